@@ -1,0 +1,35 @@
+# lockstep_room(NAME
+#   MAY_INCLUDE  rooms below this one; scripts/check-includes holds every #include against this list
+#   SOURCES      files of the library
+#   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name
+#   TEST_TIMEOUT seconds; 300 unless told)
+function(lockstep_room name)
+  cmake_parse_arguments(ROOM "" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS" ${ARGN})
+  list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
+  target_sources(lockstep PRIVATE ${ROOM_SOURCES})
+  if(LOCKSTEP_BUILD_TESTS AND ROOM_TESTS)
+    list(TRANSFORM ROOM_TESTS PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
+    set_property(GLOBAL APPEND PROPERTY LOCKSTEP_TEST_PROGRAMS ${name}_tests)
+    set_property(GLOBAL PROPERTY LOCKSTEP_${name}_TESTS "${ROOM_TESTS}")
+    if(NOT ROOM_TEST_TIMEOUT)
+      set(ROOM_TEST_TIMEOUT 300)
+    endif()
+    set_property(GLOBAL PROPERTY LOCKSTEP_${name}_TIMEOUT "${ROOM_TEST_TIMEOUT}")
+  endif()
+endfunction()
+
+# Makes the test programs of all rooms; called once the library is complete.
+function(lockstep_add_test_programs)
+  get_property(programs GLOBAL PROPERTY LOCKSTEP_TEST_PROGRAMS)
+  foreach(program IN LISTS programs)
+    string(REGEX REPLACE "_tests$" "" room "${program}")
+    get_property(sources GLOBAL PROPERTY LOCKSTEP_${room}_TESTS)
+    get_property(timeout GLOBAL PROPERTY LOCKSTEP_${room}_TIMEOUT)
+    add_executable(${program} ${sources})
+    target_link_libraries(${program} PRIVATE lockstep_testing)
+    target_precompile_headers(${program} REUSE_FROM lockstep_testing)
+    add_test(NAME ${program} COMMAND ${program})
+    set_tests_properties(${program} PROPERTIES TIMEOUT ${timeout}
+      ENVIRONMENT "LOCKSTEP_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY};TSAN_OPTIONS=halt_on_error=1 second_deadlock_stack=1 suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp;ASAN_OPTIONS=detect_leaks=0;UBSAN_OPTIONS=halt_on_error=1 print_stacktrace=1")
+  endforeach()
+endfunction()
