@@ -1,0 +1,58 @@
+#include <cstdlib>
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/base/failpoint.h>
+
+namespace lockstep {
+namespace {
+
+using namespace std::chrono_literals;
+
+TEST(Deadline, PassesAndNeverPasses) {
+  EXPECT_TRUE(Deadline::after(0ms).expired());
+  EXPECT_FALSE(Deadline::after(1h).expired());
+  EXPECT_FALSE(Deadline::never().expired());
+  EXPECT_EQ(Deadline::never().remaining(7ms), 7ms);
+  EXPECT_EQ(Deadline::after(-1ms).remaining(), 0ns);
+  EXPECT_EQ(Deadline::after(1h).poll_milliseconds(50ms), 50);
+}
+
+TEST(Environment, ReadsTypedValuesAndNamesWhatIsWrong) {
+  ::setenv("LOCKSTEP_TEST_VARIABLE", "12", 1);
+  EXPECT_EQ(environment::integer("LOCKSTEP_TEST_VARIABLE"), 12);
+  try {
+    environment::integer("LOCKSTEP_TEST_VARIABLE", 0, 11);
+    FAIL() << "12 is outside 0 to 11";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("LOCKSTEP_TEST_VARIABLE is 12"), std::string::npos);
+  }
+  ::setenv("LOCKSTEP_TEST_VARIABLE", "12x", 1);
+  EXPECT_THROW(environment::integer("LOCKSTEP_TEST_VARIABLE"), c10::ValueError);
+  EXPECT_THROW(environment::flag("LOCKSTEP_TEST_VARIABLE"), c10::ValueError);
+  ::setenv("LOCKSTEP_TEST_VARIABLE", "", 1);
+  EXPECT_EQ(environment::integer("LOCKSTEP_TEST_VARIABLE"), std::nullopt);
+  ::setenv("LOCKSTEP_TEST_VARIABLE", "On", 1);
+  EXPECT_TRUE(environment::flag("LOCKSTEP_TEST_VARIABLE"));
+  ::unsetenv("LOCKSTEP_TEST_VARIABLE");
+  EXPECT_FALSE(environment::flag("LOCKSTEP_TEST_VARIABLE"));
+}
+
+TEST(Failpoint, StrikesAtTheCountedPass) {
+  failpoint::configure("a=error(broken)@2;b=delay(0)");
+  EXPECT_NO_THROW(failpoint::here("a"));
+  EXPECT_THROW(failpoint::here("a"), c10::Error);
+  EXPECT_NO_THROW(failpoint::here("a"));
+  EXPECT_NO_THROW(failpoint::here("b"));
+  EXPECT_NO_THROW(failpoint::here("elsewhere"));
+  EXPECT_THROW(failpoint::configure("a"), c10::ValueError);
+  EXPECT_THROW(failpoint::configure("a=explode(1)"), c10::ValueError);
+  EXPECT_THROW(failpoint::configure("a=exit(x)"), c10::ValueError);
+  failpoint::configure("");
+}
+
+}  // namespace
+}  // namespace lockstep

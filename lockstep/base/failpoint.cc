@@ -1,0 +1,109 @@
+#include <lockstep/base/failpoint.h>
+
+#include <unistd.h>
+
+#include <chrono>
+#include <charconv>
+#include <csignal>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
+
+namespace lockstep::failpoint {
+namespace {
+
+struct Action {
+  std::string verb;
+  std::string argument;
+  int64_t at_pass = 0;  // 0: at every pass
+  int64_t passes = 0;
+};
+
+std::mutex mutex;
+std::map<std::string, Action, std::less<>> actions;
+
+int64_t number_of(std::string_view text, std::string_view whole) {
+  int64_t number = 0;
+  auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  TORCH_CHECK_VALUE(error == std::errc() && stop == text.data() + text.size(), "LOCKSTEP_FAILPOINTS: '", whole,
+                    "' needs a number");
+  return number;
+}
+
+Action parse_action(std::string_view text) {
+  const std::string_view whole = text;
+  Action action;
+  if (auto at = text.rfind('@'); at != std::string_view::npos) {
+    action.at_pass = number_of(text.substr(at + 1), whole);
+    text = text.substr(0, at);
+  }
+  auto open = text.find('(');
+  TORCH_CHECK_VALUE(open != std::string_view::npos && text.back() == ')', "LOCKSTEP_FAILPOINTS: '", whole,
+                    "' is not of the form exit(N), kill(N), error(TEXT) or delay(N)");
+  action.verb = text.substr(0, open);
+  action.argument = text.substr(open + 1, text.size() - open - 2);
+  TORCH_CHECK_VALUE(action.verb == "exit" || action.verb == "kill" || action.verb == "error" || action.verb == "delay",
+                    "LOCKSTEP_FAILPOINTS: unknown action '", action.verb, "'");
+  if (action.verb != "error") number_of(action.argument, whole);
+  return action;
+}
+
+const bool configured_from_environment = [] {
+  if (auto specification = environment::text("LOCKSTEP_FAILPOINTS")) configure(*specification);
+  return true;
+}();
+
+}  // namespace
+
+namespace detail {
+
+std::atomic<bool> armed{false};
+
+void pass(std::string_view name) {
+  std::optional<Action> due;
+  {
+    std::lock_guard lock(mutex);
+    auto found = actions.find(name);
+    if (found == actions.end()) return;
+    Action& action = found->second;
+    ++action.passes;
+    if (action.at_pass == 0 || action.at_pass == action.passes) due = action;
+  }
+  if (!due) return;
+  if (due->verb == "exit") ::_exit(static_cast<int>(number_of(due->argument, due->argument)));
+  if (due->verb == "kill") {
+    ::kill(::getpid(), static_cast<int>(number_of(due->argument, due->argument)));
+    return;
+  }
+  if (due->verb == "delay") {
+    std::this_thread::sleep_for(std::chrono::milliseconds(number_of(due->argument, due->argument)));
+    return;
+  }
+  TORCH_CHECK(false, "failpoint ", name, ": ", due->argument);
+}
+
+}  // namespace detail
+
+void configure(std::string_view specification) {
+  std::map<std::string, Action, std::less<>> parsed;
+  while (!specification.empty()) {
+    auto end = std::min(specification.find(';'), specification.size());
+    auto entry = specification.substr(0, end);
+    specification.remove_prefix(std::min(end + 1, specification.size()));
+    if (entry.empty()) continue;
+    auto equals = entry.find('=');
+    TORCH_CHECK_VALUE(equals != std::string_view::npos, "LOCKSTEP_FAILPOINTS: '", entry, "' has no '='");
+    parsed.emplace(entry.substr(0, equals), parse_action(entry.substr(equals + 1)));
+  }
+  std::lock_guard lock(mutex);
+  actions = std::move(parsed);
+  detail::armed.store(!actions.empty(), std::memory_order_relaxed);
+}
+
+}  // namespace lockstep::failpoint

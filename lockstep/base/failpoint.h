@@ -1,0 +1,30 @@
+#pragma once
+
+#include <atomic>
+#include <string_view>
+
+/// Places where a test can make something go wrong, compiled into every build.
+///
+/// LOCKSTEP_FAILPOINTS="NAME=ACTION[;NAME=ACTION…]", ACTION one of
+///   exit(STATUS)          ends the process with _exit
+///   kill(SIGNAL)          sends itself the signal (9: crash, 19: stop)
+///   error(TEXT)           throws c10::Error with the text
+///   delay(MILLISECONDS)   waits
+/// and optionally "@COUNT" behind it: acts at the COUNT-th pass (from 1) only. An unknown action is an error at the
+/// first failpoint. With the variable unset a failpoint costs one relaxed load.
+namespace lockstep::failpoint {
+
+namespace detail {
+extern std::atomic<bool> armed;
+void pass(std::string_view name);
+}  // namespace detail
+
+/// Call where the failure should strike. Thread-safe.
+inline void here(std::string_view name) {
+  if (detail::armed.load(std::memory_order_relaxed)) detail::pass(name);
+}
+
+/// Replaces the configuration (tests with ranks as threads or after start). Same syntax; empty disarms.
+void configure(std::string_view specification);
+
+}  // namespace lockstep::failpoint

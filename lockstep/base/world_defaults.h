@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace lockstep {
+
+/// This process's place in the default process group, for rooms that know no process groups (a sampler, say).
+struct WorldDefaults {
+  int32_t rank = 0;
+  int32_t world_size = 1;
+};
+
+/// What init_process_group() published, or nothing before it and after destroy_process_group(). Thread-safe.
+std::optional<WorldDefaults> world_defaults();
+
+/// Publishes the default group's rank and world size; init_process_group() calls it last. Thread-safe.
+/// Throws c10::ValueError unless 0 <= rank < world_size.
+void set_world_defaults(WorldDefaults defaults);
+
+/// Takes it back; destroy_process_group() calls it first. Thread-safe.
+void clear_world_defaults();
+
+}  // namespace lockstep
