@@ -1,0 +1,181 @@
+#include <atomic>
+#include <cerrno>
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include <c10/util/Exception.h>
+#include <climits>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/rendezvous/exit_board.h>
+
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+
+namespace lockstep {
+namespace {
+
+constexpr uint64_t kMagic = 0x4c534558'49544231;  // "LSEXITB1"
+constexpr int kMaxWorkers = 1 << 20;
+// A wait status fits into 16 bits; this bit tells "ended with status 0" from "still running".
+constexpr uint32_t kEnded = 1u << 31;
+
+struct Entry {
+  std::atomic<int32_t> pid;      // 0: no worker yet
+  std::atomic<uint32_t> status;  // the futex word; 0 while the worker runs, else kEnded | wait status
+};
+static_assert(sizeof(Entry) == 8 && std::atomic<uint32_t>::is_always_lock_free);
+
+void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
+  auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
+  struct timespec relative = {seconds.count(), (timeout - seconds).count()};
+  ::syscall(SYS_futex, &word, FUTEX_WAIT, expected, &relative, nullptr,
+            0);  // every outcome: look at the word again
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+struct ExitBoard::Layout {
+  uint64_t magic;
+  uint64_t count;
+  Entry entries[];  // NOLINT: as many as `count` says, after the header in the mapping
+
+  static size_t bytes_for(uint64_t count) { return sizeof(Layout) + count * sizeof(Entry); }
+};
+
+std::string describe_wait_status(int wait_status) {
+  if (WIFEXITED(wait_status)) return "exited with status " + std::to_string(WEXITSTATUS(wait_status));
+  if (WIFSIGNALED(wait_status)) {
+    int number = WTERMSIG(wait_status);
+    const char* name = ::sigabbrev_np(number);
+    std::string text = "killed by signal " + std::to_string(number);
+    return name == nullptr ? text : text + " (SIG" + name + ")";
+  }
+  return "ended with wait status " + std::to_string(wait_status);
+}
+
+ExitBoard ExitBoard::create(int nprocs) {
+  TORCH_CHECK_VALUE(nprocs >= 1 && nprocs <= kMaxWorkers, "an exit board for ", nprocs,
+                    " workers: the number must lie in 1 to ", kMaxWorkers);
+  const size_t bytes = Layout::bytes_for(static_cast<uint64_t>(nprocs));
+  UniqueFd fd(::memfd_create("lockstep-exit-board", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  TORCH_CHECK_WITH(DistBackendError, fd && ::ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0,
+                   "can't make the exit board (", bytes, " bytes of shared memory): ", std::strerror(errno));
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  TORCH_CHECK_WITH(DistBackendError, memory != MAP_FAILED, "can't map the exit board (", bytes,
+                   " bytes): ", std::strerror(errno));
+  // Nobody can make the workers' mappings fault by shrinking it; kernels from 5.1 also keep the workers from
+  // writing.
+  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE);
+  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+  auto* layout = static_cast<Layout*>(memory);  // zeroes: pid 0, running
+  layout->magic = kMagic;
+  layout->count = static_cast<uint64_t>(nprocs);
+  return ExitBoard(std::move(fd), layout, bytes);
+}
+
+std::optional<ExitBoard> ExitBoard::from_environment() {
+  const auto value = environment::text(kVariable);
+  if (!value) return std::nullopt;
+  int fd = -1;
+  uint64_t inode = 0;
+  const char* end = value->data() + value->size();
+  auto [colon, bad_fd] = std::from_chars(value->data(), end, fd);
+  if (bad_fd != std::errc() || colon == end || *colon != ':' || fd < 0) return std::nullopt;
+  auto [stop, bad_inode] = std::from_chars(colon + 1, end, inode);
+  if (bad_inode != std::errc() || stop != end) return std::nullopt;
+
+  struct stat status = {};
+  if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || status.st_ino != inode) return std::nullopt;
+  // Only a memory file answers F_GET_SEALS; with the seal its size can't change behind our mapping.
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  const auto bytes = static_cast<size_t>(status.st_size);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || bytes < Layout::bytes_for(1)) return std::nullopt;
+  void* memory = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) return std::nullopt;
+  ExitBoard board(UniqueFd(), static_cast<Layout*>(memory), bytes);
+  const uint64_t count = board.layout_->count;
+  if (board.layout_->magic != kMagic || count > kMaxWorkers || Layout::bytes_for(count) != bytes)
+    return std::nullopt;
+  return board;
+}
+
+ExitBoard::ExitBoard(ExitBoard&& other) noexcept
+    : fd_(std::move(other.fd_)),
+      layout_(std::exchange(other.layout_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)) {}
+
+ExitBoard& ExitBoard::operator=(ExitBoard&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    fd_ = std::move(other.fd_);
+    layout_ = std::exchange(other.layout_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+  }
+  return *this;
+}
+
+ExitBoard::~ExitBoard() {
+  unmap();
+}
+
+void ExitBoard::unmap() noexcept {
+  if (layout_ != nullptr) ::munmap(layout_, bytes_);
+  layout_ = nullptr;
+}
+
+std::string ExitBoard::environment_value() const {
+  struct stat status = {};
+  TORCH_CHECK(fd_ && ::fstat(fd_.get(), &status) == 0, "only the launcher's exit board can be handed on");
+  return std::to_string(fd_.get()) + ":" + std::to_string(status.st_ino);
+}
+
+size_t ExitBoard::checked_index(int local_rank) const {
+  TORCH_CHECK(fd_, "only the launcher writes on the exit board");
+  TORCH_CHECK_VALUE(local_rank >= 0 && static_cast<uint64_t>(local_rank) < layout_->count, "local rank ",
+                    local_rank, " has no place on an exit board for ", layout_->count, " workers");
+  return static_cast<size_t>(local_rank);
+}
+
+void ExitBoard::record_start(int local_rank, pid_t pid) {
+  TORCH_CHECK_VALUE(pid > 0, "a worker's pid is positive, not ", pid);
+  Entry& entry = layout_->entries[checked_index(local_rank)];
+  entry.status.store(0, std::memory_order_relaxed);
+  entry.pid.store(pid, std::memory_order_release);  // whoever finds the pid sees the fresh status word
+}
+
+void ExitBoard::record_end(int local_rank, int wait_status) {
+  Entry& entry = layout_->entries[checked_index(local_rank)];
+  entry.status.store(kEnded | static_cast<uint32_t>(wait_status), std::memory_order_release);
+  futex_wake_all(entry.status);
+}
+
+std::optional<std::string> ExitBoard::describe_end(pid_t pid, Deadline deadline) const {
+  if (pid <= 0) return std::nullopt;
+  for (uint64_t i = 0; i < layout_->count; ++i) {
+    const Entry& entry = layout_->entries[i];
+    if (entry.pid.load(std::memory_order_acquire) != pid) continue;
+    while (true) {
+      const uint32_t status = entry.status.load(std::memory_order_acquire);
+      if ((status & kEnded) != 0) return describe_wait_status(static_cast<int>(status & ~kEnded));
+      // A restarted worker took the place: how this one ended is no longer known.
+      if (entry.pid.load(std::memory_order_acquire) != pid || deadline.expired()) return std::nullopt;
+      futex_wait(entry.status, status, deadline.remaining());
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <sys/types.h>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/unique_fd.h>
+
+namespace lockstep {
+
+/// How a process ended, in words, from the status that waitpid(2) fills in: "exited with status 3" or
+/// "killed by signal 9 (SIGKILL)".
+std::string describe_wait_status(int wait_status);
+
+/// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker
+/// looks when it notices that a peer is gone: only the parent of a process learns its exit status.
+///
+/// The launcher creates the board, lets the workers inherit fd() under the same number, and puts
+/// environment_value() into their LOCKSTEP_EXIT_BOARD_FD. The workers' mappings are read-only. Every method
+/// may be called by any thread; one process writes. Movable; the mapping lives as long as the object.
+class ExitBoard {
+ public:
+  static constexpr const char* kVariable = "LOCKSTEP_EXIT_BOARD_FD";
+
+  /// An empty board for `nprocs` workers (1 to 1,048,576). Throws c10::ValueError, or c10::DistBackendError
+  /// when the system refuses the memory.
+  static ExitBoard create(int nprocs);
+
+  /// The board of the launcher that started this process; nothing when there is none, when the variable is
+  /// malformed, or when the descriptor with that number is not the launcher's (a program in between may have
+  /// closed it and opened something else). Never throws for these, for the board only adds words to a
+  /// message.
+  static std::optional<ExitBoard> from_environment();
+
+  ExitBoard(ExitBoard&& other) noexcept;
+  ExitBoard& operator=(ExitBoard&& other) noexcept;
+  ~ExitBoard();
+
+  /// The launcher's descriptor (close-on-exec); -1 in a worker.
+  int fd() const { return fd_.get(); }
+  /// The text for LOCKSTEP_EXIT_BOARD_FD: "DESCRIPTOR:INODE". Launcher only.
+  std::string environment_value() const;
+
+  /// Notes that this local rank runs as process `pid`; forgets how its predecessor ended. Launcher only.
+  void record_start(int local_rank, pid_t pid);
+  /// Notes how it ended (a wait status) and wakes who waits for that. Launcher only.
+  void record_end(int local_rank, int wait_status);
+
+  /// How the worker `pid` ended, as describe_wait_status() says it. Waits until the launcher has noted it;
+  /// nothing when no worker has that pid (one of another launcher or of another pid namespace) or when the
+  /// deadline passes first.
+  std::optional<std::string> describe_end(pid_t pid, Deadline deadline) const;
+
+ private:
+  struct Layout;
+  ExitBoard(UniqueFd fd, Layout* layout, size_t bytes) : fd_(std::move(fd)), layout_(layout), bytes_(bytes) {}
+  void unmap() noexcept;
+  size_t checked_index(int local_rank) const;
+
+  UniqueFd fd_;
+  Layout* layout_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,143 @@
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <fcntl.h>
+#include <fstream>
+#include <sstream>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/internal/job_file.h>
+
+namespace lockstep::rendezvous_internal {
+namespace {
+
+struct Process {
+  std::string name;
+  long parent = 0;
+  std::string start;  ///< in clock ticks since boot
+};
+
+/// From /proc/PID/stat: "pid (name) state parent …", the start time being field 22. Names may contain
+/// anything.
+std::optional<Process> read_process(long pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return std::nullopt;
+  auto open = line.find('(');
+  auto close = line.rfind(')');
+  if (open == std::string::npos || close == std::string::npos) return std::nullopt;
+  Process process{.name = line.substr(open + 1, close - open - 1), .parent = 0, .start = {}};
+  std::istringstream fields(line.substr(close + 1));
+  std::string field;
+  for (int i = 3; i <= 22 && fields >> field; ++i) {
+    if (i == 4) process.parent = std::stol(field);
+    if (i == 22) process.start = field;
+  }
+  if (process.start.empty()) return std::nullopt;
+  return process;
+}
+
+/// The nearest ancestor that is an MPI launcher or its daemon on this host, as "pid.start"; "" without one,
+/// as inside of a container that the launcher started.
+std::string launcher_process() {
+  static constexpr std::array kLaunchers = {
+      "mpirun",        "mpiexec",      "orterun",         "orted",           "prterun",
+      "prted",         "prte",         "mpiexec.hydra",   "hydra_pmi_proxy", "pmi_proxy",
+      "mpiexec.mpich", "mpirun.mpich", "mpiexec.openmpi", "mpirun.openmpi"};
+  auto process = read_process(::getpid());
+  for (int depth = 0; process && process->parent > 0 && depth < 64; ++depth) {
+    long pid = process->parent;
+    process = read_process(pid);
+    if (!process) break;
+    bool launcher = std::find(kLaunchers.begin(), kLaunchers.end(), process->name) != kLaunchers.end();
+    if (launcher) return std::to_string(pid) + "." + process->start;
+  }
+  return "";
+}
+
+/// FNV-1a, 64 bits. Only tells names apart; the directory keeps strangers out.
+std::string hash(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (unsigned char c : text) value = (value ^ c) * 0x100000001b3;
+  std::array<char, 16> digits{};
+  auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value, 16).ptr;
+  return {digits.data(), end};
+}
+
+/// A directory of this user's own, which nobody else can enter; /tmp itself is everybody's.
+std::string private_directory() {
+  std::vector<std::string> parents = {"/dev/shm", "/tmp"};
+  if (auto chosen = environment::text("TMPDIR")) parents.insert(parents.begin(), *chosen);
+  std::string tried;
+  for (const auto& parent : parents) {
+    auto path = parent + "/lockstep-" + std::to_string(::geteuid());
+    struct stat status {};
+    bool there = ::mkdir(path.c_str(), 0700) == 0 || errno == EEXIST;
+    if (!there) {
+      tried += "; " + path + ": " + std::strerror(errno);
+    } else if (::lstat(path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode) ||
+               status.st_uid != ::geteuid() || (status.st_mode & 077) != 0) {
+      tried += "; " + path + " is not a directory that only this user can enter";
+    } else if (::access(path.c_str(), W_OK | X_OK) != 0) {
+      tried += "; " + path + ": " + std::strerror(errno);
+    } else {
+      return path;
+    }
+  }
+  C10_THROW_ERROR(DistStoreError, "no directory for the file at which this job's processes meet" + tried +
+                                      "; set TMPDIR to a directory that can be written");
+}
+
+}  // namespace
+
+JobFile JobFile::of_job(const std::string& job) {
+  auto launcher = launcher_process();
+  TORCH_CHECK_VALUE(
+      !launcher.empty() || !job.empty(),
+      "cannot tell this MPI job from others: its launcher sets no job id and is not among this process's "
+      "ancestors; set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port");
+  auto name = hash(this_host().boot_id + " " + launcher + " " + job);
+  return JobFile(private_directory() + "/job-" + (launcher.empty() ? "" : launcher + "-") + name);
+}
+
+void JobFile::publish(uint16_t port) const {
+  auto fresh = path_ + "." + std::to_string(::getpid());
+  auto text = std::to_string(port) + "\n";
+  ::unlink(fresh.c_str());
+  UniqueFd file(::open(fresh.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  bool written = file && ::write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()) &&
+                 ::rename(fresh.c_str(), path_.c_str()) == 0;
+  if (!written) {
+    int error = errno;
+    ::unlink(fresh.c_str());
+    C10_THROW_ERROR(DistStoreError, c10::str("rank 0 cannot write ", path_,
+                                             ", at which this job's processes meet: ", std::strerror(error),
+                                             "; free some space, or set TMPDIR to another place"));
+  }
+}
+
+std::optional<uint16_t> JobFile::read() const {
+  UniqueFd file(::open(path_.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC));
+  if (!file) return std::nullopt;
+  std::array<char, 16> text{};
+  auto size = ::read(file.get(), text.data(), text.size());
+  uint16_t port = 0;
+  if (size <= 0 || std::from_chars(text.data(), text.data() + size, port).ec != std::errc())
+    return std::nullopt;
+  return port;
+}
+
+void JobFile::remove() const {
+  ::unlink(path_.c_str());
+}
+
+}  // namespace lockstep::rendezvous_internal

@@ -1,0 +1,109 @@
+#include <algorithm>
+#include <future>
+#include <memory>
+#include <thread>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <lockstep/base/log.h>
+#include <lockstep/rendezvous/internal/tcp_store.h>
+
+namespace lockstep::rendezvous_internal {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// Constructs a TCPStore on a thread of its own: where something else than a store has accepted the
+/// connection, TCPStore's constructor waits for its answer for ever, and then the thread is left behind.
+/// Returns null when the deadline passed.
+StorePtr construct(const std::string& address, const c10d::TCPStoreOptions& options, Deadline deadline) {
+  auto promise = std::make_shared<std::promise<StorePtr>>();
+  auto result = promise->get_future();
+  std::thread([promise, address, options] {
+    try {
+      promise->set_value(c10::make_intrusive<c10d::TCPStore>(address, options));
+    } catch (...) {
+      promise->set_exception(std::current_exception());
+    }
+  }).detach();
+  // The constructor's own connection deserves a moment even when the probe came at the last one.
+  if (result.wait_for(std::max<std::chrono::nanoseconds>(deadline.remaining(), milliseconds(200))) !=
+      std::future_status::ready) {
+    return {};
+  }
+  return result.get();
+}
+
+c10d::TCPStoreOptions store_options(uint16_t port, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = port;
+  options.waitWorkers = false;  // the roll call does that, and names who is missing
+  options.timeout =
+      std::max<milliseconds>(timeout, seconds(1));  // TCPStore counts its connection's in whole seconds
+  return options;
+}
+
+}  // namespace
+
+StorePtr host_store(Listener listener, milliseconds timeout, Deadline deadline) {
+  auto options = store_options(listener.port, timeout);
+  options.isServer = true;
+  options.masterListenFd = listener.socket.release();  // the server closes it
+  auto store = construct(listener.address, options, deadline);
+  if (!store) {
+    C10_THROW_ERROR(
+        DistNetworkError,
+        c10::str("rank 0 could not connect to its own store at ", listener.address, " port ", listener.port,
+                 " in time; is a firewall between this host and its own address?"));
+  }
+  store->setTimeout(timeout);
+  LOCKSTEP_LOG(kInfo) << "store listens on " << listener.address << " port " << listener.port;
+  return store;
+}
+
+StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const std::string& unknown,
+                    const std::string& who, int rank, milliseconds timeout, Deadline deadline) {
+  const auto begin = Deadline::Clock::now();
+  auto waited = [&] {
+    return to_seconds(std::chrono::duration_cast<milliseconds>(Deadline::Clock::now() - begin));
+  };
+  auto pause = milliseconds(5);
+  auto next_warning = Deadline::after(seconds(15));
+  while (true) {
+    std::string why = unknown;
+    std::string place = "its address";
+    if (auto at = where()) {
+      place = c10::str(at->host, " port ", at->port);
+      auto address = probe(at->host, at->port, deadline, why);
+      if (!address.empty()) {
+        auto store = construct(address, store_options(at->port, timeout), deadline);
+        if (store) {
+          store->setTimeout(timeout);
+          return store;
+        }
+        why =
+            "something listens there, but does not answer as a store does; the port may belong to another "
+            "program";
+      }
+    }
+    if (deadline.expired()) {
+      C10_THROW_ERROR(
+          DistNetworkError,
+          c10::str("rank ", rank, " could not reach ", who, " at ", place, " within ", waited(), " s: ", why,
+                   ". See whether ", who, " runs, and whether all processes were given its host and port"));
+    }
+    if (next_warning.expired()) {
+      LOCKSTEP_LOG(kWarning) << "still trying to reach " << who << " at " << place << " after " << waited()
+                             << " s: " << why;
+      next_warning = Deadline::after(seconds(60));
+    }
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
+    pause = std::min(pause * 2, milliseconds(250));
+  }
+}
+
+}  // namespace lockstep::rendezvous_internal

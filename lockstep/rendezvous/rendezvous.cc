@@ -1,0 +1,222 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/internal/job_file.h>
+#include <lockstep/rendezvous/internal/plan.h>
+#include <lockstep/rendezvous/internal/sockets.h>
+#include <lockstep/rendezvous/internal/store_cache.h>
+#include <lockstep/rendezvous/internal/tcp_store.h>
+#include <lockstep/rendezvous/rendezvous.h>
+#include <lockstep/rendezvous/roll_call.h>
+
+namespace lockstep {
+namespace {
+
+using namespace rendezvous_internal;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Entry = StoreCache::Entry;
+
+/// What every way of meeting needs to know.
+struct Call {
+  int rank;
+  int world_size;
+  bool peers_are_local;  ///< all processes of the job are on this host
+  std::chrono::milliseconds timeout;
+  Deadline deadline;
+};
+
+/// A store to hold the roll call at.
+struct Place {
+  std::shared_ptr<Entry> entry;  ///< none for a process that is alone
+  StorePtr store;
+  std::string job = "none";            ///< sets jobs that use one store apart
+  std::shared_ptr<void> until_joined;  ///< dropped once everybody has come, or nobody will
+};
+
+/// The program as it was typed, for an error that shows how to start it.
+std::string program_name() {
+  std::string name;
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::getline(file, name, '\0');
+  return name.empty() ? "./program" : name;
+}
+
+/// Takes the entry's store, or has it made.
+template <typename Open>
+Place open_place(std::shared_ptr<Entry> entry, Open open) {
+  std::lock_guard lock(entry->opening);
+  if (!entry->store) entry->store = open();
+  return Place{.entry = entry, .store = entry->store, .job = "none", .until_joined = nullptr};
+}
+
+Place meet(const Alone&, const Call&) {
+  return Place{
+      .entry = nullptr, .store = c10::make_intrusive<c10d::HashStore>(), .job = "none", .until_joined = {}};
+}
+
+Place meet(const TcpMeeting& meeting, const Call& call) {
+  auto address = c10::str("tcp://", meeting.host, ":", meeting.port);
+  auto place = open_place(StoreCache::instance().entry(address, call.rank), [&]() -> StorePtr {
+    if (call.rank == 0 && !meeting.agent_hosts) {
+      try {
+        return host_store(listen_at(meeting.host, meeting.port, call.peers_are_local), call.timeout,
+                          call.deadline);
+      } catch (const c10::DistNetworkError& error) {
+        if (!meeting.port_derived) throw;
+        C10_THROW_ERROR(DistNetworkError, c10::str(error.what_without_backtrace(),
+                                                   ". The port was derived from the Slurm job and step; ",
+                                                   "set MASTER_PORT to choose one"));
+      }
+    }
+    auto where = [&] { return HostPort{.host = meeting.host, .port = meeting.port}; };
+    return join_store(where, "", meeting.agent_hosts ? "the launcher's agent" : "rank 0", call.rank,
+                      call.timeout, call.deadline);
+  });
+  place.job = c10::str(meeting.run_id, "/attempt_", meeting.attempt);
+  return place;
+}
+
+Place meet(const JobMeeting& meeting, const Call& call) {
+  auto file = JobFile::of_job(meeting.job);
+  std::shared_ptr<void> until_joined;
+  auto place = open_place(StoreCache::instance().entry("job " + file.path(), call.rank), [&]() -> StorePtr {
+    if (call.rank == 0) {
+      auto listener = listen_at("127.0.0.1", 0, /*peers_are_local=*/true);
+      auto port = listener.port;
+      auto store = host_store(std::move(listener), call.timeout, call.deadline);
+      file.publish(port);
+      until_joined = std::shared_ptr<void>(nullptr, [file](void*) { file.remove(); });
+      return store;
+    }
+    auto where = [&]() -> std::optional<HostPort> {
+      auto port = file.read();
+      return port ? std::optional(HostPort{.host = "127.0.0.1", .port = *port}) : std::nullopt;
+    };
+    return join_store(where, "rank 0 has not written " + file.path(), "rank 0", call.rank, call.timeout,
+                      call.deadline);
+  });
+  place.until_joined = std::move(until_joined);
+  return place;
+}
+
+/// Whether `path` still is the open file.
+bool is_same_file(const UniqueFd& file, const std::string& path) {
+  struct stat opened {};
+  struct stat named {};
+  return ::fstat(file.get(), &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
+         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+
+/// FileStore waits for a file that it cannot open, so look first.
+void check_file(const std::string& path) {
+  namespace fs = std::filesystem;
+  auto parent = fs::path(path).parent_path();
+  struct stat status {};
+  TORCH_CHECK_VALUE(::stat(parent.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "file://", path,
+                    ": there is no directory ", parent.string(),
+                    "; make it on all hosts, or choose another path");
+  bool there = ::stat(path.c_str(), &status) == 0;
+  TORCH_CHECK_VALUE(!there || S_ISREG(status.st_mode), "file://", path,
+                    " is not a regular file; name one that does ", "not exist yet");
+  bool writable = ::access(there ? path.c_str() : parent.c_str(), W_OK) == 0;
+  TORCH_CHECK_VALUE(writable, "file://", path, " cannot be written: ", std::strerror(errno));
+}
+
+Place meet(const FileMeeting& meeting, const Call& call) {
+  check_file(meeting.path);
+  auto entry = StoreCache::instance().entry("file://" + meeting.path, call.rank);
+  {
+    // Somebody deleted the file since the last time: what the store remembers of it is worthless. It is
+    // leaked, because its destructor would sign this process off in the file that a peer may have made anew.
+    if (entry->store && !is_same_file(entry->file, meeting.path)) entry->store.release();
+  }
+  return open_place(entry, [&]() -> StorePtr {
+    auto store = c10::make_intrusive<c10d::FileStore>(meeting.path, call.world_size);
+    store->setTimeout(call.timeout);
+    store->add("opened", 1);  // now the file is there
+    entry->file.reset(::open(meeting.path.c_str(), O_RDONLY | O_CLOEXEC));
+    return store;
+  });
+}
+
+Place meet(const NoMeeting& meeting, const Call&) {
+  TORCH_CHECK(false, meeting.reason);
+}
+
+Place meet_at(const StorePtr& given, const Call& call) {
+  return Place{.entry = StoreCache::instance().entry(given, call.rank),
+               .store = given,
+               .job = "none",
+               .until_joined = {}};
+}
+
+/// Gives this initialisation keys of its own, and calls the roll.
+StorePtr join(const Place& place, const Call& call) {
+  if (!place.entry) return c10::make_intrusive<c10d::PrefixStore>("lockstep", place.store);
+  int64_t number = 0;
+  {
+    std::lock_guard lock(place.entry->opening);
+    number = place.entry->joined;
+  }
+  auto prefix = c10::str("lockstep/", place.job, "/init_", number);
+  auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, place.store);
+  try {
+    exchange(*store, "join", call.rank, call.world_size, "", call.deadline);
+  } catch (const c10::DistStoreError&) {
+    // The connection may be dead; a further call shall make a new one. A server stays: others may be
+    // connected to it.
+    std::lock_guard lock(place.entry->opening);
+    if (call.rank != 0 && place.entry->store == place.store) place.entry->store.reset();
+    throw;
+  }
+  std::lock_guard lock(place.entry->opening);
+  place.entry->joined = number + 1;
+  return store;
+}
+
+}  // namespace
+
+World rendezvous(const RendezvousOptions& options) {
+  auto environment = read_launch_environment(environment::text);
+  auto plan = make_plan(options, environment, program_name());
+  using std::chrono::hours;
+  using std::chrono::milliseconds;
+  auto timeout = std::min<milliseconds>(options.timeout, hours(24 * 365));  // far from overflow
+  Call call{.rank = plan.rank,
+            .world_size = plan.world_size,
+            .peers_are_local = plan.world_size == 1 || environment.local_world_size == plan.world_size,
+            .timeout = timeout,
+            .deadline = Deadline::after(timeout)};
+  auto place = options.store
+                   ? meet_at(options.store, call)
+                   : std::visit([&](const auto& meeting) { return meet(meeting, call); }, plan.meeting);
+  World world{.rank = plan.rank,
+              .world_size = plan.world_size,
+              .local_rank = environment.local_rank,
+              .local_world_size = environment.local_world_size,
+              .store = join(place, call),
+              .launcher = environment.launcher};
+  log::set_rank(world.rank);
+  LOCKSTEP_LOG(kInfo) << "all " << world.world_size << " ranks are there (started by " << world.launcher
+                      << ")";
+  return world;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,251 @@
+#include <arpa/inet.h>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <thread>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/rendezvous/internal/job_file.h>
+#include <lockstep/rendezvous/internal/sockets.h>
+#include <lockstep/rendezvous/rendezvous.h>
+
+namespace lockstep {
+namespace {
+
+using namespace std::chrono_literals;
+using rendezvous_internal::JobFile;
+using rendezvous_internal::listen_at;
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+/// A launcher's variables, left over from whatever started this test, must not matter.
+class Rendezvous : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+          "LOCKSTEP_RUN", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
+      ::unsetenv(name);
+    }
+  }
+};
+
+uint16_t free_port() {
+  return listen_at("127.0.0.1", 0, true).port;
+}
+
+std::string tcp(uint16_t port) {
+  return "tcp://127.0.0.1:" + std::to_string(port);
+}
+
+/// A path in a directory that goes away with the object.
+struct TemporaryFile {
+  std::string directory = "/tmp/lockstep-test-XXXXXX";
+  TemporaryFile() { EXPECT_NE(::mkdtemp(directory.data()), nullptr); }
+  ~TemporaryFile() { std::filesystem::remove_all(directory); }
+  std::string path() const { return directory + "/meet"; }
+};
+
+/// Every rank on a thread: makes a world, sets a key, reads its left neighbour's. "ok" or the error, by rank.
+std::vector<std::string> run(const std::vector<int>& ranks, int world_size, RendezvousOptions options,
+                             const std::string& value = "v") {
+  std::vector<std::string> results(ranks.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    threads.emplace_back([&, i, mine = options]() mutable {
+      mine.rank = ranks[i];
+      mine.world_size = world_size;
+      try {
+        auto world = rendezvous(mine);
+        auto text = value + std::to_string(world.rank);
+        world.store->set(std::to_string(world.rank), std::vector<uint8_t>(text.begin(), text.end()));
+        int left = (world.rank + world.world_size - 1) % world.world_size;
+        auto bytes = world.store->get(std::to_string(left));
+        bool right = std::string(bytes.begin(), bytes.end()) == value + std::to_string(left);
+        results[i] = right && world.world_size == world_size ? "ok" : "wrong";
+      } catch (const DistTimeoutError& error) {
+        results[i] = std::string("timeout: ") + error.what_without_backtrace();
+      } catch (const c10::DistNetworkError& error) {
+        results[i] = std::string("network: ") + error.what_without_backtrace();
+      } catch (const c10::DistStoreError& error) {
+        results[i] = std::string("store: ") + error.what_without_backtrace();
+      } catch (const std::exception& error) {
+        results[i] = std::string("other: ") + error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return results;
+}
+
+TEST_F(Rendezvous, AloneWithoutEnvironment) {
+  auto world = rendezvous({.rank = 0, .world_size = 1});
+  EXPECT_EQ(world.rank, 0);
+  EXPECT_EQ(world.world_size, 1);
+  EXPECT_EQ(world.local_rank, -1);
+  EXPECT_EQ(world.launcher, "none");
+  world.store->set("k", std::vector<uint8_t>{1});
+  EXPECT_TRUE(world.store->check({"k"}));
+}
+
+TEST_F(Rendezvous, NothingSetShowsTheLineToType) {
+  try {
+    rendezvous();
+    FAIL() << "no rank was given";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what(),
+                AllOf(HasSubstr("lockstep run --nproc-per-node 2 "), HasSubstr(program_invocation_name)));
+  }
+}
+
+TEST_F(Rendezvous, Environment) {
+  ::setenv("RANK", "0", 1);
+  ::setenv("WORLD_SIZE", "1", 1);
+  ::setenv("LOCAL_RANK", "0", 1);
+  ::setenv("LOCAL_WORLD_SIZE", "1", 1);
+  ::setenv("MASTER_ADDR", "localhost", 1);
+  ::setenv("MASTER_PORT", std::to_string(free_port()).c_str(), 1);
+  auto world = rendezvous();
+  EXPECT_EQ(world.world_size, 1);
+  EXPECT_EQ(world.local_world_size, 1);
+  EXPECT_EQ(world.launcher, "environment");
+  EXPECT_THROW(rendezvous({.rank = 0, .world_size = 2}), c10::ValueError);
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+    ::unsetenv(name);
+  }
+}
+
+TEST_F(Rendezvous, TcpAgainAndAgain) {
+  RendezvousOptions options{.init_method = tcp(free_port()), .timeout = 60s};
+  for (const char* value : {"first", "second", "third"}) {
+    EXPECT_THAT(run({3, 1, 0, 2}, 4, options, value), Each("ok"));
+  }
+}
+
+TEST_F(Rendezvous, FileAgainAndAgain) {
+  TemporaryFile file;
+  RendezvousOptions options{.init_method = "file://" + file.path(), .timeout = 60s};
+  EXPECT_THAT(run({0, 1, 2}, 3, options, "first"), Each("ok"));
+  EXPECT_THAT(run({0, 1, 2}, 3, options, "second"), Each("ok"));
+  std::filesystem::remove(file.path());
+  EXPECT_THAT(run({0, 1, 2}, 3, options, "third"), Each("ok")) << "after somebody deleted the file";
+}
+
+TEST_F(Rendezvous, GivenStoreAgain) {
+  RendezvousOptions options{.store = c10::make_intrusive<c10d::HashStore>(), .timeout = 60s};
+  EXPECT_THAT(run({0, 1, 2}, 3, options, "first"), Each("ok"));
+  EXPECT_THAT(run({0, 1, 2}, 3, options, "second"), Each("ok"));
+}
+
+TEST_F(Rendezvous, MissingRanksAreNamedAndMayComeLater) {
+  RendezvousOptions options{.init_method = tcp(free_port()), .timeout = 1s};
+  EXPECT_THAT(run({0, 2}, 5, options), Each(StartsWith("timeout: ranks 1, 3 and 4 of 5 did not join")));
+  options.timeout = 60s;
+  EXPECT_THAT(run({0, 1, 2, 3, 4}, 5, options), Each("ok"));
+}
+
+TEST_F(Rendezvous, MissingHostIsNamed) {
+  auto port = free_port();
+  auto results = run({1}, 2, {.init_method = tcp(port), .timeout = 300ms});
+  EXPECT_THAT(results[0], AllOf(StartsWith("network: rank 1 could not reach rank 0 at 127.0.0.1 port"),
+                                HasSubstr(std::to_string(port)), HasSubstr("connection refused")));
+  results = run({1}, 2, {.init_method = "tcp://no-such-host.invalid:1", .timeout = 300ms});
+  EXPECT_THAT(results[0], AllOf(StartsWith("network: "), HasSubstr("cannot be resolved")));
+}
+
+TEST_F(Rendezvous, TwoProcessesWithOneRank) {
+  TemporaryFile file;
+  for (const auto& method : {tcp(free_port()), "file://" + file.path()}) {
+    EXPECT_THAT(run({0, 1, 1}, 3, {.init_method = method, .timeout = 60s}),
+                Each(StartsWith("store: rank 1 of 3 is claimed twice")));
+  }
+  // Two rank 0 over TCP contend for the port as soon as they are processes; as threads they share its server.
+  EXPECT_THAT(run({0, 0}, 2, {.init_method = tcp(free_port()), .timeout = 60s}),
+              Each(StartsWith("store: rank 0 of 2 is claimed twice")));
+}
+
+TEST_F(Rendezvous, PortInUse) {
+  auto holder = listen_at("127.0.0.1", 0, true);
+  auto results = run({0}, 2, {.init_method = tcp(holder.port), .timeout = 60s});
+  EXPECT_THAT(results[0],
+              AllOf(StartsWith("network: "), HasSubstr("port " + std::to_string(holder.port) + " is in use"),
+                    HasSubstr("choose another port")));
+}
+
+TEST_F(Rendezvous, SomethingElseListensAndIsSilent) {
+  auto silent = listen_at("127.0.0.1", 0, true);
+  auto results = run({1}, 2, {.init_method = tcp(silent.port), .timeout = 300ms});
+  EXPECT_THAT(results[0], AllOf(StartsWith("network: "), HasSubstr("does not answer as a store")));
+}
+
+TEST_F(Rendezvous, BadFilesAreRefusedAtOnce) {
+  TemporaryFile file;
+  for (const auto& path : {file.directory + "/missing/meet", file.directory}) {
+    EXPECT_THAT(run({0}, 2, {.init_method = "file://" + path, .timeout = 60s}), Each(HasSubstr(path)));
+  }
+}
+
+TEST_F(Rendezvous, ListensOnAsFewInterfacesAsWillDo) {
+  auto bound = [](const rendezvous_internal::Listener& listener) {
+    sockaddr_storage storage{};
+    socklen_t size = sizeof(storage);
+    EXPECT_EQ(::getsockname(listener.socket.get(), reinterpret_cast<sockaddr*>(&storage), &size), 0);
+    if (storage.ss_family == AF_INET6) return std::string("all");
+    auto address = ntohl(reinterpret_cast<const sockaddr_in&>(storage).sin_addr.s_addr);
+    return address >> 24 == 127 ? std::string("loopback")
+           : address == 0       ? std::string("all")
+                                : std::string("one");
+  };
+  EXPECT_EQ(bound(listen_at("127.0.0.1", 0, false)), "loopback");
+  EXPECT_EQ(bound(listen_at("127.1.2.3", 0, false)), "loopback");
+  EXPECT_EQ(bound(listen_at("localhost", 0, false)), "loopback");
+  EXPECT_EQ(bound(listen_at("192.0.2.77", 0, false)), "all") << "not an address of this machine";
+}
+
+TEST_F(Rendezvous, JobFileAppearsWholeAndGoesAway) {
+  TemporaryFile directory;
+  JobFile file(directory.path());
+  EXPECT_EQ(file.read(), std::nullopt);
+  file.publish(12345);
+  EXPECT_EQ(file.read(), 12345);
+  file.publish(54321);
+  EXPECT_EQ(file.read(), 54321) << "in place of a stale one";
+  file.remove();
+  EXPECT_EQ(file.read(), std::nullopt);
+  std::ofstream(file.path()) << "no port";
+  EXPECT_EQ(file.read(), std::nullopt);
+  std::filesystem::remove(file.path());
+  std::filesystem::create_symlink("/etc/hostname", file.path());
+  EXPECT_EQ(file.read(), std::nullopt) << "a link is not followed";
+}
+
+TEST_F(Rendezvous, JobFileLiesInAPrivateDirectoryAndTellsJobsApart) {
+  TemporaryFile directory;
+  ::setenv("TMPDIR", directory.directory.c_str(), 1);
+  auto file = JobFile::of_job("job 1");
+  EXPECT_EQ(file.path(), JobFile::of_job("job 1").path());
+  EXPECT_NE(file.path(), JobFile::of_job("job 2").path());
+  auto parent = std::filesystem::path(file.path()).parent_path();
+  struct stat status {};
+  ASSERT_EQ(::stat(parent.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0700U);
+  EXPECT_THAT(parent.string(), StartsWith(directory.directory));
+  // One that others can enter is not used.
+  ASSERT_EQ(::chmod(parent.c_str(), 0755), 0);
+  EXPECT_THAT(JobFile::of_job("job 1").path(), ::testing::Not(StartsWith(directory.directory)));
+  ::unsetenv("TMPDIR");
+}
+
+}  // namespace
+}  // namespace lockstep

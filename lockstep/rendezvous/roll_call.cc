@@ -1,0 +1,159 @@
+#include <algorithm>
+#include <thread>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/ranks.h>
+#include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/roll_call.h>
+
+/// Under KEY/ in the store:
+///   claim/R   how many processes say that they are rank R; more than one is a conflict
+///   who/R     process and host of rank R, for messages
+///   data/R    what rank R published; stays when R gives up, so that it does not count as missing
+///   size      the world size, by the first that came; the others must agree
+///   count     ranks that are present; a rank that gives up takes itself off
+///   verdict   set once: "complete" by the rank that brings count to world_size, or the text of a conflict.
+///   The only
+///             key that waiting ranks look at.
+namespace lockstep {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kComplete = "complete";
+
+std::vector<uint8_t> to_bytes(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+std::string to_text(const std::vector<uint8_t>& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
+class RollCall {
+ public:
+  RollCall(c10d::Store& store, const std::string& key, int rank, int world_size)
+      : store_(store), prefix_(key + "/"), rank_(rank), world_size_(world_size) {}
+
+  std::vector<std::string> run(const std::string& mine, Deadline deadline) {
+    auto begin = Clock::now();
+    claim();
+    agree_on_size();
+    store_.set(at("data", rank_), to_bytes(mine));
+    if (store_.add(prefix_ + "count", 1) == world_size_) decide(kComplete);
+    if (!verdict_by(deadline)) give_up(Clock::now() - begin);
+    auto verdict = to_text(store_.get(prefix_ + "verdict"));
+    if (verdict != kComplete) C10_THROW_ERROR(DistStoreError, verdict);
+    return collect();
+  }
+
+ private:
+  std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
+
+  /// A verdict that is already there stays.
+  void decide(const std::string& verdict) { store_.compareSet(prefix_ + "verdict", {}, to_bytes(verdict)); }
+
+  void claim() {
+    auto me = c10::str("process ", ::getpid(), " on ", this_host().hostname);
+    if (store_.add(at("claim", rank_), 1) == 1) {
+      store_.set(at("who", rank_), to_bytes(me));
+      return;
+    }
+    // The first one's name may be a moment behind its claim; the message does not wait for it.
+    std::string other = "another process";
+    if (store_.check({at("who", rank_)})) other = to_text(store_.get(at("who", rank_)));
+    auto conflict =
+        c10::str("rank ", rank_, " of ", world_size_, " is claimed twice, by ", other, " and by ", me,
+                 "; give every process a rank of its own, let all of them initialise equally often, and "
+                 "do not use a store again that an earlier job left behind (delete its file, or choose "
+                 "another port)");
+    decide(conflict);  // whoever still waits learns of it
+    C10_THROW_ERROR(DistStoreError, conflict);
+  }
+
+  void agree_on_size() {
+    auto mine = std::to_string(world_size_);
+    auto first = to_text(store_.compareSet(prefix_ + "size", {}, to_bytes(mine)));
+    if (first == mine) return;
+    auto conflict = c10::str("rank ", rank_, " was started with world size ", mine,
+                             ", but another rank with ", first, "; give all processes the same");
+    decide(conflict);
+    C10_THROW_ERROR(DistStoreError, conflict);
+  }
+
+  /// Polls with pauses that grow to a bound at which the store sees some 10,000 questions a second from all
+  /// ranks.
+  bool verdict_by(Deadline deadline) {
+    const auto longest =
+        std::clamp(microseconds(100) * world_size_, microseconds(5000), microseconds(100'000));
+    auto pause = microseconds(50);
+    while (!store_.check({prefix_ + "verdict"})) {
+      if (deadline.expired()) return false;
+      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
+      pause = std::min(pause * 3 / 2, longest);
+    }
+    return true;
+  }
+
+  /// Takes this rank off the count and throws, unless the count had become full in the meantime.
+  void give_up(std::chrono::nanoseconds waited) {
+    if (store_.add(prefix_ + "count", -1) == world_size_ - 1) {
+      // Complete after all: the rank that completed it is about to set the verdict.
+      store_.add(prefix_ + "count", 1);
+      if (verdict_by(Deadline::after(std::chrono::seconds(10)))) return;
+    }
+    store_.add(at("claim", rank_), -1);
+    std::vector<int> missing;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (!store_.check({at("data", rank)})) missing.push_back(rank);
+    }
+    auto seconds = c10::str(to_seconds(std::chrono::duration_cast<milliseconds>(waited)), " s");
+    if (missing.empty()) {
+      LOCKSTEP_THROW_TIMEOUT(
+          c10::str("all ", world_size_, " ranks came, but not within ", seconds,
+                   " of each other; start them closer together, or give a longer timeout"));
+    }
+    LOCKSTEP_THROW_TIMEOUT(
+        c10::str(name_ranks(missing), " of ", world_size_, " did not join rank ", rank_, " within ", seconds,
+                 "; see whether these processes were started, and what they printed last, or give "
+                 "a longer timeout"));
+  }
+
+  std::vector<std::string> collect() {
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < world_size_; ++rank) keys.push_back(at("data", rank));
+    std::vector<std::string> all;
+    for (const auto& bytes : store_.multiGet(keys)) all.push_back(to_text(bytes));
+    return all;
+  }
+
+  c10d::Store& store_;
+  std::string prefix_;
+  int rank_;
+  int world_size_;
+};
+
+}  // namespace
+
+std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
+                                  const std::string& mine, Deadline deadline) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "rank ", rank, " is not in [0, ", world_size, ")");
+  if (world_size == 1) return {mine};
+  try {
+    return RollCall(store, key, rank, world_size).run(mine, deadline);
+  } catch (const c10::DistNetworkError& error) {
+    C10_THROW_ERROR(
+        DistStoreError,
+        c10::str("rank ", rank, " of ", world_size, " lost the store while it waited for its peers; the ",
+                 "process that hosts it (rank 0, or the launcher's agent) has ended: ",
+                 error.what_without_backtrace()));
+  }
+}
+
+}  // namespace lockstep

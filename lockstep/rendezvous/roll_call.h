@@ -1,0 +1,29 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+
+namespace c10d {
+class Store;
+}
+
+namespace lockstep {
+
+/// Publishes `mine` (any bytes) under `key` and returns what all ranks published, in rank order. Every rank
+/// of [0, world_size) calls it once with the same key; a key serves for one exchange.
+///
+/// Costs a rank about six round trips to the store and then polls one key with growing pauses. It never
+/// blocks inside of the store, so that threads that share a store do not wait for each other (TCPStore::wait
+/// holds its client's lock).
+///
+/// Succeeds on all ranks or on none, as far as a store can tell. Throws DistTimeoutError that names the ranks
+/// that did not come by the deadline; after that the exchange may be tried again with the same key. Throws
+/// c10::DistStoreError on every rank that takes part when two processes claim one rank, disagree about
+/// the world size, or the store is lost.
+/// Thread-safe.
+std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
+                                  const std::string& mine, Deadline deadline);
+
+}  // namespace lockstep

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace lockstep {
+
+/// What rendezvous() found out: who this process is, how many there are, and the store through which they
+/// talk. A value; the store may be used from several threads.
+struct World {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = -1;        ///< position among this job's processes on this host; -1 where unknown
+  int local_world_size = -1;  ///< this job's processes on this host; -1 where unknown
+  c10::intrusive_ptr<c10d::Store> store = {};  ///< this world's own key space; nobody else's keys are in it
+  std::string launcher =
+      "none";  ///< "lockstep run", "torchrun", "mpirun", "mpich", "srun", "environment" or "none"
+};
+
+}  // namespace lockstep
