@@ -1,0 +1,123 @@
+#include <lockstep/transport/shared_memory/end_note.h>
+
+#include <poll.h>
+#include <sys/ioctl.h>
+
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <mutex>
+#include <optional>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/rendezvous/exit_board.h>
+
+namespace lockstep::transport {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr uint32_t pack(EndKind kind, int code) {
+  return static_cast<uint32_t>(kind) << 16 | (static_cast<uint32_t>(code) & 0xffff);
+}
+
+// Headers of this process; a fixed table of atomics because a signal handler reads it.
+constexpr size_t kMaxHeaders = 64;
+std::array<std::atomic<ProcessHeader*>, kMaxHeaders> headers;
+
+void note_everywhere(EndKind kind, int code) {
+  for (auto& slot : headers) {
+    if (ProcessHeader* header = slot.load(std::memory_order_acquire)) leave_note(*header, kind, code);
+  }
+}
+
+void on_crash(int signal) {
+  note_everywhere(EndKind::kSignal, signal);
+  // SA_RESETHAND has put the default action back: the process ends here as it would have without us.
+  std::raise(signal);
+}
+
+void install_handlers() {
+  ::on_exit([](int status, void*) { note_everywhere(EndKind::kExit, status & 0xff); }, nullptr);
+  for (int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) {
+    struct sigaction current {};
+    if (::sigaction(signal, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) continue;
+    struct sigaction ours {};
+    ours.sa_handler = on_crash;
+    ours.sa_flags = SA_RESETHAND | SA_NODEFER | SA_ONSTACK;
+    ::sigaction(signal, &ours, nullptr);
+  }
+}
+
+// From linux/pidfd.h (6.15); Debian 12's headers are older than the kernels that people run.
+struct PidfdInfo {
+  uint64_t mask;
+  uint64_t cgroupid;
+  uint32_t ids[11];
+  int32_t exit_code;
+};
+constexpr uint64_t kPidfdInfoExit = 1 << 3;
+constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+
+/// The wait status that the kernel remembers once the process was reaped.
+std::optional<int> kernel_exit_status(int pidfd) {
+  PidfdInfo info{};
+  info.mask = kPidfdInfoExit;
+  if (pidfd < 0 || ::ioctl(pidfd, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0) return std::nullopt;
+  return info.exit_code;
+}
+
+}  // namespace
+
+void leave_note(ProcessHeader& header, EndKind kind, int code) {
+  uint32_t running = 0;
+  header.note.compare_exchange_strong(running, pack(kind, code), std::memory_order_release, std::memory_order_relaxed);
+}
+
+EndKind note_kind(const ProcessHeader& header) {
+  return static_cast<EndKind>(header.note.load(std::memory_order_acquire) >> 16);
+}
+
+void watch_process_end(ProcessHeader& header) {
+  static std::once_flag once;
+  std::call_once(once, install_handlers);
+  for (auto& slot : headers) {
+    ProcessHeader* empty = nullptr;
+    if (slot.compare_exchange_strong(empty, &header, std::memory_order_release)) return;
+  }
+}
+
+void unwatch_process_end(ProcessHeader& header) {
+  for (auto& slot : headers) {
+    ProcessHeader* ours = &header;
+    if (slot.compare_exchange_strong(ours, nullptr, std::memory_order_acq_rel)) return;
+  }
+}
+
+std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd) {
+  const uint32_t note = header.note.load(std::memory_order_acquire);
+  const int code = static_cast<int>(note & 0xffff);
+  switch (note_kind(header)) {
+    case EndKind::kLeft:
+      return "left the job in good order";
+    case EndKind::kSignal:
+      return describe_wait_status(code);  // a wait status below 128 is the signal's number
+    case EndKind::kExit:
+      return describe_wait_status(code << 8);
+    case EndKind::kRunning:
+      break;
+  }
+  // Both know only once the parent has reaped the process, which a launcher does at once.
+  const Deadline deadline = Deadline::after(50ms);
+  if (auto board = ExitBoard::from_environment()) {
+    if (auto words = board->describe_end(pid, deadline)) return *words;
+  }
+  do {
+    if (auto status = kernel_exit_status(pidfd)) return describe_wait_status(*status);
+    ::poll(nullptr, 0, 2);
+  } while (pidfd >= 0 && !deadline.expired());
+  return "ended without a note (SIGKILL, out of memory, or another signal)";
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,175 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/transport/shared_memory/channel_layout.h>
+#include <lockstep/transport/shared_memory/host_transport.h>
+
+namespace lockstep::transport {
+
+enum class FailureKind : uint8_t { kNone = 0, kPeerEnded, kPeerLeft, kTimeout, kMismatch, kAborted };
+
+/// Why a channel failed. what() says it in words, without the operation, which only the layer above knows.
+class ChannelError : public std::runtime_error {
+ public:
+  ChannelError(FailureKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
+  FailureKind kind() const { return kind_; }
+
+ private:
+  FailureKind kind_;
+};
+
+/// What a rank tells the others before an operation begins.
+struct Announcement {
+  uint64_t digest = 0;  // of everything that must agree
+  std::array<std::byte, layout::kDetailBytes> details{};
+  std::optional<MemoryReference> memory;  // the data, if they lie in this rank's arena
+  const void* payload = nullptr;          // the data themselves, at most GroupChannel::kPayloadBytes
+  size_t payload_bytes = 0;
+};
+
+/// Combines payloads on their way up the tree (groups beyond 8 ranks).
+class PayloadCombiner {
+ public:
+  virtual ~PayloadCombiner() = default;
+  /// `inputs` in rank order, to at most 2·kPayloadBytes at `partial`.
+  virtual void combine(void* partial, const std::vector<const void*>& inputs) const = 0;
+  /// Partial results in rank order, to at most kPayloadBytes at `result`.
+  virtual void finish(void* result, const std::vector<const void*>& partials) const = 0;
+};
+
+/// One process group's share of the host transport: announcements, flags, scratch. docs/shared-memory.md has the protocol
+/// and its proof.
+///
+/// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] → commit(). All
+/// members run the same operations in the same order, each from one thread at a time; abort(), wake_waiter() and
+/// failed() may be called from any thread. Every wait ends: by what is waited for, the deadline, the end of a peer, or
+/// another member's failure; it then throws ChannelError, on all members, and the channel stays failed.
+///
+/// Ranks here are group ranks, 0 to size()−1.
+class GroupChannel {
+ public:
+  static constexpr size_t kPayloadBytes = layout::kPayloadBytes;
+  /// Up to this size everybody reads everybody's announcement; larger groups combine them in a tree of this radix.
+  static constexpr int kFlatRanks = 8;
+  enum class Flag { kStaged, kReduced, kDone };
+
+  /// Collective over `members` (transport ranks, in group order, this one among them). `name` is the group's own in the
+  /// store. Throws as rendezvous' exchange() does.
+  static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport, c10d::Store& store,
+                                            const std::string& name, std::vector<int> members,
+                                            const Deadline& deadline);
+  GroupChannel(const GroupChannel&) = delete;
+  GroupChannel& operator=(const GroupChannel&) = delete;
+  /// Leaves the group: members that still wait for this rank fail at once.
+  ~GroupChannel();
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(members_.size()); }
+  int transport_rank(int rank) const { return members_[rank]; }
+  HostTransport& transport() { return *transport_; }
+  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+
+  /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
+  void begin(const Deadline& deadline, bool background);
+  void announce(const Announcement& announcement);
+  /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before any
+  /// member's data were touched. With a combiner, groups beyond kFlatRanks have the combined payload ready after it.
+  void await_announcements(const PayloadCombiner* combiner = nullptr);
+
+  // After await_announcements():
+  bool all_have_memory() const { return all_have_memory_; }
+  const void* payload(int rank) const;
+  /// The combined payload (groups beyond kFlatRanks that were given a combiner).
+  const void* combined_payload() const;
+  /// The announced memory of a member, as mapped here.
+  std::byte* memory(int rank);
+  const std::array<std::byte, layout::kDetailBytes>& details(int rank) const;
+
+  /// Sets this rank's flag (values only grow) after everything written so far, and wakes who waits.
+  void publish(Flag flag, uint64_t value);
+  /// Waits until all members' flag, or one member's, is at least `value`; what they wrote before is then visible.
+  void await_all(Flag flag, uint64_t value);
+  void await_rank(Flag flag, int rank, uint64_t value);
+
+  /// The last step of each operation, after its last await: makes success final for all, or throws if the others have
+  /// decided otherwise. Nothing may be waited for after it.
+  void commit();
+
+  /// This rank's scratch, at least `bytes`; grows at need, visible to others after the next publish().
+  std::byte* scratch(size_t bytes);
+  std::byte* scratch_of(int rank);
+  /// Chunks staged before this operation by every member; the operation adds its own count to it when it is done.
+  uint64_t chunk_base() const { return chunk_base_; }
+  void add_chunks(uint64_t count) { chunk_base_ += count; }
+
+  /// Fails the group on all members; waits in progress throw. From any thread.
+  void abort();
+  bool failed() const;
+  /// Looks at the group's state again if the waiter sleeps (a peer ended). From any thread.
+  void wake_waiter();
+  /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have closed it).
+  void release_after_close(std::function<void()> release);
+
+ private:
+  struct Member {
+    layout::ControlBlock* block;
+    std::byte* payloads;   // 2 × kPayloadBytes, then for groups beyond kFlatRanks 2 × kPartialBytes and 2 × kPayloadBytes
+    std::atomic<uint8_t>* closed;  // by member
+  };
+
+  GroupChannel(std::shared_ptr<HostTransport> transport, std::vector<int> members);
+  static size_t block_bytes(int size);
+  Member member_at(std::byte* block) const;
+
+  layout::Slot& slot(int rank) const { return blocks_[rank].block->slots[sequence() & 1]; }
+  layout::Verdict& verdict() const { return blocks_[0].block->verdict; }
+  std::byte* partial_payload(int rank) const;
+  std::byte* result_payload() const;
+  layout::Flag& flag_of(Flag flag, int rank) const;
+  void ring(int first, int last);
+
+  void await_flat();
+  void await_tree(const PayloadCombiner* combiner);
+  template <class Arrived>
+  void await_ranks(int first, int last, int step, Arrived&& arrived);
+  template <class Complete>
+  bool give_up(FailureKind kind, int culprit, Complete&& complete);
+  bool decide(FailureKind kind, int culprit, uint64_t sequence);
+  [[noreturn]] void fail_as_decided(const std::vector<int>& late);
+  bool is_gone(int rank) const;
+  std::vector<int> not_announced() const;
+  std::string describe(const std::vector<int>& ranks) const;
+
+  std::shared_ptr<HostTransport> transport_;
+  std::vector<int> members_;
+  int rank_ = 0;
+  std::byte* own_block_ = nullptr;
+  std::vector<Member> blocks_;
+
+  // The operation in progress; one thread at a time.
+  std::atomic<uint64_t> sequence_{0};
+  std::atomic<uint64_t> committed_{0};
+  Deadline deadline_ = Deadline::never();
+  std::chrono::nanoseconds timeout_{};
+  WaitPolicy policy_;
+  WaitPolicy foreground_policy_;
+  WaitPolicy background_policy_;
+  bool all_have_memory_ = false;
+
+  std::byte* scratch_ = nullptr;
+  size_t scratch_bytes_ = 0;
+  uint64_t chunk_base_ = 0;
+  std::optional<ChannelError> failure_;
+  std::vector<std::function<void()>> releases_;
+};
+
+}  // namespace lockstep::transport

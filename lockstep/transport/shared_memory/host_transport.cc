@@ -1,0 +1,222 @@
+#include <lockstep/transport/shared_memory/host_transport.h>
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <new>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/log.h>
+#include <lockstep/transport/shared_memory/end_note.h>
+#include <lockstep/transport/shared_memory/group_channel.h>
+
+namespace lockstep::transport {
+namespace {
+
+constexpr uint64_t kHeaderMagic = 0x504554534b434f4cULL;  // "LOCKSTEP"
+
+ProcessHeader& header_of(std::byte* first_segment) { return *reinterpret_cast<ProcessHeader*>(first_segment); }
+
+}  // namespace
+
+HostTransport::HostTransport(int rank, int world_size, const Options& options)
+    : rank_(rank), arena_(std::make_shared<Arena>(options.segment_bytes, sizeof(ProcessHeader))) {
+  for (int peer = 0; peer < world_size; ++peer) peers_.push_back(std::make_unique<Peer>());
+  auto* header = new (arena_->segment(0)->data()) ProcessHeader;
+  header->magic = kHeaderMagic;
+  header->pid = ::getpid();
+  peers_[rank]->link.pid = ::getpid();
+  install(rank, 0, arena_->segment(0));
+}
+
+std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int rank, int world_size,
+                                                      const Deadline& deadline, const Options& options) {
+  std::shared_ptr<HostTransport> transport(new HostTransport(rank, world_size, options));
+  auto links = connect_peers(store, rank, world_size, *transport->arena_->segment(0), deadline);
+  for (int peer = 0; peer < world_size; ++peer) {
+    if (peer == rank) continue;
+    TORCH_CHECK_WITH(DistBackendError, header_of(links[peer].segment->data()).magic == kHeaderMagic, "rank ", peer,
+                     " shares memory of another layout; do all ranks run the same version of Lockstep?");
+    transport->install(peer, 0, links[peer].segment);
+    transport->peers_[peer]->link = std::move(links[peer]);
+  }
+  watch_process_end(header_of(transport->arena_->segment(0)->data()));
+  HostTransport* self = transport.get();
+  transport->arena_->set_listener(
+      [self](uint32_t index, const std::shared_ptr<Segment>& segment) { self->publish_segment(index, segment); });
+  transport->start_monitor();
+  return transport;
+}
+
+std::vector<std::shared_ptr<HostTransport>> HostTransport::connect_threads(int world_size, const Options& options) {
+  std::vector<std::shared_ptr<HostTransport>> transports;
+  for (int rank = 0; rank < world_size; ++rank) {
+    transports.push_back(std::shared_ptr<HostTransport>(new HostTransport(rank, world_size, options)));
+  }
+  for (auto& transport : transports) {
+    for (auto& peer : transports) {
+      transport->fellow_threads_.push_back(peer.get());
+      if (peer != transport) transport->install(peer->rank_, 0, peer->arena_->segment(0));
+    }
+    HostTransport* self = transport.get();
+    transport->arena_->set_listener(
+        [self](uint32_t index, const std::shared_ptr<Segment>& segment) { self->publish_segment(index, segment); });
+  }
+  return transports;
+}
+
+HostTransport::~HostTransport() {
+  if (fork_guard_.in_forked_child()) {
+    // The monitor thread does not exist here; its handle must not be joined. The peers' sockets are closed, which only
+    // drops the child's copies.
+    if (monitor_.joinable()) new std::thread(std::move(monitor_));
+    return;
+  }
+  arena_->set_listener(nullptr);
+  ProcessHeader& header = header_of(arena_->segment(0)->data());
+  leave_note(header, EndKind::kLeft, 0);
+  unwatch_process_end(header);
+  if (monitor_.joinable()) {
+    ::eventfd_write(stop_event_.get(), 1);
+    monitor_.join();
+  }
+}
+
+void HostTransport::install(int rank, uint32_t index, std::shared_ptr<Segment> segment) {
+  std::lock_guard lock(segments_mutex_);
+  Peer& peer = *peers_[rank];
+  // Release: pairs with address(), which then may read through the pointer.
+  peer.bases[index].store(segment->data(), std::memory_order_release);
+  peer.segments.push_back(std::move(segment));
+  segments_changed_.notify_all();
+}
+
+void HostTransport::publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment) {
+  install(rank_, index, segment);
+  if (!fellow_threads_.empty()) {
+    for (HostTransport* fellow : fellow_threads_) {
+      if (fellow != this) fellow->install(rank_, index, segment);
+    }
+    return;
+  }
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    // A peer that is gone is the monitor's business.
+    if (peers_[peer]->link.socket) send_segment(peers_[peer]->link, index, *segment);
+  }
+}
+
+std::byte* HostTransport::address(int rank, const MemoryReference& reference, const Deadline& deadline) {
+  Peer& peer = *peers_[rank];
+  auto& base = peer.bases[reference.segment];
+  if (std::byte* mapped = base.load(std::memory_order_acquire)) return mapped + reference.offset;
+  std::unique_lock lock(segments_mutex_);
+  const bool arrived = segments_changed_.wait_for(lock, deadline.remaining(), [&] {
+    return base.load(std::memory_order_acquire) != nullptr || peer.ended.load(std::memory_order_acquire);
+  });
+  if (std::byte* mapped = base.load(std::memory_order_acquire)) return mapped + reference.offset;
+  TORCH_CHECK_WITH(DistBackendError, !arrived, describe_end(rank));
+  LOCKSTEP_THROW_TIMEOUT("segment " + std::to_string(reference.segment) + " of rank " + std::to_string(rank) +
+                         " did not arrive within the timeout");
+}
+
+std::string HostTransport::describe_end(int rank) const {
+  const Peer& peer = *peers_[rank];
+  std::byte* first = peer.bases[0].load(std::memory_order_acquire);
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.link.pid) + ") " +
+         describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
+}
+
+void HostTransport::add_channel(GroupChannel* channel) {
+  std::lock_guard lock(channels_mutex_);
+  channels_.push_back(channel);
+}
+
+void HostTransport::remove_channel(GroupChannel* channel) {
+  std::lock_guard lock(channels_mutex_);
+  std::erase(channels_, channel);
+}
+
+void HostTransport::retire(std::function<bool()> unused, std::function<void()> release) {
+  {
+    std::lock_guard lock(retired_mutex_);
+    retired_.push_back({std::move(unused), std::move(release)});
+  }
+  sweep_retired();
+}
+
+void HostTransport::sweep_retired() {
+  std::lock_guard lock(retired_mutex_);
+  std::erase_if(retired_, [this](const Retired& retired) {
+    if (!retired.unused()) return false;
+    retired.release();
+    return true;
+  });
+}
+
+void HostTransport::start_monitor() {
+  if (world_size() == 1) return;
+  stop_event_.reset(::eventfd(0, EFD_CLOEXEC));
+  TORCH_CHECK_WITH(DistBackendError, stop_event_, "eventfd failed: ", std::strerror(errno));
+  // Signals are the program's; its threads handle them, not ours.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, &before);
+  monitor_ = std::thread([this] { monitor(); });
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void HostTransport::monitor() {
+  ::pthread_setname_np(::pthread_self(), "lockstep-watch");
+  while (true) {
+    std::vector<pollfd> polls{{stop_event_.get(), POLLIN, 0}};
+    std::vector<int> ranks{-1};
+    for (int rank = 0; rank < world_size(); ++rank) {
+      const Peer& peer = *peers_[rank];
+      if (rank == rank_ || peer.ended.load(std::memory_order_relaxed)) continue;
+      polls.push_back({peer.link.socket.get(), POLLIN, 0});
+      polls.push_back({peer.link.pidfd.get(), POLLIN, 0});  // a negative descriptor is ignored
+      ranks.insert(ranks.end(), {rank, rank});
+    }
+    if (::poll(polls.data(), polls.size(), -1) < 0) continue;  // EINTR
+    if (polls[0].revents != 0) return;
+    for (size_t i = 1; i < polls.size(); i += 2) {
+      bool ended = polls[i + 1].revents != 0;
+      if (polls[i].revents != 0) {
+        try {
+          if (auto received = receive_segment(peers_[ranks[i]]->link)) {
+            install(ranks[i], received->index, std::move(received->segment));
+          } else {
+            ended = true;
+          }
+        } catch (const std::exception& error) {
+          LOCKSTEP_LOG(kError) << "memory of rank " << ranks[i] << " can't be mapped: " << error.what();
+          ended = true;
+        }
+      }
+      if (ended) mark_ended(ranks[i]);
+    }
+  }
+}
+
+void HostTransport::mark_ended(int rank) {
+  LOCKSTEP_LOG(kDebug) << "rank " << rank << " is gone";
+  {
+    std::lock_guard lock(segments_mutex_);
+    peers_[rank]->ended.store(true, std::memory_order_release);
+    segments_changed_.notify_all();
+  }
+  endings_.fetch_add(1, std::memory_order_acq_rel);
+  std::lock_guard lock(channels_mutex_);
+  for (GroupChannel* channel : channels_) channel->wake_waiter();
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/transport/shared_memory/arena.h>
+#include <lockstep/transport/shared_memory/peer_links.h>
+
+namespace c10d {
+class Store;
+}
+
+namespace lockstep::transport {
+
+class GroupChannel;
+
+/// The ranks of one host as one process sees them: everybody's memory mapped, everybody's life watched.
+///
+/// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping of every
+/// peer's segments, and one monitor thread, which maps further segments as they arrive and notices when a peer ends.
+/// Knows nothing of operations. Thread-safe. Lifetime: channels and arena memory keep what they need alive; when the
+/// last goes, the peers are told that this rank left in good order.
+class HostTransport : public std::enable_shared_from_this<HostTransport> {
+ public:
+  struct Options {
+    size_t segment_bytes = size_t{64} << 20;  // arena growth step; pages cost nothing until touched
+  };
+
+  /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does.
+  static std::shared_ptr<HostTransport> connect(c10d::Store& store, int rank, int world_size, const Deadline& deadline,
+                                                const Options& options);
+  /// Ranks as threads of this process over one mapping, so that ThreadSanitizer sees the protocol. Nobody is watched.
+  static std::vector<std::shared_ptr<HostTransport>> connect_threads(int world_size, const Options& options);
+
+  ~HostTransport();
+
+  int rank() const { return rank_; }
+  int world_size() const { return static_cast<int>(peers_.size()); }
+  Arena& arena() { return *arena_; }
+  const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
+
+  /// Where a rank's memory is mapped here. Waits for a segment that is on its way; throws DistTimeoutError if it does
+  /// not arrive, c10::DistBackendError if its owner has ended.
+  std::byte* address(int rank, const MemoryReference& reference, const Deadline& deadline);
+
+  /// Counts the peers that have ended or left so far: changes whenever has_ended() of any peer does.
+  uint32_t endings() const { return endings_.load(std::memory_order_acquire); }
+  bool has_ended(int rank) const { return peers_[rank]->ended.load(std::memory_order_acquire); }
+  /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended.
+  std::string describe_end(int rank) const;
+  int pid_of(int rank) const { return peers_[rank]->link.pid; }
+
+  /// Groups register to have their sleeping waiters woken when a peer ends; channels do this themselves.
+  void add_channel(GroupChannel* channel);
+  void remove_channel(GroupChannel* channel);
+
+  /// Calls `release` once `unused()` holds, now or when a later group closes, or at the end: for memory that a closed
+  /// group's peers may still touch.
+  void retire(std::function<bool()> unused, std::function<void()> release);
+
+  bool in_forked_child() const { return fork_guard_.in_forked_child(); }
+
+ private:
+  struct Peer {
+    PeerLink link;
+    std::atomic<bool> ended{false};
+    // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read by all.
+    std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
+    std::vector<std::shared_ptr<Segment>> segments;  // keeps the mappings; monitor thread only
+  };
+  struct Retired {
+    std::function<bool()> unused;
+    std::function<void()> release;
+  };
+
+  HostTransport(int rank, int world_size, const Options& options);
+  void install(int rank, uint32_t index, std::shared_ptr<Segment> segment);
+  void publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment);
+  void start_monitor();
+  void monitor();
+  void mark_ended(int rank);
+  void sweep_retired();
+
+  const int rank_;
+  ForkGuard fork_guard_;
+  std::shared_ptr<Arena> arena_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank, the own one too
+  std::vector<HostTransport*> fellow_threads_;  // connect_threads only
+  std::atomic<uint32_t> endings_{0};
+
+  std::mutex segments_mutex_;
+  std::condition_variable segments_changed_;
+
+  std::mutex channels_mutex_;
+  std::vector<GroupChannel*> channels_;
+
+  std::mutex retired_mutex_;
+  std::vector<Retired> retired_;
+
+  UniqueFd stop_event_;
+  std::thread monitor_;
+};
+
+}  // namespace lockstep::transport

@@ -1,0 +1,48 @@
+#include <lockstep/transport/shared_memory/waiting.h>
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+
+namespace lockstep::transport {
+
+WaitPolicy choose_wait_policy(int ranks, int cores, bool background) {
+  if (background) {
+    // The compute threads keep `ranks` cores busy; only cores beyond them may be burnt.
+    return cores >= 2 * ranks ? WaitPolicy{2000, 20} : WaitPolicy{0, 0};
+  }
+  if (ranks <= cores) return {4000, 20};
+  // More ranks than cores: whoever is waited for needs this core.
+  return {20, 200};
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+void Doorbell::ring_now() {
+  rings.fetch_add(1, std::memory_order_relaxed);
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rings), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+namespace detail {
+
+void yield() { ::sched_yield(); }
+
+void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline) {
+  const auto left = deadline.remaining(std::chrono::seconds(10));
+  timespec timeout{};
+  timeout.tv_sec = static_cast<time_t>(left.count() / 1'000'000'000);
+  timeout.tv_nsec = static_cast<long>(left.count() % 1'000'000'000);
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.rings), FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+
+}  // namespace detail
+}  // namespace lockstep::transport
