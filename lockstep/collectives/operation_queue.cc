@@ -1,0 +1,169 @@
+#include <lockstep/collectives/operation_queue.h>
+
+#include <pthread.h>
+
+#include <csignal>
+#include <utility>
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/errors.h>
+
+namespace lockstep {
+namespace {
+
+std::exception_ptr stopped_error() {
+  return std::make_exception_ptr(
+      c10::DistBackendError({__func__, __FILE__, __LINE__}, "the process group was destroyed before this operation ran"));
+}
+
+}  // namespace
+
+OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
+                             std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                             std::function<void(bool)> body)
+    : Work(rank, type, title, inputs), queue_(std::move(queue)), outputs_(std::move(outputs)), body_(std::move(body)) {}
+
+bool OperationWork::isCompleted() {
+  std::lock_guard lock(queue_->mutex_);
+  return done_;
+}
+
+bool OperationWork::isSuccess() const {
+  std::lock_guard lock(queue_->mutex_);
+  return done_ && !error_;
+}
+
+std::exception_ptr OperationWork::exception() const {
+  std::lock_guard lock(queue_->mutex_);
+  return error_;
+}
+
+float OperationWork::getDuration() const {
+  std::lock_guard lock(queue_->mutex_);
+  return std::chrono::duration<float, std::milli>(duration_).count();
+}
+
+bool OperationWork::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(queue_->mutex_);
+  if (timeout == kNoTimeout) {
+    while (!done_) {
+      if (!queue_->running_ && !queue_->queue_.empty()) {
+        queue_->run_head(lock, /*background=*/false);
+      } else {
+        queue_->changed_.wait(lock);
+      }
+    }
+  } else if (!queue_->changed_.wait_for(lock, timeout, [this] { return done_; })) {
+    LOCKSTEP_THROW_TIMEOUT("wait() gave up after " + std::to_string(timeout.count()) +
+                           " ms; the operation itself goes on");
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
+  std::unique_lock lock(queue_->mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    if (done_) {
+      auto future = future_;
+      auto error = error_;
+      lock.unlock();
+      error ? future->setError(error) : future->markCompleted(c10::IValue(outputs_));
+      return future;
+    }
+  }
+  return future_;
+}
+
+void OperationWork::run(bool background) {
+  try {
+    body_(background);
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+}
+
+OperationQueue::~OperationQueue() {
+  if (fork_guard_.in_forked_child()) {
+    // The thread is not here; its handle must not be joined.
+    if (thread_.joinable()) new std::thread(std::move(thread_));
+    return;
+  }
+  stop();
+}
+
+void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous) {
+  std::unique_lock lock(mutex_);
+  if (stopped_) {
+    work->error_ = stopped_error();
+    work->done_ = true;
+    return;
+  }
+  work->number_ = ++submitted_;
+  queue_.push_back(work);
+  if (!asynchronous) return;
+  if (!thread_.joinable()) {
+    // Signals are the program's business.
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    ::pthread_sigmask(SIG_BLOCK, &all, &before);
+    thread_ = std::thread([this] { serve(); });
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  changed_.notify_all();
+}
+
+void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool background) {
+  auto work = std::move(queue_.front());
+  queue_.pop_front();
+  running_ = true;
+  lock.unlock();
+  const auto start = std::chrono::steady_clock::now();
+  work->run(background);
+  auto body = std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: not under the lock
+  const auto duration = std::chrono::steady_clock::now() - start;
+  body = nullptr;
+  if (work->recordFunctionEndCallback_) work->recordFunctionEndCallback_();
+  lock.lock();
+  running_ = false;
+  work->done_ = true;
+  work->duration_ = duration;
+  changed_.notify_all();
+  if (auto future = work->future_) {
+    lock.unlock();
+    work->error_ ? future->setError(work->error_) : future->markCompleted(c10::IValue(work->outputs_));
+    lock.lock();
+  }
+}
+
+void OperationQueue::serve() {
+  ::pthread_setname_np(::pthread_self(), "lockstep-comm");
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopped_ || (!queue_.empty() && !running_); });
+    if (stopped_) return;
+    run_head(lock, /*background=*/true);
+  }
+}
+
+void OperationQueue::stop() {
+  {
+    std::unique_lock lock(mutex_);
+    while (running_ || !queue_.empty()) {
+      if (!running_) {
+        run_head(lock, /*background=*/false);
+      } else {
+        changed_.wait(lock);
+      }
+    }
+    stopped_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <lockstep/base/fork_guard.h>
+
+namespace lockstep {
+
+class OperationQueue;
+
+/// One operation of a group: the handle that users wait on. Thread-safe.
+class OperationWork final : public c10d::Work {
+ public:
+  /// `body` does the operation; its argument says whether it runs on the group's communication thread. `outputs` are what
+  /// result() and the future give.
+  OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
+                std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs, std::function<void(bool)> body);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override { wait(); }
+  /// Runs or awaits the operation; rethrows its error. A `timeout` other than kNoTimeout bounds this wait only and throws
+  /// DistTimeoutError; the operation goes on.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  /// Made at the first call: most callers only wait.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return number_; }
+  float getDuration() const override;
+
+ private:
+  friend class OperationQueue;
+  void run(bool background);
+
+  std::shared_ptr<OperationQueue> queue_;
+  std::vector<at::Tensor> outputs_;
+  std::function<void(bool)> body_;
+  // Under the queue's mutex:
+  bool done_ = false;
+  std::exception_ptr error_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  uint64_t number_ = 0;
+  std::chrono::steady_clock::duration duration_{};
+};
+
+/// A group's operations in strict order of submission.
+///
+/// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a synchronous
+/// call costs no thread. Operations that nobody waits for are run by a communication thread, which starts with the
+/// first of them. At most one operation runs at a time. Thread-safe.
+class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
+ public:
+  OperationQueue() = default;
+  OperationQueue(const OperationQueue&) = delete;
+  OperationQueue& operator=(const OperationQueue&) = delete;
+  ~OperationQueue();
+
+  /// Adds an operation. `asynchronous`: the caller will go on to other things, so the communication thread takes it
+  /// unless somebody waits for it first.
+  void submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous);
+  /// Runs or awaits everything submitted so far (errors stay in the works), then ends the communication thread. Later
+  /// submissions fail at once. To end without waiting for peers, abort the channel first.
+  void stop();
+
+ private:
+  friend class OperationWork;
+  void run_head(std::unique_lock<std::mutex>& lock, bool background);
+  void serve();
+
+  ForkGuard fork_guard_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<OperationWork>> queue_;
+  bool running_ = false;
+  bool stopped_ = false;
+  uint64_t submitted_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace lockstep
