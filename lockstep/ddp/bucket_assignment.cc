@@ -1,0 +1,36 @@
+#include <lockstep/ddp/bucket_assignment.h>
+
+#include <algorithm>
+#include <map>
+
+namespace lockstep {
+
+std::vector<std::vector<size_t>> assign_buckets(const std::vector<ParameterSize>& sizes,
+                                                const std::vector<size_t>& order, size_t first_cap, size_t cap) {
+  struct Open {
+    size_t bucket = 0;
+    size_t bytes = 0;
+    bool is_open = false;
+    bool is_first = true;
+  };
+  std::vector<std::vector<size_t>> buckets;
+  std::map<int, Open> open_by_kind;
+  for (size_t index : order) {
+    Open& open = open_by_kind[sizes[index].kind];
+    if (!open.is_open) {
+      open.bucket = buckets.size();
+      open.bytes = 0;
+      open.is_open = true;
+      buckets.emplace_back();
+    }
+    buckets[open.bucket].push_back(index);
+    open.bytes += sizes[index].bytes;
+    if (open.bytes >= (open.is_first ? first_cap : cap)) {
+      open.is_open = false;
+      open.is_first = false;
+    }
+  }
+  return buckets;
+}
+
+}  // namespace lockstep

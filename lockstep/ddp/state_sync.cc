@@ -1,0 +1,117 @@
+#include <lockstep/ddp/state_sync.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <sstream>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+
+namespace lockstep {
+namespace {
+
+/// Tensors of one dtype travel together up to this size; larger ones alone.
+constexpr int64_t kBroadcastBytes = 16 << 20;
+
+std::string describe(const NamedTensor& parameter) {
+  std::ostringstream text;
+  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' ' << parameter.second.sizes() << ')';
+  return text.str();
+}
+
+void broadcast(const at::Tensor& tensor, const ProcessGroup& group) {
+  c10d::BroadcastOptions options;
+  options.rootRank = 0;
+  options.asyncOp = false;
+  std::vector<at::Tensor> tensors{tensor};
+  group->broadcast(tensors, options)->wait();
+}
+
+/// Rank 0's lines, on every rank.
+std::vector<std::string> broadcast_lines(std::string text, const ProcessGroup& group) {
+  at::Tensor length = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(text.size()));
+  broadcast(length, group);
+  text.resize(length.item<int64_t>());
+  broadcast(at::from_blob(text.data(), {static_cast<int64_t>(text.size())}, at::kByte), group);
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+void broadcast_pack(const std::vector<at::Tensor>& tensors, const ProcessGroup& group) {
+  if (tensors.size() == 1 && tensors[0].is_non_overlapping_and_dense()) return broadcast(tensors[0], group);
+  int64_t numel = 0;
+  for (const at::Tensor& tensor : tensors) numel += tensor.numel();
+  at::Tensor flat = at::empty({numel}, tensors[0].options().requires_grad(false));
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (group->getRank() == 0) flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()).copy_(tensor);
+    offset += tensor.numel();
+  }
+  broadcast(flat, group);
+  offset = 0;
+  for (at::Tensor tensor : tensors) {
+    if (group->getRank() != 0) tensor.copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+    offset += tensor.numel();
+  }
+}
+
+}  // namespace
+
+void verify_same_model(const std::vector<NamedTensor>& parameters, const ProcessGroup& group) {
+  if (group->getSize() == 1) return;
+  std::vector<std::string> own;
+  std::string text;
+  for (const NamedTensor& parameter : parameters) {
+    own.push_back(describe(parameter));
+    text += own.back() + '\n';
+  }
+  const std::vector<std::string> first = broadcast_lines(text, group);
+  // Per rank: the index of the first difference, or −1; and the number of parameters.
+  const auto difference = std::mismatch(own.begin(), own.end(), first.begin(), first.end());
+  const bool same = difference.first == own.end() && difference.second == first.end();
+  at::Tensor mine = at::empty({2}, at::kLong);
+  mine.mutable_data_ptr<int64_t>()[0] = same ? -1 : difference.first - own.begin();
+  mine.mutable_data_ptr<int64_t>()[1] = static_cast<int64_t>(own.size());
+  std::vector<std::vector<at::Tensor>> all(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) all[0].push_back(at::empty_like(mine));
+  std::vector<at::Tensor> input{mine};
+  group->allgather(all, input)->wait();
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    const auto* report = all[0][rank].const_data_ptr<int64_t>();
+    if (report[0] < 0) continue;
+    TORCH_CHECK(static_cast<size_t>(report[1]) == first.size(), "DDP expects same model across all ranks, but Rank ", rank,
+                " has ", report[1], " params, while rank 0 has ", first.size(), ".");
+    const auto index = static_cast<size_t>(report[0]);
+    TORCH_CHECK(false, "DDP expects same model across all ranks: params[", index, "] of rank ", rank,
+                rank == group->getRank() ? ", " + own[index] + "," : "", " appears not to match rank 0's ", first[index]);
+  }
+}
+
+void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessGroup& group) {
+  if (group->getSize() == 1) return;
+  at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_type;
+  for (const auto& [name, tensor] : tensors) by_type[tensor.scalar_type()].push_back(tensor.detach());
+  for (const auto& [type, members] : by_type) {
+    std::vector<at::Tensor> pack;
+    int64_t bytes = 0;
+    for (const at::Tensor& tensor : members) {
+      const auto size = static_cast<int64_t>(tensor.nbytes());
+      if (!pack.empty() && bytes + size > kBroadcastBytes) {
+        broadcast_pack(pack, group);
+        pack.clear();
+        bytes = 0;
+      }
+      pack.push_back(tensor);
+      bytes += size;
+    }
+    if (!pack.empty()) broadcast_pack(pack, group);
+  }
+}
+
+}  // namespace lockstep
