@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <lockstep/data/sampler.h>
+
+namespace lockstep::data {
+
+struct DistributedSamplerOptions {
+  /// Number of ranks that share the data set; the default group's world size unless told.
+  std::optional<int64_t> num_replicas = std::nullopt;
+  /// This process among them; the default group's rank unless told.
+  std::optional<int64_t> rank = std::nullopt;
+  /// A new permutation per epoch (see set_epoch), or the data set's own order.
+  bool shuffle = true;
+  /// Must be the same on all ranks.
+  int64_t seed = 0;
+  /// When the ranks don't divide the data set: leave out the last samples (true), or repeat the first
+  /// (false).
+  bool drop_last = false;
+};
+
+/// One rank's share of a data set: every num_replicas-th index, from `rank`, of a permutation that all ranks
+/// compute alike. All ranks get equally many. Gives exactly the indices of
+/// torch.utils.data.DistributedSampler (torch/utils/data/distributed.py) for the same arguments.
+///
+///     DistributedSampler sampler(train.size());
+///     for (int epoch = 0; epoch < 5; ++epoch) {
+///       sampler.set_epoch(epoch);      // without it every epoch has the same order
+///       for (auto& batch : loader) { … }
+///     }
+///
+/// Padding shows some samples twice and drop_last hides some, so neither suits an exact validation.
+/// Not thread-safe. Independent of the process group once made.
+class DistributedSampler final : public Sampler {
+ public:
+  /// `size`: the data set's; 0 gives no indices. Throws c10::ValueError when it is negative, when the rank
+  /// lies outside [0, num_replicas - 1], and when rank or num_replicas are not told and there is no default
+  /// process group.
+  explicit DistributedSampler(int64_t size, DistributedSamplerOptions options = {});
+  /// The same in Python's order of arguments.
+  DistributedSampler(int64_t size, int64_t num_replicas, int64_t rank, bool shuffle = true, int64_t seed = 0,
+                     bool drop_last = false);
+
+  /// Chooses the permutation of the following indices() calls: its generator is seeded with seed + epoch,
+  /// modulo 2^64.
+  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+
+  /// Python's num_samples: how many indices this rank gets per epoch.
+  int64_t size() const override { return num_samples_; }
+  std::vector<int64_t> indices() override;
+
+  /// num_replicas × size(): with padding, without dropped samples.
+  int64_t total_size() const { return num_samples_ * num_replicas_; }
+  int64_t num_replicas() const { return num_replicas_; }
+  int64_t rank() const { return rank_; }
+  int64_t epoch() const { return epoch_; }
+
+ private:
+  int64_t dataset_size_;
+  int64_t num_replicas_ = 0;
+  int64_t rank_ = 0;
+  int64_t num_samples_ = 0;
+  bool shuffle_;
+  int64_t seed_;
+  int64_t epoch_ = 0;
+};
+
+}  // namespace lockstep::data
