@@ -1,0 +1,250 @@
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <sys/ioctl.h>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/observe/progress_bar.h>
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kRedrawInterval{100};
+constexpr std::chrono::seconds kLineInterval{1};        // no log line sooner than that after another
+constexpr std::chrono::seconds kHeartbeatInterval{60};  // no longer without one
+constexpr int kLines = 10;                              // log lines for a known total
+constexpr double kSmoothing = 0.3;                      // tqdm's: the weight of the newest interval
+constexpr int kShortestBar = 4;
+constexpr int kDefaultWidth = 80;
+
+double seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+bool continues_code_point(char byte) {
+  return (static_cast<unsigned char>(byte) & 0xc0) == 0x80;
+}
+
+int columns(std::string_view text) {
+  return static_cast<int>(
+      std::count_if(text.begin(), text.end(), [](char c) { return !continues_code_point(c); }));
+}
+
+/// The first `width` code points.
+std::string cut(std::string text, int width) {
+  int seen = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (!continues_code_point(text[i]) && seen++ == width) {
+      text.resize(i);
+      break;
+    }
+  }
+  return text;
+}
+
+/// Line breaks and escape sequences of a description or a postfix would tear the line.
+std::string without_control_characters(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return std::iscntrl(c) != 0; }, ' ');
+  return text;
+}
+
+template <class... Arguments>
+std::string print(const char* format, Arguments... arguments) {
+  std::array<char, 64> text{};
+  const int length = std::snprintf(text.data(), text.size(), format, arguments...);
+  return {text.data(), static_cast<size_t>(std::clamp(length, 0, static_cast<int>(text.size()) - 1))};
+}
+
+/// 02:05, or 1:02:05.
+std::string format_time(double time) {
+  constexpr double kTooLong = 1e9;
+  if (!(time >= 0 && time < kTooLong)) return "?";
+  const auto whole = static_cast<long>(time);
+  if (whole < 3600) return print("%02ld:%02ld", whole / 60, whole % 60);
+  return print("%ld:%02ld:%02ld", whole / 3600, whole / 60 % 60, whole % 60);
+}
+
+std::string format_rate(double rate) {
+  if (!(rate > 0) || !std::isfinite(rate)) return "?";
+  return rate >= 100 ? print("%.0f", rate) : print("%.3g", rate);
+}
+
+std::string draw_bar(double fraction, int width, bool ascii) {
+  static constexpr std::array<const char*, 8> kEighths = {"", "▏", "▎", "▍", "▌", "▋", "▊", "▉"};
+  const int parts = ascii ? 1 : 8;
+  const int filled = static_cast<int>(fraction * width * parts);
+  std::string bar;
+  for (int i = 0; i < filled / parts; ++i) bar += ascii ? "#" : "█";
+  bar += kEighths[static_cast<size_t>(filled % parts)];
+  return bar + std::string(static_cast<size_t>(width - columns(bar)), ' ');
+}
+
+bool locale_is_utf8() {
+  for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
+    if (auto value = environment::text(name)) {
+      std::transform(value->begin(), value->end(), value->begin(),
+                     [](unsigned char c) { return std::tolower(c); });
+      return value->find("utf-8") != std::string::npos || value->find("utf8") != std::string::npos;
+    }
+  }
+  return false;
+}
+
+int terminal_width(int fd) {
+  winsize size{};
+  if (::ioctl(fd, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return kDefaultWidth;
+  return size.ws_col;
+}
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(fd, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;
+    text.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+}  // namespace
+
+std::string format_progress(const ProgressState& state, int width) {
+  const bool known = state.total > 0 && state.done <= state.total;
+  const double fraction = known ? static_cast<double>(state.done) / static_cast<double>(state.total) : 0;
+
+  const std::string description =
+      state.description.empty() ? "" : without_control_characters(state.description) + ": ";
+  const std::string percent = known ? print("%3d%%", static_cast<int>(fraction * 100)) : "";
+  const std::string unit = without_control_characters(state.unit);
+  std::string timing = "[" + format_time(state.elapsed);
+  if (known) {
+    const double left = state.rate > 0 ? static_cast<double>(state.total - state.done) / state.rate : -1;
+    timing += "<" + format_time(state.done == state.total ? 0 : left);
+  }
+  timing += ", " + format_rate(state.rate) + " " + unit + "/s";
+  const std::string postfix = state.postfix.empty() ? "" : ", " + without_control_characters(state.postfix);
+  const std::string count = known ? std::to_string(state.done) + "/" + std::to_string(state.total)
+                                  : std::to_string(state.done) + " " + unit;
+
+  const std::string tail = count + " " + timing;
+  const std::string head = known ? percent + " " : "";
+  const std::string full = description + head + tail + postfix + "]";
+  if (width <= 0) return full;
+  if (known) {
+    // "45%| tail" is as wide as the text without bar plus the two rules; a blank stands behind the second.
+    const int bar = width - columns(full) - 2;
+    if (bar >= kShortestBar) {
+      return description + percent + "|" + draw_bar(fraction, bar, state.ascii) + "| " + tail + postfix + "]";
+    }
+  }
+  for (const std::string& shorter : {full, description + head + tail + "]", head + tail + "]"}) {
+    if (columns(shorter) <= width) return shorter;
+  }
+  return cut(head + tail + "]", width);
+}
+
+ProgressBar::ProgressBar(int64_t total, std::string description, ProgressBarOptions options)
+    : options_(std::move(options)) {
+  TORCH_CHECK_VALUE(total >= 0, "ProgressBar: total is ", total, "; give 0 when it is not known");
+  terminal_ = options_.terminal.value_or(::isatty(options_.fd) == 1);
+  state_.total = total;
+  state_.description = std::move(description);
+  state_.unit = options_.unit;
+  state_.ascii = options_.ascii.value_or(!locale_is_utf8());
+  start_ = drawn_ = options_.clock();
+  if (terminal_ && !options_.quiet) draw(start_);
+}
+
+ProgressBar::~ProgressBar() {
+  finish();
+}
+
+void ProgressBar::update(int64_t count) {
+  if (finished_) return;
+  state_.done += count;
+  if (options_.quiet) return;
+  const Time now = options_.clock();
+  if (!draw_is_due(now)) return;
+  measure(now);
+  draw(now);
+}
+
+bool ProgressBar::draw_is_due(Time now) const {
+  const auto since = now - drawn_;
+  if (terminal_) return since >= kRedrawInterval;
+  if (since >= kHeartbeatInterval) return true;
+  // The last one is finish()'s.
+  if (state_.total == 0 || state_.done == state_.total || since < kLineInterval) return false;
+  // In doubles, since a total near 2^63 must not overflow.
+  const double line = static_cast<double>(state_.total) / kLines;
+  return std::floor(static_cast<double>(state_.done) / line) >
+         std::floor(static_cast<double>(drawn_done_) / line);
+}
+
+void ProgressBar::measure(Time now) {
+  const double interval = seconds(now - drawn_);
+  if (interval <= 0) return;
+  const double weight = smooth_seconds_ == 0 ? 1 : kSmoothing;  // the first interval is all that is known
+  smooth_units_ += weight * (static_cast<double>(state_.done - drawn_done_) - smooth_units_);
+  smooth_seconds_ += weight * (interval - smooth_seconds_);
+  state_.rate = smooth_units_ / smooth_seconds_;
+}
+
+void ProgressBar::draw(Time now) {
+  state_.elapsed = seconds(now - start_);
+  state_.postfix.clear();
+  for (const auto& [key, value] : postfix_) {
+    if (!state_.postfix.empty()) state_.postfix += ", ";
+    state_.postfix += key;
+    state_.postfix += '=';
+    state_.postfix += value;
+  }
+  drawn_ = now;
+  drawn_done_ = state_.done;
+  if (!terminal_) {
+    write_all(options_.fd, format_progress(state_, options_.width.value_or(0)) + "\n");
+    return;
+  }
+  // The last column stays free: many terminals wrap as soon as it is written. "\x1b[K" clears what was longer
+  // before.
+  const int width =
+      std::max(options_.width.value_or(0) > 0 ? *options_.width : terminal_width(options_.fd), 2);
+  write_all(options_.fd, "\r" + format_progress(state_, width - 1) + "\x1b[K");
+}
+
+void ProgressBar::set_postfix(std::string_view key, double value) {
+  set_postfix(key, print("%.4g", value));
+}
+
+void ProgressBar::set_postfix(std::string_view key, std::string_view value) {
+  if (finished_ || options_.quiet) return;
+  auto known =
+      std::find_if(postfix_.begin(), postfix_.end(), [&](const auto& entry) { return entry.first == key; });
+  if (known != postfix_.end()) {
+    known->second = value;
+  } else {
+    postfix_.emplace_back(key, value);
+  }
+}
+
+void ProgressBar::finish() noexcept {
+  if (finished_) return;
+  finished_ = true;
+  if (options_.quiet) return;
+  try {
+    const Time now = options_.clock();
+    const double elapsed = seconds(now - start_);
+    state_.rate = elapsed > 0 ? static_cast<double>(state_.done) / elapsed : 0;
+    draw(now);
+    if (terminal_) write_all(options_.fd, "\n");
+  } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, or the caller's clock; no reason to end a
+                   // training
+  }
+}
+
+}  // namespace lockstep
