@@ -1,0 +1,41 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+/// `lockstep run`: starts the processes of a job on one machine and sees them to their end.
+namespace lockstep::launch {
+
+struct RunOptions {
+  int nprocs = 1;                    // processes; see parse_nprocs
+  std::vector<std::string> command;  // the program and its arguments
+  uint16_t master_port = 0;          // of the store on 127.0.0.1; 0: a free one
+  bool prefix = true;                // mark output lines with "[rank N] "; a single process's never are
+  std::chrono::nanoseconds grace_period =
+      std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
+};
+
+/// The number of processes that the text asks for: a number from 1; "cpu", the cores that this process may
+/// use; "gpu", the CUDA devices that it sees; "auto", gpu if there are any and else cpu
+/// (torch/distributed/run.py, determine_local_world_size). Throws c10::ValueError.
+int parse_nprocs(const std::string& text);
+
+/// Runs the job; writes the workers' output and, when a rank failed, a report to this process's standard
+/// streams. Each worker has torchrun's environment (see RankVariables), TORCHELASTIC_ERROR_FILE,
+/// LOCKSTEP_RUN=1, LOCKSTEP_EXIT_BOARD_FD and, where the launcher's standard error is a terminal,
+/// LOCKSTEP_TERMINAL_COLUMNS with the width that a progress bar may have. OMP_NUM_THREADS=1 when it is unset
+/// and there are several.
+///
+/// Standard input: rank 0 has the launcher's, unless that is a terminal (a worker's process group is never in
+/// its foreground, so that reading would stop it); the others, and then rank 0 too, have /dev/null.
+///
+/// Returns the exit status of the launcher: 0 when all ranks ended with 0, 1 when one failed, 128 + N when
+/// signal N ended the run. Throws c10::ValueError for a program that can't be started or a nonsensical option
+/// (nothing is started then), c10::DistNetworkError for a port in use, c10::DistBackendError when the system
+/// refuses a process. To be called by the main thread of a program that does nothing else; see Supervisor for
+/// who is ended when.
+int run(const RunOptions& options);
+
+}  // namespace lockstep::launch

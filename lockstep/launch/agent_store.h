@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class Store;
+}
+
+namespace lockstep::launch {
+
+/// The store that the workers of one machine meet at, hosted by their launcher (as torchrun's agent does, so
+/// that it outlives any rank). It listens on 127.0.0.1 only, on a port that was bound before anybody was told
+/// of it: no other program can take it in between. Lives as long as the object; serves on threads of its own.
+class AgentStore {
+ public:
+  /// Port 0 takes a free one. Throws c10::DistNetworkError when the port is in use.
+  explicit AgentStore(uint16_t port = 0);
+  AgentStore(const AgentStore&) = delete;
+  AgentStore& operator=(const AgentStore&) = delete;
+  ~AgentStore();
+
+  uint16_t port() const { return port_; }
+
+ private:
+  uint16_t port_ = 0;
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,94 @@
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <vector>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/launch/guardian.h>
+
+namespace lockstep::launch {
+namespace {
+
+constexpr pid_t kGoodbye = 0;
+
+// The guardian's life. After a fork in a process with threads: async-signal-safe calls only, and no return.
+[[noreturn]] void keep_watch(int line, int launcher, pid_t* groups, size_t capacity) {
+  ::prctl(PR_SET_NAME, "lockstep-guard");
+  ::setsid();
+  // Descriptors 0 and 1 become the two that are needed; everything else, the launcher's output above all, is
+  // closed.
+  const int line_copy = ::fcntl(line, F_DUPFD, 3);
+  const int launcher_copy = ::fcntl(launcher, F_DUPFD, 3);
+  if (line_copy < 0 || launcher_copy < 0) ::_exit(1);
+  ::dup2(line_copy, 0);
+  ::dup2(launcher_copy, 1);
+  ::closefrom(2);
+
+  size_t count = 0;
+  while (true) {
+    pollfd waits[2] = {{0, POLLIN, 0}, {1, POLLIN, 0}};
+    if (::poll(waits, 2, -1) < 0) continue;
+    // First everything that was said, then what the launcher's end means.
+    pid_t message = 0;
+    ssize_t got = 0;
+    while ((got = ::recv(0, &message, sizeof(message), MSG_DONTWAIT)) == sizeof(message)) {
+      if (message == kGoodbye) ::_exit(0);
+      if (count < capacity) groups[count++] = message;
+    }
+    const bool hung_up = got == 0;
+    if (!hung_up && waits[1].revents == 0) continue;
+    for (size_t i = 0; i < count; ++i) ::kill(-groups[i], SIGKILL);
+    ::_exit(0);
+  }
+}
+
+}  // namespace
+
+UniqueFd open_pidfd(pid_t pid) {
+  UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  TORCH_CHECK_WITH(DistBackendError, static_cast<bool>(fd), "pidfd_open: ", std::strerror(errno),
+                   errno == ENOSYS ? "; Lockstep needs Linux 5.4 or newer" : "");
+  return fd;
+}
+
+Guardian::Guardian(int capacity) {
+  TORCH_CHECK_VALUE(capacity >= 1, "a guardian for ", capacity, " process groups");
+  int ends[2] = {-1, -1};
+  TORCH_CHECK_WITH(DistBackendError, ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0,
+                   "can't make the guardian's socket: ", std::strerror(errno));
+  line_.reset(ends[0]);
+  UniqueFd other_end(ends[1]);
+  const UniqueFd launcher = open_pidfd(::getpid());
+  std::vector<pid_t> groups(static_cast<size_t>(capacity));  // the forked process must not allocate
+
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program may run in the guardian
+  pid_ = ::fork();
+  if (pid_ == 0) keep_watch(other_end.get(), launcher.get(), groups.data(), groups.size());
+  const int error = errno;
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  TORCH_CHECK_WITH(DistBackendError, pid_ > 0, "can't fork the guardian process: ", std::strerror(error));
+}
+
+Guardian::~Guardian() {
+  enlist(kGoodbye);
+  line_.reset();
+  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+void Guardian::enlist(pid_t process_group) const {
+  while (::send(line_.get(), &process_group, sizeof(process_group), MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <lockstep/base/unique_fd.h>
+
+namespace lockstep::launch {
+
+/// pidfd_open(2) for a process: readable when it ends. Throws c10::DistBackendError. (glibc 2.36 declares its
+/// function with C++ linkage, so that C++ programs can't link it.)
+UniqueFd open_pidfd(pid_t pid);
+
+/// A small process that outlives its launcher by an instant and then kills the process groups of all workers,
+/// so that nothing of a job stays behind even when the launcher gets SIGKILL: neither workers nor what they
+/// started in their groups. (PR_SET_PDEATHSIG, which the workers have too, reaches only the worker itself.)
+///
+/// It is forked before the workers, has a session of its own (Ctrl-C does not reach it), no descriptors but
+/// its two, and sleeps until the launcher's process ends or says goodbye. It never writes to the launcher's
+/// memory, so it costs page tables only.
+class Guardian {
+ public:
+  /// Starts it, for at most `capacity` process groups. Throws c10::DistBackendError when the system refuses.
+  explicit Guardian(int capacity);
+  Guardian(const Guardian&) = delete;
+  Guardian& operator=(const Guardian&) = delete;
+  /// Says goodbye: the guardian ends without touching anybody.
+  ~Guardian();
+
+  /// Puts a process group under its care. Async-signal-safe: a worker calls it between fork and exec, before
+  /// it can have children of its own. A guardian that is gone is ignored.
+  void enlist(pid_t process_group) const;
+
+  pid_t pid() const { return pid_; }
+
+ private:
+  UniqueFd line_;
+  pid_t pid_ = -1;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/line_forwarder.h>
+#include <lockstep/launch/supervisor.h>
+
+namespace lockstep::launch {
+
+/// Carries what the workers write to their standard output and error to those of the launcher, line by line
+/// with the ranks' marks. Where both of the launcher's are the same terminal, file or pipe, they are served
+/// as one, so that rows of the two do not mix either.
+///
+/// It never blocks the supervisor: it writes only what poll(2) allows, and stops reading from workers while a
+/// slow reader behind it has not caught up (the workers then wait, as they would without a launcher). When
+/// that reader is gone, output is thrown away and the workers go on.
+class OutputRouter : public Streams {
+ public:
+  struct Options {
+    int nprocs = 1;
+    bool prefix = true;  // "[rank N] "; without it and with one worker only, bytes pass as they come
+    std::array<int, 2> targets = {1, 2};
+  };
+  explicit OutputRouter(const Options& options);
+
+  /// Makes the pipes of the next local rank; the ends that become its standard output and error. To be closed
+  /// by the caller once the worker runs.
+  std::array<UniqueFd, 2> open_next();
+  /// The last lines that this local rank wrote to its standard error.
+  std::vector<std::string> last_lines(int local_rank) const {
+    return tails_.at(static_cast<size_t>(local_rank)).lines();
+  }
+  /// How wide a line of a worker may be on the terminal behind its standard error; 0 when that is no
+  /// terminal.
+  size_t worker_columns() const;
+  /// After the last worker: ends unfinished lines and writes what is still queued; waits for a slow reader.
+  void close();
+
+  void add_to(std::vector<pollfd>& waits) override;
+  void serve(const pollfd* begin, const pollfd* end) override;
+  Deadline wake_at() const override;
+  bool finished() const override;
+
+ private:
+  struct Sink {
+    int fd = -1;
+    bool terminal = false;
+    bool broken = false;
+    LineForwarder lines;
+    std::string queue;
+    size_t sent = 0;  // bytes of the queue that are already written
+
+    void write_some();
+  };
+  struct Source {
+    UniqueFd fd;
+    size_t sink = 0;
+    size_t index = 0;                      // in the sink's LineForwarder
+    LineTail* tail = nullptr;              // of standard error
+    Deadline idle_at = Deadline::never();  // when its unfinished line is written
+  };
+
+  void read_from(Source& source);
+
+  Options options_;
+  std::vector<std::unique_ptr<Sink>> sinks_;  // one or two
+  std::vector<Source> sources_;
+  std::vector<LineTail> tails_;
+};
+
+}  // namespace lockstep::launch

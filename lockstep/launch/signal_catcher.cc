@@ -1,0 +1,91 @@
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <mutex>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/launch/signal_catcher.h>
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::array<int, 4> kSignals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
+
+// Signal dispositions belong to the process, and so must what the handler reads. A pipe, once made, stays for
+// the life of the process: a handler that runs in another thread may still write to one that was just given
+// up.
+struct Slot {
+  std::atomic<int> write_end{-1};  // -1: nobody listens
+  bool taken = false;
+  int pipe[2] = {-1, -1};
+};
+std::array<Slot, SignalCatcher::kMost> slots;
+std::mutex mutex;  // over everything but the write ends
+int living = 0;
+std::array<struct sigaction, kSignals.size()> former;
+
+void pass_on(int signal) {
+  const int saved = errno;
+  const auto byte = static_cast<unsigned char>(signal);
+  for (const Slot& slot : slots) {
+    const int fd = slot.write_end.load(std::memory_order_acquire);
+    if (fd < 0) continue;
+    [[maybe_unused]] auto written = ::write(fd, &byte, 1);  // non-blocking; a full pipe holds enough signals
+  }
+  errno = saved;
+}
+
+}  // namespace
+
+SignalCatcher::SignalCatcher() {
+  std::lock_guard lock(mutex);
+  for (int i = 0; i < kMost && slot_ < 0; ++i) {
+    if (!slots[static_cast<size_t>(i)].taken) slot_ = i;
+  }
+  TORCH_CHECK(slot_ >= 0, "more than ", kMost, " launchers or spawn() calls at once in one process");
+  Slot& slot = slots[static_cast<size_t>(slot_)];
+  TORCH_CHECK_WITH(DistBackendError, slot.pipe[0] >= 0 || ::pipe2(slot.pipe, O_CLOEXEC | O_NONBLOCK) == 0,
+                   "can't make a pipe: ", std::strerror(errno));
+  slot.taken = true;
+  while (take()) {  // left over from the former user
+  }
+  slot.write_end.store(slot.pipe[1], std::memory_order_release);
+  if (living++ > 0) return;
+  struct sigaction ours = {};
+  ours.sa_handler = pass_on;
+  ours.sa_flags = SA_RESTART;
+  ::sigfillset(&ours.sa_mask);
+  for (size_t i = 0; i < kSignals.size(); ++i) {
+    ::sigaction(kSignals[i], nullptr, &former[i]);
+    const bool ignored = (former[i].sa_flags & SA_SIGINFO) == 0 && former[i].sa_handler == SIG_IGN;
+    if (!ignored) ::sigaction(kSignals[i], &ours, nullptr);
+  }
+}
+
+SignalCatcher::~SignalCatcher() {
+  std::lock_guard lock(mutex);
+  if (--living == 0) {
+    for (size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &former[i], nullptr);
+  }
+  Slot& slot = slots[static_cast<size_t>(slot_)];
+  slot.write_end.store(-1, std::memory_order_release);
+  slot.taken = false;
+}
+
+int SignalCatcher::fd() const {
+  return slots[static_cast<size_t>(slot_)].pipe[0];
+}
+
+std::optional<int> SignalCatcher::take() const {
+  unsigned char byte = 0;
+  ssize_t got = 0;
+  while ((got = ::read(fd(), &byte, 1)) < 0 && errno == EINTR) {
+  }
+  return got == 1 ? std::optional<int>(byte) : std::nullopt;
+}
+
+}  // namespace lockstep::launch

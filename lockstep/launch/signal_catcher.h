@@ -1,0 +1,30 @@
+#pragma once
+
+#include <optional>
+#include <signal.h>
+
+namespace lockstep::launch {
+
+/// While one lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT no longer do what the program had set for them but
+/// can be read here, by poll(2) on fd() and take(). Signals that the program ignores (under nohup, say) stay
+/// ignored. Afterwards the former dispositions are back. A handler and a pipe rather than a signalfd: the
+/// program may have threads that have these signals unblocked. Several may live at once, each sees every
+/// signal; at most kMost.
+class SignalCatcher {
+ public:
+  static constexpr int kMost = 16;
+
+  SignalCatcher();
+  SignalCatcher(const SignalCatcher&) = delete;
+  SignalCatcher& operator=(const SignalCatcher&) = delete;
+  ~SignalCatcher();
+
+  int fd() const;
+  /// The next signal that has come; nothing when there is none. Does not block.
+  std::optional<int> take() const;
+
+ private:
+  int slot_ = -1;
+};
+
+}  // namespace lockstep::launch

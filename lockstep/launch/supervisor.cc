@@ -1,0 +1,177 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/launch/supervisor.h>
+
+namespace lockstep::launch {
+namespace {
+
+// Ours must not get the numbers 0 to 2, which are given to the workers as their standard streams.
+void ensure_standard_descriptors() {
+  for (int fd = 0; fd < 3; ++fd) {
+    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);  // takes the lowest free number, which is fd
+  }
+}
+
+int checked_count(int nprocs) {
+  TORCH_CHECK_VALUE(nprocs >= 1, "the number of processes must be at least 1, not ", nprocs);
+  ensure_standard_descriptors();
+  return nprocs;
+}
+
+Deadline earlier(Deadline a, Deadline b) {
+  return a.remaining() <= b.remaining() ? a : b;
+}
+
+}  // namespace
+
+void order_simultaneous(std::vector<Ending>& endings) {
+  auto rank_of = [](const Ending& ending) {
+    if (!ending.failed()) return 2;
+    return WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT ? 0 : 1;
+  };
+  std::stable_sort(endings.begin(), endings.end(), [&](const Ending& a, const Ending& b) {
+    return std::pair(rank_of(a), a.local_rank) < std::pair(rank_of(b), b.local_rank);
+  });
+}
+
+Supervisor::Supervisor(int nprocs, Options options)
+    : options_(std::move(options)), board_(ExitBoard::create(checked_count(nprocs))), guardian_(nprocs) {
+  // With SIGCHLD ignored the kernel throws exit statuses away.
+  struct sigaction present = {};
+  ::sigaction(SIGCHLD, nullptr, &present);
+  if ((present.sa_flags & SA_SIGINFO) == 0 && present.sa_handler == SIG_IGN) {
+    former_child_action_ = present;
+    struct sigaction standard = {};
+    standard.sa_handler = SIG_DFL;
+    ::sigaction(SIGCHLD, &standard, nullptr);
+  }
+  workers_.reserve(static_cast<size_t>(nprocs));
+}
+
+Supervisor::~Supervisor() {
+  for (Worker& worker : workers_) worker.process.signal_group(SIGKILL);  // all before the first is waited for
+  workers_.clear();
+  if (former_child_action_) ::sigaction(SIGCHLD, &*former_child_action_, nullptr);
+}
+
+void Supervisor::start(WorkerSpec spec) {
+  TORCH_INTERNAL_ASSERT(workers_.size() < workers_.capacity());
+  spec.inherited.push_back(board_.fd());
+  const int local_rank = static_cast<int>(workers_.size());
+  workers_.push_back({WorkerProcess::start(spec, guardian_)});
+  board_.record_start(local_rank, workers_.back().process.pid());
+}
+
+const std::vector<Ending>& Supervisor::run(Streams& streams) {
+  while (!all_ended()) {
+    wait_once(streams, earlier(options_.deadline, earlier(terminate_at_, kill_at_)));
+    for (int rank : streams.failed_ranks()) note_failure(rank);
+    take_signals();
+    act_on_deadlines();
+  }
+  // The last output; whoever still holds a stream open gets a moment for it, unless SIGKILL was already sent.
+  const Deadline drained =
+      killed_ ? Deadline::after(std::chrono::nanoseconds(0)) : Deadline::after(kDrainTime);
+  for (Deadline until = Deadline::after(std::chrono::nanoseconds(0));; until = earlier(drained, kill_at_)) {
+    wait_once(streams, until);
+    take_signals();
+    if (streams.finished() || drained.expired() || kill_at_.expired()) break;
+  }
+  for (Worker& worker : workers_) worker.process.reap();
+  return endings_;
+}
+
+void Supervisor::wait_once(Streams& streams, Deadline until) {
+  std::vector<pollfd> waits = {{signals_.fd(), POLLIN, 0}};
+  for (const Worker& worker : workers_) {
+    if (!worker.ended) waits.push_back({worker.process.pidfd(), POLLIN, 0});
+  }
+  const auto own = static_cast<std::ptrdiff_t>(waits.size());
+  streams.add_to(waits);
+  const int ready = ::poll(waits.data(), waits.size(), earlier(until, streams.wake_at()).poll_milliseconds());
+  TORCH_CHECK_WITH(DistBackendError, ready >= 0 || errno == EINTR, "poll: ", std::strerror(errno));
+  if (ready < 0) {
+    for (pollfd& wait : waits) wait.revents = 0;
+  }
+  // Ends before messages: what another rank says may be its reaction to an end.
+  if (std::any_of(waits.begin() + 1, waits.begin() + own,
+                  [](const pollfd& wait) { return wait.revents != 0; })) {
+    collect_endings();
+  }
+  streams.serve(waits.data() + own, waits.data() + waits.size());
+}
+
+void Supervisor::collect_endings() {
+  const auto now = Deadline::Clock::now();
+  std::vector<Ending> fresh;
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    Worker& worker = workers_[i];
+    if (worker.ended) continue;
+    auto status = worker.process.wait_status();
+    if (!status) continue;
+    worker.ended = true;
+    const int local_rank = static_cast<int>(i);
+    board_.record_end(local_rank, *status);
+    fresh.push_back({local_rank, worker.process.pid(), *status, worker.asked_to_end, now});
+  }
+  order_simultaneous(fresh);
+  endings_.insert(endings_.end(), fresh.begin(), fresh.end());
+  for (const Ending& ending : fresh) {
+    if (ending.failed()) note_failure(ending.local_rank);
+  }
+}
+
+void Supervisor::note_failure(int local_rank) {
+  const auto index = static_cast<size_t>(local_rank);
+  const bool tolerated = index < options_.may_fail.size() && options_.may_fail[index];
+  // After a signal to the launcher the workers are ending anyhow, each in its own time.
+  if (tolerated || interrupted_by_ || std::exchange(failure_noted_, true)) return;
+  terminate_at_ = Deadline::after(std::min<std::chrono::nanoseconds>(kReactionTime, options_.grace_period));
+  kill_at_ = Deadline::after(options_.grace_period);
+}
+
+void Supervisor::take_signals() {
+  while (auto signal = signals_.take()) {
+    if (interrupted_by_) {
+      kill_at_ = Deadline::after(std::chrono::nanoseconds(0));
+      continue;
+    }
+    interrupted_by_ = signal;
+    kill_at_ = earlier(kill_at_, Deadline::after(options_.grace_period));
+    signal_running(*signal);
+  }
+}
+
+void Supervisor::act_on_deadlines() {
+  if (options_.deadline.expired() && !all_ended()) {
+    deadline_passed_ = true;
+    kill_at_ = std::exchange(options_.deadline, Deadline::never());
+  }
+  if (kill_at_.expired()) {
+    signal_running(SIGKILL);
+    kill_at_ = Deadline::never();  // sent; now only the kernel can delay their ends
+    killed_ = true;
+  } else if (terminate_at_.expired()) {
+    signal_running(SIGTERM);
+    terminate_at_ = Deadline::never();
+  }
+}
+
+void Supervisor::signal_running(int signal) {
+  for (Worker& worker : workers_) {
+    if (worker.ended || worker.process.wait_status()) continue;
+    worker.asked_to_end = true;
+    worker.process.signal_group(signal);
+    worker.process.signal_group(SIGCONT);  // a stopped process gets no other signal
+  }
+}
+
+}  // namespace lockstep::launch

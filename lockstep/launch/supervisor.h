@@ -1,0 +1,122 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <poll.h>
+#include <signal.h>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/launch/guardian.h>
+#include <lockstep/launch/signal_catcher.h>
+#include <lockstep/launch/worker_process.h>
+#include <lockstep/rendezvous/exit_board.h>
+
+namespace lockstep::launch {
+
+/// How one worker ended.
+struct Ending {
+  int local_rank = 0;
+  pid_t pid = 0;
+  int wait_status = 0;
+  bool asked_to_end = false;  // a signal was sent to it before it ended: its end says nothing about it
+  Deadline::Clock::time_point at;
+
+  bool failed() const { return wait_status != 0; }
+};
+
+/// Of endings that were noticed at the same moment, in any order, which one is told as the cause? Sorts them:
+/// killed by a signal comes before an exit with an error (which may be the reaction to a peer's death),
+/// SIGABRT (how an uncaught exception ends) counts as the latter, and then the ranks' order decides. Pure.
+void order_simultaneous(std::vector<Ending>& endings);
+
+/// What else the supervisor's loop serves beside the workers' ends: their output, their messages.
+class Streams {
+ public:
+  virtual ~Streams() = default;
+  /// Appends the descriptors to wait for.
+  virtual void add_to(std::vector<pollfd>& waits) = 0;
+  /// Is given the same entries again, with revents filled in; also called when only time has passed.
+  virtual void serve(const pollfd* begin, const pollfd* end) = 0;
+  /// When serve() is to be called at the latest.
+  virtual Deadline wake_at() const { return Deadline::never(); }
+  /// After the last worker's end and a last serve(): whether nothing more is to be waited for.
+  virtual bool finished() const = 0;
+  /// The local ranks that are known to have failed, perhaps before their processes have ended (a message said
+  /// so).
+  virtual std::vector<int> failed_ranks() const { return {}; }
+};
+
+/// Starts the workers of one machine and sees them to their end, whatever happens: the one place where
+/// lockstep run and spawn() decide who is ended when.
+///
+/// - The first failure gives the others kReactionTime to notice it by themselves and say so, then SIGTERM,
+/// and
+///   SIGKILL when the grace period, counted from the failure, is over.
+/// - SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher are passed on; SIGKILL follows when the grace period
+/// is over or
+///   at the second signal.
+/// - At the deadline: SIGKILL.
+/// - What workers left running in their process groups is killed at the end, after kDrainTime for those that
+/// still hold
+///   an output stream open (a `tee` that writes its last lines).
+/// The exit board is filled the moment an end is noticed.
+///
+/// Use in one thread, which must live until the end: the workers die with it.
+class Supervisor {
+ public:
+  static constexpr std::chrono::milliseconds kReactionTime{1000};
+  static constexpr std::chrono::seconds kDrainTime{5};
+
+  struct Options {
+    std::chrono::nanoseconds grace_period = std::chrono::seconds(30);
+    // By local rank: a failure of this one leaves the others alone. Empty: every failure ends the rest.
+    std::vector<bool> may_fail = {};
+    Deadline deadline = Deadline::never();
+  };
+
+  Supervisor(int nprocs, Options options);
+  ~Supervisor();
+
+  const ExitBoard& board() const { return board_; }
+  /// Starts the next local rank, with LOCKSTEP_EXIT_BOARD_FD's descriptor inherited (the variable itself
+  /// stands in the specification's environment). Throws as WorkerProcess::start.
+  void start(WorkerSpec spec);
+  /// Waits for all of them. Returns how they ended, in order.
+  const std::vector<Ending>& run(Streams& streams);
+
+  /// The first signal that came to the launcher, if any.
+  std::optional<int> interrupted_by() const { return interrupted_by_; }
+  bool deadline_passed() const { return deadline_passed_; }
+
+ private:
+  struct Worker {
+    WorkerProcess process;
+    bool ended = false;
+    bool asked_to_end = false;
+  };
+
+  bool all_ended() const { return endings_.size() == workers_.size(); }
+  void collect_endings();
+  void note_failure(int local_rank);
+  void take_signals();
+  void act_on_deadlines();
+  void signal_running(int signal);
+  void wait_once(Streams& streams, Deadline until);
+
+  Options options_;
+  std::optional<struct sigaction> former_child_action_;  // when ours replaced it
+  SignalCatcher signals_;
+  ExitBoard board_;
+  Guardian guardian_;
+  std::vector<Worker> workers_;
+  std::vector<Ending> endings_;
+  std::optional<int> interrupted_by_;
+  bool failure_noted_ = false;
+  bool deadline_passed_ = false;
+  bool killed_ = false;
+  Deadline terminate_at_ = Deadline::never();
+  Deadline kill_at_ = Deadline::never();
+};
+
+}  // namespace lockstep::launch
