@@ -1,0 +1,170 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/spawn_processes.h>
+#include <lockstep/testing/multi_rank.h>
+
+namespace lockstep::testing {
+namespace {
+
+/// Counts the calls within a test, and gathers the messages of failed assertions.
+class Listener : public ::testing::EmptyTestEventListener {
+ public:
+  /// The program's one; gtest owns it.
+  static Listener& instance() {
+    static auto* listener = [] {
+      auto* made = new Listener;
+      ::testing::UnitTest::GetInstance()->listeners().Append(made);
+      return made;
+    }();
+    return *listener;
+  }
+
+  void OnTestStart(const ::testing::TestInfo&) override { calls = 0; }
+  void OnTestPartResult(const ::testing::TestPartResult& result) override {
+    if (!result.failed()) return;
+    std::ostringstream text;
+    text << (result.file_name() == nullptr ? "unknown file" : result.file_name()) << ":"
+         << result.line_number() << ": " << result.message();
+    failures.push_back(text.str());
+  }
+
+  int calls = 0;
+  std::vector<std::string> failures;
+};
+
+/// What a body with failed assertions ends with.
+class AssertionsFailed : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+std::string current_test() {
+  const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+  if (info == nullptr) throw std::logic_error("run_ranks is to be called by a test while it runs");
+  return std::string(info->test_suite_name()) + "." + info->name();
+}
+
+void run_body(const std::function<void(int)>& body, int rank) {
+  Listener& listener = Listener::instance();
+  listener.failures.clear();  // of the code before the call, which the parent judges
+  body(rank);
+  std::string text;
+  for (const std::string& failure : listener.failures) text += (text.empty() ? "" : "\n") + failure;
+  if (!text.empty()) throw AssertionsFailed(text);
+}
+
+launch::SpawnRequest request_for(int nprocs, const RunRanksOptions& options, bool all_may_fail) {
+  const std::string test = current_test();
+  launch::SpawnRequest request;
+  request.nprocs = nprocs;
+  request.deadline = Deadline::after(options.deadline);
+  request.may_fail.assign(static_cast<size_t>(std::max(nprocs, 0)), all_may_fail);
+  for (int rank : options.expected_failures) request.may_fail.at(static_cast<size_t>(rank)) = true;
+  request.options.argv = {::testing::internal::GetArgvs().at(0),
+                          "--gtest_filter=" + test,
+                          "--gtest_brief=1",
+                          "--gtest_repeat=1",
+                          "--gtest_shuffle=0",
+                          "--gtest_also_run_disabled_tests",
+                          "--gtest_catch_exceptions=1"};
+  request.options.label = test + "#" + std::to_string(Listener::instance().calls++);
+  request.options.grace_period = std::chrono::seconds(5);
+  request.options.environment = {{"OMP_NUM_THREADS", "1"}};
+  // The ranks run one test each and write no reports.
+  for (const char* name :
+       {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX", "GTEST_SHARD_STATUS_FILE", "GTEST_OUTPUT", "GTEST_FILTER",
+        "TESTBRIDGE_TEST_ONLY", "XML_OUTPUT_FILE", "TEST_PREMATURE_EXIT_FILE"}) {
+    request.options.environment.emplace_back(name, std::nullopt);
+  }
+  request.options.environment.insert(request.options.environment.end(), options.environment.begin(),
+                                     options.environment.end());
+  return request;
+}
+
+/// Fails the test for the ranks that still ran at the deadline.
+void judge_deadline(const launch::SpawnResult& result, const RunRanksOptions& options) {
+  if (!result.deadline_passed) return;
+  std::string late;
+  for (size_t rank = 0; rank < result.outcomes.size(); ++rank) {
+    const bool expected =
+        std::count(options.expected_failures.begin(), options.expected_failures.end(), rank) > 0;
+    if (result.outcomes[rank].asked_to_end && !expected)
+      late += (late.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  if (late.empty()) return;
+  ADD_FAILURE() << "these ranks still ran at the deadline of " << to_seconds(options.deadline)
+                << " s and were killed: " << late;
+}
+
+/// Memory that a rank's output is collected in.
+UniqueFd output_file() {
+  UniqueFd fd(::memfd_create("rank-output", MFD_CLOEXEC));
+  // Standard output and error share it: each write goes to the end.
+  if (!fd || ::fcntl(fd.get(), F_SETFL, O_APPEND) != 0) {
+    throw std::runtime_error(std::string("can't make a memory file for a rank's output: ") +
+                             std::strerror(errno));
+  }
+  return fd;
+}
+
+std::string content(const UniqueFd& fd) {
+  std::string text(static_cast<size_t>(::lseek(fd.get(), 0, SEEK_END)), '\0');
+  const ssize_t got = ::pread(fd.get(), text.data(), text.size(), 0);
+  text.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
+  return text;
+}
+
+}  // namespace
+
+void run_ranks(int nprocs, const std::function<void(int rank)>& body, const RunRanksOptions& options) {
+  const auto request = request_for(nprocs, options, /*all_may_fail=*/false);
+  const auto result = launch::spawn_processes(request, [&](int rank) { run_body(body, rank); });
+  if (!result) return;
+  judge_deadline(*result, options);
+  for (int rank : result->failed) {
+    if (request.may_fail[static_cast<size_t>(rank)]) continue;
+    ADD_FAILURE() << "rank " << rank << ": "
+                  << launch::describe_failure(rank, result->outcomes[static_cast<size_t>(rank)]);
+    return;
+  }
+}
+
+std::vector<RankOutcome> run_ranks_collect(int nprocs, const std::function<void(int rank)>& body,
+                                           const RunRanksOptions& options) {
+  auto request = request_for(nprocs, options, /*all_may_fail=*/true);
+  std::vector<UniqueFd> files;
+  for (int rank = 0; rank < nprocs; ++rank) {
+    files.push_back(output_file());
+    request.outputs.push_back(files.back().get());
+  }
+  std::vector<RankOutcome> outcomes(static_cast<size_t>(std::max(nprocs, 0)));
+  const auto result = launch::spawn_processes(request, [&](int rank) { run_body(body, rank); });
+  if (!result) return outcomes;
+  judge_deadline(*result, options);
+  for (size_t rank = 0; rank < outcomes.size(); ++rank) {
+    const launch::SpawnOutcome& from = result->outcomes[rank];
+    RankOutcome& to = outcomes[rank];
+    to.rank = static_cast<int>(rank);
+    to.pid = from.pid;
+    if (WIFEXITED(from.wait_status)) to.exit_status = WEXITSTATUS(from.wait_status);
+    if (WIFSIGNALED(from.wait_status)) to.signal = WTERMSIG(from.wait_status);
+    to.exception = from.exception;
+    to.output = content(files[rank]);
+    to.timed_out = result->deadline_passed && from.asked_to_end;
+  }
+  return outcomes;
+}
+
+}  // namespace lockstep::testing

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <sys/types.h>
+#include <utility>
+#include <vector>
+
+/// The multi-rank harness: the body of a test in several real processes.
+///
+///     TEST(AllReduce, Sums) {
+///       run_ranks(4, [](int rank) {
+///         auto world = init_process_group();            // RANK, WORLD_SIZE, MASTER_PORT … are set
+///         …
+///         EXPECT_EQ(…);                                  // fails the test with this rank's message
+///       });
+///     }
+///
+/// Each rank is the test program started again for the current test alone; it runs the test up to the same
+/// call (calls are counted within a test) and ends behind the body. So what stands before the call runs in
+/// every rank too; earlier calls of run_ranks return at once there, and earlier run_ranks_collect return
+/// outcomes without content: don't ASSERT on them before another call. OMP_NUM_THREADS is 1 in the ranks.
+/// Call from the test's main thread.
+namespace lockstep::testing {
+
+struct RunRanksOptions {
+  /// When it has passed, all ranks are killed and the test fails.
+  std::chrono::nanoseconds deadline = std::chrono::seconds(60);
+  /// Ranks that the test kills, stops or lets throw: they may fail or, at the deadline, still run.
+  std::vector<int> expected_failures = {};
+  /// Environment variables to set in the ranks, or to remove (nullopt).
+  std::vector<std::pair<std::string, std::optional<std::string>>> environment = {};
+};
+
+/// How one rank ended.
+struct RankOutcome {
+  int rank = 0;
+  pid_t pid = 0;
+  std::optional<int> exit_status;  // when it exited: 0 when the body returned, 1 when it threw
+  std::optional<int> signal;       // when a signal killed it
+  std::optional<std::string>
+      exception;           // "TYPE: message" that the body threw, or its failed gtest assertions
+  std::string output;      // standard output and error together
+  bool timed_out = false;  // it still ran at the deadline
+};
+
+/// Runs body(rank) in `nprocs` processes. Fails the test (once, with the message of the rank that failed
+/// first) when a rank throws, fails a gtest assertion, or ends otherwise; the other ranks are ended then. The
+/// ranks' output goes where the test's goes.
+void run_ranks(int nprocs, const std::function<void(int rank)>& body, const RunRanksOptions& options = {});
+
+/// The same for tests in which ranks go wrong on purpose: nobody is ended because another failed, nothing but
+/// a passed deadline fails the test, and how each rank ended is returned, by rank.
+std::vector<RankOutcome> run_ranks_collect(int nprocs, const std::function<void(int rank)>& body,
+                                           const RunRanksOptions& options = {});
+
+}  // namespace lockstep::testing
