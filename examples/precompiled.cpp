@@ -1,0 +1,1 @@
+// Exists so that the examples can share one precompiled header.

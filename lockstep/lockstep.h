@@ -1,0 +1,14 @@
+#pragma once
+
+/// Everything that a training program needs. Include <torch/torch.h> beside it for modules and optimizers.
+
+#include <lockstep/base/errors.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/process_group.h>
+#include <lockstep/data/data_loader.h>
+#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/fashion_mnist.h>
+#include <lockstep/ddp/distributed_data_parallel.h>
+#include <lockstep/launch/spawn.h>
+#include <lockstep/observe/progress_bar.h>
+#include <lockstep/rendezvous/device.h>
