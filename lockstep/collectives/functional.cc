@@ -1,5 +1,7 @@
 #include <lockstep/collectives/functional.h>
 
+#include <lockstep/collectives/internal/tensor_check.h>
+
 namespace lockstep {
 namespace {
 
@@ -17,6 +19,7 @@ Work finish(const Work& work, bool async_op) {
 }  // namespace
 
 Work all_reduce(const at::Tensor& tensor, const ReduceOp& op, const ProcessGroup& group, bool async_op) {
+  check_tensor(tensor, "all_reduce");  // here, for the dispatcher's own words are no help
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   options.asyncOp = async_op;
@@ -25,6 +28,7 @@ Work all_reduce(const at::Tensor& tensor, const ReduceOp& op, const ProcessGroup
 }
 
 Work broadcast(const at::Tensor& tensor, int src, const ProcessGroup& group, bool async_op) {
+  check_tensor(tensor, "broadcast");
   c10d::BroadcastOptions options;
   options.rootRank = get_group_rank(group, src);
   options.asyncOp = async_op;
@@ -34,6 +38,8 @@ Work broadcast(const at::Tensor& tensor, int src, const ProcessGroup& group, boo
 
 Work all_gather(std::vector<at::Tensor>& tensor_list, const at::Tensor& tensor, const ProcessGroup& group,
                 bool async_op) {
+  check_tensor(tensor, "all_gather");
+  for (const at::Tensor& output : tensor_list) check_tensor(output, "all_gather");
   c10d::AllgatherOptions options;
   options.asyncOp = async_op;
   std::vector<std::vector<at::Tensor>> outputs{tensor_list};

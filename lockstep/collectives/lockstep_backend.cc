@@ -9,6 +9,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/collectives/internal/signature.h>
+#include <lockstep/collectives/internal/tensor_check.h>
 
 namespace lockstep {
 namespace {
@@ -44,18 +45,6 @@ ReduceOperation to_reduce_operation(const c10d::ReduceOp& operation) {
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* operation) {
   TORCH_CHECK_VALUE(tensors.size() == 1, operation, " takes one tensor a rank, not ", tensors.size());
   return tensors.front();
-}
-
-void check_tensor(const at::Tensor& tensor, const char* operation) {
-  TORCH_CHECK_VALUE(tensor.defined(), operation, ": the tensor is undefined");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation, ": the lockstep backend takes CPU tensors, this one is on ",
-                    tensor.device(), "; GPU groups are not supported yet");
-  TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, operation, ": sparse tensors are not supported yet");
-  TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), operation, ": the tensor of sizes ", tensor.sizes(),
-                    " and strides ", tensor.strides(),
-                    " has gaps or overlaps in memory; call .contiguous() and copy the result back");
-  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), operation,
-                    ": the tensor is a lazy conjugate or negative view; call .resolve_conj() or .resolve_neg()");
 }
 
 /// The group's error in the terms of the operation that met it.
@@ -180,6 +169,7 @@ void LockstepBackend::abort() { channel_->abort(); }
 void LockstepBackend::shutdown() {
   if (channel_->transport().in_forked_child()) return;
   queue_->stop();
+  channel_->leave();
 }
 
 }  // namespace lockstep

@@ -23,6 +23,8 @@ namespace lockstep {
 /// before each synchronised forward. Gradients are views into shared memory; optimizers and clipping work as ever. All ranks
 /// must run the same synchronised iterations, and each parameter must take part in each of them. The state lies under
 /// `module.` in parameters and checkpoints. Called from one thread at a time; several models may live in one process.
+/// Every backward that follows a synchronised forward is reduced, also the second one through a retained graph, which torch
+/// leaves unreduced without a word; so gradients of the parameters that are not to be averaged belong under no_sync().
 /// Validate on `*model.module`: a forward here may broadcast buffers, and ranks may have unequal numbers of batches.
 ///
 /// The constructor is collective and throws on every rank, naming the parameter, if the ranks' models differ. Later errors

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
@@ -17,7 +18,8 @@ std::string indented(const std::string& text) {
   return result;
 }
 
-std::string list(const std::vector<int>& ranks) {
+std::string list(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
   std::string result = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (i > 0) result += i + 1 == ranks.size() ? " and " : ", ";

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -110,7 +111,22 @@ class Launcher {
   UniqueFd err_;
 };
 
-/// Runs `lockstep run -- /bin/sh -c SCRIPT` to its end.
+/// A file that can be read but not started.
+class TextFile {
+ public:
+  TextFile()
+      : path_(std::filesystem::temp_directory_path() / ("lockstep_text_" + std::to_string(::getpid()))) {
+    std::ofstream(path_) << "text\n";
+    ::chmod(path_.c_str(), 0644);
+  }
+  ~TextFile() { std::filesystem::remove(path_); }
+  std::string path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+/// Runs `lockstep run /bin/sh -c SCRIPT` to its end.
 struct Finished {
   int status;
   std::string out;
@@ -137,14 +153,15 @@ TEST(FailureReport, NamesTheFirstThenTheOthers) {
   const std::vector<Ending> endings = {{2, 102, 0, false, start},
                                        {1, 101, SIGKILL, false, start},
                                        {0, 100, 1 << 8, false, start + std::chrono::milliseconds(7)},
-                                       {3, 103, SIGTERM, true, start + std::chrono::milliseconds(9)}};
+                                       {4, 104, SIGTERM, true, start + std::chrono::milliseconds(9)},
+                                       {3, 103, 0, true, start + std::chrono::milliseconds(9)}};
   const std::vector<RankEvidence> evidence = {
-      {"RuntimeError: peer died\nmore", {}}, {std::nullopt, {"one", "two"}}, {}, {}};
+      {"RuntimeError: peer died\nmore", {}}, {std::nullopt, {"one", "two"}}, {}, {}, {}};
   EXPECT_EQ(failure_report(endings, evidence),
             "lockstep run: rank 1 (pid 101) failed first: killed by signal 9 (SIGKILL)\n"
             "  its last lines on standard error:\n    one\n    two\n"
             "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later: RuntimeError: peer died\n"
-            "lockstep run: rank 3 was then ended\n");
+            "lockstep run: ranks 3 and 4 were then ended\n");
   EXPECT_EQ(failure_report({{0, 100, 0, false, start}}, evidence), "");
 }
 
@@ -197,7 +214,8 @@ TEST(FindProgram, SaysWhyItCannotBeStarted) {
   };
   EXPECT_THAT(complaint("/nowhere/train"), HasSubstr("No such file"));
   EXPECT_THAT(complaint("/tmp"), HasSubstr("a directory"));
-  EXPECT_THAT(complaint("/etc/hostname"), HasSubstr("not executable"));
+  const TextFile text;
+  EXPECT_THAT(complaint(text.path()), HasSubstr("not executable"));
   EXPECT_THAT(complaint("no-such-program-anywhere"), HasSubstr("PATH"));
   EXPECT_THAT(complaint(""), HasSubstr("no program"));
 }
@@ -309,6 +327,7 @@ TEST(Run, AStoppedWorkerIsEndedToo) {
 }
 
 TEST(Run, BadCommandLinesAreRefusedBeforeAnythingStarts) {
+  const TextFile text;
   const std::map<std::vector<std::string>, std::string> cases = {
       {{"run", "--nproc-per-node", "0", "sh"}, "from 1 to"},
       {{"run", "--nproc-per-node", "two", "sh"}, "'two'"},
@@ -318,7 +337,7 @@ TEST(Run, BadCommandLinesAreRefusedBeforeAnythingStarts) {
       {{"run", "--master-port", "70000", "sh"}, "70000"},
       {{"run", "--grace-period", "-1", "sh"}, "grace"},
       {{"run", "/nowhere/program"}, "No such file"},
-      {{"run", "/etc/hostname"}, "not executable"},
+      {{"run", text.path()}, "not executable"},
       {{"walk", "sh"}, "there is no command 'walk'"},
   };
   for (const auto& [arguments, words] : cases) {
@@ -357,9 +376,9 @@ TEST(Run, APortInUseIsSaid) {
 
 TEST(Run, SignalsArePassedOnAndTheStatusSaysWhich) {
   for (int signal : {SIGINT, SIGTERM}) {
-    Launcher launcher(
-        {"run", "--nproc-per-node", "2", "--no-prefix", "sh", "-c",
-         "trap 'echo caught; exit 0' INT TERM; echo ready; while :; do sleep 1000 & wait; done"});
+    Launcher launcher({"run", "--nproc-per-node", "2", "--no-prefix", "sh", "-c",
+                       "trap 'echo caught; exit 0' INT TERM; echo ready; while :; do sleep 1000 > /dev/null "
+                       "2>&1 & wait; done"});
     EXPECT_EQ(launcher.line() + launcher.line(), "readyready");
     launcher.kill(signal);
     EXPECT_EQ(launcher.finish(), 128 + signal);
@@ -368,8 +387,9 @@ TEST(Run, SignalsArePassedOnAndTheStatusSaysWhich) {
 }
 
 TEST(Run, ASecondInterruptKills) {
-  Launcher launcher({"run", "--no-prefix", "sh", "-c",
-                     "trap 'echo caught' INT; echo ready; while :; do sleep 1000 & wait $!; done"});
+  Launcher launcher(
+      {"run", "--no-prefix", "sh", "-c",
+       "trap 'echo caught' INT; echo ready; while :; do sleep 1000 > /dev/null 2>&1 & wait $!; done"});
   EXPECT_EQ(launcher.line(), "ready");
   launcher.kill(SIGINT);
   EXPECT_EQ(launcher.line(), "caught");

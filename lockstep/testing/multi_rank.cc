@@ -2,13 +2,14 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
-#include <fstream>
+#include <iostream>
 #include <sstream>
 #include <stdexcept>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/unique_fd.h>
@@ -18,30 +19,52 @@
 namespace lockstep::testing {
 namespace {
 
-/// Counts the calls within a test, and gathers the messages of failed assertions.
-class Listener : public ::testing::EmptyTestEventListener {
+/// Counts the calls within a test.
+class CallCounter : public ::testing::EmptyTestEventListener {
  public:
   /// The program's one; gtest owns it.
-  static Listener& instance() {
-    static auto* listener = [] {
-      auto* made = new Listener;
+  static CallCounter& instance() {
+    static auto* counter = [] {
+      auto* made = new CallCounter;
       ::testing::UnitTest::GetInstance()->listeners().Append(made);
       return made;
     }();
-    return *listener;
+    return *counter;
   }
 
   void OnTestStart(const ::testing::TestInfo&) override { calls = 0; }
-  void OnTestPartResult(const ::testing::TestPartResult& result) override {
-    if (!result.failed()) return;
-    std::ostringstream text;
-    text << (result.file_name() == nullptr ? "unknown file" : result.file_name()) << ":"
-         << result.line_number() << ": " << result.message();
-    failures.push_back(text.str());
-  }
 
   int calls = 0;
-  std::vector<std::string> failures;
+};
+
+/// While one lives, failed assertions are gathered here, whoever else would have liked to have them (the body
+/// may stand inside EXPECT_NONFATAL_FAILURE), and printed at once, in case that the rank never gets to its
+/// end.
+class AssertionCollector {
+ public:
+  const std::string& failures() const { return failures_; }
+
+ private:
+  using Base = ::testing::ScopedFakeTestPartResultReporter;
+  class Reporter : public Base {
+   public:
+    Reporter(InterceptMode mode, std::string& failures) : Base(mode, nullptr), failures_(failures) {}
+    void ReportTestPartResult(const ::testing::TestPartResult& result) override {  // gtest holds its lock
+      if (!result.failed()) return;
+      std::ostringstream text;
+      text << (result.file_name() == nullptr ? "unknown file" : result.file_name()) << ":"
+           << result.line_number() << ": " << result.message();
+      std::cerr << text.str() << std::endl;
+      failures_ += (failures_.empty() ? "" : "\n") + text.str();
+    }
+
+   private:
+    std::string& failures_;
+  };
+
+  std::string failures_;
+  Reporter other_threads_{Base::INTERCEPT_ALL_THREADS, failures_};
+  Reporter this_thread_{Base::INTERCEPT_ONLY_CURRENT_THREAD, failures_};
 };
 
 /// What a body with failed assertions ends with.
@@ -57,12 +80,9 @@ std::string current_test() {
 }
 
 void run_body(const std::function<void(int)>& body, int rank) {
-  Listener& listener = Listener::instance();
-  listener.failures.clear();  // of the code before the call, which the parent judges
+  AssertionCollector collector;
   body(rank);
-  std::string text;
-  for (const std::string& failure : listener.failures) text += (text.empty() ? "" : "\n") + failure;
-  if (!text.empty()) throw AssertionsFailed(text);
+  if (!collector.failures().empty()) throw AssertionsFailed(collector.failures());
 }
 
 launch::SpawnRequest request_for(int nprocs, const RunRanksOptions& options, bool all_may_fail) {
@@ -79,7 +99,7 @@ launch::SpawnRequest request_for(int nprocs, const RunRanksOptions& options, boo
                           "--gtest_shuffle=0",
                           "--gtest_also_run_disabled_tests",
                           "--gtest_catch_exceptions=1"};
-  request.options.label = test + "#" + std::to_string(Listener::instance().calls++);
+  request.options.label = test + "#" + std::to_string(CallCounter::instance().calls++);
   request.options.grace_period = std::chrono::seconds(5);
   request.options.environment = {{"OMP_NUM_THREADS", "1"}};
   // The ranks run one test each and write no reports.

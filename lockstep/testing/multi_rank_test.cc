@@ -3,6 +3,7 @@
 #include <iostream>
 #include <signal.h>
 #include <stdexcept>
+#include <thread>
 #include <unistd.h>
 
 #include <gtest/gtest-spi.h>
@@ -43,6 +44,8 @@ TEST(RunRanks, AFailedAssertionFailsTheTestWithItsMessage) {
   EXPECT_NONFATAL_FAILURE(
       run_ranks(2, [](int rank) { EXPECT_EQ(rank, 0) << "this is rank " << rank; }, {.deadline = 30s}),
       "this is rank 1");
+  EXPECT_NONFATAL_FAILURE(
+      run_ranks(1, [](int) { std::thread([] { ADD_FAILURE() << "in a thread"; }).join(); }), "in a thread");
 }
 
 TEST(RunRanks, AnExceptionOrASignalFailsTheTestAndEndsTheOthers) {

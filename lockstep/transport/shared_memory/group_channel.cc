@@ -114,8 +114,7 @@ GroupChannel::~GroupChannel() {
     // open() did not get through: nobody else knows, or will use, this block's address … but they may learn it yet.
     return;
   }
-  blocks_[rank_].block->left.value.store(1, std::memory_order_release);
-  ring(0, size());
+  leave();
   for (auto& member : blocks_) member.closed[rank_].store(1, std::memory_order_release);
   // A member's memory may be used again once nobody can read or write it any more: all have closed, or ended.
   auto unused = [transport = transport_.get(), own = blocks_[rank_], members = members_] {
@@ -131,6 +130,13 @@ GroupChannel::~GroupChannel() {
     arena->deallocate(block);
   };
   transport_->retire(std::move(unused), std::move(release));
+}
+
+void GroupChannel::leave() {
+  // Release: whoever sees it also sees that the last operation's flags are set.
+  blocks_[rank_].block->left.value.store(1, std::memory_order_release);
+  publish_fence();
+  ring(0, size());
 }
 
 void GroupChannel::release_after_close(std::function<void()> release) { releases_.push_back(std::move(release)); }

@@ -69,7 +69,7 @@ class GroupChannel {
                                             const Deadline& deadline);
   GroupChannel(const GroupChannel&) = delete;
   GroupChannel& operator=(const GroupChannel&) = delete;
-  /// Leaves the group: members that still wait for this rank fail at once.
+  /// leave(), and gives the memory back once no member uses it any more.
   ~GroupChannel();
 
   int rank() const { return rank_; }
@@ -110,6 +110,10 @@ class GroupChannel {
   /// Chunks staged before this operation by every member; the operation adds its own count to it when it is done.
   uint64_t chunk_base() const { return chunk_base_; }
   void add_chunks(uint64_t count) { chunk_base_ += count; }
+
+  /// Says that this rank takes part in no further operation: members that wait for it fail at once. Not while an operation
+  /// is in progress. May be called again.
+  void leave();
 
   /// Fails the group on all members; waits in progress throw. From any thread.
   void abort();

@@ -1,0 +1,17 @@
+"""Fixtures of all Python tests."""
+
+import os
+import pathlib
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session")
+def bin_dir() -> pathlib.Path:
+    """The folder of the built programs: LOCKSTEP_BIN_DIR, or build/release/bin of this repository."""
+    path = pathlib.Path(os.environ.get("LOCKSTEP_BIN_DIR") or REPOSITORY / "build" / "release" / "bin").resolve()
+    if not path.is_dir():
+        pytest.fail(f"{path} does not exist; build first with ./scripts/test, or set LOCKSTEP_BIN_DIR", pytrace=False)
+    return path

@@ -1,0 +1,80 @@
+"""Installs the build, and builds and runs scripts/consumer, a project of its own, against what was installed."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = pathlib.Path(os.environ.get("LOCKSTEP_BUILD_DIR", ROOT / "build/release"))
+
+
+def run(*command, **environment):
+    """Runs a tool of .venv or the system without what set-up gave this process; returns (status, output)."""
+    clean = {key: value for key, value in os.environ.items()
+             if key not in ("LOCKSTEP_TORCH", "CMAKE_PREFIX_PATH", "LD_LIBRARY_PATH", "GTEST_FILTER")}
+    clean["PATH"] = f"{ROOT}/.venv/bin:{clean['PATH']}"
+    result = subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env=clean | {key: str(value) for key, value in environment.items()}, timeout=300)
+    return result.returncode, result.stdout
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """The folder that Lockstep was installed to."""
+    if not (BUILD / "cmake_install.cmake").exists():
+        pytest.fail(f"there is no build in {BUILD}; do: scripts/test, or set LOCKSTEP_BUILD_DIR")
+    folder = tmp_path_factory.mktemp("installed")
+    status, output = run("cmake", "--install", BUILD, "--prefix", folder)
+    assert status == 0, output
+    return folder
+
+
+def configure(source, build, prefix, **environment):
+    options = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}"] if shutil.which("ccache") else []
+    return run("cmake", "-S", source, "-B", build, "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={prefix}", *options, **environment)
+
+
+def test_headers_and_program_are_installed_but_no_test_harness(prefix):
+    assert (prefix / "include/lockstep/lockstep.h").exists()
+    assert (prefix / "include/lockstep/base/deadline.h").exists()
+    assert not list((prefix / "include").rglob("testing"))
+    assert len(list(prefix.rglob("LICENSE"))) == 1
+    installed = [path.relative_to(prefix) for path in prefix.rglob("*") if path.is_file()]
+    assert not [path for path in installed if path.suffix == ".cc" or path.name == "CMakeLists.txt"]
+    assert not list(prefix.rglob("__pycache__"))
+    status, output = run(prefix / "bin/lockstep", "--help")
+    assert status == 0 and "run" in output, output
+
+
+def test_consumer_builds_and_runs(prefix, tmp_path):
+    status, output = configure(ROOT / "scripts/consumer", tmp_path, prefix)
+    assert status == 0, output
+    status, output = run("cmake", "--build", tmp_path)
+    assert status == 0, output
+    status, output = run(tmp_path / "consumer")
+    assert status == 0 and "sum: 4" in output, output
+
+
+@pytest.mark.parametrize("version, message", [("0.0.1", "0.0.1"), ("99.0", "99.0")])
+def test_other_versions_are_refused(prefix, tmp_path, version, message):
+    source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("Lockstep 0.1", f"Lockstep {version}")
+    assert version in source
+    (tmp_path / "CMakeLists.txt").write_text(source)
+    (tmp_path / "main.cc").touch()
+    status, output = configure(tmp_path, tmp_path / "build", prefix)
+    assert status != 0 and message in output, output
+
+
+def test_another_torch_is_refused(prefix, tmp_path):
+    for name in ("lib/libtorch_cpu.so", "include/torch/csrc/distributed/c10d/Backend.hpp"):
+        (tmp_path / "torch" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "torch" / name).touch()
+    header = tmp_path / "torch/include/torch/headeronly/version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 11\n#define TORCH_VERSION_PATCH 7\n")
+    status, output = configure(ROOT / "scripts/consumer", tmp_path / "build", prefix, LOCKSTEP_TORCH=tmp_path / "torch")
+    output = " ".join(output.split())
+    assert status != 0 and "This Lockstep was built with torch" in output and "is 2.11.7" in output, output

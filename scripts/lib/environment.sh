@@ -1,0 +1,130 @@
+# The Python environment in .venv, and the LibTorch to build against.
+# shellcheck shell=bash
+
+venv=$root/.venv
+
+# choose_python: a Python of 3.10 or newer, in $python. LOCKSTEP_PYTHON names one.
+choose_python() {
+  local candidate found=""
+  for candidate in ${LOCKSTEP_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
+    command -v "$candidate" >/dev/null || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      python=$(command -v "$candidate")
+      return
+    fi
+    found+="$candidate is $("$candidate" -c 'import platform; print(platform.python_version())' 2>/dev/null || echo broken), "
+  done
+  die "${found}and Lockstep needs Python 3.10 or newer" "install one and name it in LOCKSTEP_PYTHON"
+}
+
+# check_memfd: the kernel must have sealed memfds, which the shared-memory transport is made of.
+check_memfd() {
+  "$python" - >>"$log" 2>&1 <<'PROBE' || die "memfd_create with seals does not work here" \
+    "use Linux 3.17 or newer, outside a sandbox that forbids memfd_create"
+import fcntl, os
+fd = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+PROBE
+}
+
+# find_given_torch: the torch that LOCKSTEP_TORCH or CMAKE_PREFIX_PATH names, in $given_torch; empty where none does.
+# It looks where cmake/FindLibTorch.cmake looks, which also checks the version.
+find_given_torch() {
+  given_torch=""
+  local prefixes=() prefix folder
+  if [[ -n ${LOCKSTEP_TORCH:-} ]]; then
+    prefixes=("$LOCKSTEP_TORCH")
+  else
+    IFS=':;' read -ra prefixes <<<"${CMAKE_PREFIX_PATH:-}"
+  fi
+  for prefix in ${prefixes[@]+"${prefixes[@]}"}; do
+    for folder in "$prefix" "$prefix"/torch "$prefix"/libtorch "$prefix"/lib/python3*/site-packages/torch "$prefix"/../..; do
+      if [[ -n $prefix && -e $folder/lib/libtorch_cpu.so ]]; then
+        given_torch=$(cd "$folder" && pwd -P)
+        return
+      fi
+    done
+  done
+  [[ -z ${LOCKSTEP_TORCH:-} ]] || die "LOCKSTEP_TORCH is $LOCKSTEP_TORCH, and there is no lib/libtorch_cpu.so in it" \
+    "point it to a libtorch folder, a torch package or a virtual environment with torch, or unset it"
+}
+
+# needed_requirements: requirements.txt on standard output, without torch where one is given.
+needed_requirements() {
+  if [[ -n $given_torch ]]; then grep -v '^torch==' "$root/requirements.txt"; else cat "$root/requirements.txt"; fi
+}
+
+# venv_stamp: what a complete .venv was made of: requirements, Python, place (its programs hold absolute paths), torch.
+venv_stamp() {
+  local version=${1:-}
+  printf '%s\n' "$(needed_requirements | sha256sum | cut -d' ' -f1)" "$version" "$venv" "$given_torch"
+}
+
+# ensure_venv: makes or completes .venv; returns in milliseconds when it is complete. Puts it first in PATH.
+ensure_venv() {
+  local marker=$venv/.installing stamp=$venv/.lockstep-stamp version=""
+  export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv
+  if [[ -x $venv/bin/python ]]; then version=$("$venv/bin/python" -V 2>/dev/null) || version=""; fi
+  if [[ -n $version && ! -e $marker && -e $stamp && $(<"$stamp") == "$(venv_stamp "$version")" ]]; then return 0; fi
+
+  # An install that was cut short may look complete to pip, and programs of a moved tree have the old path inside.
+  local broken=0
+  if [[ -z $version || -e $marker ]] || ! "$venv/bin/python" -m pip --version >>"$log" 2>&1; then broken=1; fi
+  if [[ -e $stamp && $(sed -n 3p "$stamp") != "$venv" ]]; then broken=1; fi
+  if ((broken)); then
+    check_disk "$([[ -n $given_torch ]] && echo 3 || echo 12)" "the Python environment and the build"
+    headline "making the Python environment .venv with $("$python" -V)"
+    ensure_venv_module
+    if ! { rm -rf "$venv" && mkdir "$venv" && : >"$marker"; }; then die "$venv could not be made" "make $root writable"; fi
+    run_logged "$python" -m venv "$venv" || die "python -m venv failed" "read why in the log"
+  fi
+  : >"$marker"
+  rm -f "$stamp"
+  if [[ -n $given_torch ]]; then
+    headline "installing what requirements.txt lists, but torch: that is $given_torch"
+  else
+    headline "installing what requirements.txt lists (torch is some gigabytes; this can take minutes)"
+  fi
+  install_requirements
+  show_given_torch_to_python
+  venv_stamp "$("$venv/bin/python" -V)" >"$stamp"
+  rm -f "$marker"
+}
+
+# Debian keeps ensurepip in a package of its own.
+ensure_venv_module() {
+  if "$python" -c 'import venv, ensurepip' 2>/dev/null; then return 0; fi
+  local version
+  version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+  if [[ $(readlink -f "$python") == /usr/bin/* && ${LOCKSTEP_SKIP_PACKAGES:-0} != 1 ]] && command -v apt-get >/dev/null; then
+    ensure_packages "$version-venv"
+  fi
+  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    die "$python has no venv module" "install $version-venv, or name another Python in LOCKSTEP_PYTHON"
+}
+
+# pip writes to the terminal itself, for its progress bars; the details go to the log.
+install_requirements() {
+  local list=$venv/.requirements.txt
+  needed_requirements >"$list"
+  if "$venv/bin/python" -m pip install --disable-pip-version-check --log "$log" -r "$list" 2>&1; then return 0; fi
+  if log_has 'No space left on device'; then
+    die "no disk space for the Python packages" "free some space on the disks of $root and ${TMPDIR:-/tmp}, then run scripts/$program again"
+  elif log_has 'Failed to establish a new connection|Temporary failure|Network is unreachable|Max retries|timed out|ProxyError|SSLError'; then
+    die "pip could not reach the package index" "check the network (or pip's index settings), then run scripts/$program again"
+  fi
+  die "pip could not install requirements.txt" "read why in the log; to use a torch that is there, set LOCKSTEP_TORCH"
+}
+
+# Lets the tests that compare with Python's torch import a given Python torch: it must fit this Python.
+show_given_torch_to_python() {
+  local path_file
+  path_file=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lockstep_torch.pth
+  rm -f "$path_file"
+  [[ -n $given_torch && -e $given_torch/__init__.py ]] || return 0
+  dirname "$given_torch" >"$path_file"
+  if ! "$venv/bin/python" -c 'import torch' >>"$log" 2>&1; then
+    rm -f "$path_file"
+    printf 'note: %s does not load in this Python; tests that compare with it are skipped\n' "$given_torch" | tee -ia "$log"
+  fi
+}

@@ -1,0 +1,106 @@
+"""Tests of scripts/test: its options, how --only picks C++ tests, and how results are counted."""
+
+import importlib.util
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/lib/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+select_tests, summarize_tests = load("select_tests"), load("summarize_tests")
+
+LISTING = """Running main() from main.cc
+Deadline.
+  Expires
+  NeverComes  # GetParam() = 3
+Sizes/Arena.
+  Grows/0  # GetParam() = (1, 2)
+"""
+
+
+def test_case_names():
+    assert select_tests.case_names(LISTING) == ["Deadline.Expires", "Deadline.NeverComes", "Sizes/Arena.Grows/0"]
+
+
+@pytest.mark.parametrize("text, selected", [
+    ("base", [("program", "base_tests")]),
+    ("Grows", [("cases", "base_tests"), ("cases", "data_tests")]),
+    ("Arena.Grows", [("cases", "base_tests"), ("cases", "data_tests")]),
+    ("one_step", [("program", "example_one_step")]),
+    ("nonesuch", []),
+])
+def test_select(text, selected):
+    tests = [("base_tests", ["b"]), ("data_tests", ["d"]), ("example_one_step", ["e"])]
+
+    def list_cases(command):
+        assert command != ["e"], "an example knows no --gtest_list_tests"
+        return LISTING
+
+    assert select_tests.select(tests, text, list_cases) == selected
+
+
+GTEST = """[==========] Running 4 tests from 2 test suites.
+rank 1: [==========] 1 test from 1 test suite ran. (3 ms total)
+rank 1: [  PASSED  ] 1 test.
+[  FAILED  ] Arena.Shrinks (2 ms)
+[==========] 4 tests from 2 test suites ran. (25 ms total)
+[  PASSED  ] 2 tests.
+[  SKIPPED ] 1 test, listed below:
+[  SKIPPED ] Arena.Needs16Ranks
+[  FAILED  ] 1 test, listed below:
+[  FAILED  ] Arena.Shrinks
+
+ 1 FAILED TEST
+"""
+
+
+def report(folder, name, *cases):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("<testsuite>" + "".join(cases) + "</testsuite>")
+
+
+def case(name, output="", inner=""):
+    return f'<testcase name="{name}">{inner}<system-out><![CDATA[{output}]]></system-out></testcase>'
+
+
+@pytest.mark.parametrize("cases, counts, names", [
+    ([case("a_tests", GTEST, "<failure/>")], (2, 1, 1), ["a_tests: Arena.Shrinks"]),
+    ([case("a_tests", "[==========] Running 4 tests\n", "<failure/>")], (0, 1, 0), ["a_tests"]),  # crashed
+    ([case("a_tests", GTEST.replace("FAILED", "ok"), "<failure/>")], (0, 1, 0), ["a_tests"]),  # crashed at exit
+    ([case("example")], (1, 0, 0), []),
+    ([case("example", inner="<skipped/>")], (0, 0, 1), []),
+    ([case("test_x", inner="<error/>"), case("test_y")], (1, 1, 0), ["test_x"]),
+])
+def test_summary(tmp_path, cases, counts, names):
+    report(tmp_path, "ctest.xml", *cases)
+    total, failed = summarize_tests.summarize(tmp_path)
+    assert (total["passed"], total["failed"], total["skipped"]) == counts
+    assert failed == names
+
+
+def test_summary_over_several_reports(tmp_path):
+    report(tmp_path, "ctest.xml", case("a"))
+    report(tmp_path, "pytest.xml", case("b"), case("c"))
+    assert summarize_tests.summarize(tmp_path)[0]["passed"] == 3
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--only"], "--only needs a value"),
+    (["--only", "a b"], "--only is 'a b'"),
+    (["--sanitizer", "memory"], "takes address or thread"),
+    (["--sanitizer", "thread", "--preset", "debug"], "exclude each other"),
+    (["--preset", "fast"], "takes release or debug"),
+    (["fast"], "unknown option 'fast'"),
+])
+def test_misused_options(arguments, message):
+    result = subprocess.run([ROOT / "scripts/test", *arguments], text=True, capture_output=True)
+    assert result.returncode == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
