@@ -27,6 +27,7 @@ OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c1
 
 bool OperationWork::isCompleted() {
   std::lock_guard lock(queue_->mutex_);
+  if (!done_) queue_->start_thread();
   return done_;
 }
 
@@ -55,9 +56,14 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
         queue_->changed_.wait(lock);
       }
     }
-  } else if (!queue_->changed_.wait_for(lock, timeout, [this] { return done_; })) {
-    LOCKSTEP_THROW_TIMEOUT("wait() gave up after " + std::to_string(timeout.count()) +
-                           " ms; the operation itself goes on");
+  } else {
+    // Not inline, for an operation can't be left half-way when this wait's time is over.
+    if (!done_) queue_->start_thread();
+    const bool in_time = queue_->changed_.wait_for(lock, timeout, [this] { return done_; });
+    if (!in_time) {
+      LOCKSTEP_THROW_TIMEOUT("wait() gave up after " + std::to_string(timeout.count()) +
+                             " ms; the operation itself goes on");
+    }
   }
   if (error_) std::rethrow_exception(error_);
   return true;
@@ -65,6 +71,7 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
   std::unique_lock lock(queue_->mutex_);
+  if (!done_) queue_->start_thread();
   if (!future_) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     if (done_) {
@@ -104,7 +111,10 @@ void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool 
   }
   work->number_ = ++submitted_;
   queue_.push_back(work);
-  if (!asynchronous) return;
+  if (asynchronous) start_thread();
+}
+
+void OperationQueue::start_thread() {
   if (!thread_.joinable()) {
     // Signals are the program's business.
     sigset_t all;

@@ -74,6 +74,7 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  private:
   friend class OperationWork;
   void run_head(std::unique_lock<std::mutex>& lock, bool background);
+  void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance, calls it
   void serve();
 
   ForkGuard fork_guard_;

@@ -40,7 +40,9 @@ struct DefaultWorld {
 };
 
 std::mutex world_mutex;
-std::unique_ptr<DefaultWorld> current_world;  // the one singleton; under world_mutex
+// The one singleton; under world_mutex. Never destroyed: a process that exits without destroying the group must not wait
+// for peers, nor touch torch's own statics, while the runtime takes it down; the peers are told by its end note.
+std::unique_ptr<DefaultWorld>& current_world = *new std::unique_ptr<DefaultWorld>;
 
 DefaultWorld& require_world() {
   TORCH_CHECK(current_world != nullptr,
@@ -158,6 +160,7 @@ DefaultGroup init_process_group(const InitOptions& options) {
 }
 
 void destroy_process_group(const ProcessGroup& group) {
+  if (!is_member(group)) return;
   std::vector<Group> ending;
   {
     std::lock_guard lock(world_mutex);

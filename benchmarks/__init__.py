@@ -1,0 +1,1 @@
+"""Measurements of Lockstep against its peers; run by scripts/bench."""

@@ -1,0 +1,14 @@
+"""The driver of the benchmarks: starts contenders, measures them in turn, compares and reports.
+
+Modules, in the order in which they use each other:
+    stats        medians, quartiles and ratios of pairs; no input or output
+    results      what a run has measured, as JSON
+    job          N ranks as processes that sleep until they are commanded
+    contenders   how each contender is started
+    interleave   rounds in which every contender has a turn, in random order
+    collectives, training   the suites: what is measured, and which figures come of it
+    targets      the figures that the project promises
+    compare      what got slower since another run
+    report       tables for the terminal
+    machine      where it was measured
+"""

@@ -1,0 +1,96 @@
+"""Measures Lockstep against its peers; scripts/bench builds everything and starts this."""
+
+import argparse
+import datetime
+import pathlib
+import random
+import signal
+import sys
+import time
+
+from benchmarks.driver import collectives, compare, contenders, machine, report, results, training
+from benchmarks.driver.job import BenchmarkError
+
+SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
+          "others": collectives.others, "ddp": training.ddp}
+ROUNDS, QUICK_ROUNDS = 15, 3
+BUSY_LOAD = 0.7
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__.partition(";")[0] + ".", epilog="""
+        Exit status: 0, or 1 if --compare found something slower, or 2 if a measurement failed.""")
+    parser.add_argument("--quick", action="store_true",
+                        help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}: a minute or two, and more noise")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds in which each contender has a turn ({ROUNDS})")
+    parser.add_argument("--only", action="append", metavar="SUITE", choices=SUITES, help="one of: " + ", ".join(SUITES) +
+                        "; may be given more than once")
+    parser.add_argument("--output", type=pathlib.Path, metavar="FILE", help="where the JSON goes (log/bench-DATE.json)")
+    parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json",
+                        help="name what got slower than in this earlier run, beyond the noise")
+    parser.add_argument("--show", type=pathlib.Path, metavar="FILE", help="measure nothing; show this earlier run")
+    parser.add_argument("--bin", type=pathlib.Path, default=contenders.ROOT / "build/release/bin", metavar="FOLDER",
+                        help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rounds is None:
+        options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; it takes a whole number from 1 up")
+    return options
+
+
+def run(options):
+    """Measures the suites, and answers with the Results."""
+    begin = time.monotonic()
+
+    def say(text):
+        print(f"== [{time.monotonic() - begin:4.0f} s] {text}", flush=True)
+
+    suites = options.only or list(SUITES)
+    seed = random.SystemRandom().randrange(1 << 32)
+    answer = results.Results(machine.describe(), {"suites": suites, "rounds": options.rounds, "seed": seed})
+    if answer.machine["load_at_start"] > BUSY_LOAD:
+        say(f"note: the machine is busy (load {answer.machine['load_at_start']:.1f}); measure when it is quiet")
+    generator = random.Random(seed)
+    with contenders.Fleet(options.bin, say) as fleet:
+        for suite in suites:
+            if suite == "ddp":
+                fleet.stop()  # training shares no contender with the other suites; give it their memory
+            SUITES[suite](fleet, answer, options.rounds, generator)
+    return answer
+
+
+def terminate(*_):
+    raise KeyboardInterrupt  # so that the contenders are ended
+
+
+def main():
+    signal.signal(signal.SIGTERM, terminate)
+    options = parse(sys.argv[1:])
+    try:
+        old = results.load(options.compare) if options.compare else None
+        if options.show:
+            answer = results.load(options.show)
+        else:
+            now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            output = options.output or contenders.ROOT / f"log/bench-{now}.json"
+            output.parent.mkdir(parents=True, exist_ok=True)  # before the minutes of measuring, not after
+            answer = run(options)
+            output.write_text(answer.to_json() + "\n")
+            print(f"results: {output}")
+    except (BenchmarkError, ValueError, OSError) as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bench: interrupted; the contenders have been ended", file=sys.stderr)
+        return 130
+    print("\n" + report.report(answer))
+    if old is None:
+        return 0
+    changes, notes = compare.compare(old, answer)
+    print("\n" + report.comparison(changes, notes))
+    return 1 if any(change.verdict == "slower" for change in changes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""How each contender is started, and the fleet of those that are running.
+
+Every rank has one thread. Ours and Gloo's ranks are started as a user's launcher would, each process by itself; Open MPI's
+by mpirun, with its own placement.
+"""
+
+import os
+import pathlib
+import shutil
+import sys
+
+from benchmarks.driver.job import BenchmarkError, Job
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PEERS = ROOT / "benchmarks" / "peers"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# malloc that keeps pages it has once got: everything from the heap, and the heap never shrinks. Page faults, which cost a
+# training step more than its communication, are then paid once.
+KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+DEFAULT_MALLOC = ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
+                  "MALLOC_ARENA_MAX", "LD_PRELOAD")
+
+# Name: (program, environment)
+KINDS = {
+    "lockstep": ("bench_all_reduce", {}),
+    "gloo": ("gloo_collectives.py", {}),
+    "mpi": ("bench_mpi", {}),
+    "cpp": ("bench_ddp_step", {}),
+    "cpp_keep": ("bench_ddp_step", KEEP_PAGES),
+    "python": ("gloo_ddp_step.py", {}),
+    "python_keep": ("gloo_ddp_step.py", KEEP_PAGES),
+}
+
+
+class Fleet:
+    """Starts jobs when they are first asked for, and ends them all. Use it in a `with` statement."""
+
+    def __init__(self, bin_dir, say):
+        self.bin_dir, self.say = pathlib.Path(bin_dir), say
+        self.jobs = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error_type, error, trace):
+        self.stop(in_peace=error_type is None)
+
+    def why_not(self, kind):
+        """Why a contender cannot take part here, or None."""
+        program = KINDS[kind][0]
+        if kind == "mpi" and not shutil.which("mpirun"):
+            return "Open MPI is left out: there is no mpirun (Debian: openmpi-bin)"
+        if not program.endswith(".py") and not (self.bin_dir / program).exists():
+            hint = " (it needs libopenmpi-dev)" if kind == "mpi" else ""
+            return f"{kind} is left out: there is no {self.bin_dir / program}{hint}"
+        return None
+
+    def job(self, kind, ranks):
+        key = kind, ranks
+        if key not in self.jobs:
+            if reason := self.why_not(kind):
+                raise BenchmarkError(f"{reason}; do: scripts/bench builds it")
+            self.say(f"starting {kind} with {ranks} ranks")
+            self.jobs[key] = Job(f"{kind} with {ranks} ranks", ranks, processes(kind, ranks, self.bin_dir))
+        return self.jobs[key]
+
+    def stop(self, in_peace=True):
+        while self.jobs:
+            _, job = self.jobs.popitem()
+            job.stop() if in_peace else job.kill()
+
+
+def processes(kind, ranks, bin_dir):
+    """[(command, environment)] of the processes that make up a contender."""
+    program, environment = KINDS[kind]
+    # The system's env undoes what the user's shell may have set for malloc.
+    clean = ["env", *(word for name in DEFAULT_MALLOC if name not in environment for word in ("-u", name))]
+    if kind == "mpi":
+        command = ["mpirun", "-n", str(ranks)]
+        if os.geteuid() == 0:
+            command.append("--allow-run-as-root")
+        if ranks > len(os.sched_getaffinity(0)):
+            command += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+        return [([*clean, *command, str(bin_dir / program)], {**ONE_THREAD, **environment})]
+    if program.endswith(".py"):
+        command = [sys.executable, str(PEERS / program)]
+        environment = {**environment, "GLOO_SOCKET_IFNAME": "lo"}  # as fast as Gloo gets on one host
+    else:
+        command = [str(bin_dir / program)]
+    return [([*clean, *command],
+             {**ONE_THREAD, **environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
+              "LOCAL_WORLD_SIZE": str(ranks)}) for rank in range(ranks)]

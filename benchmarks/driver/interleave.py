@@ -1,0 +1,54 @@
+"""Rounds in which every contender has a turn, in random order.
+
+A round is short, so what disturbs the machine for longer than a round disturbs all contenders alike, and the ratio of two
+of them within a round does not see it.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.driver import stats
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one contender does in each round."""
+
+    name: str  # of its series
+    job: object
+    operation: str
+    argument: object
+    seconds: float  # about as long as a turn may take
+    most: int = 400  # iterations
+    least: int = 4
+    ranks: tuple = None  # all
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What the ranks answered in one turn: for each rank, a list of nanoseconds, one per iteration."""
+
+    wall: list
+    cpu: list
+
+
+def run_rounds(turns, rounds, generator):
+    """{turn's name: [Burst of each round]}. The first, unmeasured turn of each finds out how many iterations fit."""
+    iterations = {turn.name: calibrate(turn) for turn in turns}
+    bursts = {turn.name: [] for turn in turns}
+    for _ in range(rounds):
+        for turn in generator.sample(turns, len(turns)):
+            count = iterations[turn.name]
+            # The others have had the caches meanwhile: some iterations to win them back.
+            bursts[turn.name].append(measure(turn, count, warmup=max(1, min(20, count // 4))))
+    return bursts
+
+
+def calibrate(turn):
+    measure(turn, 1, warmup=1)  # first touch of memory, connections
+    wall = stats.slowest_rank(measure(turn, turn.least, warmup=1).wall)
+    return max(turn.least, min(turn.most, int(turn.seconds * 1e9 / max(1, stats.summarize(wall).median))))
+
+
+def measure(turn, iterations, warmup):
+    answers = turn.job.measure(turn.operation, turn.argument, iterations, warmup, turn.ranks)
+    return Burst([answer["wall"] for answer in answers], [answer["cpu"] for answer in answers])

@@ -1,0 +1,41 @@
+"""The figures that the project promises, on two cores."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    figure: str
+    bound: float
+    what: str
+    at_most: bool = False  # else at least
+    percent: bool = False  # shown as what the ratio adds to 1
+
+    def is_met(self, value):
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def show(self, value):
+        return f"{100 * (value - 1):.1f} %" if self.percent else f"{value:.3g}x"
+
+
+TARGETS = (
+    Target("all_reduce.2.4KiB.vs_gloo", 50, "all_reduce 4 KiB, faster than Gloo"),
+    Target("all_reduce.2.64KiB.vs_gloo", 50, "all_reduce 64 KiB, faster than Gloo"),
+    Target("all_reduce.2.25MiB.vs_gloo", 10, "all_reduce 25 MiB, faster than Gloo"),
+    Target("all_reduce.2.100MiB.vs_gloo", 6, "all_reduce 100 MiB, faster than Gloo"),
+    Target("all_reduce.2.25MiB.vs_mpi", 4, "all_reduce 25 MiB, faster than Open MPI"),
+    Target("all_reduce.2.100MiB.vs_mpi", 3, "all_reduce 100 MiB, faster than Open MPI"),
+    Target("all_reduce_cpu.2.25MiB.vs_gloo", 6, "all_reduce 25 MiB, less processor time than Gloo"),
+    Target("all_reduce.4.1MiB.vs_gloo", 50, "all_reduce 1 MiB on 4 ranks, faster than Gloo"),
+    Target("all_reduce_staged.2.25MiB.vs_gloo", 4, "all_reduce 25 MiB, staged, faster than Gloo"),
+    Target("step.2.large.cpp_ddp.over_baseline", 1.08, "large network, DDP adds to the better baseline", True, True),
+    Target("step.2.large.cpp_keep_ddp.over_baseline", 1.08, "the same, malloc keeps its pages", True, True),
+    Target("step.2.large.cpp_ddp.vs_python", 1.3, "large network, faster than Python DDP with Gloo"),
+    Target("step.2.small.cpp_ddp.vs_python", 3, "small network, faster than Python DDP with Gloo"),
+)
+
+
+def judge(results):
+    """[(target, measured value, whether it is met)] of those that were measured."""
+    values = [(target, results.median(target.figure)) for target in TARGETS]
+    return [(target, value, target.is_met(value)) for target, value in values if value is not None]

@@ -1,0 +1,75 @@
+"""Times training steps of a Python program, with DistributedDataParallel over Gloo and without; as benchmarks/ddp_step.cc.
+
+By hand: torchrun --nproc-per-node 2 benchmarks/peers/gloo_ddp_step.py ddp large 20 2
+"""
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+import command_loop
+
+NETWORKS = {"large": ((1024, 2048, 2048, 10), 128), "small": ((784, 256, 10), 64)}  # widths, batch size
+
+
+class Trainer:
+    """A model with its optimizer and fresh batches."""
+
+    def __init__(self, network, distributed):
+        self.widths, self.batch_size = NETWORKS[network]
+        layers = []
+        for inputs, outputs in zip(self.widths, self.widths[1:]):
+            layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+        self.model = torch.nn.Sequential(*layers[:-1])
+        if distributed:
+            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.inputs = self.targets = torch.empty(0)
+
+    def prepare_batches(self, count):
+        if self.inputs.shape[0] < count:
+            self.inputs = torch.empty(count, self.batch_size, self.widths[0])
+            self.targets = torch.empty(count, self.batch_size, dtype=torch.long)
+        self.inputs.normal_()
+        self.targets.random_(0, self.widths[-1])
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.loss = torch.nn.functional.cross_entropy(self.model(self.inputs[batch]), self.targets[batch])
+        self.loss.backward()
+        self.optimizer.step()
+
+
+class Trainers:
+    def __init__(self):
+        self.trainers = {}
+
+    def measure(self, mode, network, iterations, warmup):
+        if mode not in ("ddp", "alone", "single"):
+            raise ValueError(f"there is no mode '{mode}'")
+        key = network, mode == "ddp"
+        if key not in self.trainers:
+            self.trainers[key] = Trainer(*key)
+        trainer = self.trainers[key]
+        trainer.prepare_batches(warmup + iterations)
+        for i in range(warmup):
+            trainer.step(i)
+        if mode != "single":
+            dist.barrier()
+        wall, before = [], time.perf_counter_ns()
+        for i in range(iterations):
+            trainer.step(warmup + i)
+            now = time.perf_counter_ns()
+            wall.append(now - before)
+            before = now
+        if not math.isfinite(trainer.loss.item()):
+            raise AssertionError(f"the loss is {trainer.loss.item()}: these steps computed nothing of use")
+        return wall, []
+
+
+if __name__ == "__main__":
+    command_loop.start_gloo()
+    torch.manual_seed(dist.get_rank())  # each rank has its own data
+    command_loop.serve(Trainers().measure)
