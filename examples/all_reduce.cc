@@ -13,7 +13,8 @@
 namespace {
 
 std::string show(const torch::Tensor& tensor) {
-  return "[" + std::to_string(tensor[0].item<int64_t>()) + ", " + std::to_string(tensor[1].item<int64_t>()) + "]";
+  return "[" + std::to_string(tensor[0].item<int64_t>()) + ", " + std::to_string(tensor[1].item<int64_t>()) +
+         "]";
 }
 
 }  // namespace

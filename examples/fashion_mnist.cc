@@ -34,7 +34,7 @@ nn::Sequential make_cnn() {
   const auto convolution = [](int64_t in, int64_t out) {
     return nn::Conv2d(nn::Conv2dOptions(in, out, 3).padding(1).bias(false));
   };
-  return nn::Sequential(convolution(1, 16), nn::BatchNorm2d(16), nn::ReLU(), nn::MaxPool2d(2),  //
+  return nn::Sequential(convolution(1, 16), nn::BatchNorm2d(16), nn::ReLU(), nn::MaxPool2d(2),   //
                         convolution(16, 32), nn::BatchNorm2d(32), nn::ReLU(), nn::MaxPool2d(2),  //
                         nn::Flatten(), nn::Linear(32 * 7 * 7, 10));
 }
@@ -48,8 +48,9 @@ struct Net : nn::Module {
   nn::Sequential layers;
 };
 
-/// The share of all test images that are classified right. Each rank takes every N-th image, so that each image counts
-/// exactly once (a DistributedSampler would repeat some to make the shares equal); the counts are summed over the ranks.
+/// The share of all test images that are classified right. Each rank takes every N-th image, so that each
+/// image counts exactly once (a DistributedSampler would repeat some to make the shares equal); the counts
+/// are summed over the ranks.
 double test_accuracy(Net& net, FashionMnist& test, int rank, int world_size) {
   torch::NoGradGuard no_grad;
   net.eval();
@@ -58,7 +59,8 @@ double test_accuracy(Net& net, FashionMnist& test, int rank, int world_size) {
   const int64_t size = test.size();
   for (int64_t begin = rank; begin < size; begin += kBatch * world_size) {
     std::vector<int64_t> indices;
-    for (int64_t i = begin; i < std::min(size, begin + kBatch * world_size); i += world_size) indices.push_back(i);
+    for (int64_t i = begin; i < std::min(size, begin + kBatch * world_size); i += world_size)
+      indices.push_back(i);
     const auto batch = test.get_batch(indices);
     counts[0] += net.forward(batch.data).argmax(1).eq(batch.target).sum();
     counts[1] += static_cast<int64_t>(indices.size());
@@ -83,8 +85,7 @@ void train(const Settings& settings) {
 
   FashionMnist train_set(settings.data, /*train=*/true);
   FashionMnist test_set(settings.data, /*train=*/false);
-  lockstep::data::DistributedSampler sampler(train_set.size(),
-                                             {.seed = settings.seed, .drop_last = true});
+  lockstep::data::DistributedSampler sampler(train_set.size(), {.seed = settings.seed, .drop_last = true});
   lockstep::data::DataLoader loader(
       train_set, {.batch_size = batch_size, .sampler = &sampler, .num_workers = 1, .drop_last = true});
 
@@ -110,8 +111,9 @@ void train(const Settings& settings) {
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     accuracy = test_accuracy(*net, test_set, rank, world_size);
     if (rank == 0) {
-      std::printf("epoch %lld: %.1f s, %.0f images/s, test accuracy %.4f\n", static_cast<long long>(epoch + 1), seconds,
-                  static_cast<double>(images) / seconds, accuracy);
+      std::printf("epoch %lld: %.1f s, %.0f images/s, test accuracy %.4f\n",
+                  static_cast<long long>(epoch + 1), seconds, static_cast<double>(images) / seconds,
+                  accuracy);
       std::fflush(stdout);
     }
   }
@@ -122,11 +124,14 @@ void train(const Settings& settings) {
 
 int main(int argc, char** argv) try {
   Settings settings;
-  CLI::App app("Trains a classifier on Fashion-MNIST. Start it with: lockstep run --nproc-per-node N fashion_mnist …");
+  CLI::App app(
+      "Trains a classifier on Fashion-MNIST. Start it with: lockstep run --nproc-per-node N fashion_mnist …");
   app.add_option("--model", settings.model, "mlp (784-256-10) or cnn")
       ->check(CLI::IsMember({"mlp", "cnn"}))
       ->capture_default_str();
-  app.add_option("--epochs", settings.epochs, "passes over the data")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--epochs", settings.epochs, "passes over the data")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--batch-size", settings.batch_size, "images a step, all ranks together")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -134,7 +139,9 @@ int main(int argc, char** argv) try {
   app.add_option("--seed", settings.seed, "of the weights and the shuffle")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app.add_option("--learning-rate", settings.learning_rate, "Adam's")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--learning-rate", settings.learning_rate, "Adam's")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   train(settings);
 } catch (const c10::Error& error) {

@@ -12,7 +12,8 @@ int main() try {
   torch::manual_seed(world.rank());  // each rank has its own data
 
   auto linear = torch::nn::Linear(10, 1);
-  lockstep::DistributedDataParallel<torch::nn::LinearImpl> model(linear.ptr());  // rank 0's weights everywhere
+  lockstep::DistributedDataParallel<torch::nn::LinearImpl> model(
+      linear.ptr());  // rank 0's weights everywhere
   torch::optim::SGD optimizer(model.parameters(), /*lr=*/0.001);
 
   const auto inputs = torch::randn({5, 10});

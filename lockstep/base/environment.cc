@@ -1,10 +1,10 @@
-#include <lockstep/base/environment.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
 
 #include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
 
 namespace lockstep::environment {
 
@@ -14,26 +14,31 @@ std::optional<std::string> text(const char* name) {
   return std::string(value);
 }
 
-std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) {
-  auto value = text(name);
-  if (!value) return std::nullopt;
+int64_t parse_integer(const char* name, const std::string& value, int64_t low, int64_t high) {
   int64_t number = 0;
-  const char* end = value->data() + value->size();
-  auto [stop, error] = std::from_chars(value->data(), end, number);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == end, "environment variable ", name, " is '", *value,
+  const char* end = value.data() + value.size();
+  auto [stop, error] = std::from_chars(value.data(), end, number);
+  TORCH_CHECK_VALUE(error == std::errc() && stop == end, "environment variable ", name, " is '", value,
                     "', which is not a whole number; set it to a number or unset it");
   TORCH_CHECK_VALUE(number >= low && number <= high, "environment variable ", name, " is ", number,
                     ", which is outside ", low, " to ", high);
   return number;
 }
 
+std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) {
+  auto value = text(name);
+  if (!value) return std::nullopt;
+  return parse_integer(name, *value, low, high);
+}
+
 bool flag(const char* name) {
   auto value = text(name);
   if (!value) return false;
-  std::transform(value->begin(), value->end(), value->begin(), [](unsigned char c) { return std::tolower(c); });
+  std::transform(value->begin(), value->end(), value->begin(),
+                 [](unsigned char c) { return std::tolower(c); });
   if (*value == "1" || *value == "true" || *value == "yes" || *value == "on") return true;
-  TORCH_CHECK_VALUE(*value == "0" || *value == "false" || *value == "no" || *value == "off", "environment variable ",
-                    name, " is '", *value, "'; it takes 1 or 0");
+  TORCH_CHECK_VALUE(*value == "0" || *value == "false" || *value == "no" || *value == "off",
+                    "environment variable ", name, " is '", *value, "'; it takes 1 or 0");
   return false;
 }
 

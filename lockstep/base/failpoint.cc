@@ -1,19 +1,17 @@
-#include <lockstep/base/failpoint.h>
-
-#include <unistd.h>
-
-#include <chrono>
 #include <charconv>
+#include <chrono>
 #include <csignal>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/failpoint.h>
 
 namespace lockstep::failpoint {
 namespace {
@@ -31,8 +29,8 @@ std::map<std::string, Action, std::less<>> actions;
 int64_t number_of(std::string_view text, std::string_view whole) {
   int64_t number = 0;
   auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == text.data() + text.size(), "LOCKSTEP_FAILPOINTS: '", whole,
-                    "' needs a number");
+  TORCH_CHECK_VALUE(error == std::errc() && stop == text.data() + text.size(), "LOCKSTEP_FAILPOINTS: '",
+                    whole, "' needs a number");
   return number;
 }
 
@@ -48,8 +46,9 @@ Action parse_action(std::string_view text) {
                     "' is not of the form exit(N), kill(N), error(TEXT) or delay(N)");
   action.verb = text.substr(0, open);
   action.argument = text.substr(open + 1, text.size() - open - 2);
-  TORCH_CHECK_VALUE(action.verb == "exit" || action.verb == "kill" || action.verb == "error" || action.verb == "delay",
-                    "LOCKSTEP_FAILPOINTS: unknown action '", action.verb, "'");
+  TORCH_CHECK_VALUE(
+      action.verb == "exit" || action.verb == "kill" || action.verb == "error" || action.verb == "delay",
+      "LOCKSTEP_FAILPOINTS: unknown action '", action.verb, "'");
   if (action.verb != "error") number_of(action.argument, whole);
   return action;
 }

@@ -1,15 +1,16 @@
-#include <lockstep/base/fork_guard.h>
-
+#include <atomic>
 #include <pthread.h>
 
-#include <atomic>
+#include <lockstep/base/fork_guard.h>
 
 namespace lockstep {
 namespace {
 
 std::atomic<uint64_t> fork_generation{0};
 
-void count_fork_in_child() { fork_generation.fetch_add(1, std::memory_order_relaxed); }
+void count_fork_in_child() {
+  fork_generation.fetch_add(1, std::memory_order_relaxed);
+}
 
 }  // namespace
 

@@ -1,13 +1,11 @@
-#include <lockstep/base/log.h>
-
-#include <unistd.h>
-
 #include <array>
 #include <atomic>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/log.h>
 
 namespace lockstep::log {
 namespace {
@@ -32,7 +30,9 @@ bool enabled(Level level) {
   return level <= threshold;
 }
 
-void set_rank(int rank) { process_rank.store(rank, std::memory_order_relaxed); }
+void set_rank(int rank) {
+  process_rank.store(rank, std::memory_order_relaxed);
+}
 
 Line::~Line() {
   std::ostringstream line;

@@ -3,7 +3,8 @@
 #include <sstream>
 #include <string>
 
-/// Lockstep's log: lines on standard error, chosen by LOCKSTEP_LOG=error|warning|info|debug (default: warning).
+/// Lockstep's log: lines on standard error, chosen by LOCKSTEP_LOG=error|warning|info|debug (default:
+/// warning).
 ///
 ///     LOCKSTEP_LOG(kInfo) << "listening on port " << port;
 ///
@@ -33,7 +34,7 @@ class Line {
 
 }  // namespace lockstep::log
 
-#define LOCKSTEP_LOG(level)                                           \
-  if (!::lockstep::log::enabled(::lockstep::log::Level::level)) {     \
-  } else                                                              \
+#define LOCKSTEP_LOG(level)                                       \
+  if (!::lockstep::log::enabled(::lockstep::log::Level::level)) { \
+  } else                                                          \
     ::lockstep::log::Line(::lockstep::log::Level::level).stream()

@@ -1,5 +1,3 @@
-#include <lockstep/base/memory.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -7,6 +5,8 @@
 #include <sstream>
 
 #include <c10/util/Exception.h>
+
+#include <lockstep/base/memory.h>
 
 namespace lockstep {
 namespace {
@@ -30,7 +30,8 @@ int64_t read_cgroup_left() {
     if (line.rfind("0::", 0) == 0) {
       root = "/sys/fs/cgroup", limit_name = "/memory.max", usage_name = "/memory.current";
     } else if (line.find(":memory:") != std::string::npos) {
-      root = "/sys/fs/cgroup/memory", limit_name = "/memory.limit_in_bytes", usage_name = "/memory.usage_in_bytes";
+      root = "/sys/fs/cgroup/memory", limit_name = "/memory.limit_in_bytes",
+      usage_name = "/memory.usage_in_bytes";
     } else {
       continue;
     }
@@ -63,7 +64,8 @@ MemoryLimits read_memory_limits() {
 }
 
 void check_memory_available(int64_t bytes, std::string_view purpose) {
-  // What is left for everybody else: a machine that is filled to the last page is of no use to a training run.
+  // What is left for everybody else: a machine that is filled to the last page is of no use to a training
+  // run.
   constexpr int64_t kReserve = 64 << 20;
   const MemoryLimits limits = read_memory_limits();
   const int64_t room = std::min(limits.available, limits.cgroup_left);

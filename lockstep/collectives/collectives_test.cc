@@ -1,9 +1,9 @@
+#include <cstring>
 #include <gmock/gmock.h>
+#include <thread>
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-
-#include <cstring>
-#include <thread>
 
 #include <lockstep/base/memory.h>
 #include <lockstep/collectives/functional.h>
@@ -31,10 +31,12 @@ at::Tensor expected_reduction(const std::vector<at::Tensor>& inputs, const Reduc
     switch (static_cast<ReduceOp::RedOpType>(op)) {
       case ReduceOp::SUM:
       case ReduceOp::AVG:
-        result = result.scalar_type() == at::kBool ? result.logical_or(next) : (result + next).to(next.scalar_type());
+        result = result.scalar_type() == at::kBool ? result.logical_or(next)
+                                                   : (result + next).to(next.scalar_type());
         break;
       case ReduceOp::PRODUCT:
-        result = result.scalar_type() == at::kBool ? result.logical_and(next) : (result * next).to(next.scalar_type());
+        result = result.scalar_type() == at::kBool ? result.logical_and(next)
+                                                   : (result * next).to(next.scalar_type());
         break;
       case ReduceOp::MIN:
         result = at::minimum(result, next);
@@ -60,7 +62,8 @@ at::Tensor shared_copy(const at::Tensor& tensor) {
   return empty_shared(tensor.sizes(), tensor.options()).copy_(tensor);
 }
 
-void check_all_reduce(at::ScalarType type, const ReduceOp& op, at::IntArrayRef sizes, bool shared, int64_t salt) {
+void check_all_reduce(at::ScalarType type, const ReduceOp& op, at::IntArrayRef sizes, bool shared,
+                      int64_t salt) {
   const int ranks = get_world_size();
   std::vector<at::Tensor> inputs;
   for (int rank = 0; rank < ranks; ++rank) inputs.push_back(contribution(rank, sizes, type, salt));
@@ -68,41 +71,45 @@ void check_all_reduce(at::ScalarType type, const ReduceOp& op, at::IntArrayRef s
   if (shared) tensor = shared_copy(tensor);
   all_reduce(tensor, op);
   ASSERT_TRUE(at::equal(tensor, expected_reduction(inputs, op)))
-      << type << ' ' << sizes << (shared ? " shared" : " staged") << " operation " << static_cast<int>(op.op_);
+      << type << ' ' << sizes << (shared ? " shared" : " staged") << " operation "
+      << static_cast<int>(op.op_);
 }
 
 class CollectivesOverRanks : public ::testing::TestWithParam<int> {};
 
 TEST_P(CollectivesOverRanks, AllReduceEqualsTorchForEveryTypeOperationAndPath) {
-  run_ranks(GetParam(), [](int) {
-    auto world = init_process_group();
-    algorithms::set_chunk_bytes_for_testing(size_t{16} << 10);  // several chunks from few bytes
-    int64_t salt = 0;
-    for (auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kChar, at::kByte, at::kShort, at::kInt,
-                      at::kLong, at::kBool}) {
-      for (auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX, ReduceOp::BAND,
-                      ReduceOp::BOR, ReduceOp::BXOR}) {
-        const bool floating = c10::isFloatingType(type);
-        const bool bitwise = op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
-        if (floating ? bitwise : op == ReduceOp::AVG) {
-          EXPECT_THROW(all_reduce(at::ones({2}, type), op), c10::ValueError);
-          continue;
-        }
-        // PRODUCT over 16 ranks leaves the range where small floats are exact.
-        if (op == ReduceOp::PRODUCT && world.size() > 4 && floating) continue;
-        if (op == ReduceOp::AVG && (world.size() & (world.size() - 1)) != 0) continue;  // division rounds
-        check_all_reduce(type, op, {}, false, ++salt);
-        check_all_reduce(type, op, {0}, false, ++salt);
-        check_all_reduce(type, op, {3, 7}, true, ++salt);
-        check_all_reduce(type, op, {20001}, false, ++salt);
-        check_all_reduce(type, op, {20001}, true, ++salt);
-      }
-    }
-    for (int64_t numel : {2047, 2048, 2049, 4096, 4097, 16384, 50000, 300001}) {
-      check_all_reduce(at::kFloat, ReduceOp::SUM, {numel}, false, ++salt);
-      check_all_reduce(at::kFloat, ReduceOp::SUM, {numel}, true, ++salt);
-    }
-  }, {.deadline = std::chrono::seconds(200)});
+  run_ranks(GetParam(),
+            [](int) {
+              auto world = init_process_group();
+              algorithms::set_chunk_bytes_for_testing(size_t{16} << 10);  // several chunks from few bytes
+              int64_t salt = 0;
+              for (auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kChar, at::kByte,
+                                at::kShort, at::kInt, at::kLong, at::kBool}) {
+                for (auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX,
+                                ReduceOp::BAND, ReduceOp::BOR, ReduceOp::BXOR}) {
+                  const bool floating = c10::isFloatingType(type);
+                  const bool bitwise = op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
+                  if (floating ? bitwise : op == ReduceOp::AVG) {
+                    EXPECT_THROW(all_reduce(at::ones({2}, type), op), c10::ValueError);
+                    continue;
+                  }
+                  // PRODUCT over 16 ranks leaves the range where small floats are exact.
+                  if (op == ReduceOp::PRODUCT && world.size() > 4 && floating) continue;
+                  if (op == ReduceOp::AVG && (world.size() & (world.size() - 1)) != 0)
+                    continue;  // division rounds
+                  check_all_reduce(type, op, {}, false, ++salt);
+                  check_all_reduce(type, op, {0}, false, ++salt);
+                  check_all_reduce(type, op, {3, 7}, true, ++salt);
+                  check_all_reduce(type, op, {20001}, false, ++salt);
+                  check_all_reduce(type, op, {20001}, true, ++salt);
+                }
+              }
+              for (int64_t numel : {2047, 2048, 2049, 4096, 4097, 16384, 50000, 300001}) {
+                check_all_reduce(at::kFloat, ReduceOp::SUM, {numel}, false, ++salt);
+                check_all_reduce(at::kFloat, ReduceOp::SUM, {numel}, true, ++salt);
+              }
+            },
+            {.deadline = std::chrono::seconds(200)});
 }
 
 TEST_P(CollectivesOverRanks, RoundingIsTheSameOnAllRanksAndInTwoRuns) {
@@ -273,7 +280,8 @@ TEST(Collectives, InitialiseDestroyAndInitialiseAgain) {
 TEST(Collectives, BadArgumentsAreRefusedWithTheRemedy) {
   EXPECT_THROW(init_process_group({.backend = "gloo", .world_size = 1, .rank = 0}), c10::ValueError);
   EXPECT_THROW(init_process_group({.backend = "nccl", .world_size = 1, .rank = 0}), c10::ValueError);
-  EXPECT_THROW(init_process_group({.backend = "cpu:lockstep,cuda:nccl", .world_size = 1, .rank = 0}), c10::ValueError);
+  EXPECT_THROW(init_process_group({.backend = "cpu:lockstep,cuda:nccl", .world_size = 1, .rank = 0}),
+               c10::ValueError);
   EXPECT_THROW(init_process_group({.backend = "smoke", .world_size = 1, .rank = 0}), c10::ValueError);
   EXPECT_THROW(init_process_group({.timeout = std::chrono::milliseconds(0), .world_size = 1, .rank = 0}),
                c10::ValueError);
@@ -293,13 +301,15 @@ TEST(Collectives, MoreThanTwoGibibytes) {
   if (std::getenv("LOCKSTEP_TEST_ALL") == nullptr) GTEST_SKIP() << "long; runs with scripts/test --all";
   constexpr int64_t kNumel = (int64_t{1} << 31) + 12345;
   if (read_memory_limits().available < 4 * kNumel) GTEST_SKIP() << "needs 9 GB of free memory";
-  run_ranks(2, [](int rank) {
-    auto world = init_process_group();
-    at::Tensor tensor = at::full({kNumel}, rank + 1, at::kChar);
-    all_reduce(tensor);
-    EXPECT_EQ(tensor.min().item<int>(), 3);
-    EXPECT_EQ(tensor.max().item<int>(), 3);
-  }, {.deadline = std::chrono::seconds(200)});
+  run_ranks(2,
+            [](int rank) {
+              auto world = init_process_group();
+              at::Tensor tensor = at::full({kNumel}, rank + 1, at::kChar);
+              all_reduce(tensor);
+              EXPECT_EQ(tensor.min().item<int>(), 3);
+              EXPECT_EQ(tensor.max().item<int>(), 3);
+            },
+            {.deadline = std::chrono::seconds(200)});
 }
 
 }  // namespace

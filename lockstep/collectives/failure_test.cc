@@ -1,19 +1,20 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <torch/torch.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <csignal>
+#include <gmock/gmock.h>
 #include <regex>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/multi_rank.h>
 
-// What goes wrong with real processes: every rank that lives must say who failed, in which operation, and end cleanly.
+// What goes wrong with real processes: every rank that lives must say who failed, in which operation, and end
+// cleanly.
 namespace lockstep {
 namespace {
 
@@ -45,17 +46,21 @@ class DeathInAllReduce : public ::testing::TestWithParam<Death> {};
 
 TEST_P(DeathInAllReduce, IsToldToAllOthersWithRankOperationAndCause) {
   const auto [where, numel, shared] = GetParam();
-  auto outcomes = run_ranks_collect(3, [&](int rank) {
-    auto world = init_process_group();
-    at::Tensor tensor = shared ? empty_shared({numel}).fill_(1) : at::ones({numel});
-    for (int i = 0; i < 3; ++i) all_reduce(tensor);
-    if (rank == 1) failpoint::configure(std::string(where) + "=kill(9)");
-    const auto text = message_of([&] { all_reduce(tensor); });
-    EXPECT_THAT(text, HasSubstr("all_reduce (sequence 4"));
-    EXPECT_TRUE(std::regex_search(text, std::regex("rank 1 \\(pid [0-9]+\\) (was )?killed by signal 9"))) << text;
-    // The group stays failed, with the first cause, at once.
-    EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
-  }, {.expected_failures = {1}});
+  auto outcomes = run_ranks_collect(
+      3,
+      [&](int rank) {
+        auto world = init_process_group();
+        at::Tensor tensor = shared ? empty_shared({numel}).fill_(1) : at::ones({numel});
+        for (int i = 0; i < 3; ++i) all_reduce(tensor);
+        if (rank == 1) failpoint::configure(std::string(where) + "=kill(9)");
+        const auto text = message_of([&] { all_reduce(tensor); });
+        EXPECT_THAT(text, HasSubstr("all_reduce (sequence 4"));
+        EXPECT_TRUE(std::regex_search(text, std::regex("rank 1 \\(pid [0-9]+\\) (was )?killed by signal 9")))
+            << text;
+        // The group stays failed, with the first cause, at once.
+        EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
+      },
+      {.expected_failures = {1}});
   for (const RankOutcome& outcome : outcomes) {
     if (outcome.rank == 1) {
       EXPECT_EQ(outcome.signal.value_or(0), 9);
@@ -75,13 +80,16 @@ TEST(Failure, EndsInOtherWaysAreNamedToo) {
     const char* action;
     const char* words;
   };
-  for (const End& end : {End{"announce=exit(3)", "exited with status 3"}, End{"announce=kill(11)", "signal 11"},
-                         End{"announce=kill(6)", "signal 6"}, End{"announce=kill(15)", "signal 15"}}) {
-    auto outcomes = run_ranks_collect(2, [&](int rank) {
-      auto world = init_process_group();
-      if (rank == 1) failpoint::configure(end.action);
-      EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr(end.words));
-    }, {.expected_failures = {1}});
+  for (const End& end :
+       {End{"announce=exit(3)", "exited with status 3"}, End{"announce=kill(11)", "signal 11"},
+        End{"announce=kill(6)", "signal 6"}, End{"announce=kill(15)", "signal 15"}}) {
+    auto outcomes = run_ranks_collect(2,
+                                      [&](int rank) {
+                                        auto world = init_process_group();
+                                        if (rank == 1) failpoint::configure(end.action);
+                                        EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr(end.words));
+                                      },
+                                      {.expected_failures = {1}});
     for (const auto& outcome : outcomes) {
       if (outcome.rank == 0) {
         EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
@@ -91,12 +99,14 @@ TEST(Failure, EndsInOtherWaysAreNamedToo) {
 }
 
 TEST(Failure, ExceptionThatEndsARankIsNoticed) {
-  auto outcomes = run_ranks_collect(2, [](int rank) {
-    auto world = init_process_group();
-    if (rank == 1) throw std::runtime_error("out of ideas");
-    const auto text = message_of([] { barrier(); });
-    EXPECT_THAT(text, HasSubstr("rank 1"));
-  }, {.expected_failures = {1}});
+  auto outcomes = run_ranks_collect(2,
+                                    [](int rank) {
+                                      auto world = init_process_group();
+                                      if (rank == 1) throw std::runtime_error("out of ideas");
+                                      const auto text = message_of([] { barrier(); });
+                                      EXPECT_THAT(text, HasSubstr("rank 1"));
+                                    },
+                                    {.expected_failures = {1}});
   for (const auto& outcome : outcomes) {
     if (outcome.rank == 0) {
       EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("");
@@ -113,7 +123,8 @@ TEST(Failure, StoppedRankIsNamedAtTheTimeout) {
     if (rank == 2) {
       // Not there for this operation: as good as stopped, and can tell the others when it may go on.
       barrier();
-      EXPECT_THAT(message_of<DistTimeoutError>([&] { all_reduce(tensor, ReduceOp::SUM, group); }), HasSubstr("timed out"));
+      EXPECT_THAT(message_of<DistTimeoutError>([&] { all_reduce(tensor, ReduceOp::SUM, group); }),
+                  HasSubstr("timed out"));
       return;
     }
     const at::Tensor before = tensor.clone();
@@ -172,17 +183,23 @@ TEST_P(MismatchedCalls, AreExplainedOnEveryRankAndChangeNoByte) {
 INSTANTIATE_TEST_SUITE_P(
     Kinds, MismatchedCalls,
     ::testing::Values(
-        Mismatch{"operation", [](int who, const at::Tensor& t) { who == 0 ? all_reduce(t) : broadcast(t, 0); },
+        Mismatch{"operation",
+                 [](int who, const at::Tensor& t) { who == 0 ? all_reduce(t) : broadcast(t, 0); },
                  "all_reduce(SUM, Float [3000, 2])", "broadcast(Float [3000, 2], src 0)"},
-        Mismatch{"shape", [](int who, const at::Tensor& t) { all_reduce(who == 0 ? t : t.view({2, 3000})); },
+        Mismatch{"shape",
+                 [](int who, const at::Tensor& t) {
+                   all_reduce(who == 0 ? t : t.view({2, 3000}));
+                 },
                  "[3000, 2]", "[2, 3000]"},
-        Mismatch{"dtype", [](int who, const at::Tensor& t) { all_reduce(who == 0 ? t : t.view(at::kInt)); }, "Float",
-                 "Int"},
-        Mismatch{"reduce", [](int who, const at::Tensor& t) { all_reduce(t, who == 0 ? ReduceOp::MAX : ReduceOp::MIN); },
-                 "MAX", "MIN"},
+        Mismatch{"dtype", [](int who, const at::Tensor& t) { all_reduce(who == 0 ? t : t.view(at::kInt)); },
+                 "Float", "Int"},
+        Mismatch{
+            "reduce",
+            [](int who, const at::Tensor& t) { all_reduce(t, who == 0 ? ReduceOp::MAX : ReduceOp::MIN); },
+            "MAX", "MIN"},
         Mismatch{"root", [](int who, const at::Tensor& t) { broadcast(t, who); }, "src 0", "src 1"},
-        Mismatch{"barrier", [](int who, const at::Tensor& t) { who == 0 ? all_reduce(t) : barrier(); }, "all_reduce(",
-                 "barrier()"}),
+        Mismatch{"barrier", [](int who, const at::Tensor& t) { who == 0 ? all_reduce(t) : barrier(); },
+                 "all_reduce(", "barrier()"}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST(Failure, AbortEndsAllWaitsAtOnce) {

@@ -1,12 +1,12 @@
 #include <lockstep/collectives/functional.h>
-
 #include <lockstep/collectives/internal/tensor_check.h>
 
 namespace lockstep {
 namespace {
 
 ProcessGroup or_default(const ProcessGroup& group) {
-  TORCH_CHECK_VALUE(is_member(group), "this rank is not a member of the group; leave the call to its members");
+  TORCH_CHECK_VALUE(is_member(group),
+                    "this rank is not a member of the group; leave the call to its members");
   return group ? group : default_group();
 }
 

@@ -18,9 +18,10 @@ struct Terms;
 
 /// The c10d backend "lockstep": collectives on CPU tensors among ranks of one host, through shared memory.
 ///
-/// Behind every c10d::ProcessGroup that init_process_group() and new_group() give. Operations run in order of submission;
-/// reductions in rank order, so all ranks and all runs get the same bits. Tensors must be dense (any memory order without
-/// overlap or gaps). After a failure every further operation fails with the first cause. Thread-safe.
+/// Behind every c10d::ProcessGroup that init_process_group() and new_group() give. Operations run in order of
+/// submission; reductions in rank order, so all ranks and all runs get the same bits. Tensors must be dense
+/// (any memory order without overlap or gaps). After a failure every further operation fails with the first
+/// cause. Thread-safe.
 class LockstepBackend final : public c10d::Backend {
  public:
   struct Settings {
@@ -43,13 +44,15 @@ class LockstepBackend final : public c10d::Backend {
                                            const c10d::AllgatherOptions& options = {}) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options = {}) override;
 
-  /// A flat, uninitialised tensor of `size` elements in the arena, where collectives need not copy. Keeps the arena alive.
+  /// A flat, uninitialised tensor of `size` elements in the arena, where collectives need not copy. Keeps the
+  /// arena alive.
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
 
   /// Fails the group on all ranks; from any thread.
   void abort() override;
-  /// Finishes the operations submitted so far (as Gloo does); further ones fail. After abort() it returns at once.
+  /// Finishes the operations submitted so far (as Gloo does); further ones fail. After abort() it returns at
+  /// once.
   void shutdown() override;
 
   const std::string& name() const { return settings_.name; }

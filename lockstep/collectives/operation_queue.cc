@@ -1,29 +1,28 @@
-#include <lockstep/collectives/operation_queue.h>
-
-#include <pthread.h>
-
-#include <csignal>
 #include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/collectives/operation_queue.h>
 
 namespace lockstep {
 namespace {
 
 std::exception_ptr stopped_error() {
-  return std::make_exception_ptr(
-      c10::DistBackendError({__func__, __FILE__, __LINE__}, "the process group was destroyed before this operation ran"));
+  return std::make_exception_ptr(c10::DistBackendError(
+      {__func__, __FILE__, __LINE__}, "the process group was destroyed before this operation ran"));
 }
 
 }  // namespace
 
-OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
-                             std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-                             std::function<void(bool)> body)
-    : Work(rank, type, title, inputs), queue_(std::move(queue)), outputs_(std::move(outputs)), body_(std::move(body)) {}
+OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
+                             const char* title, std::vector<at::Tensor> inputs,
+                             std::vector<at::Tensor> outputs, std::function<void(bool)> body)
+    : Work(rank, type, title, inputs),
+      queue_(std::move(queue)),
+      outputs_(std::move(outputs)),
+      body_(std::move(body)) {}
 
 bool OperationWork::isCompleted() {
   std::lock_guard lock(queue_->mutex_);
@@ -94,12 +93,7 @@ void OperationWork::run(bool background) {
 }
 
 OperationQueue::~OperationQueue() {
-  if (fork_guard_.in_forked_child()) {
-    // The thread is not here; its handle must not be joined.
-    if (thread_.joinable()) new std::thread(std::move(thread_));
-    return;
-  }
-  stop();
+  if (!fork_guard_.in_forked_child()) stop();
 }
 
 void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous) {
@@ -115,15 +109,7 @@ void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool 
 }
 
 void OperationQueue::start_thread() {
-  if (!thread_.joinable()) {
-    // Signals are the program's business.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    ::pthread_sigmask(SIG_BLOCK, &all, &before);
-    thread_ = std::thread([this] { serve(); });
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  }
+  if (!thread_.running()) thread_.start("lockstep-comm", [this] { serve(); });
   changed_.notify_all();
 }
 
@@ -134,7 +120,8 @@ void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool backgroun
   lock.unlock();
   const auto start = std::chrono::steady_clock::now();
   work->run(background);
-  auto body = std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: not under the lock
+  auto body =
+      std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: not under the lock
   const auto duration = std::chrono::steady_clock::now() - start;
   body = nullptr;
   if (work->recordFunctionEndCallback_) work->recordFunctionEndCallback_();
@@ -151,7 +138,6 @@ void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool backgroun
 }
 
 void OperationQueue::serve() {
-  ::pthread_setname_np(::pthread_self(), "lockstep-comm");
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopped_ || (!queue_.empty() && !running_); });
@@ -173,7 +159,7 @@ void OperationQueue::stop() {
     stopped_ = true;
     changed_.notify_all();
   }
-  if (thread_.joinable()) thread_.join();
+  thread_.join();
 }
 
 }  // namespace lockstep

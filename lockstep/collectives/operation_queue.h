@@ -5,11 +5,11 @@
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <lockstep/base/background_thread.h>
 #include <lockstep/base/fork_guard.h>
 
 namespace lockstep {
@@ -19,18 +19,19 @@ class OperationQueue;
 /// One operation of a group: the handle that users wait on. Thread-safe.
 class OperationWork final : public c10d::Work {
  public:
-  /// `body` does the operation; its argument says whether it runs on the group's communication thread. `outputs` are what
-  /// result() and the future give.
+  /// `body` does the operation; its argument says whether it runs on the group's communication thread.
+  /// `outputs` are what result() and the future give.
   OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
-                std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs, std::function<void(bool)> body);
+                std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                std::function<void(bool)> body);
 
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(); }
-  /// Runs or awaits the operation; rethrows its error. A `timeout` other than kNoTimeout bounds this wait only and throws
-  /// DistTimeoutError; the operation goes on.
+  /// Runs or awaits the operation; rethrows its error. A `timeout` other than kNoTimeout bounds this wait
+  /// only and throws DistTimeoutError; the operation goes on.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   /// Made at the first call: most callers only wait.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -54,9 +55,9 @@ class OperationWork final : public c10d::Work {
 
 /// A group's operations in strict order of submission.
 ///
-/// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a synchronous
-/// call costs no thread. Operations that nobody waits for are run by a communication thread, which starts with the
-/// first of them. At most one operation runs at a time. Thread-safe.
+/// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a
+/// synchronous call costs no thread. Operations that nobody waits for are run by a communication thread,
+/// which starts with the first of them. At most one operation runs at a time. Thread-safe.
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  public:
   OperationQueue() = default;
@@ -64,17 +65,18 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   OperationQueue& operator=(const OperationQueue&) = delete;
   ~OperationQueue();
 
-  /// Adds an operation. `asynchronous`: the caller will go on to other things, so the communication thread takes it
-  /// unless somebody waits for it first.
+  /// Adds an operation. `asynchronous`: the caller will go on to other things, so the communication thread
+  /// takes it unless somebody waits for it first.
   void submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous);
-  /// Runs or awaits everything submitted so far (errors stay in the works), then ends the communication thread. Later
-  /// submissions fail at once. To end without waiting for peers, abort the channel first.
+  /// Runs or awaits everything submitted so far (errors stay in the works), then ends the communication
+  /// thread. Later submissions fail at once. To end without waiting for peers, abort the channel first.
   void stop();
 
  private:
   friend class OperationWork;
   void run_head(std::unique_lock<std::mutex>& lock, bool background);
-  void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance, calls it
+  void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance,
+                        // calls it
   void serve();
 
   ForkGuard fork_guard_;
@@ -84,7 +86,7 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   bool running_ = false;
   bool stopped_ = false;
   uint64_t submitted_ = 0;
-  std::thread thread_;
+  BackgroundThread thread_;
 };
 
 }  // namespace lockstep

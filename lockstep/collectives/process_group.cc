@@ -1,5 +1,3 @@
-#include <lockstep/collectives/process_group.h>
-
 #include <algorithm>
 #include <exception>
 #include <map>
@@ -10,11 +8,12 @@
 #include <c10/util/accumulate.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/memory.h>
-#include <lockstep/base/environment.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/process_group.h>
 #include <lockstep/rendezvous/rendezvous.h>
 
 namespace lockstep {
@@ -40,8 +39,9 @@ struct DefaultWorld {
 };
 
 std::mutex world_mutex;
-// The one singleton; under world_mutex. Never destroyed: a process that exits without destroying the group must not wait
-// for peers, nor touch torch's own statics, while the runtime takes it down; the peers are told by its end note.
+// The one singleton; under world_mutex. Never destroyed: a process that exits without destroying the group
+// must not wait for peers, nor touch torch's own statics, while the runtime takes it down; the peers are told
+// by its end note.
 std::unique_ptr<DefaultWorld>& current_world = *new std::unique_ptr<DefaultWorld>;
 
 DefaultWorld& require_world() {
@@ -52,12 +52,14 @@ DefaultWorld& require_world() {
 
 void check_backend(const std::string& backend) {
   if (backend == "lockstep" || backend == "cpu:lockstep" || backend.empty()) return;
-  TORCH_CHECK_VALUE(backend != "gloo" && backend != "cpu:gloo",
-                    "backend 'gloo' is not part of Lockstep; leave the backend out, or say \"lockstep\", which does the "
-                    "same for CPU tensors, faster");
-  TORCH_CHECK_VALUE(backend.find("nccl") == std::string::npos, "backend '", backend,
-                    "' needs GPU support, which this version of Lockstep does not have yet; use \"lockstep\" with CPU "
-                    "tensors");
+  TORCH_CHECK_VALUE(
+      backend != "gloo" && backend != "cpu:gloo",
+      "backend 'gloo' is not part of Lockstep; leave the backend out, or say \"lockstep\", which does the "
+      "same for CPU tensors, faster");
+  TORCH_CHECK_VALUE(
+      backend.find("nccl") == std::string::npos, "backend '", backend,
+      "' needs GPU support, which this version of Lockstep does not have yet; use \"lockstep\" with CPU "
+      "tensors");
   TORCH_CHECK_VALUE(false, "unknown backend '", backend, "'; Lockstep has \"lockstep\" (CPU tensors)");
 }
 
@@ -65,10 +67,12 @@ Group open_group(DefaultWorld& world, const std::string& key, const std::string&
                  std::chrono::milliseconds timeout) {
   Group group;
   group.ranks = ranks;
-  auto channel = GroupChannel::open(world.transport, *world.world.store, key, std::move(ranks), Deadline::after(timeout));
+  auto channel = GroupChannel::open(world.transport, *world.world.store, key, std::move(ranks),
+                                    Deadline::after(timeout));
   const int rank = channel->rank();
   const int size = channel->size();
-  group.backend = c10::make_intrusive<LockstepBackend>(std::move(channel), LockstepBackend::Settings{name, timeout});
+  group.backend =
+      c10::make_intrusive<LockstepBackend>(std::move(channel), LockstepBackend::Settings{name, timeout});
   auto store = c10::make_intrusive<c10d::PrefixStore>(key, world.world.store);
   group.handle = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
@@ -82,11 +86,13 @@ Group open_group(DefaultWorld& world, const std::string& key, const std::string&
 Group& find_group(const ProcessGroup& handle) {
   DefaultWorld& world = require_world();
   auto found = world.groups.find(handle ? handle.get() : world.default_group.get());
-  TORCH_CHECK(found != world.groups.end(), "Invalid process group specified: it was destroyed, or is not Lockstep's");
+  TORCH_CHECK(found != world.groups.end(),
+              "Invalid process group specified: it was destroyed, or is not Lockstep's");
   return found->second;
 }
 
-/// Takes groups out of the registry, then ends them without holding the lock: an operation may still have to finish.
+/// Takes groups out of the registry, then ends them without holding the lock: an operation may still have to
+/// finish.
 void end_groups(std::vector<Group> groups, bool abort) {
   for (Group& group : groups) {
     if (abort) group.backend->abort();
@@ -118,8 +124,12 @@ DefaultGroup::~DefaultGroup() {
   }
 }
 
-int DefaultGroup::rank() const { return get_rank(); }
-int DefaultGroup::size() const { return get_world_size(); }
+int DefaultGroup::rank() const {
+  return get_rank();
+}
+int DefaultGroup::size() const {
+  return get_world_size();
+}
 
 DefaultGroup init_process_group(const InitOptions& options) {
   check_backend(options.backend);
@@ -143,8 +153,8 @@ DefaultGroup init_process_group(const InitOptions& options) {
   if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
     transport_options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
   }
-  world->transport = HostTransport::connect(*world->world.store, world->world.rank, world->world.world_size, deadline,
-                                            transport_options);
+  world->transport = HostTransport::connect(*world->world.store, world->world.rank, world->world.world_size,
+                                            deadline, transport_options);
   std::vector<int> everybody(world->world.world_size);
   std::iota(everybody.begin(), everybody.end(), 0);
   Group group = open_group(*world, "default", options.group_name, everybody, options.timeout);
@@ -178,7 +188,9 @@ bool is_initialized() {
   return current_world != nullptr;
 }
 
-bool is_member(const ProcessGroup& group) { return !group || group->getRank() >= 0; }
+bool is_member(const ProcessGroup& group) {
+  return !group || group->getRank() >= 0;
+}
 
 int get_rank(const ProcessGroup& group) {
   if (!is_member(group)) return -1;
@@ -215,8 +227,8 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   }
   std::vector<bool> seen(world_size, false);
   for (int rank : ranks) {
-    TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "new_group: rank ", rank, " is not in the default group, which has ",
-                      world_size, " ranks");
+    TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "new_group: rank ", rank,
+                      " is not in the default group, which has ", world_size, " ranks");
     TORCH_CHECK_VALUE(!seen[rank], "new_group: rank ", rank, " is given twice");
     seen[rank] = true;
   }

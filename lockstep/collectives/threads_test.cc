@@ -1,18 +1,19 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/torch.h>
-
 #include <functional>
+#include <gmock/gmock.h>
 #include <numeric>
 #include <random>
 #include <thread>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/collectives/lockstep_backend.h>
 
-// The whole backend with ranks as threads of one process, so that ThreadSanitizer sees both sides of each exchange.
+// The whole backend with ranks as threads of one process, so that ThreadSanitizer sees both sides of each
+// exchange.
 namespace lockstep {
 namespace {
 
@@ -31,7 +32,8 @@ void on_ranks(int ranks, const std::function<void(const Backend&)>& body) {
     threads.emplace_back([&, rank] {
       auto channel =
           transport::GroupChannel::open(transports[rank], *store, "test", members, Deadline::after(60s));
-      auto backend = c10::make_intrusive<LockstepBackend>(std::move(channel), LockstepBackend::Settings{"test", 60s});
+      auto backend =
+          c10::make_intrusive<LockstepBackend>(std::move(channel), LockstepBackend::Settings{"test", 60s});
       body(backend);
     });
   }
@@ -86,7 +88,8 @@ TEST_P(BackendOnThreads, RandomSequencesGiveTheRightSums) {
         pending.clear();
       };
       for (const Step& step : steps) {
-        at::Tensor tensor = step.shared ? backend->allocateTensor(step.numel, at::kFloat) : at::empty({step.numel});
+        at::Tensor tensor =
+            step.shared ? backend->allocateTensor(step.numel, at::kFloat) : at::empty({step.numel});
         tensor.fill_(rank + 1);
         std::vector<at::Tensor> tensors{tensor};
         Pending next;
@@ -96,7 +99,8 @@ TEST_P(BackendOnThreads, RandomSequencesGiveTheRightSums) {
           options.reduceOp = step.kind == 0 ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
           options.asyncOp = step.asynchronous;
           next.work = backend->allreduce(tensors, options);
-          next.expected = {step.kind == 0 ? static_cast<float>(ranks * (ranks + 1) / 2) : static_cast<float>(ranks)};
+          next.expected = {step.kind == 0 ? static_cast<float>(ranks * (ranks + 1) / 2)
+                                          : static_cast<float>(ranks)};
         } else if (step.kind == 2) {
           c10d::BroadcastOptions options;
           options.rootRank = step.root;

@@ -1,12 +1,13 @@
-#include <lockstep/ddp/bucket_assignment.h>
-
 #include <algorithm>
 #include <map>
+
+#include <lockstep/ddp/bucket_assignment.h>
 
 namespace lockstep {
 
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<ParameterSize>& sizes,
-                                                const std::vector<size_t>& order, size_t first_cap, size_t cap) {
+                                                const std::vector<size_t>& order, size_t first_cap,
+                                                size_t cap) {
   struct Open {
     size_t bucket = 0;
     size_t bytes = 0;

@@ -1,8 +1,8 @@
 #include <algorithm>
+#include <gmock/gmock.h>
 #include <numeric>
 #include <random>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/ddp/bucket_assignment.h>
@@ -22,13 +22,15 @@ TEST(BucketAssignment, ClosesABucketOnceItHoldsItsCap) {
   const std::vector<ParameterSize> sizes{{10, 0}, {20, 0}, {100, 0}, {30, 0}, {70, 0}, {1, 0}};
   EXPECT_THAT(assign_buckets(sizes, in_order(6), 25, 100),
               ElementsAre(ElementsAre(0, 1), ElementsAre(2), ElementsAre(3, 4), ElementsAre(5)));
-  EXPECT_THAT(assign_buckets(sizes, {5, 4, 3, 2, 1, 0}, 1, 1000), ElementsAre(ElementsAre(5), ElementsAre(4, 3, 2, 1, 0)));
+  EXPECT_THAT(assign_buckets(sizes, {5, 4, 3, 2, 1, 0}, 1, 1000),
+              ElementsAre(ElementsAre(5), ElementsAre(4, 3, 2, 1, 0)));
   EXPECT_TRUE(assign_buckets({}, {}, 1, 1).empty());
 }
 
 TEST(BucketAssignment, KeepsKindsApart) {
   const std::vector<ParameterSize> sizes{{10, 0}, {10, 1}, {10, 0}, {10, 1}};
-  EXPECT_THAT(assign_buckets(sizes, in_order(4), 100, 100), ElementsAre(ElementsAre(0, 2), ElementsAre(1, 3)));
+  EXPECT_THAT(assign_buckets(sizes, in_order(4), 100, 100),
+              ElementsAre(ElementsAre(0, 2), ElementsAre(1, 3)));
 }
 
 TEST(BucketAssignment, HoldsItsPropertiesForRandomModels) {

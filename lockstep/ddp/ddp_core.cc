@@ -1,10 +1,9 @@
-#include <lockstep/ddp/ddp_core.h>
-
 #include <unordered_set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 
+#include <lockstep/ddp/ddp_core.h>
 #include <lockstep/ddp/reducer.h>
 #include <lockstep/ddp/state_sync.h>
 
@@ -23,7 +22,8 @@ std::vector<NamedTensor> reduced_parameters(const std::vector<NamedTensor>& para
 }
 
 void check_options(const DistributedDataParallelOptions& options) {
-  TORCH_CHECK_VALUE(options.bucket_cap_mb > 0, "bucket_cap_mb is ", options.bucket_cap_mb, "; it must be more than 0");
+  TORCH_CHECK_VALUE(options.bucket_cap_mb > 0, "bucket_cap_mb is ", options.bucket_cap_mb,
+                    "; it must be more than 0");
   TORCH_CHECK_VALUE(options.first_bucket_cap_mb > 0, "first_bucket_cap_mb is ", options.first_bucket_cap_mb,
                     "; it must be more than 0");
 }
@@ -34,10 +34,12 @@ DdpCore::DdpCore(std::vector<NamedTensor> parameters, Buffers buffers, Distribut
     : buffers_(std::move(buffers)), options_(std::move(options)) {
   check_options(options_);
   if (!options_.process_group) options_.process_group = default_group();
-  TORCH_CHECK_VALUE(is_member(options_.process_group), "DistributedDataParallel: this rank is not in the process group");
+  TORCH_CHECK_VALUE(is_member(options_.process_group),
+                    "DistributedDataParallel: this rank is not in the process group");
   const auto reduced = reduced_parameters(parameters);
   TORCH_CHECK(!reduced.empty(),
-              "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.");
+              "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
+              "a gradient.");
   for (const auto& [name, parameter] : parameters) {
     TORCH_CHECK_VALUE(!parameter.defined() || parameter.device().is_cpu(), "parameter '", name, "' is on ",
                       parameter.device(), "; DistributedDataParallel supports CPU modules for now");
@@ -70,7 +72,8 @@ void DdpCore::before_forward() {
 }
 
 void DdpCore::after_forward() {
-  // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before the next.
+  // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before
+  // the next.
   buffers_may_differ_ = at::GradMode::is_enabled() && synchronise_;
   if (at::GradMode::is_enabled()) reducer_->expect_backward(synchronise_);
 }

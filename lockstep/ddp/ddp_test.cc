@@ -1,8 +1,8 @@
 #include <gmock/gmock.h>
+#include <thread>
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-
-#include <thread>
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/distributed_data_parallel.h>
@@ -19,9 +19,7 @@ using testing::run_ranks;
 
 /// Three layers, with a batch-normalisation's buffers.
 struct Net : nn::Module {
-  Net() {
-    register_module("first", first), register_module("norm", norm), register_module("last", last);
-  }
+  Net() { register_module("first", first), register_module("norm", norm), register_module("last", last); }
   torch::Tensor forward(const torch::Tensor& x) { return last(torch::relu(norm(first(x)))); }
   nn::Linear first{6, 5};
   nn::BatchNorm1d norm{5};
@@ -46,7 +44,8 @@ struct Branching : nn::Module {
 };
 
 torch::Tensor data(int rank, at::IntArrayRef sizes, int salt = 0) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(100 * salt + rank)), at::kDouble);
+  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(100 * salt + rank)),
+                   at::kDouble);
 }
 
 /// The mean over ranks of what each rank passes in.
@@ -89,13 +88,15 @@ TEST(DistributedDataParallel, StartsFromRankZeroAndAveragesGradientsInPlace) {
     plain->to(at::kDouble);
     {
       torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < net->parameters().size(); ++i) plain->parameters()[i].copy_(net->parameters()[i]);
+      for (size_t i = 0; i < net->parameters().size(); ++i)
+        plain->parameters()[i].copy_(net->parameters()[i]);
     }
     for (int step = 0; step < 4; ++step) {
       const auto x = data(rank, {7, 6}, step);
       plain->zero_grad();
       if (step == 2) {
-        for (auto& parameter : net->parameters()) parameter.mutable_grad().zero_();  // in place, as zero_grad(false)
+        for (auto& parameter : net->parameters())
+          parameter.mutable_grad().zero_();  // in place, as zero_grad(false)
       } else {
         net->zero_grad();
       }
@@ -178,7 +179,8 @@ TEST(DistributedDataParallel, SeveralBackwardPassesPerStepAreEachReduced) {
       const auto loss = model(a).sum();
       loss.backward({}, /*retain_graph=*/true);
       loss.backward();
-      ASSERT_TRUE(at::allclose(net->weight.grad(), mean_over_ranks(2 * a.sum(0).expand({3, 4})), 1e-12, 1e-12))
+      ASSERT_TRUE(
+          at::allclose(net->weight.grad(), mean_over_ranks(2 * a.sum(0).expand({3, 4})), 1e-12, 1e-12))
           << "one graph, twice";
     }
   });
@@ -196,8 +198,10 @@ TEST(DistributedDataParallel, AnySignatureSharedAndFrozenParameters) {
       auto [output, hidden] = model(x, true, 2.0);
       (output.sum() + hidden.sum()).backward();
       const auto weight = net->common->weight.detach().clone().requires_grad_();
-      const auto y = nn::functional::linear(x, weight, net->common->bias.detach()) * 2.0 + torch::matmul(x, weight.t());
-      (nn::functional::linear(y, net->extra->weight.detach(), net->extra->bias.detach()).sum() + y.sum()).backward();
+      const auto y =
+          nn::functional::linear(x, weight, net->common->bias.detach()) * 2.0 + torch::matmul(x, weight.t());
+      (nn::functional::linear(y, net->extra->weight.detach(), net->extra->bias.detach()).sum() + y.sum())
+          .backward();
       ASSERT_TRUE(at::allclose(net->tied.grad(), mean_over_ranks(weight.grad()), 1e-12, 1e-12));
       ASSERT_FALSE(net->frozen.grad().defined());
     }
@@ -230,9 +234,8 @@ TEST(DistributedDataParallel, DifferentModelsAreRefusedOnEveryRankByName) {
       torch::Tensor forward(const torch::Tensor& x) { return layer(x); }
       nn::Linear layer{nullptr};
     };
-    const auto text = message_of([&] {
-      DistributedDataParallel<Wrapper> model(std::make_shared<Wrapper>(rank == 2 ? 5 : 4));
-    });
+    const auto text = message_of(
+        [&] { DistributedDataParallel<Wrapper> model(std::make_shared<Wrapper>(rank == 2 ? 5 : 4)); });
     EXPECT_THAT(text, HasSubstr("rank 2"));
     EXPECT_THAT(text, HasSubstr("'layer.weight' (Float [4, 3])"));
     struct Counted : nn::Module {
@@ -241,7 +244,9 @@ TEST(DistributedDataParallel, DifferentModelsAreRefusedOnEveryRankByName) {
       }
       void forward() {}
     };
-    EXPECT_THAT(message_of([&] { DistributedDataParallel<Counted> model(std::make_shared<Counted>(rank == 1 ? 3 : 2)); }),
+    EXPECT_THAT(message_of([&] {
+                  DistributedDataParallel<Counted> model(std::make_shared<Counted>(rank == 1 ? 3 : 2));
+                }),
                 HasSubstr("Rank 1 has 3 params, while rank 0 has 2"));
     EXPECT_THAT(message_of([&] { DistributedDataParallel<Counted> model(std::make_shared<Counted>(0)); }),
                 HasSubstr("doesn't have any parameter that requires a gradient"));
@@ -299,7 +304,8 @@ TEST(DistributedDataParallel, SeveralModelsInSeveralThreads) {
       threads.emplace_back([&, which] {
         auto net = std::make_shared<nn::LinearImpl>(20, 30);
         net->to(at::kDouble);
-        DistributedDataParallel<nn::LinearImpl> model(net, {.process_group = groups[which], .bucket_cap_mb = 1e-4});
+        DistributedDataParallel<nn::LinearImpl> model(
+            net, {.process_group = groups[which], .bucket_cap_mb = 1e-4});
         for (int step = 0; step < 30; ++step) {
           const auto x = data(rank, {5, 20}, 100 * which + step);
           net->zero_grad();
@@ -315,14 +321,19 @@ TEST(DistributedDataParallel, SeveralModelsInSeveralThreads) {
 }
 
 TEST(DistributedDataParallel, ErrorInBackwardLeavesThroughBackward) {
-  auto outcomes = testing::run_ranks_collect(2, [](int rank) {
-    auto world = init_process_group();
-    auto net = std::make_shared<nn::LinearImpl>(4, 3);
-    DistributedDataParallel<nn::LinearImpl> model(net);
-    model(torch::randn({2, 4})).sum().backward();
-    if (rank == 1) std::_Exit(7);
-    EXPECT_THAT(message_of([&] { model(torch::randn({2, 4})).sum().backward(); }), HasSubstr("exited with status 7"));
-  }, {.expected_failures = {1}});
+  auto outcomes = testing::run_ranks_collect(2,
+                                             [](int rank) {
+                                               auto world = init_process_group();
+                                               auto net = std::make_shared<nn::LinearImpl>(4, 3);
+                                               DistributedDataParallel<nn::LinearImpl> model(net);
+                                               model(torch::randn({2, 4})).sum().backward();
+                                               if (rank == 1) std::_Exit(7);
+                                               EXPECT_THAT(message_of([&] {
+                                                             model(torch::randn({2, 4})).sum().backward();
+                                                           }),
+                                                           HasSubstr("exited with status 7"));
+                                             },
+                                             {.expected_failures = {1}});
   for (const auto& outcome : outcomes) {
     if (outcome.rank == 0) {
       EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("");

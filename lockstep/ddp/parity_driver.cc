@@ -1,9 +1,10 @@
-// Trains what ddp_parity_test.py asks for and writes the weights, so that they can be compared with PyTorch's.
+// Trains what ddp_parity_test.py asks for and writes the weights, so that they can be compared with
+// PyTorch's.
 //
 //     lockstep run --nproc-per-node N ddp_parity_driver JOBS OUTPUT
 //
-// JOBS: a pickled {job name: {"model": mlp|cnn, "weights": {name: tensor}, "inputs": steps×N·B×…, "targets": steps×N·B}}.
-// OUTPUT: rank r writes {job name: {name: tensor}} to OUTPUT.r.
+// JOBS: a pickled {job name: {"model": mlp|cnn, "weights": {name: tensor}, "inputs": steps×N·B×…, "targets":
+// steps×N·B}}. OUTPUT: rank r writes {job name: {name: tensor}} to OUTPUT.r.
 #include <fstream>
 #include <iostream>
 #include <iterator>

@@ -1,5 +1,3 @@
-#include <lockstep/ddp/reducer.h>
-
 #include <algorithm>
 #include <numeric>
 #include <sstream>
@@ -17,6 +15,7 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/bucket_assignment.h>
+#include <lockstep/ddp/reducer.h>
 
 namespace lockstep {
 namespace {
@@ -24,8 +23,8 @@ namespace {
 constexpr double kMiB = 1 << 20;
 
 /// The gradient's place has the parameter's own memory order where that has no gaps, else it is contiguous.
-/// It shares the bucket's storage but is no view in autograd's books: LibTorch's Optimizer::zero_grad() calls detach_() on
-/// gradients, which views refuse.
+/// It shares the bucket's storage but is no view in autograd's books: LibTorch's Optimizer::zero_grad() calls
+/// detach_() on gradients, which views refuse.
 at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const at::Tensor& parameter) {
   at::AutoDispatchBelowADInplaceOrView no_view_tracking;
   if (parameter.is_non_overlapping_and_dense()) {
@@ -86,9 +85,8 @@ void Reducer::add_hooks() {
     auto key = node->add_post_hook(std::make_unique<Hook>(weak_from_this(), index));
     // A hook lives as long as its node, so the node is held; both go with the reducer.
     accumulators_.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
-    hook_removers_.push_back(std::shared_ptr<void>(nullptr, [node, key, keep = accumulators_.back()](void*) {
-      node->del_post_hook(key);
-    }));
+    hook_removers_.push_back(std::shared_ptr<void>(
+        nullptr, [node, key, keep = accumulators_.back()](void*) { node->del_post_hook(key); }));
   }
 }
 
@@ -106,7 +104,8 @@ void Reducer::build_buckets(const std::vector<size_t>& order) {
     Bucket bucket;
     int64_t numel = 0;
     for (size_t index : members) numel += parameters_[index].second.numel();
-    bucket.buffer = allocate_bucket(group_, numel, parameters_[members.front()].second.options().requires_grad(false));
+    bucket.buffer =
+        allocate_bucket(group_, numel, parameters_[members.front()].second.options().requires_grad(false));
     int64_t offset = 0;
     for (size_t index : members) {
       at::Tensor parameter = parameters_[index].second;
@@ -151,14 +150,18 @@ void Reducer::rebuild_buckets() {
 
 void Reducer::prepare_forward() {
   std::unique_lock lock(mutex_);
-  if (round_open_ && next_bucket_ == buckets_.size()) finish_round();  // its callback was lost to another's exception
-  TORCH_CHECK(!round_open_,
-              "Expected to have finished reduction in the prior iteration before starting a new one. These parameters "
-              "received no gradient: ",
-              names_without_gradient(),
-              ". They were not used in producing the loss, or backward() ended with an exception. Every parameter must take "
-              "part in every iteration (an option for unused parameters is not there yet); wrap iterations that are "
-              "not to be reduced in no_sync()");
+  if (round_open_ && next_bucket_ == buckets_.size())
+    finish_round();  // its callback was lost to another's exception
+  TORCH_CHECK(
+      !round_open_,
+      "Expected to have finished reduction in the prior iteration before starting a new one. These "
+      "parameters "
+      "received no gradient: ",
+      names_without_gradient(),
+      ". They were not used in producing the loss, or backward() ended with an exception. Every parameter "
+      "must take "
+      "part in every iteration (an option for unused parameters is not there yet); wrap iterations that are "
+      "not to be reduced in no_sync()");
   if (!rebuilt_ && arrival_order_.size() == parameters_.size()) rebuild_buckets();
 }
 
@@ -180,8 +183,10 @@ void Reducer::begin_round() {
 void Reducer::on_gradient(size_t index) {
   std::lock_guard lock(mutex_);
   if (!synchronise_) return;
-  TORCH_CHECK(!has_gradient_[index], "Expected to mark a variable ready only once. Parameter '", parameters_[index].first,
-              "' got a second gradient before the others got their first. It is used in several backward passes of one "
+  TORCH_CHECK(!has_gradient_[index], "Expected to mark a variable ready only once. Parameter '",
+              parameters_[index].first,
+              "' got a second gradient before the others got their first. It is used in several backward "
+              "passes of one "
               "iteration that each cover only a part of the model, or in re-entrant checkpointing");
   round_open_ = true;
   has_gradient_[index] = true;
@@ -189,7 +194,8 @@ void Reducer::on_gradient(size_t index) {
   take_gradient(index);
   --buckets_[places_[index].bucket].pending;
   // Strictly in order, so that all ranks reduce the same buckets one after the other.
-  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(buckets_[next_bucket_++]);
+  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0)
+    launch(buckets_[next_bucket_++]);
   if (next_bucket_ == buckets_.size()) {
     torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
       std::lock_guard callback_lock(self->mutex_);

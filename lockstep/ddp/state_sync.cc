@@ -1,5 +1,3 @@
-#include <lockstep/ddp/state_sync.h>
-
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -10,6 +8,8 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
+#include <lockstep/ddp/state_sync.h>
+
 namespace lockstep {
 namespace {
 
@@ -18,7 +18,8 @@ constexpr int64_t kBroadcastBytes = 16 << 20;
 
 std::string describe(const NamedTensor& parameter) {
   std::ostringstream text;
-  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' ' << parameter.second.sizes() << ')';
+  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' '
+       << parameter.second.sizes() << ')';
   return text.str();
 }
 
@@ -84,11 +85,13 @@ void verify_same_model(const std::vector<NamedTensor>& parameters, const Process
   for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto* report = all[0][rank].const_data_ptr<int64_t>();
     if (report[0] < 0) continue;
-    TORCH_CHECK(static_cast<size_t>(report[1]) == first.size(), "DDP expects same model across all ranks, but Rank ", rank,
-                " has ", report[1], " params, while rank 0 has ", first.size(), ".");
+    TORCH_CHECK(static_cast<size_t>(report[1]) == first.size(),
+                "DDP expects same model across all ranks, but Rank ", rank, " has ", report[1],
+                " params, while rank 0 has ", first.size(), ".");
     const auto index = static_cast<size_t>(report[0]);
     TORCH_CHECK(false, "DDP expects same model across all ranks: params[", index, "] of rank ", rank,
-                rank == group->getRank() ? ", " + own[index] + "," : "", " appears not to match rank 0's ", first[index]);
+                rank == group->getRank() ? ", " + own[index] + "," : "", " appears not to match rank 0's ",
+                first[index]);
   }
 }
 

@@ -7,8 +7,9 @@
 /// Making all ranks' models the same. Collective functions; thread-safe for different groups.
 namespace lockstep {
 
-/// Throws on every rank, naming rank, parameter, sizes and dtypes, unless all ranks have the same parameters in the same
-/// order as the group's rank 0. torch/nn/parallel/distributed.py, _verify_param_shape_across_processes.
+/// Throws on every rank, naming rank, parameter, sizes and dtypes, unless all ranks have the same parameters
+/// in the same order as the group's rank 0. torch/nn/parallel/distributed.py,
+/// _verify_param_shape_across_processes.
 void verify_same_model(const std::vector<NamedTensor>& parameters, const ProcessGroup& group);
 
 /// The group's rank 0's values into every rank's tensors, many small ones in one broadcast.

@@ -1,8 +1,8 @@
-#include <charconv>
 #include <limits>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/rendezvous/internal/hostlist.h>
 #include <lockstep/rendezvous/launch_environment.h>
 
@@ -41,14 +41,7 @@ class Reader {
   std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) const {
     auto value = text(name);
     if (!value) return std::nullopt;
-    int64_t number = 0;
-    const char* end = value->data() + value->size();
-    auto [stop, error] = std::from_chars(value->data(), end, number);
-    TORCH_CHECK_VALUE(error == std::errc() && stop == end, "environment variable ", name, " is '", *value,
-                      "', which is not a whole number");
-    TORCH_CHECK_VALUE(number >= low && number <= high, "environment variable ", name, " is ", number,
-                      ", which is outside ", low, " to ", high);
-    return number;
+    return environment::parse_integer(name, *value, low, high);
   }
 
   /// A variable that its launcher always sets together with `because`.

@@ -1,11 +1,10 @@
-#include <lockstep/collectives/internal/algorithms.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
 
 #include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/internal/algorithms.h>
 
 namespace lockstep::algorithms {
 namespace {
@@ -22,7 +21,8 @@ struct Range {
   size_t count;
 };
 
-/// Part `index` of `count` elements cut into `parts`, on cache-line boundaries so that no line has two writers.
+/// Part `index` of `count` elements cut into `parts`, on cache-line boundaries so that no line has two
+/// writers.
 Range slice_of(size_t count, size_t element_size, int parts, int index) {
   const size_t per_line = std::max<size_t>(1, kCacheLine / element_size);
   const size_t lines = (count + per_line - 1) / per_line;
@@ -49,12 +49,14 @@ class ReduceCombiner final : public transport::PayloadCombiner {
   size_t count_;
 };
 
-/// A tensor's way through the double-buffered scratch, chunk by chunk. Counts chunks over the group's whole life, so that
-/// flags only grow.
+/// A tensor's way through the double-buffered scratch, chunk by chunk. Counts chunks over the group's whole
+/// life, so that flags only grow.
 class Chunks {
  public:
   Chunks(GroupChannel& channel, size_t bytes, size_t element_size)
-      : channel_(channel), bytes_(bytes), chunk_(std::max(chunk_bytes() / element_size, size_t{1}) * element_size) {}
+      : channel_(channel),
+        bytes_(bytes),
+        chunk_(std::max(chunk_bytes() / element_size, size_t{1}) * element_size) {}
 
   size_t count() const { return (bytes_ + chunk_ - 1) / chunk_; }
   size_t offset(size_t k) const { return k * chunk_; }
@@ -103,8 +105,8 @@ void all_reduce_in_place(GroupChannel& channel, const ReduceKernels& kernels, si
   finish(channel);
 }
 
-// Each rank copies its chunk into the scratch and reads all others': with two or three ranks that moves no more bytes
-// than slices do, and needs one wait less a chunk.
+// Each rank copies its chunk into the scratch and reads all others': with two or three ranks that moves no
+// more bytes than slices do, and needs one wait less a chunk.
 void all_reduce_staged_direct(GroupChannel& channel, const ReduceKernels& kernels, void* data, size_t bytes) {
   const int ranks = channel.size();
   Chunks chunks(channel, bytes, kernels.element_size);
@@ -160,8 +162,12 @@ void all_reduce_staged_slices(GroupChannel& channel, const ReduceKernels& kernel
 
 }  // namespace
 
-size_t chunk_bytes() { return chunk_bytes_setting.load(std::memory_order_relaxed); }
-void set_chunk_bytes_for_testing(size_t bytes) { chunk_bytes_setting.store(bytes, std::memory_order_relaxed); }
+size_t chunk_bytes() {
+  return chunk_bytes_setting.load(std::memory_order_relaxed);
+}
+void set_chunk_bytes_for_testing(size_t bytes) {
+  chunk_bytes_setting.store(bytes, std::memory_order_relaxed);
+}
 
 Path choose_path(size_t bytes, bool all_in_arena, int ranks) {
   constexpr int kDirectRanks = 3;
@@ -188,7 +194,8 @@ void all_reduce(GroupChannel& channel, const Terms& terms, const Signature& sign
   channel.announce(announcement);
   channel.await_announcements(small ? &combiner : nullptr);
   if (small) {
-    // The announcements stay until the operation after the next is announced: success can be made final first.
+    // The announcements stay until the operation after the next is announced: success can be made final
+    // first.
     channel.commit();
     if (channel.size() > GroupChannel::kFlatRanks) {
       std::memcpy(data, channel.combined_payload(), bytes);
@@ -211,7 +218,8 @@ void all_reduce(GroupChannel& channel, const Terms& terms, const Signature& sign
   }
 }
 
-void broadcast(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data, size_t bytes) {
+void broadcast(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
+               size_t bytes) {
   const int root = signature.root;
   const bool is_root = channel.rank() == root;
   channel.begin(terms.deadline, terms.background);
@@ -222,7 +230,9 @@ void broadcast(GroupChannel& channel, const Terms& terms, const Signature& signa
     announcement.payload_bytes = bytes;
   }
   // Only the root's memory counts: the others read it and write where they like.
-  if (!small) announcement.memory = is_root ? channel.transport().arena().find(data, bytes) : transport::MemoryReference{};
+  if (!small)
+    announcement.memory =
+        is_root ? channel.transport().arena().find(data, bytes) : transport::MemoryReference{};
   channel.announce(announcement);
   channel.await_announcements();
   if (small) {
@@ -238,7 +248,8 @@ void broadcast(GroupChannel& channel, const Terms& terms, const Signature& signa
   for (size_t k = 0; k < chunks.count(); ++k) {
     if (is_root) {
       if (k > 1) {
-        // Whoever only receives says "reduced" for "read"; the root itself has nothing to wait for from itself.
+        // Whoever only receives says "reduced" for "read"; the root itself has nothing to wait for from
+        // itself.
         for (int rank = 0; rank < channel.size(); ++rank) {
           if (rank != root) channel.await_rank(Flag::kReduced, rank, chunks.number(k - 2));
         }
@@ -293,7 +304,8 @@ void all_gather(GroupChannel& channel, const Terms& terms, const Signature& sign
     channel.await_all(Flag::kStaged, chunks.number(k));
     for (int step = 1; step < ranks; ++step) {
       const int peer = (own + step) % ranks;
-      std::memcpy(static_cast<std::byte*>(outputs[peer]) + chunks.offset(k), chunks.of(peer, k), chunks.size(k));
+      std::memcpy(static_cast<std::byte*>(outputs[peer]) + chunks.offset(k), chunks.of(peer, k),
+                  chunks.size(k));
     }
     channel.publish(Flag::kReduced, chunks.number(k));
   }

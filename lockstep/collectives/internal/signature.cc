@@ -1,5 +1,3 @@
-#include <lockstep/collectives/internal/signature.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include <lockstep/base/ranks.h>
+#include <lockstep/collectives/internal/signature.h>
 
 namespace lockstep {
 namespace {
@@ -37,7 +36,9 @@ const char* to_string(CollectiveKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-Signature Signature::barrier() { return {}; }
+Signature Signature::barrier() {
+  return {};
+}
 
 Signature Signature::of(CollectiveKind kind, const at::Tensor& tensor, ReduceOperation operation, int root) {
   Signature signature;
@@ -70,7 +71,8 @@ std::string Signature::describe() const {
   std::ostringstream text;
   text << to_string(kind) << '(';
   if (kind != CollectiveKind::kBarrier) {
-    if (kind == CollectiveKind::kAllReduce) text << to_string(static_cast<ReduceOperation>(operation)) << ", ";
+    if (kind == CollectiveKind::kAllReduce)
+      text << to_string(static_cast<ReduceOperation>(operation)) << ", ";
     text << c10::toString(static_cast<at::ScalarType>(dtype)) << " [";
     for (int dim = 0; dim < std::min<int>(dims, kMaxDims); ++dim) text << (dim > 0 ? ", " : "") << sizes[dim];
     if (dims > kMaxDims) text << ", …";
@@ -102,8 +104,8 @@ std::string describe_announcements(const transport::GroupChannel& channel) {
   }
   std::ostringstream text;
   for (const auto& [signature, ranks] : calls) {
-    text << (text.tellp() > 0 ? "; " : "") << (ranks.size() == 1 ? "rank " : "ranks ") << format_ranks(ranks) << ": "
-         << signature.describe();
+    text << (text.tellp() > 0 ? "; " : "") << (ranks.size() == 1 ? "rank " : "ranks ") << format_ranks(ranks)
+         << ": " << signature.describe();
   }
   return text.str();
 }

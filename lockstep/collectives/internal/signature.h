@@ -16,8 +16,8 @@ enum class CollectiveKind : uint8_t { kAllReduce, kBroadcast, kAllGather, kBarri
 /// "all_reduce", as users call it.
 const char* to_string(CollectiveKind kind);
 
-/// The fingerprint of an operation: everything that must be the same on all ranks. Compared by its bytes, so it has no
-/// padding and unused parts are zero.
+/// The fingerprint of an operation: everything that must be the same on all ranks. Compared by its bytes, so
+/// it has no padding and unused parts are zero.
 struct Signature {
   static constexpr int kMaxDims = 6;
 
@@ -28,13 +28,13 @@ struct Signature {
   int32_t root = -1;
   int64_t numel = 0;
   int64_t sizes[kMaxDims] = {};
-  uint64_t layout = 0;     // digest of the strides; 0 when contiguous
+  uint64_t layout = 0;      // digest of the strides; 0 when contiguous
   uint64_t more_sizes = 0;  // digest of the sizes beyond kMaxDims
 
   static Signature barrier();
   /// `tensor` is dense and not overlapping. `operation` counts for kAllReduce, `root` for kBroadcast.
-  static Signature of(CollectiveKind kind, const at::Tensor& tensor, ReduceOperation operation = ReduceOperation::kSum,
-                      int root = -1);
+  static Signature of(CollectiveKind kind, const at::Tensor& tensor,
+                      ReduceOperation operation = ReduceOperation::kSum, int root = -1);
 
   uint64_t digest() const;
   /// "all_reduce(SUM, Float [2, 3])"

@@ -1,10 +1,9 @@
-#include <lockstep/transport/shared_memory/arena.h>
-
+#include <algorithm>
 #include <unistd.h>
 
-#include <algorithm>
-
 #include <c10/util/Exception.h>
+
+#include <lockstep/transport/shared_memory/arena.h>
 
 namespace lockstep::transport {
 namespace {
@@ -12,7 +11,9 @@ namespace {
 constexpr size_t kCacheLine = 64;
 constexpr size_t kPage = 4096;
 
-constexpr size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr size_t round_up(size_t value, size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace
 
@@ -73,7 +74,8 @@ void Arena::deallocate(void* memory) {
 }
 
 void Arena::add_segment(size_t at_least) {
-  TORCH_CHECK_WITH(OutOfMemoryError, segments_.size() < kMaxSegments, "an arena has at most ", kMaxSegments, " segments");
+  TORCH_CHECK_WITH(OutOfMemoryError, segments_.size() < kMaxSegments, "an arena has at most ", kMaxSegments,
+                   " segments");
   auto segment = Segment::create(std::max(segment_bytes_, round_up(at_least, kPage)));
   const auto index = static_cast<uint32_t>(segments_.size());
   if (listener_) listener_(index, segment);

@@ -23,16 +23,17 @@ struct MemoryReference {
 
 /// Hands out memory that all peers on this host can read and write. One per rank; only the owner allocates.
 ///
-/// The arena grows by further segments and never shrinks or moves. Memory is not zeroed. Blocks of a page or more begin
-/// on a page, smaller ones on a cache line. Thread-safe. Lifetime: whoever holds memory holds the arena (shared_ptr).
+/// The arena grows by further segments and never shrinks or moves. Memory is not zeroed. Blocks of a page or
+/// more begin on a page, smaller ones on a cache line. Thread-safe. Lifetime: whoever holds memory holds the
+/// arena (shared_ptr).
 class Arena {
  public:
   static constexpr size_t kMaxSegments = 1024;
   /// Told about each new segment before memory from it is handed out; runs under the arena's lock.
   using SegmentListener = std::function<void(uint32_t index, const std::shared_ptr<Segment>&)>;
 
-  /// `segment_bytes`: the size of a segment unless one allocation needs more. The first `reserved` bytes of segment 0
-  /// are never handed out (the process's header).
+  /// `segment_bytes`: the size of a segment unless one allocation needs more. The first `reserved` bytes of
+  /// segment 0 are never handed out (the process's header).
   Arena(size_t segment_bytes, size_t reserved);
 
   /// Throws c10::OutOfMemoryError naming what is left. Zero bytes give a valid unique address.
@@ -59,11 +60,11 @@ class Arena {
   const size_t segment_bytes_;
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Segment>> segments_;
-  std::vector<std::map<size_t, size_t>> free_;         // per segment: offset → bytes, no two adjacent
+  std::vector<std::map<size_t, size_t>> free_;  // per segment: offset → bytes, no two adjacent
   std::map<const std::byte*, std::pair<uint32_t, size_t>> used_;  // address → segment, bytes
   size_t bytes_in_use_ = 0;
   SegmentListener listener_;
-  std::array<Range, kMaxSegments> ranges_;      // for find(): written once each, begin last
+  std::array<Range, kMaxSegments> ranges_;  // for find(): written once each, begin last
   std::atomic<uint32_t> range_count_{0};
 };
 

@@ -7,8 +7,9 @@
 
 #include <lockstep/transport/shared_memory/waiting.h>
 
-/// What a rank keeps in its arena for one group, where all members read it. One cache line per flag, one writer per
-/// flag, unless said otherwise. Part of the protocol between processes; only GroupChannel touches it.
+/// What a rank keeps in its arena for one group, where all members read it. One cache line per flag, one
+/// writer per flag, unless said otherwise. Part of the protocol between processes; only GroupChannel touches
+/// it.
 namespace lockstep::transport::layout {
 
 /// Payload that fits into an announcement.
@@ -18,14 +19,14 @@ constexpr size_t kPartialBytes = 2 * kPayloadBytes;
 /// What must agree on all ranks, in the words of the layer above; read only to explain a mismatch.
 constexpr size_t kDetailBytes = 96;
 
-/// A rank's announcement of one operation. Written before `sequence` is stored (release); read after it was loaded
-/// (acquire).
+/// A rank's announcement of one operation. Written before `sequence` is stored (release); read after it was
+/// loaded (acquire).
 struct alignas(64) Slot {
   std::atomic<uint64_t> sequence;
-  uint64_t digest;          // equal on all ranks or the operation is refused
-  uint64_t memory_offset;   // where the rank's data lie in its arena …
+  uint64_t digest;         // equal on all ranks or the operation is refused
+  uint64_t memory_offset;  // where the rank's data lie in its arena …
   uint32_t memory_segment;
-  uint32_t has_memory;      // … if they do
+  uint32_t has_memory;  // … if they do
   std::array<std::byte, kDetailBytes> details;
 };
 static_assert(sizeof(Slot) == 128);
@@ -49,15 +50,15 @@ struct alignas(64) Verdict {
 
 struct ControlBlock {
   Doorbell doorbell;
-  Flag staged;    // chunks that this rank has put into its scratch, since the group began
-  Flag reduced;   // chunks that it has read, or reduced, from others' scratch, since the group began
-  Flag done;      // last operation whose work this rank has finished
-  Flag left;      // 1: this rank has closed the group
-  Flag scratch;   // packed reference of this rank's scratch, 0 until there is one
+  Flag staged;   // chunks that this rank has put into its scratch, since the group began
+  Flag reduced;  // chunks that it has read, or reduced, from others' scratch, since the group began
+  Flag done;     // last operation whose work this rank has finished
+  Flag left;     // 1: this rank has closed the group
+  Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
   Verdict verdict;
-  std::array<Slot, 2> slots;         // by the sequence's last bit
-  std::array<Summary, 2> combined;   // leaders, groups beyond 8 ranks
-  std::array<Summary, 2> result;     // rank 0, groups beyond 8 ranks
+  std::array<Slot, 2> slots;        // by the sequence's last bit
+  std::array<Summary, 2> combined;  // leaders, groups beyond 8 ranks
+  std::array<Summary, 2> result;    // rank 0, groups beyond 8 ranks
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 

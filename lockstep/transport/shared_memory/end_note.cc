@@ -1,17 +1,15 @@
-#include <lockstep/transport/shared_memory/end_note.h>
-
-#include <poll.h>
-#include <sys/ioctl.h>
-
 #include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
 #include <optional>
+#include <poll.h>
+#include <sys/ioctl.h>
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/transport/shared_memory/end_note.h>
 
 namespace lockstep::transport {
 namespace {
@@ -64,7 +62,8 @@ constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 std::optional<int> kernel_exit_status(int pidfd) {
   PidfdInfo info{};
   info.mask = kPidfdInfoExit;
-  if (pidfd < 0 || ::ioctl(pidfd, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0) return std::nullopt;
+  if (pidfd < 0 || ::ioctl(pidfd, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0)
+    return std::nullopt;
   return info.exit_code;
 }
 
@@ -72,7 +71,8 @@ std::optional<int> kernel_exit_status(int pidfd) {
 
 void leave_note(ProcessHeader& header, EndKind kind, int code) {
   uint32_t running = 0;
-  header.note.compare_exchange_strong(running, pack(kind, code), std::memory_order_release, std::memory_order_relaxed);
+  header.note.compare_exchange_strong(running, pack(kind, code), std::memory_order_release,
+                                      std::memory_order_relaxed);
 }
 
 EndKind note_kind(const ProcessHeader& header) {

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <sys/types.h>
 
 namespace lockstep::transport {
 
@@ -22,13 +21,14 @@ enum class EndKind : uint32_t { kRunning = 0, kLeft = 1, kExit = 2, kSignal = 3 
 void leave_note(ProcessHeader& header, EndKind kind, int code);
 EndKind note_kind(const ProcessHeader& header);
 
-/// From now on exit(3) and crashes by SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT leave a note in the header. Handlers
-/// are installed once, only for signals whose action is the default, and end the process as the default would.
+/// From now on exit(3) and crashes by SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT leave a note in the header.
+/// Handlers are installed once, only for signals whose action is the default, and end the process as the
+/// default would.
 void watch_process_end(ProcessHeader& header);
 void unwatch_process_end(ProcessHeader& header);
 
-/// How the process ended, in words, from its note, the launcher's exit board, or the kernel (PIDFD_GET_INFO): whichever
-/// knows within about 50 ms. `pidfd` may be -1.
+/// How the process ended, in words, from its note, the launcher's exit board, or the kernel (PIDFD_GET_INFO):
+/// whichever knows within about 50 ms. `pidfd` may be -1.
 std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd);
 
 }  // namespace lockstep::transport

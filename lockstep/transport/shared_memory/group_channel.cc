@@ -1,5 +1,3 @@
-#include <lockstep/transport/shared_memory/group_channel.h>
-
 #include <algorithm>
 #include <cstring>
 #include <sstream>
@@ -11,6 +9,7 @@
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/roll_call.h>
 #include <lockstep/transport/shared_memory/end_note.h>
+#include <lockstep/transport/shared_memory/group_channel.h>
 
 namespace lockstep::transport {
 namespace {
@@ -19,7 +18,9 @@ using layout::ControlBlock;
 using layout::kPartialBytes;
 using layout::kPayloadBytes;
 
-constexpr size_t round_up_to_line(size_t bytes) { return (bytes + 63) / 64 * 64; }
+constexpr size_t round_up_to_line(size_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
 
 /// The group's verdict on one operation, in one word so that one compare-and-swap decides for all.
 struct Decision {
@@ -30,7 +31,8 @@ struct Decision {
   int by;             // the rank that gave up
 
   static Decision unpack(uint64_t word) {
-    return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff), static_cast<int>(word & 0x3ff)};
+    return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff),
+            static_cast<int>(word & 0x3ff)};
   }
   uint64_t pack() const {
     return sequence << 24 | kind << 20 | static_cast<uint64_t>(culprit) << 10 | static_cast<uint64_t>(by);
@@ -50,7 +52,8 @@ MemoryReference unpack_reference(uint64_t word) {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------- joining and leaving
+// ---------------------------------------------------------------------------------------------- joining and
+// leaving
 
 size_t GroupChannel::block_bytes(int size) {
   size_t bytes = sizeof(ControlBlock) + 2 * kPayloadBytes + round_up_to_line(size);
@@ -68,8 +71,8 @@ GroupChannel::Member GroupChannel::member_at(std::byte* block) const {
 
 GroupChannel::GroupChannel(std::shared_ptr<HostTransport> transport, std::vector<int> members)
     : transport_(std::move(transport)), members_(std::move(members)) {
-  TORCH_CHECK_VALUE(members_.size() < kMaxRanks, "a group on one host has fewer than ", kMaxRanks, " ranks, not ",
-                    members_.size());
+  TORCH_CHECK_VALUE(members_.size() < kMaxRanks, "a group on one host has fewer than ", kMaxRanks,
+                    " ranks, not ", members_.size());
   auto own = std::find(members_.begin(), members_.end(), transport_->rank());
   TORCH_INTERNAL_ASSERT(own != members_.end());
   rank_ = static_cast<int>(own - members_.begin());
@@ -85,7 +88,8 @@ std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<HostTransport> 
   Arena& arena = channel->transport_->arena();
   const int size = channel->size();
   std::byte* own = arena.allocate(block_bytes(size));
-  // Flags must be zero before a peer learns the address; payloads need not be, and their pages stay untouched.
+  // Flags must be zero before a peer learns the address; payloads need not be, and their pages stay
+  // untouched.
   std::memset(own, 0, sizeof(ControlBlock) + round_up_to_line(size));
   channel->own_block_ = own;
   const auto reference = arena.find(own, block_bytes(size));
@@ -97,10 +101,11 @@ std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<HostTransport> 
                           std::to_string(pack_reference(*reference)), deadline);
   }
   for (int rank = 0; rank < size; ++rank) {
-    std::byte* block = rank == channel->rank_ ? own
-                                              : channel->transport_->address(channel->members_[rank],
-                                                                            unpack_reference(std::stoull(references[rank])),
-                                                                            deadline);
+    std::byte* block =
+        rank == channel->rank_
+            ? own
+            : channel->transport_->address(channel->members_[rank],
+                                           unpack_reference(std::stoull(references[rank])), deadline);
     channel->blocks_.push_back(channel->member_at(block));
   }
   channel->transport_->add_channel(channel.get());
@@ -111,7 +116,8 @@ GroupChannel::~GroupChannel() {
   if (transport_->in_forked_child()) return;
   transport_->remove_channel(this);
   if (blocks_.size() != members_.size()) {
-    // open() did not get through: nobody else knows, or will use, this block's address … but they may learn it yet.
+    // open() did not get through: nobody else knows, or will use, this block's address … but they may learn
+    // it yet.
     return;
   }
   leave();
@@ -119,7 +125,8 @@ GroupChannel::~GroupChannel() {
   // A member's memory may be used again once nobody can read or write it any more: all have closed, or ended.
   auto unused = [transport = transport_.get(), own = blocks_[rank_], members = members_] {
     for (size_t rank = 0; rank < members.size(); ++rank) {
-      if (own.closed[rank].load(std::memory_order_acquire) == 0 && !transport->has_ended(members[rank])) return false;
+      if (own.closed[rank].load(std::memory_order_acquire) == 0 && !transport->has_ended(members[rank]))
+        return false;
     }
     return true;
   };
@@ -139,14 +146,18 @@ void GroupChannel::leave() {
   ring(0, size());
 }
 
-void GroupChannel::release_after_close(std::function<void()> release) { releases_.push_back(std::move(release)); }
+void GroupChannel::release_after_close(std::function<void()> release) {
+  releases_.push_back(std::move(release));
+}
 
-// ------------------------------------------------------------------------------------------------- one operation
+// ------------------------------------------------------------------------------------------------- one
+// operation
 
 void GroupChannel::begin(const Deadline& deadline, bool background) {
-  TORCH_CHECK_WITH(DistBackendError, !transport_->in_forked_child(),
-                   "a process group of the parent can't be used in a forked child; start the child's own group, or "
-                   "start processes by lockstep::spawn instead of fork()");
+  TORCH_CHECK_WITH(
+      DistBackendError, !transport_->in_forked_child(),
+      "a process group of the parent can't be used in a forked child; start the child's own group, or "
+      "start processes by lockstep::spawn instead of fork()");
   if (failure_) throw *failure_;
   if (failed()) fail_as_decided({});
   deadline_ = deadline;
@@ -189,9 +200,8 @@ void GroupChannel::await_announcements(const PayloadCombiner* combiner) {
 
 void GroupChannel::await_flat() {
   const uint64_t sequence = this->sequence();
-  await_ranks(0, size(), 1, [&](int rank) {
-    return slot(rank).sequence.load(std::memory_order_acquire) >= sequence;
-  });
+  await_ranks(0, size(), 1,
+              [&](int rank) { return slot(rank).sequence.load(std::memory_order_acquire) >= sequence; });
   all_have_memory_ = true;
   bool mismatch = false;
   for (int rank = 0; rank < size(); ++rank) {
@@ -204,8 +214,9 @@ void GroupChannel::await_flat() {
   }
 }
 
-// Two levels of radix 8: a leader (every eighth rank) combines its eight, rank 0 combines the leaders, everybody reads
-// rank 0's result. Beyond 64 ranks rank 0 has more than eight leaders, which costs time but nothing else.
+// Two levels of radix 8: a leader (every eighth rank) combines its eight, rank 0 combines the leaders,
+// everybody reads rank 0's result. Beyond 64 ranks rank 0 has more than eight leaders, which costs time but
+// nothing else.
 void GroupChannel::await_tree(const PayloadCombiner* combiner) {
   const uint64_t sequence = this->sequence();
   const size_t parity = sequence & 1;
@@ -267,14 +278,18 @@ std::byte* GroupChannel::partial_payload(int rank) const {
 std::byte* GroupChannel::result_payload() const {
   return blocks_[0].payloads + 2 * kPayloadBytes + 2 * kPartialBytes + (sequence() & 1) * kPayloadBytes;
 }
-const void* GroupChannel::combined_payload() const { return result_payload(); }
+const void* GroupChannel::combined_payload() const {
+  return result_payload();
+}
 
 std::byte* GroupChannel::memory(int rank) {
   const layout::Slot& announced = slot(rank);
   return transport_->address(members_[rank], {announced.memory_segment, announced.memory_offset}, deadline_);
 }
 
-const std::array<std::byte, layout::kDetailBytes>& GroupChannel::details(int rank) const { return slot(rank).details; }
+const std::array<std::byte, layout::kDetailBytes>& GroupChannel::details(int rank) const {
+  return slot(rank).details;
+}
 
 layout::Flag& GroupChannel::flag_of(Flag flag, int rank) const {
   ControlBlock& block = *blocks_[rank].block;
@@ -297,7 +312,8 @@ void GroupChannel::publish(Flag flag, uint64_t value) {
 }
 
 void GroupChannel::await_all(Flag flag, uint64_t value) {
-  await_ranks(0, size(), 1, [&](int rank) { return flag_of(flag, rank).value.load(std::memory_order_acquire) >= value; });
+  await_ranks(0, size(), 1,
+              [&](int rank) { return flag_of(flag, rank).value.load(std::memory_order_acquire) >= value; });
 }
 
 void GroupChannel::await_rank(Flag flag, int rank, uint64_t value) {
@@ -314,7 +330,8 @@ std::byte* GroupChannel::scratch(size_t bytes) {
     scratch_ = arena.allocate(bytes);
     scratch_bytes_ = bytes;
     // Release; readers load it behind an await of a flag that this rank publishes later.
-    blocks_[rank_].block->scratch.value.store(pack_reference(*arena.find(scratch_, bytes)), std::memory_order_release);
+    blocks_[rank_].block->scratch.value.store(pack_reference(*arena.find(scratch_, bytes)),
+                                              std::memory_order_release);
   }
   return scratch_;
 }
@@ -325,20 +342,24 @@ std::byte* GroupChannel::scratch_of(int rank) {
   return transport_->address(members_[rank], unpack_reference(word), deadline_);
 }
 
-// ------------------------------------------------------------------------------------------- waiting and failure
+// ------------------------------------------------------------------------------------------- waiting and
+// failure
 
 void GroupChannel::ring(int first, int last) {
   for (int rank = first; rank < last; ++rank) blocks_[rank].block->doorbell.ring();
 }
 
-void GroupChannel::wake_waiter() { blocks_[rank_].block->doorbell.ring_now(); }
+void GroupChannel::wake_waiter() {
+  blocks_[rank_].block->doorbell.ring_now();
+}
 
 bool GroupChannel::failed() const {
   return Decision::unpack(verdict().decision.load(std::memory_order_acquire)).is_failure();
 }
 
 bool GroupChannel::is_gone(int rank) const {
-  return blocks_[rank].block->left.value.load(std::memory_order_acquire) != 0 || transport_->has_ended(members_[rank]);
+  return blocks_[rank].block->left.value.load(std::memory_order_acquire) != 0 ||
+         transport_->has_ended(members_[rank]);
 }
 
 template <class Arrived>
@@ -370,17 +391,18 @@ void GroupChannel::await_ranks(int first, int last, int step, Arrived&& arrived)
   }
 }
 
-// All or none. An operation has succeeded when all members' flags of its last wait are set. Whoever wants to give up
-// before that first says so (proposal), then looks at the flags again: if they are set after all, it goes on. Whoever
-// sees all flags looks whether anybody proposes to give up; only then both sides meet at the compare-and-swap, and the
-// first one decides. The fences make sure that not both can miss the other: either the one sees the proposal, or the
-// other sees all flags.
+// All or none. An operation has succeeded when all members' flags of its last wait are set. Whoever wants to
+// give up before that first says so (proposal), then looks at the flags again: if they are set after all, it
+// goes on. Whoever sees all flags looks whether anybody proposes to give up; only then both sides meet at the
+// compare-and-swap, and the first one decides. The fences make sure that not both can miss the other: either
+// the one sees the proposal, or the other sees all flags.
 template <class Complete>
 bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   const uint64_t sequence = this->sequence();
   auto& proposal = verdict().proposal;
   uint64_t proposed = proposal.load(std::memory_order_relaxed);
-  while (proposed < sequence && !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
+  while (proposed < sequence &&
+         !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
   }
   publish_fence();
   if (complete()) return true;
@@ -392,7 +414,8 @@ bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
 
 /// Whether this call's failure (kNone: success) became the group's decision on the operation.
 bool GroupChannel::decide(FailureKind kind, int culprit, uint64_t sequence) {
-  Decision wanted{sequence, kind == FailureKind::kNone ? Decision::kSuccess : static_cast<uint64_t>(kind), culprit, rank_};
+  Decision wanted{sequence, kind == FailureKind::kNone ? Decision::kSuccess : static_cast<uint64_t>(kind),
+                  culprit, rank_};
   auto& decision = verdict().decision;
   uint64_t current = decision.load(std::memory_order_acquire);
   do {
@@ -420,7 +443,8 @@ void GroupChannel::abort() {
   const uint64_t sequence = committed_.load(std::memory_order_relaxed) + 1;
   auto& proposal = verdict().proposal;
   uint64_t proposed = proposal.load(std::memory_order_relaxed);
-  while (proposed < sequence && !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
+  while (proposed < sequence &&
+         !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
   }
   decide(FailureKind::kAborted, rank_, sequence);
 }
@@ -456,7 +480,8 @@ void GroupChannel::fail_as_decided(const std::vector<int>& late) {
       text << transport_->describe_end(members_[decided.culprit]);
       break;
     case FailureKind::kPeerLeft:
-      text << describe({decided.culprit}) << " has left the group (destroyed it or ended) without this operation";
+      text << describe({decided.culprit})
+           << " has left the group (destroyed it or ended) without this operation";
       break;
     case FailureKind::kTimeout:
       if (by_me) {

@@ -46,24 +46,26 @@ class PayloadCombiner {
   virtual void finish(void* result, const std::vector<const void*>& partials) const = 0;
 };
 
-/// One process group's share of the host transport: announcements, flags, scratch. docs/shared-memory.md has the protocol
-/// and its proof.
+/// One process group's share of the host transport: announcements, flags, scratch. docs/shared_memory.md has
+/// the protocol and its proof.
 ///
-/// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] → commit(). All
-/// members run the same operations in the same order, each from one thread at a time; abort(), wake_waiter() and
-/// failed() may be called from any thread. Every wait ends: by what is waited for, the deadline, the end of a peer, or
-/// another member's failure; it then throws ChannelError, on all members, and the channel stays failed.
+/// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] →
+/// commit(). All members run the same operations in the same order, each from one thread at a time; abort(),
+/// wake_waiter() and failed() may be called from any thread. Every wait ends: by what is waited for, the
+/// deadline, the end of a peer, or another member's failure; it then throws ChannelError, on all members, and
+/// the channel stays failed.
 ///
 /// Ranks here are group ranks, 0 to size()−1.
 class GroupChannel {
  public:
   static constexpr size_t kPayloadBytes = layout::kPayloadBytes;
-  /// Up to this size everybody reads everybody's announcement; larger groups combine them in a tree of this radix.
+  /// Up to this size everybody reads everybody's announcement; larger groups combine them in a tree of this
+  /// radix.
   static constexpr int kFlatRanks = 8;
   enum class Flag { kStaged, kReduced, kDone };
 
-  /// Collective over `members` (transport ranks, in group order, this one among them). `name` is the group's own in the
-  /// store. Throws as rendezvous' exchange() does.
+  /// Collective over `members` (transport ranks, in group order, this one among them). `name` is the group's
+  /// own in the store. Throws as rendezvous' exchange() does.
   static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport, c10d::Store& store,
                                             const std::string& name, std::vector<int> members,
                                             const Deadline& deadline);
@@ -81,8 +83,9 @@ class GroupChannel {
   /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
   void begin(const Deadline& deadline, bool background);
   void announce(const Announcement& announcement);
-  /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before any
-  /// member's data were touched. With a combiner, groups beyond kFlatRanks have the combined payload ready after it.
+  /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before
+  /// any member's data were touched. With a combiner, groups beyond kFlatRanks have the combined payload
+  /// ready after it.
   void await_announcements(const PayloadCombiner* combiner = nullptr);
 
   // After await_announcements():
@@ -96,23 +99,25 @@ class GroupChannel {
 
   /// Sets this rank's flag (values only grow) after everything written so far, and wakes who waits.
   void publish(Flag flag, uint64_t value);
-  /// Waits until all members' flag, or one member's, is at least `value`; what they wrote before is then visible.
+  /// Waits until all members' flag, or one member's, is at least `value`; what they wrote before is then
+  /// visible.
   void await_all(Flag flag, uint64_t value);
   void await_rank(Flag flag, int rank, uint64_t value);
 
-  /// The last step of each operation, after its last await: makes success final for all, or throws if the others have
-  /// decided otherwise. Nothing may be waited for after it.
+  /// The last step of each operation, after its last await: makes success final for all, or throws if the
+  /// others have decided otherwise. Nothing may be waited for after it.
   void commit();
 
   /// This rank's scratch, at least `bytes`; grows at need, visible to others after the next publish().
   std::byte* scratch(size_t bytes);
   std::byte* scratch_of(int rank);
-  /// Chunks staged before this operation by every member; the operation adds its own count to it when it is done.
+  /// Chunks staged before this operation by every member; the operation adds its own count to it when it is
+  /// done.
   uint64_t chunk_base() const { return chunk_base_; }
   void add_chunks(uint64_t count) { chunk_base_ += count; }
 
-  /// Says that this rank takes part in no further operation: members that wait for it fail at once. Not while an operation
-  /// is in progress. May be called again.
+  /// Says that this rank takes part in no further operation: members that wait for it fail at once. Not while
+  /// an operation is in progress. May be called again.
   void leave();
 
   /// Fails the group on all members; waits in progress throw. From any thread.
@@ -120,13 +125,15 @@ class GroupChannel {
   bool failed() const;
   /// Looks at the group's state again if the waiter sleeps (a peer ended). From any thread.
   void wake_waiter();
-  /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have closed it).
+  /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have
+  /// closed it).
   void release_after_close(std::function<void()> release);
 
  private:
   struct Member {
     layout::ControlBlock* block;
-    std::byte* payloads;   // 2 × kPayloadBytes, then for groups beyond kFlatRanks 2 × kPartialBytes and 2 × kPayloadBytes
+    std::byte* payloads;  // 2 × kPayloadBytes, then for groups beyond kFlatRanks 2 × kPartialBytes and 2 ×
+                          // kPayloadBytes
     std::atomic<uint8_t>* closed;  // by member
   };
 

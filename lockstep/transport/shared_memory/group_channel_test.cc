@@ -9,8 +9,8 @@
 
 #include <lockstep/transport/shared_memory/group_channel.h>
 
-// The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real processes
-// (deaths, forks, sockets) is tested in collectives/failure_test.cc.
+// The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real
+// processes (deaths, forks, sockets) is tested in collectives/failure_test.cc.
 namespace lockstep::transport {
 namespace {
 
@@ -44,7 +44,9 @@ Announcement announce_value(uint64_t digest, const uint64_t& value) {
 class SumCombiner final : public PayloadCombiner {
  public:
   void combine(void* partial, const std::vector<const void*>& inputs) const override { sum(partial, inputs); }
-  void finish(void* result, const std::vector<const void*>& partials) const override { sum(result, partials); }
+  void finish(void* result, const std::vector<const void*>& partials) const override {
+    sum(result, partials);
+  }
 
  private:
   static void sum(void* output, const std::vector<const void*>& inputs) {

@@ -1,15 +1,10 @@
-#include <lockstep/transport/shared_memory/host_transport.h>
-
-#include <poll.h>
-#include <pthread.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
 #include <new>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
@@ -17,13 +12,16 @@
 #include <lockstep/base/log.h>
 #include <lockstep/transport/shared_memory/end_note.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/shared_memory/host_transport.h>
 
 namespace lockstep::transport {
 namespace {
 
 constexpr uint64_t kHeaderMagic = 0x504554534b434f4cULL;  // "LOCKSTEP"
 
-ProcessHeader& header_of(std::byte* first_segment) { return *reinterpret_cast<ProcessHeader*>(first_segment); }
+ProcessHeader& header_of(std::byte* first_segment) {
+  return *reinterpret_cast<ProcessHeader*>(first_segment);
+}
 
 }  // namespace
 
@@ -43,20 +41,23 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
   auto links = connect_peers(store, rank, world_size, *transport->arena_->segment(0), deadline);
   for (int peer = 0; peer < world_size; ++peer) {
     if (peer == rank) continue;
-    TORCH_CHECK_WITH(DistBackendError, header_of(links[peer].segment->data()).magic == kHeaderMagic, "rank ", peer,
+    TORCH_CHECK_WITH(DistBackendError, header_of(links[peer].segment->data()).magic == kHeaderMagic, "rank ",
+                     peer,
                      " shares memory of another layout; do all ranks run the same version of Lockstep?");
     transport->install(peer, 0, links[peer].segment);
     transport->peers_[peer]->link = std::move(links[peer]);
   }
   watch_process_end(header_of(transport->arena_->segment(0)->data()));
   HostTransport* self = transport.get();
-  transport->arena_->set_listener(
-      [self](uint32_t index, const std::shared_ptr<Segment>& segment) { self->publish_segment(index, segment); });
+  transport->arena_->set_listener([self](uint32_t index, const std::shared_ptr<Segment>& segment) {
+    self->publish_segment(index, segment);
+  });
   transport->start_monitor();
   return transport;
 }
 
-std::vector<std::shared_ptr<HostTransport>> HostTransport::connect_threads(int world_size, const Options& options) {
+std::vector<std::shared_ptr<HostTransport>> HostTransport::connect_threads(int world_size,
+                                                                           const Options& options) {
   std::vector<std::shared_ptr<HostTransport>> transports;
   for (int rank = 0; rank < world_size; ++rank) {
     transports.push_back(std::shared_ptr<HostTransport>(new HostTransport(rank, world_size, options)));
@@ -67,24 +68,20 @@ std::vector<std::shared_ptr<HostTransport>> HostTransport::connect_threads(int w
       if (peer != transport) transport->install(peer->rank_, 0, peer->arena_->segment(0));
     }
     HostTransport* self = transport.get();
-    transport->arena_->set_listener(
-        [self](uint32_t index, const std::shared_ptr<Segment>& segment) { self->publish_segment(index, segment); });
+    transport->arena_->set_listener([self](uint32_t index, const std::shared_ptr<Segment>& segment) {
+      self->publish_segment(index, segment);
+    });
   }
   return transports;
 }
 
 HostTransport::~HostTransport() {
-  if (fork_guard_.in_forked_child()) {
-    // The monitor thread does not exist here; its handle must not be joined. The peers' sockets are closed, which only
-    // drops the child's copies.
-    if (monitor_.joinable()) new std::thread(std::move(monitor_));
-    return;
-  }
+  if (fork_guard_.in_forked_child()) return;
   arena_->set_listener(nullptr);
   ProcessHeader& header = header_of(arena_->segment(0)->data());
   leave_note(header, EndKind::kLeft, 0);
   unwatch_process_end(header);
-  if (monitor_.joinable()) {
+  if (monitor_.running()) {
     ::eventfd_write(stop_event_.get(), 1);
     monitor_.join();
   }
@@ -165,17 +162,10 @@ void HostTransport::start_monitor() {
   if (world_size() == 1) return;
   stop_event_.reset(::eventfd(0, EFD_CLOEXEC));
   TORCH_CHECK_WITH(DistBackendError, stop_event_, "eventfd failed: ", std::strerror(errno));
-  // Signals are the program's; its threads handle them, not ours.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_BLOCK, &all, &before);
-  monitor_ = std::thread([this] { monitor(); });
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  monitor_.start("lockstep-watch", [this] { monitor(); });
 }
 
 void HostTransport::monitor() {
-  ::pthread_setname_np(::pthread_self(), "lockstep-watch");
   while (true) {
     std::vector<pollfd> polls{{stop_event_.get(), POLLIN, 0}};
     std::vector<int> ranks{-1};

@@ -7,10 +7,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include <lockstep/base/background_thread.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
@@ -27,10 +27,10 @@ class GroupChannel;
 
 /// The ranks of one host as one process sees them: everybody's memory mapped, everybody's life watched.
 ///
-/// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping of every
-/// peer's segments, and one monitor thread, which maps further segments as they arrive and notices when a peer ends.
-/// Knows nothing of operations. Thread-safe. Lifetime: channels and arena memory keep what they need alive; when the
-/// last goes, the peers are told that this rank left in good order.
+/// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping
+/// of every peer's segments, and one monitor thread, which maps further segments as they arrive and notices
+/// when a peer ends. Knows nothing of operations. Thread-safe. Lifetime: channels and arena memory keep what
+/// they need alive; when the last goes, the peers are told that this rank left in good order.
 class HostTransport : public std::enable_shared_from_this<HostTransport> {
  public:
   struct Options {
@@ -38,9 +38,10 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does.
-  static std::shared_ptr<HostTransport> connect(c10d::Store& store, int rank, int world_size, const Deadline& deadline,
-                                                const Options& options);
-  /// Ranks as threads of this process over one mapping, so that ThreadSanitizer sees the protocol. Nobody is watched.
+  static std::shared_ptr<HostTransport> connect(c10d::Store& store, int rank, int world_size,
+                                                const Deadline& deadline, const Options& options);
+  /// Ranks as threads of this process over one mapping, so that ThreadSanitizer sees the protocol. Nobody is
+  /// watched.
   static std::vector<std::shared_ptr<HostTransport>> connect_threads(int world_size, const Options& options);
 
   ~HostTransport();
@@ -50,8 +51,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   Arena& arena() { return *arena_; }
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
 
-  /// Where a rank's memory is mapped here. Waits for a segment that is on its way; throws DistTimeoutError if it does
-  /// not arrive, c10::DistBackendError if its owner has ended.
+  /// Where a rank's memory is mapped here. Waits for a segment that is on its way; throws DistTimeoutError if
+  /// it does not arrive, c10::DistBackendError if its owner has ended.
   std::byte* address(int rank, const MemoryReference& reference, const Deadline& deadline);
 
   /// Counts the peers that have ended or left so far: changes whenever has_ended() of any peer does.
@@ -65,8 +66,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void add_channel(GroupChannel* channel);
   void remove_channel(GroupChannel* channel);
 
-  /// Calls `release` once `unused()` holds, now or when a later group closes, or at the end: for memory that a closed
-  /// group's peers may still touch.
+  /// Calls `release` once `unused()` holds, now or when a later group closes, or at the end: for memory that
+  /// a closed group's peers may still touch.
   void retire(std::function<bool()> unused, std::function<void()> release);
 
   bool in_forked_child() const { return fork_guard_.in_forked_child(); }
@@ -75,7 +76,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Peer {
     PeerLink link;
     std::atomic<bool> ended{false};
-    // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read by all.
+    // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
+    // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
     std::vector<std::shared_ptr<Segment>> segments;  // keeps the mappings; monitor thread only
   };
@@ -95,7 +97,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   const int rank_;
   ForkGuard fork_guard_;
   std::shared_ptr<Arena> arena_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by rank, the own one too
+  std::vector<std::unique_ptr<Peer>> peers_;    // by rank, the own one too
   std::vector<HostTransport*> fellow_threads_;  // connect_threads only
   std::atomic<uint32_t> endings_{0};
 
@@ -109,7 +111,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::vector<Retired> retired_;
 
   UniqueFd stop_event_;
-  std::thread monitor_;
+  BackgroundThread monitor_;
 };
 
 }  // namespace lockstep::transport

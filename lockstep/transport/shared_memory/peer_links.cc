@@ -1,17 +1,14 @@
-#include <lockstep/transport/shared_memory/peer_links.h>
-
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <iomanip>
 #include <poll.h>
+#include <sstream>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
-
-#include <array>
-#include <cerrno>
-#include <cstring>
-#include <iomanip>
-#include <sstream>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -21,6 +18,7 @@
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/transport/shared_memory/peer_links.h>
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // Linux 6.5
@@ -86,8 +84,8 @@ Address parse_address(const std::string& text) {
   std::string host;
   words >> address.pid >> address.uid >> address.socket_name >> token >> std::ws;
   std::getline(words, host);
-  TORCH_CHECK_WITH(DistBackendError, words && token.size() == 2 * address.token.size(), "malformed peer address '", text,
-                   "'; do all ranks run the same version of Lockstep?");
+  TORCH_CHECK_WITH(DistBackendError, words && token.size() == 2 * address.token.size(),
+                   "malformed peer address '", text, "'; do all ranks run the same version of Lockstep?");
   for (size_t i = 0; i < address.token.size(); ++i) {
     address.token[i] = static_cast<uint8_t>(std::stoi(token.substr(2 * i, 2), nullptr, 16));
   }
@@ -176,17 +174,22 @@ void check_same_host(const std::vector<Address>& addresses, int rank) {
   if (elsewhere.empty()) return;
   const Address& first = addresses[elsewhere.front()];
   const bool same_kernel = first.host.boot_id == own.host.boot_id;
-  TORCH_CHECK_WITH(DistBackendError, false, "rank ", rank, " is on host ", own.host.to_string(), ", but ",
-                   elsewhere.size() == 1 ? "rank " : "ranks ", format_ranks(elsewhere), " on ", first.host.to_string(),
-                   same_kernel ? " (the same machine, but another network namespace: two containers?)" : "",
-                   "; groups across hosts are not supported yet: start all ranks on one host, in one container");
+  TORCH_CHECK_WITH(
+      DistBackendError, false, "rank ", rank, " is on host ", own.host.to_string(), ", but ",
+      elsewhere.size() == 1 ? "rank " : "ranks ", format_ranks(elsewhere), " on ", first.host.to_string(),
+      same_kernel ? " (the same machine, but another network namespace: two containers?)" : "",
+      "; groups across hosts are not supported yet: start all ranks on one host, in one container");
 }
 
 /// Makes the links of one rank; the state of the handshake lives here.
 class Handshake {
  public:
   Handshake(int rank, const std::vector<Address>& addresses, const Segment& own, UniqueFd listener)
-      : rank_(rank), addresses_(addresses), own_(own), listener_(std::move(listener)), links_(addresses.size()) {}
+      : rank_(rank),
+        addresses_(addresses),
+        own_(own),
+        listener_(std::move(listener)),
+        links_(addresses.size()) {}
 
   std::vector<PeerLink> run(const Deadline& deadline) {
     for (int peer = 0; peer < rank_; ++peer) connect_to(peer);
@@ -209,16 +212,17 @@ class Handshake {
   void connect_to(int peer) {
     UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     auto [address, length] = abstract_address(addresses_[peer].socket_name);
-    TORCH_CHECK_WITH(DistBackendError,
-                     socket && ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) == 0,
-                     "rank ", peer, " (pid ", addresses_[peer].pid, ", user ", addresses_[peer].uid,
-                     ") is on this host, but its socket can't be reached from rank ", rank_, " (user ", ::getuid(),
-                     "): ", std::strerror(errno),
-                     "; has it ended, or does it run in another container or under another security profile?");
+    TORCH_CHECK_WITH(
+        DistBackendError,
+        socket && ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) == 0, "rank ", peer,
+        " (pid ", addresses_[peer].pid, ", user ", addresses_[peer].uid,
+        ") is on this host, but its socket can't be reached from rank ", rank_, " (user ", ::getuid(),
+        "): ", std::strerror(errno),
+        "; has it ended, or does it run in another container or under another security profile?");
     check_credentials(socket.get(), peer);
     const Hello hello = hello_for(peer);
-    TORCH_CHECK_WITH(DistBackendError, send_with_fd(socket.get(), &hello, sizeof hello, own_.fd()),
-                     "rank ", peer, " closed the connection to rank ", rank_, ": ", std::strerror(errno));
+    TORCH_CHECK_WITH(DistBackendError, send_with_fd(socket.get(), &hello, sizeof hello, own_.fd()), "rank ",
+                     peer, " closed the connection to rank ", rank_, ": ", std::strerror(errno));
     links_[peer].socket = std::move(socket);
   }
 
@@ -226,8 +230,8 @@ class Handshake {
     ucred credentials{};
     socklen_t length = sizeof credentials;
     ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length);
-    TORCH_CHECK_WITH(DistBackendError, credentials.uid == ::geteuid(), "rank ", peer, " runs as user ", credentials.uid,
-                     " and rank ", rank_, " as user ", ::geteuid(),
+    TORCH_CHECK_WITH(DistBackendError, credentials.uid == ::geteuid(), "rank ", peer, " runs as user ",
+                     credentials.uid, " and rank ", rank_, " as user ", ::geteuid(),
                      "; ranks share memory, so all must run as one user");
     links_[peer].pid = credentials.pid > 0 ? credentials.pid : addresses_[peer].pid;
     links_[peer].pidfd = open_pidfd(socket, credentials.pid);
@@ -273,7 +277,8 @@ class Handshake {
     const bool expected = fd && is_for_me(hello) && hello.rank > rank_ &&
                           hello.rank < static_cast<int>(links_.size()) && !links_[hello.rank].segment;
     if (!expected) {
-      LOCKSTEP_LOG(kWarning) << "a process that is not of this job connected to rank " << rank_ << "; refused";
+      LOCKSTEP_LOG(kWarning) << "a process that is not of this job connected to rank " << rank_
+                             << "; refused";
       socket.reset();
       return;
     }
@@ -282,8 +287,9 @@ class Handshake {
     link.segment = Segment::map(std::move(fd), hello.segment_bytes);
     link.socket = std::move(socket);
     const Hello reply = hello_for(hello.rank);
-    TORCH_CHECK_WITH(DistBackendError, send_with_fd(link.socket.get(), &reply, sizeof reply, own_.fd()), "rank ",
-                     hello.rank, " closed the connection to rank ", rank_, ": ", std::strerror(errno));
+    TORCH_CHECK_WITH(DistBackendError, send_with_fd(link.socket.get(), &reply, sizeof reply, own_.fd()),
+                     "rank ", hello.rank, " closed the connection to rank ", rank_, ": ",
+                     std::strerror(errno));
   }
 
   bool is_for_me(const Hello& hello) const {
@@ -304,8 +310,8 @@ class Handshake {
       if (static_cast<int>(peer) != rank_ && !links_[peer].segment) missing.push_back(static_cast<int>(peer));
     }
     LOCKSTEP_THROW_TIMEOUT("rank " + std::to_string(rank_) + " has no shared memory with ranks " +
-                                          format_ranks(missing) +
-                                          " at the timeout: they joined, but then did not connect; are they stopped?");
+                           format_ranks(missing) +
+                           " at the timeout: they joined, but then did not connect; are they stopped?");
   }
 
   const int rank_;

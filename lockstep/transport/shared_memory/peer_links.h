@@ -1,9 +1,8 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <memory>
 #include <optional>
+#include <sys/types.h>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
@@ -24,13 +23,14 @@ struct PeerLink {
   std::shared_ptr<Segment> segment;  // the peer's first segment
 };
 
-/// Connects this process with every other of the job and exchanges first segments. The answer has one entry per rank;
-/// the own one is empty.
+/// Connects this process with every other of the job and exchanges first segments. The answer has one entry
+/// per rank; the own one is empty.
 ///
-/// Every rank listens on an abstract unix socket with a random name and puts {host, pid, name, random 128-bit token} into
-/// the store. It connects to each lower rank and shows that rank's token; the user id of whoever is at the other end must
-/// be ours. Throws c10::DistBackendError when ranks are on different hosts or a peer's socket can't be reached (another
-/// container, another user: the message says which), DistTimeoutError at the deadline, naming the missing ranks.
+/// Every rank listens on an abstract unix socket with a random name and puts {host, pid, name, random 128-bit
+/// token} into the store. It connects to each lower rank and shows that rank's token; the user id of whoever
+/// is at the other end must be ours. Throws c10::DistBackendError when ranks are on different hosts or a
+/// peer's socket can't be reached (another container, another user: the message says which), DistTimeoutError
+/// at the deadline, naming the missing ranks.
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
                                     const Deadline& deadline);
 

@@ -10,15 +10,17 @@
 namespace lockstep::transport {
 
 /// A piece of memory that several processes map: a memfd, sealed so that nobody can shrink it under a reader.
-/// Immutable after construction; the mapping ends with the object, the memory with its last mapping in any process.
+/// Immutable after construction; the mapping ends with the object, the memory with its last mapping in any
+/// process.
 class Segment {
  public:
-  /// Makes and maps a segment of `bytes` (a multiple of the page size). Pages cost memory once they are touched, but the
-  /// whole is checked against the memory that is left. Throws c10::OutOfMemoryError, or c10::DistBackendError when the kernel
-  /// refuses.
+  /// Makes and maps a segment of `bytes` (a multiple of the page size). Pages cost memory once they are
+  /// touched, but the whole is checked against the memory that is left. Throws c10::OutOfMemoryError, or
+  /// c10::DistBackendError when the kernel refuses.
   static std::shared_ptr<Segment> create(size_t bytes);
 
-  /// Maps a segment that a peer sent. Throws c10::DistBackendError unless it is sealed and as large as it claims.
+  /// Maps a segment that a peer sent. Throws c10::DistBackendError unless it is sealed and as large as it
+  /// claims.
   static std::shared_ptr<Segment> map(UniqueFd fd, size_t bytes);
 
   Segment(const Segment&) = delete;

@@ -1,12 +1,12 @@
-#include <lockstep/transport/shared_memory/waiting.h>
-
+#include <ctime>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <climits>
-#include <ctime>
+
+#include <lockstep/transport/shared_memory/waiting.h>
 
 namespace lockstep::transport {
 
@@ -15,8 +15,9 @@ WaitPolicy choose_wait_policy(int ranks, int cores, bool background) {
     // The compute threads keep `ranks` cores busy; only cores beyond them may be burnt.
     return cores >= 2 * ranks ? WaitPolicy{200, 100} : WaitPolicy{0, 0};
   }
-  // Spins cover an exchange between two cores (under 1 µs) and a rank that is a little late; about 15 µs. Yields come
-  // soon, for with other load on the machine the awaited rank may be queued behind this very waiter.
+  // Spins cover an exchange between two cores (under 1 µs) and a rank that is a little late; about 15 µs.
+  // Yields come soon, for with other load on the machine the awaited rank may be queued behind this very
+  // waiter.
   if (ranks <= cores) return {200, 100};
   // More ranks than cores: whoever is waited for needs this core.
   return {20, 200};
@@ -36,7 +37,9 @@ void Doorbell::ring_now() {
 
 namespace detail {
 
-void yield() { ::sched_yield(); }
+void yield() {
+  ::sched_yield();
+}
 
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline) {
   const auto left = deadline.remaining(std::chrono::seconds(10));

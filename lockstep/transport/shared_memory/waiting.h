@@ -7,25 +7,25 @@
 
 namespace lockstep::transport {
 
-/// How long a waiter burns its core before it sleeps in the kernel. A wake-up costs 5 to 40 µs, a spin that succeeds
-/// 0.1 µs; but a core that spins is a core that nobody computes on.
+/// How long a waiter burns its core before it sleeps in the kernel. A wake-up costs 5 to 40 µs, a spin that
+/// succeeds 0.1 µs; but a core that spins is a core that nobody computes on.
 struct WaitPolicy {
   int spins = 0;   // rounds with a pause instruction
   int yields = 0;  // rounds with sched_yield, which lets another rank on this core run
 };
 
-/// The policy for `ranks` waiting ranks on `cores` cores. `background`: the waiter is a communication thread beside a
-/// computing one, which never spins when the host is full.
+/// The policy for `ranks` waiting ranks on `cores` cores. `background`: the waiter is a communication thread
+/// beside a computing one, which never spins when the host is full.
 WaitPolicy choose_wait_policy(int ranks, int cores, bool background);
 /// Cores that this process may run on.
 int usable_cores();
 
-/// Where one waiter sleeps and its peers wake it. Lies in shared memory, one cache line; any number of ringers, in any
-/// process.
+/// Where one waiter sleeps and its peers wake it. Lies in shared memory, one cache line; any number of
+/// ringers, in any process.
 ///
-/// No wake-up is lost: the waiter says that it sleeps, then looks at what it waits for; the ringer changes what is
-/// waited for, then looks whether anybody sleeps. A sequentially consistent fence between the two steps on either side
-/// makes sure that at least one sees the other.
+/// No wake-up is lost: the waiter says that it sleeps, then looks at what it waits for; the ringer changes
+/// what is waited for, then looks whether anybody sleeps. A sequentially consistent fence between the two
+/// steps on either side makes sure that at least one sees the other.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};
   std::atomic<uint32_t> sleeping{0};
@@ -38,7 +38,9 @@ struct alignas(64) Doorbell {
 };
 static_assert(sizeof(Doorbell) == 64);
 
-inline void publish_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void publish_fence() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
 
 namespace detail {
 inline void pause() {
@@ -52,7 +54,8 @@ void yield();
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
 }  // namespace detail
 
-/// Waits until `ready()` holds or the deadline has passed; returns the last ready(). `ready` must only read atomics.
+/// Waits until `ready()` holds or the deadline has passed; returns the last ready(). `ready` must only read
+/// atomics.
 template <class Ready>
 bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadline, Ready&& ready) {
   for (int i = 0; i <= policy.spins; ++i) {

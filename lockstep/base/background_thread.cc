@@ -1,0 +1,28 @@
+#include <csignal>
+#include <pthread.h>
+#include <utility>
+
+#include <lockstep/base/background_thread.h>
+
+namespace lockstep {
+
+BackgroundThread::~BackgroundThread() {
+  // A handle to a thread of the parent can neither be joined nor destroyed; it is left to the process's end.
+  if (fork_guard_.in_forked_child() && thread_.joinable()) new std::thread(std::move(thread_));
+}
+
+void BackgroundThread::start(const char* name, std::function<void()> body) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, &before);
+  thread_ = std::thread(std::move(body));
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  ::pthread_setname_np(thread_.native_handle(), name);
+}
+
+void BackgroundThread::join() {
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace lockstep
