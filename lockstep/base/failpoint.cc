@@ -1,6 +1,7 @@
 #include <charconv>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -54,7 +55,12 @@ Action parse_action(std::string_view text) {
 }
 
 const bool configured_from_environment = [] {
-  if (auto specification = environment::text("LOCKSTEP_FAILPOINTS")) configure(*specification);
+  try {
+    if (auto specification = environment::text("LOCKSTEP_FAILPOINTS")) configure(*specification);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what_without_backtrace());
+    ::_exit(2);
+  }
   return true;
 }();
 

@@ -10,8 +10,8 @@
 ///   kill(SIGNAL)          sends itself the signal (9: crash, 19: stop)
 ///   error(TEXT)           throws c10::Error with the text
 ///   delay(MILLISECONDS)   waits
-/// and optionally "@COUNT" behind it: acts at the COUNT-th pass (from 1) only. An unknown action is an error
-/// at the first failpoint. With the variable unset a failpoint costs one relaxed load.
+/// and optionally "@COUNT" behind it: acts at the COUNT-th pass (from 1) only. A malformed
+/// variable ends the program at its start. With the variable unset a failpoint costs one relaxed load.
 namespace lockstep::failpoint {
 
 namespace detail {

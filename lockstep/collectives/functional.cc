@@ -30,10 +30,11 @@ Work all_reduce(const at::Tensor& tensor, const ReduceOp& op, const ProcessGroup
 Work broadcast(const at::Tensor& tensor, int src, const ProcessGroup& group, bool async_op) {
   check_tensor(tensor, "broadcast");
   c10d::BroadcastOptions options;
-  options.rootRank = get_group_rank(group, src);
+  const ProcessGroup members = or_default(group);
+  options.rootRank = get_group_rank(members, src);
   options.asyncOp = async_op;
   std::vector<at::Tensor> tensors{tensor};
-  return finish(or_default(group)->broadcast(tensors, options), async_op);
+  return finish(members->broadcast(tensors, options), async_op);
 }
 
 Work all_gather(std::vector<at::Tensor>& tensor_list, const at::Tensor& tensor, const ProcessGroup& group,

@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/fork_guard.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/collectives/internal/signature.h>
@@ -67,6 +68,7 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
     : Backend(channel->rank(), channel->size()),
       channel_(std::move(channel)),
       settings_(std::move(settings)),
+      timeout_ms_(settings_.timeout.count()),
       queue_(std::make_shared<OperationQueue>()) {}
 
 LockstepBackend::~LockstepBackend() {
@@ -78,7 +80,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(const Signature& signatur
                                                        std::vector<at::Tensor> outputs,
                                                        std::chrono::milliseconds timeout, bool asynchronous,
                                                        std::function<void(const algorithms::Terms&)> body) {
-  if (timeout <= std::chrono::milliseconds(0)) timeout = settings_.timeout;
+  if (timeout <= std::chrono::milliseconds(0))
+    timeout = std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
   auto keep_alive = outputs;
   auto run = [channel = channel_, group = settings_.name, signature, timeout,
               keep_alive = std::move(keep_alive), kept_inputs = inputs,
@@ -91,6 +94,11 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(const Signature& signatur
       // A peer that is only late may still write into these tensors' memory: nobody else may get it.
       if (!earlier) channel->release_after_close([keep_alive, kept_inputs] {});
       throw_for_user(error, *channel, signature, group, earlier);
+    } catch (...) {
+      // Not the group's failure but this rank's (no memory, say). Half-way through an operation it becomes
+      // the group's, or the others would wait for the rest of it.
+      if (channel->sequence() != before) channel->abort();
+      throw;
     }
   };
   auto work = c10::make_intrusive<OperationWork>(queue_, rank_, type, title, std::move(inputs),
@@ -167,10 +175,11 @@ at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options)
                     options.device());
   auto arena = channel_->transport().shared_arena();
   void* memory = arena->allocate(static_cast<size_t>(size) * options.dtype().itemsize());
+  // The memory keeps its arena alive, not the transport, which itself keeps the tensors of failed operations.
   return at::from_blob(
       memory, {size},
-      [arena, transport = channel_->transport().shared_from_this()](void* data) {
-        if (!transport->in_forked_child()) arena->deallocate(data);
+      [arena, guard = ForkGuard()](void* data) {
+        if (!guard.in_forked_child()) arena->deallocate(data);
       },
       options);
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,7 +34,7 @@ class LockstepBackend final : public c10d::Backend {
   ~LockstepBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { settings_.timeout = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options = {}) override;
@@ -65,6 +66,7 @@ class LockstepBackend final : public c10d::Backend {
 
   std::shared_ptr<transport::GroupChannel> channel_;
   Settings settings_;
+  std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
   std::shared_ptr<OperationQueue> queue_;
 };
 

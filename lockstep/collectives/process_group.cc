@@ -42,7 +42,7 @@ std::mutex world_mutex;
 // The one singleton; under world_mutex. Never destroyed: a process that exits without destroying the group
 // must not wait for peers, nor touch torch's own statics, while the runtime takes it down; the peers are told
 // by its end note.
-std::unique_ptr<DefaultWorld>& current_world = *new std::unique_ptr<DefaultWorld>;
+std::shared_ptr<DefaultWorld>& current_world = *new std::shared_ptr<DefaultWorld>;
 
 DefaultWorld& require_world() {
   TORCH_CHECK(current_world != nullptr,
@@ -63,8 +63,8 @@ void check_backend(const std::string& backend) {
   TORCH_CHECK_VALUE(false, "unknown backend '", backend, "'; Lockstep has \"lockstep\" (CPU tensors)");
 }
 
-Group open_group(DefaultWorld& world, const std::string& key, const std::string& name, std::vector<int> ranks,
-                 std::chrono::milliseconds timeout) {
+Group open_group(const DefaultWorld& world, const std::string& key, const std::string& name,
+                 std::vector<int> ranks, std::chrono::milliseconds timeout) {
   Group group;
   group.ranks = ranks;
   auto channel = GroupChannel::open(world.transport, *world.world.store, key, std::move(ranks),
@@ -101,7 +101,7 @@ void end_groups(std::vector<Group> groups, bool abort) {
 }
 
 void destroy_all(bool abort) {
-  std::unique_ptr<DefaultWorld> ending;
+  std::shared_ptr<DefaultWorld> ending;
   {
     std::lock_guard lock(world_mutex);
     ending = std::move(current_world);
@@ -141,7 +141,7 @@ DefaultGroup init_process_group(const InitOptions& options) {
                 "trying to initialize the default process group twice! Call destroy_process_group() first.");
   }
   const Deadline deadline = Deadline::after(options.timeout);
-  auto world = std::make_unique<DefaultWorld>();
+  auto world = std::make_shared<DefaultWorld>();
   world->world = rendezvous({.init_method = options.init_method,
                              .store = options.store,
                              .rank = options.rank,
@@ -218,9 +218,10 @@ ProcessGroup default_group() {
 
 ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::milliseconds> timeout,
                        std::string group_name) {
-  std::lock_guard lock(world_mutex);
-  DefaultWorld& world = require_world();
-  const int world_size = world.world.world_size;
+  std::unique_lock lock(world_mutex);
+  require_world();
+  const auto world = current_world;
+  const int world_size = world->world.world_size;
   if (ranks.empty()) {
     ranks.resize(world_size);
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -233,15 +234,18 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
     seen[rank] = true;
   }
   // Counted by everybody, so that all members use one key.
-  const std::string key = "group/" + std::to_string(world.groups_made++);
-  if (std::find(ranks.begin(), ranks.end(), world.world.rank) == ranks.end()) {
+  const std::string key = "group/" + std::to_string(world->groups_made++);
+  if (std::find(ranks.begin(), ranks.end(), world->world.rank) == ranks.end()) {
     // A handle of its own, so that using it is an error instead of using the default group.
     return c10::make_intrusive<c10d::ProcessGroup>(-1, static_cast<int>(ranks.size()));
   }
+  lock.unlock();  // other threads go on while the members meet
   if (group_name.empty()) group_name = key;
-  Group group = open_group(world, key, group_name, std::move(ranks), timeout.value_or(world.timeout));
+  Group group = open_group(*world, key, group_name, std::move(ranks), timeout.value_or(world->timeout));
   ProcessGroup handle = group.handle;
-  world.groups.emplace(handle.get(), std::move(group));
+  lock.lock();
+  TORCH_CHECK(current_world == world, "new_group: the default process group was destroyed meanwhile");
+  world->groups.emplace(handle.get(), std::move(group));
   return handle;
 }
 

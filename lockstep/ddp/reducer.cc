@@ -231,7 +231,8 @@ void Reducer::take_gradient(size_t index) {
 void Reducer::launch(Bucket& bucket) {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::SUM;
-  options.asyncOp = true;
+  // The end of backward() follows the last bucket at once and runs it itself, which saves waking a thread.
+  options.asyncOp = &bucket != &buckets_.back();
   std::vector<at::Tensor> tensors{bucket.buffer};
   bucket.work = group_->allreduce(tensors, options);
 }

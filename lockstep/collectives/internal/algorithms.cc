@@ -193,6 +193,7 @@ void all_reduce(GroupChannel& channel, const Terms& terms, const Signature& sign
   }
   channel.announce(announcement);
   channel.await_announcements(small ? &combiner : nullptr);
+  if (channel.size() == 1) return channel.commit();  // a single value is its own sum, average and maximum
   if (small) {
     // The announcements stay until the operation after the next is announced: success can be made final
     // first.

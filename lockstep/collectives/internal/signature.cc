@@ -104,8 +104,7 @@ std::string describe_announcements(const transport::GroupChannel& channel) {
   }
   std::ostringstream text;
   for (const auto& [signature, ranks] : calls) {
-    text << (text.tellp() > 0 ? "; " : "") << (ranks.size() == 1 ? "rank " : "ranks ") << format_ranks(ranks)
-         << ": " << signature.describe();
+    text << (text.tellp() > 0 ? "; " : "") << name_ranks(ranks) << ": " << signature.describe();
   }
   return text.str();
 }

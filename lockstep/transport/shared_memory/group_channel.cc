@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <lockstep/base/cpu.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/roll_call.h>
@@ -406,8 +407,13 @@ bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   }
   publish_fence();
   if (complete()) return true;
+  failpoint::here("give_up");
   auto late = not_announced();
-  decide(kind, culprit, sequence);
+  if (!decide(kind, culprit, sequence) && !failed()) {
+    // Somebody saw all flags between our look and our decision, and was first: the operation has succeeded.
+    TORCH_INTERNAL_ASSERT(complete());
+    return true;
+  }
   if (late.empty()) late.push_back(culprit);
   fail_as_decided(late);
 }
@@ -465,7 +471,7 @@ std::string GroupChannel::describe(const std::vector<int>& ranks) const {
     if (ranks.size() <= 4) pids << (pids.tellp() > 0 ? ", " : " (pid ") << transport_->pid_of(members_[rank]);
   }
   std::ostringstream text;
-  text << (ranks.size() == 1 ? "rank " : "ranks ") << format_ranks(global) << pids.str();
+  text << name_ranks(global) << pids.str();
   if (pids.tellp() > 0) text << ')';
   return text.str();
 }

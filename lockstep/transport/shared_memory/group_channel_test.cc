@@ -1,3 +1,4 @@
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -7,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 // The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real
@@ -192,19 +194,21 @@ TEST(GroupChannel, AbortFromAnotherThreadEndsTheWaitEverywhere) {
 
 // At a timeout that races with the last arrival, all ranks must agree on what happened.
 TEST(GroupChannel, TimeoutsAndArrivalsNeverDisagree) {
-  for (int repetition = 0; repetition < 60; ++repetition) {
+  for (int repetition = 0; repetition < 400; ++repetition) {
     std::atomic<int> succeeded{0};
     std::atomic<int> failed{0};
     on_ranks(3, [&](GroupChannel& channel) {
       const uint64_t value = 0;
       try {
-        channel.begin(Deadline::after(std::chrono::microseconds(300 + 13 * repetition)), false);
+        channel.begin(Deadline::after(std::chrono::microseconds(300 + 2 * repetition)), false);
         // The late one arrives about when the others give up.
         if (channel.rank() == repetition % 3) std::this_thread::sleep_for(300us);
         channel.announce(announce_value(1, value));
         channel.await_announcements();
-        channel.publish(Flag::kDone, channel.sequence());
-        channel.await_all(Flag::kDone, channel.sequence());
+        if (repetition % 2 == 0) {
+          channel.publish(Flag::kDone, channel.sequence());
+          channel.await_all(Flag::kDone, channel.sequence());
+        }
         channel.commit();
         ++succeeded;
       } catch (const ChannelError&) {
@@ -214,6 +218,29 @@ TEST(GroupChannel, TimeoutsAndArrivalsNeverDisagree) {
     });
     EXPECT_TRUE(succeeded == 3 || failed == 3) << succeeded << " succeeded, " << failed << " failed";
   }
+}
+
+// The last arrival falls between the look at the flags and the decision of the one that gives up.
+TEST(GroupChannel, ArrivalWhileAnotherRankGivesUpIsDecidedOnce) {
+  failpoint::configure("give_up=delay(60)");
+  for (int repetition = 0; repetition < 5; ++repetition) {
+    std::atomic<int> succeeded{0};
+    on_ranks(2, [&](GroupChannel& channel) {
+      const uint64_t value = 0;
+      try {
+        channel.begin(Deadline::after(channel.rank() == 0 ? 1ms : 60s), false);
+        if (channel.rank() == 1) std::this_thread::sleep_for(20ms);
+        channel.announce(announce_value(1, value));
+        channel.await_announcements();
+        channel.commit();
+        ++succeeded;
+      } catch (const ChannelError& error) {
+        EXPECT_EQ(static_cast<int>(error.kind()), static_cast<int>(FailureKind::kTimeout)) << error.what();
+      }
+    });
+    EXPECT_TRUE(succeeded == 0 || succeeded == 2) << succeeded << " of 2 succeeded";
+  }
+  failpoint::configure("");
 }
 
 TEST(WaitPolicy, SpinsOnlyOnCoresThatNobodyNeeds) {

@@ -182,11 +182,12 @@ void HostTransport::monitor() {
       bool ended = polls[i + 1].revents != 0;
       if (polls[i].revents != 0) {
         try {
-          if (auto received = receive_segment(peers_[ranks[i]]->link)) {
+          // All that has come, for a peer that has ended sends no second wake-up.
+          bool open = true;
+          while (auto received = receive_segment(peers_[ranks[i]]->link, open)) {
             install(ranks[i], received->index, std::move(received->segment));
-          } else {
-            ended = true;
           }
+          ended |= !open;
         } catch (const std::exception& error) {
           LOCKSTEP_LOG(kError) << "memory of rank " << ranks[i] << " can't be mapped: " << error.what();
           ended = true;

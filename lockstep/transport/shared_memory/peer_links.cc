@@ -132,8 +132,9 @@ bool send_with_fd(int socket, const void* data, size_t bytes, int fd) {
   return sent == static_cast<ssize_t>(bytes);
 }
 
-/// The descriptor that came with a message of exactly `bytes`; none at end of file or for anything else.
-UniqueFd receive_with_fd(int socket, void* data, size_t bytes) {
+/// The descriptor that came with a message of exactly `bytes`; none at end of file or for anything else. With
+/// MSG_DONTWAIT in `flags` errno is EAGAIN when there is no message.
+UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0) {
   iovec part{data, bytes};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr message{};
@@ -143,7 +144,7 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes) {
   message.msg_controllen = control.size();
   ssize_t received = 0;
   do {
-    received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
   } while (received < 0 && errno == EINTR);
   UniqueFd fd;
   if (received <= 0) return fd;
@@ -176,7 +177,7 @@ void check_same_host(const std::vector<Address>& addresses, int rank) {
   const bool same_kernel = first.host.boot_id == own.host.boot_id;
   TORCH_CHECK_WITH(
       DistBackendError, false, "rank ", rank, " is on host ", own.host.to_string(), ", but ",
-      elsewhere.size() == 1 ? "rank " : "ranks ", format_ranks(elsewhere), " on ", first.host.to_string(),
+      name_ranks(elsewhere), " on ", first.host.to_string(),
       same_kernel ? " (the same machine, but another network namespace: two containers?)" : "",
       "; groups across hosts are not supported yet: start all ranks on one host, in one container");
 }
@@ -233,6 +234,9 @@ class Handshake {
     TORCH_CHECK_WITH(DistBackendError, credentials.uid == ::geteuid(), "rank ", peer, " runs as user ",
                      credentials.uid, " and rank ", rank_, " as user ", ::geteuid(),
                      "; ranks share memory, so all must run as one user");
+    // A stopped peer does not read; whoever sends it a segment must not wait for it for ever.
+    const timeval patience{10, 0};
+    ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     links_[peer].pid = credentials.pid > 0 ? credentials.pid : addresses_[peer].pid;
     links_[peer].pidfd = open_pidfd(socket, credentials.pid);
   }
@@ -351,10 +355,14 @@ bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment) 
   return send_with_fd(link.socket.get(), &notice, sizeof notice, segment.fd());
 }
 
-std::optional<ReceivedSegment> receive_segment(const PeerLink& link) {
+std::optional<ReceivedSegment> receive_segment(const PeerLink& link, bool& open) {
   SegmentNotice notice;
-  UniqueFd fd = receive_with_fd(link.socket.get(), &notice, sizeof notice);
-  if (!fd) return std::nullopt;
+  errno = 0;
+  UniqueFd fd = receive_with_fd(link.socket.get(), &notice, sizeof notice, MSG_DONTWAIT);
+  if (!fd) {
+    open = errno == EAGAIN;
+    return std::nullopt;
+  }
   return ReceivedSegment{notice.index, Segment::map(std::move(fd), notice.bytes)};
 }
 

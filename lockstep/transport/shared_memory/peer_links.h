@@ -34,14 +34,15 @@ struct PeerLink {
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
                                     const Deadline& deadline);
 
-/// Sends a further segment to a peer. False if the peer is gone.
+/// Sends a further segment to a peer. False if the peer is gone or has not read for ten seconds.
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment);
 
-/// A message of send_segment(), mapped; nothing at end of file. Does not block when the socket is readable.
+/// The next message of send_segment(), mapped; nothing if there is none now, or none any more: then `open`
+/// becomes false.
 struct ReceivedSegment {
   uint32_t index;
   std::shared_ptr<Segment> segment;
 };
-std::optional<ReceivedSegment> receive_segment(const PeerLink& link);
+std::optional<ReceivedSegment> receive_segment(const PeerLink& link, bool& open);
 
 }  // namespace lockstep::transport

@@ -23,13 +23,6 @@ WaitPolicy choose_wait_policy(int ranks, int cores, bool background) {
   return {20, 200};
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
-}
-
 void Doorbell::ring_now() {
   rings.fetch_add(1, std::memory_order_relaxed);
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rings), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

@@ -17,8 +17,6 @@ struct WaitPolicy {
 /// The policy for `ranks` waiting ranks on `cores` cores. `background`: the waiter is a communication thread
 /// beside a computing one, which never spins when the host is full.
 WaitPolicy choose_wait_policy(int ranks, int cores, bool background);
-/// Cores that this process may run on.
-int usable_cores();
 
 /// Where one waiter sleeps and its peers wake it. Lies in shared memory, one cache line; any number of
 /// ringers, in any process.
