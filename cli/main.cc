@@ -24,7 +24,6 @@ int main(int argc, char** argv) {
   CLI::App program("Lockstep: distributed data-parallel training for C++ programs that use LibTorch",
                    "lockstep");
   program.set_version_flag("--version", "lockstep " LOCKSTEP_VERSION);
-  program.require_subcommand(1);
   program.footer("\nlockstep COMMAND --help says more about each command.");
   int status = 0;
   lockstep::cli::add_run(program, status);
@@ -35,6 +34,7 @@ int main(int argc, char** argv) {
   }
   try {
     program.parse(argc, argv);
+    if (program.get_subcommands().empty()) throw CLI::RequiredError("a command");
     return status;
   } catch (const CLI::Success& help_or_version) {
     return program.exit(help_or_version);

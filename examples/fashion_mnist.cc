@@ -89,6 +89,9 @@ void train(const Settings& settings) {
   lockstep::data::DataLoader loader(
       train_set, {.batch_size = batch_size, .sampler = &sampler, .num_workers = 1, .drop_last = true});
 
+  TORCH_CHECK(loader.size() > 0, "the ", train_set.size(), " training images don't fill one batch of ",
+              settings.batch_size, "; give a smaller --batch-size");
+
   double accuracy = 0;
   for (int64_t epoch = 0; epoch < settings.epochs; ++epoch) {
     sampler.set_epoch(epoch);

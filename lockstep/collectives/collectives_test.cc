@@ -250,7 +250,7 @@ TEST(Collectives, GroupsLiveBesideEachOtherInSeveralThreads) {
 }
 
 TEST(Collectives, WorldOfOneNeedsNoEnvironment) {
-  auto world = init_process_group({.world_size = 1, .rank = 0});
+  auto world = init_process_group({.rank = 0, .world_size = 1});
   at::Tensor tensor = at::full({5}, 7.0);
   all_reduce(tensor, ReduceOp::AVG);
   broadcast(tensor, 0);
@@ -258,7 +258,7 @@ TEST(Collectives, WorldOfOneNeedsNoEnvironment) {
   all_gather(outputs, tensor);
   barrier();
   EXPECT_TRUE(at::equal(outputs[0], at::full({5}, 7.0)));
-  EXPECT_THROW(init_process_group({.world_size = 1, .rank = 0}), c10::Error) << "twice";
+  EXPECT_THROW(init_process_group({.rank = 0, .world_size = 1}), c10::Error) << "twice";
 }
 
 TEST(Collectives, InitialiseDestroyAndInitialiseAgain) {
@@ -278,14 +278,14 @@ TEST(Collectives, InitialiseDestroyAndInitialiseAgain) {
 }
 
 TEST(Collectives, BadArgumentsAreRefusedWithTheRemedy) {
-  EXPECT_THROW(init_process_group({.backend = "gloo", .world_size = 1, .rank = 0}), c10::ValueError);
-  EXPECT_THROW(init_process_group({.backend = "nccl", .world_size = 1, .rank = 0}), c10::ValueError);
-  EXPECT_THROW(init_process_group({.backend = "cpu:lockstep,cuda:nccl", .world_size = 1, .rank = 0}),
+  EXPECT_THROW(init_process_group({.backend = "gloo", .rank = 0, .world_size = 1}), c10::ValueError);
+  EXPECT_THROW(init_process_group({.backend = "nccl", .rank = 0, .world_size = 1}), c10::ValueError);
+  EXPECT_THROW(init_process_group({.backend = "cpu:lockstep,cuda:nccl", .rank = 0, .world_size = 1}),
                c10::ValueError);
-  EXPECT_THROW(init_process_group({.backend = "smoke", .world_size = 1, .rank = 0}), c10::ValueError);
-  EXPECT_THROW(init_process_group({.timeout = std::chrono::milliseconds(0), .world_size = 1, .rank = 0}),
+  EXPECT_THROW(init_process_group({.backend = "smoke", .rank = 0, .world_size = 1}), c10::ValueError);
+  EXPECT_THROW(init_process_group({.timeout = std::chrono::milliseconds(0), .rank = 0, .world_size = 1}),
                c10::ValueError);
-  auto world = init_process_group({.world_size = 1, .rank = 0});
+  auto world = init_process_group({.rank = 0, .world_size = 1});
   EXPECT_THROW(all_reduce(at::Tensor()), c10::ValueError);
   EXPECT_THROW(all_reduce(at::ones({2}).to_sparse()), c10::ValueError);
   EXPECT_THROW(broadcast(at::ones({2}), 1), c10::ValueError);

@@ -25,8 +25,8 @@ struct InitOptions {
   /// env:// (default), tcp://HOST:PORT or file:///PATH; see RendezvousOptions.
   std::string init_method = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< of the rendezvous and of each operation
-  int world_size = -1;
   int rank = -1;
+  int world_size = -1;
   c10::intrusive_ptr<c10d::Store> store = {};  ///< instead of an init_method
   std::string group_name = "default";          ///< for messages
 };

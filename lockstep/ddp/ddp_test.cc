@@ -115,7 +115,7 @@ TEST(DistributedDataParallel, StartsFromRankZeroAndAveragesGradientsInPlace) {
 }
 
 TEST(DistributedDataParallel, WorksAloneToo) {
-  auto world = init_process_group({.world_size = 1, .rank = 0});
+  auto world = init_process_group({.rank = 0, .world_size = 1});
   auto net = std::make_shared<Net>();
   DistributedDataParallel<Net> model(net);
   torch::optim::Adam optimizer(model.parameters());
@@ -256,7 +256,7 @@ TEST(DistributedDataParallel, DifferentModelsAreRefusedOnEveryRankByName) {
 }
 
 TEST(DistributedDataParallel, BadOptionsAndSparseGradientsAreRefused) {
-  auto world = init_process_group({.world_size = 1, .rank = 0});
+  auto world = init_process_group({.rank = 0, .world_size = 1});
   auto net = std::make_shared<Net>();
   EXPECT_THROW(DistributedDataParallel<Net>(net, {.bucket_cap_mb = 0}), c10::ValueError);
   EXPECT_THROW(DistributedDataParallel<Net>(net, {.first_bucket_cap_mb = -1}), c10::ValueError);

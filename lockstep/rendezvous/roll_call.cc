@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 #include <thread>
 #include <unistd.h>
 
@@ -17,7 +18,10 @@
 ///   data/R    what rank R published; stays when R gives up, so that it does not count as missing
 ///   size      the world size, by the first that came; the others must agree
 ///   count     ranks that are present; a rank that gives up takes itself off
-///   verdict   set once: "complete" by the rank that brings count to world_size, or the text of a conflict.
+///   seen      ranks that have read the outcome, good or bad
+///   verdict   set once: "complete" by the rank that brings count to world_size, "late: TEXT" by a rank 0
+///   that gives up,
+///             or the text of a conflict.
 ///   The only
 ///             key that waiting ranks look at.
 namespace lockstep {
@@ -28,6 +32,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kComplete = "complete";
+constexpr const char* kLate = "late: ";
 
 std::vector<uint8_t> to_bytes(const std::string& text) {
   return {text.begin(), text.end()};
@@ -42,18 +47,46 @@ class RollCall {
       : store_(store), prefix_(key + "/"), rank_(rank), world_size_(world_size) {}
 
   std::vector<std::string> run(const std::string& mine, Deadline deadline) {
+    try {
+      auto all = meet(mine, deadline);
+      store_.add(prefix_ + "seen", 1);
+      return all;
+    } catch (const c10::DistNetworkError&) {
+      throw;  // the store is gone
+    } catch (...) {
+      if (present_) store_.add(prefix_ + "seen", 1);
+      keep_store_until_seen();
+      throw;
+    }
+  }
+
+  /// Rank 0 may host the store: if its process ends at once after a failure, the others can't read why. Waits
+  /// until all that came have read the outcome, but not for ever.
+  void keep_store_until_seen() {
+    if (rank_ != 0) return;
+    int64_t present = 0;
+    for (int rank = 0; rank < world_size_; ++rank) present += store_.check({at("data", rank)}) ? 1 : 0;
+    const auto deadline = Deadline::after(std::chrono::seconds(3));
+    while (store_.add(prefix_ + "seen", 0) < present && !deadline.expired()) {
+      std::this_thread::sleep_for(milliseconds(2));
+    }
+  }
+
+ private:
+  std::vector<std::string> meet(const std::string& mine, Deadline deadline) {
     auto begin = Clock::now();
     claim();
     agree_on_size();
     store_.set(at("data", rank_), to_bytes(mine));
+    present_ = true;
     if (store_.add(prefix_ + "count", 1) == world_size_) decide(kComplete);
     if (!verdict_by(deadline)) give_up(Clock::now() - begin);
     auto verdict = to_text(store_.get(prefix_ + "verdict"));
+    if (verdict.starts_with(kLate)) LOCKSTEP_THROW_TIMEOUT(verdict.substr(std::strlen(kLate)));
     if (verdict != kComplete) C10_THROW_ERROR(DistStoreError, verdict);
     return collect();
   }
 
- private:
   std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
 
   /// A verdict that is already there stays.
@@ -119,10 +152,13 @@ class RollCall {
           c10::str("all ", world_size_, " ranks came, but not within ", seconds,
                    " of each other; start them closer together, or give a longer timeout"));
     }
-    LOCKSTEP_THROW_TIMEOUT(
+    auto text =
         c10::str(name_ranks(missing), " of ", world_size_, " did not join rank ", rank_, " within ", seconds,
-                 "; see whether these processes were started, and what they printed last, or give "
-                 "a longer timeout"));
+                 "; see whether these processes were started, and what they printed last, or give a "
+                 "longer timeout");
+    // Without rank 0 nobody can go on: whoever still waits is told now, for the store may end with it.
+    if (rank_ == 0) decide(kLate + text);
+    LOCKSTEP_THROW_TIMEOUT(text);
   }
 
   std::vector<std::string> collect() {
@@ -137,9 +173,19 @@ class RollCall {
   std::string prefix_;
   int rank_;
   int world_size_;
+  bool present_ = false;  // this rank's data are published
 };
 
 }  // namespace
+
+void keep_store_until_seen(c10d::Store& store, const std::string& key, int rank, int world_size) {
+  if (world_size == 1) return;
+  try {
+    RollCall(store, key, rank, world_size).keep_store_until_seen();
+  } catch (const c10::Error&) {
+    // The store is gone already; the caller's own error says more.
+  }
+}
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
                                   const std::string& mine, Deadline deadline) {

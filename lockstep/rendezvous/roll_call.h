@@ -19,11 +19,15 @@ namespace lockstep {
 /// holds its client's lock).
 ///
 /// Succeeds on all ranks or on none, as far as a store can tell. Throws DistTimeoutError that names the ranks
-/// that did not come by the deadline; after that the exchange may be tried again with the same key. Throws
-/// c10::DistStoreError on every rank that takes part when two processes claim one rank, disagree about
-/// the world size, or the store is lost.
-/// Thread-safe.
+/// that did not come by the deadline, on every rank as soon as rank 0's has passed (rank 0 may host the
+/// store). Throws c10::DistStoreError on every rank that takes part when two processes claim one rank,
+/// disagree about the world size, or the store is lost. After a failure rank 0 returns only when the others
+/// have read it (3 s at most). Thread-safe.
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
                                   const std::string& mine, Deadline deadline);
+
+/// For a rank 0 that is about to fail after an exchange which has succeeded: waits until the others have read
+/// its results, 3 s at most, for the store may end with rank 0's process. Other ranks return at once.
+void keep_store_until_seen(c10d::Store& store, const std::string& key, int rank, int world_size);
 
 }  // namespace lockstep

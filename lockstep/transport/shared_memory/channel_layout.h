@@ -53,6 +53,7 @@ struct ControlBlock {
   Flag staged;   // chunks that this rank has put into its scratch, since the group began
   Flag reduced;  // chunks that it has read, or reduced, from others' scratch, since the group began
   Flag done;     // last operation whose work this rank has finished
+  Flag joined;   // 1: this rank has mapped all members' blocks
   Flag left;     // 1: this rank has closed the group
   Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
   Verdict verdict;

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/base/cpu.h>
+#include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/roll_call.h>
@@ -110,7 +111,34 @@ std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<HostTransport> 
     channel->blocks_.push_back(channel->member_at(block));
   }
   channel->transport_->add_channel(channel.get());
+  channel->join(name, deadline);
   return channel;
+}
+
+// The first wait of the group: nobody goes on before all have read the others' addresses from the store,
+// which may end with rank 0's process.
+void GroupChannel::join(const std::string& name, const Deadline& deadline) {
+  joining_ = true;
+  deadline_ = deadline;
+  timeout_ = deadline.remaining();
+  policy_ = foreground_policy_;
+  sequence_.store(1, std::memory_order_relaxed);  // a failure here is one of the first operation
+  // Release: pairs with the load below.
+  blocks_[rank_].block->joined.value.store(1, std::memory_order_release);
+  publish_fence();
+  ring(0, size());
+  try {
+    await_ranks(0, size(), 1, [&](int rank) {
+      return blocks_[rank].block->joined.value.load(std::memory_order_acquire) != 0;
+    });
+  } catch (const ChannelError& error) {
+    const std::string text = "making group '" + name + "' failed on rank " +
+                             std::to_string(transport_->rank()) + ": " + error.what();
+    if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
+    C10_THROW_ERROR(DistBackendError, text);
+  }
+  sequence_.store(0, std::memory_order_relaxed);
+  joining_ = false;
 }
 
 GroupChannel::~GroupChannel() {
@@ -458,7 +486,9 @@ void GroupChannel::abort() {
 std::vector<int> GroupChannel::not_announced() const {
   std::vector<int> late;
   for (int rank = 0; rank < size(); ++rank) {
-    if (slot(rank).sequence.load(std::memory_order_acquire) < sequence()) late.push_back(rank);
+    const bool arrived = joining_ ? blocks_[rank].block->joined.value.load(std::memory_order_acquire) != 0
+                                  : slot(rank).sequence.load(std::memory_order_acquire) >= sequence();
+    if (!arrived) late.push_back(rank);
   }
   return late;
 }

@@ -65,7 +65,9 @@ class GroupChannel {
   enum class Flag { kStaged, kReduced, kDone };
 
   /// Collective over `members` (transport ranks, in group order, this one among them). `name` is the group's
-  /// own in the store. Throws as rendezvous' exchange() does.
+  /// own in the store. The store is used no more once
+  /// open() has returned on any member. Throws as rendezvous' exchange() does, and c10::DistBackendError or
+  /// DistTimeoutError if a member fails while the group is being made.
   static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport, c10d::Store& store,
                                             const std::string& name, std::vector<int> members,
                                             const Deadline& deadline);
@@ -148,6 +150,7 @@ class GroupChannel {
   layout::Flag& flag_of(Flag flag, int rank) const;
   void ring(int first, int last);
 
+  void join(const std::string& name, const Deadline& deadline);
   void await_flat();
   void await_tree(const PayloadCombiner* combiner);
   template <class Arrived>
@@ -175,6 +178,7 @@ class GroupChannel {
   WaitPolicy foreground_policy_;
   WaitPolicy background_policy_;
   bool all_have_memory_ = false;
+  bool joining_ = false;
 
   std::byte* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;

@@ -182,6 +182,15 @@ void check_same_host(const std::vector<Address>& addresses, int rank) {
       "; groups across hosts are not supported yet: start all ranks on one host, in one container");
 }
 
+/// All must run as one user, or they may not open each other's memory.
+void check_same_user(const std::vector<Address>& addresses, int rank) {
+  for (size_t peer = 0; peer < addresses.size(); ++peer) {
+    TORCH_CHECK_WITH(DistBackendError, addresses[peer].uid == addresses[rank].uid, "rank ", rank,
+                     " runs as user ", addresses[rank].uid, " and rank ", peer, " as user ",
+                     addresses[peer].uid, "; ranks share memory, so all must run as one user");
+  }
+}
+
 /// Makes the links of one rank; the state of the handshake lives here.
 class Handshake {
  public:
@@ -340,11 +349,19 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   mine.socket_name = "lockstep-" + to_hex(name.data(), name.size());
   UniqueFd listener = listen_on(mine.socket_name, world_size);
 
+  const std::string key = "lockstep/host";
   std::vector<Address> addresses;
-  for (const auto& text : exchange(store, "lockstep/host", rank, world_size, serialize(mine), deadline)) {
+  for (const auto& text : exchange(store, key, rank, world_size, serialize(mine), deadline)) {
     addresses.push_back(parse_address(text));
   }
-  check_same_host(addresses, rank);
+  try {
+    check_same_host(addresses, rank);
+    check_same_user(addresses, rank);
+  } catch (const c10::Error&) {
+    keep_store_until_seen(store, key, rank,
+                          world_size);  // all ranks see the same and fail, but must first have read it
+    throw;
+  }
   return Handshake(rank, addresses, own, std::move(listener)).run(deadline);
 }
 

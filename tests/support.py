@@ -1,0 +1,229 @@
+"""Starts programs for a test, watches what they write, and sees to it that none outlives the test."""
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import pathlib
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+import uuid
+
+HANG = 60  # seconds: nothing here takes that long unless it hangs
+INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH")
+MARK = "LOCKSTEP_TEST_MARK"
+LISTEN = "0A"  # a socket's state in /proc/net/tcp
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a program ended: exit status, or minus the signal's number, and what it wrote."""
+
+    pid: int
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def text(self) -> str:
+        return f"status {self.status}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+class Child:
+    """A started program. Its output is read all the time, so that it never waits for us."""
+
+    def __init__(self, command, environment, cwd):
+        self.process = subprocess.Popen(
+            [str(word) for word in command],
+            env=environment,
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+        self._text = {"stdout": "", "stderr": ""}
+        self._open = set(self._text)
+        self._changed = threading.Condition()
+        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self._text]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name):
+        for line in getattr(self.process, name):
+            with self._changed:
+                self._text[name] += line
+                self._changed.notify_all()
+        with self._changed:
+            self._open.discard(name)
+            self._changed.notify_all()
+
+    def wait_for(self, pattern: str, stream: str = "stdout") -> re.Match:
+        """The first place in the stream that matches; fails the test when the stream ends without one."""
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: re.search(pattern, self._text[stream]) or stream not in self._open, timeout=HANG
+            )
+            match = re.search(pattern, self._text[stream])
+        assert match, f"no '{pattern}' in {self._text}"
+        return match
+
+    def kill(self, number=signal.SIGKILL):
+        os.kill(self.pid, number)
+
+    def finish(self) -> Result:
+        """Ends its standard input, waits for its end, and returns what it wrote."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            status = self.process.wait(HANG)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.process.args} hangs; so far {self._text}") from None
+        for reader in self._readers:
+            reader.join(HANG)
+            assert not reader.is_alive(), f"somebody holds the output of {self.process.args} open"
+        return Result(self.pid, status, self._text["stdout"], self._text["stderr"])
+
+
+class Programs:
+    """All programs of one test. They and their descendants carry a mark in their environment."""
+
+    def __init__(self, bin_dir: pathlib.Path, folder: pathlib.Path):
+        self.bin_dir = bin_dir
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
+        self._children = []
+
+    def environment(self, **variables) -> dict:
+        """Nothing of a launcher that may have started the tests themselves."""
+        result = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        result.update({"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder), MARK: self._mark})
+        result.update({name: str(value) for name, value in variables.items()})
+        return result
+
+    def find(self, word) -> str:
+        """A program of the build by its name; anything else stays as it is."""
+        built = self.bin_dir / str(word)
+        return str(built) if "/" not in str(word) and built.is_file() else str(word)
+
+    def start(self, *command, **variables) -> Child:
+        """Starts the command; words that name programs of the build become their paths."""
+        child = Child([self.find(word) for word in command], self.environment(**variables), self.folder)
+        self._children.append(child)
+        return child
+
+    def run(self, *command, **variables) -> Result:
+        return self.start(*command, **variables).finish()
+
+    def lockstep_run(self, nprocs: int, *command, **variables) -> Result:
+        return self.run("lockstep", "run", "--nproc-per-node", nprocs, *command, **variables)
+
+    def run_ranks(self, ranks, *command, **variables) -> list:
+        """The command once for each of `ranks`, started by hand in a world as large as there are ranks."""
+        place = {"WORLD_SIZE": len(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **variables}
+        children = [self.start(*command, **{**place, "RANK": rank}) for rank in ranks]
+        return [child.finish() for child in children]
+
+    def survivors(self) -> list:
+        """Pids of this test's processes, whoever is their parent by now."""
+        entry = f"{MARK}={self._mark}".encode()
+        found = []
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # ended, a zombie, or not ours
+                if entry in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found
+
+    def wait_until_gone(self):
+        """Returns once no process of this test is left; fails the test when some stay."""
+        deadline = time.monotonic() + HANG
+        while pids := self.survivors():
+            for pid in pids:
+                assert wait_for_end(pid, deadline), f"still there: {command_line(pid)}"
+
+    def listening(self) -> set:
+        """(address, port) of every TCP socket on which a process of this test listens."""
+        found = set()
+        for pid in self.survivors():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile: listens no more
+                found |= listening_sockets(pid)
+        return found
+
+    def close(self):
+        """Kills what is left, without a word: the test said what was wrong."""
+        for _ in range(100):  # a process that is killed may just have started another
+            pids = self.survivors()
+            if not pids:
+                break
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in pids:
+                wait_for_end(pid, time.monotonic() + HANG)
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(HANG)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for_end(pid: int, deadline: float) -> bool:
+    """Whether the process ended by then; a zombie has."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(max(0, (deadline - time.monotonic()) * 1000)))
+    finally:
+        os.close(descriptor)
+
+
+def listening_sockets(pid: int) -> set:
+    """(address, port) of every TCP socket on which the process listens."""
+    inodes = set()
+    for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(descriptor)))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and fields[9] in inodes:
+                found.add(parse_address(fields[1]))
+    return found
+
+
+def command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return f"{pid} " + pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return str(pid)
+
+
+def parse_address(text: str) -> tuple:
+    """ "0100007F:1F90" of /proc/net/tcp (words of 32 bits in the machine's order, then the port) as ("127.0.0.1", 8080)."""
+    host, port = text.split(":")
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address), int(port, 16)
+
+
+def write_idx(path: pathlib.Path, content: bytes, *sizes: int):
+    """A file in the format of MNIST: bytes of the given sizes."""
+    path.write_bytes(struct.pack(f">BBBB{len(sizes)}I", 0, 0, 8, len(sizes), *sizes) + content)
