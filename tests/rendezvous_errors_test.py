@@ -160,7 +160,7 @@ def test_a_rank_that_never_comes_under_lockstep_run(programs):
     # Rank 1 reads from nothing and leaves in good order; the other two wait for it.
     assert done.status == 1, done.text
     for rank in (0, 2):
-        assert re.search(rf"^\[rank {rank}\] .*rank 1 of 3 did not join rank {rank}", done.stderr, re.M), done.text
+        assert re.search(rf"^\[rank {rank}\] .*rank 1 of 3 did not join", done.stderr, re.M), done.text
 
 
 def test_an_address_that_cannot_be_resolved_is_named(programs):

@@ -153,7 +153,7 @@ class RollCall {
                    " of each other; start them closer together, or give a longer timeout"));
     }
     auto text =
-        c10::str(name_ranks(missing), " of ", world_size_, " did not join rank ", rank_, " within ", seconds,
+        c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
                  "; see whether these processes were started, and what they printed last, or give a "
                  "longer timeout");
     // Without rank 0 nobody can go on: whoever still waits is told now, for the store may end with it.
