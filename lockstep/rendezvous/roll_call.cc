@@ -152,10 +152,9 @@ class RollCall {
           c10::str("all ", world_size_, " ranks came, but not within ", seconds,
                    " of each other; start them closer together, or give a longer timeout"));
     }
-    auto text =
-        c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
-                 "; see whether these processes were started, and what they printed last, or give a "
-                 "longer timeout");
+    auto text = c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
+                         "; see whether these processes were started, and what they printed last, or give a "
+                         "longer timeout");
     // Without rank 0 nobody can go on: whoever still waits is told now, for the store may end with it.
     if (rank_ == 0) decide(kLate + text);
     LOCKSTEP_THROW_TIMEOUT(text);
