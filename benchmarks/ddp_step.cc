@@ -3,7 +3,8 @@
 //
 //     lockstep run --nproc-per-node 2 bench_ddp_step ddp large 20 2
 //
-// Modes: ddp; alone (the same processes at the same time, without communication); single (as alone, but only
+// Modes: ddp; alone (the same processes at the same time, without communication); abreast (as alone, with a
+// barrier after each step, which shows what waiting for the slower rank costs); single (as alone, but only
 // the rank that is told so works). The argument is a network: large (1024-2048-2048-10, batch 128) or small
 // (784-256-10, batch 64).
 #include <iostream>
@@ -88,7 +89,8 @@ class Trainers {
  public:
   Timings measure(const Command& command) {
     const std::string& mode = command.operation;
-    TORCH_CHECK_VALUE(mode == "ddp" || mode == "alone" || mode == "single", "there is no mode '", mode, "'");
+    TORCH_CHECK_VALUE(mode == "ddp" || mode == "alone" || mode == "abreast" || mode == "single",
+                      "there is no mode '", mode, "'");
     Trainer& trainer = trainer_for(command.argument, mode == "ddp");
     trainer.prepare_batches(command.warmup + command.iterations);
     for (int64_t i = 0; i < command.warmup; ++i) trainer.step(i);
@@ -98,6 +100,7 @@ class Trainers {
     int64_t before = lockstep::bench::wall_clock();
     for (int64_t i = 0; i < command.iterations; ++i) {
       trainer.step(command.warmup + i);
+      if (mode == "abreast") lockstep::barrier();
       const int64_t now = lockstep::bench::wall_clock();
       timings.wall.push_back(now - before);
       before = now;

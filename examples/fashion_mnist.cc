@@ -17,7 +17,7 @@ using lockstep::data::FashionMnist;
 
 struct Settings {
   std::string model = "mlp";
-  int64_t epochs = 5;
+  int64_t epochs = 15;
   int64_t batch_size = 128;
   std::string data = "data";
   int64_t seed = 0;

@@ -46,6 +46,12 @@ def test_fashion_mnist_learns_and_is_the_same_every_time(programs, fashion_mnist
     assert last and float(last[1]) >= 0.80, done.text
 
 
+def test_quickstarts_epochs_reach_its_accuracy(programs, fashion_mnist_data):
+    done = train(programs, fashion_mnist_data, "--epochs", 15)
+    last = re.fullmatch(rf"\[rank 0\] {ACCURACY}", done.stdout.splitlines()[-1])
+    assert last and float(last[1]) >= 0.87, done.text
+
+
 def test_output_comes_from_rank_zero_and_ends_with_the_accuracy(programs, small_data):
     done = train(programs, small_data, "--epochs", 2, "--batch-size", 64)
     assert all(line.startswith("[rank 0] ") for line in done.stdout.splitlines()), done.text
