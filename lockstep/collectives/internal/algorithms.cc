@@ -16,7 +16,7 @@ constexpr size_t kCacheLine = 64;
 std::atomic<size_t> chunk_bytes_setting{size_t{256} << 10};
 
 /// memcpy(3), which takes no null pointer: the data of an empty tensor.
-void copy(void* to, const void* from, size_t bytes) {
+void copy_bytes(void* to, const void* from, size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
@@ -73,7 +73,7 @@ class Chunks {
 
   /// Copies chunk k of `data` into the own scratch and says so.
   void stage(size_t k, const void* data) {
-    copy(own(k), static_cast<const std::byte*>(data) + offset(k), size(k));
+    copy_bytes(own(k), static_cast<const std::byte*>(data) + offset(k), size(k));
     channel_.publish(Flag::kStaged, number(k));
   }
   /// The value of a flag once chunk k has passed.
@@ -157,8 +157,8 @@ void all_reduce_staged_slices(GroupChannel& channel, const ReduceKernels& kernel
     if (k + 1 < chunks.count()) chunks.stage(k + 1, data);
     for (int rank = 0; rank < ranks; ++rank) {
       const Range slice = slice_of(count, element, ranks, rank);
-      copy(static_cast<std::byte*>(data) + chunks.offset(k) + slice.begin * element,
-           chunks.of(rank, k) + slice.begin * element, slice.count * element);
+      copy_bytes(static_cast<std::byte*>(data) + chunks.offset(k) + slice.begin * element,
+                 chunks.of(rank, k) + slice.begin * element, slice.count * element);
     }
   }
   chunks.finish();
@@ -204,7 +204,7 @@ void all_reduce(GroupChannel& channel, const Terms& terms, const Signature& sign
     // first.
     channel.commit();
     if (channel.size() > GroupChannel::kFlatRanks) {
-      copy(data, channel.combined_payload(), bytes);
+      copy_bytes(data, channel.combined_payload(), bytes);
       return;
     }
     std::array<const void*, GroupChannel::kFlatRanks> inputs{};
@@ -243,11 +243,11 @@ void broadcast(GroupChannel& channel, const Terms& terms, const Signature& signa
   channel.await_announcements();
   if (small) {
     channel.commit();
-    if (!is_root) copy(data, channel.payload(root), bytes);
+    if (!is_root) copy_bytes(data, channel.payload(root), bytes);
     return;
   }
   if (channel.all_have_memory()) {
-    if (!is_root) copy(data, channel.memory(root), bytes);
+    if (!is_root) copy_bytes(data, channel.memory(root), bytes);
     return finish(channel);
   }
   Chunks chunks(channel, bytes, 1);
@@ -263,7 +263,7 @@ void broadcast(GroupChannel& channel, const Terms& terms, const Signature& signa
       chunks.stage(k, data);
     } else {
       channel.await_rank(Flag::kStaged, root, chunks.number(k));
-      copy(static_cast<std::byte*>(data) + chunks.offset(k), chunks.of(root, k), chunks.size(k));
+      copy_bytes(static_cast<std::byte*>(data) + chunks.offset(k), chunks.of(root, k), chunks.size(k));
       channel.publish(Flag::kReduced, chunks.number(k));
     }
   }
@@ -287,16 +287,16 @@ void all_gather(GroupChannel& channel, const Terms& terms, const Signature& sign
   channel.await_announcements();
   if (small) {
     channel.commit();
-    for (int rank = 0; rank < ranks; ++rank) copy(outputs[rank], channel.payload(rank), bytes);
+    for (int rank = 0; rank < ranks; ++rank) copy_bytes(outputs[rank], channel.payload(rank), bytes);
     return;
   }
   const int own = channel.rank();
-  if (outputs[own] != input) copy(outputs[own], input, bytes);
+  if (outputs[own] != input) copy_bytes(outputs[own], input, bytes);
   if (channel.all_have_memory()) {
     for (int step = 1; step < ranks; ++step) {
       // Each rank begins with another peer, so that not all read the same memory at once.
       const int peer = (own + step) % ranks;
-      copy(outputs[peer], channel.memory(peer), bytes);
+      copy_bytes(outputs[peer], channel.memory(peer), bytes);
     }
     return finish(channel);
   }
@@ -310,7 +310,8 @@ void all_gather(GroupChannel& channel, const Terms& terms, const Signature& sign
     channel.await_all(Flag::kStaged, chunks.number(k));
     for (int step = 1; step < ranks; ++step) {
       const int peer = (own + step) % ranks;
-      copy(static_cast<std::byte*>(outputs[peer]) + chunks.offset(k), chunks.of(peer, k), chunks.size(k));
+      copy_bytes(static_cast<std::byte*>(outputs[peer]) + chunks.offset(k), chunks.of(peer, k),
+                 chunks.size(k));
     }
     channel.publish(Flag::kReduced, chunks.number(k));
   }
