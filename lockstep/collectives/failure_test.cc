@@ -116,8 +116,9 @@ TEST(Failure, ExceptionThatEndsARankIsNoticed) {
 
 TEST(Failure, StoppedRankIsNamedAtTheTimeout) {
   run_ranks(3, [](int rank) {
-    auto world = init_process_group({.timeout = std::chrono::milliseconds(20000)});
-    auto group = new_group({}, std::chrono::milliseconds(500));
+    auto world = init_process_group();
+    auto group = new_group();
+    group->getBackend(at::kCPU)->setTimeout(500ms);  // of operations: making the group may take longer
     at::Tensor tensor = at::ones({10});
     all_reduce(tensor, ReduceOp::SUM, group);
     if (rank == 2) {
@@ -138,10 +139,11 @@ TEST(Failure, StoppedRankIsNamedAtTheTimeout) {
 
 TEST(Failure, SigstoppedProcessTimesOutAndIsNamed) {
   auto outcomes = run_ranks_collect(2, [](int rank) {
-    auto world = init_process_group({.timeout = std::chrono::milliseconds(800)});
+    auto world = init_process_group();
     at::Tensor mine = at::full({1}, static_cast<int64_t>(::getpid()), at::kLong);
     std::vector<at::Tensor> pids{at::empty_like(mine), at::empty_like(mine)};
     all_gather(pids, mine);
+    default_group()->getBackend(at::kCPU)->setTimeout(800ms);
     if (rank == 1) failpoint::configure("announce=kill(19)");
     try {
       barrier();
