@@ -90,6 +90,20 @@ class Chunks {
   size_t chunk_;
 };
 
+/// Announces with the data themselves when they are small (then true), else with where they lie.
+bool announce_data(GroupChannel& channel, transport::Announcement& announcement, const void* data,
+                   size_t bytes) {
+  const bool small = bytes <= GroupChannel::kPayloadBytes;
+  if (small) {
+    announcement.payload = data;
+    announcement.payload_bytes = bytes;
+  } else {
+    announcement.memory = channel.transport().arena().find(data, bytes);
+  }
+  channel.announce(announcement);
+  return small;
+}
+
 /// The last phase of every operation beyond the announcements.
 void finish(GroupChannel& channel) {
   failpoint::here("finish");
@@ -189,14 +203,7 @@ void all_reduce(GroupChannel& channel, const Terms& terms, const Signature& sign
   channel.begin(terms.deadline, terms.background);
   auto announcement = announcement_of(signature);
   const ReduceCombiner combiner(kernels, channel.size(), count);
-  const bool small = bytes <= GroupChannel::kPayloadBytes;
-  if (small) {
-    announcement.payload = data;
-    announcement.payload_bytes = bytes;
-  } else {
-    announcement.memory = channel.transport().arena().find(data, bytes);
-  }
-  channel.announce(announcement);
+  const bool small = announce_data(channel, announcement, data, bytes);
   channel.await_announcements(small ? &combiner : nullptr);
   if (channel.size() == 1) return channel.commit();  // a single value is its own sum, average and maximum
   if (small) {
@@ -276,14 +283,7 @@ void all_gather(GroupChannel& channel, const Terms& terms, const Signature& sign
   const int ranks = channel.size();
   channel.begin(terms.deadline, terms.background);
   auto announcement = announcement_of(signature);
-  const bool small = bytes <= GroupChannel::kPayloadBytes;
-  if (small) {
-    announcement.payload = input;
-    announcement.payload_bytes = bytes;
-  } else {
-    announcement.memory = channel.transport().arena().find(input, bytes);
-  }
-  channel.announce(announcement);
+  const bool small = announce_data(channel, announcement, input, bytes);
   channel.await_announcements();
   if (small) {
     channel.commit();

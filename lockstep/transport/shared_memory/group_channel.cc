@@ -10,7 +10,6 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/roll_call.h>
-#include <lockstep/transport/shared_memory/end_note.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 namespace lockstep::transport {
@@ -54,8 +53,7 @@ MemoryReference unpack_reference(uint64_t word) {
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------- joining and
-// leaving
+// ---- joining and leaving
 
 size_t GroupChannel::block_bytes(int size) {
   size_t bytes = sizeof(ControlBlock) + 2 * kPayloadBytes + round_up_to_line(size);
@@ -179,8 +177,7 @@ void GroupChannel::release_after_close(std::function<void()> release) {
   releases_.push_back(std::move(release));
 }
 
-// ------------------------------------------------------------------------------------------------- one
-// operation
+// ---- one operation
 
 void GroupChannel::begin(const Deadline& deadline, bool background) {
   TORCH_CHECK_WITH(
@@ -371,8 +368,7 @@ std::byte* GroupChannel::scratch_of(int rank) {
   return transport_->address(members_[rank], unpack_reference(word), deadline_);
 }
 
-// ------------------------------------------------------------------------------------------- waiting and
-// failure
+// ---- waiting and failure
 
 void GroupChannel::ring(int first, int last) {
   for (int rank = first; rank < last; ++rank) blocks_[rank].block->doorbell.ring();
@@ -428,11 +424,7 @@ void GroupChannel::await_ranks(int first, int last, int step, Arrived&& arrived)
 template <class Complete>
 bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   const uint64_t sequence = this->sequence();
-  auto& proposal = verdict().proposal;
-  uint64_t proposed = proposal.load(std::memory_order_relaxed);
-  while (proposed < sequence &&
-         !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
-  }
+  propose_to_give_up(sequence);
   publish_fence();
   if (complete()) return true;
   failpoint::here("give_up");
@@ -444,6 +436,14 @@ bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   }
   if (late.empty()) late.push_back(culprit);
   fail_as_decided(late);
+}
+
+void GroupChannel::propose_to_give_up(uint64_t sequence) {
+  auto& proposal = verdict().proposal;
+  uint64_t proposed = proposal.load(std::memory_order_relaxed);
+  while (proposed < sequence &&
+         !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
+  }
 }
 
 /// Whether this call's failure (kNone: success) became the group's decision on the operation.
@@ -475,11 +475,7 @@ void GroupChannel::commit() {
 
 void GroupChannel::abort() {
   const uint64_t sequence = committed_.load(std::memory_order_relaxed) + 1;
-  auto& proposal = verdict().proposal;
-  uint64_t proposed = proposal.load(std::memory_order_relaxed);
-  while (proposed < sequence &&
-         !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
-  }
+  propose_to_give_up(sequence);
   decide(FailureKind::kAborted, rank_, sequence);
 }
 

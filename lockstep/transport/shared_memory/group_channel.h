@@ -157,6 +157,7 @@ class GroupChannel {
   void await_ranks(int first, int last, int step, Arrived&& arrived);
   template <class Complete>
   bool give_up(FailureKind kind, int culprit, Complete&& complete);
+  void propose_to_give_up(uint64_t sequence);
   bool decide(FailureKind kind, int culprit, uint64_t sequence);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
   bool is_gone(int rank) const;
