@@ -5,6 +5,26 @@
 #include <lockstep/base/background_thread.h>
 
 namespace lockstep {
+namespace {
+
+std::thread start_thread(const char* name, std::function<void()> body) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_BLOCK, &all, &before);
+  std::thread thread;
+  try {
+    thread = std::thread(std::move(body));
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  ::pthread_setname_np(thread.native_handle(), name);
+  return thread;
+}
+
+}  // namespace
 
 BackgroundThread::~BackgroundThread() {
   // A handle to a thread of the parent can neither be joined nor destroyed; it is left to the process's end.
@@ -12,17 +32,15 @@ BackgroundThread::~BackgroundThread() {
 }
 
 void BackgroundThread::start(const char* name, std::function<void()> body) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_BLOCK, &all, &before);
-  thread_ = std::thread(std::move(body));
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  ::pthread_setname_np(thread_.native_handle(), name);
+  thread_ = start_thread(name, std::move(body));
 }
 
 void BackgroundThread::join() {
   if (thread_.joinable()) thread_.join();
+}
+
+void start_detached_thread(const char* name, std::function<void()> body) {
+  start_thread(name, std::move(body)).detach();
 }
 
 }  // namespace lockstep

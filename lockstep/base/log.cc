@@ -1,8 +1,10 @@
 #include <array>
 #include <atomic>
+#include <optional>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
@@ -13,9 +15,9 @@ namespace {
 constexpr std::array<const char*, 4> kNames = {"error", "warning", "info", "debug"};
 std::atomic<int> process_rank{-1};
 
-Level level_from_environment() {
+std::optional<Level> level_from_environment() {
   auto wanted = environment::text("LOCKSTEP_LOG");
-  if (!wanted) return Level::kWarning;
+  if (!wanted) return std::nullopt;
   for (size_t i = 0; i < kNames.size(); ++i) {
     if (*wanted == kNames[i]) return static_cast<Level>(i);
   }
@@ -23,11 +25,42 @@ Level level_from_environment() {
                                   "'; it takes error, warning, info or debug");
 }
 
+/// Python reads the variable when it imports torch.distributed; in C++ nobody has done so yet. What the
+/// program has set by c10d::setDebugLevel() stays.
+void load_torch_debug_level() {
+  const auto wanted = environment::text("TORCH_DISTRIBUTED_DEBUG");
+  if (!wanted || c10d::debug_level() != c10d::DebugLevel::Off) return;
+  try {
+    c10d::setDebugLevelFromEnvironment();
+  } catch (const std::exception&) {
+    C10_THROW_ERROR(ValueError, "environment variable TORCH_DISTRIBUTED_DEBUG is '" + *wanted +
+                                    "'; it must be OFF, INFO, or DETAIL");
+  }
+}
+
+/// What LOCKSTEP_LOG says, if it says anything.
+std::optional<Level> read_environment() {
+  load_torch_debug_level();
+  return level_from_environment();
+}
+
+Level level_of(c10d::DebugLevel level) {
+  switch (level) {
+    case c10d::DebugLevel::Off:
+      return Level::kWarning;
+    case c10d::DebugLevel::Info:
+      return Level::kInfo;
+    case c10d::DebugLevel::Detail:
+      break;
+  }
+  return Level::kDebug;
+}
+
 }  // namespace
 
 bool enabled(Level level) {
-  static const Level threshold = level_from_environment();
-  return level <= threshold;
+  static const std::optional<Level> chosen = read_environment();
+  return level <= (chosen ? *chosen : level_of(c10d::debug_level()));
 }
 
 void set_rank(int rank) {

@@ -3,8 +3,9 @@
 #include <sstream>
 #include <string>
 
-/// Lockstep's log: lines on standard error, chosen by LOCKSTEP_LOG=error|warning|info|debug (default:
-/// warning).
+/// Lockstep's log: lines on standard error, chosen by LOCKSTEP_LOG=error|warning|info|debug. Without it
+/// torch's debug level decides: TORCH_DISTRIBUTED_DEBUG=INFO, or c10d::setDebugLevel(), gives info, DETAIL
+/// gives debug, OFF gives warning.
 ///
 ///     LOCKSTEP_LOG(kInfo) << "listening on port " << port;
 ///
@@ -13,7 +14,8 @@ namespace lockstep::log {
 
 enum class Level { kError = 0, kWarning = 1, kInfo = 2, kDebug = 3 };
 
-/// Whether lines of this level are written.
+/// Whether lines of this level are written. The first call reads the environment; throws c10::ValueError when
+/// one of the two variables has a value it does not take.
 bool enabled(Level level);
 /// Puts "rank N" into the prefix of this process's lines; called once the rank is known.
 void set_rank(int rank);

@@ -1,0 +1,93 @@
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <lockstep/base/background_thread.h>
+#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/thread_cache.h>
+
+namespace lockstep {
+namespace {
+
+constexpr auto kIdleTime = std::chrono::seconds(1);
+
+class ThreadCache {
+ public:
+  void run(std::function<void()> task) {
+    std::unique_lock lock(mutex_);
+    if (!idle_.empty()) {
+      Worker* worker = idle_.back();  // the one that rested least: others may reach the end of their time
+      idle_.pop_back();
+      worker->task = std::move(task);
+      worker->called.notify_one();
+      return;
+    }
+    ++count_;
+    lock.unlock();
+    try {
+      start_detached_thread("lockstep-comm", [this, task = std::move(task)] { work(task); });
+    } catch (...) {
+      lock.lock();
+      --count_;
+      throw;
+    }
+  }
+
+  int count() {
+    std::lock_guard lock(mutex_);
+    return count_;
+  }
+
+  bool in_forked_child() const { return fork_guard_.in_forked_child(); }
+
+ private:
+  struct Worker {
+    std::condition_variable called;
+    std::function<void()> task;
+  };
+
+  void work(std::function<void()> task) {
+    Worker worker;
+    while (true) {
+      task();
+      task = nullptr;  // what it holds goes now, not when the next task comes
+      std::unique_lock lock(mutex_);
+      idle_.push_back(&worker);
+      worker.called.wait_for(lock, kIdleTime, [&] { return worker.task != nullptr; });
+      if (worker.task == nullptr) {
+        std::erase(idle_, &worker);
+        --count_;
+        return;
+      }
+      task = std::exchange(worker.task, nullptr);
+    }
+  }
+
+  ForkGuard fork_guard_;
+  std::mutex mutex_;
+  std::vector<Worker*> idle_;
+  int count_ = 0;
+};
+
+/// Never destroyed, for its threads may outlive main(); one for each process of a fork.
+ThreadCache& thread_cache() {
+  static std::mutex& mutex = *new std::mutex;
+  static ThreadCache* cache = nullptr;
+  std::lock_guard lock(mutex);
+  if (cache == nullptr || cache->in_forked_child()) cache = new ThreadCache;
+  return *cache;
+}
+
+}  // namespace
+
+void run_in_background(std::function<void()> task) {
+  thread_cache().run(std::move(task));
+}
+
+int background_thread_count() {
+  return thread_cache().count();
+}
+
+}  // namespace lockstep

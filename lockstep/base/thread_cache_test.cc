@@ -1,0 +1,64 @@
+#include <atomic>
+#include <future>
+#include <latch>
+#include <memory>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/base/thread_cache.h>
+
+namespace lockstep {
+namespace {
+
+TEST(ThreadCache, TasksThatWaitForEachOtherAllRun) {
+  constexpr int kTasks = 20;
+  std::latch together(kTasks);
+  std::latch done(kTasks);
+  for (int i = 0; i < kTasks; ++i) {
+    run_in_background([&] {
+      together.arrive_and_wait();  // returns only when all tasks run at once
+      done.count_down();
+    });
+  }
+  done.wait();
+  EXPECT_GE(background_thread_count(), kTasks);
+}
+
+TEST(ThreadCache, ThreadsAreUsedAgainAndEndWhenIdle) {
+  for (int i = 0; i < 200; ++i) {
+    std::promise<std::thread::id> ran;
+    run_in_background([&] { ran.set_value(std::this_thread::get_id()); });
+    EXPECT_NE(ran.get_future().get(), std::this_thread::get_id());
+  }
+  EXPECT_LE(background_thread_count(), 40);
+  while (background_thread_count() > 0) std::this_thread::yield();  // the test's own time limit bounds it
+}
+
+TEST(ThreadCache, WhatATaskHoldsGoesWhenItHasRun) {
+  auto held = std::make_shared<int>(1);
+  std::weak_ptr<int> watched = held;
+  run_in_background([held = std::move(held)] {});
+  while (!watched.expired()) std::this_thread::yield();
+}
+
+TEST(ThreadCache, AForkedChildHasThreadsOfItsOwn) {
+  std::promise<void> ran;
+  run_in_background([&] { ran.set_value(); });
+  ran.get_future().get();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::promise<void> here;
+    run_in_background([&] { here.set_value(); });
+    here.get_future().get();
+    ::_exit(7);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,34 @@
+#include <barrier>
+#include <chrono>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include <lockstep/testing/thread_ranks.h>
+
+namespace lockstep::testing {
+
+void run_rank_threads(int ranks,
+                      const std::function<void(std::shared_ptr<transport::GroupChannel> channel)>& body,
+                      const transport::HostTransport::Options& options) {
+  const auto transports = transport::HostTransport::connect_threads(ranks, options);
+  std::vector<int> members(ranks);
+  std::iota(members.begin(), members.end(), 0);
+  std::vector<uint64_t> addresses(ranks);
+  std::barrier all_known(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto exchange = [&](uint64_t own) {
+        addresses[rank] = own;
+        all_known.arrive_and_wait();
+        return addresses;
+      };
+      body(transport::GroupChannel::open(transports[rank], members, exchange,
+                                         Deadline::after(std::chrono::seconds(60))));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+}  // namespace lockstep::testing

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include <lockstep/transport/shared_memory/group_channel.h>
+
+namespace lockstep::testing {
+
+/// Runs body(channel) on `ranks` threads of this process, each with one rank's channel of a group of them
+/// all, so that ThreadSanitizer sees both sides of each exchange. Returns when all have; the channels'
+/// transports outlive the threads.
+void run_rank_threads(int ranks,
+                      const std::function<void(std::shared_ptr<transport::GroupChannel> channel)>& body,
+                      const transport::HostTransport::Options& options = {});
+
+}  // namespace lockstep::testing
