@@ -22,9 +22,9 @@ TEST(Hostlist, Expands) {
 }
 
 TEST(Hostlist, RefusesWhatIsMalformedAndShowsIt) {
-  for (const char* list :
-       {"", ",", "a,", "a[", "a]", "a[1", "a[]", "a[1-]", "a[-1]", "a[3-1]", "a[x]", "a[[1]]", "a[1,]",
-        "a[0-9999999]", "a[0-999]b[0-999]", "a[99999999999999999999]"}) {
+  for (const char* list : {"", ",", "a,", "a[", "a]", "a[1", "a[]", "a[1-]", "a[-1]", "a[3-1]", "a[x]",
+                           "a[[1]]", "a[1,]", "a[0-9999999]", "a[0-999]b[0-999]", "a[99999999999999999999]",
+                           "a[1-9223372036854775807]", "a[9223372036854775807]"}) {
     try {
       expand_hostlist(list);
       ADD_FAILURE() << list << " was accepted";
@@ -32,6 +32,14 @@ TEST(Hostlist, RefusesWhatIsMalformedAndShowsIt) {
       EXPECT_THAT(error.what(), HasSubstr("'" + std::string(list) + "' is not a list of hosts"));
     }
   }
+}
+
+TEST(Hostlist, RefusesWhatWouldCostMemoryAndStackOnly) {
+  std::string nested;
+  for (int i = 0; i < 20'000; ++i) nested += "[1]";
+  EXPECT_THROW(expand_hostlist(nested), c10::ValueError);
+  EXPECT_THROW(expand_hostlist("a[" + std::string(1000, '0') + "1-65536]"), c10::ValueError);
+  EXPECT_THROW(expand_hostlist(std::string(1000, 'a') + "[1-65536]"), c10::ValueError);
 }
 
 TEST(TasksPerNode, Expands) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <thread>
 #include <unistd.h>
 
@@ -46,15 +47,17 @@ class RollCall {
   RollCall(c10d::Store& store, const std::string& key, int rank, int world_size)
       : store_(store), prefix_(key + "/"), rank_(rank), world_size_(world_size) {}
 
-  std::vector<std::string> run(const std::string& mine, Deadline deadline) {
+  std::vector<std::string> run(const std::string& mine, Deadline deadline,
+                               const std::function<void()>& while_waiting) {
+    while_waiting_ = while_waiting;
     try {
       auto all = meet(mine, deadline);
-      store_.add(prefix_ + "seen", 1);
+      add(prefix_ + "seen", 1);
       return all;
     } catch (const c10::DistNetworkError&) {
       throw;  // the store is gone
     } catch (...) {
-      if (present_) store_.add(prefix_ + "seen", 1);
+      if (present_) add(prefix_ + "seen", 1);
       keep_store_until_seen();
       throw;
     }
@@ -67,7 +70,7 @@ class RollCall {
     int64_t present = 0;
     for (int rank = 0; rank < world_size_; ++rank) present += store_.check({at("data", rank)}) ? 1 : 0;
     const auto deadline = Deadline::after(std::chrono::seconds(3));
-    while (store_.add(prefix_ + "seen", 0) < present && !deadline.expired()) {
+    while (add(prefix_ + "seen", 0) < present && !deadline.expired()) {
       std::this_thread::sleep_for(milliseconds(2));
     }
   }
@@ -79,12 +82,24 @@ class RollCall {
     agree_on_size();
     store_.set(at("data", rank_), to_bytes(mine));
     present_ = true;
-    if (store_.add(prefix_ + "count", 1) == world_size_) decide(kComplete);
+    if (add(prefix_ + "count", 1) == world_size_) decide(kComplete);
     if (!verdict_by(deadline)) give_up(Clock::now() - begin);
     auto verdict = to_text(store_.get(prefix_ + "verdict"));
     if (verdict.starts_with(kLate)) LOCKSTEP_THROW_TIMEOUT(verdict.substr(std::strlen(kLate)));
     if (verdict != kComplete) C10_THROW_ERROR(DistStoreError, verdict);
     return collect();
+  }
+
+  /// Store::add parses what is there, and says no more than "stoll" when that is no number.
+  int64_t add(const std::string& key, int64_t amount) {
+    try {
+      return store_.add(key, amount);
+    } catch (const std::logic_error&) {
+      C10_THROW_ERROR(DistStoreError,
+                      c10::str("the store holds no number under '", key,
+                               "', which no rank of this job wrote; do not write there, and do "
+                               "not use a store again that another program left behind"));
+    }
   }
 
   std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
@@ -94,7 +109,7 @@ class RollCall {
 
   void claim() {
     auto me = c10::str("process ", ::getpid(), " on ", this_host().hostname);
-    if (store_.add(at("claim", rank_), 1) == 1) {
+    if (add(at("claim", rank_), 1) == 1) {
       store_.set(at("who", rank_), to_bytes(me));
       return;
     }
@@ -128,6 +143,7 @@ class RollCall {
     auto pause = microseconds(50);
     while (!store_.check({prefix_ + "verdict"})) {
       if (deadline.expired()) return false;
+      if (while_waiting_) while_waiting_();
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
       pause = std::min(pause * 3 / 2, longest);
     }
@@ -136,12 +152,12 @@ class RollCall {
 
   /// Takes this rank off the count and throws, unless the count had become full in the meantime.
   void give_up(std::chrono::nanoseconds waited) {
-    if (store_.add(prefix_ + "count", -1) == world_size_ - 1) {
+    if (add(prefix_ + "count", -1) == world_size_ - 1) {
       // Complete after all: the rank that completed it is about to set the verdict.
-      store_.add(prefix_ + "count", 1);
+      add(prefix_ + "count", 1);
       if (verdict_by(Deadline::after(std::chrono::seconds(10)))) return;
     }
-    store_.add(at("claim", rank_), -1);
+    add(at("claim", rank_), -1);
     std::vector<int> missing;
     for (int rank = 0; rank < world_size_; ++rank) {
       if (!store_.check({at("data", rank)})) missing.push_back(rank);
@@ -173,6 +189,7 @@ class RollCall {
   int rank_;
   int world_size_;
   bool present_ = false;  // this rank's data are published
+  std::function<void()> while_waiting_;
 };
 
 }  // namespace
@@ -186,12 +203,23 @@ void keep_store_until_seen(c10d::Store& store, const std::string& key, int rank,
   }
 }
 
+void forget_exchange(c10d::Store& store, const std::string& key, int world_size) {
+  if (world_size == 1) return;
+  for (const char* name : {"size", "count", "seen", "verdict"}) store.deleteKey(key + "/" + name);
+  for (int rank = 0; rank < world_size; ++rank) {
+    for (const char* kind : {"claim", "who", "data"}) {
+      store.deleteKey(key + "/" + kind + "/" + std::to_string(rank));
+    }
+  }
+}
+
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
-                                  const std::string& mine, Deadline deadline) {
+                                  const std::string& mine, Deadline deadline,
+                                  const std::function<void()>& while_waiting) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "rank ", rank, " is not in [0, ", world_size, ")");
   if (world_size == 1) return {mine};
   try {
-    return RollCall(store, key, rank, world_size).run(mine, deadline);
+    return RollCall(store, key, rank, world_size).run(mine, deadline, while_waiting);
   } catch (const c10::DistNetworkError& error) {
     C10_THROW_ERROR(
         DistStoreError,

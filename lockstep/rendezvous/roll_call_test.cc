@@ -82,5 +82,36 @@ TEST(RollCall, RefusesARankOutsideOfTheWorld) {
   EXPECT_THROW(exchange(store, "key", -1, 2, "", Deadline::after(1s)), c10::ValueError);
 }
 
+TEST(RollCall, WaitEndsWithWhatTheCallerThrows) {
+  c10d::HashStore store;
+  int calls = 0;
+  const auto interrupt = [&] { TORCH_CHECK(++calls < 3, "enough"); };
+  EXPECT_THROW(exchange(store, "key", 0, 2, "me", Deadline::after(60s), interrupt), c10::Error);
+  EXPECT_EQ(calls, 3);
+}
+
+TEST(RollCall, ForgetsEverythingWhenToldTo) {
+  c10d::HashStore store;
+  store.set("other", {1});
+  for (const auto& result : run(store, {0, 1, 2}, 3, 60s)) EXPECT_EQ(result, "x0|x1|x2|");
+  EXPECT_GT(store.getNumKeys(), 1);
+  forget_exchange(store, "key", 3);
+  EXPECT_EQ(store.getNumKeys(), 1);
+  for (const auto& result : run(store, {0, 1, 2}, 3, 60s)) EXPECT_EQ(result, "x0|x1|x2|");
+}
+
+TEST(RollCall, ForeignValuesInTheStoreAreNamed) {
+  for (const char* key : {"key/claim/1", "key/count"}) {
+    c10d::HashStore store;
+    store.set(key, {'x'});
+    try {
+      exchange(store, "key", 1, 2, "me", Deadline::after(60s));
+      ADD_FAILURE() << key << " was accepted";
+    } catch (const c10::DistStoreError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(std::string("no number under '") + key + "'"));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

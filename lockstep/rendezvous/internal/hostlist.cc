@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <charconv>
 #include <optional>
 
@@ -8,9 +9,14 @@
 namespace lockstep::rendezvous_internal {
 namespace {
 
+// So that whatever stands in the variable costs no more memory and stack than a large cluster's list.
 constexpr size_t kMostHosts = 65536;
+constexpr size_t kMostDigits = 18;  // any number of so many fits into a long, and so does the next one
+constexpr size_t kLongestName = 255;
+constexpr ptrdiff_t kMostBrackets = 16;  // in one name
 
 std::optional<long> whole_number(std::string_view text) {
+  if (text.size() > kMostDigits) return std::nullopt;
   long number = 0;
   auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc() || stop != text.data() + text.size() || number < 0) return std::nullopt;
@@ -59,6 +65,7 @@ std::optional<std::vector<std::string>> expand_numbers(std::string_view ranges) 
 /// One entry with any number of brackets.
 std::optional<std::vector<std::string>> expand_name(std::string_view name) {
   auto open = name.find('[');
+  if (std::min(open, name.size()) > kLongestName) return std::nullopt;
   if (open == std::string_view::npos) {
     if (name.empty()) return std::nullopt;
     return std::vector<std::string>{std::string(name)};
@@ -87,7 +94,12 @@ std::vector<std::string> expand_hostlist(std::string_view list) {
   auto parts = split(list);
   bool good = parts.has_value();
   for (size_t i = 0; good && i < parts->size(); ++i) {
-    auto names = expand_name((*parts)[i]);
+    const auto part = (*parts)[i];
+    if (std::count(part.begin(), part.end(), '[') > kMostBrackets) {
+      good = false;
+      break;
+    }
+    auto names = expand_name(part);
     good = names && hosts.size() + names->size() <= kMostHosts;
     if (good) hosts.insert(hosts.end(), names->begin(), names->end());
   }

@@ -12,6 +12,9 @@
 /// it.
 namespace lockstep::transport::layout {
 
+/// Up to this many ranks everybody reads everybody's announcement; larger groups combine them in a tree of
+/// this radix.
+constexpr int kFlatRanks = 8;
 /// Payload that fits into an announcement.
 constexpr size_t kPayloadBytes = 8192;
 /// Combined payload on its way up the tree: partial results may be twice as wide (float for bfloat16).
@@ -48,6 +51,23 @@ struct alignas(64) Verdict {
   std::atomic<uint64_t> decision;  // packed Decision; 0: none yet
 };
 
+/// Where a rank waits for messages. Everybody who has changed something that this rank may wait for counts an
+/// event; the waiter looks at everything again when the count has changed.
+struct alignas(64) MessageEvents {
+  Doorbell doorbell;
+  alignas(64) std::atomic<uint32_t> count;
+
+  void notify() {
+    // Release, and as a read-modify-write also the fence that Doorbell asks for: whoever sees the count sees
+    // what was changed before.
+    count.fetch_add(1, std::memory_order_seq_cst);
+    publish_fence();
+    doorbell.ring();
+  }
+};
+
+/// Behind each block follow, for each member, a word in which that member puts the reference of its mailbox
+/// for this rank, and a byte in which it says that it has closed the group; then the payloads.
 struct ControlBlock {
   Doorbell doorbell;
   Flag staged;   // chunks that this rank has put into its scratch, since the group began
@@ -57,6 +77,7 @@ struct ControlBlock {
   Flag left;     // 1: this rank has closed the group
   Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
   Verdict verdict;
+  MessageEvents messages;
   std::array<Slot, 2> slots;        // by the sequence's last bit
   std::array<Summary, 2> combined;  // leaders, groups beyond 8 ranks
   std::array<Summary, 2> result;    // rank 0, groups beyond 8 ranks

@@ -2,30 +2,16 @@
 
 #include <array>
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/shared_memory/channel_layout.h>
-#include <lockstep/transport/shared_memory/host_transport.h>
+#include <lockstep/transport/shared_memory/group_members.h>
+#include <lockstep/transport/shared_memory/message_channel.h>
 
 namespace lockstep::transport {
-
-enum class FailureKind : uint8_t { kNone = 0, kPeerEnded, kPeerLeft, kTimeout, kMismatch, kAborted };
-
-/// Why a channel failed. what() says it in words, without the operation, which only the layer above knows.
-class ChannelError : public std::runtime_error {
- public:
-  ChannelError(FailureKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
-  FailureKind kind() const { return kind_; }
-
- private:
-  FailureKind kind_;
-};
 
 /// What a rank tells the others before an operation begins.
 struct Announcement {
@@ -50,8 +36,8 @@ class PayloadCombiner {
 /// the protocol and its proof.
 ///
 /// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] →
-/// commit(). All members run the same operations in the same order, each from one thread at a time; abort(),
-/// wake_waiter() and failed() may be called from any thread. Every wait ends: by what is waited for, the
+/// commit(). All members run the same operations in the same order, each from one thread at a time; abort()
+/// and failed() may be called from any thread. Every wait ends: by what is waited for, the
 /// deadline, the end of a peer, or another member's failure; it then throws ChannelError, on all members, and
 /// the channel stays failed.
 ///
@@ -61,29 +47,33 @@ class GroupChannel {
   static constexpr size_t kPayloadBytes = layout::kPayloadBytes;
   /// Up to this size everybody reads everybody's announcement; larger groups combine them in a tree of this
   /// radix.
-  static constexpr int kFlatRanks = 8;
+  static constexpr int kFlatRanks = layout::kFlatRanks;
   enum class Flag { kStaged, kReduced, kDone };
 
-  /// Collective over `members` (transport ranks, in group order, this one among them). `name` is the group's
-  /// own in the store. The store is used no more once
-  /// open() has returned on any member. Throws as rendezvous' exchange() does, and c10::DistBackendError or
+  using AddressExchange = GroupMembers::AddressExchange;
+
+  /// Collective over `members` (transport ranks, in group order, this one among them). `exchange` is used no
+  /// more once open() has returned on any member. Throws what `exchange` throws, and c10::DistBackendError or
   /// DistTimeoutError if a member fails while the group is being made.
-  static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport, c10d::Store& store,
-                                            const std::string& name, std::vector<int> members,
+  static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport,
+                                            std::vector<int> members, const AddressExchange& exchange,
                                             const Deadline& deadline);
   GroupChannel(const GroupChannel&) = delete;
   GroupChannel& operator=(const GroupChannel&) = delete;
-  /// leave(), and gives the memory back once no member uses it any more.
   ~GroupChannel();
 
   int rank() const { return rank_; }
-  int size() const { return static_cast<int>(members_.size()); }
-  int transport_rank(int rank) const { return members_[rank]; }
-  HostTransport& transport() { return *transport_; }
+  int size() const { return members_->size(); }
+  int transport_rank(int rank) const { return members_->transport_rank(rank); }
+  HostTransport& transport() { return members_->transport(); }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+  /// Send and receive between members.
+  MessageChannel& messages() { return messages_; }
 
   /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
   void begin(const Deadline& deadline, bool background);
+  /// Where the payload of the coming announcement is to stand, kPayloadBytes: for who writes it there itself.
+  std::byte* own_payload();
   void announce(const Announcement& announcement);
   /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before
   /// any member's data were touched. With a combiner, groups beyond kFlatRanks have the combined payload
@@ -97,7 +87,13 @@ class GroupChannel {
   const void* combined_payload() const;
   /// The announced memory of a member, as mapped here.
   std::byte* memory(int rank);
+  /// Other memory in a member's arena, as mapped here.
+  std::byte* memory(int rank, const MemoryReference& reference);
   const std::array<std::byte, layout::kDetailBytes>& details(int rank) const;
+
+  /// Fails the operation on all members because of what they have announced, before any data were touched:
+  /// all must come to the same conclusion, with `text` for each.
+  [[noreturn]] void refuse(const std::string& text);
 
   /// Sets this rank's flag (values only grow) after everything written so far, and wakes who waits.
   void publish(Flag flag, uint64_t value);
@@ -120,55 +116,39 @@ class GroupChannel {
 
   /// Says that this rank takes part in no further operation: members that wait for it fail at once. Not while
   /// an operation is in progress. May be called again.
-  void leave();
+  void leave() { members_->leave(); }
 
   /// Fails the group on all members; waits in progress throw. From any thread.
   void abort();
-  bool failed() const;
-  /// Looks at the group's state again if the waiter sleeps (a peer ended). From any thread.
-  void wake_waiter();
+  bool failed() const { return members_->failed(); }
   /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have
   /// closed it).
-  void release_after_close(std::function<void()> release);
+  void release_after_close(std::function<void()> release) {
+    members_->release_after_close(std::move(release));
+  }
 
  private:
-  struct Member {
-    layout::ControlBlock* block;
-    std::byte* payloads;  // 2 × kPayloadBytes, then for groups beyond kFlatRanks 2 × kPartialBytes and 2 ×
-                          // kPayloadBytes
-    std::atomic<uint8_t>* closed;  // by member
-  };
+  explicit GroupChannel(std::shared_ptr<GroupMembers> members);
 
-  GroupChannel(std::shared_ptr<HostTransport> transport, std::vector<int> members);
-  static size_t block_bytes(int size);
-  Member member_at(std::byte* block) const;
-
-  layout::Slot& slot(int rank) const { return blocks_[rank].block->slots[sequence() & 1]; }
-  layout::Verdict& verdict() const { return blocks_[0].block->verdict; }
+  layout::ControlBlock& block(int rank) const { return members_->block(rank); }
+  layout::Slot& slot(int rank) const { return block(rank).slots[sequence() & 1]; }
   std::byte* partial_payload(int rank) const;
   std::byte* result_payload() const;
   layout::Flag& flag_of(Flag flag, int rank) const;
-  void ring(int first, int last);
 
-  void join(const std::string& name, const Deadline& deadline);
+  void join(const Deadline& deadline);
   void await_flat();
   void await_tree(const PayloadCombiner* combiner);
   template <class Arrived>
   void await_ranks(int first, int last, int step, Arrived&& arrived);
   template <class Complete>
   bool give_up(FailureKind kind, int culprit, Complete&& complete);
-  void propose_to_give_up(uint64_t sequence);
-  bool decide(FailureKind kind, int culprit, uint64_t sequence);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
-  bool is_gone(int rank) const;
   std::vector<int> not_announced() const;
-  std::string describe(const std::vector<int>& ranks) const;
 
-  std::shared_ptr<HostTransport> transport_;
-  std::vector<int> members_;
-  int rank_ = 0;
-  std::byte* own_block_ = nullptr;
-  std::vector<Member> blocks_;
+  std::shared_ptr<GroupMembers> members_;
+  const int rank_;
+  MessageChannel messages_;
 
   // The operation in progress; one thread at a time.
   std::atomic<uint64_t> sequence_{0};
@@ -185,7 +165,6 @@ class GroupChannel {
   size_t scratch_bytes_ = 0;
   uint64_t chunk_base_ = 0;
   std::optional<ChannelError> failure_;
-  std::vector<std::function<void()>> releases_;
 };
 
 }  // namespace lockstep::transport

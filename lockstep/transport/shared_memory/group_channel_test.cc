@@ -1,14 +1,13 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
-#include <numeric>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/base/failpoint.h>
+#include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 // The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real
@@ -19,20 +18,8 @@ namespace {
 using namespace std::chrono_literals;
 using Flag = GroupChannel::Flag;
 
-/// Runs body(channel) on `ranks` threads, each with the channel of one rank.
 void on_ranks(int ranks, const std::function<void(GroupChannel&)>& body) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  auto transports = HostTransport::connect_threads(ranks, {});
-  std::vector<int> members(ranks);
-  std::iota(members.begin(), members.end(), 0);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto channel = GroupChannel::open(transports[rank], *store, "test", members, Deadline::after(30s));
-      body(*channel);
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  testing::run_rank_threads(ranks, [&](const std::shared_ptr<GroupChannel>& channel) { body(*channel); });
 }
 
 Announcement announce_value(uint64_t digest, const uint64_t& value) {

@@ -11,7 +11,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/log.h>
 #include <lockstep/transport/shared_memory/end_note.h>
-#include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/shared_memory/group_members.h>
 #include <lockstep/transport/shared_memory/host_transport.h>
 
 namespace lockstep::transport {
@@ -90,7 +90,8 @@ HostTransport::~HostTransport() {
 void HostTransport::install(int rank, uint32_t index, std::shared_ptr<Segment> segment) {
   std::lock_guard lock(segments_mutex_);
   Peer& peer = *peers_[rank];
-  // Release: pairs with address(), which then may read through the pointer.
+  peer.sizes[index] = segment->size();
+  // Release: pairs with address(), which then may read the size, and through the pointer.
   peer.bases[index].store(segment->data(), std::memory_order_release);
   peer.segments.push_back(std::move(segment));
   segments_changed_.notify_all();
@@ -110,17 +111,28 @@ void HostTransport::publish_segment(uint32_t index, const std::shared_ptr<Segmen
   }
 }
 
-std::byte* HostTransport::address(int rank, const MemoryReference& reference, const Deadline& deadline) {
+std::byte* HostTransport::address(int rank, const MemoryReference& reference, const Deadline& deadline,
+                                  size_t bytes) {
   Peer& peer = *peers_[rank];
-  auto& base = peer.bases[reference.segment];
-  if (std::byte* mapped = base.load(std::memory_order_acquire)) return mapped + reference.offset;
+  const uint32_t segment = reference.segment;
+  TORCH_CHECK_WITH(DistBackendError, segment < Arena::kMaxSegments, "rank ", rank,
+                   " gave a reference to segment ", segment, ", which no arena has");
+  const auto within = [&](std::byte* base) {
+    const size_t size = peer.sizes[segment];
+    TORCH_CHECK_WITH(DistBackendError, bytes <= size && reference.offset <= size - bytes, "rank ", rank,
+                     " gave a reference to byte ", reference.offset, " of segment ", segment, ", which has ",
+                     size, " bytes");
+    return base + reference.offset;
+  };
+  auto& base = peer.bases[segment];
+  if (std::byte* mapped = base.load(std::memory_order_acquire)) return within(mapped);
   std::unique_lock lock(segments_mutex_);
   const bool arrived = segments_changed_.wait_for(lock, deadline.remaining(), [&] {
     return base.load(std::memory_order_acquire) != nullptr || peer.ended.load(std::memory_order_acquire);
   });
-  if (std::byte* mapped = base.load(std::memory_order_acquire)) return mapped + reference.offset;
+  if (std::byte* mapped = base.load(std::memory_order_acquire)) return within(mapped);
   TORCH_CHECK_WITH(DistBackendError, !arrived, describe_end(rank));
-  LOCKSTEP_THROW_TIMEOUT("segment " + std::to_string(reference.segment) + " of rank " + std::to_string(rank) +
+  LOCKSTEP_THROW_TIMEOUT("segment " + std::to_string(segment) + " of rank " + std::to_string(rank) +
                          " did not arrive within the timeout");
 }
 
@@ -131,14 +143,14 @@ std::string HostTransport::describe_end(int rank) const {
          describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
 }
 
-void HostTransport::add_channel(GroupChannel* channel) {
-  std::lock_guard lock(channels_mutex_);
-  channels_.push_back(channel);
+void HostTransport::add_group(GroupMembers* group) {
+  std::lock_guard lock(groups_mutex_);
+  groups_.insert(group);
 }
 
-void HostTransport::remove_channel(GroupChannel* channel) {
-  std::lock_guard lock(channels_mutex_);
-  std::erase(channels_, channel);
+void HostTransport::remove_group(GroupMembers* group) {
+  std::lock_guard lock(groups_mutex_);
+  groups_.erase(group);
 }
 
 void HostTransport::retire(std::function<bool()> unused, std::function<void()> release) {
@@ -206,8 +218,8 @@ void HostTransport::mark_ended(int rank) {
     segments_changed_.notify_all();
   }
   endings_.fetch_add(1, std::memory_order_acq_rel);
-  std::lock_guard lock(channels_mutex_);
-  for (GroupChannel* channel : channels_) channel->wake_waiter();
+  std::lock_guard lock(groups_mutex_);
+  for (GroupMembers* group : groups_) group->wake_waiters();
 }
 
 }  // namespace lockstep::transport

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <lockstep/base/background_thread.h>
@@ -23,7 +23,7 @@ class Store;
 
 namespace lockstep::transport {
 
-class GroupChannel;
+class GroupMembers;
 
 /// The ranks of one host as one process sees them: everybody's memory mapped, everybody's life watched.
 ///
@@ -51,9 +51,10 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   Arena& arena() { return *arena_; }
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
 
-  /// Where a rank's memory is mapped here. Waits for a segment that is on its way; throws DistTimeoutError if
-  /// it does not arrive, c10::DistBackendError if its owner has ended.
-  std::byte* address(int rank, const MemoryReference& reference, const Deadline& deadline);
+  /// Where `bytes` of a rank's memory are mapped here. Waits for a segment that is on its way; throws
+  /// DistTimeoutError if it does not arrive, c10::DistBackendError if its owner has ended or the bytes lie
+  /// outside of it.
+  std::byte* address(int rank, const MemoryReference& reference, const Deadline& deadline, size_t bytes = 1);
 
   /// Counts the peers that have ended or left so far: changes whenever has_ended() of any peer does.
   uint32_t endings() const { return endings_.load(std::memory_order_acquire); }
@@ -62,9 +63,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::string describe_end(int rank) const;
   int pid_of(int rank) const { return peers_[rank]->link.pid; }
 
-  /// Groups register to have their sleeping waiters woken when a peer ends; channels do this themselves.
-  void add_channel(GroupChannel* channel);
-  void remove_channel(GroupChannel* channel);
+  /// Groups register to have their sleeping waiters woken when a peer ends; GroupMembers does this itself.
+  void add_group(GroupMembers* group);
+  void remove_group(GroupMembers* group);
 
   /// Calls `release` once `unused()` holds, now or when a later group closes, or at the end: for memory that
   /// a closed group's peers may still touch.
@@ -79,7 +80,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
-    std::vector<std::shared_ptr<Segment>> segments;  // keeps the mappings; monitor thread only
+    std::array<size_t, Arena::kMaxSegments> sizes{};  // in bytes; written before the base
+    std::vector<std::shared_ptr<Segment>> segments;   // keeps the mappings; monitor thread only
   };
   struct Retired {
     std::function<bool()> unused;
@@ -104,8 +106,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::mutex segments_mutex_;
   std::condition_variable segments_changed_;
 
-  std::mutex channels_mutex_;
-  std::vector<GroupChannel*> channels_;
+  std::mutex groups_mutex_;
+  std::unordered_set<GroupMembers*> groups_;
 
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;

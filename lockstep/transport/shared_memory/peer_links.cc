@@ -1,9 +1,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <iomanip>
 #include <poll.h>
-#include <sstream>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -18,6 +16,8 @@
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/transport/internal/peer_address.h>
+#include <lockstep/transport/shared_memory/arena.h>
 #include <lockstep/transport/shared_memory/peer_links.h>
 
 #ifndef SO_PEERPIDFD
@@ -28,17 +28,6 @@ namespace lockstep::transport {
 namespace {
 
 constexpr uint64_t kHelloMagic = 0x3150455453434b4cULL;  // "LKCSTEP1"
-
-using Token = std::array<uint8_t, 16>;
-
-/// What a rank puts into the store for the others.
-struct Address {
-  HostIdentity host;
-  pid_t pid = 0;
-  uid_t uid = 0;
-  std::string socket_name;
-  Token token{};
-};
 
 /// The first message on each connection, in both directions, with the sender's segment attached.
 struct Hello {
@@ -62,35 +51,6 @@ std::array<uint8_t, N> random_bytes() {
   TORCH_CHECK_WITH(DistBackendError, ::getrandom(bytes.data(), N, 0) == static_cast<ssize_t>(N),
                    "getrandom failed: ", std::strerror(errno));
   return bytes;
-}
-
-std::string to_hex(const uint8_t* bytes, size_t count) {
-  std::ostringstream text;
-  for (size_t i = 0; i < count; ++i) text << std::hex << std::setw(2) << std::setfill('0') << int{bytes[i]};
-  return text.str();
-}
-
-std::string serialize(const Address& address) {
-  std::ostringstream text;
-  text << address.pid << ' ' << address.uid << ' ' << address.socket_name << ' '
-       << to_hex(address.token.data(), address.token.size()) << ' ' << address.host.to_string();
-  return text.str();
-}
-
-Address parse_address(const std::string& text) {
-  Address address;
-  std::istringstream words(text);
-  std::string token;
-  std::string host;
-  words >> address.pid >> address.uid >> address.socket_name >> token >> std::ws;
-  std::getline(words, host);
-  TORCH_CHECK_WITH(DistBackendError, words && token.size() == 2 * address.token.size(),
-                   "malformed peer address '", text, "'; do all ranks run the same version of Lockstep?");
-  for (size_t i = 0; i < address.token.size(); ++i) {
-    address.token[i] = static_cast<uint8_t>(std::stoi(token.substr(2 * i, 2), nullptr, 16));
-  }
-  address.host = HostIdentity::parse(host);
-  return address;
 }
 
 /// An abstract socket's address: a name that begins with a zero byte and needs no file.
@@ -141,7 +101,8 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0) {
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control.data();
-  message.msg_controllen = control.size();
+  // Not the padded size, which has room for a second descriptor: the kernel closes what does not fit.
+  message.msg_controllen = CMSG_LEN(sizeof(int));
   ssize_t received = 0;
   do {
     received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
@@ -149,7 +110,7 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0) {
   UniqueFd fd;
   if (received <= 0) return fd;
   cmsghdr* header = CMSG_FIRSTHDR(&message);
-  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
     int number = -1;
     std::memcpy(&number, CMSG_DATA(header), sizeof number);
     fd.reset(number);
@@ -166,14 +127,14 @@ UniqueFd open_pidfd(int socket, pid_t pid) {
 }
 
 /// All ranks must be on this host; says which are not.
-void check_same_host(const std::vector<Address>& addresses, int rank) {
-  const Address& own = addresses[rank];
+void check_same_host(const std::vector<PeerAddress>& addresses, int rank) {
+  const PeerAddress& own = addresses[rank];
   std::vector<int> elsewhere;
   for (size_t peer = 0; peer < addresses.size(); ++peer) {
     if (!(addresses[peer].host == own.host)) elsewhere.push_back(static_cast<int>(peer));
   }
   if (elsewhere.empty()) return;
-  const Address& first = addresses[elsewhere.front()];
+  const PeerAddress& first = addresses[elsewhere.front()];
   const bool same_kernel = first.host.boot_id == own.host.boot_id;
   TORCH_CHECK_WITH(
       DistBackendError, false, "rank ", rank, " is on host ", own.host.to_string(), ", but ",
@@ -183,7 +144,7 @@ void check_same_host(const std::vector<Address>& addresses, int rank) {
 }
 
 /// All must run as one user, or they may not open each other's memory.
-void check_same_user(const std::vector<Address>& addresses, int rank) {
+void check_same_user(const std::vector<PeerAddress>& addresses, int rank) {
   for (size_t peer = 0; peer < addresses.size(); ++peer) {
     TORCH_CHECK_WITH(DistBackendError, addresses[peer].uid == addresses[rank].uid, "rank ", rank,
                      " runs as user ", addresses[rank].uid, " and rank ", peer, " as user ",
@@ -194,7 +155,7 @@ void check_same_user(const std::vector<Address>& addresses, int rank) {
 /// Makes the links of one rank; the state of the handshake lives here.
 class Handshake {
  public:
-  Handshake(int rank, const std::vector<Address>& addresses, const Segment& own, UniqueFd listener)
+  Handshake(int rank, const std::vector<PeerAddress>& addresses, const Segment& own, UniqueFd listener)
       : rank_(rank),
         addresses_(addresses),
         own_(own),
@@ -328,7 +289,7 @@ class Handshake {
   }
 
   const int rank_;
-  const std::vector<Address>& addresses_;
+  const std::vector<PeerAddress>& addresses_;
   const Segment& own_;
   UniqueFd listener_;
   std::vector<UniqueFd> strangers_;  // accepted, not yet known
@@ -340,7 +301,7 @@ class Handshake {
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
                                     const Deadline& deadline) {
   if (world_size == 1) return std::vector<PeerLink>(1);
-  Address mine;
+  PeerAddress mine;
   mine.host = this_host();
   mine.pid = ::getpid();
   mine.uid = ::geteuid();
@@ -350,9 +311,9 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   UniqueFd listener = listen_on(mine.socket_name, world_size);
 
   const std::string key = "lockstep/host";
-  std::vector<Address> addresses;
-  for (const auto& text : exchange(store, key, rank, world_size, serialize(mine), deadline)) {
-    addresses.push_back(parse_address(text));
+  std::vector<PeerAddress> addresses;
+  for (const auto& text : exchange(store, key, rank, world_size, mine.to_string(), deadline)) {
+    addresses.push_back(PeerAddress::parse(text));
   }
   try {
     check_same_host(addresses, rank);
@@ -380,6 +341,8 @@ std::optional<ReceivedSegment> receive_segment(const PeerLink& link, bool& open)
     open = errno == EAGAIN;
     return std::nullopt;
   }
+  TORCH_CHECK_WITH(DistBackendError, notice.index < Arena::kMaxSegments, "a peer sent a segment with number ",
+                   notice.index, ", which no arena has");
   return ReceivedSegment{notice.index, Segment::map(std::move(fd), notice.bytes)};
 }
 

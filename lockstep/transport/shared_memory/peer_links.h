@@ -39,6 +39,7 @@ bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment);
 
 /// The next message of send_segment(), mapped; nothing if there is none now, or none any more: then `open`
 /// becomes false.
+/// Throws c10::DistBackendError when the segment is not as announced, or has a number that no arena has.
 struct ReceivedSegment {
   uint32_t index;
   std::shared_ptr<Segment> segment;

@@ -1,0 +1,67 @@
+// A store in which somebody else left any values where exchange() has its own: it returns what was published
+// or throws a c10::Error, and does so at once. Likewise the identity of a host, which ranks publish.
+//
+// The input is lines KEY=VALUE, put below the exchange's key before rank 1 of 2 comes.
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/testing/fuzz_driver.h>
+
+namespace {
+
+using namespace lockstep;
+
+void exchange_with(const std::string& text) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  store->setTimeout(std::chrono::milliseconds(1));
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    const size_t equals = std::min(text.find('=', begin), end);
+    const std::string value = equals < end ? text.substr(equals + 1, end - equals - 1) : "";
+    store->set("meeting/" + text.substr(begin, equals - begin), {value.begin(), value.end()});
+    begin = end + 1;
+  }
+  try {
+    const auto all = exchange(*store, "meeting", 1, 2, "mine", Deadline::after(std::chrono::seconds(0)));
+    if (all.size() != 2 || all[1] != "mine") std::abort();
+  } catch (const c10::Error&) {
+    // nobody came, or somebody came twice
+  }
+}
+
+void parse_identity(const std::string& text) {
+  try {
+    const auto host = HostIdentity::parse(text);
+    if (!(HostIdentity::parse(host.to_string()) == host)) std::abort();
+  } catch (const c10::ValueError&) {
+    // what is documented
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> lockstep::testing::fuzz_seeds() {
+  return {
+      "claim/0=1\nwho/0=process 7 on host\nsize=2\ndata/0=bytes\ncount=1\nseen=0\n",
+      "claim/1=1\nwho/1=process 8 on host\n",
+      "size=3\nverdict=late: rank 1 of 3 did not join\n",
+      "verdict=complete\ndata/0=bytes\ncount=2\nseen=2\n",
+      "size=2\ncount=0\nclaim/1=0\nseen=0\n",
+      "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
+  };
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const std::string text(reinterpret_cast<const char*>(data), size);
+  exchange_with(text);
+  parse_identity(text);
+  return 0;
+}

@@ -1,0 +1,79 @@
+#include <charconv>
+#include <string_view>
+#include <sys/un.h>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/transport/internal/peer_address.h>
+
+namespace lockstep::transport {
+namespace {
+
+// An abstract name stands behind a zero byte.
+constexpr size_t kLongestSocketName = sizeof(sockaddr_un::sun_path) - 2;
+
+/// Takes the text up to the next space off `rest`; empty if there is none.
+std::string_view take_word(std::string_view& rest) {
+  const size_t space = rest.find(' ');
+  if (space == std::string_view::npos) return {};
+  const std::string_view word = rest.substr(0, space);
+  rest.remove_prefix(space + 1);
+  return word;
+}
+
+/// The whole word as a number of the type; false if it is none or does not fit.
+template <class T>
+bool read_number(std::string_view word, T& number, int base = 10) {
+  const char* end = word.data() + word.size();
+  const auto [stop, error] = std::from_chars(word.data(), end, number, base);
+  return error == std::errc() && stop == end;
+}
+
+bool read_token(std::string_view word, Token& token) {
+  if (word.size() != 2 * token.size()) return false;
+  for (size_t i = 0; i < token.size(); ++i) {
+    if (!read_number(word.substr(2 * i, 2), token[i], 16)) return false;
+  }
+  return true;
+}
+
+bool read_host(const std::string& text, HostIdentity& host) {
+  try {
+    host = HostIdentity::parse(text);
+    return true;
+  } catch (const c10::ValueError&) {
+    return false;  // parse() shows the whole address instead
+  }
+}
+
+}  // namespace
+
+std::string to_hex(const uint8_t* bytes, size_t count) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (size_t i = 0; i < count; ++i) {
+    text += kDigits[bytes[i] >> 4];
+    text += kDigits[bytes[i] & 15];
+  }
+  return text;
+}
+
+std::string PeerAddress::to_string() const {
+  return std::to_string(pid) + ' ' + std::to_string(uid) + ' ' + socket_name + ' ' +
+         to_hex(token.data(), token.size()) + ' ' + host.to_string();
+}
+
+PeerAddress PeerAddress::parse(const std::string& text) {
+  PeerAddress address;
+  std::string_view rest = text;
+  const bool numbers = read_number(take_word(rest), address.pid) && read_number(take_word(rest), address.uid);
+  address.socket_name = take_word(rest);
+  const bool name = !address.socket_name.empty() && address.socket_name.size() <= kLongestSocketName;
+  const bool good = numbers && address.pid > 0 && name && read_token(take_word(rest), address.token) &&
+                    read_host(std::string(rest), address.host);
+  TORCH_CHECK_WITH(DistBackendError, good, "malformed peer address '", text,
+                   "'; do all ranks run the same version of Lockstep?");
+  return address;
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <sys/types.h>
+
+#include <lockstep/rendezvous/host_identity.h>
+
+namespace lockstep::transport {
+
+/// Shown by whoever connects: only a process that reads the job's store knows it.
+using Token = std::array<uint8_t, 16>;
+
+/// What a rank puts into the store, so that the others can connect to it.
+struct PeerAddress {
+  HostIdentity host;
+  pid_t pid = 0;
+  uid_t uid = 0;
+  std::string socket_name;  // of an abstract unix socket
+  Token token{};
+
+  /// One line: "PID UID SOCKET TOKEN HOST", for a peer to parse().
+  std::string to_string() const;
+  /// Throws c10::DistBackendError that shows the text when it is not from to_string().
+  static PeerAddress parse(const std::string& text);
+};
+
+/// Lower-case hexadecimal, two digits a byte.
+std::string to_hex(const uint8_t* bytes, size_t count);
+
+}  // namespace lockstep::transport

@@ -1,0 +1,50 @@
+#include <gmock/gmock.h>
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <lockstep/transport/internal/peer_address.h>
+
+namespace lockstep::transport {
+namespace {
+
+using ::testing::HasSubstr;
+
+const std::string kToken = "00112233445566778899aabbccddeeff";
+const std::string kHost = "boot 4026531840 a host";
+
+TEST(PeerAddress, IsReadAsItWasWritten) {
+  const std::string text = "4242 1000 lockstep-ab " + kToken + " " + kHost;
+  const auto address = PeerAddress::parse(text);
+  EXPECT_EQ(address.pid, 4242);
+  EXPECT_EQ(address.uid, 1000u);
+  EXPECT_EQ(address.socket_name, "lockstep-ab");
+  EXPECT_EQ(address.token[0], 0x00);
+  EXPECT_EQ(address.token[15], 0xff);
+  EXPECT_EQ(address.host.network_namespace, 4026531840u);
+  EXPECT_EQ(address.host.hostname, "a host");
+  EXPECT_EQ(address.to_string(), text);
+}
+
+TEST(PeerAddress, RefusesWhatNoRankWrote) {
+  const std::string bad_token = "zz" + kToken.substr(2);
+  const std::string signed_token = "-1" + kToken.substr(2);
+  for (const std::string& text :
+       {std::string(), std::string("4242"), "0 1 name " + kToken + " " + kHost,
+        "-7 1 name " + kToken + " " + kHost, "99999999999 1 name " + kToken + " " + kHost,
+        "1 -1 name " + kToken + " " + kHost, "1 1  " + kToken + " " + kHost,
+        "1 1 name " + bad_token + " " + kHost, "1 1 name " + signed_token + " " + kHost,
+        "1 1 name " + kToken + "0 " + kHost, "1 1 name " + kToken + " boot",
+        "1 1 " + std::string(107, 'n') + " " + kToken + " " + kHost}) {
+    try {
+      PeerAddress::parse(text);
+      ADD_FAILURE() << text << " was accepted";
+    } catch (const c10::DistBackendError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("malformed peer address '" + text + "'"));
+    }
+  }
+  EXPECT_NO_THROW(PeerAddress::parse("1 1 " + std::string(106, 'n') + " " + kToken + " " + kHost));
+}
+
+}  // namespace
+}  // namespace lockstep::transport
