@@ -1,0 +1,197 @@
+#include <algorithm>
+#include <array>
+
+#include <c10/util/Exception.h>
+#include <nlohmann/json.hpp>
+
+#include <lockstep/base/ranks.h>
+#include <lockstep/collectives/flight_analysis.h>
+#include <lockstep/collectives/internal/flight_picture.h>
+
+namespace lockstep::flight {
+namespace {
+
+using internal::Picture;
+using Kind = Finding::Kind;
+
+constexpr std::array<const char*, 10> kKinds = {"mismatch", "circular", "missing", "unmatched",   "late",
+                                                "failed",   "unknown",  "root",    "in_progress", "note"};
+
+/// What a terminal would obey becomes '?'; UTF-8 passes.
+void make_printable(std::string& text) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    if ((byte < 0x20 && byte != '\n') || byte == 0x7f) text[i] = '?';
+    // U+0080 to U+009F, of which some are begins of commands
+    const bool control =
+        byte == 0xc2 && i + 1 < text.size() && static_cast<unsigned char>(text[i + 1]) < 0xa0;
+    if (control) text[i] = text[i + 1] = '?';
+  }
+}
+
+/// The same for a text that stands within a line.
+void make_one_line(std::string& text) {
+  make_printable(text);
+  std::replace(text.begin(), text.end(), '\n', ' ');
+}
+
+void make_printable(RankRecord& record) {
+  for (std::string* text : {&record.host, &record.program, &record.reason}) make_one_line(*text);
+  for (GroupRecord& group : record.groups) make_one_line(group.name);
+  for (Entry& entry : record.entries) {
+    make_printable(entry.error);
+    for (std::string* text : {&entry.operation, &entry.detail, &entry.file, &entry.function}) {
+      make_one_line(*text);
+    }
+    for (Tensors* tensors : {&entry.inputs, &entry.outputs}) {
+      for (std::string& dtype : tensors->dtypes) make_one_line(dtype);
+    }
+  }
+}
+
+Finding note(std::vector<int> ranks, std::string text) {
+  Finding finding;
+  finding.ranks = std::move(ranks);
+  finding.text = std::move(text);
+  return finding;
+}
+
+/// Takes out what an earlier run left in the directory: it was written before another rank's program started,
+/// or in a world of another size.
+void drop_earlier_runs(std::vector<RankRecord>& records, std::vector<Finding>& findings) {
+  constexpr int64_t kClockSkewNs = 5'000'000'000;  // between hosts
+  const RankRecord newest = *std::max_element(
+      records.begin(), records.end(),
+      [](const RankRecord& a, const RankRecord& b) { return a.realtime_ns < b.realtime_ns; });
+  std::vector<int> earlier;
+  std::erase_if(records, [&](const RankRecord& record) {
+    const int64_t slack = record.boot_id == newest.boot_id ? 0 : kClockSkewNs;
+    const bool old = record.world_size != newest.world_size || record.realtime_ns + slack < newest.loaded_ns;
+    if (old) earlier.push_back(record.rank);
+    return old;
+  });
+  if (earlier.empty()) return;
+  std::string text = "note: the records of " + name_ranks(earlier) +
+                     " are of an earlier run and are left out: they were written before rank " +
+                     std::to_string(newest.rank) + "'s program started, or in a world of another size";
+  findings.push_back(note(earlier, std::move(text)));
+}
+
+RankSummary summary_of(const RankRecord& record) {
+  RankSummary summary{.rank = record.rank,
+                      .pid = record.pid,
+                      .host = record.host,
+                      .reason = record.reason,
+                      .operations = record.entries.size(),
+                      .overwritten = record.overwritten};
+  if (record.entries.empty()) return summary;
+  const Entry& last = record.entries.back();
+  const GroupRecord& group = record.groups[static_cast<size_t>(last.group)];
+  summary.last = internal::call_of(last, group) + " at " + internal::site_of(last) + ", " +
+                 (last.point_to_point ? "message " : "sequence ") + std::to_string(last.sequence) +
+                 " of group \"" + group.name + "\", " + internal::state_of(last, record);
+  return summary;
+}
+
+std::string line_of(const RankSummary& rank) {
+  std::string text = "rank " + std::to_string(rank.rank) + " (pid " + std::to_string(rank.pid) + " on " +
+                     rank.host + "; " + rank.reason + "): " + std::to_string(rank.operations) + " operations";
+  if (rank.overwritten > 0) text += " and " + std::to_string(rank.overwritten) + " older ones, not kept";
+  if (!rank.last.empty()) text += "; last: " + rank.last;
+  return text + "\n";
+}
+
+}  // namespace
+
+const char* to_string(Finding::Kind kind) {
+  return kKinds.at(static_cast<size_t>(kind));
+}
+
+bool is_problem(Finding::Kind kind) {
+  return kind < Kind::kRoot;
+}
+
+bool Analysis::problem() const {
+  return std::any_of(findings.begin(), findings.end(),
+                     [](const Finding& finding) { return is_problem(finding.kind); });
+}
+
+Analysis analyze(std::vector<RankRecord> records) {
+  TORCH_CHECK_VALUE(!records.empty(), "analyze: no flight records");
+  Analysis analysis;
+  for (RankRecord& record : records) make_printable(record);
+  std::sort(records.begin(), records.end(),
+            [](const RankRecord& a, const RankRecord& b) { return a.rank < b.rank; });
+  drop_earlier_runs(records, analysis.findings);
+  analysis.world_size = records.front().world_size;
+  const Picture picture(records);
+  for (const RankRecord& record : records) analysis.ranks.push_back(summary_of(record));
+  for (int rank = 0; rank < analysis.world_size; ++rank) {
+    if (picture.record_of(rank) == nullptr) analysis.without_record.push_back(rank);
+  }
+  std::vector<internal::Wait> waits;
+  internal::find_stuck_collectives(picture, analysis.findings, waits);
+  internal::find_unmatched_messages(picture, analysis.findings, waits);
+  internal::find_circle_or_root(waits, analysis.findings);
+  std::stable_sort(analysis.findings.begin(), analysis.findings.end(),
+                   [](const Finding& a, const Finding& b) { return a.kind < b.kind; });
+  return analysis;
+}
+
+std::string describe(const Analysis& analysis) {
+  constexpr size_t kMostRanks = 16;
+  constexpr size_t kMostFindings = 20;
+  std::string text;
+  for (size_t i = 0; i < analysis.findings.size() && i < kMostFindings; ++i) {
+    text += analysis.findings[i].text + "\n\n";
+  }
+  if (analysis.findings.size() > kMostFindings) {
+    text += "and " + std::to_string(analysis.findings.size() - kMostFindings) + " more; --json gives all\n\n";
+  }
+  if (!analysis.problem()) {
+    text += analysis.without_record.empty() ? "Nothing is wrong in these records.\n\n"
+                                            : "Nothing is wrong in the records that are there.\n\n";
+  }
+  for (size_t i = 0; i < analysis.ranks.size() && i < kMostRanks; ++i) text += line_of(analysis.ranks[i]);
+  if (analysis.ranks.size() > kMostRanks) {
+    text += "and " + std::to_string(analysis.ranks.size() - kMostRanks) + " more ranks\n";
+  }
+  if (!analysis.without_record.empty()) {
+    text += name_ranks(analysis.without_record) + " of " + std::to_string(analysis.world_size) +
+            " wrote no record\n";
+  }
+  return text;
+}
+
+std::string to_json(const Analysis& analysis) {
+  using nlohmann::ordered_json;
+  ordered_json result;
+  result["status"] = analysis.problem() ? "problem" : "ok";
+  result["world_size"] = analysis.world_size;
+  result["ranks"] = ordered_json::array();
+  for (const RankSummary& rank : analysis.ranks) {
+    result["ranks"].push_back({{"rank", rank.rank},
+                               {"pid", rank.pid},
+                               {"host", rank.host},
+                               {"reason", rank.reason},
+                               {"operations", rank.operations},
+                               {"overwritten", rank.overwritten},
+                               {"last", rank.last}});
+  }
+  result["without_record"] = analysis.without_record;
+  result["findings"] = ordered_json::array();
+  for (const Finding& finding : analysis.findings) {
+    result["findings"].push_back({{"kind", to_string(finding.kind)},
+                                  {"problem", is_problem(finding.kind)},
+                                  {"ranks", finding.ranks},
+                                  {"waiting", finding.waiting},
+                                  {"group", finding.group},
+                                  {"operation", finding.operation},
+                                  {"sequence", finding.sequence},
+                                  {"site", finding.site},
+                                  {"text", finding.text}});
+  }
+  return result.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace lockstep::flight

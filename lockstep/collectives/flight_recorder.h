@@ -1,0 +1,74 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+/// The flight recorder: the last operations of this process, for the question "who waits for whom?" after a
+/// hang. The fields are those of PyTorch's recorder (c10d/FlightRecorder.hpp).
+///
+/// Always on; an operation costs well under a microsecond. Written as JSON to one file for each rank when an
+/// operation times out or a group is aborted or fails, and on SIGUSR1; `lockstep inspect flight DIR` reads
+/// them. LOCKSTEP_FLIGHT_RECORDS (or TORCH_FR_BUFFER_SIZE; 2000 unless told, at most 50000) says how many
+/// operations are kept, 0 switches the recorder off. LOCKSTEP_FLIGHT_DIR says where the files go; see
+/// docs/inspect.md. A forked child starts with a recorder of its own, which is empty and watches no signal.
+/// All functions are thread-safe.
+namespace lockstep::flight {
+
+/// Who takes part; made once for each group.
+struct Group {
+  std::string name;
+  std::vector<int> ranks;  // global, in group order
+  int rank = 0;            // this process's, within the group
+  std::string key = {};    // the same on all members, and no other group's; empty: the name
+};
+
+/// What is known about an operation when it is submitted.
+struct Operation {
+  const char* kind = "";  // "all_reduce"; static storage
+  uint64_t sequence = 0;  // of the group's collectives, or of its point-to-point operations; from 1
+  bool point_to_point = false;
+  int peer = -1;  // group rank: destination, source or root; -1: none, or any source
+  int tag = 0;
+  std::string detail;                               // "SUM", split sizes, or empty
+  const std::vector<at::Tensor>* inputs = nullptr;  // only their sizes and dtypes are kept
+  const std::vector<at::Tensor>* outputs = nullptr;
+  std::chrono::milliseconds timeout{};
+  std::source_location where;
+  bool asynchronous = false;  // the caller goes on: that it is pending does not mean that the caller waits
+};
+
+/// Adds a record in state "scheduled" and returns its id, for the functions below. Ids of records that have
+/// been overwritten meanwhile are ignored, as is 0, the answer when the recorder is off. Throws
+/// c10::ValueError at the process's first call when LOCKSTEP_FLIGHT_RECORDS is malformed (watch_signal() does
+/// so before).
+uint64_t scheduled(const std::shared_ptr<const Group>& group, const Operation& operation);
+void started(uint64_t id);
+void completed(uint64_t id);
+void failed(uint64_t id, const std::string& error);
+
+/// Writes all records to this rank's file (a temporary one, then renamed) and says in the log where; returns
+/// its path, or an empty string if that was not possible (logged, never thrown: it is called on the way out
+/// of failures) or the recorder is off. `reason`: "timeout", "abort", "SIGUSR1", …
+///
+/// Many groups of a process may fail at once, so nothing is written when nothing changed since the last
+/// time, nor more often than a few times a second: what such a call leaves out, the signal's thread writes
+/// afterwards, where there is one.
+std::string dump(const std::string& reason);
+
+/// From now on SIGUSR1 makes this process write its records, from a thread of its own, and go on. Does
+/// nothing when the recorder is off, LOCKSTEP_FLIGHT_SIGNAL is 0, or the program handles or ignores SIGUSR1
+/// itself. Called when the process has joined its world; again makes no difference. Throws c10::ValueError
+/// when one of the variables is malformed.
+void watch_signal();
+
+/// Ends the thread. SIGUSR1 is caught and does nothing afterwards: one that comes late must not end the
+/// process.
+void unwatch_signal();
+
+}  // namespace lockstep::flight

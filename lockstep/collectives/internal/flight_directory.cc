@@ -1,0 +1,126 @@
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <variant>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/collectives/internal/flight_directory.h>
+#include <lockstep/rendezvous/launch_environment.h>
+
+namespace lockstep::flight {
+namespace {
+
+constexpr const char* kRemedy = "; set LOCKSTEP_FLIGHT_DIR to a directory that can be written";
+
+/// A name for this job that its processes on this host agree on.
+std::string job_name() {
+  Meeting meeting;
+  try {
+    meeting = read_launch_environment(environment::text).meeting;
+  } catch (const c10::ValueError&) {
+    // A malformed environment was reported when the process wanted to join; here it only costs the name.
+  }
+  if (const auto* tcp = std::get_if<TcpMeeting>(&meeting)) {
+    std::string name = tcp->run_id == "none" ? "" : tcp->run_id + "-";
+    name += tcp->host + "-" + std::to_string(tcp->port);
+    return tcp->attempt > 0 ? name + "-attempt-" + std::to_string(tcp->attempt) : name;
+  }
+  if (const auto* job = std::get_if<JobMeeting>(&meeting); job != nullptr && !job->job.empty())
+    return job->job;
+  if (const auto* file = std::get_if<FileMeeting>(&meeting)) return file->path;
+  return ::program_invocation_short_name;
+}
+
+/// Letters, digits and - . _ of the name; not too long for a file system.
+std::string as_file_name(std::string name) {
+  for (char& c : name) {
+    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+                       c == '-' || c == '.' || c == '_';
+    if (!plain) c = '_';
+  }
+  return name.substr(0, 100);
+}
+
+std::string temporary_root() {
+  return environment::text("TMPDIR").value_or("/tmp");
+}
+
+/// Opens, and makes if need be, a directory below `parent` that belongs to this user alone.
+UniqueFd private_directory(int parent, const std::string& name, const std::string& path) {
+  const bool there = ::mkdirat(parent, name.c_str(), 0700) == 0 || errno == EEXIST;
+  TORCH_CHECK(there, "can't make ", path, ": ", std::strerror(errno), kRemedy);
+  UniqueFd directory(::openat(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  struct stat status {};
+  const bool ours = directory && ::fstat(directory.get(), &status) == 0 && status.st_uid == ::geteuid() &&
+                    (status.st_mode & 077) == 0;
+  TORCH_CHECK(ours, path, " is not a directory that only this user can enter", kRemedy);
+  return directory;
+}
+
+/// The directory that the user chose, for whose safety the user answers.
+UniqueFd chosen_directory(const std::string& path) {
+  std::error_code ignored;  // what matters is whether it can be opened
+  if (!std::filesystem::exists(path, ignored)) {
+    std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
+    ::mkdir(path.c_str(), 0700);
+  }
+  UniqueFd directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  TORCH_CHECK(directory, "LOCKSTEP_FLIGHT_DIR is '", path,
+              "', which can't be opened: ", std::strerror(errno));
+  return directory;
+}
+
+UniqueFd open_record_directory() {
+  if (auto chosen = environment::text("LOCKSTEP_FLIGHT_DIR")) return chosen_directory(*chosen);
+  const std::string path = record_directory();
+  const std::string root = temporary_root();
+  UniqueFd parent(::open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  TORCH_CHECK(parent, "can't open ", root, ": ", std::strerror(errno), kRemedy);
+  const std::filesystem::path below = std::filesystem::path(path).parent_path();
+  UniqueFd ours = private_directory(parent.get(), below.filename(), below);
+  return private_directory(ours.get(), std::filesystem::path(path).filename(), path);
+}
+
+bool write_all(int file, const std::string& text) {
+  size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t wrote = ::write(file, text.data() + done, text.size() - done);
+    if (wrote < 0 && errno != EINTR) return false;
+    if (wrote > 0) done += static_cast<size_t>(wrote);
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string record_directory() {
+  if (auto chosen = environment::text("LOCKSTEP_FLIGHT_DIR")) return *chosen;
+  return temporary_root() + "/lockstep-" + std::to_string(::geteuid()) + "/flight-" +
+         as_file_name(job_name());
+}
+
+std::string write_record(const std::string& name, const std::string& text) {
+  const std::string path = record_directory() + "/" + name;
+  const UniqueFd directory = open_record_directory();
+  // What lies under the temporary name was left by a process that died while it wrote; ours is made anew.
+  const std::string fresh = "." + name + "." + std::to_string(::getpid());
+  ::unlinkat(directory.get(), fresh.c_str(), 0);
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  const UniqueFd file(::openat(directory.get(), fresh.c_str(), kFlags, 0600));
+  const bool written = file && write_all(file.get(), text) &&
+                       ::renameat(directory.get(), fresh.c_str(), directory.get(), name.c_str()) == 0;
+  if (!written) {
+    const int error = errno;
+    ::unlinkat(directory.get(), fresh.c_str(), 0);
+    TORCH_CHECK(false, "can't write ", path, ": ", std::strerror(error), kRemedy);
+  }
+  return path;
+}
+
+}  // namespace lockstep::flight

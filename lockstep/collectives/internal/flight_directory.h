@@ -1,0 +1,18 @@
+#pragma once
+
+#include <string>
+
+namespace lockstep::flight {
+
+/// Where this process's flight records go: LOCKSTEP_FLIGHT_DIR; else lockstep-UID/flight-JOB below TMPDIR or
+/// /tmp, where JOB is what the launcher calls the job, or else the program's name. All ranks of a host get
+/// the same answer.
+std::string record_directory();
+
+/// Writes the file `name` of record_directory(), which is made when it is not there, as a whole or not at
+/// all; returns its path. The default directory must be one that only this user can enter, and no symbolic
+/// link on the way to it below TMPDIR is followed, so that nobody else can redirect the write. Throws
+/// c10::Error that names the path and the cause.
+std::string write_record(const std::string& name, const std::string& text);
+
+}  // namespace lockstep::flight
