@@ -1,16 +1,16 @@
+#include <array>
 #include <sstream>
 #include <utility>
 
-#include <ATen/ops/from_blob.h>
-
 #include <lockstep/base/errors.h>
-#include <lockstep/base/fork_guard.h>
 #include <lockstep/base/log.h>
-#include <lockstep/collectives/internal/algorithms.h>
-#include <lockstep/collectives/internal/signature.h>
+#include <lockstep/collectives/internal/monitored_barrier.h>
+#include <lockstep/collectives/internal/planned_operation.h>
 #include <lockstep/collectives/internal/tensor_check.h>
 #include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/message_work.h>
 
+// What all operations have in common; the single collectives stand in lockstep_collectives.cc.
 namespace lockstep {
 namespace {
 
@@ -18,179 +18,230 @@ using transport::ChannelError;
 using transport::FailureKind;
 using transport::GroupChannel;
 
-ReduceOperation to_reduce_operation(const c10d::ReduceOp& operation) {
-  switch (static_cast<c10d::ReduceOp::RedOpType>(operation)) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOperation::kSum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOperation::kAverage;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOperation::kProduct;
-    case c10d::ReduceOp::MIN:
-      return ReduceOperation::kMin;
-    case c10d::ReduceOp::MAX:
-      return ReduceOperation::kMax;
-    case c10d::ReduceOp::BAND:
-      return ReduceOperation::kBitAnd;
-    case c10d::ReduceOp::BOR:
-      return ReduceOperation::kBitOr;
-    case c10d::ReduceOp::BXOR:
-      return ReduceOperation::kBitXor;
+thread_local const std::source_location* call_site = nullptr;
+
+/// The group's error in the terms of the operation that met it.
+std::string describe_failure(const ChannelError& error, const GroupChannel& channel,
+                             const Signature& signature, uint64_t number, const std::string& group,
+                             bool earlier) {
+  std::ostringstream text;
+  text << to_string(signature.kind) << " (sequence " << number << ", " << signature.describe()
+       << ") failed on rank " << channel.transport_rank(channel.rank()) << " of group '" << group << "': ";
+  if (earlier) text << "the group had failed before: ";
+  text << error.what();
+  if (error.kind() == FailureKind::kMismatch && !earlier) {
+    const std::string calls = describe_announcements(channel);
+    if (!calls.empty()) text << ": " << calls;
+  }
+  return text.str();
+}
+
+const char* to_string(FailureKind kind) {
+  switch (kind) {
+    case FailureKind::kTimeout:
+      return "timeout";
+    case FailureKind::kAborted:
+      return "abort";
+    case FailureKind::kMismatch:
+      return "mismatch";
     default:
-      TORCH_CHECK_VALUE(false,
-                        "this reduce operation is not supported by the lockstep backend; it takes SUM, AVG, "
-                        "PRODUCT, MIN, MAX, BAND, BOR and BXOR");
+      return "failure";
   }
 }
 
-const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* operation) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, operation, " takes one tensor a rank, not ", tensors.size());
-  return tensors.front();
-}
-
-/// The group's error in the terms of the operation that met it.
-[[noreturn]] void throw_for_user(const ChannelError& error, const GroupChannel& channel,
-                                 const Signature& signature, const std::string& group, bool earlier) {
-  std::ostringstream text;
-  text << to_string(signature.kind) << " (sequence " << channel.sequence() + (earlier ? 1 : 0) << ", "
-       << signature.describe() << ") failed on rank " << channel.transport_rank(channel.rank())
-       << " of group '" << group << "': ";
-  if (earlier) text << "the group had failed before: ";
-  text << error.what();
-  if (error.kind() == FailureKind::kMismatch && !earlier) text << ": " << describe_announcements(channel);
-  if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text.str());
-  C10_THROW_ERROR(DistBackendError, text.str());
+/// "lockstep:all_reduce", the operation's name in profiles.
+const char* profiling_title(CollectiveKind kind) {
+  static const auto titles = [] {
+    std::array<std::string, static_cast<size_t>(CollectiveKind::kNewGroup) + 1> all;
+    for (size_t i = 0; i < all.size(); ++i)
+      all[i] = std::string("lockstep:") + lockstep::to_string(static_cast<CollectiveKind>(i));
+    return all;
+  }();
+  return titles[static_cast<size_t>(kind)].c_str();
 }
 
 }  // namespace
+
+CallSite::CallSite(const std::source_location& where) : before_(std::exchange(call_site, &where)) {}
+CallSite::~CallSite() {
+  call_site = before_;
+}
+std::source_location CallSite::current() {
+  return call_site != nullptr ? *call_site : std::source_location();
+}
 
 LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings settings)
     : Backend(channel->rank(), channel->size()),
       channel_(std::move(channel)),
       settings_(std::move(settings)),
       timeout_ms_(settings_.timeout.count()),
-      queue_(std::make_shared<OperationQueue>()) {}
+      queue_(std::make_shared<OperationQueue>()) {
+  if (settings_.global_ranks.empty()) {
+    for (int rank = 0; rank < size_; ++rank) settings_.global_ranks.push_back(channel_->transport_rank(rank));
+  }
+  flight_group_ =
+      std::make_shared<const flight::Group>(flight::Group{settings_.name, settings_.global_ranks, rank_});
+}
 
 LockstepBackend::~LockstepBackend() {
   shutdown();
 }
 
-c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(const Signature& signature, c10d::OpType type,
-                                                       const char* title, std::vector<at::Tensor> inputs,
-                                                       std::vector<at::Tensor> outputs,
-                                                       std::chrono::milliseconds timeout, bool asynchronous,
-                                                       std::function<void(const algorithms::Terms&)> body) {
-  if (timeout <= std::chrono::milliseconds(0))
-    timeout = std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
-  auto keep_alive = outputs;
-  auto run = [channel = channel_, group = settings_.name, signature, timeout,
-              keep_alive = std::move(keep_alive), kept_inputs = inputs,
-              body = std::move(body)](bool background) {
+std::chrono::milliseconds LockstepBackend::timeout_or_default(std::chrono::milliseconds timeout) const {
+  if (timeout > std::chrono::milliseconds(0)) return timeout;
+  return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
+}
+
+int LockstepBackend::checked_root(int64_t root, const char* operation, const char* role) const {
+  TORCH_CHECK_VALUE(root >= 0 && root < size_, operation, ": ", role, " rank ", root,
+                    " is not in the group, which has ", size_, " ranks");
+  return static_cast<int>(root);
+}
+
+c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operation) {
+  // Known once the operation stands in the queue, before it can run.
+  struct Identity {
+    uint64_t number = 0;
+    uint64_t record = 0;
+  };
+  const auto identity = std::make_shared<Identity>();
+  const auto timeout = timeout_or_default(operation.timeout);
+  const Signature signature = operation.signature;
+  auto run = [identity, channel = channel_, group = flight_group_, signature, timeout,
+              operands = operation.operands, body = std::move(operation.body)](bool background) {
     const uint64_t before = channel->sequence();
+    flight::started(identity->record);
     try {
       body({Deadline::after(timeout), background});
+      if (operands) operands->finish();
+      flight::completed(identity->record);
     } catch (const ChannelError& error) {
       const bool earlier = channel->sequence() == before;
       // A peer that is only late may still write into these tensors' memory: nobody else may get it.
-      if (!earlier) channel->release_after_close([keep_alive, kept_inputs] {});
-      throw_for_user(error, *channel, signature, group, earlier);
-    } catch (...) {
+      if (!earlier && operands) channel->release_after_close([operands] {});
+      const auto text = describe_failure(error, *channel, signature, identity->number, group->name, earlier);
+      flight::failed(identity->record, text);
+      // After a peer's end, launchers say more than records can.
+      const bool telling = error.kind() == FailureKind::kTimeout || error.kind() == FailureKind::kMismatch ||
+                           error.kind() == FailureKind::kAborted;
+      if (telling) flight::dump(to_string(error.kind()));
+      if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
+      C10_THROW_ERROR(DistBackendError, text);
+    } catch (const std::exception& error) {
       // Not the group's failure but this rank's (no memory, say). Half-way through an operation it becomes
       // the group's, or the others would wait for the rest of it.
       if (channel->sequence() != before) channel->abort();
+      flight::failed(identity->record, error.what());
       throw;
     }
   };
-  auto work = c10::make_intrusive<OperationWork>(queue_, rank_, type, title, std::move(inputs),
-                                                 std::move(outputs), std::move(run));
-  queue_->submit(work, asynchronous);
+  const auto numbered = [&](uint64_t number) {
+    identity->number = number;
+    flight::Operation record;
+    record.kind = lockstep::to_string(signature.kind);
+    record.sequence = number;
+    record.peer = signature.root;
+    if (signature.operation != Signature::kNoOperation)
+      record.detail = lockstep::to_string(static_cast<ReduceOperation>(signature.operation));
+    record.inputs = &operation.inputs;
+    record.outputs = &operation.outputs;
+    record.timeout = timeout;
+    record.asynchronous = operation.asynchronous;
+    record.where = CallSite::current();
+    identity->record = flight::scheduled(flight_group_, record);
+    LOCKSTEP_LOG(kDebug) << "group '" << settings_.name << "' sequence " << number << ": "
+                         << signature.describe();
+  };
+  auto work =
+      c10::make_intrusive<OperationWork>(queue_, rank_, operation.type, profiling_title(signature.kind),
+                                         operation.inputs, operation.outputs, std::move(run));
+  queue_->submit(work, operation.asynchronous, numbered);
   return work;
 }
 
-c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce(std::vector<at::Tensor>& tensors,
-                                                          const c10d::AllreduceOptions& options) {
-  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
-  check_tensor(tensor, "all_reduce");
-  const ReduceOperation operation = to_reduce_operation(options.reduceOp);
-  reduce_kernels(tensor.scalar_type(),
-                 operation);  // refuses unsupported combinations here, before anybody is waited for
-  const Signature signature = Signature::of(CollectiveKind::kAllReduce, tensor, operation);
-  return submit(signature, c10d::OpType::ALLREDUCE, "lockstep:all_reduce", tensors, tensors, options.timeout,
-                options.asyncOp,
-                [channel = channel_, signature, data = tensor.mutable_data_ptr()](const auto& terms) {
-                  algorithms::all_reduce(*channel, terms, signature, data);
-                });
+// ---- point to point
+
+c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::Tensor& tensor, int peer,
+                                                        int tag, bool background) {
+  const char* name = is_send ? "send" : "recv";
+  check_contiguous(tensor, name, "the tensor");
+  TORCH_CHECK_VALUE(
+      !tensor.is_conj() && !tensor.is_neg(), name,
+      ": the tensor is a lazy conjugate or negative view; call .resolve_conj() or .resolve_neg()");
+  TORCH_CHECK_VALUE(tag >= 0, name, ": Tag must be nonnegative, not ", tag);
+  const bool any = !is_send && peer == transport::MessageChannel::kAnySource;
+  TORCH_CHECK_VALUE(any || (peer >= 0 && peer < size_), name, ": rank ", peer,
+                    " is not in the group, which has ", size_, " ranks");
+  const std::vector<at::Tensor> tensors{tensor};
+  const auto timeout = timeout_or_default({});
+  MessageWork::Message message{.is_send = is_send,
+                               .tensor = tensor,
+                               .peer = peer,
+                               .tag = tag,
+                               .timeout = timeout,
+                               .group_name = settings_.name,
+                               .number = messages_.fetch_add(1, std::memory_order_relaxed) + 1};
+  flight::Operation record;
+  record.kind = name;
+  record.sequence = message.number;
+  record.point_to_point = true;
+  record.peer = peer;
+  record.tag = tag;
+  (is_send ? record.inputs : record.outputs) = &tensors;
+  record.timeout = timeout;
+  record.asynchronous = background;
+  record.where = CallSite::current();
+  return MessageWork::start(channel_, std::move(message), flight::scheduled(flight_group_, record),
+                            background);
 }
 
-c10::intrusive_ptr<c10d::Work> LockstepBackend::broadcast(std::vector<at::Tensor>& tensors,
-                                                          const c10d::BroadcastOptions& options) {
-  const at::Tensor& tensor = only_tensor(tensors, "broadcast");
-  check_tensor(tensor, "broadcast");
-  TORCH_CHECK_VALUE(options.rootRank >= 0 && options.rootRank < size_, "broadcast: source rank ",
-                    options.rootRank, " is not in the group, which has ", size_, " ranks");
-  const Signature signature = Signature::of(CollectiveKind::kBroadcast, tensor, ReduceOperation::kSum,
-                                            static_cast<int>(options.rootRank));
-  return submit(signature, c10d::OpType::BROADCAST, "lockstep:broadcast", tensors, tensors, options.timeout,
-                options.asyncOp,
-                [channel = channel_, signature, data = tensor.mutable_data_ptr(), bytes = tensor.nbytes()](
-                    const auto& terms) { algorithms::broadcast(*channel, terms, signature, data, bytes); });
+namespace {
+
+const at::Tensor& only_message(const std::vector<at::Tensor>& tensors, const char* operation) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, operation, " takes one tensor, not ", tensors.size());
+  return tensors.front();
 }
 
-c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                                          std::vector<at::Tensor>& inputs,
-                                                          const c10d::AllgatherOptions& options) {
-  const at::Tensor& input = only_tensor(inputs, "all_gather");
-  check_tensor(input, "all_gather");
-  TORCH_CHECK_VALUE(outputs.size() == 1 && outputs[0].size() == static_cast<size_t>(size_),
-                    "all_gather: the output list has ", outputs.empty() ? 0 : outputs[0].size(),
-                    " tensors; it needs one for each of the ", size_, " ranks");
-  const Signature signature = Signature::of(CollectiveKind::kAllGather, input);
-  std::vector<void*> addresses;
-  for (const at::Tensor& output : outputs[0]) {
-    check_tensor(output, "all_gather");
-    TORCH_CHECK_VALUE(output.sizes() == input.sizes() && output.scalar_type() == input.scalar_type() &&
-                          Signature::of(CollectiveKind::kAllGather, output).layout == signature.layout,
-                      "all_gather: output ", addresses.size(), " is ", output.scalar_type(), " ",
-                      output.sizes(), ", the input is ", input.scalar_type(), " ", input.sizes(),
-                      "; type, sizes and memory order must be the same");
-    addresses.push_back(output.mutable_data_ptr());
-  }
-  return submit(signature, c10d::OpType::ALLGATHER, "lockstep:all_gather", inputs, outputs[0],
-                options.timeout, options.asyncOp,
-                [channel = channel_, signature, data = input.const_data_ptr(),
-                 addresses = std::move(addresses), bytes = input.nbytes()](const auto& terms) {
-                  algorithms::all_gather(*channel, terms, signature, data, addresses, bytes);
-                });
+}  // namespace
+
+c10::intrusive_ptr<c10d::Work> LockstepBackend::send(std::vector<at::Tensor>& tensors, int to, int tag) {
+  return message(true, only_message(tensors, "send"), to, tag, /*background=*/true);
 }
 
-c10::intrusive_ptr<c10d::Work> LockstepBackend::barrier(const c10d::BarrierOptions& options) {
-  return submit(Signature::barrier(), c10d::OpType::BARRIER, "lockstep:barrier", {}, {}, options.timeout,
-                options.asyncOp,
-                [channel = channel_](const auto& terms) { algorithms::barrier(*channel, terms); });
+c10::intrusive_ptr<c10d::Work> LockstepBackend::recv(std::vector<at::Tensor>& tensors, int from, int tag) {
+  TORCH_CHECK_VALUE(from >= 0, "recv: rank ", from, " is not in the group, which has ", size_, " ranks");
+  return message(false, only_message(tensors, "recv"), from, tag, /*background=*/true);
 }
+
+c10::intrusive_ptr<c10d::Work> LockstepBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  return message(false, only_message(tensors, "recv"), transport::MessageChannel::kAnySource, tag,
+                 /*background=*/true);
+}
+
+void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  monitored_barrier(*channel_, timeout_or_default(options.timeout), wait_all_ranks,
+                    monitored_barriers_.fetch_add(1, std::memory_order_relaxed));
+}
+
+// ---- memory and end
 
 at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "allocateTensor: ", size, " elements");
   TORCH_CHECK_VALUE(options.device().is_cpu(), "allocateTensor: the lockstep backend has CPU memory, not ",
                     options.device());
-  auto arena = channel_->transport().shared_arena();
-  void* memory = arena->allocate(static_cast<size_t>(size) * options.dtype().itemsize());
-  // The memory keeps its arena alive, not the transport, which itself keeps the tensors of failed operations.
-  return at::from_blob(
-      memory, {size},
-      [arena, guard = ForkGuard()](void* data) {
-        if (!guard.in_forked_child()) arena->deallocate(data);
-      },
-      options);
+  return allocate_shared(*channel_, size, options);
 }
 
 void LockstepBackend::abort() {
+  const bool first = !channel_->failed();
   channel_->abort();
+  if (first) flight::dump("abort");
 }
 
 void LockstepBackend::shutdown() {
   if (channel_->transport().in_forked_child()) return;
   queue_->stop();
+  channel_->messages().close();
   channel_->leave();
 }
 

@@ -2,32 +2,45 @@
 
 #include <atomic>
 #include <memory>
+#include <source_location>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <lockstep/collectives/flight_recorder.h>
 #include <lockstep/collectives/operation_queue.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 namespace lockstep {
 
-struct Signature;
-namespace algorithms {
-struct Terms;
-}
+struct PlannedOperation;
+
+/// Where the user's program is while this object lives in this thread, for the flight recorder.
+class CallSite {
+ public:
+  explicit CallSite(const std::source_location& where);
+  CallSite(const CallSite&) = delete;
+  CallSite& operator=(const CallSite&) = delete;
+  ~CallSite();
+  static std::source_location current();
+
+ private:
+  const std::source_location* before_;
+};
 
 /// The c10d backend "lockstep": collectives on CPU tensors among ranks of one host, through shared memory.
 ///
-/// Behind every c10d::ProcessGroup that init_process_group() and new_group() give. Operations run in order of
-/// submission; reductions in rank order, so all ranks and all runs get the same bits. Tensors must be dense
-/// (any memory order without overlap or gaps). After a failure every further operation fails with the first
-/// cause. Thread-safe.
+/// Behind every c10d::ProcessGroup that init_process_group() and new_group() give. Collectives run in order
+/// of submission; reductions in rank order, so all ranks and all runs get the same bits. Sends and receives
+/// have an order of their own, per pair of ranks and tag. After a failure every further operation fails with
+/// the first cause. What each operation takes and gives: functional.h. Thread-safe.
 class LockstepBackend final : public c10d::Backend {
  public:
   struct Settings {
     std::string name;  // of the group, for messages
     std::chrono::milliseconds timeout{};
+    std::vector<int> global_ranks = {};  // in group order; empty: those of the transport
   };
 
   LockstepBackend(std::shared_ptr<transport::GroupChannel> channel, Settings settings);
@@ -35,15 +48,60 @@ class LockstepBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "lockstep"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
+  /// Sequence numbers are the queue's own; nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return queue_->submitted(); }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& options = {}) override;
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options = {}) override;
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& output_lists,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
+                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits,
+                                               std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& options = {}) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& options = {}) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options = {}) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks = false) override;
+
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  /// send(), recv() and recvAnysource() in one; `background`: it must advance even if nobody waits for it.
+  c10::intrusive_ptr<c10d::Work> message(bool is_send, const at::Tensor& tensor, int peer, int tag,
+                                         bool background);
 
   /// A flat, uninitialised tensor of `size` elements in the arena, where collectives need not copy. Keeps the
   /// arena alive.
@@ -52,22 +110,25 @@ class LockstepBackend final : public c10d::Backend {
 
   /// Fails the group on all ranks; from any thread.
   void abort() override;
-  /// Finishes the operations submitted so far (as Gloo does); further ones fail. After abort() it returns at
-  /// once.
+  /// Finishes the collectives submitted so far (as Gloo does), ends sends and receives that are not done;
+  /// further ones fail. After abort() it returns at once.
   void shutdown() override;
 
   const std::string& name() const { return settings_.name; }
+  transport::GroupChannel& channel() { return *channel_; }
 
  private:
-  c10::intrusive_ptr<c10d::Work> submit(const Signature& signature, c10d::OpType type, const char* title,
-                                        std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-                                        std::chrono::milliseconds timeout, bool asynchronous,
-                                        std::function<void(const algorithms::Terms&)> body);
+  c10::intrusive_ptr<c10d::Work> submit(PlannedOperation operation);
+  std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
+  int checked_root(int64_t root, const char* operation, const char* role) const;
 
   std::shared_ptr<transport::GroupChannel> channel_;
   Settings settings_;
   std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
   std::shared_ptr<OperationQueue> queue_;
+  std::shared_ptr<const flight::Group> flight_group_;
+  std::atomic<uint64_t> messages_{0};  // sends and receives so far
+  std::atomic<uint64_t> monitored_barriers_{0};
 };
 
 }  // namespace lockstep

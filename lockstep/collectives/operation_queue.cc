@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/thread_cache.h>
 #include <lockstep/collectives/operation_queue.h>
 
 namespace lockstep {
@@ -17,7 +18,7 @@ std::exception_ptr stopped_error() {
 }  // namespace
 
 OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
-                             const char* title, std::vector<at::Tensor> inputs,
+                             const char* title, const std::vector<at::Tensor>& inputs,
                              std::vector<at::Tensor> outputs, std::function<void(bool)> body)
     : Work(rank, type, title, inputs),
       queue_(std::move(queue)),
@@ -96,7 +97,8 @@ OperationQueue::~OperationQueue() {
   if (!fork_guard_.in_forked_child()) stop();
 }
 
-void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous) {
+void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous,
+                            const std::function<void(uint64_t number)>& numbered) {
   std::unique_lock lock(mutex_);
   if (stopped_) {
     work->error_ = stopped_error();
@@ -104,13 +106,20 @@ void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool 
     return;
   }
   work->number_ = ++submitted_;
+  numbered(work->number_);
   queue_.push_back(work);
   if (asynchronous) start_thread();
 }
 
+uint64_t OperationQueue::submitted() const {
+  std::lock_guard lock(mutex_);
+  return submitted_;
+}
+
 void OperationQueue::start_thread() {
-  if (!thread_.running()) thread_.start("lockstep-comm", [this] { serve(); });
-  changed_.notify_all();
+  if (serving_ || queue_.empty()) return;
+  run_in_background([self = shared_from_this()] { self->serve(); });
+  serving_ = true;
 }
 
 void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool background) {
@@ -139,27 +148,28 @@ void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool backgroun
 
 void OperationQueue::serve() {
   std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return stopped_ || (!queue_.empty() && !running_); });
-    if (stopped_) return;
-    run_head(lock, /*background=*/true);
+  while (!queue_.empty()) {
+    if (running_) {
+      changed_.wait(lock);
+    } else {
+      run_head(lock, /*background=*/true);
+    }
   }
+  serving_ = false;
+  changed_.notify_all();
 }
 
 void OperationQueue::stop() {
-  {
-    std::unique_lock lock(mutex_);
-    while (running_ || !queue_.empty()) {
-      if (!running_) {
-        run_head(lock, /*background=*/false);
-      } else {
-        changed_.wait(lock);
-      }
+  std::unique_lock lock(mutex_);
+  while (running_ || !queue_.empty()) {
+    if (!running_) {
+      run_head(lock, /*background=*/false);
+    } else {
+      changed_.wait(lock);
     }
-    stopped_ = true;
-    changed_.notify_all();
   }
-  thread_.join();
+  stopped_ = true;
+  changed_.wait(lock, [this] { return !serving_; });
 }
 
 }  // namespace lockstep

@@ -9,7 +9,6 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <lockstep/base/background_thread.h>
 #include <lockstep/base/fork_guard.h>
 
 namespace lockstep {
@@ -19,10 +18,10 @@ class OperationQueue;
 /// One operation of a group: the handle that users wait on. Thread-safe.
 class OperationWork final : public c10d::Work {
  public:
-  /// `body` does the operation; its argument says whether it runs on the group's communication thread.
-  /// `outputs` are what result() and the future give.
+  /// `body` does the operation; its argument says whether it runs on a communication thread. `outputs` are
+  /// what result() and the future give.
   OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
-                std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
                 std::function<void(bool)> body);
 
   bool isCompleted() override;
@@ -57,7 +56,7 @@ class OperationWork final : public c10d::Work {
 ///
 /// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a
 /// synchronous call costs no thread. Operations that nobody waits for are run by a communication thread,
-/// which starts with the first of them. At most one operation runs at a time. Thread-safe.
+/// which the queue borrows while there are such. At most one operation runs at a time. Thread-safe.
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  public:
   OperationQueue() = default;
@@ -65,11 +64,14 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   OperationQueue& operator=(const OperationQueue&) = delete;
   ~OperationQueue();
 
-  /// Adds an operation. `asynchronous`: the caller will go on to other things, so the communication thread
-  /// takes it unless somebody waits for it first.
-  void submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous);
-  /// Runs or awaits everything submitted so far (errors stay in the works), then ends the communication
-  /// thread. Later submissions fail at once. To end without waiting for peers, abort the channel first.
+  /// Adds an operation; `numbered` is told its number (from 1) before it can run. `asynchronous`: the caller
+  /// will go on to other things, so a communication thread takes it unless somebody waits for it first.
+  void submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous,
+              const std::function<void(uint64_t number)>& numbered);
+  /// Operations submitted so far.
+  uint64_t submitted() const;
+  /// Runs or awaits everything submitted so far (errors stay in the works), and gives the communication
+  /// thread back. Later submissions fail at once. To end without waiting for peers, abort the channel first.
   void stop();
 
  private:
@@ -80,13 +82,13 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   void serve();
 
   ForkGuard fork_guard_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<OperationWork>> queue_;
   bool running_ = false;
+  bool serving_ = false;
   bool stopped_ = false;
   uint64_t submitted_ = 0;
-  BackgroundThread thread_;
 };
 
 }  // namespace lockstep

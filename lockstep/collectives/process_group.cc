@@ -1,116 +1,86 @@
 #include <algorithm>
 #include <exception>
-#include <map>
-#include <mutex>
+#include <limits>
 #include <numeric>
 #include <utility>
 
 #include <c10/util/accumulate.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/memory.h>
-#include <lockstep/base/world_defaults.h>
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/base/ranks.h>
+#include <lockstep/collectives/flight_recorder.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/internal/backend_names.h>
+#include <lockstep/collectives/internal/group_making.h>
+#include <lockstep/collectives/internal/group_registry.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/rendezvous/rendezvous.h>
 
 namespace lockstep {
 namespace {
 
-using transport::GroupChannel;
 using transport::HostTransport;
 
-struct Group {
-  ProcessGroup handle;
-  c10::intrusive_ptr<LockstepBackend> backend;
-  std::vector<int> ranks;  // global, in group order
-};
-
-/// Everything that lives between init_process_group and destroy_process_group.
-struct DefaultWorld {
-  World world;
-  std::shared_ptr<HostTransport> transport;
-  std::chrono::milliseconds timeout{};
-  std::map<const c10d::ProcessGroup*, Group> groups;
-  ProcessGroup default_group;
-  uint64_t groups_made = 0;
-};
-
-std::mutex world_mutex;
-// The one singleton; under world_mutex. Never destroyed: a process that exits without destroying the group
-// must not wait for peers, nor touch torch's own statics, while the runtime takes it down; the peers are told
-// by its end note.
-std::shared_ptr<DefaultWorld>& current_world = *new std::shared_ptr<DefaultWorld>;
-
-DefaultWorld& require_world() {
-  TORCH_CHECK(current_world != nullptr,
-              "Default process group has not been initialized, please make sure to call init_process_group.");
-  return *current_world;
-}
-
-void check_backend(const std::string& backend) {
-  if (backend == "lockstep" || backend == "cpu:lockstep" || backend.empty()) return;
-  TORCH_CHECK_VALUE(
-      backend != "gloo" && backend != "cpu:gloo",
-      "backend 'gloo' is not part of Lockstep; leave the backend out, or say \"lockstep\", which does the "
-      "same for CPU tensors, faster");
-  TORCH_CHECK_VALUE(
-      backend.find("nccl") == std::string::npos, "backend '", backend,
-      "' needs GPU support, which this version of Lockstep does not have yet; use \"lockstep\" with CPU "
-      "tensors");
-  TORCH_CHECK_VALUE(false, "unknown backend '", backend, "'; Lockstep has \"lockstep\" (CPU tensors)");
-}
-
-Group open_group(const DefaultWorld& world, const std::string& key, const std::string& name,
-                 std::vector<int> ranks, std::chrono::milliseconds timeout) {
-  Group group;
-  group.ranks = ranks;
-  auto channel = GroupChannel::open(world.transport, *world.world.store, key, std::move(ranks),
-                                    Deadline::after(timeout));
-  const int rank = channel->rank();
-  const int size = channel->size();
-  group.backend =
-      c10::make_intrusive<LockstepBackend>(std::move(channel), LockstepBackend::Settings{name, timeout});
-  auto store = c10::make_intrusive<c10d::PrefixStore>(key, world.world.store);
-  group.handle = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
-  group.handle->setBackend(at::kCPU, kType, c10::intrusive_ptr<c10d::Backend>(group.backend));
-  group.handle->setDefaultBackend(kType);
-  group.handle->setGroupName(name);
-  return group;
-}
-
-/// The group behind a handle, the default one for an empty handle.
-Group& find_group(const ProcessGroup& handle) {
-  DefaultWorld& world = require_world();
-  auto found = world.groups.find(handle ? handle.get() : world.default_group.get());
-  TORCH_CHECK(found != world.groups.end(),
-              "Invalid process group specified: it was destroyed, or is not Lockstep's");
-  return found->second;
-}
-
-/// Takes groups out of the registry, then ends them without holding the lock: an operation may still have to
-/// finish.
-void end_groups(std::vector<Group> groups, bool abort) {
-  for (Group& group : groups) {
-    if (abort) group.backend->abort();
-    group.backend->shutdown();
-  }
+/// Ends groups that are out of the registry already: an operation may still have to finish.
+void end_group(Group& group, bool abort) {
+  LOCKSTEP_LOG(kInfo) << (abort ? "aborts" : "destroys") << " group '" << group.name << "'";
+  if (abort) group.backend->abort();
+  group.backend->shutdown();
 }
 
 void destroy_all(bool abort) {
-  std::shared_ptr<DefaultWorld> ending;
-  {
-    std::lock_guard lock(world_mutex);
-    ending = std::move(current_world);
-    clear_world_defaults();
+  const auto world = registry::remove_world();
+  if (!world) return;
+  const bool forked = world->transport->in_forked_child();  // then nobody will ever unlock `making`
+  if (abort) world->control->abort();
+  for (const auto& group : registry::all(*world)) end_group(*group, abort);
+  // Groups that another thread is making get ready, or fail, first.
+  std::unique_lock making(world->making, std::defer_lock);
+  if (!forked) making.lock();
+  world->ended = true;
+  if (forked) return;
+  world->control->leave();
+  flight::unwatch_signal();
+}
+
+HostTransport::Options transport_options() {
+  HostTransport::Options options;
+  if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
+    options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
   }
-  if (!ending) return;
-  std::vector<Group> groups;
-  for (auto& [handle, group] : ending->groups) groups.push_back(std::move(group));
-  end_groups(std::move(groups), abort);
+  return options;
+}
+
+/// Everything of a new world but its default group.
+std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline deadline) {
+  auto world = std::make_shared<DefaultWorld>();
+  world->backend_name = backend_names::check(options.backend);
+  world->timeout_ms = options.timeout.count();
+  world->world = rendezvous({.init_method = options.init_method,
+                             .store = options.store,
+                             .rank = options.rank,
+                             .world_size = options.world_size,
+                             .timeout = options.timeout});
+  const auto& [rank, size] = std::pair(world->world.rank, world->world.world_size);
+  log::set_rank(rank);
+  world->transport = HostTransport::connect(*world->world.store, rank, size, deadline, transport_options());
+  world->control = group_making::open_control(*world, deadline);
+  return world;
+}
+
+void open_default_group(DefaultWorld& world, const InitOptions& options, Deadline deadline) {
+  group_making::Plan plan;
+  plan.name = options.group_name;
+  plan.description = "default_pg";
+  plan.backend_name = world.backend_name;
+  plan.timeout = options.timeout;
+  plan.ranks.resize(world.world.world_size);
+  std::iota(plan.ranks.begin(), plan.ranks.end(), 0);
+  const auto gather = group_making::over_control(world, "init_process_group", deadline);
+  registry::add(world, group_making::open_together(world, plan, gather, plan.ranks, deadline),
+                /*is_default=*/true);
 }
 
 }  // namespace
@@ -132,60 +102,56 @@ int DefaultGroup::size() const {
 }
 
 DefaultGroup init_process_group(const InitOptions& options) {
-  check_backend(options.backend);
+  get_debug_level();  // complains about TORCH_DISTRIBUTED_DEBUG before anybody is waited for
+  backend_names::check(options.backend);
   TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "init_process_group: the timeout is ",
                     options.timeout.count(), " ms; it must be more than 0");
-  {
-    std::lock_guard lock(world_mutex);
-    TORCH_CHECK(current_world == nullptr,
-                "trying to initialize the default process group twice! Call destroy_process_group() first.");
-  }
+  TORCH_CHECK_VALUE(
+      !is_initialized(),
+      "trying to initialize the default process group twice! Call destroy_process_group() first.");
   const Deadline deadline = Deadline::after(options.timeout);
-  auto world = std::make_shared<DefaultWorld>();
-  world->world = rendezvous({.init_method = options.init_method,
-                             .store = options.store,
-                             .rank = options.rank,
-                             .world_size = options.world_size,
-                             .timeout = options.timeout});
-  log::set_rank(world->world.rank);
-  world->timeout = options.timeout;
-  HostTransport::Options transport_options;
-  if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
-    transport_options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
-  }
-  world->transport = HostTransport::connect(*world->world.store, world->world.rank, world->world.world_size,
-                                            deadline, transport_options);
-  std::vector<int> everybody(world->world.world_size);
-  std::iota(everybody.begin(), everybody.end(), 0);
-  Group group = open_group(*world, "default", options.group_name, everybody, options.timeout);
-  world->default_group = group.handle;
-  world->groups.emplace(group.handle.get(), std::move(group));
-  LOCKSTEP_LOG(kInfo) << "joined " << world->world.world_size << " ranks (" << world->world.launcher << ")";
-
-  std::lock_guard lock(world_mutex);
-  TORCH_CHECK(current_world == nullptr, "init_process_group was called in two threads at once");
-  set_world_defaults({world->world.rank, world->world.world_size});
-  current_world = std::move(world);
+  auto world = join_world(options, deadline);
+  open_default_group(*world, options, deadline);
+  LOCKSTEP_LOG(kInfo) << "joined " << world->world.world_size << " ranks (" << world->world.launcher
+                      << ") in group '" << options.group_name << "', backend "
+                      << backend_names::config(world->backend_name) << ", timeout " << options.timeout.count()
+                      << " ms";
+  flight::watch_signal();
+  registry::install(std::move(world));
   return {};
 }
 
 void destroy_process_group(const ProcessGroup& group) {
-  if (!is_member(group)) return;
-  std::vector<Group> ending;
-  {
-    std::lock_guard lock(world_mutex);
-    if (current_world && group && group != current_world->default_group) {
-      find_group(group);
-      ending.push_back(std::move(current_world->groups.extract(group.get()).mapped()));
-    }
-  }
-  if (ending.empty()) return destroy_all(/*abort=*/false);
-  end_groups(std::move(ending), /*abort=*/false);
+  if (!is_member(group) || !is_initialized()) return;
+  if (!group || group == default_group()) return destroy_all(/*abort=*/false);
+  end_group(*registry::remove(group), /*abort=*/false);
 }
 
+void abort(const ProcessGroup& group) {
+  if (!is_member(group)) return;
+  const auto world = registry::require_world();
+  const auto chosen = registry::find(group);
+  LOCKSTEP_LOG(kInfo) << "aborts group '" << chosen->name << "'";
+  if (chosen->handle != world->default_group) return chosen->backend->abort();
+  world->control->abort();
+  for (const auto& one : registry::all(*world)) one->backend->abort();
+}
+
+bool is_available() {
+  return true;
+}
 bool is_initialized() {
-  std::lock_guard lock(world_mutex);
-  return current_world != nullptr;
+  return registry::find_world() != nullptr;
+}
+bool is_backend_available(const std::string& backend) {
+  return backend_names::is_available(backend);
+}
+bool is_torchelastic_launched() {
+  return environment::text("TORCHELASTIC_RUN_ID").has_value();
+}
+
+ProcessGroup default_group() {
+  return registry::find({})->handle;
 }
 
 bool is_member(const ProcessGroup& group) {
@@ -193,76 +159,83 @@ bool is_member(const ProcessGroup& group) {
 }
 
 int get_rank(const ProcessGroup& group) {
-  if (!is_member(group)) return -1;
-  std::lock_guard lock(world_mutex);
-  return find_group(group).handle->getRank();
+  return is_member(group) ? registry::find(group)->handle->getRank() : -1;
 }
 
 int get_world_size(const ProcessGroup& group) {
-  if (!is_member(group)) return -1;
-  std::lock_guard lock(world_mutex);
-  return find_group(group).handle->getSize();
+  return is_member(group) ? registry::find(group)->handle->getSize() : -1;
 }
 
-int get_node_local_rank() {
-  std::lock_guard lock(world_mutex);
-  const int local_rank = require_world().world.local_rank;
-  TORCH_CHECK(local_rank >= 0, "LOCAL_RANK is not set; a launcher such as `lockstep run` sets it");
-  return local_rank;
-}
-
-ProcessGroup default_group() {
-  std::lock_guard lock(world_mutex);
-  return require_world().default_group;
-}
-
-ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::milliseconds> timeout,
-                       std::string group_name) {
-  std::unique_lock lock(world_mutex);
-  require_world();
-  const auto world = current_world;
-  const int world_size = world->world.world_size;
-  if (ranks.empty()) {
-    ranks.resize(world_size);
-    std::iota(ranks.begin(), ranks.end(), 0);
+int get_node_local_rank(std::optional<int> fallback_rank) {
+  // LOCAL_RANK before everything else, as in PyTorch; other launchers have other names for it.
+  if (auto rank = environment::integer("LOCAL_RANK", 0, std::numeric_limits<int>::max())) {
+    return static_cast<int>(*rank);
   }
-  std::vector<bool> seen(world_size, false);
-  for (int rank : ranks) {
-    TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "new_group: rank ", rank,
-                      " is not in the default group, which has ", world_size, " ranks");
-    TORCH_CHECK_VALUE(!seen[rank], "new_group: rank ", rank, " is given twice");
-    seen[rank] = true;
+  if (const auto world = registry::find_world(); world && world->world.local_rank >= 0) {
+    return world->world.local_rank;
   }
-  // Counted by everybody, so that all members use one key.
-  const std::string key = "group/" + std::to_string(world->groups_made++);
-  if (std::find(ranks.begin(), ranks.end(), world->world.rank) == ranks.end()) {
-    // A handle of its own, so that using it is an error instead of using the default group.
-    return c10::make_intrusive<c10d::ProcessGroup>(-1, static_cast<int>(ranks.size()));
-  }
-  lock.unlock();  // other threads go on while the members meet
-  if (group_name.empty()) group_name = key;
-  Group group = open_group(*world, key, group_name, std::move(ranks), timeout.value_or(world->timeout));
-  ProcessGroup handle = group.handle;
-  lock.lock();
-  TORCH_CHECK(current_world == world, "new_group: the default process group was destroyed meanwhile");
-  world->groups.emplace(handle.get(), std::move(group));
-  return handle;
+  const int local_rank = read_launch_environment(environment::text).local_rank;
+  if (local_rank >= 0) return local_rank;
+  TORCH_CHECK(fallback_rank.has_value(),
+              "LOCAL_RANK is not in the environment; a launcher such as `lockstep run` sets it. Consider "
+              "passing fallback_rank, if you want the code to run without one.");
+  return *fallback_rank;
 }
 
 int get_group_rank(const ProcessGroup& group, int global_rank) {
-  std::lock_guard lock(world_mutex);
-  const auto& ranks = find_group(group).ranks;
-  auto found = std::find(ranks.begin(), ranks.end(), global_rank);
-  TORCH_CHECK_VALUE(found != ranks.end(), "Global rank ", global_rank, " is not part of group");
-  return static_cast<int>(found - ranks.begin());
+  const auto members = registry::find(group);
+  const auto found = std::find(members->ranks.begin(), members->ranks.end(), global_rank);
+  TORCH_CHECK_VALUE(found != members->ranks.end(), "Global rank ", global_rank, " is not part of group '",
+                    members->name, "', which has ", name_ranks(members->ranks));
+  return static_cast<int>(found - members->ranks.begin());
+}
+
+int get_global_rank(const ProcessGroup& group, int group_rank) {
+  const auto members = registry::find(group);
+  const int size = static_cast<int>(members->ranks.size());
+  TORCH_CHECK_VALUE(group_rank >= 0 && group_rank < size, "Group rank ", group_rank,
+                    " is not part of group '", members->name, "', which has group ranks 0 to ", size - 1);
+  return members->ranks[group_rank];
+}
+
+std::vector<int> get_process_group_ranks(const ProcessGroup& group) {
+  return registry::find(group)->ranks;
+}
+
+std::string get_backend(const ProcessGroup& group) {
+  return registry::find(group)->backend_name;
+}
+
+std::string get_backend_config(const ProcessGroup& group) {
+  return backend_names::config(registry::find(group)->backend_name);
+}
+
+std::string get_default_backend_for_device(const at::Device& device) {
+  TORCH_CHECK_VALUE(device.is_cpu(), "Default backend not registered for device : ", device.str(),
+                    "; Lockstep has \"lockstep\" for CPU tensors");
+  return backend_names::kLockstep;
+}
+
+int get_pg_count() {
+  return registry::count(*registry::require_world());
+}
+
+c10d::DebugLevel get_debug_level() {
+  log::enabled(log::Level::kError);  // reads the environment at its first call
+  return c10d::debug_level();
+}
+
+void set_group_timeout(std::chrono::milliseconds timeout, const ProcessGroup& group) {
+  TORCH_CHECK_VALUE(timeout > std::chrono::milliseconds(0), "set_group_timeout: the timeout is ",
+                    timeout.count(), " ms; it must be more than 0");
+  const auto world = registry::require_world();
+  const auto chosen = registry::find(group);
+  chosen->backend->setTimeout(timeout);
+  if (chosen->handle == world->default_group) world->timeout_ms = timeout.count();
 }
 
 at::Tensor empty_shared(at::IntArrayRef sizes, at::TensorOptions options, const ProcessGroup& group) {
-  c10::intrusive_ptr<LockstepBackend> backend;
-  {
-    std::lock_guard lock(world_mutex);
-    backend = find_group(group).backend;
-  }
+  const auto backend = registry::find(group)->backend;
   for (int64_t size : sizes) TORCH_CHECK_VALUE(size >= 0, "empty_shared: negative size in ", sizes);
   return backend->allocateTensor(c10::multiply_integers(sizes), options).view(sizes);
 }

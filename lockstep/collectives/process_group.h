@@ -1,7 +1,6 @@
 #pragma once
 
 #include <chrono>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -9,22 +8,32 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/debug.h>
 
+/// Process groups: making them, asking about them, ending them. torch/distributed/distributed_c10d.py has the
+/// names, the order of arguments, the defaults and the conditions of errors; docs/process_groups.md is the
+/// guide.
+///
+/// In all functions: an empty `group` means the default group. A rank is a global one, within the default
+/// group, unless it is called a group rank. Without a default group, with a destroyed group, or with one of
+/// another world they throw c10::ValueError. Thread-safe unless said otherwise.
 namespace lockstep {
 
-/// A process group: torch's own handle, so that whatever takes one takes ours. An empty one means the default
-/// group.
+/// A process group: torch's own handle, so that whatever takes one takes ours. getGroupName() and
+/// getGroupDesc() say what it was named. An empty one means the default group. A group ends with
+/// destroy_process_group(); its memory goes with the last handle.
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// torch.distributed.init_process_group's arguments. Everything may be left out when a launcher started the
 /// program.
 struct InitOptions {
-  /// "lockstep": CPU tensors through shared memory. "nccl" and "cpu:lockstep,cuda:nccl" are known names,
-  /// refused until the GPU part is there.
+  /// "lockstep" or "cpu:lockstep": CPU tensors through shared memory. "nccl" and "cpu:lockstep,cuda:nccl" are
+  /// known names, refused until the GPU part is there.
   std::string backend = "lockstep";
   /// env:// (default), tcp://HOST:PORT or file:///PATH; see RendezvousOptions.
   std::string init_method = {};
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< of the rendezvous and of each operation
+  /// Of the rendezvous, of each operation, and of the making of each further group.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
   int rank = -1;
   int world_size = -1;
   c10::intrusive_ptr<c10d::Store> store = {};  ///< instead of an init_method
@@ -49,39 +58,125 @@ class [[nodiscard]] DefaultGroup {
 };
 
 /// Joins the job's processes to the default group; all of them must call it. Throws c10::ValueError for
-/// options that make no sense, what rendezvous() throws, c10::DistBackendError when the ranks can't share
-/// memory (different hosts, containers or users), and an error when there is a default group already. A
-/// process may initialise again after destroying the group. torch/distributed/distributed_c10d.py,
-/// init_process_group.
+/// options that make no sense and when there is a default group already, what rendezvous() throws, and
+/// c10::DistBackendError when the ranks can't share memory (different hosts, containers or users). A process
+/// may initialise again after destroying the group.
 DefaultGroup init_process_group(const InitOptions& options = {});
 
 /// Destroys one group, or with none given the default group and all others. Finishes what was submitted.
-/// Other ranks that go on to use the group get an error. Does nothing when the default group is already gone.
+/// Other ranks that go on to use the group get an error. Does nothing when the default group is already gone
+/// and for groups that this process is not a member of; throws c10::ValueError for a group that was destroyed
+/// before.
 void destroy_process_group(const ProcessGroup& group = {});
 
+// ---- Making groups
+
+/// What is rarely given to new_group(), by name as in Python: new_group({0, 1}, {}, {.group_desc = "rows"}).
+struct GroupOptions {
+  std::string backend = {};                ///< the default group's when empty
+  bool use_local_synchronization = false;  ///< only the members call; see new_group()
+  std::string group_desc = {};             ///< getGroupDesc(); "undefined" when empty, as in PyTorch
+  bool sort_ranks = true;                  ///< group ranks in ascending order of ranks; false: as listed
+  std::string group_name = {};             ///< for messages; made up ("1", "2", …) when empty
+};
+
+/// A further group of `ranks` (empty: all). Every process of the default group must call it, members or not,
+/// with the same ranks, and all groups must be made in the same order everywhere; if several threads make
+/// groups, that holds for their calls together. Those who are not members get a handle with which is_member()
+/// is false and every operation throws.
+///
+/// With use_local_synchronization only the members call it (others get their handle at once), and only groups
+/// of equal ranks need be made in the same order; it goes through the store and is slower.
+///
+/// `timeout` is that of the group's operations, the default group's if not given. The making itself is
+/// bounded by the default group's timeout.
+///
+/// Throws c10::ValueError for ranks that are out of range or given twice, a name that a living group has, and
+/// an unknown backend; on all ranks c10::DistBackendError when they asked for different groups (naming who
+/// asked for what; nothing is broken then) or one of them ended, and DistTimeoutError when one did not come.
+/// After the latter two no further group can be made by all ranks together.
+ProcessGroup new_group(std::vector<int> ranks = {}, std::optional<std::chrono::milliseconds> timeout = {},
+                       const GroupOptions& options = {});
+
+/// This process's group, or a handle with which is_member() is false, and all of them in order.
+using Subgroups = std::pair<ProcessGroup, std::vector<ProcessGroup>>;
+
+/// Cuts `group` into groups of `group_size` ranks that follow each other. All processes of the default group
+/// call it, with the same `group`. Throws c10::ValueError when the group's size is not a multiple, and when
+/// group_size is left out, which in PyTorch means the number of CUDA devices.
+Subgroups new_subgroups(std::optional<int> group_size = {}, const ProcessGroup& group = {},
+                        std::optional<std::chrono::milliseconds> timeout = {},
+                        const GroupOptions& options = {});
+
+/// A group for each list of ranks. All processes of the default group call it, with the same lists; no rank
+/// may be in two of them (c10::ValueError, before any group is made).
+Subgroups new_subgroups_by_enumeration(const std::vector<std::vector<int>>& ranks_per_subgroup_list,
+                                       std::optional<std::chrono::milliseconds> timeout = {},
+                                       const GroupOptions& options = {});
+
+/// Cuts `parent_pg` into groups; the members of `parent_pg` call it, nobody else, with the same arguments.
+/// `split_ranks`: lists of *group* ranks of the parent, no rank in two of them. Members of none get a handle
+/// with which is_member() is false. It is an operation of the parent in the order of the others, and bounded
+/// by its timeout, except that for the default group it stands in the order of new_group().
+/// `group_desc`: "PARENT'S:split:N" when empty, as in PyTorch. Throws as new_group() does.
+ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::vector<int>>& split_ranks,
+                         std::optional<std::chrono::milliseconds> timeout = {},
+                         const std::string& group_desc = {}, const std::string& backend = {});
+
+// ---- Asking
+
+/// Whether process groups are part of this build; always true. torch.distributed.is_available.
+bool is_available();
 /// Whether the default group exists.
 bool is_initialized();
+/// Whether init_process_group() takes this backend: "lockstep", "cpu:lockstep". Throws c10::ValueError for a
+/// malformed list of DEVICE:BACKEND pairs.
+bool is_backend_available(const std::string& backend);
+/// Whether torchrun, `lockstep run`, or another agent that sets TORCHELASTIC_RUN_ID started this process.
+bool is_torchelastic_launched();
 
+/// The default group. Throws, with the call that is missing, if there is none.
+ProcessGroup default_group();
 /// Whether this process is in the group; see new_group().
 bool is_member(const ProcessGroup& group);
 
-/// This process's rank in the group; -1 if it is not a member. Throws if there is no default group.
+/// This process's rank in the group; -1 if it is not a member.
 int get_rank(const ProcessGroup& group = {});
 /// The group's size; -1 if this process is not a member.
 int get_world_size(const ProcessGroup& group = {});
-/// The rank on this host (LOCAL_RANK); throws when no launcher said it.
-int get_node_local_rank();
-/// The default group. Throws, with the call that is missing, if there is none.
-ProcessGroup default_group();
+/// This process's rank among those on this host, as its launcher says (LOCAL_RANK and others), else
+/// `fallback_rank`; throws c10::Error if there is neither. Needs no default group.
+int get_node_local_rank(std::optional<int> fallback_rank = {});
 
-/// A further group of `ranks` (global ranks, in group order; empty: all). Every process of the default group
-/// must call it, in the same order, members or not; those who are not get a handle with which is_member() is
-/// false and every operation throws. distributed_c10d.py, new_group.
-ProcessGroup new_group(std::vector<int> ranks = {}, std::optional<std::chrono::milliseconds> timeout = {},
-                       std::string group_name = "");
-
-/// The rank within `group` of a global rank; throws if it isn't a member.
+/// The group rank of a global rank, and the other way round. Throw c10::ValueError if there is no such
+/// member.
 int get_group_rank(const ProcessGroup& group, int global_rank);
+int get_global_rank(const ProcessGroup& group, int group_rank);
+/// The global ranks of all members, by group rank.
+std::vector<int> get_process_group_ranks(const ProcessGroup& group = {});
+
+/// "lockstep", or what was asked for when the group was made.
+std::string get_backend(const ProcessGroup& group = {});
+/// "cpu:lockstep"
+std::string get_backend_config(const ProcessGroup& group = {});
+/// "lockstep" for the CPU; throws c10::ValueError for devices without one. Needs no default group.
+std::string get_default_backend_for_device(const at::Device& device);
+
+/// How many groups this world has named so far: the default one and one for each new_group() that all ranks
+/// called, whether this process is in it or not, and whether it still lives (PyTorch counts so too).
+int get_pg_count();
+
+/// TORCH_DISTRIBUTED_DEBUG, or what c10d::setDebugLevel() said since. Throws c10::Error when the variable is
+/// not OFF, INFO or DETAIL.
+c10d::DebugLevel get_debug_level();
+
+// ---- Changing
+
+/// The timeout of the group's later operations (torch.distributed's _set_pg_timeout); the default group's
+/// also bounds the making of groups. Throws c10::ValueError unless it is more than 0.
+void set_group_timeout(std::chrono::milliseconds timeout, const ProcessGroup& group = {});
+
+// ---- Memory
 
 /// An uninitialised tensor in memory that all ranks on this host see: collectives on it move no byte twice.
 /// Any CPU dtype. May be freed at any time outside an operation; outlives its group.

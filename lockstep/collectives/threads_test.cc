@@ -5,12 +5,12 @@
 #include <thread>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/testing/thread_ranks.h>
 
 // The whole backend with ranks as threads of one process, so that ThreadSanitizer sees both sides of each
 // exchange.
@@ -20,24 +20,15 @@ namespace {
 using namespace std::chrono_literals;
 using Backend = c10::intrusive_ptr<LockstepBackend>;
 
-/// Runs body(backend) on `ranks` threads. The transports outlive the threads.
+/// Runs body(backend) on `ranks` threads.
 void on_ranks(int ranks, const std::function<void(const Backend&)>& body) {
   at::ones({1}).add(1);  // libtorch's first-use initialisation happens here, in one thread
-  auto store = c10::make_intrusive<c10d::HashStore>();
-  auto transports = transport::HostTransport::connect_threads(ranks, {.segment_bytes = size_t{1} << 20});
-  std::vector<int> members(ranks);
-  std::iota(members.begin(), members.end(), 0);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      auto channel =
-          transport::GroupChannel::open(transports[rank], *store, "test", members, Deadline::after(60s));
-      auto backend =
-          c10::make_intrusive<LockstepBackend>(std::move(channel), LockstepBackend::Settings{"test", 60s});
-      body(backend);
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  testing::run_rank_threads(ranks,
+                            [&](std::shared_ptr<transport::GroupChannel> channel) {
+                              body(c10::make_intrusive<LockstepBackend>(
+                                  std::move(channel), LockstepBackend::Settings{"test", 60s}));
+                            },
+                            {.segment_bytes = size_t{1} << 20});
 }
 
 /// One operation of a random sequence that all ranks draw alike.

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/debug.h>
+
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/internal/signature.h>
 
@@ -19,32 +21,34 @@ uint64_t mix(uint64_t digest, uint64_t word) {
   return digest ^ digest >> 31;
 }
 
-/// Tensors of one size whose elements lie in the same order have the same digest; contiguous ones have 0.
-uint64_t layout_digest(const at::Tensor& tensor) {
-  if (tensor.is_contiguous()) return 0;
-  uint64_t digest = 1;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) != 1) digest = mix(digest, static_cast<uint64_t>(tensor.stride(dim)));
-  }
-  return digest;
-}
-
 }  // namespace
 
 const char* to_string(CollectiveKind kind) {
-  static constexpr std::array<const char*, 4> kNames = {"all_reduce", "broadcast", "all_gather", "barrier"};
+  static constexpr std::array<const char*, 17> kNames = {"barrier",
+                                                         "all_reduce",
+                                                         "all_reduce_coalesced",
+                                                         "reduce",
+                                                         "broadcast",
+                                                         "all_gather",
+                                                         "all_gather_into_tensor",
+                                                         "all_gather_coalesced",
+                                                         "all_gather_into_tensor_coalesced",
+                                                         "gather",
+                                                         "scatter",
+                                                         "reduce_scatter",
+                                                         "reduce_scatter_tensor",
+                                                         "reduce_scatter_tensor_coalesced",
+                                                         "all_to_all",
+                                                         "all_to_all_single",
+                                                         "new_group"};
+  static_assert(kNames.size() == static_cast<size_t>(CollectiveKind::kNewGroup) + 1);
   return kNames[static_cast<size_t>(kind)];
 }
 
-Signature Signature::barrier() {
-  return {};
-}
-
-Signature Signature::of(CollectiveKind kind, const at::Tensor& tensor, ReduceOperation operation, int root) {
+Signature Signature::of(CollectiveKind kind, const at::Tensor& tensor, int root) {
   Signature signature;
   signature.kind = kind;
   signature.dtype = static_cast<uint8_t>(tensor.scalar_type());
-  if (kind == CollectiveKind::kAllReduce) signature.operation = static_cast<uint8_t>(operation);
   signature.dims = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), 255));
   signature.root = root;
   signature.numel = tensor.numel();
@@ -55,13 +59,58 @@ Signature Signature::of(CollectiveKind kind, const at::Tensor& tensor, ReduceOpe
       signature.more_sizes = mix(signature.more_sizes, static_cast<uint64_t>(tensor.size(dim)));
     }
   }
-  signature.layout = layout_digest(tensor);
+  if (tensor.is_sparse()) signature.sparse_dims = static_cast<uint32_t>(tensor.sparse_dim());
   return signature;
 }
 
+Signature Signature::of(CollectiveKind kind, const std::vector<at::Tensor>& tensors) {
+  Signature signature = of_dtype(kind, tensors.front().scalar_type());
+  for (const at::Tensor& tensor : tensors) {
+    signature.numel += tensor.numel();
+    signature.counts = mix(signature.counts, static_cast<uint64_t>(tensor.numel()));
+    signature.more_sizes = mix(signature.more_sizes, static_cast<uint64_t>(tensor.dim()));
+    for (int64_t size : tensor.sizes())
+      signature.more_sizes = mix(signature.more_sizes, static_cast<uint64_t>(size));
+  }
+  signature.dims = 1;
+  signature.sizes[0] = signature.numel;
+  return signature;
+}
+
+Signature Signature::of_dtype(CollectiveKind kind, at::ScalarType dtype) {
+  Signature signature;
+  signature.kind = kind;
+  signature.dtype = static_cast<uint8_t>(dtype);
+  return signature;
+}
+
+Signature Signature::with(ReduceOperation reduce_operation, bool is_premultiplied) const {
+  Signature signature = *this;
+  signature.operation = static_cast<uint8_t>(reduce_operation);
+  signature.premultiplied = is_premultiplied ? 1 : 0;
+  return signature;
+}
+
+at::ScalarType Signature::real_dtype() const {
+  const auto type = static_cast<at::ScalarType>(dtype);
+  return at::isComplexType(type) ? c10::toRealValueType(type) : type;
+}
+
+size_t Signature::real_numel() const {
+  return static_cast<size_t>(numel) * (at::isComplexType(static_cast<at::ScalarType>(dtype)) ? 2 : 1);
+}
+
 uint64_t Signature::digest() const {
+  Signature compared = *this;
+  // As in PyTorch, shapes may differ as long as the counts agree, unless every detail is to be compared.
+  static const bool shapes_too = c10d::debug_level() == c10d::DebugLevel::Detail;
+  if (!shapes_too) {
+    compared.dims = 0;
+    std::fill(std::begin(compared.sizes), std::end(compared.sizes), 0);
+    compared.more_sizes = 0;
+  }
   std::array<uint64_t, sizeof(Signature) / 8> words{};
-  std::memcpy(words.data(), this, sizeof(Signature));
+  std::memcpy(words.data(), &compared, sizeof compared);
   uint64_t digest = 0;
   for (uint64_t word : words) digest = mix(digest, word);
   return digest;
@@ -70,15 +119,23 @@ uint64_t Signature::digest() const {
 std::string Signature::describe() const {
   std::ostringstream text;
   text << to_string(kind) << '(';
-  if (kind != CollectiveKind::kBarrier) {
-    if (kind == CollectiveKind::kAllReduce)
-      text << to_string(static_cast<ReduceOperation>(operation)) << ", ";
-    text << c10::toString(static_cast<at::ScalarType>(dtype)) << " [";
-    for (int dim = 0; dim < std::min<int>(dims, kMaxDims); ++dim) text << (dim > 0 ? ", " : "") << sizes[dim];
-    if (dims > kMaxDims) text << ", …";
-    text << ']';
-    if (layout != 0) text << " in memory order " << std::hex << layout << std::dec;
-    if (root >= 0) text << ", src " << root;
+  if (kind != CollectiveKind::kBarrier && kind != CollectiveKind::kNewGroup) {
+    if (operation != kNoOperation)
+      text << (premultiplied != 0 ? "PREMUL_SUM" : to_string(static_cast<ReduceOperation>(operation)))
+           << ", ";
+    if (sparse_dims > 0) text << "sparse ";
+    text << c10::toString(static_cast<at::ScalarType>(dtype));
+    if (kind != CollectiveKind::kAllToAll && kind != CollectiveKind::kAllToAllSingle) {
+      text << " [";
+      for (int dim = 0; dim < std::min<int>(dims, kMaxDims); ++dim)
+        text << (dim > 0 ? ", " : "") << sizes[dim];
+      if (dims > kMaxDims) text << ", …";
+      text << ']';
+    }
+    if (root >= 0) {
+      const bool to_root = kind == CollectiveKind::kReduce || kind == CollectiveKind::kGather;
+      text << (to_root ? ", dst " : ", src ") << root;
+    }
   }
   text << ')';
   return text.str();
@@ -102,6 +159,7 @@ std::string describe_announcements(const transport::GroupChannel& channel) {
     if (same == calls.end()) same = calls.insert(calls.end(), {signature, {}});
     same->second.push_back(channel.transport_rank(rank));
   }
+  if (calls.size() == 1) return "";
   std::ostringstream text;
   for (const auto& [signature, ranks] : calls) {
     text << (text.tellp() > 0 ? "; " : "") << name_ranks(ranks) << ": " << signature.describe();

@@ -1,21 +1,101 @@
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
 #include <c10/util/Exception.h>
 
 #include <lockstep/collectives/internal/tensor_check.h>
 
 namespace lockstep {
+namespace {
 
-void check_tensor(const at::Tensor& tensor, const char* operation) {
+/// Whether two elements may have one place in memory. Sound, and exact for all but exotic interleaved
+/// strides.
+bool may_overlap_itself(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return false;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1) dims.emplace_back(std::abs(tensor.stride(dim)), tensor.size(dim));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t span = 1;  // of the dimensions so far
+  for (const auto& [stride, size] : dims) {
+    if (stride < span) return true;
+    span += (size - 1) * stride;
+  }
+  return false;
+}
+
+}  // namespace
+
+void check_input(const at::Tensor& tensor, const char* operation) {
   TORCH_CHECK_VALUE(tensor.defined(), operation, ": the tensor is undefined");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation,
                     ": the lockstep backend takes CPU tensors, this one is on ", tensor.device(),
                     "; GPU groups are not supported yet");
-  TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, operation, ": sparse tensors are not supported yet");
-  TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), operation, ": the tensor of sizes ",
+  TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, operation, ": takes dense tensors, not ",
+                    tensor.layout(),
+                    " ones; only all_reduce with SUM takes sparse COO tensors. Call .to_dense()");
+}
+
+void check_output(const at::Tensor& tensor, const char* operation) {
+  check_input(tensor, operation);
+  TORCH_CHECK_VALUE(!may_overlap_itself(tensor), operation, ": elements of the tensor of sizes ",
                     tensor.sizes(), " and strides ", tensor.strides(),
-                    " has gaps or overlaps in memory; call .contiguous() and copy the result back");
-  TORCH_CHECK_VALUE(
-      !tensor.is_conj() && !tensor.is_neg(), operation,
-      ": the tensor is a lazy conjugate or negative view; call .resolve_conj() or .resolve_neg()");
+                    " share memory (is it expanded?), so that it can't take a result; call .contiguous()");
+}
+
+void check_contiguous(const at::Tensor& tensor, const char* operation, const char* name) {
+  check_input(tensor, operation);
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), operation, ": ", name, " of sizes ", tensor.sizes(),
+                    " and strides ", tensor.strides(), " must be contiguous; call .contiguous()");
+}
+
+void check_same_dtype(const at::Tensor& first, const std::vector<at::Tensor>& others, const char* operation) {
+  const auto real = [](const at::Tensor& tensor) { return c10::toRealValueType(tensor.scalar_type()); };
+  for (const at::Tensor& other : others) {
+    TORCH_CHECK_VALUE(real(other) == real(first), operation,
+                      ": invalid usage of tensors with different dtypes: found ", first.scalar_type(),
+                      " and ", other.scalar_type());
+  }
+}
+
+void check_list_size(const std::vector<at::Tensor>& list, int ranks, const char* operation,
+                     const char* name) {
+  TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(ranks), operation, ": ", name, " has ", list.size(),
+                    " tensors; it needs one for each of the ", ranks, " ranks");
+}
+
+void check_one_dtype(const std::vector<at::Tensor>& list, const char* operation) {
+  for (const at::Tensor& tensor : list) {
+    TORCH_CHECK_VALUE(tensor.scalar_type() == list.front().scalar_type(), operation,
+                      ": all tensors must have one dtype, these have ", list.front().scalar_type(), " and ",
+                      tensor.scalar_type());
+  }
+}
+
+std::vector<size_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int ranks,
+                                const char* name) {
+  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(tensor.dim() > 0 && rows % ranks == 0, "all_to_all_single: the ", name, " of sizes ",
+                      tensor.sizes(), " can't be split equally along dimension 0 over ", ranks,
+                      " ranks; give split sizes");
+    return std::vector<size_t>(ranks, tensor.nbytes() / ranks);
+  }
+  TORCH_CHECK_VALUE(splits.size() == static_cast<size_t>(ranks), "all_to_all_single: ", splits.size(), ' ',
+                    name, " split sizes; one is needed for each of the ", ranks, " ranks");
+  const size_t row_bytes = rows > 0 ? tensor.nbytes() / rows : 0;
+  int64_t sum = 0;
+  std::vector<size_t> bytes;
+  for (int64_t split : splits) {
+    TORCH_CHECK_VALUE(split >= 0, "all_to_all_single: negative ", name, " split size ", split);
+    sum += split;
+    bytes.push_back(static_cast<size_t>(split) * row_bytes);
+  }
+  TORCH_CHECK_VALUE(sum == rows, "all_to_all_single: the ", name, " split sizes make ", sum,
+                    " rows, dimension 0 has ", rows);
+  return bytes;
 }
 
 }  // namespace lockstep

@@ -1,0 +1,26 @@
+// What the members of a group leave for each other in the store: any text is an address and an identity, or a
+// DistStoreError.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/collectives/internal/group_making.h>
+#include <lockstep/testing/fuzz_driver.h>
+
+std::vector<std::string> lockstep::testing::fuzz_seeds() {
+  return {"4097 new_group(ranks 0 and 2, name '1')", "18446744073709551615 x", "1 "};
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const std::string text(reinterpret_cast<const char*>(data), size);
+  try {
+    const auto [word, identity] = lockstep::group_making::parse_store_value(text, 1);
+    if (word == 0 || !text.ends_with(" " + identity)) std::abort();
+  } catch (const c10::DistStoreError&) {
+    // what is documented
+  }
+  return 0;
+}

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <lockstep/collectives/internal/algorithms.h>
+
+namespace lockstep {
+
+/// Throws c10::ValueError unless all_reduce() can take the sparse tensor with this operation.
+void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& operation, const char* name);
+
+namespace algorithms {
+
+/// Sums sparse COO tensors of one size, whose indices may differ by rank, in rank order, into `tensor` of
+/// each rank, coalesced. Three operations of the channel: the numbers of elements, the indices, the values.
+void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
+                       const at::Tensor& tensor);
+
+}  // namespace algorithms
+}  // namespace lockstep

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include <lockstep/transport/shared_memory/group_channel.h>
+
+/// What the algorithms share: chunks that pass through the scratch, and the end of an operation.
+namespace lockstep::algorithms {
+
+constexpr size_t kCacheLine = 64;
+
+/// Bytes of a chunk, for tests that want many chunks from few bytes ("internal only", as Gloo's segment
+/// size).
+size_t chunk_bytes();
+void set_chunk_bytes_for_testing(size_t bytes);
+
+/// memcpy(3), which takes no null pointer: the data of an empty tensor.
+inline void copy_bytes(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+/// The two halves of each rank's scratch, which chunks use in turn. Counts chunks over the group's whole
+/// life, so that flags only grow.
+class Halves {
+ public:
+  explicit Halves(transport::GroupChannel& channel) : channel_(channel) {
+    // A line for each peer at least. The same for all operations, so that both sides agree where a half is.
+    capacity_ = std::max(chunk_bytes(), kCacheLine * static_cast<size_t>(channel.size()));
+    capacity_ = (capacity_ + kCacheLine - 1) / kCacheLine * kCacheLine;
+  }
+
+  size_t capacity() const { return capacity_; }
+  /// This rank's or another's half for chunk k.
+  std::byte* own(size_t k) { return channel_.scratch(2 * capacity_) + (k & 1) * capacity_; }
+  std::byte* of(int rank, size_t k) { return channel_.scratch_of(rank) + (k & 1) * capacity_; }
+  /// The value of a flag once chunk k has passed.
+  uint64_t number(size_t k) const { return channel_.chunk_base() + k + 1; }
+
+ private:
+  transport::GroupChannel& channel_;
+  size_t capacity_;
+};
+
+/// The last phase of every operation beyond the announcements.
+void finish(transport::GroupChannel& channel);
+
+}  // namespace lockstep::algorithms

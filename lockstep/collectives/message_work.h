@@ -1,0 +1,67 @@
+#pragma once
+
+#include <mutex>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <lockstep/collectives/flight_recorder.h>
+#include <lockstep/transport/shared_memory/group_channel.h>
+
+namespace lockstep {
+
+/// One send or receive: the handle that users wait on. Thread-safe. Keeps the tensor and the channel alive.
+class MessageWork final : public c10d::Work {
+ public:
+  struct Message {
+    bool is_send = false;
+    at::Tensor tensor;
+    int peer = transport::MessageChannel::kAnySource;  // group rank
+    int64_t tag = 0;
+    std::chrono::milliseconds timeout{};
+    std::string group_name;
+    uint64_t number = 0;  // among the group's point-to-point operations
+  };
+
+  /// Starts the message; `background`: it must advance even if nobody waits.
+  static c10::intrusive_ptr<MessageWork> start(std::shared_ptr<transport::GroupChannel> channel,
+                                               Message message, uint64_t record, bool background);
+
+  MessageWork(std::shared_ptr<transport::GroupChannel> channel, Message message, uint64_t record);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  /// The sender's group rank, of a receive that is done.
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return {message_.tensor}; }
+  void synchronize() override { wait(); }
+  /// Throws c10::DistBackendError or DistTimeoutError with the message in words. A `timeout` other than
+  /// kNoTimeout bounds this wait only.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return message_.number; }
+  float getDuration() const override;
+
+ private:
+  void complete(const std::exception_ptr& error);  // once, after the channel is done with it
+  std::exception_ptr in_words(const std::exception_ptr& error) const;
+
+  std::shared_ptr<transport::GroupChannel> channel_;
+  Message message_;
+  uint64_t record_;
+  std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  transport::MessageChannel::Handle handle_;
+
+  std::once_flag completed_;
+  mutable std::mutex mutex_;  // of what follows
+  bool done_ = false;
+  std::exception_ptr error_;
+  std::chrono::steady_clock::duration duration_{};
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+/// What the group says of a failed operation, in the terms of the operation.
+std::string describe_message(const MessageWork::Message& message, const transport::GroupChannel& channel);
+
+}  // namespace lockstep
