@@ -1,0 +1,192 @@
+#include <algorithm>
+#include <charconv>
+#include <functional>
+#include <limits>
+#include <set>
+#include <sstream>
+#include <sys/statvfs.h>
+
+#include <lockstep/doctor/gather.h>
+#include <lockstep/doctor/internal/files.h>
+
+namespace lockstep::doctor {
+namespace {
+
+Kernel gather_kernel(const std::string& root) {
+  Kernel kernel;
+  kernel.release = read_file(root + "/proc/sys/kernel/osrelease").value_or("");
+  const char* end = kernel.release.data() + kernel.release.size();
+  auto [stop, error] = std::from_chars(kernel.release.data(), end, kernel.major);
+  if (error == std::errc() && stop != end) std::from_chars(stop + 1, end, kernel.minor);
+  kernel.clock_source =
+      read_file(root + "/sys/devices/system/clocksource/clocksource0/current_clocksource").value_or("");
+  if (const auto scope = read_integer(root + "/proc/sys/kernel/yama/ptrace_scope")) {
+    kernel.ptrace_scope = static_cast<int>(*scope);
+  }
+  return kernel;
+}
+
+/// Calls look(folder, is_version_2) for each folder of this process's control group for `controller`, from
+/// its own up to the root.
+void visit_control_groups(const std::string& root, const std::string& controller,
+                          const std::function<void(const std::string&, bool)>& look) {
+  std::istringstream groups(read_file(root + "/proc/self/cgroup").value_or(""));
+  for (std::string line; std::getline(groups, line);) {  // "4:cpu,cpuacct:/path", or "0::/path"
+    const auto first = line.find(':');
+    const auto second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const bool version_2 = controllers.empty();
+    if (!version_2 && ("," + controllers + ",").find("," + controller + ",") == std::string::npos) continue;
+    const std::string mount = root + "/sys/fs/cgroup" + (version_2 ? "" : "/" + controllers);
+    for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
+      look(mount + (path == "/" ? "" : path), version_2);
+      if (path.rfind('/') == std::string::npos) break;
+    }
+  }
+}
+
+void keep_smaller(std::optional<int64_t>& kept, std::optional<int64_t> other) {
+  if (other && (!kept || *other < *kept)) kept = other;
+}
+
+std::optional<double> quota_of(const std::string& folder, bool version_2) {
+  int64_t quota = -1;
+  int64_t period = 0;
+  if (version_2) {
+    std::istringstream words(read_file(folder + "/cpu.max").value_or(""));
+    if (!(words >> quota >> period)) return std::nullopt;  // "max 100000"
+  } else {
+    quota = read_integer(folder + "/cpu.cfs_quota_us").value_or(-1);
+    period = read_integer(folder + "/cpu.cfs_period_us").value_or(0);
+  }
+  if (quota <= 0 || period <= 0) return std::nullopt;
+  return static_cast<double>(quota) / static_cast<double>(period);
+}
+
+/// The value behind "NAME:" in a file of such lines.
+std::optional<std::string> field(const std::string& text, const std::string& name) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with(name + ":")) continue;
+    const auto begin = line.find_first_not_of(" \t", name.size() + 1);
+    return begin == std::string::npos ? "" : line.substr(begin);
+  }
+  return std::nullopt;
+}
+
+Cores gather_cores(const std::string& root) {
+  const std::string folder = root + "/sys/devices/system/";
+  Cores cores;
+  cores.online = parse_cpu_list(read_file(folder + "cpu/online").value_or(""));
+  const std::string status = read_file(root + "/proc/self/status").value_or("");
+  cores.allowed = parse_cpu_list(field(status, "Cpus_allowed_list").value_or(""));
+  visit_control_groups(root, "cpu", [&](const std::string& group, bool version_2) {
+    if (const auto quota = quota_of(group, version_2)) {
+      cores.quota = std::min(*quota, cores.quota.value_or(std::numeric_limits<double>::max()));
+    }
+  });
+  for (int node : parse_cpu_list(read_file(folder + "node/online").value_or(""))) {
+    auto members =
+        parse_cpu_list(read_file(folder + "node/node" + std::to_string(node) + "/cpulist").value_or(""));
+    if (!members.empty()) cores.numa_nodes.push_back(std::move(members));
+  }
+  if (const auto active = read_integer(folder + "cpu/smt/active")) cores.smt_active = *active != 0;
+  std::set<std::string> siblings;
+  for (int core : cores.online) {
+    const auto list = read_file(folder + "cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list");
+    if (list) siblings.insert(*list);
+  }
+  cores.physical = static_cast<int>(siblings.size());
+  return cores;
+}
+
+Memory gather_memory(const std::string& root) {
+  Memory memory;
+  const std::string meminfo = read_file(root + "/proc/meminfo").value_or("");
+  const auto bytes = [&](const char* name) {
+    int64_t kibibytes = 0;
+    std::istringstream(field(meminfo, name).value_or("0")) >> kibibytes;
+    return kibibytes * 1024;
+  };
+  memory.total = bytes("MemTotal");
+  memory.available = bytes("MemAvailable");
+  visit_control_groups(root, "memory", [&](const std::string& group, bool version_2) {
+    const auto limit = read_integer(group + (version_2 ? "/memory.max" : "/memory.limit_in_bytes"));
+    const auto usage = read_integer(group + (version_2 ? "/memory.current" : "/memory.usage_in_bytes"));
+    if (!limit || *limit > (int64_t{1} << 60)) return;  // version 1 writes "none" as a huge number
+    keep_smaller(memory.cgroup_limit, limit);
+    keep_smaller(memory.cgroup_left, std::max<int64_t>(0, *limit - usage.value_or(0)));
+  });
+  return memory;
+}
+
+/// A line of /proc/self/limits: the name, then the soft and the hard value, "unlimited" or a number.
+Limit limit_of(const std::string& text, const std::string& name) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with(name)) continue;
+    std::istringstream words(line.substr(name.size()));
+    std::string soft;
+    std::string hard;
+    words >> soft >> hard;
+    return {parse_integer(soft), parse_integer(hard)};
+  }
+  return {};
+}
+
+Limits gather_limits(const std::string& root) {
+  Limits limits;
+  const auto text = read_file(root + "/proc/self/limits");
+  limits.known = text.has_value();
+  limits.open_files = limit_of(text.value_or(""), "Max open files");
+  limits.locked_memory = limit_of(text.value_or(""), "Max locked memory");
+  limits.processes = limit_of(text.value_or(""), "Max processes");
+  limits.address_space = limit_of(text.value_or(""), "Max address space");
+  visit_control_groups(root, "pids", [&](const std::string& group, bool) {
+    keep_smaller(limits.pids_max, read_integer(group + "/pids.max"));
+  });
+  return limits;
+}
+
+DevShm gather_dev_shm(const std::string& root) {
+  DevShm shm;
+  struct statvfs status {};
+  const std::string path = root + "/dev/shm";
+  shm.mounted = ::statvfs(path.c_str(), &status) == 0;
+  if (!shm.mounted) return shm;
+  shm.size = static_cast<int64_t>(status.f_blocks * status.f_frsize);
+  shm.free = static_cast<int64_t>(status.f_bavail * status.f_frsize);
+  return shm;
+}
+
+Gpu gather_gpu_files(const std::string& root) {
+  Gpu gpu;
+  for (const std::string& name : list_folder(root + "/dev")) {
+    if (name.starts_with("nvidia") && parse_integer(name.substr(6)).value_or(-1) >= 0) ++gpu.device_files;
+    if (name == "dxg") gpu.wsl_device = true;
+  }
+  // "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …": the first word that looks like one.
+  std::istringstream words(read_file(root + "/proc/driver/nvidia/version").value_or(""));
+  for (std::string word; gpu.driver.empty() && words >> word;) {
+    const bool numeric = word.find_first_not_of("0123456789.") == std::string::npos;
+    if (numeric && word.find('.') != std::string::npos) gpu.driver = word;
+  }
+  return gpu;
+}
+
+}  // namespace
+
+Facts gather_machine(const std::string& root) {
+  Facts facts;
+  facts.kernel = gather_kernel(root);
+  facts.cores = gather_cores(root);
+  facts.memory = gather_memory(root);
+  facts.limits = gather_limits(root);
+  facts.dev_shm = gather_dev_shm(root);
+  facts.gpu = gather_gpu_files(root);
+  facts.ucx.rdma_hardware = !list_folder(root + "/sys/class/infiniband").empty();
+  return facts;
+}
+
+}  // namespace lockstep::doctor

@@ -1,0 +1,279 @@
+#include <algorithm>
+#include <arpa/inet.h>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <future>
+#include <ifaddrs.h>
+#include <memory>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sstream>
+#include <stdexcept>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/doctor/gather.h>
+#include <lockstep/doctor/internal/command.h>
+#include <lockstep/doctor/internal/files.h>
+#include <lockstep/transport/shared_memory/segment.h>
+
+namespace lockstep::doctor {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr seconds kCommandTimeout{10};
+constexpr seconds kResolutionTimeout{5};
+
+/// A step of a probe; errno says why it failed.
+void expect(bool succeeded, const char* step) {
+  if (!succeeded) throw std::runtime_error(std::string(step) + ": " + std::strerror(errno));
+}
+
+template <class Action>
+Probe try_out(Action&& action) {
+  try {
+    action();
+    return {true, ""};
+  } catch (const c10::Error& error) {
+    return {false, error.what_without_backtrace()};
+  } catch (const std::exception& error) {
+    return {false, error.what()};
+  }
+}
+
+/// As the transport makes its segments, sealed and mapped.
+void probe_memfd() {
+  transport::Segment::create(1 << 16)->data()[0] = std::byte{1};
+}
+
+/// A descriptor over a unix socket, as peers hand their segments over.
+void probe_fd_passing() {
+  int ends[2] = {-1, -1};
+  expect(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0, "socketpair");
+  const UniqueFd left(ends[0]);
+  const UniqueFd right(ends[1]);
+  const UniqueFd file(::memfd_create("lockstep-doctor", MFD_CLOEXEC));
+  expect(static_cast<bool>(file), "memfd_create");
+  char byte = 'x';
+  iovec part{&byte, 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  const int sent = file.get();
+  std::memcpy(CMSG_DATA(header), &sent, sizeof sent);
+  expect(::sendmsg(left.get(), &message, MSG_NOSIGNAL) == 1, "sendmsg with a descriptor");
+  expect(::recvmsg(right.get(), &message, MSG_CMSG_CLOEXEC) == 1, "recvmsg");
+  header = CMSG_FIRSTHDR(&message);
+  errno = EBADF;
+  expect(header != nullptr && header->cmsg_type == SCM_RIGHTS, "no descriptor came with the message");
+  int received = -1;
+  std::memcpy(&received, CMSG_DATA(header), sizeof received);
+  expect(UniqueFd(received).get() >= 0, "no descriptor came with the message");
+}
+
+void probe_pidfd() {
+  const UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  expect(static_cast<bool>(fd), "pidfd_open");
+}
+
+void probe_loopback() {
+  const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  expect(static_cast<bool>(listener), "socket");
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  expect(::bind(listener.get(), generic, length) == 0, "bind to 127.0.0.1");
+  expect(::listen(listener.get(), 1) == 0, "listen on 127.0.0.1");
+  expect(::getsockname(listener.get(), generic, &length) == 0, "getsockname");
+  const UniqueFd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  timeval limit{2, 0};  // a firewall may swallow the packets
+  ::setsockopt(client.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  expect(::connect(client.get(), generic, length) == 0, "connect to 127.0.0.1");
+}
+
+std::string address_text(const sockaddr* address) {
+  const socklen_t length = address->sa_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+  std::array<char, NI_MAXHOST> host{};
+  const bool good = ::getnameinfo(address, length, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST) == 0;
+  return good ? host.data() : "";
+}
+
+std::vector<Interface> gather_interfaces(const std::string& root) {
+  ifaddrs* first = nullptr;
+  if (::getifaddrs(&first) != 0) return {};
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(first, ::freeifaddrs);
+  std::vector<Interface> interfaces;
+  for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next) {
+    auto found = std::find_if(interfaces.begin(), interfaces.end(),
+                              [&](const Interface& each) { return each.name == entry->ifa_name; });
+    if (found == interfaces.end()) {
+      Interface made;
+      made.name = entry->ifa_name;
+      made.up = (entry->ifa_flags & IFF_UP) != 0 && (entry->ifa_flags & IFF_RUNNING) != 0;
+      made.loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
+      const auto speed = read_integer(root + "/sys/class/net/" + made.name + "/speed");
+      if (speed.value_or(-1) > 0) made.speed_mbit = static_cast<int>(*speed);
+      found = interfaces.insert(interfaces.end(), std::move(made));
+    }
+    const sockaddr* address = entry->ifa_addr;
+    if (address != nullptr && (address->sa_family == AF_INET || address->sa_family == AF_INET6)) {
+      found->addresses.push_back(address_text(address));
+    }
+  }
+  return interfaces;
+}
+
+struct Resolution {
+  int error = 0;
+  std::vector<std::string> addresses;
+};
+
+Resolution resolve(const std::string& name) {
+  addrinfo wanted{};
+  wanted.ai_socktype = SOCK_STREAM;
+  addrinfo* first = nullptr;
+  Resolution result;
+  result.error = ::getaddrinfo(name.c_str(), nullptr, &wanted, &first);
+  if (result.error != 0) return result;
+  for (const addrinfo* entry = first; entry != nullptr; entry = entry->ai_next) {
+    result.addresses.push_back(address_text(entry->ai_addr));
+  }
+  ::freeaddrinfo(first);
+  return result;
+}
+
+/// A name server that does not answer takes half a minute: the thread is left behind then.
+void gather_resolution(Network& network) {
+  std::array<char, 256> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  network.hostname = name.data();
+  const auto begin = std::chrono::steady_clock::now();
+  std::packaged_task<Resolution()> task([host = network.hostname] { return resolve(host); });
+  auto answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  const bool answered = answer.wait_for(kResolutionTimeout) == std::future_status::ready;
+  network.resolution_time =
+      std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - begin);
+  if (!answered) {
+    network.resolution.error = "no answer within 5 s";
+    return;
+  }
+  const Resolution result = answer.get();
+  network.resolution = {result.error == 0, result.error == 0 ? "" : ::gai_strerror(result.error)};
+  network.resolved = result.addresses;
+}
+
+/// "#      Transport: tcp" and then "#         Device: eth0" become "tcp/eth0".
+std::vector<std::string> parse_ucx_devices(const std::string& text) {
+  std::vector<std::string> devices;
+  std::string transport;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string hash;
+    std::string key;
+    std::string value;
+    words >> hash >> key >> value;
+    if (key == "Transport:") transport = value;
+    if (key == "Device:") devices.push_back(transport + "/" + value);
+  }
+  return devices;
+}
+
+void gather_ucx(Ucx& ucx) {
+  if (const auto program = find_in_path("ucx_info")) {
+    ucx.info_program = true;
+    const auto result = run_command({*program, "-d"}, kCommandTimeout);
+    if (result.succeeded()) ucx.devices = parse_ucx_devices(result.output);
+  }
+  void* library = ::dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return;
+  ucx.library = true;
+  using GetVersion = void (*)(unsigned*, unsigned*, unsigned*);
+  if (auto get_version = reinterpret_cast<GetVersion>(::dlsym(library, "ucp_get_version"))) {
+    std::array<unsigned, 3> parts{};
+    get_version(&parts[0], &parts[1], &parts[2]);
+    ucx.version = std::to_string(parts[0]) + "." + std::to_string(parts[1]) + "." + std::to_string(parts[2]);
+  }
+}
+
+void ask_nvidia_smi(Gpu& gpu) {
+  const auto program = find_in_path("nvidia-smi");
+  gpu.smi_program = program.has_value();
+  if (!program) return;
+  const auto result =
+      run_command({*program, "--query-gpu=name,memory.total", "--format=csv,noheader"}, kCommandTimeout);
+  if (!result.succeeded()) {
+    gpu.smi_error = result.timed_out ? "it did not end within 10 s" : result.output;
+    return;
+  }
+  std::istringstream lines(result.output);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.empty()) gpu.smi_names.push_back(line);
+  }
+}
+
+void ask_cuda_driver(Gpu& gpu) {
+  void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = ::dlerror();
+    gpu.cuda_error = why == nullptr ? "libcuda.so.1 can't be loaded" : why;
+    return;
+  }
+  gpu.cuda_library = true;
+  using Init = int (*)(unsigned);
+  using Count = int (*)(int*);
+  auto init = reinterpret_cast<Init>(::dlsym(library, "cuInit"));
+  auto count = reinterpret_cast<Count>(::dlsym(library, "cuDeviceGetCount"));
+  if (init == nullptr || count == nullptr) {
+    gpu.cuda_error = "libcuda.so.1 lacks cuInit";
+    return;
+  }
+  constexpr int kNoDevice = 100;  // CUDA_ERROR_NO_DEVICE
+  int devices = 0;
+  int error = init(0);
+  if (error == 0) error = count(&devices);
+  if (error == 0 || error == kNoDevice) {
+    gpu.cuda_devices = devices;
+  } else {
+    gpu.cuda_error = "the driver answers with CUDA error " + std::to_string(error);
+  }
+}
+
+}  // namespace
+
+void gather_probes(Facts& facts, const std::string& root) {
+  facts.memfd = try_out(probe_memfd);
+  facts.fd_passing = try_out(probe_fd_passing);
+  facts.pidfd = try_out(probe_pidfd);
+  facts.network.loopback_tcp = try_out(probe_loopback);
+  facts.network.interfaces = gather_interfaces(root);
+  gather_resolution(facts.network);
+  gather_ucx(facts.ucx);
+  ask_nvidia_smi(facts.gpu);
+  // A driver that hangs would take this process with it; nvidia-smi has found that out.
+  if (facts.gpu.smi_error.empty()) ask_cuda_driver(facts.gpu);
+}
+
+}  // namespace lockstep::doctor

@@ -1,0 +1,120 @@
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/doctor/internal/files.h>
+
+namespace lockstep::doctor {
+
+std::optional<std::string> read_file(const std::string& path) {
+  // Not by a stream: files of the kernel may fail while they are read, and a file buffer throws then.
+  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  std::string text;
+  std::array<char, 4096> buffer;
+  ssize_t got = 0;
+  while (file && (got = ::read(file.get(), buffer.data(), buffer.size())) > 0) {
+    text.append(buffer.data(), static_cast<size_t>(got));
+  }
+  if (!file || got < 0) return std::nullopt;
+  text.erase(text.find_last_not_of(" \t\r\n") + 1);
+  return text;
+}
+
+std::optional<int64_t> read_integer(const std::string& path) {
+  const auto text = read_file(path);
+  return text ? parse_integer(*text) : std::nullopt;
+}
+
+std::vector<std::string> list_folder(const std::string& path) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(path, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::optional<int64_t> parse_integer(const std::string& text) {
+  int64_t number = 0;
+  const char* end = text.data() + text.size();
+  auto [stop, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return number;
+}
+
+std::vector<int> parse_cpu_list(const std::string& text) {
+  constexpr int64_t kMost = 1 << 20;
+  std::vector<int> cores;
+  std::istringstream entries(text);
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    const auto dash = entry.find('-', 1);
+    const auto first = parse_integer(entry.substr(0, dash));
+    const auto last = dash == std::string::npos ? first : parse_integer(entry.substr(dash + 1));
+    if (!first || !last || *first < 0 || *last < *first || *last >= kMost) return {};
+    for (int64_t core = *first; core <= *last; ++core) cores.push_back(static_cast<int>(core));
+  }
+  return cores;
+}
+
+std::string format_cpu_list(const std::vector<int>& cores) {
+  std::string text;
+  for (size_t at = 0; at < cores.size();) {
+    size_t last = at;
+    while (last + 1 < cores.size() && cores[last + 1] == cores[last] + 1) ++last;
+    text += (text.empty() ? "" : ",") + std::to_string(cores[at]);
+    if (last > at) text += "-" + std::to_string(cores[last]);
+    at = last + 1;
+  }
+  return text;
+}
+
+std::optional<std::string> fingerprint_file(const std::string& path) {
+  constexpr int64_t kWhole = 64 << 20;
+  constexpr int64_t kSamples = 64;
+  constexpr int64_t kBlock = 256 << 10;
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) return std::nullopt;
+  const auto size = static_cast<int64_t>(file.tellg());
+  if (size < 0) return std::nullopt;
+  const bool sampled = size > kWhole;
+  const int64_t blocks = sampled ? kSamples : (size + kBlock - 1) / kBlock;
+  std::string block(kBlock, '\0');
+  uLong sum = ::crc32(0, nullptr, 0);
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t at = sampled ? (size - kBlock) / (kSamples - 1) * i : kBlock * i;
+    // The last sample goes up to the end.
+    file.seekg(sampled && i + 1 == blocks ? size - kBlock : at);
+    file.read(block.data(), std::min(kBlock, size - at));
+    if (file.gcount() <= 0) return std::nullopt;
+    sum = ::crc32(sum, reinterpret_cast<const Bytef*>(block.data()), static_cast<uInt>(file.gcount()));
+  }
+  std::ostringstream text;
+  text << size << '-' << std::hex << sum;
+  return text.str();
+}
+
+std::optional<std::string> find_in_path(const std::string& name) {
+  const auto executable = [](const std::string& path) {
+    std::error_code error;
+    return std::filesystem::is_regular_file(path, error) && ::access(path.c_str(), X_OK) == 0;
+  };
+  if (name.find('/') != std::string::npos) return executable(name) ? std::optional(name) : std::nullopt;
+  std::istringstream folders(environment::text("PATH").value_or("/usr/local/bin:/usr/bin:/bin"));
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const std::string path = (folder.empty() ? "." : folder) + "/" + name;
+    if (executable(path)) return path;
+  }
+  return std::nullopt;
+}
+
+}  // namespace lockstep::doctor

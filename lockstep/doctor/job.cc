@@ -1,0 +1,245 @@
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <ostream>
+
+#include <c10/util/Exception.h>
+#include <nlohmann/json.hpp>
+
+#include <lockstep/doctor/internal/peer_watch.h>
+#include <lockstep/doctor/internal/report_board.h>
+#include <lockstep/doctor/job.h>
+#include <lockstep/rendezvous/rendezvous.h>
+
+namespace lockstep::doctor {
+namespace {
+
+/// Each pair is tested so often, each time between others, and its median counts.
+constexpr int kSweeps = 3;
+/// A rank that is late, but within its timeout, has this long to say so.
+constexpr std::chrono::milliseconds kSlack{1000};
+
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+    return "";
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+nlohmann::json to_json(const PairMeasurement& measured) {
+  return {{"error", measured.error}, {"latency", measured.latency}, {"transfer", measured.transfer}};
+}
+
+/// Leads one rank through the tests. All ranks take the same way, because it depends on nothing but the
+/// reports that the board gives to all.
+class JobExamination {
+ public:
+  JobExamination(const World& world, JobProbe& probe, const JobOptions& options)
+      : world_(world), probe_(probe), options_(options), board_(world.store, world.rank, world.world_size) {}
+
+  JobObservations run() {
+    collect_facts();
+    if (!somebody_ended() && join() && !somebody_ended()) {
+      test_all();
+      test_pairs();
+    }
+    return std::move(job_);
+  }
+
+  ReportBoard& board() { return board_; }
+
+ private:
+  /// Gathers, and notes who does not answer any more. `step` completes "ended during …".
+  ReportBoard::Reports gather(const std::string& mine, const std::string& step) {
+    auto reports = board_.gather(mine, step_deadline_);
+    step_deadline_ = next_deadline();
+    for (int rank = 0; rank < world_.world_size; ++rank) {
+      const auto state = board_.state(rank);
+      if (state == ReportBoard::State::kPresent || job_.gone.contains(rank)) continue;
+      const bool ended = state == ReportBoard::State::kEnded;
+      char seconds[32];
+      std::snprintf(seconds, sizeof seconds, "%g s", std::chrono::duration<double>(options_.timeout).count());
+      job_.gone[rank] = ended ? "ended during " + step
+                              : "did not answer within " + std::string(seconds) + " during " + step;
+    }
+    return reports;
+  }
+
+  /// A launcher will end the job then: there is little time left to report.
+  bool somebody_ended() const {
+    for (int rank = 0; rank < world_.world_size; ++rank) {
+      if (board_.state(rank) == ReportBoard::State::kEnded) return true;
+    }
+    return false;
+  }
+
+  void collect_facts() {
+    const auto reports =
+        gather(doctor::to_json(gather_rank_facts(world_.rank, options_.program)), "the exchange of facts");
+    std::vector<RankFacts> known;
+    for (const auto& report : reports) {
+      job_.ranks.push_back(report ? parse_rank_facts(*report) : std::nullopt);
+      known.push_back(job_.ranks.back().value_or(RankFacts()));
+    }
+    watch_.emplace(known, world_.rank);
+    board_.set_watch([this](int rank) { return watch_->has_ended(rank); });
+  }
+
+  bool join() {
+    const std::string error = message_of([&] { probe_.join(); });
+    keep_errors(gather(error, "init_process_group"), job_.join_errors);
+    return job_.join_errors.empty();
+  }
+
+  void test_all() {
+    double offset = 0;
+    const std::string error = message_of([&] {
+      probe_.test_all();
+      offset = probe_.clock_offset();
+    });
+    const auto reports = gather(nlohmann::json({{"error", error}, {"offset", offset}})
+                                    .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                                "operations over all ranks");
+    for (int rank = 0; rank < world_.world_size; ++rank) {
+      const auto& report = reports[static_cast<size_t>(rank)];
+      if (!report) continue;
+      const auto json = nlohmann::json::parse(*report);
+      const std::string text = json.value("error", "");
+      if (!text.empty()) job_.all_errors[rank] = text;
+      if (text.empty()) job_.clock_offsets[rank] = json.value("offset", 0.0);
+    }
+  }
+
+  void test_pairs() {
+    const auto rounds = tournament(world_.world_size);
+    for (int sweep = 0; sweep < kSweeps; ++sweep) {
+      for (const auto& round : rounds) {
+        if (somebody_ended()) return;
+        std::vector<Pair> pairs;
+        for (const Pair& pair : round) {
+          if (is_testable(pair)) pairs.push_back(pair);
+        }
+        if (!pairs.empty()) test_round(pairs);
+      }
+    }
+  }
+
+  /// Not with ranks that are gone, and not again what has failed.
+  bool is_testable(const Pair& pair) const {
+    if (job_.gone.contains(pair.first) || job_.gone.contains(pair.second)) return false;
+    return std::none_of(job_.pairs.begin(), job_.pairs.end(),
+                        [&](const PairResult& each) { return each.ranks == pair && !each.errors.empty(); });
+  }
+
+  void test_round(const std::vector<Pair>& pairs) {
+    std::string names;
+    for (const Pair& pair : pairs) {
+      names += (names.empty() ? "" : ", ") + std::to_string(pair.first) + "-" + std::to_string(pair.second);
+    }
+    const auto reports = gather(
+        to_json(probe_.test_pairs(pairs)).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+        "the test of the pairs " + names);
+    for (const Pair& pair : pairs) keep_measurements(pair, reports);
+  }
+
+  void keep_measurements(const Pair& pair, const ReportBoard::Reports& reports) {
+    PairResult& result = result_of(pair);
+    double latency = 0;
+    double transfer = 0;
+    bool complete = true;
+    for (int rank : {pair.first, pair.second}) {
+      const auto& report = reports[static_cast<size_t>(rank)];
+      if (!report) {
+        complete = false;
+        continue;
+      }
+      const auto json = nlohmann::json::parse(*report);
+      const std::string error = json.value("error", "");
+      if (!error.empty()) result.errors[rank] = error;
+      latency = std::max(latency, json.value("latency", 0.0));
+      transfer = std::max(transfer, json.value("transfer", 0.0));
+    }
+    if (!complete || !result.errors.empty()) return;
+    result.latencies.push_back(latency);
+    result.transfers.push_back(transfer);
+  }
+
+  PairResult& result_of(const Pair& pair) {
+    for (PairResult& each : job_.pairs) {
+      if (each.ranks == pair) return each;
+    }
+    job_.pairs.push_back({});
+    job_.pairs.back().ranks = pair;
+    return job_.pairs.back();
+  }
+
+  static void keep_errors(const ReportBoard::Reports& reports, std::map<int, std::string>& errors) {
+    for (size_t rank = 0; rank < reports.size(); ++rank) {
+      if (reports[rank] && !reports[rank]->empty()) errors[static_cast<int>(rank)] = *reports[rank];
+    }
+  }
+
+  /// All ranks begin a step at the same moment, when rank 0 has published the results of the one before.
+  Deadline next_deadline() const { return Deadline::after(options_.timeout + kSlack); }
+
+  const World& world_;
+  JobProbe& probe_;
+  const JobOptions& options_;
+  ReportBoard board_;
+  Deadline step_deadline_ = next_deadline();
+  std::optional<PeerWatch> watch_;
+  JobObservations job_;
+};
+
+std::string job_json(const Findings& findings, const JobObservations& job, bool strict) {
+  const std::string version = job.ranks.front() ? job.ranks.front()->lockstep_version : "";
+  auto json = nlohmann::ordered_json::parse(doctor::to_json(findings, version, strict));
+  json["pairs"] = nlohmann::ordered_json::array();
+  for (const PairResult& pair : job.pairs) {
+    nlohmann::ordered_json entry = {{"ranks", {pair.ranks.first, pair.ranks.second}}};
+    entry["errors"] = nlohmann::ordered_json::object();
+    for (const auto& [rank, error] : pair.errors) entry["errors"][std::to_string(rank)] = error;
+    entry["latency_seconds"] = pair.latencies;
+    entry["transfer_1mib_seconds"] = pair.transfers;
+    json["pairs"].push_back(std::move(entry));
+  }
+  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+void check_options(const JobOptions& options) {
+  TORCH_CHECK_VALUE(options.timeout >= std::chrono::seconds(1), "the timeout is ", options.timeout.count(),
+                    " ms; it must be at least 1 second");
+}
+
+}  // namespace
+
+int examine_job(const World& world, JobProbe& probe, const JobOptions& options, std::ostream& out) {
+  check_options(options);
+  JobExamination examination(world, probe, options);
+  const JobObservations job = examination.run();
+  const Findings findings = judge_job(job);
+  if (world.rank == 0) {
+    out << (options.json ? job_json(findings, job, options.strict) : to_text(findings));
+    out.flush();
+  }
+  // Rank 0's word, for another version may judge otherwise.
+  const int status = exit_status(findings, options.strict);
+  const std::string shared =
+      examination.board().share(std::to_string(status), Deadline::after(options.timeout));
+  return shared == "0" ? 0 : 1;
+}
+
+int examine_job(const JobOptions& options, std::ostream& out) {
+  check_options(options);
+  const World world = rendezvous({.timeout = options.timeout});
+  // An operation takes half of the time at most, and no new ones are begun after that half.
+  LockstepProbe probe(world, options.timeout / 2);
+  return examine_job(world, probe, options, out);
+}
+
+}  // namespace lockstep::doctor

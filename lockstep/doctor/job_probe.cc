@@ -1,0 +1,185 @@
+#include <algorithm>
+#include <exception>
+#include <numeric>
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/doctor/internal/exercise.h>
+#include <lockstep/doctor/internal/known_values.h>
+#include <lockstep/doctor/job_probe.h>
+
+namespace lockstep::doctor {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kLatencyRounds = 51;
+constexpr int kTransferRounds = 7;
+constexpr int kClockRounds = 5;
+constexpr int64_t kTransferElements = 262144;  // 1 MiB
+
+std::vector<int> everybody(const World& world) {
+  std::vector<int> ranks(static_cast<size_t>(world.world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+double median(std::vector<double> values) {
+  auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+/// One pair's test; `limit` bounds the time in which new operations are begun.
+class PairTest {
+ public:
+  PairTest(const Pair& pair, int rank, ProcessGroup group, Deadline limit)
+      : pair_(pair),
+        rank_(rank),
+        group_(std::move(group)),
+        limit_(limit),
+        failpoint_("doctor_pair_" + std::to_string(pair.first) + "_" + std::to_string(pair.second)) {}
+
+  void check_values() {
+    const std::vector<int> members = {pair_.first, pair_.second};
+    for (int64_t numel : kExerciseSizes) {
+      for (Memory memory : {Memory::kStaged, Memory::kArena}) {
+        begin_step();
+        exercise_collectives(numel, memory, members, rank_, members, group_);
+      }
+      begin_step();
+      exercise_messages(numel, rank_, rank_ == pair_.first ? pair_.second : pair_.first, group_);
+    }
+  }
+
+  /// Median of seconds for an all_reduce of so many elements; the first fifth of the rounds warms up.
+  double time_all_reduce(int64_t numel, int rounds) {
+    const at::Tensor tensor = at::empty({numel}, at::kFloat);
+    std::vector<double> seconds;
+    for (int round = -rounds / 5; round < rounds; ++round) {
+      fill_contribution(tensor, rank_);  // fresh data, and no overflow
+      const auto begin = Clock::now();
+      begin_step();
+      all_reduce(tensor, ReduceOp::SUM, group_);
+      if (round >= 0) seconds.push_back(to_seconds(Clock::now() - begin));
+    }
+    return median(std::move(seconds));
+  }
+
+ private:
+  void begin_step() {
+    failpoint::here(failpoint_);
+    if (limit_.expired()) {
+      LOCKSTEP_THROW_TIMEOUT("the test of ranks " + std::to_string(pair_.first) + " and " +
+                             std::to_string(pair_.second) + " took too long");
+    }
+  }
+
+  Pair pair_;
+  int rank_;
+  ProcessGroup group_;
+  Deadline limit_;
+  std::string failpoint_;
+};
+
+}  // namespace
+
+std::vector<std::vector<Pair>> tournament(int world_size) {
+  const int players = world_size + world_size % 2;  // with an odd number, one rests each round
+  std::vector<std::vector<Pair>> rounds;
+  for (int round = 0; round + 1 < players; ++round) {
+    const auto player_at = [&](int place) {
+      return place == 0 ? 0 : 1 + (place - 1 + round) % (players - 1);
+    };
+    std::vector<Pair>& pairs = rounds.emplace_back();
+    for (int place = 0; place < players / 2; ++place) {
+      const int a = player_at(place);
+      const int b = player_at(players - 1 - place);
+      if (std::max(a, b) < world_size) pairs.emplace_back(std::min(a, b), std::max(a, b));
+    }
+    std::sort(pairs.begin(), pairs.end());
+    if (pairs.empty()) rounds.pop_back();  // of one rank
+  }
+  return rounds;
+}
+
+LockstepProbe::LockstepProbe(World world, std::chrono::milliseconds timeout)
+    : world_(std::move(world)), timeout_(timeout) {}
+
+LockstepProbe::~LockstepProbe() = default;
+
+void LockstepProbe::join() {
+  // Nothing else is done in this step, so it may take as long as two operations.
+  group_ = std::make_unique<DefaultGroup>(init_process_group({.timeout = 2 * timeout_,
+                                                              .rank = world_.rank,
+                                                              .world_size = world_.world_size,
+                                                              .store = world_.store}));
+  set_group_timeout(timeout_);
+}
+
+void LockstepProbe::test_all() {
+  failpoint::here("doctor_all");
+  std::vector<int> roots = {0};
+  if (world_.world_size > 1) roots.push_back(world_.world_size - 1);
+  for (int64_t numel : kExerciseSizes) {
+    for (Memory memory : {Memory::kStaged, Memory::kArena}) {
+      exercise_collectives(numel, memory, everybody(world_), world_.rank, roots, {});
+    }
+  }
+}
+
+double LockstepProbe::clock_offset() {
+  const at::Tensor mine = at::empty({1}, at::kLong);
+  const at::Tensor all = at::empty({world_.world_size}, at::kLong);
+  std::vector<double> offsets;
+  for (int round = 0; round < kClockRounds; ++round) {
+    barrier();  // all leave it at almost the same moment
+    *mine.data_ptr<int64_t>() = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                    std::chrono::system_clock::now().time_since_epoch())
+                                    .count();
+    all_gather_into_tensor(all, mine);
+    const auto* clocks = all.const_data_ptr<int64_t>();
+    offsets.push_back(1e-9 * static_cast<double>(clocks[world_.rank] - clocks[0]));
+  }
+  return median(std::move(offsets));
+}
+
+PairMeasurement LockstepProbe::test_pairs(const std::vector<Pair>& pairs) {
+  for (const Pair& pair : pairs) {
+    if (pair.first == world_.rank || pair.second == world_.rank) return test_pair(pair);
+  }
+  return {};
+}
+
+PairMeasurement LockstepProbe::test_pair(const Pair& pair) {
+  PairMeasurement result;
+  ProcessGroup group;
+  try {
+    const Deadline limit = Deadline::after(timeout_);
+    // Made by the two alone, so that a third rank that does not answer is not needed.
+    group = new_group({pair.first, pair.second}, timeout_, {.use_local_synchronization = true});
+    PairTest test(pair, world_.rank, group, limit);
+    test.check_values();
+    result.latency = test.time_all_reduce(1, kLatencyRounds);
+    result.transfer = test.time_all_reduce(kTransferElements, kTransferRounds);
+  } catch (const c10::Error& error) {
+    result.error = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    result.error = error.what();
+  }
+  if (group) {
+    try {
+      destroy_process_group(group);
+    } catch (const std::exception& error) {
+      if (result.error.empty()) result.error = error.what();
+    }
+  }
+  return result;
+}
+
+}  // namespace lockstep::doctor

@@ -1,0 +1,324 @@
+#include <functional>
+#include <gmock/gmock.h>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/doctor/judge_job.h>
+
+// Each finding is provoked by changing one thing of a healthy job.
+namespace lockstep::doctor {
+namespace {
+
+using ::testing::HasSubstr;
+
+RankFacts healthy_rank(int rank) {
+  RankFacts facts;
+  facts.rank = rank;
+  facts.pid = 1000 + rank;
+  facts.hostname = "box";
+  facts.host = "boot 1 box";
+  facts.local_rank = rank;
+  facts.cores = {0, 1, 2, 3};
+  facts.host_cores = {0, 1, 2, 3};
+  facts.cpu = "EPYC";
+  facts.executable = "/usr/bin/lockstep";
+  facts.executable_fingerprint = "10-aa";
+  facts.lockstep_version = "0.1.0";
+  facts.lockstep_fingerprint = "20-bb";
+  facts.torch_version = "2.13.0";
+  facts.torch_fingerprint = "30-cc";
+  facts.environment = {{"OMP_NUM_THREADS", "1"}};
+  return facts;
+}
+
+/// Four ranks on four cores, all pairs tested.
+JobObservations healthy() {
+  JobObservations job;
+  for (int rank = 0; rank < 4; ++rank) {
+    job.ranks.push_back(healthy_rank(rank));
+    job.clock_offsets[rank] = 1e-5 * rank;
+  }
+  for (const auto& round : tournament(4)) {
+    for (const Pair& pair : round) {
+      job.pairs.push_back({pair, {}, {2e-6, 3e-6, 9e-3}, {150e-6, 160e-6, 140e-6}});
+    }
+  }
+  return job;
+}
+
+PairResult& pair_of(JobObservations& job, int low, int high) {
+  for (PairResult& pair : job.pairs) {
+    if (pair.ranks == Pair(low, high)) return pair;
+  }
+  throw std::logic_error("no such pair");
+}
+
+TEST(JudgeJob, AHealthyJobHasNothingButOks) {
+  const Findings findings = judge_job(healthy());
+  for (const Finding& finding : findings) {
+    EXPECT_EQ(finding.severity, Severity::kOk) << finding.check << ": " << finding.message;
+  }
+  EXPECT_THAT(findings.back().message,
+              HasSubstr("6 of 6 pairs work: all_reduce of 4 B in 3 µs, of 1 MiB in 150 µs"));
+}
+
+TEST(JudgeJob, ASingleRankHasNoPairs) {
+  JobObservations job;
+  job.ranks = {healthy_rank(0)};
+  job.clock_offsets[0] = 0;
+  for (const Finding& finding : judge_job(job)) EXPECT_EQ(finding.severity, Severity::kOk) << finding.message;
+}
+
+struct Case {
+  const char* name;
+  std::function<void(JobObservations&)> change;
+  Severity severity;
+  const char* check;
+  const char* message;  // part of it
+  int count = 1;        // of findings that are not ok
+};
+
+void PrintTo(const Case& each, std::ostream* out) {
+  *out << each.name;
+}
+
+class JudgeJobTable : public ::testing::TestWithParam<Case> {};
+
+TEST_P(JudgeJobTable, FindsItAndNothingElse) {
+  const Case& each = GetParam();
+  JobObservations job = healthy();
+  each.change(job);
+  int found = 0;
+  for (const Finding& finding : judge_job(job)) {
+    if (finding.severity == Severity::kOk) continue;
+    if (found++ > 0) continue;
+    EXPECT_STREQ(severity_name(finding.severity), severity_name(each.severity)) << finding.message;
+    EXPECT_EQ(finding.check, each.check);
+    EXPECT_THAT(finding.message, HasSubstr(each.message));
+    EXPECT_NE(finding.remedy, "");
+  }
+  EXPECT_EQ(found, each.count);
+}
+
+const Severity kNote = Severity::kNote;
+const Severity kWarning = Severity::kWarning;
+const Severity kProblem = Severity::kProblem;
+
+INSTANTIATE_TEST_SUITE_P(
+    Ranks, JudgeJobTable,
+    ::testing::Values(
+        Case{"hosts",
+             [](auto& job) {
+               job.ranks[3]->host = "boot 2 other";
+               job.ranks[3]->hostname = "other";
+             },
+             kProblem, "hosts", "box (ranks 0-2), other (rank 3)"},
+        Case{"users", [](auto& job) { job.ranks[1]->user = 7; }, kProblem, "users", "rank 1: 7"},
+        Case{"cpu", [](auto& job) { job.ranks[2]->cpu = "Xeon"; }, kNote, "cpu",
+             "ranks 0, 1 and 3: EPYC, rank 2: Xeon"},
+        Case{"lockstep version", [](auto& job) { job.ranks[2]->lockstep_version = "0.2.0"; }, kProblem,
+             "versions", "Lockstep differs: ranks 0, 1 and 3: 0.1.0 (20-bb), rank 2: 0.2.0 (20-bb)"},
+        Case{"lockstep build", [](auto& job) { job.ranks[0]->lockstep_fingerprint = "20-dd"; }, kProblem,
+             "versions", "rank 0: 0.1.0 (20-dd)"},
+        Case{"torch", [](auto& job) { job.ranks[3]->torch_fingerprint = "31-cc"; }, kProblem, "versions",
+             "torch differs: ranks 0-2: 2.13.0 (30-cc), rank 3: 2.13.0 (31-cc)"},
+        Case{"executable", [](auto& job) { job.ranks[3]->executable_fingerprint = "1-1"; }, kProblem,
+             "versions", "the lockstep program differs"},
+        Case{"program",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->program = "./train", rank->program_fingerprint = "5-5";
+               job.ranks[1]->program_fingerprint = "";
+             },
+             kProblem, "versions",
+             "the program differs: ranks 0, 2 and 3: ./train (5-5), rank 1: ./train (unreadable)"},
+        Case{"no program",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->program = "./train";
+             },
+             kProblem, "versions", "no rank can read ./train"},
+        Case{"unreadable facts", [](auto& job) { job.ranks[2].reset(); }, kProblem, "versions", "rank 2"},
+        Case{"one core for two", [](auto& job) { job.ranks[0]->cores = job.ranks[1]->cores = {2}; }, kProblem,
+             "cores", "ranks 0 and 1 on box share core 2, though the host has 4"},
+        Case{"two cores for three",
+             [](auto& job) {
+               job.ranks[1]->cores = {0, 1};
+               job.ranks[2]->cores = {0};
+               job.ranks[3]->cores = {1};
+             },
+             kProblem, "cores", "ranks 1-3 on box share cores 0-1, though the host has 4"},
+        Case{"more ranks than cores",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->cores = rank->host_cores = {0, 1};
+             },
+             kWarning, "cores", "4 ranks on the 2 cores of box"},
+        Case{"quota", [](auto& job) { job.ranks[0]->core_quota = 2.0; }, kWarning, "cores", "quota"},
+        Case{"threads",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->environment["OMP_NUM_THREADS"] = "2";
+             },
+             kWarning, "cores", "4 ranks with 8 threads in all on the 4 cores of box"},
+        Case{"unset threads",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->environment.clear();
+             },
+             kWarning, "cores", "16 threads"},
+        Case{"unknown cores",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->cores.clear();
+             },
+             kWarning, "cores", "unknown"},
+        Case{"one device",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->gpus = 4;
+               job.ranks[3]->local_rank = 1;
+             },
+             kProblem, "devices", "ranks 1 and 3 would share GPU 1 of box"},
+        Case{"one visible device",
+             [](auto& job) {
+               for (auto& rank : job.ranks) {
+                 rank->gpus = 4;
+                 rank->environment["CUDA_VISIBLE_DEVICES"] = std::to_string(rank->rank / 2);
+               }
+             },
+             kProblem, "devices", "ranks 0 and 1 would share GPU 0", 2},
+        Case{"too few devices",
+             [](auto& job) {
+               for (auto& rank : job.ranks) rank->gpus = 3;
+             },
+             kProblem, "devices", "rank 3 would take a GPU"},
+        Case{"too few visible",
+             [](auto& job) {
+               for (auto& rank : job.ranks) {
+                 rank->gpus = 4;
+                 rank->environment["CUDA_VISIBLE_DEVICES"] = "2,1,0";
+               }
+             },
+             kProblem, "devices", "rank 3 would take a GPU"},
+        Case{"variable", [](auto& job) { job.ranks[2]->environment["NCCL_ALGO"] = "Ring"; }, kWarning,
+             "variables", "NCCL_ALGO differs: ranks 0, 1 and 3: unset, rank 2: 'Ring'"},
+        Case{"debug", [](auto& job) { job.ranks[2]->environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"; },
+             kWarning, "variables", "TORCH_DISTRIBUTED_DEBUG"},
+        Case{"clock", [](auto& job) { job.clock_offsets[2] = -1.5; }, kWarning, "clocks",
+             "rank 3's clock is 1500.0 ms ahead of rank 2's"}));
+
+const std::string kBroken = "broken";
+
+INSTANTIATE_TEST_SUITE_P(
+    Communication, JudgeJobTable,
+    ::testing::Values(
+        Case{"gone", [](auto& job) { job.gone[2] = "ended during the test of the pairs 0-2, 1-3"; }, kProblem,
+             "ranks", "rank 2 (pid 1002 on box) ended during the test of the pairs 0-2"},
+        Case{"join",
+             [](auto& job) {
+               job.pairs.clear();
+               job.join_errors = {{0, kBroken}, {1, kBroken}, {2, kBroken}, {3, kBroken}};
+             },
+             kProblem, "join", "init_process_group fails; rank 0 says: broken (ranks 1-3 failed too)"},
+        Case{"all",
+             [](auto& job) {
+               job.all_errors = {{1, "wrong values"}, {3, "other"}};
+             },
+             kProblem, "all ranks", "rank 1 says: wrong values; rank 3 says: other"},
+        Case{"pair", [](auto& job) { pair_of(job, 1, 2).errors[2] = kBroken; }, kProblem, "pairs",
+             "ranks 1 and 2: rank 2 says: broken"},
+        Case{"two pairs",
+             [](auto& job) {
+               pair_of(job, 1, 2).errors[2] = kBroken;
+               pair_of(job, 0, 3).errors[0] = kBroken;
+             },
+             kProblem, "pairs", "ranks 0 and 3: rank 0 says: broken", 2},
+        Case{"a rank's pairs",
+             [](auto& job) {
+               for (int other : {0, 1, 2}) pair_of(job, other, 3).errors[other] = kBroken;
+             },
+             kProblem, "pairs", "rank 3 with each of ranks 0-2, say ranks 0 and 3: rank 0 says: broken"},
+        Case{"slow transfer",
+             [](auto& job) {
+               pair_of(job, 0, 2).transfers = {1e-3, 30e-3, 29e-3};
+             },
+             kWarning, "pairs",
+             "ranks 0 and 2: all_reduce of 1 MiB takes 29 ms, 193 times the median of all pairs, 150 µs"},
+        Case{"slow answer",
+             [](auto& job) {
+               pair_of(job, 0, 2).latencies = {300e-6, 310e-6, 9e-3};
+             },
+             kWarning, "pairs",
+             "ranks 0 and 2: all_reduce of 4 B takes 310 µs, 103 times the median of all pairs, 3 µs"},
+        Case{"a slow rank",
+             [](auto& job) {
+               for (int other : {0, 2, 3}) {
+                 pair_of(job, std::min(1, other), std::max(1, other)).transfers = {40e-3, 40e-3, 40e-3};
+               }
+               // Half of the pairs are slow now; the median must still be a good one.
+               for (auto& pair : job.pairs) {
+                 if (pair.ranks.first != 1 && pair.ranks.second != 1) continue;
+                 pair.latencies = {2e-6, 3e-6, 4e-6};
+               }
+             },
+             kWarning, "pairs", "rank 1 with each of ranks 0, 2 and 3, say "}));
+
+TEST(JudgeJobSlow, SmallDifferencesAndSmallJobsAreNotCompared) {
+  JobObservations job = healthy();
+  pair_of(job, 0, 1).latencies = {100e-6, 100e-6, 100e-6};  // 30 times, but microseconds
+  pair_of(job, 0, 2).transfers = {400e-6, 400e-6, 400e-6};  // less than three times
+  EXPECT_EQ(exit_status(judge_job(job), /*strict=*/true), 0);
+  job = healthy();
+  job.ranks.resize(2);
+  job.clock_offsets = {{0, 0}, {1, 0}};
+  job.pairs = {{{0, 1}, {}, {1, 1, 1}, {1, 1, 1}}};
+  EXPECT_EQ(exit_status(judge_job(job), true), 0);
+}
+
+TEST(JudgeJob, ManyBrokenPairsAreCounted) {
+  JobObservations job;
+  for (int rank = 0; rank < 8; ++rank) job.ranks.push_back(healthy_rank(rank));
+  for (auto& rank : job.ranks) rank->cores = rank->host_cores = {0, 1, 2, 3, 4, 5, 6, 7};
+  for (const auto& round : tournament(8)) {
+    for (const Pair& pair : round) job.pairs.push_back({pair, {{pair.first, "broken"}}, {}, {}});
+  }
+  const Findings findings = judge_communication(job);
+  EXPECT_EQ(count(findings, Severity::kProblem), 13);
+  EXPECT_EQ(findings.back().message, "16 more pairs");
+}
+
+TEST(JudgeJob, PinningByRankIsNoDifferenceOfVariables) {
+  JobObservations job = healthy();
+  for (auto& rank : job.ranks) {
+    rank->environment["GOMP_CPU_AFFINITY"] = std::to_string(rank->rank);
+    rank->environment["RANK"] = std::to_string(rank->rank);
+    rank->environment["CUDA_VISIBLE_DEVICES"] = std::to_string(rank->rank);
+    rank->environment["UCX_NET_DEVICES"] = "mlx" + std::to_string(rank->rank);
+  }
+  EXPECT_EQ(exit_status(judge_job(job), true), 0);
+}
+
+TEST(RankFacts, GoThroughJson) {
+  RankFacts facts = gather_rank_facts(3, "/bin/sh");
+  facts.core_quota = 1.5;
+  facts.environment["LOCKSTEP_ODD"] = "a \"quoted\" \n value";
+  const auto back = parse_rank_facts(to_json(facts));
+  ASSERT_TRUE(back);
+  EXPECT_EQ(to_json(*back), to_json(facts));
+  EXPECT_EQ(back->rank, 3);
+  EXPECT_EQ(back->core_quota, 1.5);
+  EXPECT_EQ(back->environment, facts.environment);
+  EXPECT_NE(facts.program_fingerprint, "");
+  EXPECT_NE(facts.lockstep_fingerprint, "");
+  EXPECT_NE(facts.torch_fingerprint, "");
+  EXPECT_NE(facts.executable_fingerprint, "");
+}
+
+TEST(RankFacts, OfAnotherVersionAreReadAsFarAsTheyGo) {
+  const auto facts = parse_rank_facts(R"({"rank": 2, "lockstep_version": "9.0.0", "novelty": [1]})");
+  ASSERT_TRUE(facts);
+  EXPECT_EQ(facts->rank, 2);
+  EXPECT_EQ(facts->lockstep_version, "9.0.0");
+  EXPECT_EQ(facts->local_rank, -1);
+  for (const char* bad :
+       {"", "{", "[]", "3", R"({"rank": "two"})", R"({"cores": {}})", R"({"environment": [1]})"}) {
+    EXPECT_FALSE(parse_rank_facts(bad)) << bad;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::doctor

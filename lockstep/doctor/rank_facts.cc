@@ -1,0 +1,137 @@
+#include <filesystem>
+#include <sstream>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+#include <nlohmann/json.hpp>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/doctor/gather.h>
+#include <lockstep/doctor/internal/files.h>
+#include <lockstep/doctor/rank_facts.h>
+#include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/launch_environment.h>
+
+namespace lockstep::doctor {
+namespace {
+
+std::string cpu_model() {
+  std::istringstream lines(read_file("/proc/cpuinfo").value_or(""));
+  for (std::string line; std::getline(lines, line);) {
+    const auto colon = line.find(": ");
+    if (colon != std::string::npos && (line.starts_with("model name") || line.starts_with("CPU part"))) {
+      return line.substr(colon + 2);
+    }
+  }
+  return "";
+}
+
+int local_rank() {
+  try {
+    return read_launch_environment(environment::text).local_rank;
+  } catch (const c10::Error&) {
+    return -1;  // rendezvous() has succeeded with other arguments
+  }
+}
+
+template <class T>
+void read(const nlohmann::json& json, const char* name, T& value) {
+  if (auto found = json.find(name); found != json.end() && !found->is_null()) value = found->get<T>();
+}
+
+}  // namespace
+
+RankFacts gather_rank_facts(int rank, const std::string& program) {
+  const Facts machine = gather_machine();
+  const Software software = gather_software();
+  const HostIdentity host = this_host();
+  RankFacts facts;
+  facts.rank = rank;
+  facts.pid = ::getpid();
+  facts.hostname = host.hostname;
+  facts.host = host.to_string();
+  struct stat status {};
+  if (::stat("/proc/self/ns/pid", &status) == 0) facts.pid_namespace = status.st_ino;
+  facts.user = ::geteuid();
+  facts.local_rank = local_rank();
+  facts.cores = machine.cores.allowed;
+  facts.core_quota = machine.cores.quota;
+  facts.host_cores = machine.cores.online;
+  facts.gpus = machine.gpu.device_files;
+  facts.cpu = cpu_model();
+  std::error_code ignored;
+  facts.executable = std::filesystem::read_symlink("/proc/self/exe", ignored).string();
+  facts.executable_fingerprint = fingerprint_file("/proc/self/exe").value_or("");
+  facts.lockstep_version = software.lockstep_version;
+  facts.lockstep_fingerprint = fingerprint_file(software.lockstep_path).value_or("");
+  facts.torch_version = software.torch_loaded +
+                        (software.torch_cuda.empty() ? "" : "+CUDA " + software.torch_cuda) +
+                        (software.torch_commit.empty() ? "" : " " + software.torch_commit.substr(0, 12));
+  facts.torch_fingerprint = fingerprint_file(software.torch_path).value_or("");
+  facts.program = program;
+  if (!program.empty()) facts.program_fingerprint = fingerprint_file(program).value_or("");
+  facts.environment = gather_environment();
+  return facts;
+}
+
+std::string to_json(const RankFacts& facts) {
+  nlohmann::json json = {{"rank", facts.rank},
+                         {"pid", facts.pid},
+                         {"hostname", facts.hostname},
+                         {"host", facts.host},
+                         {"pid_namespace", facts.pid_namespace},
+                         {"user", facts.user},
+                         {"local_rank", facts.local_rank},
+                         {"cores", facts.cores},
+                         {"host_cores", facts.host_cores},
+                         {"gpus", facts.gpus},
+                         {"cpu", facts.cpu},
+                         {"executable", facts.executable},
+                         {"executable_fingerprint", facts.executable_fingerprint},
+                         {"lockstep_version", facts.lockstep_version},
+                         {"lockstep_fingerprint", facts.lockstep_fingerprint},
+                         {"torch_version", facts.torch_version},
+                         {"torch_fingerprint", facts.torch_fingerprint},
+                         {"program", facts.program},
+                         {"program_fingerprint", facts.program_fingerprint},
+                         {"environment", facts.environment}};
+  if (facts.core_quota) json["core_quota"] = *facts.core_quota;
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::optional<RankFacts> parse_rank_facts(const std::string& text) {
+  try {
+    const auto json = nlohmann::json::parse(text);
+    if (!json.is_object()) return std::nullopt;
+    RankFacts facts;
+    read(json, "rank", facts.rank);
+    read(json, "pid", facts.pid);
+    read(json, "hostname", facts.hostname);
+    read(json, "host", facts.host);
+    read(json, "pid_namespace", facts.pid_namespace);
+    read(json, "user", facts.user);
+    read(json, "local_rank", facts.local_rank);
+    read(json, "cores", facts.cores);
+    read(json, "host_cores", facts.host_cores);
+    read(json, "gpus", facts.gpus);
+    read(json, "cpu", facts.cpu);
+    read(json, "executable", facts.executable);
+    read(json, "executable_fingerprint", facts.executable_fingerprint);
+    read(json, "lockstep_version", facts.lockstep_version);
+    read(json, "lockstep_fingerprint", facts.lockstep_fingerprint);
+    read(json, "torch_version", facts.torch_version);
+    read(json, "torch_fingerprint", facts.torch_fingerprint);
+    read(json, "program", facts.program);
+    read(json, "program_fingerprint", facts.program_fingerprint);
+    read(json, "environment", facts.environment);
+    double quota = 0;
+    read(json, "core_quota", quota);
+    if (quota > 0) facts.core_quota = quota;
+    return facts;
+  } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace lockstep::doctor
