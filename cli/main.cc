@@ -5,6 +5,9 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
+#include "bench.h"
+#include "doctor.h"
+#include "inspect.h"
 #include "run.h"
 
 namespace {
@@ -18,6 +21,14 @@ int report(const CLI::App& program, const std::string& message) {
   return kUsageError;
 }
 
+std::string command_names(const CLI::App& program) {
+  std::string names;
+  for (const CLI::App* command : program.get_subcommands([](const CLI::App*) { return true; })) {
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  }
+  return names;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -27,6 +38,9 @@ int main(int argc, char** argv) {
   program.footer("\nlockstep COMMAND --help says more about each command.");
   int status = 0;
   lockstep::cli::add_run(program, status);
+  lockstep::cli::add_bench(program, status);
+  lockstep::cli::add_inspect(program, status);
+  lockstep::cli::add_doctor(program, status);
 
   if (argc < 2) {
     std::cout << program.help();
@@ -41,7 +55,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     const std::string first = argv[1];
     if (program.get_subcommands().empty() && !first.starts_with('-')) {
-      return report(program, "there is no command '" + first + "'; the commands are: run");
+      return report(program,
+                    "there is no command '" + first + "'; the commands are: " + command_names(program));
     }
     return report(program, error.what());
   } catch (const c10::ValueError& error) {

@@ -4,6 +4,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/distributed_sampler.h>

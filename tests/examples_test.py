@@ -15,6 +15,22 @@ def test_all_reduce_sums_to_six_on_four_ranks(programs):
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
+def test_reduce_sums_to_six_on_the_destination_alone(programs):
+    done = programs.lockstep_run(4, "reduce")
+    assert done.status == 0, done.text
+    expected = [f"[rank {r}] rank {r} has [{r}, {r}]" for r in range(4)] + ["[rank 0] rank 0 now has [6, 6]"]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
+@pytest.mark.parametrize("nprocs, total", [(4, '{"loss": 0.04, "num_samples": 6}'), (1, '{"loss": 0.01, "num_samples": 0}')])
+def test_gather_counters_sums_on_rank_zero_then_on_all(programs, nprocs, total):
+    done = programs.lockstep_run(nprocs, "--no-prefix", "gather_counters")
+    assert done.status == 0, done.text
+    expected = [f"rank 0 gather_object: {total}"]
+    expected += [f"rank {r} all_gather_object: {total}" for r in range(nprocs)]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_one_step_prints_each_ranks_loss(programs, nprocs):
     done = programs.lockstep_run(nprocs, "--no-prefix", "one_step")

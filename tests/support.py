@@ -116,8 +116,11 @@ class Programs:
         return str(built) if "/" not in str(word) and built.is_file() else str(word)
 
     def start(self, *command, **variables) -> Child:
-        """Starts the command; words that name programs of the build become their paths."""
-        child = Child([self.find(word) for word in command], self.environment(**variables), self.folder)
+        """Starts the command; words that name programs of the build become their paths, but not behind
+        `lockstep bench`, whose collectives have the names of examples."""
+        programs = command.index("bench") if "bench" in command else len(command)
+        words = [self.find(word) for word in command[:programs]] + [str(word) for word in command[programs:]]
+        child = Child(words, self.environment(**variables), self.folder)
         self._children.append(child)
         return child
 

@@ -1,0 +1,264 @@
+"""docs/reference says what the headers say: each public name has an entry, its declaration, and an example that runs."""
+
+import pathlib
+import re
+import textwrap
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+PAGES = REPOSITORY / "docs" / "reference"
+EXAMPLES = REPOSITORY / "tests" / "drivers" / "reference"
+HEADERS = [
+    REPOSITORY / "lockstep" / "collectives" / f"{name}.h"
+    for name in ("functional", "objects", "object_conversion", "process_group")
+]
+
+
+# ---- Reading C++
+
+
+def closing(text: str, start: int) -> int:
+    """Where the brace that opens at `start` is closed."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    raise ValueError(f"nothing closes the brace at {text[start:start + 40]!r}")
+
+
+def without_comments(text: str) -> str:
+    text = re.sub(r"//.*|/\*[\s\S]*?\*/", "", text)
+    return re.sub(r"^\s*#.*$", "", text, flags=re.M)
+
+
+def declarations(text: str) -> list:
+    """The declarations on the top level of a header or of its namespace lockstep, without what functions do."""
+    text = without_comments(text)
+    found, begin, place, parentheses = [], 0, 0, 0
+    while place < len(text):
+        parentheses += {"(": 1, ")": -1}.get(text[place], 0)
+        head = text[begin:place].strip()
+        if text[place] == ";" and parentheses == 0:
+            found.append(head)
+            begin = place + 1
+        elif text[place] == "{" and parentheses == 0:
+            kind = re.sub(r"^template <.*?>\s*(?=\w+ )", "", head, flags=re.S)
+            if kind == "namespace lockstep":
+                end = closing(text, place)
+                text = text[: place + 1] + text[place + 1 : end] + " " + text[end + 1 :]
+                begin = place + 1
+            elif kind.startswith("namespace "):
+                place = closing(text, place)  # not for users
+                begin = place + 1
+            elif re.match(r"(struct|class|enum) ", kind) or re.match(r"using \w+ =", kind):
+                place = closing(text, place)
+            else:
+                found.append(head)
+                place = closing(text, place)
+                begin = place + 1
+        place += 1
+    return [public_part(each) for each in found if each]
+
+
+def public_part(declaration: str) -> str:
+    """Of a class what users may call; of its functions what they are called with."""
+    declaration = re.sub(r"\s*\bprivate:.*\}", "}", declaration, flags=re.S)
+    declaration = re.sub(r"\) noexcept : \w+\(.*?\) \{\}", ") noexcept;", declaration, flags=re.S)
+    return re.sub(r"^inline ", "", declaration)
+
+
+def name_of(declaration: str) -> str:
+    """The name it declares; nothing for the specialisation of a template, which is no name of its own."""
+    plain = re.sub(r"^template <.*?>\s*(?=\w+[: ])", "", declaration, flags=re.S)
+    found = re.match(r"(?:using|struct|class|enum)\s+(?:\[\[\w+\]\]\s*)?(\w+)\s*(<)?", plain)
+    if found:
+        return "" if found[2] else found[1]
+    found = re.search(r"(\w+)\(", plain)
+    assert found, f"what is '{declaration}'?"
+    return found[1]
+
+
+def words_of(declaration: str) -> str:
+    """The declaration on one line, in one spelling, however it is broken into lines."""
+    return re.sub(r"\s*([^\w\s])\s*", r"\1", " ".join(declaration.split()))
+
+
+def by_name(text: str) -> dict:
+    """Declarations by the name they declare: functions may have several."""
+    names = {}
+    for declaration in declarations(text):
+        if name := name_of(declaration):
+            names.setdefault(name, []).append(words_of(declaration))
+    return names
+
+
+def regions(path: pathlib.Path) -> dict:
+    """What stands between `// [NAME]` and `// [end]` in a source, by name."""
+    found = re.findall(r"^ *// \[([^\]]+)\]\n([\s\S]*?)^ *// \[end\]$", path.read_text(), re.M)
+    assert len(found) == len(dict(found)), f"{path} has a region twice"
+    return {name: textwrap.dedent(text).strip() for name, text in found}
+
+
+# ---- Reading pages
+
+
+class Entry:
+    """A section of a page: its heading names what it is about."""
+
+    def __init__(self, page: pathlib.Path, heading: str, text: str):
+        self.page, self.heading = page, heading
+        self.names = heading.split(", ")
+        self.blocks = [block.strip() for block in re.findall(r"^```cpp\n([\s\S]*?)^```$", text, re.M)]
+        self.id = f"{page.stem}-{self.names[0]}"
+
+
+def entries(page: pathlib.Path) -> list:
+    parts = re.split(r"^## (.+)\n", page.read_text(), flags=re.M)
+    return [Entry(page, *pair) for pair in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def public_names() -> dict:
+    return {name: words for header in HEADERS for name, words in by_name(header.read_text()).items()}
+
+
+DECLARED = public_names()
+ENTRIES = [entry for page in sorted(PAGES.glob("*.md")) if page.stem != "README" for entry in entries(page)]
+each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
+
+
+# ---- The pages against the headers
+
+
+def test_each_public_name_has_one_entry_and_no_entry_is_left_over():
+    described = [name for entry in ENTRIES for name in entry.names]
+    assert len(described) == len(set(described)), "a name has two entries"
+    assert set(DECLARED) - set(described) == set(), "these have no entry in docs/reference"
+    assert set(described) - set(DECLARED) == set(), "docs/reference describes these, which the headers don't have"
+
+
+@each_entry
+def test_the_declaration_is_the_headers(entry):
+    assert entry.blocks, f"{entry.heading} in {entry.page.name} has no declaration"
+    shown = by_name(entry.blocks[0])
+    assert shown == {name: DECLARED[name] for name in entry.names}
+
+
+@each_entry
+def test_the_example_is_one_that_is_compiled_and_run(entry):
+    compiled = regions(EXAMPLES / f"{entry.page.stem}.cc")
+    is_type = re.match(r"using|struct|class|template<class T>struct", DECLARED[entry.names[0]][0])
+    assert entry.blocks[1:] or is_type, f"{entry.heading} in {entry.page.name} has no example"
+    if entry.blocks[1:]:
+        assert entry.heading in compiled, f"{entry.page.stem}.cc has no region [{entry.heading}]"
+        assert entry.blocks[1:] == [compiled[entry.heading]]
+
+
+def test_each_compiled_example_is_shown():
+    shown = {(entry.page.stem, entry.heading) for entry in ENTRIES if entry.blocks[1:]}
+    there = {(source.stem, name) for source in EXAMPLES.glob("*.cc") for name in regions(source)}
+    assert there - shown == set()
+
+
+def test_the_examples_run_on_four_ranks(programs):
+    if not (programs.bin_dir / "reference_examples").is_file():
+        pytest.skip("reference_examples is not built")
+    done = programs.lockstep_run(4, "reference_examples")
+    assert done.status == 0, done.text
+    assert all(f"rank {rank} has run all examples" in done.stdout for rank in range(4)), done.text
+
+
+# ---- Links
+
+
+def anchors(page: pathlib.Path) -> set:
+    """The names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+DOCUMENTS = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.M)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}, which is not there"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, which has no such heading"
+
+
+def test_the_index_leads_to_each_entry():
+    text = (PAGES / "README.md").read_text()
+    for entry in ENTRIES:
+        link = re.sub(r"[^\w\- ]", "", entry.heading.lower()).replace(" ", "-")
+        assert f"({entry.page.name}#{link})" in text, f"docs/reference/README.md does not name {entry.heading}"
+
+
+# ---- The reader of C++ itself
+
+HEADER = """
+#include <vector>
+/// Not a declaration: int no(int);
+namespace lockstep {
+using Work = std::vector<int>;  // also not: int nor(int);
+struct Options {
+  std::string text = {};  ///< words
+  int number = -1;
+};
+class [[nodiscard]] Owner {
+ public:
+  Owner(Owner&& other) noexcept : own_(std::exchange(other.own_, false)) {}
+  int rank() const;
+
+ private:
+  bool own_ = true;
+};
+namespace detail {
+int hidden(int);
+}
+Work call(const std::vector<int>& list = {},
+          std::optional<int> number = {});
+template <class T>
+struct Conversion;
+template <>
+struct Conversion<int> { static int to(int); };
+template <class T>
+T convert(const T& value) {
+  if (value) { return value; }
+  return {};
+}
+inline int convert(char letter) { return letter; }
+}  // namespace lockstep
+"""
+
+
+def test_the_reader_finds_what_users_may_call():
+    assert by_name(HEADER) == {
+        "Work": ["using Work=std::vector<int>"],
+        "Options": ["struct Options{std::string text={};int number=-1;}"],
+        "Owner": ["class[[nodiscard]]Owner{public:Owner(Owner&&other)noexcept;int rank()const;}"],
+        "call": ["Work call(const std::vector<int>&list={},std::optional<int>number={})"],
+        "Conversion": ["template<class T>struct Conversion"],
+        "convert": ["template<class T>T convert(const T&value)", "int convert(char letter)"],
+    }
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("number = -1", "number = 0"),
+        ("rank() const", "rank()"),
+        ("list = {}", "list"),
+        ("int convert", "long convert"),
+        ("Work call", "Work recall"),
+        ("const T& value", "T value"),
+    ],
+)
+def test_the_reader_sees_each_change(before, after):
+    assert before in HEADER and by_name(HEADER.replace(before, after, 1)) != by_name(HEADER)
