@@ -13,7 +13,6 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/collectives/process_group.h>
 
 /// How a rank under measurement talks to the benchmarks' driver.
 ///
@@ -80,19 +79,6 @@ inline int64_t cpu_clock() {
   timespec now{};
   ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
   return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
-}
-
-/// The driver's ranks meet at a file beside their pipes, where no port can be taken; by hand the environment
-/// says where.
-inline InitOptions init_options() {
-  InitOptions options;
-  options.timeout = std::chrono::minutes(2);
-  if (const auto channel = environment::text(kChannel)) {
-    options.init_method = "file://" + *channel + "/rendezvous";
-    options.rank = static_cast<int>(environment::integer("RANK", 0).value_or(-1));
-    options.world_size = static_cast<int>(environment::integer("WORLD_SIZE", 1).value_or(-1));
-  }
-  return options;
 }
 
 /// Runs the driver's commands until it is done; or, started by hand, the one on the command line. Returns

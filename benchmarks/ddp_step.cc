@@ -16,6 +16,7 @@
 #include <lockstep/lockstep.h>
 
 #include "command_loop.h"
+#include "init_options.h"
 
 namespace {
 

@@ -9,6 +9,6 @@ Modules, in the order in which they use each other:
     collectives, training   the suites: what is measured, and which figures come of it
     targets      the figures that the project promises
     compare      what got slower since another run
-    report       tables for the terminal
+    report       tables for the terminal and in Markdown
     machine      where it was measured
 """

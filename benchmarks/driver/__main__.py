@@ -12,7 +12,7 @@ from benchmarks.driver import collectives, compare, contenders, machine, report,
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
-          "others": collectives.others, "ddp": training.ddp}
+          "latency": collectives.latency, "operations": collectives.operations, "ddp": training.ddp}
 ROUNDS, QUICK_ROUNDS = 15, 3
 BUSY_LOAD = 0.7
 
@@ -21,7 +21,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__.partition(";")[0] + ".", epilog="""
         Exit status: 0, or 1 if --compare found something slower, or 2 if a measurement failed.""")
     parser.add_argument("--quick", action="store_true",
-                        help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}: a minute or two, and more noise")
+                        help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}: some minutes, and more noise")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds in which each contender has a turn ({ROUNDS})")
     parser.add_argument("--only", action="append", metavar="SUITE", choices=SUITES, help="one of: " + ", ".join(SUITES) +
                         "; may be given more than once")
@@ -29,6 +29,7 @@ def parse(arguments):
     parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json",
                         help="name what got slower than in this earlier run, beyond the noise")
     parser.add_argument("--show", type=pathlib.Path, metavar="FILE", help="measure nothing; show this earlier run")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown, for documents")
     parser.add_argument("--bin", type=pathlib.Path, default=contenders.ROOT / "build/release/bin", metavar="FOLDER",
                         help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -84,7 +85,7 @@ def main():
     except KeyboardInterrupt:
         print("bench: interrupted; the contenders have been ended", file=sys.stderr)
         return 130
-    print("\n" + report.report(answer))
+    print("\n" + report.report(answer, options.markdown))
     if old is None:
         return 0
     changes, notes = compare.compare(old, answer)

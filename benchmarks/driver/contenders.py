@@ -22,7 +22,8 @@ DEFAULT_MALLOC = ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_"
 
 # Name: (program, environment)
 KINDS = {
-    "lockstep": ("bench_all_reduce", {}),
+    "lockstep": ("bench_collectives", {}),
+    "bare": ("bench_flag_barrier", {}),
     "gloo": ("gloo_collectives.py", {}),
     "mpi": ("bench_mpi", {}),
     "cpp": ("bench_ddp_step", {}),
@@ -50,6 +51,8 @@ class Fleet:
         program = KINDS[kind][0]
         if kind == "mpi" and not shutil.which("mpirun"):
             return "Open MPI is left out: there is no mpirun (Debian: openmpi-bin)"
+        if kind == "bare" and len(os.sched_getaffinity(0)) < 2:
+            return "the bare barrier is left out: it needs two cores, one for each process"
         if not program.endswith(".py") and not (self.bin_dir / program).exists():
             hint = " (it needs libopenmpi-dev)" if kind == "mpi" else ""
             return f"{kind} is left out: there is no {self.bin_dir / program}{hint}"
@@ -75,6 +78,8 @@ def processes(kind, ranks, bin_dir):
     program, environment = KINDS[kind]
     # The system's env undoes what the user's shell may have set for malloc.
     clean = ["env", *(word for name in DEFAULT_MALLOC if name not in environment for word in ("-u", name))]
+    if kind == "bare":
+        return [([*clean, str(bin_dir / program)], environment)]  # makes its second process itself
     if kind == "mpi":
         command = ["mpirun", "-n", str(ranks)]
         if os.geteuid() == 0:

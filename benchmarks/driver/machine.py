@@ -7,6 +7,7 @@ import platform
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+CGROUP = pathlib.Path("/sys/fs/cgroup")  # in a container: its own
 
 
 def describe():
@@ -24,6 +25,18 @@ def cpu_model():
 
 def memory_gib():
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def available_memory():
+    """Bytes that can be taken without swapping: what the kernel says, or less where a container's limit is near."""
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) << 10
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+    except OSError:  # no cgroup of version 2, or its root, which has no limit
+        return available
 
 
 def torch_version():

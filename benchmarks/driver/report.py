@@ -1,31 +1,57 @@
-"""Tables for the terminal, from a Results."""
+"""Tables from a Results: for the terminal, or in Markdown for docs/performance.md."""
+
+import re
+import statistics
+from dataclasses import dataclass
 
 from benchmarks.driver import stats, targets
-from benchmarks.driver.collectives import PEERS, SIZES
+from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.training import BATCH
 
 MODES = {"ddp": "DDP", "alone": "no communication", "single": "one process alone"}
 KINDS = {"cpp": "C++", "cpp_keep": "C++, malloc keeps pages", "python": "Python, Gloo",
          "python_keep": "Python, Gloo, malloc keeps pages"}
+TENSORS = {"lockstep": "plain tensors", "arena": "tensors in shared memory"}
+# Markdown may be more than ASCII: (pattern, replacement) for each cell.
+TYPOGRAPHY = ((r"(\d) us\b", r"\1 µs"), (r"(\d)x\b", r"\1×"), (r"(\d)-(\d)", r"\1–\2"))
 
 
-def report(results):
+@dataclass(frozen=True)
+class Table:
+    """The first column says what, the others hold numbers."""
+
+    title: str
+    header: list
+    rows: list
+
+
+def report(results, markdown=False):
     """All tables of what was measured, as one text."""
-    parts = [collectives(results), processor_time(results), barriers(results), training(results), promises(results)]
-    return "\n\n".join(part for part in parts if part)
+    tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
+    tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
+               *training(results), promises(results)]
+    render = as_markdown if markdown else as_text
+    return "\n\n".join(render(table) for table in tables if table.rows)
 
 
-def table(title, header, rows):
-    """A text table; empty without rows. The first column is aligned to the left, the others to the right."""
-    if not rows:
-        return ""
-    cells = [header, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = [title]
+def as_text(table):
+    cells = [table.header, *table.rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(table.header))]
+    lines = [table.title]
     for row in cells:
         rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))
         lines.append("  " + "  ".join([row[0].ljust(widths[0]), *rest]))
     return "\n".join(lines)
+
+
+def as_markdown(table):
+    def line(cells):
+        for pattern, replacement in TYPOGRAPHY:
+            cells = [re.sub(pattern, replacement, cell) for cell in cells]
+        return "| " + " | ".join(cells) + " |"
+
+    return "\n".join([f"{table.title}:", "", line(table.header), "|" + "---|" * len(table.header),
+                      *map(line, table.rows)])
 
 
 def duration(nanoseconds):
@@ -37,6 +63,10 @@ def duration(nanoseconds):
     return f"{nanoseconds:.0f} ns"
 
 
+def times(ratio):
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
+
+
 def ratio(results, figure):
     """Median, with the quartiles over the rounds."""
     if figure not in results.figures:
@@ -45,20 +75,67 @@ def ratio(results, figure):
     return f"{seen.median:.3g}x ({seen.low:.3g}-{seen.high:.3g})"
 
 
-def collectives(results):
+def spaced(size):
+    return re.sub(r"(\d)([A-Z])", r"\1 \2", size)
+
+
+def matrix(results, ranks, who):
+    """One cell for each operation and size."""
+    measured = cells(results, who)
     rows = []
-    for operation in ("all_reduce", "all_reduce_staged", "broadcast", "all_gather"):
-        for ranks in (2, 4):
+    for operation in OPERATIONS:
+        names = [f"{operation}.{ranks}.{size}" for size in SIZES]
+        if any(name in measured for name in names):
+            rows.append([operation, *(f"{times(measured[name])}, {duration(results.median(f'{name}.{who}'))}"
+                                      if name in measured else "-" for name in names)])
+    return Table(f"{ranks} ranks, {TENSORS[who]}: how many times faster than Gloo, and our time",
+                 ["", *map(spaced, SIZES)], rows)
+
+
+def overview(results):
+    """What the cells come to, and the worst of them."""
+    rows = []
+    for who, tensors in TENSORS.items():
+        measured = cells(results, who)
+        if measured:
+            worst = sorted(measured, key=measured.get)[:3]
+            slower = sum(value < 1 for value in measured.values())
+            rows.append([tensors, str(len(measured)), str(slower), times(statistics.median(measured.values())),
+                         "; ".join(f"{times(measured[cell])} {in_words(cell)}" for cell in worst)])
+    return Table("All operations, sizes and numbers of ranks, against Gloo",
+                 ["", "cells", "slower", "median", "the three least"], rows)
+
+
+def in_words(cell):
+    operation, ranks, *size = cell.split(".")
+    return ", ".join([operation.removesuffix("_p50"), *map(spaced, size), f"{ranks} ranks"])
+
+
+def collectives(results):
+    """Those that Open MPI was measured at too."""
+    rows = []
+    for operation in MPI_OPERATIONS:
+        for ranks in RANKS:
             for size in SIZES:
-                measure = f"{operation}.{ranks}.{size}"
-                if results.median(f"{measure}.lockstep") is None:
-                    continue
-                peers = measure.replace("_staged", "")
-                rows.append([f"{operation} {size}, {ranks} ranks", duration(results.median(f"{measure}.lockstep")),
-                             *(duration(results.median(f"{peers}.{peer}")) for peer in PEERS),
-                             *(ratio(results, f"{measure}.vs_{peer}") for peer in PEERS)])
-    return table("Collectives, float32: median time, and how many times faster than a peer (quartiles)",
-                 ["", "Lockstep", "Gloo", "Open MPI", "than Gloo", "than Open MPI"], rows)
+                cell = f"{operation}.{ranks}.{size}"
+                if any(f"{cell}.{peer}" in results.series for peer in PEERS):
+                    rows.append([f"{operation} {spaced(size)}, {ranks} ranks",
+                                 *(duration(results.median(f"{cell}.{who}")) for who in (*OURS, *PEERS)),
+                                 *(ratio(results, f"{cell}.{prefix}vs_{peer}") for peer in PEERS
+                                   for prefix in ("", "arena_"))])
+    return Table("Median time, and how many times faster than a peer (quartiles)",
+                 ["", "plain", "shared", "Gloo", "Open MPI", "plain, than Gloo", "shared, than Gloo", "plain, than Open MPI",
+                  "shared, than Open MPI"], rows)
+
+
+def latency(results):
+    figure = "all_reduce.2.4B.over_bare_barrier"
+    rows = []
+    if figure in results.figures:
+        rows.append(["2 ranks", duration(results.median("all_reduce.2.4B.lockstep")),
+                     duration(results.median("flag_barrier.2.bare")), ratio(results, figure)])
+    return Table("A synchronous all_reduce of 4 bytes, and the bare barrier of two processes",
+                 ["", "all_reduce", "bare barrier", "of it (quartiles)"], rows)
 
 
 def processor_time(results):
@@ -69,39 +146,40 @@ def processor_time(results):
             seen = stats.summarize(entry["rounds"])
             rows.append([f"{operation.removesuffix('_cpu')}, {who}", f"{1000 * seen.median:.3g} ms/GB",
                          f"({1000 * seen.low:.3g}-{1000 * seen.high:.3g})"])
-    return table("Processor time of all ranks, 25 MiB", ["", "median", "quartiles"], rows)
+    return Table("Processor time of all ranks, 25 MiB", ["", "median", "quartiles"], rows)
 
 
 def barriers(results):
     rows = []
-    for ranks in (2, 4):
+    for ranks in RANKS:
         for percent in (50, 99):
             measure = f"barrier_p{percent}.{ranks}"
             if results.median(f"{measure}.lockstep") is not None:
                 rows.append([f"{ranks} ranks, p{percent}",
                              *(duration(results.median(f"{measure}.{who}")) for who in ("lockstep", *PEERS))])
-    return table("Barrier", ["", "Lockstep", "Gloo", "Open MPI"], rows)
+    return Table("Barrier", ["", "Lockstep", "Gloo", "Open MPI"], rows)
 
 
 def training(results):
-    tables = []
-    for network, batch in BATCH.items():
-        rows = []
-        for kind, shown in KINDS.items():
-            for mode in MODES:
-                time = results.median(f"step.2.{network}.{kind}_{mode}")
-                if time is None:
-                    continue
-                ranks = 1 if mode == "single" else 2
-                alone = results.median(f"step.2.{network}.{kind}_alone")
-                single = results.median(f"step.2.{network}.{kind}_single")
-                speedup = ranks * single / time if single else None
-                rows.append([f"{shown}: {MODES[mode]}", duration(time), f"{ranks * batch * 1e9 / time:.0f}",
-                             f"{100 * (time / alone - 1):+.1f} %" if mode == "ddp" else "",
-                             f"{speedup:.2f}x" if speedup else "", f"{100 * speedup / ranks:.0f} %" if speedup else ""])
-        tables.append(table(f"Training step, {network} network, batch {batch} a rank",
-                            ["", "step", "samples/s", "over no comm.", "speedup", "efficiency"], rows))
-    return "\n\n".join(part for part in tables if part)
+    return [training_step(results, network, batch) for network, batch in BATCH.items()]
+
+
+def training_step(results, network, batch):
+    rows = []
+    for kind, shown in KINDS.items():
+        for mode in MODES:
+            time = results.median(f"step.2.{network}.{kind}_{mode}")
+            if time is None:
+                continue
+            ranks = 1 if mode == "single" else 2
+            alone = results.median(f"step.2.{network}.{kind}_alone")
+            single = results.median(f"step.2.{network}.{kind}_single")
+            speedup = ranks * single / time if single else None
+            rows.append([f"{shown}: {MODES[mode]}", duration(time), f"{ranks * batch * 1e9 / time:.0f}",
+                         f"{100 * (time / alone - 1):+.1f} %" if mode == "ddp" else "",
+                         f"{speedup:.2f}x" if speedup else "", f"{100 * speedup / ranks:.0f} %" if speedup else ""])
+    return Table(f"Training step, {network} network, batch {batch} a rank",
+                 ["", "step", "samples/s", "over no comm.", "speedup", "efficiency"], rows)
 
 
 def promises(results):
@@ -109,12 +187,12 @@ def promises(results):
     for target, value, met in targets.judge(results):
         sign = "<=" if target.at_most else ">="
         rows.append([target.what, target.show(value), f"{sign} {target.show(target.bound)}", "met" if met else "MISSED"])
-    return table("Targets (2 cores)", ["", "measured", "target", ""], rows)
+    return Table("Targets (2 cores)", ["", "measured", "target", ""], rows)
 
 
 def comparison(changes, notes):
     rows = [[change.name, f"{change.old:.3g}", f"{change.new:.3g}", f"{100 * (change.new / change.old - 1):+.1f} %",
              f"{100 * change.noise:.0f} %", change.verdict.upper() if change.verdict == "slower" else change.verdict]
             for change in changes]
-    text = table("Compared with the old run", ["", "old", "new", "change", "noise", ""], rows) or "Nothing to compare"
-    return "\n".join([text, *(f"note: {note}" for note in notes)])
+    table = Table("Compared with the old run", ["", "old", "new", "change", "noise", ""], rows)
+    return "\n".join([as_text(table) if rows else "Nothing to compare", *(f"note: {note}" for note in notes)])

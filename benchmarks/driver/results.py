@@ -2,7 +2,8 @@
 
 `series`: absolute values of one contender, one per round; on a shared machine they wander by a factor of three.
 `figures`: ratios of two series of the same rounds; these are what is promised, and what two runs are compared by.
-Names are dotted: what.ranks.size.who, as in all_reduce.2.25MiB.gloo.
+Names are dotted: what.ranks.size.who, as in all_reduce.2.25MiB.gloo. Ours are `lockstep`, on plain tensors, and `arena`, on
+tensors in shared memory.
 """
 
 import json
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.driver import stats
 
-FORMAT = 1
+FORMAT = 2  # 1: `lockstep` meant tensors in shared memory, and all_gather's size was that of its input
 
 
 @dataclass

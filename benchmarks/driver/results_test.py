@@ -24,7 +24,7 @@ def test_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [("", "is not a result"), ("[]", "is not a result"),
-                                           ('{"format": 1}', "is not a result"), ('{"format": 9}', "format 9")])
+                                           ('{"format": 2}', "is not a result"), ('{"format": 1}', "format 1")])
 def test_other_files_are_refused(tmp_path, text, message):
     path = tmp_path / "run.json"
     path.write_text(text)

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from benchmarks.driver import collectives, interleave, report, results, targets, training
+from benchmarks.driver.__main__ import SUITES
 
-FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000}  # nanoseconds
+FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
 STEP = {("cpp", "ddp"): 53, ("cpp", "alone"): 52, ("cpp", "single"): 40, ("cpp_keep", "ddp"): 52.5,
         ("cpp_keep", "alone"): 50, ("cpp_keep", "single"): 40, ("python", "ddp"): 80, ("python", "alone"): 55,
         ("python_keep", "ddp"): 78, ("python_keep", "alone"): 54}
@@ -22,13 +23,14 @@ class FakeJob:
     def measure(self, operation, argument, iterations, warmup, ranks=None):
         self.log.append((self.kind, operation, argument, iterations))
         wall = STEP[self.kind, operation] * 1_000_000 if (self.kind, operation) in STEP else FAST.get(self.kind)
+        wall //= 2 if operation.endswith("_arena") else 1
         answers = range(self.ranks) if ranks is None else ranks
         return [{"wall": [wall + rank] * iterations, "cpu": [2 * wall] * iterations} for rank in answers]
 
 
 class FakeFleet:
     def __init__(self, missing=()):
-        self.missing, self.log = missing, []
+        self.missing, self.log, self.stops = missing, [], 0
 
     def say(self, text):
         pass
@@ -38,6 +40,9 @@ class FakeFleet:
 
     def job(self, kind, ranks):
         return FakeJob(kind, ranks, self.log)
+
+    def stop(self):
+        self.stops += 1
 
 
 def run(suite, rounds=4, missing=()):
@@ -51,8 +56,8 @@ def test_each_round_has_every_contender_once_in_changing_order():
     turns = [interleave.Turn(kind, FakeJob(kind, 2, log), "all_reduce", 4, seconds=1e-9) for kind in FAST]
     bursts = interleave.run_rounds(turns, 20, random.Random(1))
     assert all(len(bursts[kind]) == 20 for kind in FAST)
-    played = [kind for kind, *_ in log[-60:]]
-    orders = [tuple(played[i:i + 3]) for i in range(0, 60, 3)]
+    played = [kind for kind, *_ in log[-20 * len(FAST):]]
+    orders = [tuple(played[i:i + len(FAST)]) for i in range(0, len(played), len(FAST))]
     assert all(sorted(order) == sorted(FAST) for order in orders)
     assert len(set(orders)) > 3
 
@@ -68,14 +73,23 @@ def test_a_turn_takes_the_time_it_was_given_within_its_bounds():
     assert count("lockstep", 1) == 400
 
 
+def test_a_turn_that_one_iteration_fills_is_not_tried_for_longer():
+    log = []
+    turn = interleave.Turn("x", FakeJob("gloo", 2, log), "all_reduce", 4, seconds=50e-6, least=2)
+    assert interleave.calibrate(turn) == 2
+    assert [iterations for *_, iterations in log] == [1]
+
+
 def test_all_reduce_figures():
     answer, _ = run(collectives.all_reduce)
     assert answer.median("all_reduce.2.4KiB.gloo") == 100_001  # the slowest rank's
     assert answer.median("all_reduce.2.4KiB.vs_gloo") == pytest.approx(100_001 / 1_001)
-    assert answer.median("all_reduce_staged.2.25MiB.vs_gloo") == pytest.approx(100_001 / 1_001)
-    # Two ranks that use 2,000 ns each for 25 MiB.
+    assert answer.median("all_reduce.2.25MiB.arena_vs_gloo") == pytest.approx(100_001 / 501)
+    assert answer.median("all_reduce.2.25MiB.arena_vs_mpi") == pytest.approx(4_001 / 501)
+    # Two ranks that use 2,000 ns each for 25 MiB; half of it with tensors in the arena.
     assert answer.median("all_reduce_cpu.2.25MiB.lockstep") == pytest.approx(4_000 / (25 << 20))
     assert answer.median("all_reduce_cpu.2.25MiB.vs_gloo") == pytest.approx(100)
+    assert answer.median("all_reduce_cpu.2.25MiB.arena_vs_gloo") == pytest.approx(200)
 
 
 def test_a_missing_peer_is_named_once_and_left_out():
@@ -83,13 +97,85 @@ def test_a_missing_peer_is_named_once_and_left_out():
     assert answer.skipped == ["mpi is not here"]
     assert not any("mpi" in name for name in answer.series | answer.figures)
     assert [target.figure for target, _, _ in targets.judge(answer) if "mpi" in target.figure] == []
-    assert "all_reduce 25MiB" in report.report(answer)
+    assert "all_reduce 25 MiB" in report.report(answer)
 
 
 def test_barrier_percentiles():
     answer, _ = run(collectives.barrier)
     assert answer.median("barrier_p99.4.gloo") == 100_003
     assert answer.median("barrier_p50.2.vs_mpi") == pytest.approx(4_001 / 1_001)
+
+
+def test_every_operation_is_measured_in_every_cell():
+    answer, fleet = run(collectives.operations, rounds=15)
+    cells = collectives.cells(answer)
+    assert len(cells) == 12 * 5 * 2 + 2  # and the barriers
+    assert len(answer.series["scatter.4.4KiB.gloo"]["rounds"]) == 5
+    # Both of ours and the peer measure the same number of bytes.
+    for operation in collectives.OPERATIONS:
+        measured = {(kind, name): size for kind, name, size, _ in fleet.log if name in (operation, f"{operation}_arena")}
+        assert set(measured) >= {("lockstep", operation), ("lockstep", f"{operation}_arena"), ("gloo", operation)}
+        assert set(measured.values()) == {100 << 20}  # the last size
+    assert {operation for kind, operation, *_ in fleet.log if kind == "mpi"} == {*collectives.MPI_OPERATIONS, "barrier"}
+    assert fleet.stops == 2
+
+
+def test_a_cell_that_another_suite_has_measured_is_not_measured_again():
+    fleet, answer = FakeFleet(), results.Results(machine={})
+    collectives.all_reduce(fleet, answer, 9, random.Random(1))
+    fleet.log.clear()
+    collectives.operations(fleet, answer, 9, random.Random(1))
+    assert len(answer.series["all_reduce.2.25MiB.gloo"]["rounds"]) == 9
+    assert len(answer.series["all_reduce.4.25MiB.gloo"]["rounds"]) == 3
+
+
+def test_sizes_that_memory_does_not_hold_are_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(collectives.machine, "available_memory", lambda: 4 << 30)
+    answer, _ = run(collectives.operations, missing=["mpi"])
+    # 2 ranks x 8 tensors x 100 MiB are 1.6 GiB, less than half; 4 ranks' are 3.1 GiB.
+    assert "gather.2.100MiB.vs_gloo" in answer.figures
+    assert "gather.4.25MiB.vs_gloo" in answer.figures and "gather.4.100MiB.vs_gloo" not in answer.figures
+    assert answer.skipped == ["mpi is not here", "100MiB on 4 ranks is left out: it takes more than half of the 4.0 GiB of "
+                              "memory that are free"]
+
+
+def test_latency_is_counted_in_bare_barriers():
+    answer, _ = run(collectives.latency)
+    assert answer.median("all_reduce.2.4B.over_bare_barrier") == pytest.approx(1_001 / 81)
+    target, value, met = targets.judge(answer)[0]
+    assert (target.figure, met) == ("all_reduce.2.4B.over_bare_barrier", True)
+    answer, fleet = run(collectives.latency, missing=["bare"])
+    assert answer.skipped == ["bare is not here"] and not answer.figures and not fleet.log
+
+
+def with_cells(suites, **ratios):
+    return results.Results(machine={}, options={"suites": suites}, figures={
+        name.replace("__", "."): {"better": "higher", "rounds": [ratio]} for name, ratio in ratios.items()})
+
+
+def test_promises_over_all_cells():
+    ratios = {"reduce__2__4KiB__vs_gloo": 90, "scatter__4__1MiB__vs_gloo": 0.8, "barrier_p50__2__vs_gloo": 6,
+              # No cells: another percentile, processor time, the arena, another peer.
+              "barrier_p99__2__vs_gloo": 0.1, "all_reduce_cpu__2__25MiB__vs_gloo": 0.1, "scatter__4__1MiB__arena_vs_gloo": 3,
+              "broadcast__2__1MiB__vs_mpi": 0.1}
+    judged = {target.figure: (value, met) for target, value, met in
+              targets.judge(with_cells(["barrier", "operations"], **ratios)) if target.figure in targets.OVER_CELLS}
+    assert judged == {"cells.least": (0.8, False), "cells.median": (6, True)}
+    overview = report.report(with_cells(["operations"], **ratios))
+    assert re.search(r"plain tensors +3 +1 +6.00x +0.80x scatter, 1 MiB, 4 ranks; 6.00x barrier, 2 ranks; 90.0x", overview)
+    # Of some cells alone nothing is promised.
+    assert not {target.figure for target, *_ in targets.judge(with_cells(["barrier"], **ratios))} & set(targets.OVER_CELLS)
+    assert targets.measured(with_cells(["operations"]), "cells.least") is None
+
+
+def test_markdown():
+    answer, _ = run(collectives.operations)
+    text = report.report(answer, markdown=True)
+    assert "2 ranks, plain tensors: how many times faster than Gloo, and our time:\n\n|  | 4 KiB | 64 KiB |" in text
+    assert "| all_to_all | 99.9×, 1 µs | " in text
+    for table in text.split("\n\n"):
+        lines = table.splitlines()
+        assert len({line.count("|") for line in lines}) == 1, table  # as many columns in each row
 
 
 def test_overhead_is_counted_against_the_better_baseline():
@@ -105,11 +191,11 @@ def test_overhead_is_counted_against_the_better_baseline():
 
 def test_targets_are_judged_in_the_right_direction():
     answer = results.Results(machine={}, figures={
-        "all_reduce.2.25MiB.vs_gloo": {"better": "higher", "rounds": [9, 9.5, 11]},
+        "all_reduce.2.25MiB.arena_vs_gloo": {"better": "higher", "rounds": [9, 9.5, 11]},
         "step.2.large.cpp_ddp.over_baseline": {"better": "lower", "rounds": [1.05, 1.02, 1.3]}})
     assert [(target.figure, met) for target, _, met in targets.judge(answer)] == [
-        ("all_reduce.2.25MiB.vs_gloo", False), ("step.2.large.cpp_ddp.over_baseline", True)]
-    text = report.promises(answer)
+        ("all_reduce.2.25MiB.arena_vs_gloo", False), ("step.2.large.cpp_ddp.over_baseline", True)]
+    text = report.as_text(report.promises(answer))
     assert re.search(r"9.5x +>= 10x +MISSED", text) and re.search(r"5.0 % +<= 8.0 % +met", text), text
 
 
@@ -120,10 +206,10 @@ def test_figures_are_ours():
 
 
 def test_every_target_is_measured_by_a_suite():
-    answer, _ = run(collectives.all_reduce)
-    for suite in (collectives.four_ranks, training.ddp):
+    answer = results.Results(machine={}, options={"suites": list(SUITES)})
+    for suite in SUITES.values():
         suite(FakeFleet(), answer, 4, random.Random(1))
-    assert {target.figure for target in targets.TARGETS} <= answer.figures.keys()
+    assert [target for target, *_ in targets.judge(answer)] == list(targets.TARGETS)
 
 
 @pytest.mark.parametrize("nanoseconds, text", [(None, "-"), (130, "130 ns"), (2_040, "2.04 us"), (347_000, "347 us"),

@@ -1,4 +1,5 @@
-/* Times Open MPI's collectives, as scripts/bench commands; the counterpart of benchmarks/all_reduce.cc.
+/* Times Open MPI's collectives, as scripts/bench commands; the counterpart of benchmarks/collectives.cc, for some of its
+ * operations.
  *
  * Commands come on a named pipe of each rank's own: see benchmarks/command_loop.h. By hand:
  *     mpirun -n 2 bench_mpi all_reduce 26214400 100 5
@@ -80,9 +81,10 @@ static void measure(const char* line, FILE* out) {
             is_broadcast = strcmp(operation, "broadcast") == 0, is_gather = strcmp(operation, "all_gather") == 0;
   if (!is_barrier && !is_reduce && !is_broadcast && !is_gather) fail("there is no operation ", operation);
   if (!is_barrier && bytes == 0) fail("the size is 0 bytes in ", line);
-  const long count = bytes / 4;
-  float* data = is_barrier ? NULL : first(&input, bytes);
-  float* gathered = is_gather ? first(&output, bytes * size) : NULL;
+  if (is_gather && bytes % (4 * size) != 0) fail("the size must be a multiple of 4 bytes for each rank: ", line);
+  const long count = bytes / 4 / (is_gather ? size : 1); /* the size is that of a rank's larger side */
+  float* data = is_barrier ? NULL : first(&input, count * 4);
+  float* gathered = is_gather ? first(&output, bytes) : NULL;
   const int with_cpu = bytes >= cpu_time_from_bytes;
   int64_t* wall = malloc(2 * sizeof *wall * (size_t)iterations);
   if (wall == NULL) fail("out of memory", "");

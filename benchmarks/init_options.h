@@ -1,0 +1,26 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/collectives/process_group.h>
+
+#include "command_loop.h"
+
+namespace lockstep::bench {
+
+/// The driver's ranks meet at a file beside their pipes, where no port can be taken; by hand the environment
+/// says where.
+inline InitOptions init_options() {
+  InitOptions options;
+  options.timeout = std::chrono::minutes(2);
+  if (const auto channel = environment::text(kChannel)) {
+    options.init_method = "file://" + *channel + "/rendezvous";
+    options.rank = static_cast<int>(environment::integer("RANK", 0).value_or(-1));
+    options.world_size = static_cast<int>(environment::integer("WORLD_SIZE", 1).value_or(-1));
+  }
+  return options;
+}
+
+}  // namespace lockstep::bench
