@@ -11,6 +11,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 // What goes wrong with real processes: every rank that lives must say who failed, in which operation, and end
@@ -24,17 +25,7 @@ using testing::RankOutcome;
 using testing::run_ranks;
 using testing::run_ranks_collect;
 
-/// The message with which an action fails; a test failure if it does not.
-template <class Error = c10::DistBackendError, class Action>
-std::string message_of(Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
-}
+using testing::message_of;
 
 struct Death {
   const char* where;  // the failpoint at which rank 1 dies

@@ -11,6 +11,7 @@
 #include <lockstep/base/thread_cache.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/internal/group_registry.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 // What groups cost, how they end, and what becomes of them when something goes wrong while they are made.
@@ -23,16 +24,7 @@ using ::testing::HasSubstr;
 using testing::run_ranks;
 using testing::run_ranks_collect;
 
-template <class Error = c10::DistBackendError, class Action>
-std::string message_of(Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
-}
+using testing::message_of;
 
 int64_t sum_of_ranks(const ProcessGroup& group) {
   at::Tensor tensor = at::full({1}, get_rank(), at::kLong);

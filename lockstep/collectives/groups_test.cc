@@ -8,6 +8,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 // Making groups and asking about them. What is expected of names, counts and errors was read from
@@ -23,17 +24,7 @@ using ::testing::Not;
 using testing::run_ranks;
 using testing::run_ranks_collect;
 
-/// The message with which an action fails; a test failure if it does not.
-template <class Error, class Action>
-std::string message_of(Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
-}
+using testing::message_of;
 
 int64_t sum_of_ranks(const ProcessGroup& group) {
   at::Tensor tensor = at::full({1}, get_rank(), at::kLong);

@@ -12,6 +12,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/testing/operation_stream.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 // Every kind of waiting is ended by abort() and by the timeout, and every pair of operations that don't
@@ -30,20 +31,7 @@ using testing::Place;
 using testing::Random;
 using testing::run_ranks;
 
-/// The message with which an action fails; a test failure if it does not.
-template <class Error = c10::DistBackendError, class Action>
-std::string message_of(Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "threw another error, " << c10::demangle(typeid(error).name()) << ": " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
-}
+using testing::message_of;
 
 /// A case of the operation with tensors too large to travel in the announcement.
 Case large_case(const Operation& operation, int ranks) {

@@ -10,6 +10,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/internal/staging.h>
 #include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/thread_ranks.h>
 
@@ -25,20 +26,7 @@ using Kind = P2POp::Kind;
 constexpr int64_t kSmall = 10;
 constexpr int64_t kLarge = 1'000'000;
 
-/// The message with which an action fails; a test failure if it does not.
-template <class Error = c10::DistBackendError, class Action>
-std::string message_of(Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "threw another error, " << c10::demangle(typeid(error).name()) << ": " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
-}
+using testing::message_of;
 
 TEST(PointToPoint, EveryTypeSizeAndMemoryArrives) {
   run_ranks(2, [](int rank) {
