@@ -163,7 +163,7 @@ void HostTransport::retire(std::function<bool()> unused, std::function<void()> r
 
 void HostTransport::sweep_retired() {
   std::lock_guard lock(retired_mutex_);
-  std::erase_if(retired_, [this](const Retired& retired) {
+  std::erase_if(retired_, [](const Retired& retired) {
     if (!retired.unused()) return false;
     retired.release();
     return true;
