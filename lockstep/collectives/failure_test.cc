@@ -21,11 +21,10 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::RankOutcome;
 using testing::run_ranks;
 using testing::run_ranks_collect;
-
-using testing::message_of;
 
 struct Death {
   const char* where;  // the failpoint at which rank 1 dies

@@ -21,10 +21,9 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::run_ranks;
 using testing::run_ranks_collect;
-
-using testing::message_of;
 
 int64_t sum_of_ranks(const ProcessGroup& group) {
   at::Tensor tensor = at::full({1}, get_rank(), at::kLong);

@@ -25,13 +25,12 @@ using ::testing::AnyOf;
 using testing::Case;
 using testing::GuardedTensor;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::Operation;
 using testing::operations;
 using testing::Place;
 using testing::Random;
 using testing::run_ranks;
-
-using testing::message_of;
 
 /// A case of the operation with tensors too large to travel in the announcement.
 Case large_case(const Operation& operation, int ranks) {

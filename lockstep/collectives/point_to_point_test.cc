@@ -19,14 +19,13 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
+using testing::message_of;
 using testing::run_ranks;
 using Kind = P2POp::Kind;
 
 // Elements of a message that its sender can leave behind, and of one for which it must wait.
 constexpr int64_t kSmall = 10;
 constexpr int64_t kLarge = 1'000'000;
-
-using testing::message_of;
 
 TEST(PointToPoint, EveryTypeSizeAndMemoryArrives) {
   run_ranks(2, [](int rank) {

@@ -119,24 +119,24 @@ class Rounds {
  public:
   Rounds(GroupChannel& channel, const Exchange& exchange, const std::vector<Offer>& offers)
       : channel_(channel), exchange_(exchange), offers_(offers), halves_(channel) {
-    size_t most = 1;
-    for (int from = 0; from < channel.size(); ++from) {
-      any_staged_ |= offers[from].header().place == Place::kStaged;
-      const size_t window = offers[from].window_bytes(halves_.capacity());
+    for (const Offer& offer : offers) any_staged_ |= offer.header().place == Place::kStaged;
+    if (!any_staged_) return;
+    for (const Offer& offer : offers) {
+      const size_t window = offer.window_bytes(halves_.capacity());
       for (int to = 0; to < channel.size(); ++to) {
-        most = std::max(most, (offers[from].bytes_for(to) + window - 1) / window);
+        rounds_ = std::max(rounds_, (offer.bytes_for(to) + window - 1) / window);
       }
     }
-    count_ = any_staged_ ? most : 1;
   }
 
-  size_t count() const { return any_staged_ ? count_ : 0; }
+  /// That pass through the scratch, on any rank.
+  size_t chunks() const { return any_staged_ ? rounds_ : 0; }
 
   void run(const Consume& consume) {
     const bool staging = offers_[channel_.rank()].header().place == Place::kStaged;
     if (staging) stage(0);
-    for (size_t k = 0; k < count_; ++k) {
-      if (staging && k + 1 < count_) {
+    for (size_t k = 0; k < rounds_; ++k) {
+      if (staging && k + 1 < rounds_) {
         // The half of chunk k+1 is free once everybody has read chunk k−1 from it.
         if (k > 0) channel_.await_all(Flag::kReduced, halves_.number(k - 1));
         stage(k + 1);
@@ -202,7 +202,7 @@ class Rounds {
   const std::vector<Offer>& offers_;
   Halves halves_;
   bool any_staged_ = false;
-  size_t count_ = 0;
+  size_t rounds_ = 1;
 };
 
 }  // namespace
@@ -229,7 +229,7 @@ void exchange(GroupChannel& channel, const Terms& terms, const Signature& signat
   }
   failpoint::here("exchange");
   rounds.run(consume);
-  channel.add_chunks(rounds.count());
+  channel.add_chunks(rounds.chunks());
   finish(channel);
 }
 

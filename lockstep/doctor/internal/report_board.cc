@@ -81,7 +81,9 @@ ReportBoard::Reports ReportBoard::gather(const std::string& mine, const Deadline
     }
     store_->set(key("all", -1), to_bytes(all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)));
   }
-  const auto all = nlohmann::json::parse(await_rank_0(deadline));
+  const auto all = nlohmann::json::parse(await_rank_0(deadline), nullptr, /*allow_exceptions=*/false);
+  TORCH_CHECK_WITH(DistStoreError, all.is_array() && all.size() == states_.size(),
+                   "the store holds reports that rank 0 did not write; do not write to the job's store");
   Reports reports(states_.size());
   for (size_t rank = 0; rank < reports.size(); ++rank) {
     const auto& entry = all.at(rank);
