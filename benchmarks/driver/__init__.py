@@ -6,7 +6,7 @@ Modules, in the order in which they use each other:
     job          N ranks as processes that sleep until they are commanded
     contenders   how each contender is started
     interleave   rounds in which every contender has a turn, in random order
-    collectives, training   the suites: what is measured, and which figures come of it
+    collectives, training, from_python   the suites: what is measured, and which figures come of it
     targets      the figures that the project promises
     compare      what got slower since another run
     report       tables for the terminal and in Markdown

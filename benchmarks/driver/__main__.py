@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import collectives, compare, contenders, machine, report, results, training
+from benchmarks.driver import collectives, compare, contenders, from_python, machine, report, results, training
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
-          "latency": collectives.latency, "operations": collectives.operations, "ddp": training.ddp}
+          "latency": collectives.latency, "operations": collectives.operations, "ddp": training.ddp,
+          "python": from_python.python}
 ROUNDS, QUICK_ROUNDS = 15, 3
 BUSY_LOAD = 0.7
 
@@ -55,8 +56,8 @@ def run(options):
     generator = random.Random(seed)
     with contenders.Fleet(options.bin, say) as fleet:
         for suite in suites:
-            if suite == "ddp":
-                fleet.stop()  # training shares no contender with the other suites; give it their memory
+            if suite in ("ddp", "python"):
+                fleet.stop()  # they share no contender with the suites before; give them their memory
             SUITES[suite](fleet, answer, options.rounds, generator)
     return answer
 

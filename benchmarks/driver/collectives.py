@@ -107,11 +107,11 @@ def leave_out(fleet, results, reason):
         fleet.say(reason)
 
 
-def sizes_that_fit(fleet, results, ranks):
-    """The sizes whose tensors take no more than half of the memory that is free."""
+def sizes_that_fit(fleet, results, ranks, sizes=SIZES, tensors=TENSORS_A_RANK):
+    """The sizes of which so many tensors a rank take no more than half of the memory that is free."""
     free = machine.available_memory()
-    fitting = [size for size, length in SIZES.items() if 2 * ranks * TENSORS_A_RANK * length <= free]
-    if too_large := [size for size in SIZES if size not in fitting]:
+    fitting = [size for size, length in sizes.items() if 2 * ranks * tensors * length <= free]
+    if too_large := [size for size in sizes if size not in fitting]:
         leave_out(fleet, results, f"{', '.join(too_large)} on {ranks} ranks is left out: it takes more than half of the "
                   f"{free / 2**30:.1f} GiB of memory that are free")
     return fitting

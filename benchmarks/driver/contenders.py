@@ -4,6 +4,7 @@ Every rank has one thread. Ours and Gloo's ranks are started as a user's launche
 by mpirun, with its own placement.
 """
 
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -17,8 +18,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # malloc that keeps pages it has once got: everything from the heap, and the heap never shrinks. Page faults, which cost a
 # training step more than its communication, are then paid once.
 KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
-DEFAULT_MALLOC = ("GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
-                  "MALLOC_ARENA_MAX", "LD_PRELOAD")
+# The user's shell may say something else for these; a contender has its own word for them, or none.
+DEFAULT_ENVIRONMENT = ("LOCKSTEP_BENCH_BACKEND", "LOCKSTEP_REPLACE_GLOO", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_",
+                       "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX",
+                       "LD_PRELOAD")
 
 # Name: (program, environment)
 KINDS = {
@@ -28,9 +31,12 @@ KINDS = {
     "mpi": ("bench_mpi", {}),
     "cpp": ("bench_ddp_step", {}),
     "cpp_keep": ("bench_ddp_step", KEEP_PAGES),
-    "python": ("gloo_ddp_step.py", {}),
-    "python_keep": ("gloo_ddp_step.py", KEEP_PAGES),
+    "python": ("python_ddp_step.py", {}),
+    "python_keep": ("python_ddp_step.py", KEEP_PAGES),
+    "python_lockstep": ("python_ddp_step.py", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),
+    "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
 }
+NEED_PACKAGE = ("python_lockstep", "python_groups")
 
 
 class Fleet:
@@ -53,6 +59,8 @@ class Fleet:
             return "Open MPI is left out: there is no mpirun (Debian: openmpi-bin)"
         if kind == "bare" and len(os.sched_getaffinity(0)) < 2:
             return "the bare barrier is left out: it needs two cores, one for each process"
+        if kind in NEED_PACKAGE and not has_package():
+            return f"{kind} is left out: {sys.executable} has no package lockstep (pip install ./python)"
         if not program.endswith(".py") and not (self.bin_dir / program).exists():
             hint = " (it needs libopenmpi-dev)" if kind == "mpi" else ""
             return f"{kind} is left out: there is no {self.bin_dir / program}{hint}"
@@ -73,11 +81,17 @@ class Fleet:
             job.stop() if in_peace else job.kill()
 
 
+def has_package():
+    """Whether Python can import our package. A mere folder of that name, such as the library's, has no origin."""
+    spec = importlib.util.find_spec("lockstep")
+    return spec is not None and spec.origin is not None
+
+
 def processes(kind, ranks, bin_dir):
     """[(command, environment)] of the processes that make up a contender."""
     program, environment = KINDS[kind]
-    # The system's env undoes what the user's shell may have set for malloc.
-    clean = ["env", *(word for name in DEFAULT_MALLOC if name not in environment for word in ("-u", name))]
+    # The system's env undoes what the user's shell may have set for malloc, or to put us where Gloo is measured.
+    clean = ["env", *(word for name in DEFAULT_ENVIRONMENT if name not in environment for word in ("-u", name))]
     if kind == "bare":
         return [([*clean, str(bin_dir / program)], environment)]  # makes its second process itself
     if kind == "mpi":

@@ -4,7 +4,7 @@ import re
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.driver import stats, targets
+from benchmarks.driver import from_python, stats, targets
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.training import BATCH
 
@@ -29,7 +29,7 @@ def report(results, markdown=False):
     """All tables of what was measured, as one text."""
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
-               *training(results), promises(results)]
+               *training(results), *python(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
 
@@ -180,6 +180,48 @@ def training_step(results, network, batch):
                          f"{speedup:.2f}x" if speedup else "", f"{100 * speedup / ranks:.0f} %" if speedup else ""])
     return Table(f"Training step, {network} network, batch {batch} a rank",
                  ["", "step", "samples/s", "over no comm.", "speedup", "efficiency"], rows)
+
+
+def python(results):
+    return [*(python_all_reduce(results, ranks) for ranks in RANKS), python_train(results),
+            *(python_step(results, network, batch) for network, batch in BATCH.items())]
+
+
+def against_gloo(results, cell):
+    return [*(duration(results.median(f"{cell}.{backend}")) for backend in from_python.BACKENDS),
+            ratio(results, f"{cell}.vs_gloo")]
+
+
+def python_all_reduce(results, ranks):
+    rows = [[spaced(size), *against_gloo(results, f"python_all_reduce.{ranks}.{size}"),
+             *against_gloo(results, f"python_all_reduce_async.{ranks}.{size}")]
+            for size in from_python.SIZES if f"python_all_reduce.{ranks}.{size}.vs_gloo" in results.figures]
+    return Table(f"all_reduce from Python, {ranks} ranks, and how many times faster than Gloo (quartiles)",
+                 ["", "Lockstep", "Gloo", "than Gloo", "async, Lockstep", "async, Gloo", "async, than Gloo"], rows)
+
+
+def python_train(results):
+    rows = [[f"{spaced(size)}, {ranks} ranks", *against_gloo(results, f"python_all_reduce_train.{ranks}.{size}"),
+             *against_gloo(results, f"python_processor.{ranks}.{size}")]
+            for ranks in RANKS for size in from_python.TRAIN_SIZES
+            if f"python_processor.{ranks}.{size}.vs_gloo" in results.figures]
+    return Table("all_reduce from Python, many in a row: time of one, and processor time of all ranks for it",
+                 ["", "Lockstep", "Gloo", "than Gloo", "processor, Lockstep", "processor, Gloo", "less than Gloo"],
+                 rows)
+
+
+def python_step(results, network, batch):
+    cell = f"python_step.{from_python.STEP_RANKS}.{network}"
+    shown = {"lockstep_ddp": "DDP, Lockstep", "gloo_ddp": "DDP, Gloo", **MODES}
+    alone, rows = results.median(f"{cell}.alone"), []
+    for who, words in shown.items():
+        time = results.median(f"{cell}.{who}")
+        if time is not None:
+            rows.append([words, duration(time), f"{1e9 / time:.1f}",
+                         f"{100 * (time / alone - 1):+.1f} %" if who.endswith("_ddp") else "",
+                         ratio(results, f"{cell}.{who}.vs_gloo") if who == "lockstep_ddp" else ""])
+    return Table(f"Training step from Python, {network} network, batch {batch} a rank",
+                 ["", "step", "steps/s", "over no comm.", "than Gloo (quartiles)"], rows)
 
 
 def promises(results):

@@ -41,6 +41,11 @@ TARGETS = (
     Target("step.2.large.cpp_keep_ddp.over_baseline", 1.08, "the same, malloc keeps its pages", True, True),
     Target("step.2.large.cpp_ddp.vs_python", 1.3, "large network, faster than Python DDP with Gloo"),
     Target("step.2.small.cpp_ddp.vs_python", 3, "small network, faster than Python DDP with Gloo"),
+    *(Target(f"python_all_reduce.2.{size}.vs_gloo", bound, f"all_reduce {shown} from Python, faster than Gloo")
+      for size, shown, bound in (("4B", "4 B", 10), ("64B", "64 B", 10), ("1KiB", "1 KiB", 10), ("4KiB", "4 KiB", 10),
+                                 ("64KiB", "64 KiB", 10), ("25MiB", "25 MiB", 8))),
+    Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
+    Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )
 
 

@@ -9,17 +9,25 @@ import torch
 import torch.distributed as dist
 
 CHANNEL = "LOCKSTEP_BENCH_CHANNEL"
+BACKEND = "LOCKSTEP_BENCH_BACKEND"
 
 
-def start_gloo():
-    """Joins the default group with Gloo, one thread for each rank. By hand, torchrun's environment says where to meet."""
+def register(backend):
+    """What a user's script does before it names the backend: torch knows its own, ours comes with its package."""
+    if backend == "lockstep":
+        import lockstep  # noqa: F401
+
+
+def start(backend):
+    """Joins the default group, one thread for each rank. By hand, torchrun's environment says where to meet."""
     torch.set_num_threads(1)
+    register(backend)
     channel = os.environ.get(CHANNEL)
     if channel:
-        dist.init_process_group("gloo", init_method=f"file://{channel}/rendezvous", rank=int(os.environ["RANK"]),
+        dist.init_process_group(backend, init_method=f"file://{channel}/rendezvous", rank=int(os.environ["RANK"]),
                                 world_size=int(os.environ["WORLD_SIZE"]))
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
 
 
 def run(measure, line):

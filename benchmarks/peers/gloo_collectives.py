@@ -150,13 +150,13 @@ class Collectives:
         return Case(send_first if self.rank < peer else receive_first, lambda i, part: value(i, peer, 0), [data], [output])
 
 
-def timed(iterations, warmup, size, prepare, call, check):
+def timed(iterations, warmup, size, prepare, call, check, barrier=dist.barrier):
     """Each iteration: fresh data, a barrier, the operation under the clock, a look at the result."""
     with_cpu = size >= CPU_TIME_FROM_BYTES
     wall, cpu = [], []
     for i in range(warmup + iterations):
         prepare(i)
-        dist.barrier()
+        barrier()
         cpu_begin = time.process_time_ns() if with_cpu else 0
         begin = time.perf_counter_ns()
         call()
@@ -170,5 +170,5 @@ def timed(iterations, warmup, size, prepare, call, check):
 
 
 if __name__ == "__main__":
-    command_loop.start_gloo()
+    command_loop.start("gloo")
     command_loop.serve(Collectives().measure)

@@ -1,9 +1,12 @@
-"""Times training steps of a Python program, with DistributedDataParallel over Gloo and without; as benchmarks/ddp_step.cc.
+"""Times training steps of a Python program, with DistributedDataParallel and without; as benchmarks/ddp_step.cc.
 
-By hand: torchrun --nproc-per-node 2 benchmarks/peers/gloo_ddp_step.py ddp large 20 2
+By hand: torchrun --nproc-per-node 2 benchmarks/peers/python_ddp_step.py ddp large 20 2
+
+LOCKSTEP_BENCH_BACKEND names the backend of torch.distributed, gloo unless told; nothing else differs between backends.
 """
 
 import math
+import os
 import time
 
 import torch
@@ -70,6 +73,6 @@ class Trainers:
 
 
 if __name__ == "__main__":
-    command_loop.start_gloo()
+    command_loop.start(os.environ.get(command_loop.BACKEND) or "gloo")
     torch.manual_seed(dist.get_rank())  # each rank has its own data
     command_loop.serve(Trainers().measure)
