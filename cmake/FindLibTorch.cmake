@@ -73,7 +73,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::torch)
     "${LibTorch_DIR_FOUND}/lib/libtorch_cpu.so" "${LibTorch_DIR_FOUND}/lib/libc10.so")
   # The CUDA build's libtorch_cpu.so leaves symbols to libraries that a CPU program never loads.
   target_link_options(LibTorch::torch INTERFACE
-    "-Wl,--allow-shlib-undefined" "-Wl,-rpath,${LibTorch_DIR_FOUND}/lib")
+    "-Wl,--allow-shlib-undefined" "$<$<NOT:$<BOOL:${SKBUILD}>>:-Wl,-rpath,${LibTorch_DIR_FOUND}/lib>")
   # c10d's headers select the Gloo and NCCL parts by macros; nothing of Lockstep's core sees them.
   target_compile_definitions(LibTorch::torch INTERFACE USE_DISTRIBUTED USE_C10D)
 endif()

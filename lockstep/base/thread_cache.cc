@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <lockstep/base/background_thread.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/per_process.h>
 #include <lockstep/base/thread_cache.h>
 
 namespace lockstep {
@@ -40,8 +40,6 @@ class ThreadCache {
     return count_;
   }
 
-  bool in_forked_child() const { return fork_guard_.in_forked_child(); }
-
  private:
   struct Worker {
     std::condition_variable called;
@@ -65,19 +63,14 @@ class ThreadCache {
     }
   }
 
-  ForkGuard fork_guard_;
   std::mutex mutex_;
   std::vector<Worker*> idle_;
   int count_ = 0;
 };
 
-/// Never destroyed, for its threads may outlive main(); one for each process of a fork.
 ThreadCache& thread_cache() {
-  static std::mutex& mutex = *new std::mutex;
-  static ThreadCache* cache = nullptr;
-  std::lock_guard lock(mutex);
-  if (cache == nullptr || cache->in_forked_child()) cache = new ThreadCache;
-  return *cache;
+  static PerProcess<ThreadCache> cache;
+  return cache.get();
 }
 
 }  // namespace

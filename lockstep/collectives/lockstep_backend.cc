@@ -26,7 +26,7 @@ std::string describe_failure(const ChannelError& error, const GroupChannel& chan
                              bool earlier) {
   std::ostringstream text;
   text << to_string(signature.kind) << " (sequence " << number << ", " << signature.describe()
-       << ") failed on rank " << channel.transport_rank(channel.rank()) << " of group '" << group << "': ";
+       << ") failed on rank " << channel.job_rank(channel.rank()) << " of group '" << group << "': ";
   if (earlier) text << "the group had failed before: ";
   text << error.what();
   if (error.kind() == FailureKind::kMismatch && !earlier) {
@@ -49,15 +49,24 @@ const char* to_string(FailureKind kind) {
   }
 }
 
-/// "lockstep:all_reduce", the operation's name in profiles.
-const char* profiling_title(CollectiveKind kind) {
+/// "lockstep:all_reduce", the operation's name in profiles; there a reader looks for the name that he gave
+/// the backend.
+const char* profiling_title(CollectiveKind kind, bool as_gloo) {
   static const auto titles = [] {
-    std::array<std::string, static_cast<size_t>(CollectiveKind::kNewGroup) + 1> all;
-    for (size_t i = 0; i < all.size(); ++i)
-      all[i] = std::string("lockstep:") + lockstep::to_string(static_cast<CollectiveKind>(i));
+    std::array<std::array<std::string, static_cast<size_t>(CollectiveKind::kNewGroup) + 1>, 2> all;
+    for (size_t i = 0; i < all[0].size(); ++i) {
+      const char* name = lockstep::to_string(static_cast<CollectiveKind>(i));
+      all[false][i] = std::string("lockstep:") + name;
+      all[true][i] = std::string("gloo:") + name;
+    }
     return all;
   }();
-  return titles[static_cast<size_t>(kind)].c_str();
+  return titles[as_gloo][static_cast<size_t>(kind)].c_str();
+}
+
+const char* profiling_title(bool is_send, bool from_any, bool as_gloo) {
+  if (as_gloo) return is_send ? "gloo:send" : from_any ? "gloo:recvAnySource" : "gloo:recv";
+  return is_send ? "lockstep:send" : "lockstep:recv";
 }
 
 }  // namespace
@@ -77,8 +86,11 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
       timeout_ms_(settings_.timeout.count()),
       queue_(std::make_shared<OperationQueue>()) {
   if (settings_.global_ranks.empty()) {
-    for (int rank = 0; rank < size_; ++rank) settings_.global_ranks.push_back(channel_->transport_rank(rank));
+    for (int rank = 0; rank < size_; ++rank) settings_.global_ranks.push_back(channel_->job_rank(rank));
   }
+  options_ = c10::make_intrusive<GroupOptions>("lockstep", settings_.timeout);
+  options_->group_name = settings_.name;
+  options_->global_ranks_in_group.assign(settings_.global_ranks.begin(), settings_.global_ranks.end());
   flight_group_ =
       std::make_shared<const flight::Group>(flight::Group{settings_.name, settings_.global_ranks, rank_});
 }
@@ -98,7 +110,16 @@ int LockstepBackend::checked_root(int64_t root, const char* operation, const cha
   return static_cast<int>(root);
 }
 
+void LockstepBackend::check_not_forked() const {
+  // Here, because a thread of the parent may have held any lock of the group when it forked.
+  TORCH_CHECK_WITH(DistBackendError, !channel_->transport().in_forked_child(), "process group '",
+                   settings_.name,
+                   "' belongs to the parent of this forked process and can't be used here; make a group of "
+                   "its own, or start processes without fork (multiprocessing's start method \"spawn\")");
+}
+
 c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operation) {
+  check_not_forked();
   // Known once the operation stands in the queue, before it can run.
   struct Identity {
     uint64_t number = 0;
@@ -128,9 +149,12 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
       if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
       C10_THROW_ERROR(DistBackendError, text);
     } catch (const std::exception& error) {
-      // Not the group's failure but this rank's (no memory, say). Half-way through an operation it becomes
-      // the group's, or the others would wait for the rest of it.
-      if (channel->sequence() != before) channel->abort();
+      // Not the group's failure but this rank's (no memory, say, or a signal). Half-way through an operation
+      // it becomes the group's, or the others would wait for the rest of it.
+      if (channel->sequence() != before) {
+        channel->abort();
+        if (operands) channel->release_after_close([operands] {});
+      }
       flight::failed(identity->record, error.what());
       throw;
     }
@@ -152,9 +176,9 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
     LOCKSTEP_LOG(kDebug) << "group '" << settings_.name << "' sequence " << number << ": "
                          << signature.describe();
   };
-  auto work =
-      c10::make_intrusive<OperationWork>(queue_, rank_, operation.type, profiling_title(signature.kind),
-                                         operation.inputs, operation.outputs, std::move(run));
+  auto work = c10::make_intrusive<OperationWork>(
+      queue_, rank_, operation.type, profiling_title(signature.kind, settings_.stands_in_for_gloo),
+      operation.inputs, operation.outputs, operation.outputs_are_one_list, std::move(run));
   queue_->submit(work, operation.asynchronous, numbered);
   return work;
 }
@@ -163,6 +187,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::Tensor& tensor, int peer,
                                                         int tag, bool background) {
+  check_not_forked();
   const char* name = is_send ? "send" : "recv";
   check_contiguous(tensor, name, "the tensor");
   TORCH_CHECK_VALUE(
@@ -174,7 +199,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::
                     " is not in the group, which has ", size_, " ranks");
   const std::vector<at::Tensor> tensors{tensor};
   const auto timeout = timeout_or_default({});
-  MessageWork::Message message{.is_send = is_send,
+  MessageWork::Message message{.title = profiling_title(is_send, any, settings_.stands_in_for_gloo),
+                               .is_send = is_send,
                                .tensor = tensor,
                                .peer = peer,
                                .tag = tag,
@@ -219,13 +245,17 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::recvAnysource(std::vector<at::Te
 }
 
 void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  monitored_barrier(*channel_, timeout_or_default(options.timeout), wait_all_ranks,
+  check_not_forked();
+  // 0 is a timeout here, as with Gloo, which passes at once.
+  const bool unset = options.timeout == c10d::kUnsetTimeout;
+  monitored_barrier(*channel_, unset ? timeout_or_default({}) : options.timeout, wait_all_ranks,
                     monitored_barriers_.fetch_add(1, std::memory_order_relaxed));
 }
 
 // ---- memory and end
 
 at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
+  check_not_forked();
   TORCH_CHECK_VALUE(size >= 0, "allocateTensor: ", size, " elements");
   TORCH_CHECK_VALUE(options.device().is_cpu(), "allocateTensor: the lockstep backend has CPU memory, not ",
                     options.device());
@@ -236,6 +266,17 @@ void LockstepBackend::abort() {
   const bool first = !channel_->failed();
   channel_->abort();
   if (first) flight::dump("abort");
+}
+
+void LockstepBackend::close_at_exit() {
+  if (channel_->transport().in_forked_child()) return;
+  if (queue_->busy()) {
+    LOCKSTEP_LOG(kWarning) << "the process ends while operations of group '" << settings_.name
+                           << "' are not done, and they fail on all ranks; wait() for them, or call "
+                              "destroy_process_group() first";
+    abort();
+  }
+  shutdown();
 }
 
 void LockstepBackend::shutdown() {

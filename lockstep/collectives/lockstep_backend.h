@@ -41,6 +41,7 @@ class LockstepBackend final : public c10d::Backend {
     std::string name;  // of the group, for messages
     std::chrono::milliseconds timeout{};
     std::vector<int> global_ranks = {};  // in group order; empty: those of the transport
+    bool stands_in_for_gloo = false;     // for programs that ask for "gloo": called so in profiles
   };
 
   LockstepBackend(std::shared_ptr<transport::GroupChannel> channel, Settings settings);
@@ -48,6 +49,23 @@ class LockstepBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "lockstep"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
+  /// What c10d::ProcessGroupGloo::Options begins with, in the same places.
+  struct GroupOptions final : Options {
+    using Options::Options;
+    std::vector<std::shared_ptr<void>> devices;
+    int threads = 2;
+  };
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsSplitting() const override { return true; }
+  /// A backend for `ranks` of this group, who alone call it. `store` is new, or has a prefix of its own; null
+  /// on ranks that are not among them.
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& options) override;
+  /// A backend for `size` ranks, of whom this one is `rank`, from this group and others.
+  c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const c10::intrusive_ptr<Options>& options, const int& rank,
+                                    const int& size) override;
   /// Sequence numbers are the queue's own; nothing to agree on.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return queue_->submitted(); }
@@ -113,6 +131,9 @@ class LockstepBackend final : public c10d::Backend {
   /// Finishes the collectives submitted so far (as Gloo does), ends sends and receives that are not done;
   /// further ones fail. After abort() it returns at once.
   void shutdown() override;
+  /// For a process that ends: like shutdown(), but does not wait for collectives that are not done: they
+  /// fail, on all ranks.
+  void close_at_exit();
 
   const std::string& name() const { return settings_.name; }
   transport::GroupChannel& channel() { return *channel_; }
@@ -120,9 +141,13 @@ class LockstepBackend final : public c10d::Backend {
  private:
   c10::intrusive_ptr<c10d::Work> submit(PlannedOperation operation);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
+  void check_not_forked() const;
   int checked_root(int64_t root, const char* operation, const char* role) const;
 
+  // The first two stand where c10d::ProcessGroupGloo has its store and its options: DDP's logger takes any
+  // backend of a group called "gloo" for one, unasked, and reads options_->threads (c10d/logger.cpp).
   std::shared_ptr<transport::GroupChannel> channel_;
+  c10::intrusive_ptr<GroupOptions> options_;
   Settings settings_;
   std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
   std::shared_ptr<OperationQueue> queue_;

@@ -379,8 +379,10 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather(std::vector<Tensors>& 
   exchange.gives.push_back(piece_of(overwritten ? operands->copy(input) : operands->input(input)));
   exchange.takes.assign(size_, input.nbytes());
   const Signature signature = Signature::of(CollectiveKind::kAllGather, input);
-  return submit(plan_exchange(channel_, options, signature, c10d::OpType::ALLGATHER, inputs, list, operands,
-                              std::move(exchange), std::move(destination).consumer()));
+  auto plan = plan_exchange(channel_, options, signature, c10d::OpType::ALLGATHER, inputs, list, operands,
+                            std::move(exchange), std::move(destination).consumer());
+  plan.outputs_are_one_list = true;
+  return submit(std::move(plan));
 }
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::_allgather_base(at::Tensor& output, at::Tensor& input,

@@ -34,10 +34,10 @@ std::string describe_message(const MessageWork::Message& message, const GroupCha
   if (message.peer == MessageChannel::kAnySource) {
     text << "any rank";
   } else {
-    text << "rank " << channel.transport_rank(message.peer);
+    text << "rank " << channel.job_rank(message.peer);
   }
-  text << ", tag " << message.tag << ") failed on rank " << channel.transport_rank(channel.rank())
-       << " of group '" << message.group_name << "': ";
+  text << ", tag " << message.tag << ") failed on rank " << channel.job_rank(channel.rank()) << " of group '"
+       << message.group_name << "': ";
   return text.str();
 }
 
@@ -46,7 +46,7 @@ MessageWork::MessageWork(std::shared_ptr<GroupChannel> channel, Message message,
            message.is_send                              ? c10d::OpType::SEND
            : message.peer == MessageChannel::kAnySource ? c10d::OpType::RECVANYSOURCE
                                                         : c10d::OpType::RECV,
-           message.is_send ? "lockstep:send" : "lockstep:recv", std::vector<at::Tensor>{message.tensor}),
+           message.title, std::vector<at::Tensor>{message.tensor}),
       channel_(std::move(channel)),
       message_(std::move(message)),
       record_(record) {}
@@ -100,7 +100,7 @@ std::exception_ptr MessageWork::in_words(const std::exception_ptr& error) const 
   try {
     std::rethrow_exception(error);
   } catch (const MessageMismatch& mismatch) {
-    const int other = channel_->transport_rank(mismatch.peer);
+    const int other = channel_->job_rank(mismatch.peer);
     text += message_.is_send
                 ? "rank " + std::to_string(other) + " expects " + describe_kind(mismatch.expected)
                 : "rank " + std::to_string(other) + " sent " + describe_kind(mismatch.sent);
@@ -162,7 +162,11 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   std::unique_lock lock(mutex_);
   if (future_) return future_;
   auto future = future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-  if (!done_) return future;
+  if (!done_) {
+    lock.unlock();
+    channel_->messages().let_callback_block(handle_);
+    return future;
+  }
   const auto error = error_;
   lock.unlock();
   error ? future->setError(error)

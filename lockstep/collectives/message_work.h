@@ -14,6 +14,7 @@ namespace lockstep {
 class MessageWork final : public c10d::Work {
  public:
   struct Message {
+    const char* title = "";  // in profiles
     bool is_send = false;
     at::Tensor tensor;
     int peer = transport::MessageChannel::kAnySource;  // group rank

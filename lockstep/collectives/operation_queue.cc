@@ -3,7 +3,9 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
+#include <lockstep/base/interrupt.h>
 #include <lockstep/base/thread_cache.h>
 #include <lockstep/collectives/operation_queue.h>
 
@@ -19,11 +21,18 @@ std::exception_ptr stopped_error() {
 
 OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
                              const char* title, const std::vector<at::Tensor>& inputs,
-                             std::vector<at::Tensor> outputs, std::function<void(bool)> body)
+                             std::vector<at::Tensor> outputs, bool outputs_are_one_list,
+                             std::function<void(bool)> body)
     : Work(rank, type, title, inputs),
       queue_(std::move(queue)),
       outputs_(std::move(outputs)),
+      outputs_are_one_list_(outputs_are_one_list),
       body_(std::move(body)) {}
+
+c10::IValue OperationWork::future_value() const {
+  if (!outputs_are_one_list_) return outputs_;
+  return std::vector<std::vector<at::Tensor>>{outputs_};
+}
 
 bool OperationWork::isCompleted() {
   std::lock_guard lock(queue_->mutex_);
@@ -51,16 +60,19 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
   if (timeout == kNoTimeout) {
     while (!done_) {
       if (!queue_->running_ && !queue_->queue_.empty()) {
-        queue_->run_head(lock, /*background=*/false);
+        if (auto interruption = queue_->run_head(lock, /*serving=*/nullptr)) {
+          std::rethrow_exception(interruption);
+        }
       } else {
-        queue_->changed_.wait(lock);
+        wait_interruptibly(queue_->changed_, lock);
       }
     }
   } else {
     // Not inline, for an operation can't be left half-way when this wait's time is over.
     if (!done_) queue_->start_thread();
-    const bool in_time = queue_->changed_.wait_for(lock, timeout, [this] { return done_; });
-    if (!in_time) {
+    const Deadline deadline = Deadline::after(timeout);
+    while (!done_ && !deadline.expired()) wait_interruptibly(queue_->changed_, lock, deadline);
+    if (!done_) {
       LOCKSTEP_THROW_TIMEOUT("wait() gave up after " + std::to_string(timeout.count()) +
                              " ms; the operation itself goes on");
     }
@@ -73,24 +85,31 @@ c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
   std::unique_lock lock(queue_->mutex_);
   if (!done_) queue_->start_thread();
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    const c10::TypePtr tensors = c10::ListType::ofTensors();
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        outputs_are_one_list_ ? c10::TypePtr(c10::ListType::create(tensors)) : tensors);
     if (done_) {
       auto future = future_;
       auto error = error_;
       lock.unlock();
-      error ? future->setError(error) : future->markCompleted(c10::IValue(outputs_));
+      error ? future->setError(error) : future->markCompleted(future_value());
       return future;
     }
   }
   return future_;
 }
 
-void OperationWork::run(bool background) {
+std::exception_ptr OperationWork::run(bool background) {
   try {
     body_(background);
+  } catch (const Interruption&) {
+    error_ = std::make_exception_ptr(c10::DistBackendError(
+        {__func__, __FILE__, __LINE__}, "this operation was interrupted half-way by a signal on this rank"));
+    return std::current_exception();
   } catch (...) {
     error_ = std::current_exception();
   }
+  return nullptr;
 }
 
 OperationQueue::~OperationQueue() {
@@ -111,6 +130,11 @@ void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool 
   if (asynchronous) start_thread();
 }
 
+bool OperationQueue::busy() const {
+  std::lock_guard lock(mutex_);
+  return running_ || !queue_.empty();
+}
+
 uint64_t OperationQueue::submitted() const {
   std::lock_guard lock(mutex_);
   return submitted_;
@@ -122,13 +146,13 @@ void OperationQueue::start_thread() {
   serving_ = true;
 }
 
-void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool background) {
+std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool* serving) {
   auto work = std::move(queue_.front());
   queue_.pop_front();
   running_ = true;
   lock.unlock();
   const auto start = std::chrono::steady_clock::now();
-  work->run(background);
+  const std::exception_ptr interruption = work->run(/*background=*/serving != nullptr);
   auto body =
       std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: not under the lock
   const auto duration = std::chrono::steady_clock::now() - start;
@@ -139,22 +163,40 @@ void OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool backgroun
   work->done_ = true;
   work->duration_ = duration;
   changed_.notify_all();
-  if (auto future = work->future_) {
-    lock.unlock();
-    work->error_ ? future->setError(work->error_) : future->markCompleted(c10::IValue(work->outputs_));
-    lock.lock();
+  if (work->future_) tell_future(lock, *work, serving);
+  return interruption;
+}
+
+/// Runs the callbacks of an operation's future.
+void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock, OperationWork& work, bool* serving) {
+  // A callback may wait for operations, which then must not wait for this thread.
+  ++telling_;
+  if (serving != nullptr) serving_ = false;
+  if (!queue_.empty()) start_thread();
+  const auto future = work.future_;
+  const auto error = work.error_;
+  lock.unlock();
+  error ? future->setError(error) : future->markCompleted(work.future_value());
+  lock.lock();
+  --telling_;
+  if (serving != nullptr) {
+    *serving = !serving_;
+    serving_ = true;
   }
+  changed_.notify_all();
 }
 
 void OperationQueue::serve() {
   std::unique_lock lock(mutex_);
-  while (!queue_.empty()) {
+  bool serving = true;
+  while (serving && !queue_.empty()) {
     if (running_) {
       changed_.wait(lock);
     } else {
-      run_head(lock, /*background=*/true);
+      run_head(lock, &serving);
     }
   }
+  if (!serving) return;
   serving_ = false;
   changed_.notify_all();
 }
@@ -163,13 +205,13 @@ void OperationQueue::stop() {
   std::unique_lock lock(mutex_);
   while (running_ || !queue_.empty()) {
     if (!running_) {
-      run_head(lock, /*background=*/false);
+      run_head(lock, /*serving=*/nullptr);
     } else {
       changed_.wait(lock);
     }
   }
   stopped_ = true;
-  changed_.wait(lock, [this] { return !serving_; });
+  changed_.wait(lock, [this] { return !serving_ && telling_ == 0; });
 }
 
 }  // namespace lockstep

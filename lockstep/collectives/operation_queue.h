@@ -19,10 +19,11 @@ class OperationQueue;
 class OperationWork final : public c10d::Work {
  public:
   /// `body` does the operation; its argument says whether it runs on a communication thread. `outputs` are
-  /// what result() and the future give.
+  /// what result() and the future give; with `outputs_are_one_list` the future's first value is the list of
+  /// them, as an all_gather's is with NCCL.
   OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
                 const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
-                std::function<void(bool)> body);
+                bool outputs_are_one_list, std::function<void(bool)> body);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -30,7 +31,8 @@ class OperationWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(); }
   /// Runs or awaits the operation; rethrows its error. A `timeout` other than kNoTimeout bounds this wait
-  /// only and throws DistTimeoutError; the operation goes on.
+  /// only and throws DistTimeoutError; the operation goes on. Throws the Interruption (base/interrupt.h) that
+  /// ended this wait; an operation that this very call was running fails then, on all ranks.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   /// Made at the first call: most callers only wait.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -39,10 +41,14 @@ class OperationWork final : public c10d::Work {
 
  private:
   friend class OperationQueue;
-  void run(bool background);
+  /// What interrupted it, if anything did; the operation itself has then failed.
+  std::exception_ptr run(bool background);
 
   std::shared_ptr<OperationQueue> queue_;
+  c10::IValue future_value() const;
+
   std::vector<at::Tensor> outputs_;
+  const bool outputs_are_one_list_;
   std::function<void(bool)> body_;
   // Under the queue's mutex:
   bool done_ = false;
@@ -56,7 +62,8 @@ class OperationWork final : public c10d::Work {
 ///
 /// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a
 /// synchronous call costs no thread. Operations that nobody waits for are run by a communication thread,
-/// which the queue borrows while there are such. At most one operation runs at a time. Thread-safe.
+/// which the queue borrows while there are such. At most one operation runs at a time. Callbacks of futures
+/// run after their operation, beside the next ones, so they may wait for further operations. Thread-safe.
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  public:
   OperationQueue() = default;
@@ -68,6 +75,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   /// will go on to other things, so a communication thread takes it unless somebody waits for it first.
   void submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous,
               const std::function<void(uint64_t number)>& numbered);
+  /// Whether anything submitted is not done yet.
+  bool busy() const;
   /// Operations submitted so far.
   uint64_t submitted() const;
   /// Runs or awaits everything submitted so far (errors stay in the works), and gives the communication
@@ -76,17 +85,21 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
 
  private:
   friend class OperationWork;
-  void run_head(std::unique_lock<std::mutex>& lock, bool background);
+  /// Returns what interrupted it. `serving`: of the communication thread; false afterwards when another
+  /// thread has taken over.
+  std::exception_ptr run_head(std::unique_lock<std::mutex>& lock, bool* serving);
   void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance,
                         // calls it
   void serve();
+  void tell_future(std::unique_lock<std::mutex>& lock, OperationWork& work, bool* serving);
 
   ForkGuard fork_guard_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<OperationWork>> queue_;
   bool running_ = false;
-  bool serving_ = false;
+  bool serving_ = false;  // a communication thread is there to run what comes
+  int telling_ = 0;       // threads that run callbacks of futures
   bool stopped_ = false;
   uint64_t submitted_ = 0;
 };

@@ -14,6 +14,7 @@
 #include <lockstep/collectives/internal/backend_names.h>
 #include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/collectives/internal/group_registry.h>
+#include <lockstep/collectives/internal/transport_options.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/rendezvous/rendezvous.h>
@@ -43,14 +44,6 @@ void destroy_all(bool abort) {
   if (forked) return;
   world->control->leave();
   flight::unwatch_signal();
-}
-
-HostTransport::Options transport_options() {
-  HostTransport::Options options;
-  if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
-    options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
-  }
-  return options;
 }
 
 /// Everything of a new world but its default group.

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/roll_call.h>
@@ -143,6 +144,7 @@ class RollCall {
     auto pause = microseconds(50);
     while (!store_.check({prefix_ + "verdict"})) {
       if (deadline.expired()) return false;
+      check_interrupts();
       if (while_waiting_) while_waiting_();
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
       pause = std::min(pause * 3 / 2, longest);

@@ -106,9 +106,8 @@ void compare_sizes(GroupChannel& channel, const std::vector<Offer>& offers) {
       const uint64_t taken = offers[to].taken_from(from);
       if (given == taken) continue;
       std::ostringstream text;
-      text << "rank " << channel.transport_rank(from) << " sends " << given << " bytes to rank "
-           << channel.transport_rank(to) << ", which expects " << taken
-           << "; each pair's split sizes must agree";
+      text << "rank " << channel.job_rank(from) << " sends " << given << " bytes to rank "
+           << channel.job_rank(to) << ", which expects " << taken << "; each pair's split sizes must agree";
       channel.refuse(text.str());
     }
   }

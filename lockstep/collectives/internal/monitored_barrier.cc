@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,11 @@ using Verdict = std::array<char, 4096>;
 constexpr MessageKind kSignal{0, 0};
 constexpr MessageKind kVerdictKind{sizeof(Verdict), 1};
 
+/// Keeps the memory of a message until the channel is done with it: an interruption ends this rank's wait.
+MessageChannel::Callback keep(std::shared_ptr<Verdict> verdict) {
+  return [verdict = std::move(verdict)](const std::exception_ptr&) {};
+}
+
 /// The error of a message once it is done, in words; empty if it went well.
 std::string outcome(MessageChannel& messages, const MessageChannel::Handle& handle) {
   messages.wait(handle);
@@ -37,6 +43,9 @@ std::string outcome(MessageChannel& messages, const MessageChannel::Handle& hand
     return error.what();
   }
 }
+
+constexpr const char* kReached =
+    " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank ";
 
 std::string duration_text(std::chrono::milliseconds timeout) {
   return std::to_string(timeout.count()) + " ms";
@@ -59,7 +68,7 @@ std::string await_all(GroupChannel& channel, std::chrono::milliseconds timeout, 
     const std::string error = outcome(messages, arrivals[rank - 1]);
     if (error.empty()) continue;
     if (!missing.empty() && !wait_all_ranks) continue;  // its receive must end all the same
-    missing.push_back(channel.transport_rank(rank));
+    missing.push_back(channel.job_rank(rank));
     causes += (causes.empty() ? "" : "; ") + error;
   }
   if (missing.empty()) return "";
@@ -69,12 +78,12 @@ std::string await_all(GroupChannel& channel, std::chrono::milliseconds timeout, 
 }
 
 void tell_all(GroupChannel& channel, const std::string& text, uint64_t round) {
-  Verdict verdict{};
-  std::memcpy(verdict.data(), text.data(), std::min(text.size(), verdict.size() - 1));
+  const auto verdict = std::make_shared<Verdict>();
+  std::memcpy(verdict->data(), text.data(), std::min(text.size(), verdict->size() - 1));
   std::vector<MessageChannel::Handle> sends;
   for (int rank = 1; rank < channel.size(); ++rank) {
-    sends.push_back(channel.messages().send(verdict.data(), kVerdictKind, rank, tag_of(round, kVerdict),
-                                            Deadline::after(std::chrono::seconds(1))));
+    sends.push_back(channel.messages().send(verdict->data(), kVerdictKind, rank, tag_of(round, kVerdict),
+                                            Deadline::after(std::chrono::seconds(1)), keep(verdict)));
   }
   // Mostly done already: only a rank that is behind with many other messages has no room.
   for (const auto& send : sends) channel.messages().wait(send);
@@ -86,29 +95,36 @@ std::string await_verdict(GroupChannel& channel, std::chrono::milliseconds timeo
   const Deadline deadline = Deadline::after(timeout);
   auto presence = messages.receive(nullptr, kSignal, 0, tag_of(round, kPresence), deadline);
   if (auto error = outcome(messages, presence); !error.empty()) {
-    return "Rank " + std::to_string(channel.transport_rank(channel.rank())) +
-           " reached monitoredBarrier, but rank " + std::to_string(channel.transport_rank(0)) +
-           " did not in " + duration_text(timeout) + " (" + error + ")";
+    return "Rank " + std::to_string(channel.job_rank(channel.rank())) +
+           " reached monitoredBarrier, but rank " + std::to_string(channel.job_rank(0)) + " did not in " +
+           duration_text(timeout) + " (" + error + ")";
   }
   // Only now: had it been sent before, a rank 0 that came after this rank gave up would think it is here.
   messages.send(nullptr, kSignal, 0, tag_of(round, kArrival), deadline);
   // From here rank 0 waits at most as long as this rank would; it needs a moment more to say how it ended.
-  Verdict verdict{};
-  auto answer = messages.receive(verdict.data(), kVerdictKind, 0, tag_of(round, kVerdict),
-                                 Deadline::after(timeout + std::chrono::seconds(10)));
+  const auto verdict = std::make_shared<Verdict>();
+  auto answer = messages.receive(verdict->data(), kVerdictKind, 0, tag_of(round, kVerdict),
+                                 Deadline::after(timeout + std::chrono::seconds(10)), keep(verdict));
   if (auto error = outcome(messages, answer); !error.empty()) {
-    return "Rank " + std::to_string(channel.transport_rank(channel.rank())) +
-           " successfully reached monitoredBarrier, but received errors while waiting for rank " +
-           std::to_string(channel.transport_rank(0)) + ": " + error;
+    return "Rank " + std::to_string(channel.job_rank(channel.rank())) + kReached +
+           std::to_string(channel.job_rank(0)) + ": " + error;
   }
-  verdict.back() = 0;
-  return verdict.data();
+  verdict->back() = 0;
+  const std::string wrong = verdict->data();
+  if (wrong.empty()) return "";
+  return "Rank " + std::to_string(channel.job_rank(channel.rank())) + kReached +
+         std::to_string(channel.job_rank(0)) + ": " + wrong;
 }
 
 }  // namespace
 
 void monitored_barrier(GroupChannel& channel, std::chrono::milliseconds timeout, bool wait_all_ranks,
                        uint64_t round) {
+  const std::string self = "Rank " + std::to_string(channel.job_rank(channel.rank()));
+  if (timeout <= std::chrono::milliseconds(0)) {
+    LOCKSTEP_THROW_TIMEOUT("[" + self + "]: " + self + " timed out in monitoredBarrier after " +
+                           duration_text(timeout) + "; give it a timeout of more than 0");
+  }
   std::string wrong;
   try {
     if (channel.rank() == 0) {
@@ -118,11 +134,11 @@ void monitored_barrier(GroupChannel& channel, std::chrono::milliseconds timeout,
       wrong = await_verdict(channel, timeout, round);
     }
   } catch (const ChannelError& error) {  // the group had failed before
-    C10_THROW_ERROR(DistBackendError, "[Rank " + std::to_string(channel.transport_rank(channel.rank())) +
+    C10_THROW_ERROR(DistBackendError, "[Rank " + std::to_string(channel.job_rank(channel.rank())) +
                                           "]: monitored_barrier failed: " + error.what());
   }
   if (wrong.empty()) return;
-  LOCKSTEP_THROW_TIMEOUT("[Rank " + std::to_string(channel.transport_rank(channel.rank())) + "]: " + wrong);
+  LOCKSTEP_THROW_TIMEOUT("[Rank " + std::to_string(channel.job_rank(channel.rank())) + "]: " + wrong);
 }
 
 }  // namespace lockstep

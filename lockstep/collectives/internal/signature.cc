@@ -157,7 +157,7 @@ std::string describe_announcements(const transport::GroupChannel& channel) {
       return std::memcmp(&call.first, &signature, sizeof signature) == 0;
     });
     if (same == calls.end()) same = calls.insert(calls.end(), {signature, {}});
-    same->second.push_back(channel.transport_rank(rank));
+    same->second.push_back(channel.job_rank(rank));
   }
   if (calls.size() == 1) return "";
   std::ostringstream text;

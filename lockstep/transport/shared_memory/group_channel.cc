@@ -51,8 +51,8 @@ void GroupChannel::join(const Deadline& deadline) {
     await_ranks(0, size(), 1,
                 [&](int rank) { return block(rank).joined.value.load(std::memory_order_acquire) != 0; });
   } catch (const ChannelError& error) {
-    const std::string text = "making the process group failed on rank " +
-                             std::to_string(transport_rank(rank_)) + ": " + error.what();
+    const std::string text =
+        "making the process group failed on rank " + std::to_string(job_rank(rank_)) + ": " + error.what();
     if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
     C10_THROW_ERROR(DistBackendError, text);
   }
@@ -200,7 +200,7 @@ std::byte* GroupChannel::memory(int rank) {
   return memory(rank, {announced.memory_segment, announced.memory_offset});
 }
 std::byte* GroupChannel::memory(int rank, const MemoryReference& reference) {
-  return transport().address(transport_rank(rank), reference, deadline_);
+  return transport().address(members_->transport_rank(rank), reference, deadline_);
 }
 
 void GroupChannel::refuse(const std::string& text) {
@@ -260,7 +260,7 @@ std::byte* GroupChannel::scratch(size_t bytes) {
 std::byte* GroupChannel::scratch_of(int rank) {
   const uint64_t word = block(rank).scratch.value.load(std::memory_order_acquire);
   TORCH_INTERNAL_ASSERT(word != 0, "rank ", rank, " has no scratch");
-  return transport().address(transport_rank(rank), unpack_reference(word), deadline_);
+  return transport().address(members_->transport_rank(rank), unpack_reference(word), deadline_);
 }
 
 // ---- waiting and failure

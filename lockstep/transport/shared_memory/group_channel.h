@@ -64,7 +64,8 @@ class GroupChannel {
 
   int rank() const { return rank_; }
   int size() const { return members_->size(); }
-  int transport_rank(int rank) const { return members_->transport_rank(rank); }
+  /// The rank within the job, for messages.
+  int job_rank(int rank) const { return members_->job_rank(rank); }
   HostTransport& transport() { return members_->transport(); }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   /// Send and receive between members.

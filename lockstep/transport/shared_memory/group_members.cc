@@ -189,7 +189,7 @@ std::string GroupMembers::describe(const std::vector<int>& ranks) const {
   std::vector<int> global;
   std::ostringstream pids;
   for (int rank : ranks) {
-    global.push_back(members_[rank]);
+    global.push_back(job_rank(rank));
     if (ranks.size() <= 4) pids << (pids.tellp() > 0 ? ", " : " (pid ") << transport_->pid_of(members_[rank]);
   }
   std::ostringstream text;
@@ -219,7 +219,8 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
         text << describe({decided.by}) << " timed out";
         if (!late.empty()) text << " waiting for " << describe(late);
       }
-      text << "; the late ones may be stopped, slower than the timeout, or in another part of the program";
+      text << "; the late ones may be stopped, slower than the timeout allows, or in another part of the "
+              "program";
       break;
     case FailureKind::kMismatch:
       text << "the ranks called different operations";

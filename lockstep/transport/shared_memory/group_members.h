@@ -62,8 +62,10 @@ class GroupMembers {
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
-  /// The rank within the job.
+  /// Which of the transport's ranks it is.
   int transport_rank(int rank) const { return members_[rank]; }
+  /// The rank within the job, for messages.
+  int job_rank(int rank) const { return transport_->job_rank(members_[rank]); }
   HostTransport& transport() const { return *transport_; }
 
   layout::ControlBlock& block(int rank) const { return *views_[rank].block; }

@@ -26,7 +26,9 @@ ProcessHeader& header_of(std::byte* first_segment) {
 }  // namespace
 
 HostTransport::HostTransport(int rank, int world_size, const Options& options)
-    : rank_(rank), arena_(std::make_shared<Arena>(options.segment_bytes, sizeof(ProcessHeader))) {
+    : rank_(rank),
+      job_ranks_(options.job_ranks),
+      arena_(std::make_shared<Arena>(options.segment_bytes, sizeof(ProcessHeader))) {
   for (int peer = 0; peer < world_size; ++peer) peers_.push_back(std::make_unique<Peer>());
   auto* header = new (arena_->segment(0)->data()) ProcessHeader;
   header->magic = kHeaderMagic;
@@ -139,7 +141,7 @@ std::byte* HostTransport::address(int rank, const MemoryReference& reference, co
 std::string HostTransport::describe_end(int rank) const {
   const Peer& peer = *peers_[rank];
   std::byte* first = peer.bases[0].load(std::memory_order_acquire);
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.link.pid) + ") " +
+  return "rank " + std::to_string(job_rank(rank)) + " (pid " + std::to_string(peer.link.pid) + ") " +
          describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
 }
 

@@ -35,6 +35,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
  public:
   struct Options {
     size_t segment_bytes = size_t{64} << 20;  // arena growth step; pages cost nothing until touched
+    std::vector<int> job_ranks = {};  // what messages call the ranks; empty: 0, 1, … as everywhere else
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does.
@@ -47,6 +48,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   ~HostTransport();
 
   int rank() const { return rank_; }
+  /// What messages call a rank: where this transport's ranks are only some of the job's.
+  int job_rank(int rank) const { return job_ranks_.empty() ? rank : job_ranks_[rank]; }
   int world_size() const { return static_cast<int>(peers_.size()); }
   Arena& arena() { return *arena_; }
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
@@ -97,6 +100,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void sweep_retired();
 
   const int rank_;
+  const std::vector<int> job_ranks_;
   ForkGuard fork_guard_;
   std::shared_ptr<Arena> arena_;
   std::vector<std::unique_ptr<Peer>> peers_;    // by rank, the own one too

@@ -5,10 +5,12 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <lockstep/base/cpu.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>
+#include <lockstep/base/interrupt.h>
 #include <lockstep/base/thread_cache.h>
 #include <lockstep/transport/shared_memory/message_channel.h>
 
@@ -111,17 +113,20 @@ MessageChannel::Handle MessageChannel::start(Handle request) {
 bool MessageChannel::wait(const Handle& request, const Deadline& until) {
   Lock lock(mutex_);
   ++waiters_;
+  const auto leave = c10::make_scope_exit([this] {
+    --waiters_;
+    changed_.notify_all();
+  });
   while (!request->done && !until.expired()) {
     if (!driving_) {
       drive(lock, request.get(), until);
+      run_callbacks(lock);
     } else {
       // The background thread gives way, another waiter advances this request too.
       if (waiters_ == 1) members_->block(members_->rank()).messages.notify();
-      changed_.wait_for(lock, until.remaining(), [&] { return request->done || !driving_; });
+      wait_interruptibly(changed_, lock, until);
     }
   }
-  --waiters_;
-  changed_.notify_all();
   return request->done;
 }
 
@@ -153,17 +158,27 @@ void MessageChannel::close() {
   run_callbacks(lock);
   members_->block(members_->rank()).messages.notify();
   changed_.notify_all();
-  changed_.wait(lock, [this] { return !serving_ && !driving_; });
+  changed_.wait(lock, [this] { return !serving_ && !driving_ && telling_ == 0; });
 }
 
 // ---- who advances
 
 void MessageChannel::advance_in_background() {
   Lock lock(mutex_);
+  serve_in_background(lock);
+}
+
+void MessageChannel::serve_in_background(Lock& lock) {
   if (serving_ || !busy() || closed_) return;
   serving_ = true;
   lock.unlock();
   run_in_background([this] { serve(); });
+  lock.lock();
+}
+
+void MessageChannel::let_callback_block(const Handle& request) {
+  Lock lock(mutex_);
+  request->callback_may_block = true;
 }
 
 void MessageChannel::serve() {
@@ -174,23 +189,38 @@ void MessageChannel::serve() {
       changed_.wait(lock, [this] { return (!driving_ && waiters_ == 0) || !busy() || closed_; });
     } else {
       drive(lock, nullptr, Deadline::never());
+      if (finished_.empty()) continue;
+      // A callback may wait for messages, which then must not wait for this thread.
+      serving_ = false;
+      ++telling_;
+      const bool may_block = std::any_of(finished_.begin(), finished_.end(),
+                                         [](const Handle& request) { return request->callback_may_block; });
+      if (may_block) serve_in_background(lock);
+      run_callbacks(lock);
+      --telling_;
+      changed_.notify_all();
+      if (serving_) return;
+      serving_ = true;
     }
   }
   serving_ = false;
   changed_.notify_all();
 }
 
-/// Advances everything until `request` is done; without one, until nothing is left or somebody waits.
+/// Advances everything until `request` is done; without one, until nothing is left or somebody waits; and
+/// until there are callbacks to run, which is the caller's, who is not driving then.
 void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& until) {
   driving_ = true;
+  const auto stop = c10::make_scope_exit([this] {
+    driving_ = false;
+    changed_.notify_all();
+  });
   while (true) {
     const bool moved = advance();
-    run_callbacks(lock);
+    if (!finished_.empty()) break;
     if (request != nullptr ? request->done || until.expired() : !busy() || waiters_ > 0 || closed_) break;
     if (!moved) sleep(lock, until, request == nullptr);
   }
-  driving_ = false;
-  changed_.notify_all();
 }
 
 void MessageChannel::sleep(Lock& lock, const Deadline& until, bool background) {
@@ -200,9 +230,9 @@ void MessageChannel::sleep(Lock& lock, const Deadline& until, bool background) {
     if (request->deadline.remaining() < nearest.remaining()) nearest = request->deadline;
   }
   lock.unlock();
+  const auto relock = c10::make_scope_exit([&lock] { lock.lock(); });
   wait_until(members_->block(members_->rank()).messages.doorbell,
              background ? background_policy_ : foreground_policy_, nearest, [&] { return events() != seen; });
-  lock.lock();
 }
 
 uint32_t MessageChannel::events() const {
@@ -509,7 +539,7 @@ ChannelError MessageChannel::timeout_error(const Request& request) const {
   } else {
     text << members_->describe({request.peer});
   }
-  text << "; a late one may be stopped, slower than the timeout, or in another part of the program";
+  text << "; a late one may be stopped, slower than the timeout allows, or in another part of the program";
   return {FailureKind::kTimeout, text.str()};
 }
 

@@ -67,6 +67,7 @@ class MessageChannel {
     size_t moved = 0;                      // bytes copied so far
     bool done = false;
     std::exception_ptr error = nullptr;
+    bool callback_may_block = false;
   };
   using Handle = std::shared_ptr<Request>;
 
@@ -86,7 +87,10 @@ class MessageChannel {
 
   /// Has the requests advanced even if nobody waits.
   void advance_in_background();
-  /// Returns when the request is done. False if `until` has passed first; the request goes on.
+  /// `on_done` may wait for other messages; another thread then advances them meanwhile.
+  void let_callback_block(const Handle& request);
+  /// Returns when the request is done. False if `until` has passed first; the request goes on. Throws what an
+  /// interrupt check throws (base/interrupt.h); the request goes on then, too.
   bool wait(const Handle& request, const Deadline& until = Deadline::never());
   bool is_done(const Handle& request);
   /// Of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has
@@ -139,6 +143,7 @@ class MessageChannel {
   void drive(Lock& lock, const Request* request, const Deadline& until);
   void sleep(Lock& lock, const Deadline& until, bool background);
   void serve();
+  void serve_in_background(Lock& lock);
   bool busy() const { return !requests_.empty(); }
   uint32_t events() const;
 
@@ -158,6 +163,7 @@ class MessageChannel {
   bool driving_ = false;
   int waiters_ = 0;
   bool serving_ = false;
+  int telling_ = 0;  // background threads that run callbacks, beside who serves
   bool closed_ = false;
 };
 

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/host_identity.h>
@@ -221,6 +222,7 @@ class Handshake {
       polls.push_back({links_[peer].socket.get(), POLLIN, 0});
       replying.push_back(peer);
     }
+    check_interrupts();
     ::poll(polls.data(), polls.size(), deadline.poll_milliseconds(std::chrono::milliseconds(200)));
     const size_t stranger_count = strangers_.size();
     for (size_t i = 0; i < replying.size(); ++i) {

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/memory.h>
+#include <lockstep/transport/shared_memory/forked_memory.h>
 #include <lockstep/transport/shared_memory/segment.h>
 
 namespace lockstep::transport {
@@ -46,14 +47,14 @@ Segment::Segment(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), size_(bytes) {
                    format_bytes(static_cast<int64_t>(bytes)),
                    " of shared memory failed: ", std::strerror(errno), "; is RLIMIT_AS (ulimit -v) too low?");
   data_ = static_cast<std::byte*>(address);
-  // A forked child must not write into live collectives; large pages are taken where the system offers them.
-  ::madvise(address, bytes, MADV_DONTFORK);
-  ::madvise(address, bytes, MADV_HUGEPAGE);
+  keep_from_forked_children(address, bytes);
+  ::madvise(address, bytes, MADV_HUGEPAGE);  // where the system offers large pages
 }
 
 Segment::~Segment() {
-  // MADV_DONTFORK: the child has other things, or nothing, at this address.
-  if (!fork_guard_.in_forked_child()) ::munmap(data_, size_);
+  if (fork_guard_.in_forked_child()) return;  // the child has something else at this address
+  forget_forked_memory(data_);
+  ::munmap(data_, size_);
 }
 
 }  // namespace lockstep::transport

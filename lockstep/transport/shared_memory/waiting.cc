@@ -35,7 +35,8 @@ void yield() {
 }
 
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline) {
-  const auto left = deadline.remaining(std::chrono::seconds(10));
+  const auto left = deadline.remaining(has_interrupt_check() ? std::chrono::nanoseconds(kInterruptInterval)
+                                                             : std::chrono::seconds(10));
   timespec timeout{};
   timeout.tv_sec = static_cast<time_t>(left.count() / 1'000'000'000);
   timeout.tv_nsec = static_cast<long>(left.count() % 1'000'000'000);

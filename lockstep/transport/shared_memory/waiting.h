@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/interrupt.h>
 
 namespace lockstep::transport {
 
@@ -53,7 +54,7 @@ void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
 }  // namespace detail
 
 /// Waits until `ready()` holds or the deadline has passed; returns the last ready(). `ready` must only read
-/// atomics.
+/// atomics. Throws what an interrupt check throws (base/interrupt.h), once it would sleep.
 template <class Ready>
 bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadline, Ready&& ready) {
   for (int i = 0; i <= policy.spins; ++i) {
@@ -72,6 +73,7 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
     if (!now) detail::sleep_on(bell, seen, deadline);
     bell.sleeping.store(0, std::memory_order_relaxed);
     if (now || ready()) return true;
+    check_interrupts();
   }
   return ready();
 }

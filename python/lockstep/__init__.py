@@ -1,0 +1,19 @@
+"""Lockstep's engine as a backend of torch.distributed, for CPU tensors of processes on one host.
+
+    import lockstep
+    torch.distributed.init_process_group("lockstep")
+
+`import lockstep` registers the backend "lockstep"; everything of torch.distributed that runs on Gloo runs on it.
+replace_gloo(), the variable LOCKSTEP_REPLACE_GLOO=1 and `python -m lockstep SCRIPT` put it where programs ask for "gloo".
+"""
+
+from lockstep._build import VERSION as __version__
+from lockstep import _requirements
+
+_requirements.check_torch()
+
+# The order matters: _C links to torch's libraries, which `import torch` loads.
+from lockstep._backend import DistTimeoutError, ProcessGroupLockstep  # noqa: E402
+from lockstep._gloo import gloo_is_replaced, replace_gloo  # noqa: E402
+
+__all__ = ["DistTimeoutError", "ProcessGroupLockstep", "__version__", "gloo_is_replaced", "replace_gloo"]

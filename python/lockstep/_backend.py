@@ -1,0 +1,60 @@
+"""Registers the engine with torch.distributed as backend "lockstep", and sees to its end and to forked children."""
+
+import atexit
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lockstep import _C, _ddp
+from lockstep._C import DistTimeoutError, ProcessGroupLockstep
+
+__all__ = ["NAME", "DistTimeoutError", "ProcessGroupLockstep", "create"]
+
+NAME = "lockstep"
+
+
+def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in_for_gloo=False):
+    """The engine of one process group of `size` ranks, who meet in `store`; collective. See _C.open_backend."""
+    backend = _C.open_backend(store, rank, size, timeout, group_name, list(global_ranks), stands_in_for_gloo)
+    _ddp.install()
+    return backend
+
+
+def _without_wrapper(make_wrapper):
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend, to compare the ranks' calls over a group of Gloo's
+    beside it. The engine compares them always, and says more; and DDP's logger crashes on a wrapper in Gloo's place
+    (torch 2.13)."""
+
+    def make(wrapped_pg, *arguments, **named):
+        if isinstance(wrapped_pg, ProcessGroupLockstep):
+            return wrapped_pg
+        return make_wrapper(wrapped_pg, *arguments, **named)
+
+    return make
+
+
+def _create_from_options(options, _backend_options):
+    return create(options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
+                  options.global_ranks_in_group)
+
+
+def _keep_handler_in_dataloader_workers():
+    """torch's workers install a handler of SIGSEGV of their own, which would hide what ours has to say."""
+    from torch.utils.data._utils import signal_handling
+
+    original = signal_handling._set_worker_signal_handlers
+
+    def set_handlers(*arguments):
+        result = original(*arguments)
+        _C.install_forked_memory_handler()
+        return result
+
+    signal_handling._set_worker_signal_handlers = set_handlers
+
+
+dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu"])
+distributed_c10d._create_process_group_wrapper = _without_wrapper(distributed_c10d._create_process_group_wrapper)
+_keep_handler_in_dataloader_workers()
+# Before the interpreter takes its modules apart: no thread of ours may call Python then. Runs after the handlers that
+# the program registers later than this import.
+atexit.register(_C.close_all_backends)

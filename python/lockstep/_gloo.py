@@ -1,0 +1,59 @@
+"""Puts the engine where programs ask for "gloo": those with a fixed list of backends then run on it unchanged."""
+
+import torch._C._distributed_c10d as _c10d
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from lockstep import _backend
+
+_Gloo = _c10d.ProcessGroupGloo if dist.is_gloo_available() else None
+_DEFAULT_TIMEOUT = dist.constants.default_pg_timeout if hasattr(dist, "constants") else distributed_c10d.default_pg_timeout
+_replaced = False
+
+
+class _StandIn(type):
+    """isinstance(group, ProcessGroupGloo) holds for the engine, and still for true Gloo groups of before."""
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, (_backend.ProcessGroupLockstep, *([_Gloo] if _Gloo else [])))
+
+    def __subclasscheck__(cls, subclass):
+        return issubclass(subclass, (_backend.ProcessGroupLockstep, *([_Gloo] if _Gloo else [])))
+
+    def __getattr__(cls, name):
+        if _Gloo is None:
+            raise AttributeError(name)
+        return getattr(_Gloo, name)  # Options, create_device and the like
+
+
+class ProcessGroupGloo(metaclass=_StandIn):
+    """Called as torch's class of that name, ProcessGroupGloo(store, rank, size, timeout or options); gives the engine."""
+
+    def __new__(cls, store, rank, size, timeout=_DEFAULT_TIMEOUT, group_name="gloo"):
+        options_timeout = getattr(timeout, "_timeout", None)
+        return _backend.create(store, rank, size, options_timeout or timeout, group_name, stands_in_for_gloo=True)
+
+
+ProcessGroupGloo.__module__ = "torch.distributed.distributed_c10d"
+
+
+def replace_gloo():
+    """From now on every process group that asks for "gloo" gets Lockstep's engine.
+
+    Groups that exist already stay what they are. Tensors on other devices than the CPU keep what they have in
+    "cpu:gloo,cuda:nccl"; a group "gloo" that is given CUDA tensors gets an error, where Gloo would copy them. May be
+    called again. Call it in every process, before its first process group.
+    """
+    global _replaced
+    if _replaced:
+        return
+    _replaced = True
+    for module in (_c10d, distributed_c10d, dist):
+        if module is _c10d or hasattr(module, "ProcessGroupGloo"):
+            module.ProcessGroupGloo = ProcessGroupGloo
+    distributed_c10d._GLOO_AVAILABLE = True
+
+
+def gloo_is_replaced():
+    """Whether "gloo" means Lockstep's engine in this process."""
+    return _replaced

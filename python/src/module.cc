@@ -1,0 +1,146 @@
+// lockstep._C: the engine for torch.distributed in Python. What it is for stands in python/lockstep.
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <pybind11/chrono.h>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/collectives/arena_allocator.h>
+#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/open_backend.h>
+#include <lockstep/transport/shared_memory/forked_memory.h>
+
+#include "interrupts.h"
+
+namespace lockstep::python {
+namespace {
+
+/// An intrusive_ptr that gives the GIL away while it destroys what it holds: a backend's end may wait for a
+/// thread that runs Python code. torch has the same for its own backends (distributed/c10d/init.cpp).
+template <class T>
+class NoGilPointer {
+ public:
+  explicit NoGilPointer(T* pointer) : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(pointer)) {}
+  NoGilPointer(c10::intrusive_ptr<T> pointer) : pointer_(std::move(pointer)) {}
+  NoGilPointer(const NoGilPointer&) = default;
+  NoGilPointer(NoGilPointer&&) = default;
+  NoGilPointer& operator=(const NoGilPointer&) = delete;
+  NoGilPointer& operator=(NoGilPointer&&) = default;
+  ~NoGilPointer() {
+    if (!pointer_) return;
+    if (PyGILState_Check() == 0) {
+      pointer_.reset();
+      return;
+    }
+    const py::gil_scoped_release no_gil;
+    pointer_.reset();
+  }
+  T* get() const { return pointer_.get(); }
+
+ private:
+  c10::intrusive_ptr<T> pointer_;
+};
+
+}  // namespace
+}  // namespace lockstep::python
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, lockstep::python::NoGilPointer<T>, true);
+
+namespace lockstep::python {
+namespace {
+
+/// DistTimeoutError as an exception of Python, below torch.distributed's DistBackendError.
+void register_errors(py::module_& module) {
+  const py::object base = py::module_::import("torch.distributed").attr("DistBackendError");
+  static py::handle timeout_error;
+  timeout_error = PyErr_NewExceptionWithDoc(
+      "lockstep.DistTimeoutError",
+      "An operation did not finish within its timeout; the message names the ranks that are late.",
+      base.ptr(), nullptr);
+  TORCH_CHECK(timeout_error, "lockstep.DistTimeoutError can't be made");
+  module.attr("DistTimeoutError") = timeout_error;
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const DistTimeoutError& timeout) {
+      PyErr_SetString(timeout_error.ptr(), timeout.what_without_backtrace());
+    }
+  });
+}
+
+/// `with ArenaAllocation(backend) as allocation: …`
+class ArenaAllocationScope {
+ public:
+  explicit ArenaAllocationScope(c10::intrusive_ptr<LockstepBackend> backend) : backend_(std::move(backend)) {}
+  void enter() {
+    allocation_ = std::make_unique<ArenaAllocation>(backend_->channel().transport().shared_arena());
+  }
+  void exit() {
+    bytes_ = allocation_->bytes();
+    allocation_ = nullptr;
+  }
+  size_t bytes() const { return allocation_ ? allocation_->bytes() : bytes_; }
+
+ private:
+  c10::intrusive_ptr<LockstepBackend> backend_;
+  std::unique_ptr<ArenaAllocation> allocation_;
+  size_t bytes_ = 0;
+};
+
+c10::intrusive_ptr<LockstepBackend> join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                         std::chrono::milliseconds timeout, const std::string& group_name,
+                                         std::vector<int> global_ranks, bool stands_in_for_gloo) {
+  return open_backend(store, rank, size,
+                      {.group_name = group_name,
+                       .timeout = timeout,
+                       .global_ranks = std::move(global_ranks),
+                       .stands_in_for_gloo = stands_in_for_gloo});
+}
+
+}  // namespace
+}  // namespace lockstep::python
+
+PYBIND11_MODULE(_C, module) {
+  using namespace lockstep::python;
+  using lockstep::LockstepBackend;
+  py::module_::import("torch.distributed");  // registers Backend and Store
+  register_errors(module);
+  watch_signals();
+
+  py::class_<LockstepBackend, NoGilPointer<LockstepBackend>, c10d::Backend>(
+      module, "ProcessGroupLockstep",
+      "The engine behind one process group, as group._get_backend(torch.device(\"cpu\")) gives it.")
+      // What ProcessGroupGloo has, too; torch.distributed asks for them where the engine stands in for it.
+      .def_property_readonly("options", &LockstepBackend::getBackendOptions)
+      .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"));
+
+  module.def(
+      "open_backend", &join, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+      py::arg("group_name"), py::arg("global_ranks"), py::arg("stands_in_for_gloo"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Joins `size` ranks, which meet in `store`, to a group; see lockstep/collectives/open_backend.h.");
+  module.def("close_all_backends", &lockstep::close_all_backends, py::call_guard<py::gil_scoped_release>(),
+             "Ends all groups that are still open, without waiting for peers.");
+  module.def("install_forked_memory_handler", &lockstep::transport::install_forked_memory_handler,
+             "In a forked child: see lockstep/transport/shared_memory/forked_memory.h.");
+
+  py::class_<ArenaAllocationScope>(
+      module, "ArenaAllocation",
+      "A context manager: CPU tensors that this thread makes in it lie in the backend's shared memory.")
+      .def(py::init<c10::intrusive_ptr<LockstepBackend>>(), py::arg("backend"))
+      .def(
+          "__enter__",
+          [](ArenaAllocationScope& self) -> ArenaAllocationScope& {
+            self.enter();
+            return self;
+          },
+          py::return_value_policy::reference)
+      .def("__exit__", [](ArenaAllocationScope& self, const py::args&) { self.exit(); })
+      .def_property_readonly("bytes", &ArenaAllocationScope::bytes, "What was placed there so far.");
+}
