@@ -44,7 +44,7 @@ def test_headers_and_program_are_installed_but_no_test_harness(prefix):
     assert len(list(prefix.rglob("LICENSE"))) == 1
     installed = [path.relative_to(prefix) for path in prefix.rglob("*") if path.is_file()]
     assert not [path for path in installed if path.suffix == ".cc" or path.name == "CMakeLists.txt"]
-    assert not list(prefix.rglob("__pycache__"))
+    assert not list(prefix.rglob("__pycache__")) and not list(prefix.rglob("*.py")), "the Python package is pip's to install"
     status, output = run(prefix / "bin/lockstep", "--help")
     assert status == 0 and "run" in output, output
 

@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 
 # To configure and build the release preset (its tests and benchmarks too); ccache and mold only make it faster.
-packages_build=(g++ ccache mold zlib1g-dev libcli11-dev nlohmann-json3-dev libgtest-dev libgmock-dev)
+packages_build=(g++ ccache mold zlib1g-dev libcli11-dev nlohmann-json3-dev libgtest-dev libgmock-dev python3-dev)
 # The 60,000 images that quickstart trains on and some tests read.
 packages_data=(dataset-fashion-mnist)
 # To run the tests: one of them starts under mpirun.

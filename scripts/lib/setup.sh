@@ -9,6 +9,8 @@
 . "$root/scripts/lib/environment.sh"
 # shellcheck source=scripts/lib/build.sh
 . "$root/scripts/lib/build.sh"
+# shellcheck source=scripts/lib/python.sh
+. "$root/scripts/lib/python.sh"
 # shellcheck source=scripts/lib/data.sh
 . "$root/scripts/lib/data.sh"
 
