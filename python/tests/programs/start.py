@@ -1,0 +1,34 @@
+"""Starts in the given way, adds the ranks up, and tells it: one line from each rank.
+
+    python start.py env|spawn|tcp://…|file://… [BACKEND]
+"""
+
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+
+def main(rank, place, world_size, backend):
+    if backend == "lockstep":
+        import lockstep  # noqa: F401  registers the backend
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=world_size)
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    engine = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+    # One call of write: lines of several ranks, which share the output, don't mix.
+    os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item()} by {engine}\n".encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    way, backend = sys.argv[1], (sys.argv[2:] or ["lockstep"])[0]
+    if way == "spawn":
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(main, (f"file://{folder}/store", 2, backend), nprocs=2)
+    elif way == "env":
+        main(-1, "env://", -1, backend)
+    else:
+        main(int(os.environ["RANK"]), way, int(os.environ["WORLD_SIZE"]), backend)

@@ -1,0 +1,75 @@
+"""Every way to start: by hand with env://, tcp:// and file://, under torchrun, and with torch.multiprocessing.spawn."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import PROGRAMS, free_port, run_python
+from ranks import BACKEND, run_ranks
+
+ENGINE = {"lockstep": "ProcessGroupLockstep", "gloo": "ProcessGroupGloo"}[BACKEND]
+START = PROGRAMS / "start.py"
+LINES = [f"rank {rank} of 2: 3.0 by {ENGINE}" for rank in range(2)]
+
+
+def run_init(rank, world, place):
+    if BACKEND == "lockstep":
+        import lockstep  # noqa: F401
+    where = {} if place == "env://" else {"rank": rank, "world_size": world}
+    for _ in range(2 if place == "env://" else 1):  # a destroyed group can be made again
+        dist.init_process_group(BACKEND, init_method=place, **where)
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == ENGINE
+        assert dist.get_backend() == BACKEND
+        dist.destroy_process_group()
+    return total.item()
+
+
+def run_init_by_environment(rank, world, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return run_init(rank, world, "env://")
+
+
+def test_env():
+    assert run_ranks(run_init_by_environment, 2, free_port(), backend=None) == [3.0, 3.0]
+
+
+def test_tcp():
+    assert run_ranks(run_init, 2, f"tcp://127.0.0.1:{free_port()}", backend=None) == [3.0, 3.0]
+
+
+def test_file(tmp_path):
+    assert run_ranks(run_init, 2, f"file://{tmp_path}/store", backend=None) == [3.0, 3.0]
+
+
+def run_with_store(rank, world, path):
+    import lockstep  # noqa: F401
+
+    store = dist.FileStore(path, world)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
+def test_store_and_no_end(tmp_path):
+    """A store of the user's, and nobody destroys the group."""
+    assert run_ranks(run_with_store, 2, str(tmp_path / "store"), backend=None) == [3.0, 3.0]
+
+
+def test_processes_by_hand(tmp_path):
+    """Started one by one, as a cluster's own launcher does."""
+    text = run_python(START, f"file://{tmp_path}/store", BACKEND, processes=2)
+    assert sorted(text.splitlines()) == LINES
+
+
+def test_torchrun():
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    assert sorted(run_python(*arguments, START, "env", BACKEND).splitlines()) == LINES
+
+
+def test_spawn():
+    assert sorted(run_python(START, "spawn", BACKEND).splitlines()) == LINES
