@@ -157,6 +157,19 @@ def test_a_callback_may_wait_for_another_collective():
     run_ranks(run_chain, 2)
 
 
+def run_dropped(rank, world):
+    """Nobody keeps works or tensors: the engine lets them go, which needs the GIL, while we hold it and ask for more."""
+    told = []
+    for number in range(3000):
+        work = dist.all_reduce(torch.full((2,), float(number)), async_op=True)
+        told.append(work.get_future().then(lambda future, sum=2 * number: future.value()[0][0].item() == sum))
+    return sum(torch.futures.wait_all(told))
+
+
+def test_works_that_nobody_keeps():
+    assert run_ranks(run_dropped, 2) == [3000, 3000]
+
+
 def run_other_dtypes(rank, world):
     """What is not in every dtype or size: bit operations, complex numbers, booleans, empty and uneven tensors."""
     tensor = torch.tensor([rank, 5, 2**20 + rank])
