@@ -1,3 +1,4 @@
+#include <chrono>
 #include <sched.h>
 
 #include <lockstep/base/cpu.h>
@@ -14,6 +15,25 @@ int usable_cores() {
     if (count > 0) return count;
   }
   return 1;
+}
+
+int current_cpu() {
+  const int cpu = ::sched_getcpu();
+  return cpu < 0 ? 0 : cpu;
+}
+
+void move_to_another_cpu() {
+  constexpr auto kPause = std::chrono::milliseconds(100);
+  using Clock = std::chrono::steady_clock;
+  thread_local Clock::time_point next{};
+  const auto now = Clock::now();
+  if (now < next) return;
+  next = now + kPause;
+  cpu_set_t mask;  // on machines with more than 1024 CPUs this fails, and nothing is done
+  if (::sched_getaffinity(0, sizeof mask, &mask) != 0 || CPU_COUNT(&mask) < 2) return;
+  cpu_set_t others = mask;
+  CPU_CLR(current_cpu(), &others);
+  if (::sched_setaffinity(0, sizeof others, &others) == 0) ::sched_setaffinity(0, sizeof mask, &mask);
 }
 
 }  // namespace lockstep

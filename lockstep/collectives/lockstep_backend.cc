@@ -66,7 +66,7 @@ const char* profiling_title(CollectiveKind kind, bool as_gloo) {
 
 const char* profiling_title(bool is_send, bool from_any, bool as_gloo) {
   if (as_gloo) return is_send ? "gloo:send" : from_any ? "gloo:recvAnySource" : "gloo:recv";
-  return is_send ? "lockstep:send" : "lockstep:recv";
+  return is_send ? "lockstep:send" : from_any ? "lockstep:recvAnySource" : "lockstep:recv";
 }
 
 }  // namespace
@@ -178,7 +178,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
   };
   auto work = c10::make_intrusive<OperationWork>(
       queue_, rank_, operation.type, profiling_title(signature.kind, settings_.stands_in_for_gloo),
-      operation.inputs, operation.outputs, operation.outputs_are_one_list, std::move(run));
+      operation.inputs, operation.outputs, operation.outputs_are_one, std::move(run));
   queue_->submit(work, operation.asynchronous, numbered);
   return work;
 }

@@ -381,7 +381,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather(std::vector<Tensors>& 
   const Signature signature = Signature::of(CollectiveKind::kAllGather, input);
   auto plan = plan_exchange(channel_, options, signature, c10d::OpType::ALLGATHER, inputs, list, operands,
                             std::move(exchange), std::move(destination).consumer());
-  plan.outputs_are_one_list = true;
+  plan.outputs_are_one = true;
   return submit(std::move(plan));
 }
 

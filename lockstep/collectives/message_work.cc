@@ -73,24 +73,21 @@ c10::intrusive_ptr<MessageWork> MessageWork::start(std::shared_ptr<GroupChannel>
 }
 
 void MessageWork::complete(const std::exception_ptr& error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
   std::call_once(completed_, [&] {
     std::exception_ptr told = error ? in_words(error) : nullptr;
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-    {
-      std::lock_guard lock(mutex_);
-      done_ = true;
-      error_ = told;
-      duration_ = std::chrono::steady_clock::now() - started_;
-      future = future_;
-    }
-    if (!told) {
-      flight::completed(record_);
-    }
-    if (!future) return;
-    told ? future->setError(told)
-         : future->markCompleted(c10::IValue(std::vector<at::Tensor>{message_.tensor}));
+    if (!told) flight::completed(record_);
+    std::lock_guard lock(mutex_);
+    done_ = true;
+    error_ = told;
+    duration_ = std::chrono::steady_clock::now() - started_;
+    future = future_;
   });
+  // Not in the call_once: a callback may want Python's GIL, whose holder may wait for that.
+  if (!future) return;
+  error_ ? future->setError(error_)
+         : future->markCompleted(c10::IValue(std::vector<at::Tensor>{message_.tensor}));
 }
 
 /// The channel's error in the terms of this operation, for the user and for the flight recorder.

@@ -1,6 +1,8 @@
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
@@ -21,17 +23,18 @@ std::exception_ptr stopped_error() {
 
 OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
                              const char* title, const std::vector<at::Tensor>& inputs,
-                             std::vector<at::Tensor> outputs, bool outputs_are_one_list,
+                             std::vector<at::Tensor> outputs, bool outputs_are_one,
                              std::function<void(bool)> body)
     : Work(rank, type, title, inputs),
       queue_(std::move(queue)),
       outputs_(std::move(outputs)),
-      outputs_are_one_list_(outputs_are_one_list),
+      outputs_are_one_(outputs_are_one),
       body_(std::move(body)) {}
 
 c10::IValue OperationWork::future_value() const {
-  if (!outputs_are_one_list_) return outputs_;
-  return std::vector<std::vector<at::Tensor>>{outputs_};
+  if (!outputs_are_one_) return outputs_;
+  const at::NoGradGuard no_grad;
+  return std::vector<at::Tensor>{at::stack(outputs_)};
 }
 
 bool OperationWork::isCompleted() {
@@ -85,9 +88,7 @@ c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
   std::unique_lock lock(queue_->mutex_);
   if (!done_) queue_->start_thread();
   if (!future_) {
-    const c10::TypePtr tensors = c10::ListType::ofTensors();
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        outputs_are_one_list_ ? c10::TypePtr(c10::ListType::create(tensors)) : tensors);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     if (done_) {
       auto future = future_;
       auto error = error_;
@@ -153,8 +154,7 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
   lock.unlock();
   const auto start = std::chrono::steady_clock::now();
   const std::exception_ptr interruption = work->run(/*background=*/serving != nullptr);
-  auto body =
-      std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: not under the lock
+  auto body = std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: see the mutex
   const auto duration = std::chrono::steady_clock::now() - start;
   body = nullptr;
   if (work->recordFunctionEndCallback_) work->recordFunctionEndCallback_();
@@ -164,6 +164,9 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
   work->duration_ = duration;
   changed_.notify_all();
   if (work->future_) tell_future(lock, *work, serving);
+  lock.unlock();
+  work = nullptr;  // may be the last reference to tensors, too
+  lock.lock();
   return interruption;
 }
 
@@ -173,10 +176,9 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock, OperationWo
   ++telling_;
   if (serving != nullptr) serving_ = false;
   if (!queue_.empty()) start_thread();
-  const auto future = work.future_;
-  const auto error = work.error_;
   lock.unlock();
-  error ? future->setError(error) : future->markCompleted(work.future_value());
+  // Neither changes any more.
+  work.error_ ? work.future_->setError(work.error_) : work.future_->markCompleted(work.future_value());
   lock.lock();
   --telling_;
   if (serving != nullptr) {

@@ -19,11 +19,11 @@ class OperationQueue;
 class OperationWork final : public c10d::Work {
  public:
   /// `body` does the operation; its argument says whether it runs on a communication thread. `outputs` are
-  /// what result() and the future give; with `outputs_are_one_list` the future's first value is the list of
-  /// them, as an all_gather's is with NCCL.
+  /// what result() and the future give; with `outputs_are_one` the future's value is one tensor, in which
+  /// they are stacked, as an all_gather's is with NCCL (torch's quantization hooks count on it).
   OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
-                const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
-                bool outputs_are_one_list, std::function<void(bool)> body);
+                const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs, bool outputs_are_one,
+                std::function<void(bool)> body);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -48,7 +48,7 @@ class OperationWork final : public c10d::Work {
   c10::IValue future_value() const;
 
   std::vector<at::Tensor> outputs_;
-  const bool outputs_are_one_list_;
+  const bool outputs_are_one_;
   std::function<void(bool)> body_;
   // Under the queue's mutex:
   bool done_ = false;
@@ -94,6 +94,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   void tell_future(std::unique_lock<std::mutex>& lock, OperationWork& work, bool* serving);
 
   ForkGuard fork_guard_;
+  /// No tensor, work, future or exception may go while it is held: their ends may want Python's GIL, whose
+  /// holder may want this mutex.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<OperationWork>> queue_;

@@ -10,6 +10,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/interrupt.h>
+#include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/roll_call.h>
@@ -34,6 +35,8 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kComplete = "complete";
+/// What a wait for other ranks may take before it is worth a line.
+constexpr auto kPatience = std::chrono::seconds(30);
 constexpr const char* kLate = "late: ";
 
 std::vector<uint8_t> to_bytes(const std::string& text) {
@@ -142,14 +145,29 @@ class RollCall {
     const auto longest =
         std::clamp(microseconds(100) * world_size_, microseconds(5000), microseconds(100'000));
     auto pause = microseconds(50);
+    auto complain = Deadline::after(kPatience);
     while (!store_.check({prefix_ + "verdict"})) {
       if (deadline.expired()) return false;
+      if (complain.expired()) {
+        complain = Deadline::never();
+        LOCKSTEP_LOG(kWarning) << "rank " << rank_ << " has waited " << kPatience.count() << " s for "
+                               << name_ranks(missing()) << " to join; are they started, with Lockstep?";
+      }
       check_interrupts();
       if (while_waiting_) while_waiting_();
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
       pause = std::min(pause * 3 / 2, longest);
     }
     return true;
+  }
+
+  /// Ranks that have not published anything.
+  std::vector<int> missing() {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (!store_.check({at("data", rank)})) ranks.push_back(rank);
+    }
+    return ranks;
   }
 
   /// Takes this rank off the count and throws, unless the count had become full in the meantime.
@@ -160,10 +178,7 @@ class RollCall {
       if (verdict_by(Deadline::after(std::chrono::seconds(10)))) return;
     }
     add(at("claim", rank_), -1);
-    std::vector<int> missing;
-    for (int rank = 0; rank < world_size_; ++rank) {
-      if (!store_.check({at("data", rank)})) missing.push_back(rank);
-    }
+    const std::vector<int> missing = this->missing();
     auto seconds = c10::str(to_seconds(std::chrono::duration_cast<milliseconds>(waited)), " s");
     if (missing.empty()) {
       LOCKSTEP_THROW_TIMEOUT(

@@ -436,9 +436,10 @@ def bad_arguments(rank, world_size):
             return str(problem)
         return "nothing was said"
 
+    allocate = dist.group.WORLD._get_backend(CPU).allocate_tensor
     return [
         refused(ValueError, lambda: dist.broadcast(torch.ones(2), 7)),
-        refused(RuntimeError, lambda: dist.group.WORLD._get_backend(CPU).allocate_tensor(-1, dtype=torch.float, device=CPU)),
+        refused(ValueError, lambda: allocate(-1, dtype=torch.float, device=CPU)),
         refused(ValueError, lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2))),
     ]
 

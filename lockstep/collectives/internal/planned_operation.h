@@ -22,7 +22,7 @@ struct PlannedOperation {
   std::chrono::milliseconds timeout;  // not positive: the group's
   bool asynchronous;
   std::function<void(const algorithms::Terms&)> body;
-  bool outputs_are_one_list = false;  // see OperationWork
+  bool outputs_are_one = false;  // see OperationWork
 };
 
 }  // namespace lockstep

@@ -29,7 +29,8 @@ struct alignas(64) Slot {
   uint64_t digest;         // equal on all ranks or the operation is refused
   uint64_t memory_offset;  // where the rank's data lie in its arena …
   uint32_t memory_segment;
-  uint32_t has_memory;  // … if they do
+  uint16_t has_memory;  // … if they do
+  uint16_t cpu;         // on which the rank ran then
   std::array<std::byte, kDetailBytes> details;
 };
 static_assert(sizeof(Slot) == 128);

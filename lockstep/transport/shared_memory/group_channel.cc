@@ -24,6 +24,7 @@ GroupChannel::GroupChannel(std::shared_ptr<GroupMembers> members)
   const int cores = usable_cores();
   foreground_policy_ = choose_wait_policy(ranks, cores, false);
   background_policy_ = choose_wait_policy(ranks, cores, true);
+  spin_apart_ = ranks <= cores && ranks > 1;
 }
 
 std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<HostTransport> transport,
@@ -91,6 +92,7 @@ void GroupChannel::announce(const Announcement& announcement) {
   own.digest = announcement.digest;
   own.details = announcement.details;
   own.has_memory = announcement.memory.has_value();
+  own.cpu = static_cast<uint16_t>(current_cpu());
   if (announcement.memory) {
     own.memory_segment = announcement.memory->segment;
     own.memory_offset = announcement.memory->offset;
@@ -265,6 +267,17 @@ std::byte* GroupChannel::scratch_of(int rank) {
 
 // ---- waiting and failure
 
+// Two ranks that spin and yield never sleep, so the kernel has no occasion to place them on two cores when
+// they have come to share one; then each operation costs several switches between them, ten times its price.
+WaitPolicy GroupChannel::policy_for(int rank) const {
+  const bool may_spin = policy_.spins >= foreground_policy_.spins && spin_apart_;
+  if (!may_spin || size() > kFlatRanks || sequence() < 2 || rank == rank_) return policy_;
+  // Of the last operation, whose announcements this rank has read.
+  if (block(rank).slots[(sequence() - 1) & 1].cpu != static_cast<uint16_t>(current_cpu())) return policy_;
+  if (rank < rank_) move_to_another_cpu();
+  return {0, policy_.yields};
+}
+
 template <class Arrived>
 void GroupChannel::await_ranks(int first, int last, int step, Arrived&& arrived) {
   int next = first;
@@ -281,7 +294,7 @@ void GroupChannel::await_ranks(int first, int last, int step, Arrived&& arrived)
       const bool ended = members_->has_ended(rank);
       if (give_up(ended ? FailureKind::kPeerEnded : FailureKind::kPeerLeft, rank, complete)) return;
     }
-    const bool woken = wait_until(bell, policy_, deadline_, [&] {
+    const bool woken = wait_until(bell, policy_for(next), deadline_, [&] {
       return complete() || failed() || transport().endings() != endings ||
              block(next).left.value.load(std::memory_order_relaxed) != 0;
     });

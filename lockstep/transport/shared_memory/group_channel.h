@@ -140,6 +140,7 @@ class GroupChannel {
   void join(const Deadline& deadline);
   void await_flat();
   void await_tree(const PayloadCombiner* combiner);
+  WaitPolicy policy_for(int rank) const;
   template <class Arrived>
   void await_ranks(int first, int last, int step, Arrived&& arrived);
   template <class Complete>
@@ -159,6 +160,7 @@ class GroupChannel {
   WaitPolicy policy_;
   WaitPolicy foreground_policy_;
   WaitPolicy background_policy_;
+  bool spin_apart_ = false;  // there is a core for each rank
   bool all_have_memory_ = false;
   bool joining_ = false;
 

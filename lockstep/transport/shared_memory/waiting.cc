@@ -1,3 +1,4 @@
+#include <chrono>
 #include <ctime>
 #include <linux/futex.h>
 #include <sched.h>
@@ -30,8 +31,11 @@ void Doorbell::ring_now() {
 
 namespace detail {
 
-void yield() {
+bool yield() {
+  constexpr auto kLong = std::chrono::microseconds(200);
+  const auto begin = std::chrono::steady_clock::now();
   ::sched_yield();
+  return std::chrono::steady_clock::now() - begin > kLong;
 }
 
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline) {

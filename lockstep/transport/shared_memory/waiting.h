@@ -49,7 +49,9 @@ inline void pause() {
   asm volatile("yield");
 #endif
 }
-void yield();
+/// Whether others have had the core for long: then it is busy with more than this job's ranks, and whoever
+/// sleeps is served before whoever yields.
+bool yield();
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
 }  // namespace detail
 
@@ -62,8 +64,9 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
     detail::pause();
   }
   for (int i = 0; i < policy.yields; ++i) {
-    detail::yield();
+    const bool others_run = detail::yield();
     if (ready()) return true;
+    if (others_run) break;
   }
   while (!deadline.expired()) {
     const uint32_t seen = bell.rings.load(std::memory_order_relaxed);

@@ -1,0 +1,113 @@
+#include <gmock/gmock.h>
+#include <thread>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/collectives/functional.h>
+#include <lockstep/testing/multi_rank.h>
+
+// Futures: their callbacks may wait for further operations, as torch's PowerSGD hook does.
+namespace lockstep {
+namespace {
+
+using testing::run_ranks;
+
+c10::intrusive_ptr<c10::ivalue::Future> reduce(at::Tensor tensor) {
+  return all_reduce(tensor, ReduceOp::SUM, {}, /*async_op=*/true)->getFuture();
+}
+
+/// Reduces in a callback, and in that reduction's callback, and so on.
+void reduce_in_callbacks(int depth, std::vector<at::Tensor>& results) {
+  at::Tensor tensor = at::full({10}, depth, at::kFloat);
+  auto future = reduce(tensor);
+  auto nested = future->then(
+      [depth, &results](c10::ivalue::Future&) {
+        if (depth > 0) reduce_in_callbacks(depth - 1, results);
+        return c10::IValue();
+      },
+      c10::NoneType::get());
+  nested->waitAndThrow();
+  results.push_back(tensor);
+}
+
+TEST(Futures, CallbacksMayWaitForFurtherOperations) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    std::vector<at::Tensor> results;
+    reduce_in_callbacks(5, results);
+    ASSERT_EQ(results.size(), 6u);
+    for (int depth = 0; depth < 6; ++depth) EXPECT_EQ(results[depth][0].item<float>(), 2 * depth);
+  });
+}
+
+TEST(Futures, CallbacksMayWaitForOperationsThatStandInTheQueueAlready) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    at::Tensor a = at::ones({10}), b = at::ones({100'000});
+    auto first = reduce(a);
+    auto second = reduce(b);
+    auto both = first->then(
+        [second](c10::ivalue::Future&) {
+          second->waitAndThrow();
+          return c10::IValue();
+        },
+        c10::NoneType::get());
+    both->waitAndThrow();
+    EXPECT_EQ(b.sum().item<float>(), 200'000);
+  });
+}
+
+TEST(Futures, CallbacksMayWaitForMessages) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const int peer = 1 - rank;
+    at::Tensor out = at::full({100'000}, rank, at::kFloat), in = at::empty({100'000});
+    at::Tensor later_out = at::full({50'000}, 10 + rank, at::kFloat), later_in = at::empty({50'000});
+    auto sent = isend(out, peer)->getFuture();
+    auto received = irecv(in, peer)->getFuture();
+    auto later_sent = isend(later_out, peer, {}, 1)->getFuture();
+    auto later_received = irecv(later_in, peer, {}, 1)->getFuture();
+    auto all = received->then(
+        [=](c10::ivalue::Future&) {
+          later_received->waitAndThrow();
+          later_sent->waitAndThrow();
+          return c10::IValue();
+        },
+        c10::NoneType::get());
+    all->waitAndThrow();
+    sent->waitAndThrow();
+    EXPECT_EQ(in[0].item<float>(), peer);
+    EXPECT_EQ(later_in[0].item<float>(), 10 + peer);
+  });
+}
+
+TEST(Futures, AGroupIsNotGoneBeforeItsCallbacksHaveRun) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    std::atomic<int> told{0};
+    for (int round = 0; round < 20; ++round) {
+      auto group = new_group();
+      at::Tensor tensor = at::ones({10});
+      auto future = all_reduce(tensor, ReduceOp::SUM, group, /*async_op=*/true)->getFuture();
+      future->addCallback([&](c10::ivalue::Future&) { ++told; });
+      destroy_process_group(group);
+      EXPECT_EQ(told, round + 1);
+    }
+  });
+}
+
+TEST(Futures, AnAllGathersValueIsOneTensorOfAll) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    std::vector<at::Tensor> outputs{at::empty({2}), at::empty({2})};
+    auto future = all_gather(outputs, at::full({2}, rank, at::kFloat), {}, /*async_op=*/true)->getFuture();
+    future->waitAndThrow();
+    const auto gathered = future->value().toTensorVector();
+    ASSERT_EQ(gathered.size(), 1u);
+    EXPECT_TRUE(at::equal(gathered[0], at::tensor({0.F, 0.F, 1.F, 1.F}).view({2, 2})));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep
