@@ -158,7 +158,7 @@ def test_a_callback_may_wait_for_another_collective():
 
 
 def run_dropped(rank, world):
-    """Nobody keeps works or tensors: the engine lets them go, which needs the GIL, while we hold it and ask for more."""
+    """Nobody keeps works or tensors: the engine lets them go, which needs the GIL, while we hold it and ask on."""
     told = []
     for number in range(3000):
         work = dist.all_reduce(torch.full((2,), float(number)), async_op=True)
