@@ -40,6 +40,7 @@ code is PyTorch's; what differs:
 - The tests' barrier between ranks, a loop over files, looks every 5 ms instead of every 100.
 - The skips "Only MPI supports all_to_all" and "Only MPI supports CPU all_to_all_single" are lifted: they are older than
   Gloo's all_to_all, and these are the only tests of it on CPUs.
+- `lockstep` joins the list of backends whose profiler events the tests of collectives look at.
 - No GPU is visible, OMP_NUM_THREADS is 1, and all traffic stays on the loopback interface.
 """
 
@@ -86,8 +87,9 @@ def summary(runs, sizes):
         for module in sorted({suites.module_of(name) for run in at_size.values() for name in run.tests}):
             rows.append([f"`{module}`", size if module == suites.MAIN else "own",
                          *(counts(at_size.get(backend), module) for backend in suites.BACKENDS)])
-    return ("Each cell: passed / skipped / failed, time of the tests. Ranks \"own\": the tests fix their number,\n"
-            "mostly 4, and the backend's name, so that there is nothing to run with `lockstep`.\n\n"
+    return ("Each cell: passed / skipped / failed, time of the tests (no measure of speed: some run at once, and most of\n"
+            "it goes into starting processes). Ranks \"own\": the tests fix their number, mostly 4, and the backend's\n"
+            "name, so that there is nothing to run with `lockstep`.\n\n"
             + table(["module", "ranks", *(f"`{backend}`" for backend in suites.BACKENDS)], rows))
 
 

@@ -147,8 +147,7 @@ def tests_of_distributed_test():
     module = importlib.import_module(f"{PACKAGE}.{MAIN}")
     ranks.poll_barrier_faster(module)
     lift_outdated_skips(module.DistributedTest._DistTestBase)
-    for supported in (module.PROFILING_SUPPORTED_BACKENDS, module.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
-        supported.append("lockstep")  # so that its profiler events are looked at too
+    module.PROFILING_SUPPORTED_BACKENDS.append("lockstep")  # so that its collectives' profiler events are looked at too
 
     class TestDistBackendWithSpawn(module.TestDistBackend, module.DistributedTest._DistTestBase):
         """As in PyTorch's test/distributed/test_distributed_spawn.py, which the wheel lacks."""
