@@ -52,8 +52,8 @@ OUTDATED_SKIPS = ("Only MPI supports CPU all_to_all_single", "Only MPI supports 
 
 
 # Variables of the caller that would change what the tests do, by their beginnings.
-DISTURBING = ("LOCKSTEP_REPLACE_GLOO", "TORCH_", "TORCHELASTIC_", "PYTORCH_TEST", "RPC_INIT_WITH_TCP", "MASTER_", "GLOO_",
-              "TP_", "NCCL_", "DISTRIBUTED_TESTS_")
+DISTURBING = ("LOCKSTEP_REPLACE_GLOO", "TORCH_", "TORCHELASTIC_", "PYTORCH_TEST", "RPC_INIT_WITH_TCP", "MASTER_",
+              "GLOO_", "TP_", "NCCL_", "DISTRIBUTED_TESTS_")
 
 
 class SuiteError(Exception):

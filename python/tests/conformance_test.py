@@ -29,8 +29,8 @@ BACKENDS = [word for backend in suites.BACKENDS for word in ("--backend", backen
 # What distributed_test exercises on CPUs; each must be among the passed. It has no reduce_scatter without GPUs.
 OPERATIONS = ("all_gather", "all_gather_coalesced_simple", "all_gather_object_default_pg", "all_reduce_sum",
               "all_reduce_coalesced_sum", "all_to_all_single_equal_split", "barrier", "batch_isend_irecv_gloo",
-              "broadcast", "gather", "gather_object", "irecv", "isend", "monitored_barrier_gloo", "reduce_sum", "scatter",
-              "scatter_object_list", "send_recv", "send_recv_any_source", "sparse_all_reduce_sum",
+              "broadcast", "gather", "gather_object", "irecv", "isend", "monitored_barrier_gloo", "reduce_sum",
+              "scatter", "scatter_object_list", "send_recv", "send_recv_any_source", "sparse_all_reduce_sum",
               "DistributedDataParallelCPU", "get_future")
 LEAST_PASSED = 120  # tests of distributed_test that gloo passes with 4 ranks; fewer means that they did not really run
 
