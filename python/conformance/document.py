@@ -87,9 +87,9 @@ def summary(runs, sizes):
         for module in sorted({suites.module_of(name) for run in at_size.values() for name in run.tests}):
             rows.append([f"`{module}`", size if module == suites.MAIN else "own",
                          *(counts(at_size.get(backend), module) for backend in suites.BACKENDS)])
-    return ("Each cell: passed / skipped / failed, time of the tests (no measure of speed: some run at once, and most\n"
-            "of it goes into starting processes). Ranks \"own\": the tests fix their number, mostly 4, and the backend's\n"
-            "name, so that there is nothing to run with `lockstep`.\n\n"
+    return ("Each cell: passed / skipped / failed, time of the tests (no measure of speed: some run at once, and\n"
+            "most of it goes into starting processes). Ranks \"own\": the tests fix their number, mostly 4, and the\n"
+            "backend's name, so that there is nothing to run with `lockstep`.\n\n"
             + table(["module", "ranks", *(f"`{backend}`" for backend in suites.BACKENDS)], rows))
 
 

@@ -9,7 +9,8 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TRACEBACK_SIGNAL = signal.SIGUSR2  # ranks answer it with the stacks of their threads (faulthandler)
-TRACEBACK_SECONDS = 0.5
+TRACEBACK_SECONDS = 5  # at most, for one process
+QUIET_SECONDS = 0.2  # without output, after which a process is taken to have written all
 
 
 def _prctl(option, value):
@@ -59,10 +60,30 @@ def signal_all(pids, number):
             os.kill(pid, number)
 
 
-def show_tracebacks(root):
-    """Asks all Python processes below root for their stacks, and gives them a moment to write them."""
-    signal_all(descendants(root), TRACEBACK_SIGNAL)
-    time.sleep(TRACEBACK_SECONDS)
+def show_tracebacks(root, output):
+    """Lets the processes below root write their stacks, one after the other, to the file whose descriptor this is."""
+    for pid in descendants(root):
+        if not handles(pid, TRACEBACK_SIGNAL):
+            continue
+        before = size = os.fstat(output).st_size
+        signal_all([pid], TRACEBACK_SIGNAL)
+        end = quiet = time.monotonic() + TRACEBACK_SECONDS
+        while time.monotonic() < min(end, quiet):
+            time.sleep(QUIET_SECONDS / 10)
+            if os.fstat(output).st_size != size:
+                size, quiet = os.fstat(output).st_size, time.monotonic() + QUIET_SECONDS
+        if size > before:
+            os.write(output, f"\n(above: the threads of process {pid})\n\n".encode())
+
+
+def handles(pid, number):
+    """Whether the process has a handler for the signal, which would end it otherwise."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/status") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def kill_descendants():

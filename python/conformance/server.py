@@ -75,7 +75,7 @@ class Server:
         try:
             status = processes.wait_for_exit(child, deadline)
             if status is None:
-                processes.show_tracebacks(parent)
+                processes.show_tracebacks(parent, output)
         finally:
             processes.kill_descendants()
         with os.fdopen(reader) as pipe:
