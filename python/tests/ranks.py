@@ -151,8 +151,10 @@ class _Server:
 
     def __init__(self):
         self._connection, theirs = Pipe()
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-ranks-", ignore_cleanup_errors=True)
         environment = {name: value for name, value in os.environ.items() if not _of_a_launcher(name)}
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        environment["TMPDIR"] = self._folder.name
         environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # torch's about names that are to change
         command = [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
@@ -188,6 +190,7 @@ class _Server:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+        self._folder.cleanup()
 
 
 _running: list = []
@@ -254,7 +257,7 @@ class _Ranks:
 
     def __init__(self, task, function):
         self._task, self._function = task, function
-        self._folder = tempfile.mkdtemp(prefix="lockstep-ranks-")
+        self._folder = tempfile.mkdtemp()
         self._outcomes = [Outcome(rank) for rank in range(task.world_size)]
         self._pids, self._pidfds, self._pipes, self._logs = [], [], [], []
         self._results = [b""] * task.world_size

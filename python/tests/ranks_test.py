@@ -100,7 +100,9 @@ def test_dies_with_the_tests(tmp_path):
     os.mkfifo(fifo)
     script = f"import ranks, ranks_test; ranks.run_ranks(ranks_test.reports_and_hangs, 2, {str(fifo)!r}, backend=None)"
     folder = os.path.dirname(__file__)
-    with subprocess.Popen([sys.executable, "-c", script], cwd=folder, start_new_session=True) as client:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed leaves files
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True) as client:
         pids = [int(line) for line in lines_of(fifo, 2)]
         client.kill()
     assert len(pids) == 2 and all(ends(pid) for pid in pids)
