@@ -73,7 +73,6 @@ def test_accelerate_by_a_variable(tmp_path, plain):
     check_accelerate(tmp_path, plain)
 
 
-@pytest.mark.long
 def test_accelerate_by_our_runner(tmp_path, plain):
     run_python(*TORCHRUN, *RUNNER, ACCELERATE, tmp_path)
     check_accelerate(tmp_path, plain)
@@ -84,7 +83,6 @@ def test_lightning_by_a_call(tmp_path, plain):
     check_lightning(tmp_path, plain)
 
 
-@pytest.mark.long
 def test_lightning_by_a_variable(tmp_path, plain):
     """Lightning spawns the processes."""
     run_python(LIGHTNING, tmp_path, "ddp_spawn", environment=REPLACE)
