@@ -10,7 +10,9 @@ Config setting `prebuilt=FOLDER` (pip's -C) packs what `cmake --install BUILD --
 from a build that is there already, and compiles nothing.
 """
 
+import atexit
 import contextlib
+import functools
 import importlib.util
 import os
 import pathlib
@@ -19,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 
 from scikit_build_core import build as _skbuild
 
@@ -122,6 +125,25 @@ def compile_jobs():
     return str(max(1, min(len(os.sched_getaffinity(0)), memory // 2**31)))
 
 
+@functools.cache
+def aside():
+    """A folder outside of the checkout, until this process ends."""
+    folder = tempfile.mkdtemp(prefix="lockstep-wheel-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return pathlib.Path(folder)
+
+
+@functools.cache
+def copy_aside(part):
+    """A copy of a file or folder in aside(): scikit-build-core silently leaves out what git ignores, as build/ is."""
+    copy = aside() / part.name
+    if part.is_dir():
+        shutil.copytree(part, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copy2(part, copy)
+    return copy
+
+
 def settings_for(config_settings):
     """scikit-build-core's settings for ours, and the environment for CMake."""
     settings = dict(config_settings or {})
@@ -131,7 +153,8 @@ def settings_for(config_settings):
         if not all(part.exists() for part in parts):
             fail(f"prebuilt is {prebuilt}, and {' or '.join(part.name for part in parts)} is missing there",
                  "cmake --install BUILD --component python --prefix FOLDER, and name that folder")
-        settings |= {"wheel.cmake": "false", "wheel.platlib": "true", "wheel.packages": ";".join(map(str, parts))}
+        settings |= {"wheel.cmake": "false", "wheel.platlib": "true",
+                     "wheel.packages": ";".join(str(copy_aside(part)) for part in parts)}
     os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", compile_jobs())
     folder = find_torch()
     if folder:

@@ -275,7 +275,7 @@ WaitPolicy GroupChannel::policy_for(int rank) const {
   // Of the last operation, whose announcements this rank has read.
   if (block(rank).slots[(sequence() - 1) & 1].cpu != static_cast<uint16_t>(current_cpu())) return policy_;
   if (rank < rank_) move_to_another_cpu();
-  return {0, policy_.yields};
+  return {0, policy_.yields, policy_.gives_up_yielding};
 }
 
 template <class Arrived>

@@ -14,12 +14,12 @@ namespace lockstep::transport {
 WaitPolicy choose_wait_policy(int ranks, int cores, bool background) {
   if (background) {
     // The compute threads keep `ranks` cores busy; only cores beyond them may be burnt.
-    return cores >= 2 * ranks ? WaitPolicy{200, 100} : WaitPolicy{0, 0};
+    return cores >= 2 * ranks ? WaitPolicy{200, 100, true} : WaitPolicy{0, 0};
   }
   // Spins cover an exchange between two cores (under 1 µs) and a rank that is a little late; about 15 µs.
   // Yields come soon, for with other load on the machine the awaited rank may be queued behind this very
   // waiter.
-  if (ranks <= cores) return {200, 100};
+  if (ranks <= cores) return {200, 100, true};
   // More ranks than cores: whoever is waited for needs this core.
   return {20, 200};
 }

@@ -13,6 +13,9 @@ namespace lockstep::transport {
 struct WaitPolicy {
   int spins = 0;   // rounds with a pause instruction
   int yields = 0;  // rounds with sched_yield, which lets another rank on this core run
+  // Yields no more once others have had the core for long: it is busy with more than this job's ranks then,
+  // and whoever sleeps is served before whoever yields.
+  bool gives_up_yielding = false;
 };
 
 /// The policy for `ranks` waiting ranks on `cores` cores. `background`: the waiter is a communication thread
@@ -49,8 +52,7 @@ inline void pause() {
   asm volatile("yield");
 #endif
 }
-/// Whether others have had the core for long: then it is busy with more than this job's ranks, and whoever
-/// sleeps is served before whoever yields.
+/// Whether others have had the core for long.
 bool yield();
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
 }  // namespace detail
@@ -64,9 +66,9 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
     detail::pause();
   }
   for (int i = 0; i < policy.yields; ++i) {
-    const bool others_run = detail::yield();
+    const bool for_long = detail::yield();
     if (ready()) return true;
-    if (others_run) break;
+    if (for_long && policy.gives_up_yielding) break;
   }
   while (!deadline.expired()) {
     const uint32_t seen = bell.rings.load(std::memory_order_relaxed);
