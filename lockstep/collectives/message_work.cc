@@ -84,8 +84,14 @@ void MessageWork::complete(const std::exception_ptr& error) {
     duration_ = std::chrono::steady_clock::now() - started_;
     future = future_;
   });
-  // Not in the call_once: a callback may want Python's GIL, whose holder may wait for that.
   if (!future) return;
+  // The future's callbacks may wait, for other messages or for Python's GIL: not in this thread, which may be
+  // a user's who is about to do what they wait for.
+  channel_->messages().tell_in_background(
+      [self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this), future] { self->tell(future); });
+}
+
+void MessageWork::tell(const c10::intrusive_ptr<c10::ivalue::Future>& future) const {
   error_ ? future->setError(error_)
          : future->markCompleted(c10::IValue(std::vector<at::Tensor>{message_.tensor}));
 }
@@ -159,11 +165,7 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   std::unique_lock lock(mutex_);
   if (future_) return future_;
   auto future = future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-  if (!done_) {
-    lock.unlock();
-    channel_->messages().let_callback_block(handle_);
-    return future;
-  }
+  if (!done_) return future;
   const auto error = error_;
   lock.unlock();
   error ? future->setError(error)

@@ -46,6 +46,7 @@ class MessageWork final : public c10d::Work {
 
  private:
   void complete(const std::exception_ptr& error);  // once, after the channel is done with it
+  void tell(const c10::intrusive_ptr<c10::ivalue::Future>& future) const;
   std::exception_ptr in_words(const std::exception_ptr& error) const;
 
   std::shared_ptr<transport::GroupChannel> channel_;

@@ -163,29 +163,42 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
   work->done_ = true;
   work->duration_ = duration;
   changed_.notify_all();
-  if (work->future_) tell_future(lock, *work, serving);
+  if (work->future_) tell_future(lock, work, serving);
   lock.unlock();
   work = nullptr;  // may be the last reference to tensors, too
   lock.lock();
   return interruption;
 }
 
-/// Runs the callbacks of an operation's future.
-void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock, OperationWork& work, bool* serving) {
-  // A callback may wait for operations, which then must not wait for this thread.
+/// Runs the callbacks of an operation's future, which may wait: for further operations, or for what a user's
+/// thread does after this wait. So not in such a thread; and a communication thread does not serve meanwhile.
+void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
+                                 const c10::intrusive_ptr<OperationWork>& work, bool* serving) {
   ++telling_;
-  if (serving != nullptr) serving_ = false;
+  if (serving == nullptr) {
+    run_in_background([self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
+      work->complete_future();
+      work = nullptr;
+      std::lock_guard lock(self->mutex_);
+      --self->telling_;
+      self->changed_.notify_all();
+    });
+    return;
+  }
+  serving_ = false;
   if (!queue_.empty()) start_thread();
   lock.unlock();
-  // Neither changes any more.
-  work.error_ ? work.future_->setError(work.error_) : work.future_->markCompleted(work.future_value());
+  work->complete_future();
   lock.lock();
   --telling_;
-  if (serving != nullptr) {
-    *serving = !serving_;
-    serving_ = true;
-  }
+  *serving = !serving_;
+  serving_ = true;
   changed_.notify_all();
+}
+
+void OperationWork::complete_future() {
+  // Neither changes any more.
+  error_ ? future_->setError(error_) : future_->markCompleted(future_value());
 }
 
 void OperationQueue::serve() {

@@ -46,6 +46,7 @@ class OperationWork final : public c10d::Work {
 
   std::shared_ptr<OperationQueue> queue_;
   c10::IValue future_value() const;
+  void complete_future();
 
   std::vector<at::Tensor> outputs_;
   const bool outputs_are_one_;
@@ -63,7 +64,7 @@ class OperationWork final : public c10d::Work {
 /// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a
 /// synchronous call costs no thread. Operations that nobody waits for are run by a communication thread,
 /// which the queue borrows while there are such. At most one operation runs at a time. Callbacks of futures
-/// run after their operation, beside the next ones, so they may wait for further operations. Thread-safe.
+/// run on communication threads, beside the next operations, so they may wait for these. Thread-safe.
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
  public:
   OperationQueue() = default;
@@ -91,7 +92,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance,
                         // calls it
   void serve();
-  void tell_future(std::unique_lock<std::mutex>& lock, OperationWork& work, bool* serving);
+  void tell_future(std::unique_lock<std::mutex>& lock, const c10::intrusive_ptr<OperationWork>& work,
+                   bool* serving);
 
   ForkGuard fork_guard_;
   /// No tensor, work, future or exception may go while it is held: their ends may want Python's GIL, whose

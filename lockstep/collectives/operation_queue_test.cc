@@ -62,6 +62,33 @@ TEST(Futures, CallbacksMayWaitForMessages) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     const int peer = 1 - rank;
+    // Small ones are often done in one go, and then one thread has the callbacks of all.
+    for (int round = 0; round < 200; ++round) {
+      const int64_t size = round % 2 == 0 ? 10 : 20'000;
+      std::vector<at::Tensor> in;
+      std::vector<c10::intrusive_ptr<c10::ivalue::Future>> received, sent;
+      for (int tag = 0; tag < 3; ++tag) in.push_back(at::empty({size}));
+      for (int tag = 0; tag < 3; ++tag) received.push_back(irecv(in[tag], peer, {}, tag)->getFuture());
+      auto all = received[0]->then(
+          [=](c10::ivalue::Future&) {
+            for (int tag = 1; tag < 3; ++tag) received[tag]->waitAndThrow();
+            return c10::IValue();
+          },
+          c10::NoneType::get());
+      for (int tag = 0; tag < 3; ++tag) {
+        sent.push_back(isend(at::full({size}, 10 * rank + tag, at::kFloat), peer, {}, tag)->getFuture());
+      }
+      all->waitAndThrow();
+      for (auto& one : sent) one->waitAndThrow();
+      for (int tag = 0; tag < 3; ++tag) ASSERT_EQ(in[tag][0].item<float>(), 10 * peer + tag);
+    }
+  });
+}
+
+TEST(Futures, CallbacksMayWaitForLargeMessages) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const int peer = 1 - rank;
     at::Tensor out = at::full({100'000}, rank, at::kFloat), in = at::empty({100'000});
     at::Tensor later_out = at::full({50'000}, 10 + rank, at::kFloat), later_in = at::empty({50'000});
     auto sent = isend(out, peer)->getFuture();

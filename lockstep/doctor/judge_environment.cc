@@ -16,16 +16,27 @@ using Environment = std::map<std::string, std::string>;
 
 /// Every variable with Lockstep's prefix that somebody reads; docs/launching.md says what for.
 constexpr std::string_view kOwnVariables[] = {
-    "LOCKSTEP_BENCH_CHANNEL", "LOCKSTEP_BIN_DIR",
-    "LOCKSTEP_BUILD_DIR",     "LOCKSTEP_CPU_CAPABILITY",
-    "LOCKSTEP_DATASETS",      "LOCKSTEP_DATA_DIR",
-    "LOCKSTEP_EXIT_BOARD_FD", "LOCKSTEP_FAILPOINTS",
-    "LOCKSTEP_FLIGHT_DIR",    "LOCKSTEP_FLIGHT_RECORDS",
-    "LOCKSTEP_FLIGHT_SIGNAL", "LOCKSTEP_JOBS",
-    "LOCKSTEP_LOG",           "LOCKSTEP_MAX_OBJECT_BYTES",
-    "LOCKSTEP_PYTHON",        "LOCKSTEP_RUN",
-    "LOCKSTEP_SEGMENT_MB",    "LOCKSTEP_SKIP_PACKAGES",
-    "LOCKSTEP_SPAWN",         "LOCKSTEP_TERMINAL_COLUMNS",
+    "LOCKSTEP_BENCH_CHANNEL",
+    "LOCKSTEP_BIN_DIR",
+    "LOCKSTEP_BUILD_DIR",
+    "LOCKSTEP_CPU_CAPABILITY",
+    "LOCKSTEP_DATASETS",
+    "LOCKSTEP_DATA_DIR",
+    "LOCKSTEP_EXIT_BOARD_FD",
+    "LOCKSTEP_FAILPOINTS",
+    "LOCKSTEP_FLIGHT_DIR",
+    "LOCKSTEP_FLIGHT_RECORDS",
+    "LOCKSTEP_FLIGHT_SIGNAL",
+    "LOCKSTEP_JOBS",
+    "LOCKSTEP_LOG",
+    "LOCKSTEP_MAX_OBJECT_BYTES",
+    "LOCKSTEP_PYTHON",
+    "LOCKSTEP_REPLACE_GLOO",
+    "LOCKSTEP_RUN",
+    "LOCKSTEP_SEGMENT_MB",
+    "LOCKSTEP_SKIP_PACKAGES",
+    "LOCKSTEP_SPAWN",
+    "LOCKSTEP_TERMINAL_COLUMNS",
     "LOCKSTEP_TORCH",
 };
 
@@ -86,6 +97,9 @@ size_t distance(std::string_view a, std::string_view b) {
 
 void judge_own_variables(const Environment& environment, Findings& findings) {
   judge_word(environment, "LOCKSTEP_LOG", {"error", "warning", "info", "debug"}, findings);
+  // As python/lockstep/_autoload.py reads it.
+  judge_word(environment, "LOCKSTEP_REPLACE_GLOO", {"1", "0", "true", "false", "yes", "no", "on", "off"},
+             findings);
   judge_word(environment, "LOCKSTEP_CPU_CAPABILITY", {"default", "avx2", "avx512"}, findings);
   judge_number(environment, "LOCKSTEP_SEGMENT_MB", 1, 1 << 20, findings);
   judge_number(environment, "LOCKSTEP_FLIGHT_RECORDS", 0, 50000, findings);

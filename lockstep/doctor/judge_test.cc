@@ -296,6 +296,8 @@ INSTANTIATE_TEST_SUITE_P(
              "divided by ranks"},
         Case{"odd threads", set_variable("OMP_NUM_THREADS", "two"), kWarning, "threads", "'two'", "number"},
         Case{"no such thread", set_variable("OMP_NUM_THREADS", "0"), kWarning, "threads", "'0'", "number"},
+        Case{"replace_gloo", set_variable("LOCKSTEP_REPLACE_GLOO", "maybe"), kProblem, "variables",
+             "LOCKSTEP_REPLACE_GLOO is 'maybe'", "set it to one of 1, 0, true, false, yes, no, on, off"},
         Case{"log", set_variable("LOCKSTEP_LOG", "loud"), kProblem, "variables", "LOCKSTEP_LOG is 'loud'",
              "error, warning, info, debug"},
         Case{"capability", set_variable("LOCKSTEP_CPU_CAPABILITY", "sse"), kProblem, "variables", "'sse'",

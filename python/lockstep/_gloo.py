@@ -7,7 +7,6 @@ from torch.distributed import distributed_c10d
 from lockstep import _backend
 
 _Gloo = _c10d.ProcessGroupGloo if dist.is_gloo_available() else None
-_DEFAULT_TIMEOUT = dist.constants.default_pg_timeout if hasattr(dist, "constants") else distributed_c10d.default_pg_timeout
 _replaced = False
 
 
@@ -29,9 +28,9 @@ class _StandIn(type):
 class ProcessGroupGloo(metaclass=_StandIn):
     """Called as torch's class of that name, ProcessGroupGloo(store, rank, size, timeout or options); gives the engine."""
 
-    def __new__(cls, store, rank, size, timeout=_DEFAULT_TIMEOUT, group_name="gloo"):
-        options_timeout = getattr(timeout, "_timeout", None)
-        return _backend.create(store, rank, size, options_timeout or timeout, group_name, stands_in_for_gloo=True)
+    def __new__(cls, store, rank, size, timeout=distributed_c10d.default_pg_timeout, group_name="gloo"):
+        timeout = getattr(timeout, "_timeout", timeout)  # of options
+        return _backend.create(store, rank, size, timeout, group_name, stands_in_for_gloo=True)
 
 
 ProcessGroupGloo.__module__ = "torch.distributed.distributed_c10d"

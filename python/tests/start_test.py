@@ -1,4 +1,4 @@
-"""Every way to start: by hand with env://, tcp:// and file://, under torchrun, and with torch.multiprocessing.spawn."""
+"""Every way to start: by hand with env://, tcp:// and file://, under torchrun, and by torch.multiprocessing."""
 
 import os
 
@@ -71,5 +71,18 @@ def test_torchrun():
     assert sorted(run_python(*arguments, START, "env", BACKEND).splitlines()) == LINES
 
 
-def test_spawn():
-    assert sorted(run_python(START, "spawn", BACKEND).splitlines()) == LINES
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_multiprocessing(method):
+    assert sorted(run_python(START, method, BACKEND).splitlines()) == LINES
+
+
+def test_another_backend_for_another_device():
+    """CPU tensors go to ours; the other one must only be there."""
+    assert sorted(run_python(START, "fork", f"cpu:{BACKEND},cuda:gloo").splitlines()) == LINES
+
+
+@pytest.mark.gpu
+def test_beside_nccl(tmp_path):
+    gpus = {"CUDA_VISIBLE_DEVICES": "0", "RANK": 0, "WORLD_SIZE": 1}
+    text = run_python(START, f"file://{tmp_path}/store", f"cpu:{BACKEND},cuda:nccl", environment=gpus)
+    assert text == f"rank 0 of 1: 1.0 by {ENGINE}\n"

@@ -120,7 +120,6 @@ bool MessageChannel::wait(const Handle& request, const Deadline& until) {
   while (!request->done && !until.expired()) {
     if (!driving_) {
       drive(lock, request.get(), until);
-      run_callbacks(lock);
     } else {
       // The background thread gives way, another waiter advances this request too.
       if (waiters_ == 1) members_->block(members_->rank()).messages.notify();
@@ -165,20 +164,24 @@ void MessageChannel::close() {
 
 void MessageChannel::advance_in_background() {
   Lock lock(mutex_);
-  serve_in_background(lock);
-}
-
-void MessageChannel::serve_in_background(Lock& lock) {
   if (serving_ || !busy() || closed_) return;
   serving_ = true;
   lock.unlock();
   run_in_background([this] { serve(); });
-  lock.lock();
 }
 
-void MessageChannel::let_callback_block(const Handle& request) {
-  Lock lock(mutex_);
-  request->callback_may_block = true;
+void MessageChannel::tell_in_background(std::function<void()> tell) {
+  {
+    Lock lock(mutex_);
+    ++telling_;
+  }
+  run_in_background([this, tell = std::move(tell)]() mutable {
+    tell();
+    tell = nullptr;  // what it holds goes without the lock
+    Lock lock(mutex_);
+    --telling_;
+    changed_.notify_all();
+  });
 }
 
 void MessageChannel::serve() {
@@ -189,26 +192,13 @@ void MessageChannel::serve() {
       changed_.wait(lock, [this] { return (!driving_ && waiters_ == 0) || !busy() || closed_; });
     } else {
       drive(lock, nullptr, Deadline::never());
-      if (finished_.empty()) continue;
-      // A callback may wait for messages, which then must not wait for this thread.
-      serving_ = false;
-      ++telling_;
-      const bool may_block = std::any_of(finished_.begin(), finished_.end(),
-                                         [](const Handle& request) { return request->callback_may_block; });
-      if (may_block) serve_in_background(lock);
-      run_callbacks(lock);
-      --telling_;
-      changed_.notify_all();
-      if (serving_) return;
-      serving_ = true;
     }
   }
   serving_ = false;
   changed_.notify_all();
 }
 
-/// Advances everything until `request` is done; without one, until nothing is left or somebody waits; and
-/// until there are callbacks to run, which is the caller's, who is not driving then.
+/// Advances everything until `request` is done; without one, until nothing is left or somebody waits.
 void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& until) {
   driving_ = true;
   const auto stop = c10::make_scope_exit([this] {
@@ -217,7 +207,7 @@ void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& u
   });
   while (true) {
     const bool moved = advance();
-    if (!finished_.empty()) break;
+    run_callbacks(lock);
     if (request != nullptr ? request->done || until.expired() : !busy() || waiters_ > 0 || closed_) break;
     if (!moved) sleep(lock, until, request == nullptr);
   }

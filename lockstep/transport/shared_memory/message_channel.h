@@ -47,7 +47,7 @@ class MessageChannel {
  public:
   static constexpr int kAnySource = -1;
 
-  /// Told the error of a request that is done, or null.
+  /// Told the error of a request that is done, or null, by whichever thread has advanced it; must not wait.
   using Callback = std::function<void(const std::exception_ptr& error)>;
 
   /// A send or receive in progress.
@@ -67,7 +67,6 @@ class MessageChannel {
     size_t moved = 0;                      // bytes copied so far
     bool done = false;
     std::exception_ptr error = nullptr;
-    bool callback_may_block = false;
   };
   using Handle = std::shared_ptr<Request>;
 
@@ -85,10 +84,12 @@ class MessageChannel {
   Handle receive(void* data, MessageKind kind, int from, int64_t tag, const Deadline& deadline,
                  Callback on_done = {});
 
-  /// Has the requests advanced even if nobody waits.
+  /// Has the requests advanced, and the others' callbacks run, even if nobody waits. A callback that may wait
+  /// for other messages calls it first.
   void advance_in_background();
-  /// `on_done` may wait for other messages; another thread then advances them meanwhile.
-  void let_callback_block(const Handle& request);
+  /// Runs it in a thread of its own: what may wait, for messages or for whoever has advanced them. close()
+  /// returns after it.
+  void tell_in_background(std::function<void()> tell);
   /// Returns when the request is done. False if `until` has passed first; the request goes on. Throws what an
   /// interrupt check throws (base/interrupt.h); the request goes on then, too.
   bool wait(const Handle& request, const Deadline& until = Deadline::never());
@@ -143,7 +144,6 @@ class MessageChannel {
   void drive(Lock& lock, const Request* request, const Deadline& until);
   void sleep(Lock& lock, const Deadline& until, bool background);
   void serve();
-  void serve_in_background(Lock& lock);
   bool busy() const { return !requests_.empty(); }
   uint32_t events() const;
 
@@ -163,7 +163,7 @@ class MessageChannel {
   bool driving_ = false;
   int waiters_ = 0;
   bool serving_ = false;
-  int telling_ = 0;  // background threads that run callbacks, beside who serves
+  int telling_ = 0;  // threads of tell_in_background()
   bool closed_ = false;
 };
 

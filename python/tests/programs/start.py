@@ -1,6 +1,6 @@
 """Starts in the given way, adds the ranks up, and tells it: one line from each rank.
 
-    python start.py env|spawn|tcp://…|file://… [BACKEND]
+    python start.py env|fork|spawn|tcp://…|file://… [BACKEND]
 """
 
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def main(rank, place, world_size, backend):
-    if backend == "lockstep":
+    if "lockstep" in backend:
         import lockstep  # noqa: F401  registers the backend
     dist.init_process_group(backend, init_method=place, rank=rank, world_size=world_size)
     total = torch.tensor([dist.get_rank() + 1.0])
@@ -25,9 +25,10 @@ def main(rank, place, world_size, backend):
 
 if __name__ == "__main__":
     way, backend = sys.argv[1], (sys.argv[2:] or ["lockstep"])[0]
-    if way == "spawn":
+    if way in ("fork", "spawn"):
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(main, (f"file://{folder}/store", 2, backend), nprocs=2)
+            arguments = (f"file://{folder}/store", 2, backend)
+            torch.multiprocessing.start_processes(main, arguments, nprocs=2, start_method=way)
     elif way == "env":
         main(-1, "env://", -1, backend)
     else:
