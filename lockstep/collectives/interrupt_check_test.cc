@@ -2,6 +2,7 @@
 #include <functional>
 #include <gmock/gmock.h>
 #include <stdexcept>
+#include <thread>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -24,8 +25,11 @@ struct Pressed final : std::runtime_error, Interruption {
 };
 
 std::atomic<bool> pressed{false};
+const std::thread::id main_thread = std::this_thread::get_id();
+
+/// In the main thread alone, as Python's signals.
 void check() {
-  if (pressed.exchange(false)) throw Pressed();
+  if (std::this_thread::get_id() == main_thread && pressed.exchange(false)) throw Pressed();
 }
 
 struct Waiting {

@@ -1,3 +1,4 @@
+#include <system_error>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -8,6 +9,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/interrupt.h>
+#include <lockstep/base/log.h>
 #include <lockstep/base/thread_cache.h>
 #include <lockstep/collectives/operation_queue.h>
 
@@ -174,17 +176,26 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
 /// thread does after this wait. So not in such a thread; and a communication thread does not serve meanwhile.
 void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
                                  const c10::intrusive_ptr<OperationWork>& work, bool* serving) {
-  ++telling_;
   if (serving == nullptr) {
-    run_in_background([self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
+    try {
+      run_in_background(
+          [self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
+            work->complete_future();
+            work = nullptr;
+            std::lock_guard lock(self->mutex_);
+            --self->telling_;
+            self->changed_.notify_all();
+          });
+      ++telling_;  // it waits for the lock
+    } catch (const std::system_error& error) {
+      LOCKSTEP_LOG(kWarning) << "callbacks run in the thread that waits: " << error.what();
+      lock.unlock();
       work->complete_future();
-      work = nullptr;
-      std::lock_guard lock(self->mutex_);
-      --self->telling_;
-      self->changed_.notify_all();
-    });
+      lock.lock();
+    }
     return;
   }
+  ++telling_;
   serving_ = false;
   if (!queue_.empty()) start_thread();
   lock.unlock();

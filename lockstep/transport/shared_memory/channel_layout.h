@@ -30,7 +30,8 @@ struct alignas(64) Slot {
   uint64_t memory_offset;  // where the rank's data lie in its arena …
   uint32_t memory_segment;
   uint16_t has_memory;  // … if they do
-  uint16_t cpu;         // on which the rank ran then
+  /// On which the rank ran then. Others may look while the next but one announcement is written: a hint.
+  std::atomic<uint16_t> cpu;
   std::array<std::byte, kDetailBytes> details;
 };
 static_assert(sizeof(Slot) == 128);

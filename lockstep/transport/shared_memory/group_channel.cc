@@ -92,7 +92,7 @@ void GroupChannel::announce(const Announcement& announcement) {
   own.digest = announcement.digest;
   own.details = announcement.details;
   own.has_memory = announcement.memory.has_value();
-  own.cpu = static_cast<uint16_t>(current_cpu());
+  own.cpu.store(static_cast<uint16_t>(current_cpu()), std::memory_order_relaxed);
   if (announcement.memory) {
     own.memory_segment = announcement.memory->segment;
     own.memory_offset = announcement.memory->offset;
@@ -272,8 +272,8 @@ std::byte* GroupChannel::scratch_of(int rank) {
 WaitPolicy GroupChannel::policy_for(int rank) const {
   const bool may_spin = policy_.spins >= foreground_policy_.spins && spin_apart_;
   if (!may_spin || size() > kFlatRanks || sequence() < 2 || rank == rank_) return policy_;
-  // Of the last operation, whose announcements this rank has read.
-  if (block(rank).slots[(sequence() - 1) & 1].cpu != static_cast<uint16_t>(current_cpu())) return policy_;
+  const auto& last = block(rank).slots[(sequence() - 1) & 1];
+  if (last.cpu.load(std::memory_order_relaxed) != static_cast<uint16_t>(current_cpu())) return policy_;
   if (rank < rank_) move_to_another_cpu();
   return {0, policy_.yields, policy_.gives_up_yielding};
 }

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <new>
 #include <sstream>
+#include <system_error>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -11,6 +12,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/interrupt.h>
+#include <lockstep/base/log.h>
 #include <lockstep/base/thread_cache.h>
 #include <lockstep/transport/shared_memory/message_channel.h>
 
@@ -175,13 +177,19 @@ void MessageChannel::tell_in_background(std::function<void()> tell) {
     Lock lock(mutex_);
     ++telling_;
   }
-  run_in_background([this, tell = std::move(tell)]() mutable {
+  const auto run = [this](std::function<void()>& tell) {
     tell();
     tell = nullptr;  // what it holds goes without the lock
     Lock lock(mutex_);
     --telling_;
     changed_.notify_all();
-  });
+  };
+  try {
+    run_in_background([run, tell]() mutable { run(tell); });
+  } catch (const std::system_error& error) {
+    LOCKSTEP_LOG(kWarning) << "a callback runs in the thread of a message: " << error.what();
+    run(tell);
+  }
 }
 
 void MessageChannel::serve() {
