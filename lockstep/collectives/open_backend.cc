@@ -12,6 +12,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/per_process.h>
+#include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/collectives/internal/transport_options.h>
 #include <lockstep/collectives/open_backend.h>
 #include <lockstep/rendezvous/roll_call.h>
@@ -113,18 +114,6 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
   return made;
 }
 
-GroupChannel::AddressExchange through_store(c10d::Store& store, int rank, int size,
-                                            const Deadline& deadline) {
-  return [=, &store](uint64_t own) {
-    std::vector<uint64_t> words;
-    for (const auto& text :
-         exchange(store, "lockstep/addresses", rank, size, std::to_string(own), deadline)) {
-      words.push_back(std::stoull(text));
-    }
-    return words;
-  };
-}
-
 }  // namespace
 
 c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -140,8 +129,9 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
   auto mapping = find_shared_mapping(*store, rank, size, deadline);
   const bool is_new = mapping.transport == nullptr;
   if (is_new) mapping = make_mapping(*store, rank, size, options, deadline);
-  auto channel = GroupChannel::open(mapping.transport, mapping.members,
-                                    through_store(*store, rank, size, deadline), deadline);
+  const auto exchange = group_making::exchange_through_store(store, mapping.transport, mapping.members,
+                                                             "lockstep/addresses", "open_backend", deadline);
+  auto channel = GroupChannel::open(mapping.transport, mapping.members, exchange, deadline);
   auto backend = c10::make_intrusive<LockstepBackend>(
       std::move(channel), LockstepBackend::Settings{.name = options.group_name,
                                                     .timeout = options.timeout,

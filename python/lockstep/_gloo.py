@@ -7,6 +7,7 @@ from torch.distributed import distributed_c10d
 from lockstep import _backend
 
 _Gloo = _c10d.ProcessGroupGloo if dist.is_gloo_available() else None
+_KINDS = (_backend.ProcessGroupLockstep, _Gloo) if _Gloo else (_backend.ProcessGroupLockstep,)
 _replaced = False
 
 
@@ -14,10 +15,10 @@ class _StandIn(type):
     """isinstance(group, ProcessGroupGloo) holds for the engine, and still for true Gloo groups of before."""
 
     def __instancecheck__(cls, instance):
-        return isinstance(instance, (_backend.ProcessGroupLockstep, *([_Gloo] if _Gloo else [])))
+        return isinstance(instance, _KINDS)
 
     def __subclasscheck__(cls, subclass):
-        return issubclass(subclass, (_backend.ProcessGroupLockstep, *([_Gloo] if _Gloo else [])))
+        return issubclass(subclass, _KINDS)
 
     def __getattr__(cls, name):
         if _Gloo is None:

@@ -79,30 +79,6 @@ std::function<void()> watch(std::shared_ptr<transport::HostTransport> transport,
   };
 }
 
-/// The words of all members, who meet in the world's store under `key`.
-GroupChannel::AddressExchange exchange_through_store(const DefaultWorld& world,
-                                                     const std::vector<int>& members, std::string key,
-                                                     std::string identity, Deadline deadline) {
-  return [=, &store = *world.world.store, transport = world.transport](uint64_t own) {
-    const auto place = std::find(members.begin(), members.end(), transport->rank());
-    const int rank = static_cast<int>(place - members.begin());
-    failpoint::here("agree_on_group");
-    const auto values =
-        exchange(store, key, rank, static_cast<int>(members.size()), std::to_string(own) + ' ' + identity,
-                 deadline, watch(transport, members, identity));
-    failpoint::here("join_group");
-    std::vector<uint64_t> words;
-    for (size_t i = 0; i < members.size(); ++i) {
-      auto [word, theirs] = parse_store_value(values[i], members[i]);
-      TORCH_CHECK_WITH(DistBackendError, theirs == identity,
-                       "no process group was made, for its members asked for different ones: rank ",
-                       members[rank], ": ", identity, "; rank ", members[i], ": ", theirs);
-      words.push_back(word);
-    }
-    return words;
-  };
-}
-
 /// Opens the group, unregistered. Collective over the members.
 std::shared_ptr<Group> open(const DefaultWorld& world, const Plan& plan,
                             const GroupChannel::AddressExchange& exchange, Deadline deadline) {
@@ -151,6 +127,30 @@ std::pair<uint64_t, std::string> parse_store_value(const std::string& value, int
                    "the store holds ", value.size(), " bytes for rank ", rank,
                    " which no member wrote; do not write to the job's store under lockstep/");
   return {word, std::string(stop + 1, end)};
+}
+
+GroupChannel::AddressExchange exchange_through_store(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     std::shared_ptr<transport::HostTransport> transport,
+                                                     std::vector<int> members, std::string key,
+                                                     std::string identity, Deadline deadline) {
+  return [=](uint64_t own) {
+    const auto place = std::find(members.begin(), members.end(), transport->rank());
+    const int rank = static_cast<int>(place - members.begin());
+    failpoint::here("agree_on_group");
+    const auto values =
+        exchange(*store, key, rank, static_cast<int>(members.size()), std::to_string(own) + ' ' + identity,
+                 deadline, watch(transport, members, identity));
+    failpoint::here("join_group");
+    std::vector<uint64_t> words;
+    for (size_t i = 0; i < members.size(); ++i) {
+      auto [word, theirs] = parse_store_value(values[i], members[i]);
+      TORCH_CHECK_WITH(DistBackendError, theirs == identity,
+                       "no process group was made, for its members asked for different ones: rank ",
+                       members[rank], ": ", identity, "; rank ", members[i], ": ", theirs);
+      words.push_back(word);
+    }
+    return words;
+  };
 }
 
 Gather over_control(DefaultWorld& world, std::string call, Deadline deadline) {
@@ -246,7 +246,9 @@ void stand_by(const Gather& gather, size_t size) {
 std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
                                           const std::string& identity, Deadline deadline) {
   auto group =
-      open(world, plan, exchange_through_store(world, plan.ranks, key, identity, deadline), deadline);
+      open(world, plan,
+           exchange_through_store(world.world.store, world.transport, plan.ranks, key, identity, deadline),
+           deadline);
   // All members have joined, so all have read the store.
   if (plan.ranks.front() == world.world.rank) {
     forget_exchange(*world.world.store, key, static_cast<int>(plan.ranks.size()));
@@ -257,8 +259,8 @@ std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan&
 std::shared_ptr<GroupChannel> open_control(const DefaultWorld& world, Deadline deadline) {
   std::vector<int> everybody(world.world.world_size);
   std::iota(everybody.begin(), everybody.end(), 0);
-  const auto exchange =
-      exchange_through_store(world, everybody, "lockstep/control", "init_process_group", deadline);
+  const auto exchange = exchange_through_store(world.world.store, world.transport, everybody,
+                                               "lockstep/control", "init_process_group", deadline);
   return GroupChannel::open(world.transport, everybody, exchange, deadline);
 }
 

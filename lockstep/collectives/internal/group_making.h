@@ -69,8 +69,15 @@ std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan&
 /// The channel over which all ranks of a new world make their groups; through the store.
 std::shared_ptr<transport::GroupChannel> open_control(const DefaultWorld& world, Deadline deadline);
 
-/// What a member of open_through_store() writes into the store, taken apart: its address, a space, and the
-/// identity. Throws c10::DistStoreError that names the rank when no member wrote it.
+/// The words of all members (ranks of the transport, by group rank), who meet in the store under `key`, which
+/// must be new. Throws c10::DistBackendError when one has ended or has another `identity`, and as rendezvous'
+/// exchange() does.
+transport::GroupMembers::AddressExchange exchange_through_store(
+    const c10::intrusive_ptr<c10d::Store>& store, std::shared_ptr<transport::HostTransport> transport,
+    std::vector<int> members, std::string key, std::string identity, Deadline deadline);
+
+/// What a member of exchange_through_store() writes into the store, taken apart: its address, a space, and
+/// the identity. Throws c10::DistStoreError that names the rank when no member wrote it.
 std::pair<uint64_t, std::string> parse_store_value(const std::string& value, int rank);
 
 }  // namespace lockstep::group_making
