@@ -1,0 +1,47 @@
+#include <utility>
+
+#include <ATen/core/ivalue_inl.h>
+#include <ATen/core/jit_type.h>
+
+#include <lockstep/ddp/grad_bucket.h>
+
+namespace lockstep {
+namespace {
+
+at::Tensor only_tensor(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor();
+  const auto tensors = value.toTensorVector();
+  TORCH_CHECK(tensors.size() == 1, "the future of a communication hook must hold one tensor; it holds ",
+              tensors.size());
+  return tensors[0];
+}
+
+}  // namespace
+
+std::vector<at::Tensor> GradBucket::gradients() const {
+  if (buffer_.layout() != c10::kStrided) return {buffer_};
+  std::vector<at::Tensor> views;
+  int64_t offset = 0;
+  for (const at::Tensor& parameter : parameters_) {
+    views.push_back(buffer_.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
+    offset += parameter.numel();
+  }
+  return views;
+}
+
+HookFuture then(const HookFuture& future, std::function<at::Tensor(const at::Tensor&)> next) {
+  return future->then(
+      [next = std::move(next)](c10::ivalue::Future& done) {
+        if (done.hasError()) std::rethrow_exception(done.exception_ptr());
+        return c10::IValue(next(only_tensor(done.constValue())));
+      },
+      c10::TensorType::get());
+}
+
+HookFuture completed_future(const at::Tensor& value) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  future->markCompleted(value);
+  return future;
+}
+
+}  // namespace lockstep
