@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 
+#include <lockstep/collectives/memory_source.h>
 #include <lockstep/transport/shared_memory/arena.h>
 
 namespace lockstep {
@@ -11,9 +12,8 @@ namespace lockstep {
 /// those that code which knows nothing of Lockstep makes, such as the gradient buckets of torch's Reducer.
 ///
 /// What does not fit into the machine's shared memory comes from the usual allocator. The tensors may outlive
-/// this object and the group. One at a time in a thread; other threads are not touched. The first one puts an
-/// allocator in front of c10's CPU allocator, for good (c10/core/CPUAllocator.h); where another library has
-/// placed one of a higher priority there, nothing comes from the arena: see bytes().
+/// this object and the group. The innermost one of a thread counts; ended in reverse order, by the same
+/// thread. See exchange_memory_source() for what it needs; where that does not work, bytes() stays 0.
 class ArenaAllocation {
  public:
   explicit ArenaAllocation(std::shared_ptr<transport::Arena> arena);
@@ -22,12 +22,12 @@ class ArenaAllocation {
   ~ArenaAllocation();
 
   /// What this thread has got from the arena since.
-  size_t bytes() const { return bytes_; }
+  size_t bytes() const;
 
  private:
-  friend class ArenaAllocator;
-  std::shared_ptr<transport::Arena> arena_;
-  size_t bytes_ = 0;
+  class Source;
+  std::shared_ptr<Source> source_;
+  std::shared_ptr<MemorySource> before_;
 };
 
 }  // namespace lockstep

@@ -79,11 +79,18 @@ TEST(ArenaAllocator, RawMemoryIsFreedByItsAddress) {
   EXPECT_EQ(arena->bytes_in_use(), 0);
 }
 
-TEST(ArenaAllocator, OneAtATime) {
-  const auto arena = make_arena();
-  const ArenaAllocation allocation(arena);
-  const auto other = make_arena();
-  EXPECT_THROW(ArenaAllocation{other}, c10::Error);
+TEST(ArenaAllocator, TheInnermostCounts) {
+  const auto outer_arena = make_arena();
+  const auto inner_arena = make_arena();
+  const ArenaAllocation outer(outer_arena);
+  at::Tensor inside;
+  {
+    const ArenaAllocation inner(inner_arena);
+    inside = at::ones({100});
+  }
+  const at::Tensor after = at::ones({100});
+  EXPECT_TRUE(lies_in(*inner_arena, inside));
+  EXPECT_TRUE(lies_in(*outer_arena, after));
 }
 
 TEST(ArenaAllocator, AForkedChildLeavesTheParentsMemoryAlone) {

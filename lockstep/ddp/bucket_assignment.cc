@@ -6,17 +6,21 @@
 namespace lockstep {
 
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<ParameterSize>& sizes,
-                                                const std::vector<size_t>& order, size_t first_cap,
-                                                size_t cap) {
+                                                const std::vector<size_t>& order,
+                                                const std::vector<size_t>& caps) {
   struct Open {
     size_t bucket = 0;
     size_t bytes = 0;
     bool is_open = false;
-    bool is_first = true;
+    size_t closed = 0;  // buckets of this kind so far
   };
   std::vector<std::vector<size_t>> buckets;
   std::map<int, Open> open_by_kind;
   for (size_t index : order) {
+    if (sizes[index].alone) {
+      buckets.push_back({index});
+      continue;
+    }
     Open& open = open_by_kind[sizes[index].kind];
     if (!open.is_open) {
       open.bucket = buckets.size();
@@ -26,9 +30,9 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<ParameterSize>
     }
     buckets[open.bucket].push_back(index);
     open.bytes += sizes[index].bytes;
-    if (open.bytes >= (open.is_first ? first_cap : cap)) {
+    if (open.bytes >= caps[std::min(open.closed, caps.size() - 1)]) {
       open.is_open = false;
-      open.is_first = false;
+      ++open.closed;
     }
   }
   return buckets;

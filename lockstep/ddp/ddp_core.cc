@@ -1,9 +1,15 @@
+#include <algorithm>
+#include <set>
 #include <unordered_set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/ddp/ddp_core.h>
+#include <lockstep/ddp/delayed_all_reduce.h>
+#include <lockstep/ddp/mixed_precision.h>
 #include <lockstep/ddp/reducer.h>
 #include <lockstep/ddp/state_sync.h>
 
@@ -11,71 +17,290 @@ namespace lockstep {
 namespace {
 
 /// The parameters that are to be reduced: each once, though it may be registered under several names.
-std::vector<NamedTensor> reduced_parameters(const std::vector<NamedTensor>& parameters) {
-  std::vector<NamedTensor> reduced;
+std::vector<Reducer::Parameter> reduced_parameters(const std::vector<NamedTensor>& parameters,
+                                                   const std::vector<std::string>& sparse) {
+  std::vector<Reducer::Parameter> reduced;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& [name, parameter] : parameters) {
-    if (!parameter.defined() || !parameter.requires_grad()) continue;
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) reduced.emplace_back(name, parameter);
+    if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    reduced.push_back({name, parameter, std::find(sparse.begin(), sparse.end(), name) != sparse.end()});
   }
   return reduced;
 }
 
+void check_positive(const char* name, double mib) {
+  TORCH_CHECK_VALUE(mib > 0, name, " is ", mib, "; it must be more than 0");
+}
+
 void check_options(const DistributedDataParallelOptions& options) {
-  TORCH_CHECK_VALUE(options.bucket_cap_mb > 0, "bucket_cap_mb is ", options.bucket_cap_mb,
-                    "; it must be more than 0");
-  TORCH_CHECK_VALUE(options.first_bucket_cap_mb > 0, "first_bucket_cap_mb is ", options.first_bucket_cap_mb,
-                    "; it must be more than 0");
+  if (options.bucket_cap_mb) check_positive("bucket_cap_mb", *options.bucket_cap_mb);
+  if (options.first_bucket_cap_mb) check_positive("first_bucket_cap_mb", *options.first_bucket_cap_mb);
+  for (const double mib : options.bucket_cap_mb_list) check_positive("an element of bucket_cap_mb_list", mib);
+  TORCH_CHECK_VALUE(options.bucket_cap_mb_list.empty() || !options.bucket_cap_mb,
+                    "bucket_cap_mb and bucket_cap_mb_list can't both be given");
+  TORCH_CHECK_VALUE(
+      options.delay_all_reduce_named_params.empty() == !options.param_to_hook_all_reduce.defined(),
+      "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.");
+  TORCH_CHECK_VALUE(options.device_ids.size() <= 1,
+                    "device_ids can only be None or contain a single element; it has ", options.device_ids.size());
+  if (options.mixed_precision) {
+    for (const auto& dtype : {options.mixed_precision->param_dtype, options.mixed_precision->reduce_dtype,
+                              options.mixed_precision->buffer_dtype}) {
+      TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "mixed_precision: ", *dtype,
+                        " is no floating-point type");
+    }
+  }
+}
+
+std::vector<NamedTensor> without_undefined(std::vector<NamedTensor> tensors) {
+  std::erase_if(tensors, [](const NamedTensor& tensor) { return !tensor.second.defined(); });
+  return tensors;
 }
 
 }  // namespace
 
-DdpCore::DdpCore(std::vector<NamedTensor> parameters, Buffers buffers, DistributedDataParallelOptions options)
-    : buffers_(std::move(buffers)), options_(std::move(options)) {
+DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Joinable& owner)
+    : model_(std::move(model)), options_(std::move(options)), owner_(owner), snapshot_(std::make_shared<StepSnapshot>()) {
   check_options(options_);
   if (!options_.process_group) options_.process_group = default_group();
   TORCH_CHECK_VALUE(is_member(options_.process_group),
                     "DistributedDataParallel: this rank is not in the process group");
-  const auto reduced = reduced_parameters(parameters);
-  TORCH_CHECK(!reduced.empty(),
+  forward_sync_buffers_ = options_.forward_sync_buffers.value_or(options_.broadcast_buffers.value_or(true));
+  init_sync_buffers_ = options_.forward_sync_buffers || options_.broadcast_buffers.value_or(true);
+  if (options_.broadcast_buffers) {
+    TORCH_WARN_ONCE("`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
+                    "`broadcast_buffers = false`, `forward_sync_buffers = false` still syncs buffers at init.");
+  }
+  model_.parameters = without_undefined(std::move(model_.parameters));
+  const auto all = model_.parameters;
+  for (const auto& [name, parameter] : options_.delay_all_reduce_named_params) {
+    options_.parameters_to_ignore.push_back(name);
+  }
+  std::erase_if(model_.parameters, [this](const NamedTensor& parameter) { return ignored(parameter.first); });
+  check_parameters();
+  if (!options_.delay_all_reduce_named_params.empty()) {
+    delayed_ = DelayedAllReduce::create(options_.delay_all_reduce_named_params, options_.param_to_hook_all_reduce,
+                                        options_.process_group);
+  }
+  auto reduced = reduced_parameters(model_.parameters, model_.sparse);
+  if (reduced.empty()) return;  // all are delayed
+  if (options_.init_sync) sync_initial_state();
+  reducer_ = Reducer::create(std::move(reduced), options_, [snapshot = snapshot_] { snapshot->restore(); });
+  if (options_.mixed_precision) {
+    mixed_precision_ = std::make_unique<MixedPrecisionParameters>(*options_.mixed_precision, model_.parameters,
+                                                                  current_buffers(), reducer_);
+  }
+}
+
+DdpCore::~DdpCore() = default;
+
+bool DdpCore::ignored(const std::string& name) const {
+  const auto& names = options_.parameters_to_ignore;
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+void DdpCore::check_parameters() {
+  const bool any = std::any_of(model_.parameters.begin(), model_.parameters.end(),
+                               [](const NamedTensor& parameter) { return parameter.second.requires_grad(); });
+  TORCH_CHECK(any || !options_.delay_all_reduce_named_params.empty(),
               "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
               "a gradient.");
-  for (const auto& [name, parameter] : parameters) {
-    TORCH_CHECK_VALUE(!parameter.defined() || parameter.device().is_cpu(), "parameter '", name, "' is on ",
-                      parameter.device(), "; DistributedDataParallel supports CPU modules for now");
-    TORCH_CHECK_VALUE(!parameter.defined() || parameter.layout() == c10::kStrided, "parameter '", name,
+  std::set<std::string> devices;
+  for (const auto& [name, parameter] : model_.parameters) devices.insert(parameter.device().str());
+  for (const auto& [name, parameter] : model_.parameters) {
+    TORCH_CHECK_VALUE(parameter.device().is_cpu(), "parameter '", name, "' is on ", parameter.device(),
+                      "; DistributedDataParallel supports CPU modules for now");
+    TORCH_CHECK_VALUE(parameter.layout() == c10::kStrided, "parameter '", name,
                       "' is sparse; sparse parameters can't be synchronised");
   }
-  if (options_.init_sync) {
-    verify_same_model(reduced, options_.process_group);
-    std::vector<NamedTensor> state;
-    for (const auto& tensor : parameters) {
-      if (tensor.second.defined()) state.push_back(tensor);
-    }
-    for (auto& buffer : buffers_()) {
-      if (buffer.second.defined()) state.push_back(std::move(buffer));
-    }
-    broadcast_coalesced(state, options_.process_group);
+  TORCH_CHECK_VALUE(options_.device_ids.empty() && !options_.output_device,
+                    "DistributedDataParallel device_ids and output_device arguments only work with "
+                    "single-device/multiple-device GPU modules or CPU modules, but got device_ids ",
+                    options_.device_ids.empty() ? std::string("none") : options_.device_ids[0].str(),
+                    ", output_device ", options_.output_device ? options_.output_device->str() : "none",
+                    ", and the module's parameters are on the CPU: leave both empty");
+}
+
+void DdpCore::sync_initial_state() {
+  std::vector<NamedTensor> reduced;
+  for (const auto& parameter : model_.parameters) {
+    if (parameter.second.requires_grad()) reduced.push_back(parameter);
   }
-  reducer_ = Reducer::create(reduced, options_);
+  verify_same_model(reduced, options_.process_group);
+  auto state = model_.parameters;
+  if (init_sync_buffers_) {
+    for (auto& buffer : current_buffers()) state.push_back(std::move(buffer));
+  }
+  broadcast_coalesced(state, options_.process_group);
+}
+
+std::vector<NamedTensor> DdpCore::current_buffers() const {
+  auto buffers = without_undefined(model_.buffers());
+  std::erase_if(buffers, [this](const NamedTensor& buffer) { return ignored(buffer.first); });
+  return buffers;
+}
+
+// ---- Around forward
+
+void DdpCore::enter() {
+  if (!reducer_) return;
+  try {
+    before_forward();
+    if (mixed_precision_) mixed_precision_->before_forward();
+  } catch (...) {
+    snapshot_->restore();
+    throw;
+  }
 }
 
 void DdpCore::before_forward() {
-  if (at::GradMode::is_enabled() && synchronise_) reducer_->prepare_forward();
-  if (options_.broadcast_buffers && buffers_may_differ_) {
-    std::vector<NamedTensor> defined;
-    for (auto& buffer : buffers_()) {
-      if (buffer.second.defined()) defined.push_back(std::move(buffer));
-    }
-    broadcast_coalesced(defined, options_.process_group);
+  const bool training = at::GradMode::is_enabled();
+  if (training) take_snapshot();
+  if (training && synchronise_) reducer_->prepare_forward();
+  if (const auto work = Join::notify_join_context(owner_); work && !divide_by_initial_world_size_) {
+    work->wait();
+    reducer_->set_divisor(static_cast<int64_t>(work->result().at(0).item<float>()));
+  }
+  if (training) reducer_->rebuild_buckets();
+  if (syncs_buffers_at(BufferCommHookLocation::kPreForward)) sync_buffers();
+  if (owner_.join_config().enable) agree_on_synchronising(/*joined=*/false);
+}
+
+/// The step begins with its first forward after the last one's round was finished.
+void DdpCore::take_snapshot() {
+  const int64_t round = reducer_->rounds();
+  if (snapshot_->taken() && snapshot_round_ == round) return;
+  snapshot_round_ = round;
+  snapshot_->take(options_.restore_buffers_on_failure ? current_buffers() : std::vector<NamedTensor>{});
+}
+
+void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
+  if (mixed_precision_) mixed_precision_->after_forward();
+  if (reducer_) {
+    if (syncs_buffers_at(BufferCommHookLocation::kPostForward)) sync_buffers();
+    const bool training = at::GradMode::is_enabled();
+    // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before
+    // the next.
+    buffers_may_differ_ = training && synchronise_;
+    TORCH_CHECK(searched || !buffers_may_differ_ || !options_.find_unused_parameters,
+                "find_unused_parameters: what forward() of ", model_.name,
+                " returns can't be searched for tensors: give its type a visit_tensors() (see "
+                "lockstep/ddp/output_tensors.h)");
+    if (training) reducer_->prepare_backward(synchronise_, outputs);
+  }
+  if (delayed_) delayed_->after_forward();
+}
+
+void DdpCore::abandon() {
+  if (mixed_precision_) mixed_precision_->after_forward();
+}
+
+std::optional<at::ScalarType> DdpCore::input_dtype() const {
+  return options_.mixed_precision ? options_.mixed_precision->param_dtype : std::nullopt;
+}
+
+// ---- Buffers
+
+bool DdpCore::will_sync_module_buffers() const {
+  return buffers_may_differ_ && forward_sync_buffers_ && !current_buffers().empty();
+}
+
+bool DdpCore::syncs_buffers_at(BufferCommHookLocation location) const {
+  const auto own = buffer_hook_ ? buffer_hook_location_ : BufferCommHookLocation::kPreForward;
+  return own == location && buffers_may_differ_ && forward_sync_buffers_ && !current_buffers().empty();
+}
+
+void DdpCore::sync_buffers() {
+  // Under join() rank 0 may have run out of inputs, with buffers from long ago.
+  const int source = owner_.join_config().enable ? find_common_rank(options_.process_group, true) : 0;
+  at::NoGradGuard no_grad;
+  if (buffer_hook_) {
+    reducer_->add_post_backward_futures(buffer_hook_(current_buffers()));
+  } else {
+    broadcast_coalesced(current_buffers(), options_.process_group, source);
   }
 }
 
-void DdpCore::after_forward() {
-  // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before
-  // the next.
-  buffers_may_differ_ = at::GradMode::is_enabled() && synchronise_;
-  if (at::GradMode::is_enabled()) reducer_->expect_backward(synchronise_);
+void DdpCore::register_buffer_comm_hook(BufferCommHook hook, BufferCommHookLocation location) {
+  TORCH_CHECK_TYPE(hook, "the buffer communication hook must be callable");
+  buffer_hook_ = std::move(hook);
+  buffer_hook_location_ = location;
+}
+
+// ---- Options that come later
+
+void DdpCore::register_comm_hook(CommunicationHook hook, const std::string& name) {
+  TORCH_CHECK(!mixed_precision_,
+              "register_comm_hook: mixed_precision brings a communication hook of its own; leave out one of them");
+  reducer().register_comm_hook(std::move(hook), name);
+}
+
+Reducer& DdpCore::reducer() const {
+  TORCH_CHECK(reducer_, "all parameters are in delay_all_reduce_named_params, so there is no reducer");
+  return *reducer_;
+}
+
+void DdpCore::set_static_graph() {
+  if (options_.static_graph) {
+    TORCH_WARN("You've set static_graph to be True, no need to set it again.");
+    return;
+  }
+  options_.static_graph = true;
+  if (reducer_) reducer_->set_static_graph();
+}
+
+void DdpCore::reset() {
+  if (reducer_) reducer_->reset();
+  snapshot_->restore();
+}
+
+// ---- Uneven inputs
+
+/// Whether any rank that still trains will reduce in the backward to come.
+bool DdpCore::agree_on_synchronising(bool joined) {
+  at::Tensor synchronising = at::empty({1}).fill_(!joined && synchronise_ ? 1 : 0);
+  std::vector<at::Tensor> tensors{synchronising};
+  options_.process_group->allreduce(tensors)->wait();
+  return synchronising.item<float>() != 0;
+}
+
+/// What a rank without inputs does. torch/nn/parallel/distributed.py, _DDPJoinHook.
+class DdpCore::Shadow final : public JoinHook {
+ public:
+  explicit Shadow(DdpCore& core) : core_(core) {}
+
+  void main_hook() override {
+    if (!core_.reducer_) return;
+    core_.reducer_->rebuild_buckets();
+    if (core_.syncs_buffers_at(BufferCommHookLocation::kPreForward)) {
+      broadcast_coalesced(core_.current_buffers(), core_.options_.process_group,
+                          find_common_rank(core_.options_.process_group, false));
+    }
+    const bool synchronise = core_.agree_on_synchronising(/*joined=*/true);
+    core_.buffers_may_differ_ = synchronise;
+    if (synchronise) core_.reducer_->shadow_backward();
+  }
+
+  void post_hook(bool is_last_joiner) override {
+    auto state = core_.model_.parameters;
+    if (core_.forward_sync_buffers_) {
+      for (auto& buffer : core_.current_buffers()) state.push_back(std::move(buffer));
+    }
+    broadcast_coalesced(state, core_.options_.process_group,
+                        find_common_rank(core_.options_.process_group, is_last_joiner));
+    core_.divide_by_initial_world_size_ = true;
+    if (core_.reducer_) core_.reducer_->set_divisor(0);
+  }
+
+ private:
+  DdpCore& core_;
+};
+
+std::unique_ptr<JoinHook> DdpCore::join_hook(const JoinOptions& options) {
+  divide_by_initial_world_size_ = options.divide_by_initial_world_size || !options.enable;
+  // All ranks must call the same reduction, also those that never get as far as a forward.
+  if (reducer_ && !divide_by_initial_world_size_) reducer_->set_divisor(options_.process_group->getSize());
+  return std::make_unique<Shadow>(*this);
 }
 
 }  // namespace lockstep

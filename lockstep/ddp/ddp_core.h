@@ -1,40 +1,107 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include <c10/util/Logging.h>
+
+#include <lockstep/ddp/grad_bucket.h>
+#include <lockstep/ddp/join.h>
 #include <lockstep/ddp/options.h>
+#include <lockstep/ddp/step_snapshot.h>
 
 namespace lockstep {
 
+class DelayedAllReduce;
+class MixedPrecisionParameters;
 class Reducer;
+class Recoverable;
+
+/// Takes the place of the broadcast of buffers: makes all ranks' buffers what they are to be. The end of the
+/// next backward awaits the futures. torch's register_buffer_comm_hook.
+using BufferCommHook = std::function<std::vector<HookFuture>(const std::vector<NamedTensor>& buffers)>;
+enum class BufferCommHookLocation { kPreForward, kPostForward };
 
 /// DistributedDataParallel without the module: what happens around forward and backward, on named tensors.
 /// The template over the module's type is only a shell around it. Used by one thread at a time.
-class DdpCore {
+class DdpCore final {
  public:
-  using Buffers = std::function<std::vector<NamedTensor>()>;
+  /// What it must know of the module.
+  struct Model {
+    std::vector<NamedTensor> parameters;                 ///< in definition order, shared ones as often as named
+    std::function<std::vector<NamedTensor>()> buffers;   ///< as they are now
+    std::vector<std::string> sparse;                     ///< names of those with sparse gradients
+    std::string name;                                    ///< the class's
+    bool has_sync_batch_norm = false;
+  };
 
-  /// `parameters` in definition order (shared ones may appear twice; those that need no gradient are left
-  /// alone), and a function that gives the module's buffers as they are now. Verifies and broadcasts unless
-  /// told not to.
-  DdpCore(std::vector<NamedTensor> parameters, Buffers buffers, DistributedDataParallelOptions options);
+  /// Verifies and broadcasts unless told not to; collective. `owner` is what takes part in a Join. See
+  /// DistributedDataParallel.
+  DdpCore(Model model, DistributedDataParallelOptions options, const Joinable& owner);
+  DdpCore(const DdpCore&) = delete;
+  DdpCore& operator=(const DdpCore&) = delete;
+  ~DdpCore();
 
-  void before_forward();
-  void after_forward();
+  /// Around forward: enter(), forward, leave() with its tensors, or abandon() when it has thrown. `searched`:
+  /// whether forward's result could be searched for tensors.
+  void enter();
+  void leave(const std::vector<at::Tensor>& outputs, bool searched);
+  void abandon();
+  /// The dtype that forward's inputs are to be cast to, if any.
+  std::optional<at::ScalarType> input_dtype() const;
 
   bool synchronises() const { return synchronise_; }
   void set_synchronises(bool synchronise) { synchronise_ = synchronise; }
-  const Reducer& reducer() const { return *reducer_; }
+
+  void register_comm_hook(CommunicationHook hook, const std::string& name);
+  void register_buffer_comm_hook(BufferCommHook hook, BufferCommHookLocation location);
+  void set_static_graph();
+  bool will_sync_module_buffers() const;
+  c10::DDPLoggingData logging_data() const;
+  /// See DistributedDataParallel::update_process_group.
+  int64_t update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states);
+  void reset();
+
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options);
+  at::Device device() const { return device_; }
+
+  /// Throws when there is none because all parameters are delayed.
+  Reducer& reducer() const;
   const DistributedDataParallelOptions& options() const { return options_; }
 
  private:
-  Buffers buffers_;
+  class Shadow;
+
+  void check_parameters();
+  void sync_initial_state();
+  bool ignored(const std::string& name) const;
+  std::vector<NamedTensor> current_buffers() const;
+  void sync_buffers();
+  bool syncs_buffers_at(BufferCommHookLocation location) const;
+  bool agree_on_synchronising(bool joined);
+  void before_forward();
+  void take_snapshot();
+
+  Model model_;
   DistributedDataParallelOptions options_;
-  std::shared_ptr<Reducer> reducer_;
+  const Joinable& owner_;
+  at::Device device_ = at::kCPU;
+  bool forward_sync_buffers_ = true;
+  bool init_sync_buffers_ = true;
+  std::shared_ptr<Reducer> reducer_;  // null when all parameters are delayed
+  std::shared_ptr<DelayedAllReduce> delayed_;
+  std::unique_ptr<MixedPrecisionParameters> mixed_precision_;
+  BufferCommHook buffer_hook_;
+  BufferCommHookLocation buffer_hook_location_ = BufferCommHookLocation::kPreForward;
+  std::shared_ptr<StepSnapshot> snapshot_;
+  int64_t snapshot_round_ = -1;
   bool synchronise_ = true;         // require_backward_grad_sync
   bool buffers_may_differ_ = true;  // require_forward_param_sync
+  bool divide_by_initial_world_size_ = true;
 };
 
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -8,7 +9,13 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/ddp/ddp_core.h>
+#include <lockstep/ddp/mixed_precision.h>
+#include <lockstep/ddp/module_inspection.h>
 #include <lockstep/ddp/options.h>
+#include <lockstep/ddp/output_tensors.h>
+#include <lockstep/ddp/recovery.h>
+#include <lockstep/ddp/reducer.h>
+#include <lockstep/ddp/wrapped_module.h>
 
 namespace lockstep {
 
@@ -16,13 +23,16 @@ namespace lockstep {
 /// gradients are averaged over the group while backward() runs, so that all ranks take the same step.
 ///
 ///     auto net = std::make_shared<Net>();
-///     lockstep::DistributedDataParallel<Net> model(net);
+///     lockstep::DistributedDataParallel model(net);
 ///     loss(model(batch.data), batch.target).backward();   // gradients are the averages when this returns
 ///
-/// The wrapped module has a forward() of any signature. Rank 0's parameters and buffers go to all at
-/// construction, its buffers before each synchronised forward. Gradients are views into shared memory;
-/// optimizers and clipping work as ever. All ranks must run the same synchronised iterations, and each
-/// parameter must take part in each of them. The state lies under `module.` in parameters and checkpoints.
+/// It wraps a torch::nn::Module in a shared_ptr or a holder (torch::nn::Sequential, any TORCH_MODULE), a
+/// torch::nn::AnyModule or a torch::jit::Module, with a forward() of any signature. Rank 0's parameters and
+/// buffers go to all at construction, its buffers before each synchronised forward. Gradients lie in shared
+/// memory; optimizers and clipping work as ever. All ranks must run the same synchronised iterations, and
+/// each parameter must take part in each of them unless find_unused_parameters or static_graph is set. The
+/// state lies under `module.` in named_parameters(), but torch::save writes the wrapped module's own.
+///
 /// Called from one thread at a time; several models may live in one process. Every backward that follows a
 /// synchronised forward is reduced, also the second one through a retained graph, which torch leaves
 /// unreduced without a word; so gradients of the parameters that are not to be averaged belong under
@@ -30,37 +40,46 @@ namespace lockstep {
 /// numbers of batches.
 ///
 /// The constructor is collective and throws on every rank, naming the parameter, if the ranks' models differ.
-/// Later errors are those of all_reduce, or say which parameters received no gradient.
-/// torch/nn/parallel/distributed.py.
+/// Later errors are those of all_reduce, or say which parameters received no gradient. When a reduction
+/// fails, backward() throws the first cause, and parameters, optimizer and random numbers are as they were
+/// before the step's first forward; see update_process_group(). torch/nn/parallel/distributed.py.
 // (Not "Module": inside of a torch::nn::Module that name is the base class.)
 template <class Wrapped>
-class DistributedDataParallel : public torch::nn::Module {
-  static_assert(std::is_base_of_v<torch::nn::Module, Wrapped>,
-                "the wrapped module must be a torch::nn::Module");
+class DistributedDataParallel : public torch::nn::Module, public Joinable {
+  using Traits = WrappedModule<Wrapped>;
 
  public:
-  explicit DistributedDataParallel(std::shared_ptr<Wrapped> wrapped,
-                                   DistributedDataParallelOptions options = {})
-      : torch::nn::Module("DistributedDataParallel"),
-        module(std::move(wrapped)),
-        core_(
-            named(module->named_parameters()), [held = module] { return named(held->named_buffers()); },
-            std::move(options)) {
-    register_module("module", module);
-  }
+  using Handle = typename Traits::Handle;
 
-  /// The module's forward with gradient synchronisation around it.
+  explicit DistributedDataParallel(Handle wrapped, DistributedDataParallelOptions options = {})
+      : torch::nn::Module("DistributedDataParallel"),
+        module(checked(std::move(wrapped))),
+        inner_(Traits::as_module(module)),
+        core_(model_of(module, inner_), std::move(options), *this) {
+    register_module("module", inner_);
+  }
+  /// A module holder, such as torch::nn::Linear.
+  template <class Holder>
+    requires ModuleHolderOf<Holder, Wrapped>
+  explicit DistributedDataParallel(const Holder& holder, DistributedDataParallelOptions options = {})
+      : DistributedDataParallel(holder.ptr(), std::move(options)) {}
+  DistributedDataParallel(const DistributedDataParallel&) = delete;
+  DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
+
+  /// The module's forward with gradient synchronisation around it. For modules whose forward() is asked for
+  /// its return type (Sequential, AnyModule): forward<ReturnType>(arguments…), at::Tensor unless named.
   template <class... Arguments>
+    requires(!Traits::kReturnTypeIsAsked)
   auto forward(Arguments&&... arguments) {
-    core_.before_forward();
-    if constexpr (std::is_void_v<decltype(module->forward(std::forward<Arguments>(arguments)...))>) {
-      module->forward(std::forward<Arguments>(arguments)...);
-      core_.after_forward();
-    } else {
-      auto output = module->forward(std::forward<Arguments>(arguments)...);
-      core_.after_forward();
-      return output;
-    }
+    return run([&](auto&&... given) { return Traits::forward(module, std::forward<decltype(given)>(given)...); },
+               std::forward<Arguments>(arguments)...);
+  }
+  template <class ReturnType = at::Tensor, class... Arguments>
+    requires Traits::kReturnTypeIsAsked
+  ReturnType forward(Arguments&&... arguments) {
+    return run([&](auto&&... given) {
+      return Traits::template forward<ReturnType>(module, std::forward<decltype(given)>(given)...);
+    }, std::forward<Arguments>(arguments)...);
   }
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -84,20 +103,127 @@ class DistributedDataParallel : public torch::nn::Module {
   };
   NoSync no_sync() { return NoSync(core_); }
 
-  /// The wrapped module.
-  const std::shared_ptr<Wrapped> module;
+  /// For ranks with unequal numbers of batches: while it lives, ranks that have run out stand in for
+  /// themselves in the others' collectives; its end waits for all, and leaves the last one's model
+  /// everywhere. See Join, which also takes several joinables.
+  Join join(JoinOptions options = {}) { return Join({this}, options); }
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override { return core_.join_hook(options); }
+  at::Device join_device() const override { return core_.device(); }
+  ProcessGroup join_process_group() const override { return core_.options().process_group; }
 
+  /// Reduces gradients by hook(state, bucket) from now on: once, before the first backward, on all ranks the
+  /// same. `hook`: HookFuture(const State&, GradBucket&); see lockstep/ddp/grad_bucket.h.
+  template <class State, class Hook>
+  void register_comm_hook(State state, Hook hook, const std::string& name = "user's hook") {
+    core_.register_comm_hook(
+        [state = std::move(state), hook = std::move(hook)](GradBucket& bucket) { return hook(state, bucket); },
+        name);
+  }
+  /// Synchronises buffers by hook(buffers) instead of a broadcast from rank 0.
+  void register_buffer_comm_hook(BufferCommHook hook,
+                                 BufferCommHookLocation location = BufferCommHookLocation::kPostForward) {
+    core_.register_buffer_comm_hook(std::move(hook), location);
+  }
+  /// As the option; before the first backward.
+  void set_static_graph() { core_.set_static_graph(); }
+  /// Whether the next forward will synchronise buffers.
+  bool will_sync_module_buffers() const { return core_.will_sync_module_buffers(); }
+
+  /// What was built, and the times of the last and the average iteration (in ns), under torch's names.
+  /// Beyond torch's: backward_comm_exposed_time, reduction_time (the operations' own), gradient_bytes,
+  /// gradient_bytes_in_place (written by their kernels where they were reduced), tuned,
+  /// first_bucket_cap_bytes.
+  c10::DDPLoggingData get_ddp_logging_data() const { return core_.logging_data(); }
+  /// Times are taken in the first 10 iterations and then in every `sample_rate`-th; 100 unless told.
+  void set_ddp_runtime_logging_sample_rate(int sample_rate) { reducer().set_sample_rate(sample_rate); }
+  /// Throws, naming the parameters, if the last backward did not reduce all of them.
+  void check_reducer_finalized() const { reducer().check_finalized(); }
+
+  /// After a failure: goes on with another group, in the same processes; collective over it. First the ranks
+  /// compare how many steps they have done: who is behind gets parameters, buffers and `states` (optimizers,
+  /// say) of one that is ahead. Returns the number of steps that all have done now: backward passes whose
+  /// gradients were applied. Registered communication hooks keep their groups. Not inside of a backward.
+  int64_t update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states = {}) {
+    return core_.update_process_group(group, states);
+  }
+  /// Forgets a step that was not finished (backward threw an error of the user's own, say): on all ranks, or
+  /// followed by update_process_group().
+  void reset() { core_.reset(); }
+
+  Reducer& reducer() const { return core_.reducer(); }
+  DdpCore& core() { return core_; }
   const DdpCore& core() const { return core_; }
 
+  void train(bool on = true) override {
+    torch::nn::Module::train(on);
+    Traits::train(module, on);
+  }
+  void save(torch::serialize::OutputArchive& archive) const override { inner_->save(archive); }
+  void load(torch::serialize::InputArchive& archive) override { inner_->load(archive); }
+
+  /// The wrapped module.
+  const Handle module;
+
  private:
-  template <class Dictionary>
-  static std::vector<NamedTensor> named(const Dictionary& tensors) {
-    std::vector<NamedTensor> answer;
-    for (const auto& item : tensors) answer.emplace_back(item.key(), item.value());
-    return answer;
+  static Handle checked(Handle handle) {
+    TORCH_CHECK_VALUE(!Traits::is_empty(handle), "DistributedDataParallel: the module is empty");
+    return handle;
   }
 
+  static DdpCore::Model model_of(const Handle& handle, const std::shared_ptr<torch::nn::Module>& inner) {
+    return {.parameters = Traits::named_parameters(handle),
+            .buffers = [handle] { return Traits::named_buffers(handle); },
+            .sparse = sparse_parameters(*inner),
+            .name = inner->name()};
+  }
+
+  template <class Forward, class... Arguments>
+  auto run(Forward&& call, Arguments&&... arguments) {
+    core_.enter();
+    try {
+      return leave([&] {
+        if (const auto dtype = core_.input_dtype()) return call(cast(std::forward<Arguments>(arguments), *dtype)...);
+        return call(std::forward<Arguments>(arguments)...);
+      });
+    } catch (...) {
+      core_.abandon();
+      throw;
+    }
+  }
+
+  template <class Call>
+  auto leave(Call&& call) {
+    using Output = decltype(call());
+    if constexpr (std::is_void_v<Output>) {
+      call();
+      core_.leave({}, /*searched=*/true);
+    } else {
+      Output output = call();
+      std::vector<at::Tensor> tensors;
+      if constexpr (can_find_tensors<Output>) {
+        for_each_tensor(output, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+      }
+      core_.leave(tensors, can_find_tensors<Output>);
+      return output;
+    }
+  }
+
+  /// The argument's type stays, so that it still fits forward()'s signature.
+  template <class Argument>
+  static std::remove_cvref_t<Argument> cast(Argument&& argument, at::ScalarType dtype) {
+    std::remove_cvref_t<Argument> copy = std::forward<Argument>(argument);
+    if constexpr (can_find_tensors<std::remove_cvref_t<Argument>>) {
+      for_each_tensor(copy, [&](at::Tensor& tensor) { tensor = cast_floating_point(tensor, dtype); });
+    }
+    return copy;
+  }
+
+  const std::shared_ptr<torch::nn::Module> inner_;
   DdpCore core_;
 };
+
+template <class Given>
+DistributedDataParallel(const Given&, DistributedDataParallelOptions = {})
+    -> DistributedDataParallel<ContainedModule<Given>>;
 
 }  // namespace lockstep

@@ -6,17 +6,14 @@
 #include <lockstep/ddp/grad_bucket.h>
 
 namespace lockstep {
-namespace {
 
-at::Tensor only_tensor(const c10::IValue& value) {
+at::Tensor tensor_of(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor();
   const auto tensors = value.toTensorVector();
   TORCH_CHECK(tensors.size() == 1, "the future of a communication hook must hold one tensor; it holds ",
               tensors.size());
   return tensors[0];
 }
-
-}  // namespace
 
 std::vector<at::Tensor> GradBucket::gradients() const {
   if (buffer_.layout() != c10::kStrided) return {buffer_};
@@ -33,7 +30,7 @@ HookFuture then(const HookFuture& future, std::function<at::Tensor(const at::Ten
   return future->then(
       [next = std::move(next)](c10::ivalue::Future& done) {
         if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-        return c10::IValue(next(only_tensor(done.constValue())));
+        return c10::IValue(next(tensor_of(done.constValue())));
       },
       c10::TensorType::get());
 }

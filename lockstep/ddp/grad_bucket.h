@@ -50,6 +50,8 @@ using HookFuture = c10::intrusive_ptr<c10::ivalue::Future>;
 /// torch.nn.parallel.DistributedDataParallel.register_comm_hook.
 using CommunicationHook = std::function<HookFuture(GradBucket&)>;
 
+/// The tensor in such a future's value.
+at::Tensor tensor_of(const c10::IValue& value);
 /// A future whose value is `next(value)`, made when `future` completes, on a communication thread. What a
 /// collective's future holds, a list of one tensor, is unpacked. Errors pass through.
 HookFuture then(const HookFuture& future, std::function<at::Tensor(const at::Tensor&)> next);

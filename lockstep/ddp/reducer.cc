@@ -3,41 +3,40 @@
 #include <sstream>
 #include <utility>
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/ddp/bucket_assignment.h>
 #include <lockstep/ddp/reducer.h>
+#include <lockstep/ddp/used_parameters.h>
 
 namespace lockstep {
 namespace {
 
-constexpr double kMiB = 1 << 20;
-
-/// The gradient's place has the parameter's own memory order where that has no gaps, else it is contiguous.
-/// It shares the bucket's storage but is no view in autograd's books: LibTorch's Optimizer::zero_grad() calls
-/// detach_() on gradients, which views refuse.
-at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const at::Tensor& parameter) {
-  at::AutoDispatchBelowADInplaceOrView no_view_tracking;
-  if (parameter.is_non_overlapping_and_dense()) {
-    return buffer.as_strided(parameter.sizes(), parameter.strides(), offset);
+/// The operation's own duration; zero for groups that do not measure it.
+std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  try {
+    return std::chrono::nanoseconds(static_cast<int64_t>(work->getDuration() * 1e6));
+  } catch (const c10::Error&) {
+    return {};
   }
-  return buffer.narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
 
-at::Tensor allocate_bucket(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options) {
-  auto backend = group->getBackend(options.device().type());
-  if (!backend->supportsTensorAlloc(options.device().index())) return at::empty({numel}, options).zero_();
-  // Zeroing touches the pages now instead of in the first step.
-  return backend->allocateTensor(numel, options).zero_();
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an unknown error";
+  }
 }
 
 }  // namespace
@@ -56,32 +55,43 @@ struct Reducer::Hook : torch::autograd::FunctionPostHook {
   size_t index_;
 };
 
-std::shared_ptr<Reducer> Reducer::create(std::vector<NamedTensor> parameters,
-                                         const DistributedDataParallelOptions& options) {
-  std::shared_ptr<Reducer> reducer(new Reducer(std::move(parameters), options));
+std::shared_ptr<Reducer> Reducer::create(std::vector<Parameter> parameters,
+                                         const DistributedDataParallelOptions& options,
+                                         std::function<void()> on_failure) {
+  std::shared_ptr<Reducer> reducer(new Reducer(std::move(parameters), options, std::move(on_failure)));
   reducer->add_hooks();
   return reducer;
 }
 
-Reducer::Reducer(std::vector<NamedTensor> parameters, const DistributedDataParallelOptions& options)
+Reducer::Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
+                 std::function<void()> on_failure)
     : parameters_(std::move(parameters)),
       options_(options),
       group_(options.process_group),
-      divisor_(group_->getSize()),
-      has_gradient_(parameters_.size(), false) {
+      on_failure_(std::move(on_failure)),
+      static_graph_(options.static_graph),
+      uses_(parameters_.size(), 0),
+      ready_(parameters_.size(), false),
+      used_(parameters_.size(), false),
+      before_(parameters_.size()) {
+  for (const Parameter& parameter : parameters_) tensors_.push_back(parameter.tensor);
   std::vector<size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);  // gradients come in about the reverse order of definition
-  build_buckets(order);
+  build_buckets(order, initial_caps());
+  initial_bucket_bytes_ = bucket_bytes();
 }
 
-Reducer::~Reducer() = default;
+Reducer::~Reducer() {
+  slots_->disconnect();
+}
 
 void Reducer::add_hooks() {
   for (size_t index = 0; index < parameters_.size(); ++index) {
     // An intrusive_ptr since torch 2.13, a shared_ptr before: the type is deduced.
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index].second);
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index].tensor);
     TORCH_INTERNAL_ASSERT(accumulator);
     auto* node = accumulator.get();
+    accumulator_index_.emplace(node, index);
     auto key = node->add_post_hook(std::make_unique<Hook>(weak_from_this(), index));
     // A hook lives as long as its node, so the node is held; both go with the reducer.
     accumulators_.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
@@ -90,183 +100,526 @@ void Reducer::add_hooks() {
   }
 }
 
-void Reducer::build_buckets(const std::vector<size_t>& order) {
-  std::vector<ParameterSize> sizes;
-  for (const auto& [name, parameter] : parameters_) {
-    sizes.push_back({parameter.nbytes(), static_cast<int>(parameter.scalar_type())});
+std::vector<std::shared_ptr<void>> Reducer::watch_current_accumulators() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<void>> kept;
+  accumulator_index_.clear();
+  for (size_t index = 0; index < tensors_.size(); ++index) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(tensors_[index]);
+    accumulator_index_.emplace(accumulator.get(), index);
+    accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), index));
+    kept.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
   }
-  auto assignment = assign_buckets(sizes, order, static_cast<size_t>(options_.first_bucket_cap_mb * kMiB),
-                                   static_cast<size_t>(options_.bucket_cap_mb * kMiB));
-  std::vector<Bucket> buckets;
-  places_.resize(parameters_.size());
-  at::NoGradGuard no_grad;
-  for (auto& members : assignment) {
-    Bucket bucket;
-    int64_t numel = 0;
-    for (size_t index : members) numel += parameters_[index].second.numel();
-    bucket.buffer =
-        allocate_bucket(group_, numel, parameters_[members.front()].second.options().requires_grad(false));
-    int64_t offset = 0;
-    for (size_t index : members) {
-      at::Tensor parameter = parameters_[index].second;
-      at::Tensor view = view_of(bucket.buffer, offset, parameter);
-      // Gradients that lie in the old buckets (not zeroed, accumulated under no_sync) move along.
-      if (!buckets_.empty() && parameter.grad().defined()) {
-        const Place old = places_[index];
-        if (parameter.grad().data_ptr() == buckets_[old.bucket].views[old.position].data_ptr()) {
-          view.copy_(parameter.grad());
-          parameter.mutable_grad() = view;
-        }
-      }
-      offset += parameter.numel();
-      bucket.views.push_back(std::move(view));
-    }
-    bucket.parameters = std::move(members);
-    buckets.push_back(std::move(bucket));
-  }
-  buckets_ = std::move(buckets);
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    for (size_t position = 0; position < buckets_[bucket].parameters.size(); ++position) {
-      places_[buckets_[bucket].parameters[position]] = {bucket, position};
-    }
-  }
-  begin_round();
+  return kept;
 }
 
-void Reducer::rebuild_buckets() {
-  rebuilt_ = true;
-  at::Tensor order = at::empty({static_cast<int64_t>(parameters_.size())}, at::kLong);
-  std::copy(arrival_order_.begin(), arrival_order_.end(), order.mutable_data_ptr<int64_t>());
-  std::vector<at::Tensor> tensors{order};
-  group_->broadcast(tensors)->wait();
-  const auto* indices = order.const_data_ptr<int64_t>();
-  std::vector<size_t> agreed(indices, indices + order.numel());
-  std::vector<size_t> current;
-  for (const Bucket& bucket : buckets_) {
-    current.insert(current.end(), bucket.parameters.begin(), bucket.parameters.end());
-  }
-  if (agreed != current) build_buckets(agreed);
+void Reducer::register_comm_hook(CommunicationHook hook, const std::string& name) {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK_TYPE(hook, "Communication hook must be callable.");
+  TORCH_CHECK(!hook_, "register_comm_hook can only be called once; '", hook_name_, "' is registered");
+  TORCH_CHECK(!open_ && rounds_ == rounds_at_reset_, "register_comm_hook must be called before the first backward");
+  hook_ = std::move(hook);
+  hook_name_ = name;
+  build_buckets_again();
 }
+
+void Reducer::set_static_graph() {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(rounds_ == rounds_at_reset_ && !open_,
+              "set_static_graph() must be called before the first backward");
+  static_graph_ = true;
+}
+
+void Reducer::set_divisor(int64_t ranks) {
+  std::lock_guard lock(mutex_);
+  divisor_ = ranks;
+}
+
+void Reducer::set_reduce_dtype(at::ScalarType reduce) {
+  std::lock_guard lock(mutex_);
+  reduce_dtype_ = reduce;
+  build_buckets_again();
+}
+
+void Reducer::add_post_backward_futures(const std::vector<HookFuture>& futures) {
+  std::lock_guard lock(mutex_);
+  post_backward_.insert(post_backward_.end(), futures.begin(), futures.end());
+}
+
+// ---- Around forward
 
 void Reducer::prepare_forward() {
-  std::unique_lock lock(mutex_);
-  if (round_open_ && next_bucket_ == buckets_.size())
-    finish_round();  // its callback was lost to another's exception
-  TORCH_CHECK(
-      !round_open_,
-      "Expected to have finished reduction in the prior iteration before starting a new one. These "
-      "parameters "
-      "received no gradient: ",
-      names_without_gradient(),
-      ". They were not used in producing the loss, or backward() ended with an exception. Every parameter "
-      "must take "
-      "part in every iteration (an option for unused parameters is not there yet); wrap iterations that are "
-      "not to be reduced in no_sync()");
-  if (!rebuilt_ && arrival_order_.size() == parameters_.size()) rebuild_buckets();
+  std::lock_guard lock(mutex_);
+  if (open_ && next_bucket_ == buckets_.size()) finish_round();  // its callback was lost to another's exception
+  TORCH_CHECK(!open_, unfinished_text());
+  clock_.begin_forward();
 }
 
-void Reducer::expect_backward(bool synchronise) {
+void Reducer::prepare_backward(bool synchronise, const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
   synchronise_ = synchronise;
-}
-
-void Reducer::begin_round() {
-  std::fill(has_gradient_.begin(), has_gradient_.end(), false);
-  for (Bucket& bucket : buckets_) {
-    bucket.pending = bucket.parameters.size();
-    bucket.work.reset();
+  if (!static_graph_) {
+    unused_.clear();
+    if (synchronise && options_.find_unused_parameters) {
+      unused_ = find_unused_parameters(outputs, accumulator_index_);
+    }
   }
-  next_bucket_ = 0;
-  round_open_ = false;
-}
-
-void Reducer::on_gradient(size_t index) {
-  std::lock_guard lock(mutex_);
-  if (!synchronise_) return;
-  TORCH_CHECK(!has_gradient_[index], "Expected to mark a variable ready only once. Parameter '",
-              parameters_[index].first,
-              "' got a second gradient before the others got their first. It is used in several backward "
-              "passes of one "
-              "iteration that each cover only a part of the model, or in re-entrant checkpointing");
-  round_open_ = true;
-  has_gradient_[index] = true;
-  if (!rebuilt_ && arrival_order_.size() < parameters_.size()) arrival_order_.push_back(index);
-  take_gradient(index);
-  --buckets_[places_[index].bucket].pending;
-  // Strictly in order, so that all ranks reduce the same buckets one after the other.
-  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0)
-    launch(buckets_[next_bucket_++]);
-  if (next_bucket_ == buckets_.size()) {
-    torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-      std::lock_guard callback_lock(self->mutex_);
-      self->finish_round();
+  watching_outputs_ = false;
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
+    watching_outputs_ = true;
+    output.register_hook([reducer = weak_from_this()](const at::Tensor&) {
+      if (auto self = reducer.lock()) {
+        std::lock_guard backward_lock(self->mutex_);
+        self->begin_backward();
+      }
     });
   }
 }
 
-void Reducer::take_gradient(size_t index) {
-  const auto& [name, parameter] = parameters_[index];
-  const Place place = places_[index];
-  const at::Tensor& view = buckets_[place.bucket].views[place.position];
-  at::Tensor& gradient = at::Tensor(parameter).mutable_grad();
-  TORCH_CHECK(gradient.layout() == c10::kStrided, "the gradient of parameter '", name,
-              "' is sparse; sparse gradients are not supported yet: build the embedding with sparse(false)");
-  at::NoGradGuard no_grad;
-  const at::Scalar factor(1.0 / divisor_);
-  if (gradient.data_ptr() == view.data_ptr()) {
-    // Accumulated in place, on top of what the last round or no_sync() left there.
-    if (divisor_ != 1) gradient.mul_(factor);
-    return;
-  }
-  // One pass: the copy into the bucket and the division.
-  at::Tensor destination = view;
-  if (divisor_ != 1) {
-    at::mul_out(destination, gradient, at::Tensor(at::empty({}, gradient.options()).fill_(factor)));
-  } else {
-    destination.copy_(gradient);
-  }
-  gradient = view;
+// ---- During backward
+
+void Reducer::begin_backward() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == graph_task_) return;
+  graph_task_ = task;
+  slots_->begin(task);
+  clock_.begin_backward();
+  auto before = exchange_memory_source(slots_);
+  // Another reducer's belongs to this very backward, or to one that an exception ended.
+  if (std::dynamic_pointer_cast<GradientSlots>(before)) before = nullptr;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), before] {
+    if (auto current = exchange_memory_source(before); current != self->slots_) exchange_memory_source(current);
+    std::lock_guard lock(self->mutex_);
+    if (self->open_ && self->synchronise_ && self->is_first_static_round()) self->queue_everything();
+  });
 }
 
-void Reducer::launch(Bucket& bucket) {
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::SUM;
-  // The end of backward() follows the last bucket at once and runs it itself, which saves waking a thread.
-  options.asyncOp = &bucket != &buckets_.back();
-  std::vector<at::Tensor> tensors{bucket.buffer};
-  bucket.work = group_->allreduce(tensors, options);
+void Reducer::on_gradient(size_t index) {
+  std::lock_guard lock(mutex_);
+  if (!tensors_[index].grad().defined()) return;
+  used_[index] = true;
+  if (!watching_outputs_) begin_backward();
+  if (!synchronise_) {
+    if (reduce_dtype_) {
+      at::NoGradGuard no_grad;
+      tensors_[index].mutable_grad() = tensors_[index].grad().to(tensors_[index].scalar_type());
+      return;
+    }
+    const Place place = places_[index];
+    const at::Tensor& gradient = tensors_[index].grad();
+    if (!parameters_[index].sparse && gradient.layout() == c10::kStrided) {
+      slots_->arrived(index, gradient.const_data_ptr(),
+                      lies_in_slot(buckets_[place.bucket], place.position, gradient));
+    }
+    return;
+  }
+  if (is_first_static_round()) {
+    open_ = true;
+    ++uses_[index];
+    if (uses_[index] == 1) arrival_order_.push_back(index);
+    return;
+  }
+  open_round();
+  if (static_graph_) {
+    TORCH_CHECK(uses_left_[index] > 0,
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+                "iteration, but then got used in the second iteration, or is used more often: '",
+                parameters_[index].name,
+                "'. this is not compatible with static_graph set to True.");
+    if (--uses_left_[index] > 0) return;
+  }
+  TORCH_CHECK(
+      !ready_[index], "Expected to mark a variable ready only once. Parameter at index ", index,
+      " with name '", parameters_[index].name,
+      "' has been marked as ready twice. This means that it got a second gradient before all others got "
+      "their first: it is used in several backward passes of one iteration that each cover only a part of "
+      "the model (re-entrant checkpointing, say), or outside of forward(), or was taken for unused. Try "
+      "static_graph = true if the graph does not change between iterations");
+  mark_ready(index, /*used=*/true);
+}
+
+void Reducer::open_round() {
+  open_ = true;
+  if (marked_unused_) return;
+  marked_unused_ = true;
+  for (const size_t index : unused_) mark_ready(index, /*used=*/false);
+}
+
+void Reducer::mark_ready(size_t index, bool used) {
+  ready_[index] = true;
+  if (used) {
+    take_gradient(index);
+  } else {
+    take_nothing(index);
+  }
+  --buckets_[places_[index].bucket].pending;
+  launch_ready();
+}
+
+/// Static graph: all gradients of the first round are there, however often each was added to.
+void Reducer::queue_everything() {
+  unused_.clear();
+  const auto order = std::exchange(arrival_order_, {});
+  for (const size_t index : order) mark_ready(index, /*used=*/true);
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (uses_[index] > 0) continue;
+    unused_.push_back(index);
+    mark_ready(index, /*used=*/false);
+  }
+  finish_round();
+}
+
+void Reducer::take_gradient(size_t index) {
+  const Place place = places_[index];
+  Bucket& bucket = buckets_[place.bucket];
+  arrival_order_.push_back(index);
+  if (bucket.sparse) return take_sparse_gradient(bucket, index);
+  at::Tensor& gradient = tensors_[index].mutable_grad();
+  TORCH_CHECK(gradient.layout() == c10::kStrided, "the gradient of parameter '", parameters_[index].name,
+              "' is sparse, which its module did not tell: only Embedding and EmbeddingBag modules with "
+              "sparse(true) may have sparse gradients");
+  const at::Tensor& view = bucket.views[place.position];
+  const bool in_slot = lies_in_slot(bucket, place.position, gradient);
+  if (!reduce_dtype_) slots_->arrived(index, gradient.const_data_ptr(), in_slot);
+  clock_.gradient(view.nbytes(), in_slot);
+  arrival_seconds_.push_back(std::chrono::duration<double>(clock_.since_backward()).count());
+  at::NoGradGuard no_grad;
+  if (!in_slot) {
+    if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
+    const at::Tensor& slot = bucket.views[place.position];
+    slot.copy_(gradient);
+    // A gradient with a history (create_graph) keeps its identity; one of lower precision its type.
+    if (gradient.requires_grad() || gradient.scalar_type() != slot.scalar_type() || reduce_dtype_) {
+      bucket.copy_back.push_back(place.position);
+      return;
+    }
+    gradient = options_.gradient_as_bucket_view ? slot : slot_tensor(bucket, place.position);
+  } else if (options_.gradient_as_bucket_view) {
+    gradient = view;
+  }
+}
+
+void Reducer::take_sparse_gradient(Bucket& bucket, size_t index) {
+  const at::Tensor& gradient = tensors_[index].grad();
+  TORCH_CHECK(gradient.is_sparse(), "the gradient of parameter '", parameters_[index].name,
+              "' is dense, although its module has sparse(true)");
+  bucket.sparse_gradient = gradient;
+  clock_.gradient(gradient._values().nbytes(), false);
+  arrival_seconds_.push_back(std::chrono::duration<double>(clock_.since_backward()).count());
+}
+
+/// An unused parameter adds nothing to the others' sum, but what earlier iterations left.
+void Reducer::take_nothing(size_t index) {
+  const Place place = places_[index];
+  Bucket& bucket = buckets_[place.bucket];
+  const at::Tensor& parameter = tensors_[index];
+  at::NoGradGuard no_grad;
+  if (parameter.grad().defined()) {
+    before_[index] = parameter.grad().clone();
+    if (!bucket.sparse) take_gradient(index);
+    arrival_order_.erase(std::remove(arrival_order_.begin(), arrival_order_.end(), index), arrival_order_.end());
+    if (!bucket.sparse) arrival_seconds_.pop_back();
+  } else if (!bucket.sparse) {
+    if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
+    bucket.views[place.position].zero_();
+  }
+  if (bucket.sparse) {
+    bucket.sparse_gradient =
+        parameter.grad().defined() ? parameter.grad() : empty_sparse_gradient(parameter);
+  }
+}
+
+bool Reducer::all_unused(const Bucket& bucket) const {
+  return std::all_of(bucket.parameters.begin(), bucket.parameters.end(), [&](size_t index) {
+    return std::find(unused_.begin(), unused_.end(), index) != unused_.end();
+  });
+}
+
+void Reducer::launch_ready() {
+  // Strictly in order, so that all ranks reduce the same buckets one after the other.
+  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
+  if (next_bucket_ == buckets_.size()) queue_finish();
+}
+
+void Reducer::launch(size_t index) {
+  Bucket& bucket = buckets_[index];
+  if (options_.skip_all_reduce_unused_params && !unused_.empty() && all_unused(bucket)) return;
+  clock_.launch();
+  const bool last = index + 1 == buckets_.size();
+  try {
+    if (hook_) {
+      std::vector<at::Tensor> members;
+      for (const size_t parameter : bucket.parameters) members.push_back(tensors_[parameter]);
+      GradBucket grad_bucket(index, bucket.sparse ? bucket.sparse_gradient : bucket.memory->buffer(),
+                             std::move(members), last);
+      bucket.future = hook_(grad_bucket);
+      TORCH_CHECK(bucket.future, "the communication hook ", hook_name_, " returned no future");
+    } else if (bucket.sparse) {
+      bucket.sparse_gradient = bucket.sparse_gradient / (divisor_ > 0 ? divisor_ : group_->getSize());
+      bucket.work = all_reduce(bucket.sparse_gradient, ReduceOp::SUM, group_, /*async_op=*/true);
+    } else {
+      c10d::AllreduceOptions options;
+      options.reduceOp = divisor_ > 0 ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
+      // The end of backward() follows the last bucket at once and runs it itself, which saves waking a thread.
+      options.asyncOp = !last;
+      std::vector<at::Tensor> tensors{bucket.memory->buffer()};
+      bucket.work = group_->allreduce(tensors, options);
+    }
+  } catch (...) {
+    fail_round(std::current_exception());
+  }
+}
+
+// ---- The end of a round
+
+void Reducer::queue_finish() {
+  if (finish_queued_ || is_first_static_round()) return;
+  finish_queued_ = true;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+    std::lock_guard lock(self->mutex_);
+    if (self->open_ && self->next_bucket_ == self->buckets_.size()) self->finish_round();
+  });
+}
+
+void Reducer::await(Bucket& bucket) {
+  at::NoGradGuard no_grad;
+  if (bucket.work) {
+    bucket.work->wait();
+    if (divisor_ > 0 && !bucket.sparse) at::Tensor(bucket.memory->buffer()).div_(divisor_);
+    return;
+  }
+  if (!bucket.future) return;
+  bucket.future->waitAndThrow();
+  const at::Tensor result = tensor_of(bucket.future->constValue());
+  if (bucket.sparse) {
+    bucket.sparse_gradient = result;
+    return;
+  }
+  at::Tensor buffer = bucket.memory->buffer();
+  TORCH_CHECK(result.numel() == buffer.numel(), "the communication hook ", hook_name_, " gave ", result.numel(),
+              " elements for a bucket of ", buffer.numel());
+  if (result.data_ptr() != buffer.data_ptr()) buffer.copy_(result.view_as(buffer));
 }
 
 void Reducer::finish_round() {
-  std::exception_ptr error;
+  finish_queued_ = false;
+  std::chrono::nanoseconds reducing{};
+  std::vector<bool> globally_used;
+  try {
+    std::exception_ptr error;
+    for (Bucket& bucket : buckets_) {
+      try {
+        await(bucket);
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+    for (const HookFuture& future : std::exchange(post_backward_, {})) future->waitAndThrow();
+    globally_used = agree_on_used();
+  } catch (...) {
+    fail_round(std::current_exception());
+  }
   for (Bucket& bucket : buckets_) {
-    try {
-      bucket.work->wait();
-    } catch (...) {
-      if (!error) error = std::current_exception();
+    if (bucket.work) reducing += duration_of(bucket.work);
+    give_gradients(bucket);
+  }
+  give_gradients_to_unused(globally_used);
+  note_round(reducing);
+  begin_round();
+}
+
+/// Which parameters any rank used.
+std::vector<bool> Reducer::agree_on_used() {
+  const bool dynamic = options_.find_unused_parameters && !static_graph_;
+  if (!dynamic && !is_first_static_round()) return globally_used_;
+  at::Tensor map = at::empty({static_cast<int64_t>(parameters_.size())}, at::kInt);
+  std::copy(used_.begin(), used_.end(), map.mutable_data_ptr<int>());
+  std::vector<at::Tensor> tensors{map};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  options.asyncOp = false;
+  group_->allreduce(tensors, options)->wait();
+  const int* any = map.const_data_ptr<int>();
+  globally_used_.assign(any, any + map.numel());
+  return globally_used_;
+}
+
+/// Parameters without a gradient of their own get the others' average, those that nobody used keep what they
+/// had.
+void Reducer::give_gradients_to_unused(const std::vector<bool>& globally_used) {
+  at::NoGradGuard no_grad;
+  for (const size_t index : unused_) {
+    const Place place = places_[index];
+    Bucket& bucket = buckets_[place.bucket];
+    at::Tensor& gradient = tensors_[index].mutable_grad();
+    if (!globally_used[index]) {
+      if (bucket.sparse) {
+        gradient = before_[index];
+      } else if (before_[index].defined()) {
+        gradient.detach().copy_(before_[index]);
+      }
+    } else if (!gradient.defined() && !bucket.sparse) {
+      gradient = options_.gradient_as_bucket_view ? bucket.views[place.position]
+                                                  : slot_tensor(bucket, place.position);
+      if (reduce_dtype_) gradient = gradient.to(tensors_[index].scalar_type());
     }
   }
-  begin_round();
-  if (error) std::rethrow_exception(error);
 }
+
+/// Results into the gradients that are not in the bucket.
+void Reducer::give_gradients(Bucket& bucket) {
+  at::NoGradGuard no_grad;
+  if (bucket.sparse) {
+    if (bucket.sparse_gradient.defined()) {
+      tensors_[bucket.parameters[0]].mutable_grad() = bucket.sparse_gradient;
+    }
+    return;
+  }
+  for (const size_t position : bucket.copy_back) {
+    at::Tensor& gradient = tensors_[bucket.parameters[position]].mutable_grad();
+    if (reduce_dtype_) {
+      gradient = bucket.views[position].to(tensors_[bucket.parameters[position]].scalar_type(),
+                                           /*non_blocking=*/false, /*copy=*/true);
+    } else {
+      gradient.detach().copy_(bucket.views[position]);
+    }
+  }
+}
+
+void Reducer::begin_round() {
+  std::fill(ready_.begin(), ready_.end(), false);
+  std::fill(used_.begin(), used_.end(), false);
+  for (const size_t index : unused_) before_[index].reset();
+  for (Bucket& bucket : buckets_) {
+    bucket.pending = bucket.parameters.size();
+    bucket.work.reset();
+    bucket.future.reset();
+    bucket.copy_back.clear();
+    bucket.sparse_gradient.reset();
+  }
+  uses_left_ = uses_;
+  arrival_order_.clear();
+  arrival_seconds_.clear();
+  next_bucket_ = 0;
+  open_ = marked_unused_ = finish_queued_ = false;
+}
+
+void Reducer::abandon_round() {
+  post_backward_.clear();
+  for (Bucket& bucket : buckets_) {
+    try {
+      if (bucket.work) bucket.work->wait();
+      if (bucket.future) bucket.future->wait();
+    } catch (...) {  // who asks for this knows the cause already
+    }
+  }
+  if (is_first_static_round()) std::fill(uses_.begin(), uses_.end(), 0);
+  begin_round();
+  clock_.reset();
+}
+
+void Reducer::fail_round(std::exception_ptr error) {
+  error_ = text_of(error);
+  abandon_round();
+  if (on_failure_) on_failure_();
+  std::rethrow_exception(error);
+}
+
+void Reducer::reset() {
+  std::lock_guard lock(mutex_);
+  abandon_round();
+}
+
+// ---- Texts and numbers
 
 std::string Reducer::names_without_gradient() const {
   std::ostringstream names;
   size_t missing = 0;
   constexpr size_t kShown = 20;
   for (size_t index = 0; index < parameters_.size(); ++index) {
-    if (has_gradient_[index]) continue;
-    if (++missing <= kShown) names << (missing > 1 ? ", " : "") << parameters_[index].first;
+    if (ready_[index] || (is_first_static_round() && uses_[index] > 0)) continue;
+    if (++missing <= kShown) names << (missing > 1 ? ", " : "") << parameters_[index].name;
   }
   if (missing > kShown) names << " and " << missing - kShown << " more";
   return names.str();
 }
 
-std::vector<size_t> Reducer::bucket_bytes() const {
+std::string Reducer::unfinished_text() const {
+  std::ostringstream text;
+  text << "Expected to have finished reduction in the prior iteration before starting a new one. Rank "
+       << group_->getRank() << ": these parameters received no gradient: " << names_without_gradient()
+       << ". They were not used in producing the loss, or backward() ended with an exception. ";
+  if (options_.find_unused_parameters) {
+    text << "find_unused_parameters looks for them from the tensors that forward() returns: make sure that "
+            "all of these take part in the loss, and that the graph leads to them from there";
+  } else {
+    text << "Set find_unused_parameters = true if some parameters take no part in some iterations, make sure "
+            "that all outputs of forward() take part in the loss, or wrap iterations that are not to be "
+            "reduced in no_sync()";
+  }
+  return text.str();
+}
+
+void Reducer::check_finalized() const {
   std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, unfinished_text());
+}
+
+void Reducer::set_sample_rate(int rounds) {
+  TORCH_CHECK_VALUE(rounds >= 1,
+                    "DDP runtime logging sample rate should be equal or greater than 1; it is ", rounds);
+  std::lock_guard lock(mutex_);
+  sample_rate_ = rounds;
+}
+
+std::vector<size_t> Reducer::bucket_bytes() const {
   std::vector<size_t> bytes;
-  for (const Bucket& bucket : buckets_) bytes.push_back(bucket.buffer.nbytes());
+  for (const Bucket& bucket : buckets_) bytes.push_back(bucket.bytes);
   return bytes;
+}
+
+int64_t Reducer::rounds() const {
+  std::lock_guard lock(mutex_);
+  return rounds_;
+}
+
+void Reducer::set_rounds(int64_t rounds) {
+  std::lock_guard lock(mutex_);
+  rounds_ = rounds_at_reset_ = rounds;
+}
+
+uint64_t Reducer::versions() const {
+  uint64_t sum = 0;
+  for (const at::Tensor& tensor : tensors_) sum += tensor._version();
+  return sum;
+}
+
+bool Reducer::stepped_since_round() const {
+  std::lock_guard lock(mutex_);
+  return versions() != versions_at_round_;
+}
+
+Reducer::Report Reducer::report() const {
+  std::lock_guard lock(mutex_);
+  Report report{.initial_bucket_bytes = initial_bucket_bytes_,
+                .bucket_bytes = bucket_bytes(),
+                .bucket_parameters = {},
+                .caps = caps_in_use(),
+                .rebuilt = rebuilt_,
+                .tuned = chosen_caps_.has_value(),
+                .static_graph = static_graph_,
+                .can_set_static_graph = static_graph_ || same_graph_,
+                .unused_bytes = unused_bytes_,
+                .arrival_order = last_arrival_order_,
+                .hook = hook_name_,
+                .error = error_,
+                .last = clock_.last(),
+                .average = clock_.average(),
+                .rounds = rounds_};
+  for (const Bucket& bucket : buckets_) report.bucket_parameters.push_back(bucket.parameters.size());
+  return report;
 }
 
 }  // namespace lockstep

@@ -1,88 +1,233 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include <lockstep/ddp/bucket.h>
+#include <lockstep/ddp/bucket_tuner.h>
+#include <lockstep/ddp/gradient_slots.h>
 #include <lockstep/ddp/options.h>
+#include <lockstep/ddp/step_times.h>
+
+namespace torch::autograd {
+struct Node;
+}
 
 namespace lockstep {
 
-/// Averages gradients over a group while backward() is still computing others.
+/// Averages gradients over a group while backward() is still computing others. docs/reducer.md draws it.
 ///
-/// Parameters are packed into *buckets*: flat tensors in shared memory. When autograd has accumulated a
-/// parameter's gradient, a hook divides it by the group's size into its place in the bucket, and makes that
-/// place the parameter's gradient. A full bucket is all-reduced at once, strictly in bucket order, by the
-/// group's communication thread. The end of backward() waits for the last one; gradients are then the
-/// averages, in place.
+/// Parameters are packed into *buckets*: flat memory that all ranks on the host see, cut into *slots*. The
+/// kernels of backward() write gradients into their slots (GradientSlots); what lands elsewhere is copied
+/// there when autograd has accumulated it. A full bucket is all-reduced at once, strictly in bucket order, by
+/// the group's communication thread, or handed to a communication hook. The end of backward() waits for the
+/// last one; gradients are then the averages, where they are.
 ///
-/// The first synchronised iteration uses buckets in reversed definition order and notes the order in which
-/// gradients arrive; before the second forward the buckets are built again in rank 0's order. After torch's
-/// reducer.cpp, whose errors it repeats with the parameters' names.
+/// A *round* is one such reduction of all parameters. It opens with the first gradient after a synchronised
+/// forward and is finished by the callback that ends backward(). The first round uses one bucket and notes
+/// the order in which gradients arrive; before the second forward buckets are built in rank 0's order. After
+/// torch's reducer.cpp, whose errors it repeats with the parameters' names.
+///
+/// When a round fails, backward() throws the first cause, after `on_failure` has run; gradients are then
+/// undefined, and update_process_group() makes it usable again.
 ///
 /// Used by one thread at a time, as a module is; several reducers may work at once, each on a group of its
 /// own or in the same order on all ranks. Hooks hold it weakly.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
-  /// `parameters`: distinct, requiring gradients, dense CPU tensors, the same on all ranks.
-  static std::shared_ptr<Reducer> create(std::vector<NamedTensor> parameters,
-                                         const DistributedDataParallelOptions& options);
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    bool sparse = false;  // its gradients are
+  };
+
+  /// `parameters`: distinct, requiring gradients, the same on all ranks. `on_failure` runs before an error of
+  /// a round leaves the reducer.
+  static std::shared_ptr<Reducer> create(std::vector<Parameter> parameters,
+                                         const DistributedDataParallelOptions& options,
+                                         std::function<void()> on_failure = {});
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
 
-  /// Before a synchronised forward. Throws if the last iteration's reduction is not finished: some parameters
-  /// got no gradient; names them. Rebuilds the buckets once. Collective when it does.
-  void prepare_forward();
-  /// After a forward: whether the backward passes to come are to reduce.
-  void expect_backward(bool synchronise);
+  /// Reduces buckets by `hook` from now on. Once, before the first backward.
+  void register_comm_hook(CommunicationHook hook, const std::string& name);
+  /// Before the first backward; see the option.
+  void set_static_graph();
 
-  /// The buckets' sizes in bytes, in the order of their reduction.
+  /// Before a synchronised forward. Throws if the last round is not finished: some parameters got no
+  /// gradient; names them.
+  void prepare_forward();
+  /// Before every forward that may be followed by a backward: builds the buckets anew when that is due;
+  /// collective then.
+  void rebuild_buckets();
+  /// After a forward: whether the backward passes to come are to reduce. `outputs`: forward's tensors, where
+  /// they could be found; they tell when backward begins.
+  void prepare_backward(bool synchronise, const std::vector<at::Tensor>& outputs);
+  /// Leaves the round unfinished: what was launched is awaited, its results are nobody's.
+  void reset();
+  /// reset(), and the same parameters over another group, as new. Registered hooks keep their own group.
+  void update_process_group(const ProcessGroup& group);
+  /// Times are taken in the first 10 rounds, and then in every so many.
+  void set_sample_rate(int rounds);
+  /// Throws if the last backward left a round unfinished, naming the parameters without a gradient.
+  void check_finalized() const;
+
+  // For ranks that have run out of inputs (join()):
+  /// Takes part in one round, with zeros.
+  void shadow_backward();
+  /// The end of backward awaits these, too.
+  void add_post_backward_futures(const std::vector<HookFuture>& futures);
+  /// Divide the next round by this instead of the group's size; 0: by the group's size.
+  void set_divisor(int64_t ranks);
+
+  /// For mixed precision: gradients, of whatever dtype, are reduced in this one, and come out in the
+  /// parameters' own.
+  void set_reduce_dtype(at::ScalarType reduce);
+  /// Watches the accumulators that the parameters have now, when their data were given another type: those of
+  /// this one forward. The answer keeps them until the forward has recorded them.
+  [[nodiscard]] std::vector<std::shared_ptr<void>> watch_current_accumulators();
+
+  /// The gradients' bytes in each bucket, in the order of their reduction.
   std::vector<size_t> bucket_bytes() const;
+  /// For tests: caps as if tuning had chosen them, at the next rebuild.
+  void force_caps(const BucketCaps& caps);
+
+  struct Report {
+    std::vector<size_t> initial_bucket_bytes, bucket_bytes, bucket_parameters;
+    BucketCaps caps;
+    bool rebuilt = false, tuned = false, static_graph = false, can_set_static_graph = true;
+    size_t unused_bytes = 0;
+    std::vector<size_t> arrival_order;  // in the last round
+    std::string hook, error;
+    StepTimes last, average;
+    int64_t rounds = 0;
+  };
+  Report report() const;
+  /// Synchronised rounds that were finished.
+  int64_t rounds() const;
+  /// Whether a parameter has changed since the last round was finished: its optimizer has stepped.
+  bool stepped_since_round() const;
+  /// Counts on from here.
+  void set_rounds(int64_t rounds);
 
  private:
-  struct Bucket {
-    at::Tensor buffer;
-    std::vector<size_t> parameters;
-    std::vector<at::Tensor> views;  // by position in `parameters`; sizes and strides as the parameter's
-    size_t pending = 0;             // parameters without a gradient in this round
-    c10::intrusive_ptr<c10d::Work> work;
-  };
   struct Place {
     size_t bucket = 0;
     size_t position = 0;
   };
+  struct Reduction {
+    double seconds = 0;
+    size_t bytes = 0;
+  };
   struct Hook;
 
-  Reducer(std::vector<NamedTensor> parameters, const DistributedDataParallelOptions& options);
+  Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
+          std::function<void()> on_failure);
   void add_hooks();
-  void build_buckets(const std::vector<size_t>& order);
-  void rebuild_buckets();
-  void begin_round();
+  uint64_t versions() const;
   void on_gradient(size_t index);
-  void take_gradient(size_t index);
-  void launch(Bucket& bucket);
-  void finish_round();
-  std::string names_without_gradient() const;
 
-  std::vector<NamedTensor> parameters_;
+  // reducer_buckets.cc
+  BucketCaps initial_caps() const;
+  BucketCaps caps_in_use() const;
+  bool tunes() const;
+  void build_buckets(const std::vector<size_t>& order, const BucketCaps& caps);
+  void build_buckets_again();
+  void keep_gradient(size_t index, const Bucket& old, size_t old_position);
+  void tune();
+  BackwardProfile profile() const;
+  void move_to_new_memory(Bucket& bucket);
+
+  void begin_round();
+  void begin_backward();
+  void open_round();
+  void mark_ready(size_t index, bool used);
+  void take_gradient(size_t index);
+  void take_sparse_gradient(Bucket& bucket, size_t index);
+  void take_nothing(size_t index);
+  void launch_ready();
+  void launch(size_t index);
+  bool all_unused(const Bucket& bucket) const;
+  void queue_finish();
+  void finish_round();
+  void await(Bucket& bucket);
+  std::vector<bool> agree_on_used();
+  void give_gradients(Bucket& bucket);
+  void give_gradients_to_unused(const std::vector<bool>& globally_used);
+  void abandon_round();
+  [[noreturn]] void fail_round(std::exception_ptr error);
+  void queue_everything();  // static graph, first round
+  std::string names_without_gradient() const;
+  std::string unfinished_text() const;
+  void note_round(std::chrono::nanoseconds reducing);
+  bool is_first_static_round() const { return static_graph_ && rounds_ == rounds_at_reset_; }
+
+  std::vector<Parameter> parameters_;
+  std::vector<at::Tensor> tensors_;  // the parameters', by index
   DistributedDataParallelOptions options_;
   ProcessGroup group_;
-  double divisor_ = 1;
+  std::function<void()> on_failure_;
+  std::unordered_map<const torch::autograd::Node*, size_t> accumulator_index_;
   std::vector<std::shared_ptr<void>> accumulators_;  // keep the hooks' nodes alive
   std::vector<std::shared_ptr<void>> hook_removers_;
 
   mutable std::mutex mutex_;
+  CommunicationHook hook_;
+  std::string hook_name_;
+  std::optional<at::ScalarType> reduce_dtype_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter
+  std::shared_ptr<GradientSlots> slots_;
+  std::vector<size_t> initial_bucket_bytes_;
+
+  // What backward is to do:
   bool synchronise_ = false;
-  bool round_open_ = false;         // some gradients of this round have arrived, the round is not finished
-  std::vector<bool> has_gradient_;  // in this round
+  bool static_graph_ = false;
+  bool watching_outputs_ = false;  // the last forward's outputs tell when backward begins
+  int graph_task_ = -1;            // of the backward in progress
+  std::vector<size_t> unused_;     // parameters that this forward did not use
+  std::vector<int> uses_;          // static graph: by parameter, gradients in the first round
+  int64_t divisor_ = 0;
+  std::vector<HookFuture> post_backward_;
+
+  // The round:
+  bool open_ = false;
+  bool marked_unused_ = false;
+  std::vector<bool> ready_;         // by parameter
+  std::vector<bool> used_;          // by parameter: got a gradient on this rank, also under no_sync()
+  std::vector<int> uses_left_;      // static graph
+  std::vector<at::Tensor> before_;  // by parameter: unused ones' gradients, as they were
   size_t next_bucket_ = 0;          // the first that is not launched
+  bool finish_queued_ = false;
+
+  // Over rounds:
+  std::vector<size_t> arrival_order_;          // in the round
+  std::vector<double> arrival_seconds_;        // since backward began, in that order
+  std::vector<size_t> last_arrival_order_;     // in the round before
+  std::vector<std::vector<double>> measured_;  // rounds' arrivals in seconds, by parameter
+  std::vector<Reduction> reductions_;          // in these rounds
+  std::vector<bool> globally_used_;            // by parameter, in the last round that asked
   bool rebuilt_ = false;
-  std::vector<size_t> arrival_order_;
+  bool tuned_ = false;
+  std::optional<BucketCaps> chosen_caps_;
+  bool same_graph_ = true;  // all rounds so far used the same parameters
+  std::vector<bool> used_before_;
+  int sample_rate_ = 100;
+  int64_t rounds_ = 0;
+  int64_t rounds_at_reset_ = 0;
+  uint64_t versions_at_round_ = 0;
+  size_t unused_bytes_ = 0;
+  std::string error_;
+  StepClock clock_;
 };
 
 }  // namespace lockstep

@@ -18,14 +18,15 @@ constexpr int64_t kBroadcastBytes = 16 << 20;
 
 std::string describe(const NamedTensor& parameter) {
   std::ostringstream text;
-  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' '
-       << parameter.second.sizes() << ')';
+  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' ' << parameter.second.sizes();
+  if (!parameter.second.is_contiguous()) text << " with strides " << parameter.second.strides();
+  text << ')';
   return text.str();
 }
 
-void broadcast(const at::Tensor& tensor, const ProcessGroup& group) {
+void broadcast(const at::Tensor& tensor, const ProcessGroup& group, int source = 0) {
   c10d::BroadcastOptions options;
-  options.rootRank = 0;
+  options.rootRank = source;
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{tensor};
   group->broadcast(tensors, options)->wait();
@@ -43,20 +44,22 @@ std::vector<std::string> broadcast_lines(std::string text, const ProcessGroup& g
   return lines;
 }
 
-void broadcast_pack(const std::vector<at::Tensor>& tensors, const ProcessGroup& group) {
-  if (tensors.size() == 1 && tensors[0].is_non_overlapping_and_dense()) return broadcast(tensors[0], group);
+void broadcast_pack(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source) {
+  if (tensors.size() == 1 && tensors[0].is_non_overlapping_and_dense()) {
+    return broadcast(tensors[0], group, source);
+  }
   int64_t numel = 0;
   for (const at::Tensor& tensor : tensors) numel += tensor.numel();
   at::Tensor flat = at::empty({numel}, tensors[0].options().requires_grad(false));
   int64_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
-    if (group->getRank() == 0) flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()).copy_(tensor);
+    if (group->getRank() == source) flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()).copy_(tensor);
     offset += tensor.numel();
   }
-  broadcast(flat, group);
+  broadcast(flat, group, source);
   offset = 0;
   for (at::Tensor tensor : tensors) {
-    if (group->getRank() != 0) tensor.copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+    if (group->getRank() != source) tensor.copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
     offset += tensor.numel();
   }
 }
@@ -95,26 +98,40 @@ void verify_same_model(const std::vector<NamedTensor>& parameters, const Process
   }
 }
 
-void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessGroup& group) {
+void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessGroup& group, int source) {
   if (group->getSize() == 1) return;
   at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_type;
-  for (const auto& [name, tensor] : tensors) by_type[tensor.scalar_type()].push_back(tensor.detach());
+  for (const auto& [name, tensor] : tensors) {
+    // Unlike detach(), with a version counter of its own.
+    auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false);
+    by_type[tensor.scalar_type()].emplace_back(std::move(alias));
+  }
   for (const auto& [type, members] : by_type) {
     std::vector<at::Tensor> pack;
     int64_t bytes = 0;
     for (const at::Tensor& tensor : members) {
       const auto size = static_cast<int64_t>(tensor.nbytes());
       if (!pack.empty() && bytes + size > kBroadcastBytes) {
-        broadcast_pack(pack, group);
+        broadcast_pack(pack, group, source);
         pack.clear();
         bytes = 0;
       }
       pack.push_back(tensor);
       bytes += size;
     }
-    if (!pack.empty()) broadcast_pack(pack, group);
+    if (!pack.empty()) broadcast_pack(pack, group, source);
   }
+}
+
+int find_common_rank(const ProcessGroup& group, bool candidate) {
+  at::Tensor rank = at::empty({1}, at::kLong).fill_(candidate ? group->getRank() : -1);
+  std::vector<at::Tensor> tensors{rank};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  options.asyncOp = false;
+  group->allreduce(tensors, options)->wait();
+  return static_cast<int>(rank.item<int64_t>());
 }
 
 }  // namespace lockstep

@@ -12,7 +12,11 @@ namespace lockstep {
 /// _verify_param_shape_across_processes.
 void verify_same_model(const std::vector<NamedTensor>& parameters, const ProcessGroup& group);
 
-/// The group's rank 0's values into every rank's tensors, many small ones in one broadcast.
-void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessGroup& group);
+/// The values of group rank `source` into every rank's tensors, many small ones in one broadcast. Leaves
+/// autograd's version counters alone, so that graphs which saved a tensor stay valid.
+void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessGroup& group, int source = 0);
+
+/// The highest group rank for which `candidate` holds; the same on all ranks. −1 if there is none.
+int find_common_rank(const ProcessGroup& group, bool candidate);
 
 }  // namespace lockstep

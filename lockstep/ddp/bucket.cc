@@ -1,0 +1,84 @@
+#include <algorithm>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <lockstep/ddp/bucket.h>
+
+namespace lockstep {
+namespace {
+
+constexpr size_t kCacheLine = 64;
+
+/// The gradient's place has the parameter's own memory order where that has no gaps, else it is contiguous
+/// (the "gradient layout contract" of torch/csrc/autograd/functions/accumulate_grad.h). It shares the
+/// bucket's storage but is no view in autograd's books: LibTorch's Optimizer::zero_grad() calls detach_() on
+/// gradients, which views refuse.
+at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const at::Tensor& parameter) {
+  at::AutoDispatchBelowADInplaceOrView no_view_tracking;
+  if (parameter.is_non_overlapping_and_dense()) {
+    return buffer.as_strided(parameter.sizes(), parameter.strides(), offset);
+  }
+  return buffer.narrow(0, offset, parameter.numel()).view(parameter.sizes());
+}
+
+at::Tensor allocate(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options) {
+  auto backend = group->getBackend(options.device().type());
+  if (!backend->supportsTensorAlloc(options.device().index())) return at::empty({numel}, options).zero_();
+  // Zeroing touches the pages now instead of in the first step.
+  return backend->allocateTensor(numel, options).zero_();
+}
+
+}  // namespace
+
+void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, const BucketLayout& layout) {
+  at::NoGradGuard no_grad;
+  const auto options =
+      parameters[bucket.parameters.front()].options().requires_grad(false).dtype(layout.dtype);
+  const size_t element = c10::elementSize(layout.dtype);
+  const size_t unit = layout.aligned ? std::max<size_t>(1, kCacheLine / element) : 1;
+  std::vector<size_t> begins;  // in elements
+  size_t numel = 0;
+  bucket.bytes = 0;
+  for (const size_t index : bucket.parameters) {
+    numel = (numel + unit - 1) / unit * unit;
+    begins.push_back(numel);
+    numel += parameters[index].numel();
+    bucket.bytes += parameters[index].numel() * element;
+  }
+  const at::Tensor buffer = allocate(layout.group, static_cast<int64_t>(numel), options);
+  bucket.views.clear();
+  std::vector<size_t> offsets;
+  for (size_t position = 0; position < begins.size(); ++position) {
+    bucket.views.push_back(view_of(buffer, static_cast<int64_t>(begins[position]),
+                                   parameters[bucket.parameters[position]]));
+    offsets.push_back(begins[position] * element);
+  }
+  bucket.memory = std::make_shared<BucketMemory>(buffer, std::move(offsets));
+}
+
+at::Tensor slot_tensor(Bucket& bucket, size_t position) {
+  const at::Tensor& view = bucket.views[position];
+  if (view.numel() == 0) return view;
+  const MemoryBlock block = bucket.memory->take(position);
+  TORCH_INTERNAL_ASSERT(block.memory != nullptr);
+  lend(block);
+  return at::from_blob(block.memory, view.sizes(), view.strides(), &give_back, view.options());
+}
+
+at::Tensor empty_sparse_gradient(const at::Tensor& parameter) {
+  // An embedding's: one sparse dimension, the rows.
+  return at::_sparse_coo_tensor_with_dims(1, parameter.dim() - 1, parameter.sizes(),
+                                          parameter.options().requires_grad(false).layout(c10::kSparse));
+}
+
+bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradient) {
+  const at::Tensor& view = bucket.views[position];
+  return gradient.const_data_ptr() == view.const_data_ptr() && gradient.strides() == view.strides() &&
+         gradient.scalar_type() == view.scalar_type();
+}
+
+}  // namespace lockstep

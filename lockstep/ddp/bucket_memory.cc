@@ -1,0 +1,39 @@
+#include <algorithm>
+#include <utility>
+
+#include <lockstep/ddp/bucket_memory.h>
+
+namespace lockstep {
+
+BucketMemory::BucketMemory(at::Tensor buffer, std::vector<size_t> offsets)
+    : buffer_(std::move(buffer)),
+      base_(static_cast<std::byte*>(buffer_.mutable_data_ptr())),
+      offsets_(std::move(offsets)),
+      taken_(offsets_.size(), false) {}
+
+bool BucketMemory::taken(size_t slot) const {
+  std::lock_guard lock(mutex_);
+  return taken_[slot];
+}
+
+bool BucketMemory::any_taken() const {
+  std::lock_guard lock(mutex_);
+  return std::find(taken_.begin(), taken_.end(), true) != taken_.end();
+}
+
+MemoryBlock BucketMemory::take(size_t slot) {
+  std::lock_guard lock(mutex_);
+  if (taken_[slot]) return {};
+  taken_[slot] = true;
+  return {address(slot), shared_from_this()};
+}
+
+void BucketMemory::deallocate(void* memory) {
+  const auto offset = static_cast<size_t>(static_cast<std::byte*>(memory) - base_);
+  // The last of equal offsets: those before it are slots of no bytes, which are never lent.
+  const auto after = std::upper_bound(offsets_.begin(), offsets_.end(), offset);
+  std::lock_guard lock(mutex_);
+  taken_[after - offsets_.begin() - 1] = false;
+}
+
+}  // namespace lockstep

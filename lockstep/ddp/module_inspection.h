@@ -1,0 +1,16 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+/// The names of the parameters whose gradients are sparse: the weights of Embedding and EmbeddingBag modules
+/// with sparse(true).
+std::vector<std::string> sparse_parameters(const torch::nn::Module& module);
+
+}  // namespace lockstep

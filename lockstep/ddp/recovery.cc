@@ -1,0 +1,88 @@
+#include <algorithm>
+#include <sstream>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <lockstep/collectives/functional.h>
+#include <lockstep/ddp/ddp_core.h>
+#include <lockstep/ddp/delayed_all_reduce.h>
+#include <lockstep/ddp/reducer.h>
+#include <lockstep/ddp/recovery.h>
+#include <lockstep/ddp/state_sync.h>
+
+namespace lockstep {
+namespace {
+
+std::vector<int64_t> gather_numbers(int64_t number, const ProcessGroup& group) {
+  at::Tensor mine = at::empty({1}, at::kLong).fill_(number);
+  at::Tensor all = at::empty({group->getSize()}, at::kLong);
+  all_gather_into_tensor(all, mine, group);
+  const auto* numbers = all.const_data_ptr<int64_t>();
+  return {numbers, numbers + all.numel()};
+}
+
+void send_to_all(at::Tensor tensor, int source, const ProcessGroup& group) {
+  c10d::BroadcastOptions options;
+  options.rootRank = source;
+  std::vector<at::Tensor> tensors{std::move(tensor)};
+  group->broadcast(tensors, options)->wait();
+}
+
+}  // namespace
+
+Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
+    : save_([&optimizer] {
+        torch::serialize::OutputArchive archive;
+        optimizer.save(archive);
+        std::ostringstream stream;
+        archive.save_to(stream);
+        return stream.str();
+      }),
+      load_([&optimizer](const std::string& bytes) {
+        std::istringstream stream(bytes);
+        torch::serialize::InputArchive archive;
+        archive.load_from(stream);
+        optimizer.load(archive);
+      }) {}
+
+int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors, const std::vector<Recoverable>& states,
+                 const ProcessGroup& group) {
+  const auto all = gather_numbers(steps, group);
+  const auto ahead = std::max_element(all.begin(), all.end());
+  if (std::all_of(all.begin(), all.end(), [&](int64_t number) { return number == *ahead; })) return *ahead;
+  const int source = static_cast<int>(ahead - all.begin());
+  broadcast_coalesced(tensors, group, source);
+  for (const Recoverable& state : states) {
+    std::string bytes = group->getRank() == source ? state.save() : std::string();
+    at::Tensor length = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(bytes.size()));
+    send_to_all(length, source, group);
+    bytes.resize(length.item<int64_t>());
+    send_to_all(at::from_blob(bytes.data(), {length.item<int64_t>()}, at::kByte), source, group);
+    if (steps != *ahead) state.load(bytes);
+  }
+  return *ahead;
+}
+
+int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states) {
+  TORCH_CHECK_VALUE(is_member(group), "update_process_group: this rank is not in the process group");
+  options_.process_group = group;
+  buffers_may_differ_ = true;
+  if (delayed_) delayed_->update_process_group(group);
+  if (!reducer_) return 0;
+  // A round whose gradients nobody has used is to be done again.
+  const int64_t rounds = reducer_->rounds();
+  const int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
+  snapshot_->restore();
+  reducer_->update_process_group(group);
+  auto tensors = model_.parameters;
+  for (auto& buffer : current_buffers()) tensors.push_back(std::move(buffer));
+  const int64_t steps = catch_up(committed, tensors, states, group);
+  reducer_->set_rounds(steps);
+  return steps;
+}
+
+}  // namespace lockstep
