@@ -240,13 +240,20 @@ RankRecord Recorder::snapshot() const {
   return record;
 }
 
+/// Where the records' ranks are those of the job at its start.
+std::optional<WorldDefaults> place_in_job() {
+  auto place = world_defaults();
+  if (place && place->job_rank >= 0) place = WorldDefaults{place->job_rank, place->job_size};
+  return place;
+}
+
 /// Operations of an earlier world of this process are forgotten: its ranks meant something else.
 void Recorder::begin_world() {
   {
     std::lock_guard lock(ring_mutex_);
     before_world_ = last_id_;
   }
-  place_ = world_defaults();
+  place_ = place_in_job();
   reasons_.clear();
   path_.clear();
   owed_.clear();
@@ -288,7 +295,7 @@ std::string Recorder::write(const std::string& reason) {
 std::string Recorder::dump(const std::string& reason, bool forced) {
   constexpr int64_t kQuietNs = 10'000'000'000;  // a job that fails in many places says once where the file is
   std::lock_guard lock(file_mutex_);
-  if (auto defaults = world_defaults()) place_ = defaults;
+  if (auto place = place_in_job()) place_ = place;
   {
     std::lock_guard ring_lock(ring_mutex_);
     if (!joined_ && last_id_ == before_world_) return {};  // nothing happened here, as in a forked child

@@ -268,6 +268,10 @@ void LockstepBackend::abort() {
   if (first) flight::dump("abort");
 }
 
+void LockstepBackend::finish() {
+  queue_->finish();
+}
+
 void LockstepBackend::close_at_exit() {
   if (channel_->transport().in_forked_child()) return;
   if (queue_->busy()) {

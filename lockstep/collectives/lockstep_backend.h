@@ -66,6 +66,11 @@ class LockstepBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                     const c10::intrusive_ptr<Options>& options, const int& rank,
                                     const int& size) override;
+  bool supportsShrinking() const override { return true; }
+  /// A backend for those members who live and are not among `ranks_to_exclude` (group ranks), who alone call
+  /// it: shrink_group() says the rest. This group stays, to be shut down.
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags = 0,
+                                     const c10::intrusive_ptr<Options>& opts_override = nullptr) override;
   /// Sequence numbers are the queue's own; nothing to agree on.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return queue_->submitted(); }
@@ -126,6 +131,8 @@ class LockstepBackend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
 
+  /// Runs or awaits the collectives submitted so far; their errors stay in their works.
+  void finish();
   /// Fails the group on all ranks; from any thread.
   void abort() override;
   /// Finishes the collectives submitted so far (as Gloo does), ends sends and receives that are not done;
@@ -135,13 +142,16 @@ class LockstepBackend final : public c10d::Backend {
   /// fail, on all ranks.
   void close_at_exit();
 
+  /// Throws c10::DistBackendError in a child that was forked since the group was made.
+  void check_not_forked() const;
   const std::string& name() const { return settings_.name; }
+  /// Of operations that are given none.
+  std::chrono::milliseconds timeout() const { return timeout_or_default({}); }
   transport::GroupChannel& channel() { return *channel_; }
 
  private:
   c10::intrusive_ptr<c10d::Work> submit(PlannedOperation operation);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
-  void check_not_forked() const;
   int checked_root(int64_t root, const char* operation, const char* role) const;
 
   // The first two stand where c10d::ProcessGroupGloo has its store and its options: DDP's logger takes any

@@ -102,15 +102,31 @@ ProcessGroup open_or_stand_by(DefaultWorld& world, const Gather& gather, const P
 ProcessGroup make_locally(DefaultWorld& world, Plan plan, const std::string& wanted_name) {
   const uint64_t meeting = registry::next_local_meeting(world, plan.ranks);
   const std::string ranks = list_of(plan.ranks);
-  const std::string key = "lockstep/local/" + c10::sha1(ranks).str() + "/" + std::to_string(meeting);
+  std::string key = "lockstep/local/" + c10::sha1(ranks).str() + "/" + std::to_string(meeting);
   plan.name = wanted_name;
   if (plan.name.empty()) plan.name = "local " + describe(plan.ranks) + " #" + std::to_string(meeting);
+  if (world.times_shrunk > 0) {
+    // Ranks have other numbers than before, and an earlier meeting may have left something.
+    const std::string shrunk = ":shrunk:" + std::to_string(world.times_shrunk);
+    key += shrunk;
+    if (wanted_name.empty()) plan.name += shrunk;
+  }
   const std::string refusal = refusal_of(world, plan.name);
   TORCH_CHECK_VALUE(refusal.empty(), "new_group: ", refusal);
   const std::string identity =
       "new_group(" + describe(plan.ranks) + ", name '" + plan.name + "', backend " + plan.backend_name + ")";
-  auto group = group_making::open_through_store(world, plan, key, identity, Deadline::after(world.timeout()));
-  return finish(world, std::move(group), plan);
+  try {
+    auto group =
+        group_making::open_through_store(world, plan, key, identity, Deadline::after(world.timeout()));
+    return finish(world, std::move(group), plan);
+  } catch (c10::Error& error) {
+    if (world.times_shrunk > 0) {
+      error.add_context(
+          "use_local_synchronization needs the job's store, which may have ended with the process that held "
+          "it; new_group() without it needs none");
+    }
+    throw;
+  }
 }
 
 /// Lists that are cut out of a group of `parent_size`: none empty, no rank twice.

@@ -13,6 +13,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/per_process.h>
 #include <lockstep/collectives/internal/group_making.h>
+#include <lockstep/collectives/internal/shrinking.h>
 #include <lockstep/collectives/internal/transport_options.h>
 #include <lockstep/collectives/open_backend.h>
 #include <lockstep/rendezvous/roll_call.h>
@@ -39,6 +40,14 @@ struct Opened {
 Opened& opened() {
   static PerProcess<Opened> all;
   return all.get();
+}
+
+/// For close_all_backends().
+void remember(const c10::intrusive_ptr<LockstepBackend>& backend) {
+  Opened& all = opened();
+  std::lock_guard lock(all.mutex);
+  std::erase_if(all.backends, [](const auto& one) { return one.expired(); });
+  all.backends.emplace_back(backend);
 }
 
 struct SharedMapping {
@@ -139,10 +148,7 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
                                                     .stands_in_for_gloo = options.stands_in_for_gloo});
   LOCKSTEP_LOG(kInfo) << "joined group '" << options.group_name << "' as rank " << rank << " of " << size
                       << (is_new ? ", with a mapping of its own" : "");
-  Opened& all = opened();
-  std::lock_guard lock(all.mutex);
-  std::erase_if(all.backends, [](const auto& one) { return one.expired(); });
-  all.backends.emplace_back(backend);
+  remember(backend);
   return backend;
 }
 
@@ -168,6 +174,21 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::merge(const c10::intrusive_pt
                       {.group_name = options->group_name,
                        .timeout = options->timeout,
                        .stands_in_for_gloo = settings_.stands_in_for_gloo});
+}
+
+c10::intrusive_ptr<c10d::Backend> LockstepBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                                          int shrink_flags,
+                                                          const c10::intrusive_ptr<Options>& opts_override) {
+  const auto shrunk = shrinking::shrink(*this, {ranks_to_exclude.begin(), ranks_to_exclude.end()},
+                                        shrink_flags, /*with_control=*/false);
+  Settings settings = settings_;
+  settings.name += ":shrunk";
+  settings.timeout = opts_override ? opts_override->timeout : timeout();
+  settings.global_ranks.clear();
+  for (int rank : shrunk.survivors) settings.global_ranks.push_back(settings_.global_ranks.at(rank));
+  auto backend = c10::make_intrusive<LockstepBackend>(shrunk.channel, std::move(settings));
+  remember(backend);
+  return backend;
 }
 
 void close_all_backends() {

@@ -227,15 +227,28 @@ void OperationQueue::serve() {
   changed_.notify_all();
 }
 
-void OperationQueue::stop() {
-  std::unique_lock lock(mutex_);
+/// Returns the first interruption of an operation that this thread ran.
+std::exception_ptr OperationQueue::run_or_await_all(std::unique_lock<std::mutex>& lock) {
+  std::exception_ptr first;
   while (running_ || !queue_.empty()) {
     if (!running_) {
-      run_head(lock, /*serving=*/nullptr);
+      auto interruption = run_head(lock, /*serving=*/nullptr);
+      if (!first) first = interruption;
     } else {
       changed_.wait(lock);
     }
   }
+  return first;
+}
+
+void OperationQueue::finish() {
+  std::unique_lock lock(mutex_);
+  if (const auto interruption = run_or_await_all(lock)) std::rethrow_exception(interruption);
+}
+
+void OperationQueue::stop() {
+  std::unique_lock lock(mutex_);
+  run_or_await_all(lock);
   stopped_ = true;
   changed_.wait(lock, [this] { return !serving_ && telling_ == 0; });
 }

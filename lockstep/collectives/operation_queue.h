@@ -80,7 +80,10 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   bool busy() const;
   /// Operations submitted so far.
   uint64_t submitted() const;
-  /// Runs or awaits everything submitted so far (errors stay in the works), and gives the communication
+  /// Runs or awaits everything submitted so far; errors stay in the works. Throws the Interruption that ended
+  /// an operation meanwhile.
+  void finish();
+  /// The same, without throwing, and gives the communication
   /// thread back. Later submissions fail at once. To end without waiting for peers, abort the channel first.
   void stop();
 
@@ -89,6 +92,7 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   /// Returns what interrupted it. `serving`: of the communication thread; false afterwards when another
   /// thread has taken over.
   std::exception_ptr run_head(std::unique_lock<std::mutex>& lock, bool* serving);
+  std::exception_ptr run_or_await_all(std::unique_lock<std::mutex>& lock);
   void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance,
                         // calls it
   void serve();

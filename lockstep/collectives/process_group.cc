@@ -59,6 +59,8 @@ std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline de
   const auto& [rank, size] = std::pair(world->world.rank, world->world.world_size);
   log::set_rank(rank);
   world->transport = HostTransport::connect(*world->world.store, rank, size, deadline, transport_options());
+  world->members.resize(size);
+  std::iota(world->members.begin(), world->members.end(), 0);
   world->control = group_making::open_control(*world, deadline);
   return world;
 }

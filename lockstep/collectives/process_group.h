@@ -123,6 +123,36 @@ ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::v
                          std::optional<std::chrono::milliseconds> timeout = {},
                          const std::string& group_desc = {}, const std::string& backend = {});
 
+// ---- Going on without some ranks
+
+/// torch.distributed's SHRINK_DEFAULT and SHRINK_ABORT: whether shrink_group() finishes what the group was
+/// given before, or lets it fail on all ranks.
+enum ShrinkFlags { SHRINK_DEFAULT = 0x00, SHRINK_ABORT = 0x01 };
+
+/// What may be set for the group that shrink_group() makes.
+struct ShrinkOptions {
+  std::optional<std::chrono::milliseconds> timeout = {};  ///< of its operations; the old group's if not given
+};
+
+/// The group of those members of `group` that are not in `ranks_to_exclude` (group ranks) and live; they
+/// alone call it, in the same processes, with the same arguments. Unlike PyTorch's it takes an empty list,
+/// and finds those that have ended or left by itself; they need not be in a list that is given, either.
+/// `group` may have failed in any way, and is destroyed. Shrinking the default group makes the new group the
+/// default one: ranks are numbered anew, in the old order, and all other groups are destroyed; messages go on
+/// to call ranks as the job did at its start.
+///
+/// It needs no store, and keeps the ranks' memory: tensors from empty_shared() go on to be shared. All
+/// callers get the group or none, also when another rank dies meanwhile (then it is left out, too), except
+/// that a rank that dies at the very end is found by the group's first operation. May be called again after
+/// an error, and for the group that it has made.
+///
+/// Throws c10::ValueError for flags, ranks or a timeout that make no sense and for a group of one rank;
+/// c10::Error when this rank is in `ranks_to_exclude`; DistTimeoutError when a rank lives, but does not call
+/// it within the group's timeout (list it to go on without it); c10::DistBackendError when the others have
+/// gone on without this rank, or another's call ended by an error of its own. torch.distributed.shrink_group.
+ProcessGroup shrink_group(const std::vector<int>& ranks_to_exclude = {}, const ProcessGroup& group = {},
+                          int shrink_flags = SHRINK_DEFAULT, const ShrinkOptions& pg_options = {});
+
 // ---- Asking
 
 /// Whether process groups are part of this build; always true. torch.distributed.is_available.

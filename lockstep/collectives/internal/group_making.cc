@@ -85,28 +85,12 @@ std::shared_ptr<Group> open(const DefaultWorld& world, const Plan& plan,
   std::shared_ptr<GroupChannel> channel;
   try {
     failpoint::here("allocate_group");
-    channel = GroupChannel::open(world.transport, plan.ranks, exchange, deadline);
+    channel = GroupChannel::open(world.transport, world.transport_ranks(plan.ranks), exchange, deadline);
   } catch (c10::Error& error) {
     error.add_context("while group '" + plan.name + "' of " + name_ranks(plan.ranks) + " was made");
     throw;
   }
-  const int rank = channel->rank();
-  const int size = channel->size();
-  auto group = std::make_shared<Group>();
-  group->name = plan.name;
-  group->backend_name = plan.backend_name;
-  group->ranks = plan.ranks;
-  group->backend = c10::make_intrusive<LockstepBackend>(
-      std::move(channel),
-      LockstepBackend::Settings{.name = plan.name, .timeout = plan.timeout, .global_ranks = plan.ranks});
-  auto store = c10::make_intrusive<c10d::PrefixStore>(plan.name + "/", world.world.store);
-  group->handle = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
-  constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
-  group->handle->setBackend(at::kCPU, kType, c10::intrusive_ptr<c10d::Backend>(group->backend));
-  group->handle->setDefaultBackend(kType);
-  group->handle->setGroupName(plan.name);
-  group->handle->setGroupDesc(plan.description);
-  return group;
+  return group_of(world, plan, std::move(channel));
 }
 
 void give_no_address(const Gather& gather) {
@@ -118,6 +102,27 @@ void give_no_address(const Gather& gather) {
 }
 
 }  // namespace
+
+std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
+                                std::shared_ptr<GroupChannel> channel) {
+  const int rank = channel->rank();
+  const int size = channel->size();
+  auto group = std::make_shared<Group>();
+  group->name = plan.name;
+  group->first_name = plan.name;
+  group->backend_name = plan.backend_name;
+  group->ranks = plan.ranks;
+  group->backend = c10::make_intrusive<LockstepBackend>(
+      std::move(channel), LockstepBackend::Settings{.name = plan.name, .timeout = plan.timeout});
+  auto store = c10::make_intrusive<c10d::PrefixStore>(plan.name + "/", world.world.store);
+  group->handle = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
+  constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
+  group->handle->setBackend(at::kCPU, kType, c10::intrusive_ptr<c10d::Backend>(group->backend));
+  group->handle->setDefaultBackend(kType);
+  group->handle->setGroupName(plan.name);
+  group->handle->setGroupDesc(plan.description);
+  return group;
+}
 
 std::pair<uint64_t, std::string> parse_store_value(const std::string& value, int rank) {
   uint64_t word = 0;
@@ -171,7 +176,7 @@ Gather over_control(DefaultWorld& world, std::string call, Deadline deadline) {
       algorithms::exchange(channel, {.deadline = deadline, .background = false}, signature, exchange, keep);
     } catch (const ChannelError& error) {
       const std::string text = c10::str(
-          call, " failed on rank ", world.world.rank, ": ",
+          call, " failed on rank ", channel.job_rank(channel.rank()), ": ",
           channel.sequence() == before ? "the making of an earlier group had failed: " : "", error.what());
       if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
       C10_THROW_ERROR(DistBackendError, text);
@@ -245,10 +250,10 @@ void stand_by(const Gather& gather, size_t size) {
 
 std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
                                           const std::string& identity, Deadline deadline) {
-  auto group =
-      open(world, plan,
-           exchange_through_store(world.world.store, world.transport, plan.ranks, key, identity, deadline),
-           deadline);
+  auto group = open(world, plan,
+                    exchange_through_store(world.world.store, world.transport,
+                                           world.transport_ranks(plan.ranks), key, identity, deadline),
+                    deadline);
   // All members have joined, so all have read the store.
   if (plan.ranks.front() == world.world.rank) {
     forget_exchange(*world.world.store, key, static_cast<int>(plan.ranks.size()));

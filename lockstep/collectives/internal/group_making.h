@@ -57,6 +57,9 @@ struct Plan {
 /// member ended or had no memory for the group, DistTimeoutError when one is late.
 std::shared_ptr<Group> open_together(const DefaultWorld& world, const Plan& plan, const Gather& gather,
                                      const std::vector<int>& positions, Deadline deadline);
+/// A group around a channel that is open, unregistered.
+std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
+                                std::shared_ptr<transport::GroupChannel> channel);
 /// The part of the ranks of a meeting that the group of `size` ranks does without.
 void stand_by(const Gather& gather, size_t size);
 

@@ -23,6 +23,17 @@ DefaultWorld& require_locked() {
   return *current;
 }
 
+std::string shrunk_suffix(uint64_t times) {
+  return times == 0 ? "" : ":shrunk:" + std::to_string(times);
+}
+
+void publish(const DefaultWorld& world) {
+  set_world_defaults({.rank = world.world.rank,
+                      .world_size = world.world.world_size,
+                      .job_rank = world.transport->job_rank(world.transport->rank()),
+                      .job_size = world.transport->world_size()});
+}
+
 auto find_locked(const ProcessGroup& handle) {
   DefaultWorld& world = require_locked();
   TORCH_CHECK_VALUE(!handle || handle->getRank() >= 0, "Invalid process group specified: this process (rank ",
@@ -52,8 +63,15 @@ void install(std::shared_ptr<DefaultWorld> world) {
   TORCH_CHECK_VALUE(current == nullptr,
                     "trying to initialize the default process group twice! "
                     "init_process_group was called in two threads at once.");
-  set_world_defaults({world->world.rank, world->world.world_size});
+  publish(*world);
   current = std::move(world);
+}
+
+void replace(const DefaultWorld& world, std::shared_ptr<DefaultWorld> successor) {
+  std::lock_guard lock(mutex);
+  TORCH_CHECK_VALUE(current.get() == &world, "the default process group was destroyed while it was shrunk");
+  publish(*successor);
+  current = std::move(successor);
 }
 
 std::shared_ptr<DefaultWorld> remove_world() {
@@ -106,7 +124,7 @@ bool has_name(DefaultWorld& world, const std::string& name) {
 
 std::string next_name(DefaultWorld& world) {
   std::lock_guard lock(mutex);
-  return std::to_string(world.group_count++);
+  return std::to_string(world.group_count++) + shrunk_suffix(world.times_shrunk);
 }
 
 uint64_t next_local_meeting(DefaultWorld& world, const std::vector<int>& ranks) {

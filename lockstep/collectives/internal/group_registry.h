@@ -24,9 +24,11 @@ struct Group {
   ProcessGroup handle;
   c10::intrusive_ptr<LockstepBackend> backend;
   std::string name;
-  std::string backend_name;  // as asked for, lower case
-  std::vector<int> ranks;    // global, by group rank
-  uint64_t number = 0;       // in order of making, within this process
+  std::string backend_name;   // as asked for, lower case
+  std::vector<int> ranks;     // global, by group rank
+  uint64_t number = 0;        // in order of making, within this process
+  uint64_t times_shrunk = 0;  // on the way to this group, and …
+  std::string first_name;     // … what it was called before
   /// One split_group() at a time, for it takes several operations of the group.
   std::mutex splitting;
   /// split_group() calls so far (c10d's own counter begins anywhere: it is not initialised).
@@ -37,6 +39,9 @@ struct Group {
 struct DefaultWorld {
   World world;
   std::shared_ptr<transport::HostTransport> transport;
+  /// The transport's ranks, by global rank. They are those of the job, and the same until shrink_group().
+  std::vector<int> members;
+  uint64_t times_shrunk = 0;
   std::string backend_name;
   std::atomic<std::chrono::milliseconds::rep> timeout_ms{0};  // of the default group
 
@@ -55,6 +60,11 @@ struct DefaultWorld {
   uint64_t groups_registered = 0;
   int group_count = 0;  // get_pg_count()
 
+  std::vector<int> transport_ranks(const std::vector<int>& ranks) const {
+    std::vector<int> translated;
+    for (int rank : ranks) translated.push_back(members.at(rank));
+    return translated;
+  }
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms.load()); }
 };
 
@@ -66,6 +76,9 @@ std::shared_ptr<DefaultWorld> find_world();
 std::shared_ptr<DefaultWorld> require_world();
 /// Makes `world` the current one. Throws c10::ValueError if there is one already.
 void install(std::shared_ptr<DefaultWorld> world);
+/// Puts `successor`, what is left of a world that was shrunk, into its place. Throws c10::ValueError if the
+/// world is no longer the current one.
+void replace(const DefaultWorld& world, std::shared_ptr<DefaultWorld> successor);
 /// Takes the current world away and returns it; null if there is none.
 std::shared_ptr<DefaultWorld> remove_world();
 
@@ -82,7 +95,8 @@ std::vector<std::shared_ptr<Group>> all(DefaultWorld& world);
 /// Whether a living group has the name.
 bool has_name(DefaultWorld& world, const std::string& name);
 
-/// The name for the next group that all ranks make together: "1", "2", …
+/// The name for the next group that all ranks make together: "1", "2", …, and after shrink_group()
+/// "1:shrunk:1", for the flight recorder still knows the groups from before.
 std::string next_name(DefaultWorld& world);
 /// How often this process has met the others of `ranks` before; counts this time.
 uint64_t next_local_meeting(DefaultWorld& world, const std::vector<int>& ranks);

@@ -8,8 +8,8 @@
 #include <lockstep/transport/shared_memory/waiting.h>
 
 /// What a rank keeps in its arena for one group, where all members read it. One cache line per flag, one
-/// writer per flag, unless said otherwise. Part of the protocol between processes; only GroupChannel touches
-/// it.
+/// writer per flag, unless said otherwise. Part of the protocol between processes; only the channels of a
+/// group and its RecoveryBoard touch it.
 namespace lockstep::transport::layout {
 
 /// Up to this many ranks everybody reads everybody's announcement; larger groups combine them in a tree of
@@ -19,6 +19,8 @@ constexpr int kFlatRanks = 8;
 constexpr size_t kPayloadBytes = 8192;
 /// Combined payload on its way up the tree: partial results may be twice as wide (float for bfloat16).
 constexpr size_t kPartialBytes = 2 * kPayloadBytes;
+/// So that a table with an entry for each rank fits into an announcement's payload (collectives' exchange()).
+constexpr int kMaxRanks = 320;
 /// What must agree on all ranks, in the words of the layer above; read only to explain a mismatch.
 constexpr size_t kDetailBytes = 96;
 
@@ -68,6 +70,27 @@ struct alignas(64) MessageEvents {
   }
 };
 
+/// A set of ranks in shared memory, 64 to a word.
+using SharedRankSet = std::array<std::atomic<uint64_t>, kMaxRanks / 64>;
+
+/// What a member says in one round of shrinking the group; see RecoveryBoard. `round` is stored last, and is
+/// 0 while the rest changes, so a reader that finds the same round before and behind its reading has read
+/// that round's.
+struct alignas(64) RecoveryRecord {
+  std::atomic<uint64_t> round;
+  std::array<std::atomic<uint64_t>, 2> addresses;  // packed references of control blocks for the new groups
+  SharedRankSet wanted;                            // whom this rank would go on with
+  SharedRankSet agreed;                            // what it tried to enter into the decision
+};
+
+/// How the living members of a group agree to go on without the others.
+struct Recovery {
+  Doorbell doorbell;                      // where the owner waits for the others
+  Flag decision;                          // packed Decision on the last round; only group rank 0's counts
+  Flag confirmed;                         // the round whose new group this rank has got
+  std::array<RecoveryRecord, 2> records;  // by the round's last bit
+};
+
 /// Behind each block follow, for each member, a word in which that member puts the reference of its mailbox
 /// for this rank, and a byte in which it says that it has closed the group; then the payloads.
 struct ControlBlock {
@@ -80,6 +103,7 @@ struct ControlBlock {
   Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
   Verdict verdict;
   MessageEvents messages;
+  Recovery recovery;
   std::array<Slot, 2> slots;        // by the sequence's last bit
   std::array<Summary, 2> combined;  // leaders, groups beyond 8 ranks
   std::array<Summary, 2> result;    // rank 0, groups beyond 8 ranks

@@ -20,7 +20,7 @@ constexpr const char* kDifferentOperations = "the ranks called different operati
 
 GroupChannel::GroupChannel(std::shared_ptr<GroupMembers> members)
     : members_(std::move(members)), rank_(members_->rank()), messages_(members_) {
-  const int ranks = members_->transport().world_size();
+  const int ranks = members_->transport().living_count();
   const int cores = usable_cores();
   foreground_policy_ = choose_wait_policy(ranks, cores, false);
   background_policy_ = choose_wait_policy(ranks, cores, true);
@@ -30,10 +30,27 @@ GroupChannel::GroupChannel(std::shared_ptr<GroupMembers> members)
 std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<HostTransport> transport,
                                                  std::vector<int> members, const AddressExchange& exchange,
                                                  const Deadline& deadline) {
-  std::shared_ptr<GroupChannel> channel(
-      new GroupChannel(GroupMembers::open(std::move(transport), std::move(members), exchange, deadline)));
+  auto group = GroupMembers::open(std::move(transport), std::move(members), exchange, deadline);
+  const int rank = group->job_rank(group->rank());
+  try {
+    return open(std::move(group), deadline);
+  } catch (const ChannelError& error) {
+    const std::string text =
+        "making the process group failed on rank " + std::to_string(rank) + ": " + error.what();
+    if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
+    C10_THROW_ERROR(DistBackendError, text);
+  }
+}
+
+std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<GroupMembers> members,
+                                                 const Deadline& deadline) {
+  auto channel = open_beside(std::move(members));
   channel->join(deadline);
   return channel;
+}
+
+std::shared_ptr<GroupChannel> GroupChannel::open_beside(std::shared_ptr<GroupMembers> members) {
+  return std::shared_ptr<GroupChannel>(new GroupChannel(std::move(members)));
 }
 
 // The first wait of the group: nobody goes on before all have the others' addresses, for `exchange` may end
@@ -48,15 +65,8 @@ void GroupChannel::join(const Deadline& deadline) {
   block(rank_).joined.value.store(1, std::memory_order_release);
   publish_fence();
   members_->ring(0, size());
-  try {
-    await_ranks(0, size(), 1,
-                [&](int rank) { return block(rank).joined.value.load(std::memory_order_acquire) != 0; });
-  } catch (const ChannelError& error) {
-    const std::string text =
-        "making the process group failed on rank " + std::to_string(job_rank(rank_)) + ": " + error.what();
-    if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
-    C10_THROW_ERROR(DistBackendError, text);
-  }
+  await_ranks(0, size(), 1,
+              [&](int rank) { return block(rank).joined.value.load(std::memory_order_acquire) != 0; });
   sequence_.store(0, std::memory_order_relaxed);
   joining_ = false;
 }

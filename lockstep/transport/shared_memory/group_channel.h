@@ -58,6 +58,11 @@ class GroupChannel {
   static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport,
                                             std::vector<int> members, const AddressExchange& exchange,
                                             const Deadline& deadline);
+  /// The same over members that know each other already. Throws ChannelError.
+  static std::shared_ptr<GroupChannel> open(std::shared_ptr<GroupMembers> members, const Deadline& deadline);
+  /// A second channel of the members of another one, which joins for both: all must have made this one before
+  /// they open that one. Waits for nobody.
+  static std::shared_ptr<GroupChannel> open_beside(std::shared_ptr<GroupMembers> members);
   GroupChannel(const GroupChannel&) = delete;
   GroupChannel& operator=(const GroupChannel&) = delete;
   ~GroupChannel();
@@ -67,6 +72,7 @@ class GroupChannel {
   /// The rank within the job, for messages.
   int job_rank(int rank) const { return members_->job_rank(rank); }
   HostTransport& transport() { return members_->transport(); }
+  const GroupMembers& members() const { return *members_; }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   /// Send and receive between members.
   MessageChannel& messages() { return messages_; }

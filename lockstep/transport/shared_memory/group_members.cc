@@ -9,14 +9,13 @@
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/transport/shared_memory/group_members.h>
+#include <lockstep/transport/shared_memory/recovery_board.h>
 
 namespace lockstep::transport {
 namespace {
 
 using layout::ControlBlock;
-
-/// So that a table with an entry for each rank fits into an announcement's payload (collectives' exchange()).
-constexpr int kMaxRanks = 320;
+using layout::kMaxRanks;
 
 constexpr size_t round_up_to_line(size_t bytes) {
   return (bytes + 63) / 64 * 64;
@@ -33,16 +32,15 @@ size_t block_bytes(int size) {
   return bytes;
 }
 
-// In one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10 of each rank.
-uint64_t pack(const Decision& decision) {
+}  // namespace
+
+uint64_t pack_decision(const Decision& decision) {
   return decision.sequence << 24 | decision.kind << 20 | static_cast<uint64_t>(decision.culprit) << 10 |
          static_cast<uint64_t>(decision.by);
 }
-Decision unpack(uint64_t word) {
+Decision unpack_decision(uint64_t word) {
   return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff), static_cast<int>(word & 0x3ff)};
 }
-
-}  // namespace
 
 uint64_t pack_reference(const MemoryReference& reference) {
   // Offsets are multiples of a cache line.
@@ -74,35 +72,56 @@ GroupMembers::GroupMembers(std::shared_ptr<HostTransport> transport, std::vector
   rank_ = static_cast<int>(own - members_.begin());
 }
 
+GroupMembers::OwnBlock::OwnBlock(HostTransport& transport, int most_members)
+    : arena_(transport.shared_arena()), memory_(arena_->allocate(block_bytes(most_members))) {
+  // Flags must be zero before a peer learns the address; payloads need not be, and their pages stay
+  // untouched.
+  std::memset(memory_, 0, sizeof(ControlBlock) + words_bytes(most_members));
+  word_ = pack_reference(*arena_->find(memory_, block_bytes(most_members)));
+}
+
 std::shared_ptr<GroupMembers> GroupMembers::open(std::shared_ptr<HostTransport> transport,
                                                  std::vector<int> members, const AddressExchange& exchange,
                                                  const Deadline& deadline) {
   std::shared_ptr<GroupMembers> group(new GroupMembers(std::move(transport), std::move(members)));
-  Arena& arena = group->transport_->arena();
-  const int size = group->size();
-  std::byte* own = arena.allocate(block_bytes(size));
-  // Flags must be zero before a peer learns the address; payloads need not be, and their pages stay
-  // untouched.
-  std::memset(own, 0, sizeof(ControlBlock) + words_bytes(size));
-  group->own_block_ = own;
-  const uint64_t word = pack_reference(*arena.find(own, block_bytes(size)));
-  const std::vector<uint64_t> words = size == 1 ? std::vector<uint64_t>{word} : exchange(word);
-  TORCH_INTERNAL_ASSERT(words.size() == group->members_.size());
-  for (int rank = 0; rank < size; ++rank) {
-    std::byte* block = rank == group->rank_
-                           ? own
-                           : group->transport_->address(group->members_[rank], unpack_reference(words[rank]),
-                                                        deadline, block_bytes(size));
-    group->views_.push_back(group->view_of(block));
-  }
-  group->transport_->add_group(group.get());
+  const OwnBlock own(*group->transport_, group->size());
+  group->own_block_ = own.memory_;
+  group->map_blocks(group->size() == 1 ? std::vector<uint64_t>{own.word()} : exchange(own.word()), deadline);
   return group;
+}
+
+std::shared_ptr<GroupMembers> GroupMembers::open(std::shared_ptr<HostTransport> transport,
+                                                 std::vector<int> members, const OwnBlock& own,
+                                                 const std::vector<uint64_t>& words,
+                                                 const Deadline& deadline) {
+  std::shared_ptr<GroupMembers> group(new GroupMembers(std::move(transport), std::move(members)));
+  group->own_block_ = own.memory_;
+  group->map_blocks(words, deadline);
+  return group;
+}
+
+void GroupMembers::map_blocks(const std::vector<uint64_t>& words, const Deadline& deadline) {
+  TORCH_INTERNAL_ASSERT(words.size() == members_.size());
+  for (int rank = 0; rank < size(); ++rank) {
+    std::byte* block = rank == rank_ ? own_block_
+                                     : transport_->address(members_[rank], unpack_reference(words[rank]),
+                                                           deadline, block_bytes(size()));
+    views_.push_back(view_of(block));
+  }
+  transport_->add_group(this);
 }
 
 GroupMembers::~GroupMembers() {
   if (transport_->in_forked_child()) return;
-  // If open() did not get through, nobody else uses this block's address, but they may learn it yet.
-  if (views_.size() != members_.size()) return;
+  if (views_.size() != members_.size()) {
+    // open() did not get through. Others may have this block, or learn of it yet, so its memory is not used
+    // again; they are not to wait for this rank.
+    if (own_block_ == nullptr) return;
+    view_of(own_block_).block->left.value.store(1, std::memory_order_release);
+    publish_fence();
+    for (auto& view : views_) view.block->doorbell.ring();
+    return;
+  }
   transport_->remove_group(this);
   leave();
   for (auto& view : views_) view.closed[rank_].store(1, std::memory_order_release);
@@ -130,7 +149,10 @@ void GroupMembers::leave() {
   block(rank_).left.value.store(1, std::memory_order_release);
   publish_fence();
   ring(0, size());
-  for (int rank = 0; rank < size(); ++rank) block(rank).messages.notify();
+  for (int rank = 0; rank < size(); ++rank) {
+    block(rank).messages.notify();
+    block(rank).recovery.doorbell.ring();
+  }
 }
 
 void GroupMembers::release_after_close(std::function<void()> release) {
@@ -147,12 +169,13 @@ void GroupMembers::ring(int first, int last) const {
 void GroupMembers::wake_waiters() const {
   block(rank_).doorbell.ring_now();
   block(rank_).messages.notify();
+  block(rank_).recovery.doorbell.ring_now();
 }
 
 // ---- the verdict
 
 Decision GroupMembers::decision() const {
-  return unpack(block(0).verdict.decision.load(std::memory_order_acquire));
+  return unpack_decision(block(0).verdict.decision.load(std::memory_order_acquire));
 }
 
 void GroupMembers::propose_to_give_up(uint64_t sequence) {
@@ -174,9 +197,9 @@ bool GroupMembers::decide(FailureKind kind, int culprit, uint64_t sequence) {
   auto& word = block(0).verdict.decision;
   uint64_t current = word.load(std::memory_order_acquire);
   do {
-    const Decision decided = unpack(current);
+    const Decision decided = unpack_decision(current);
     if (decided.is_failure() || decided.sequence >= sequence) return false;
-  } while (!word.compare_exchange_weak(current, pack(wanted), std::memory_order_acq_rel));
+  } while (!word.compare_exchange_weak(current, pack_decision(wanted), std::memory_order_acq_rel));
   publish_fence();
   ring(0, size());
   if (wanted.is_failure()) {
@@ -193,7 +216,7 @@ std::string GroupMembers::describe(const std::vector<int>& ranks) const {
     if (ranks.size() <= 4) pids << (pids.tellp() > 0 ? ", " : " (pid ") << transport_->pid_of(members_[rank]);
   }
   std::ostringstream text;
-  text << name_ranks(global) << pids.str();
+  text << name_ranks(global) << transport_->of_the_job() << pids.str();
   if (pids.tellp() > 0) text << ')';
   return text.str();
 }
@@ -208,8 +231,13 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
       text << describe_end(decided.culprit);
       break;
     case FailureKind::kPeerLeft:
-      text << describe({decided.culprit})
-           << " has left the group (destroyed it or ended) without this operation";
+      if (RecoveryBoard(*this).left_behind()) {
+        text << describe({decided.culprit})
+             << " has gone on in a smaller group (shrink_group), which this rank is not in";
+      } else {
+        text << describe({decided.culprit})
+             << " has left the group (destroyed it or ended) without this operation";
+      }
       break;
     case FailureKind::kTimeout:
       if (decided.by == rank_) {
@@ -228,6 +256,7 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
     case FailureKind::kAborted:
       text << "aborted by " << describe({decided.by});
       break;
+    case FailureKind::kLeftBehind:
     case FailureKind::kNone:
       text << "failed";
       break;

@@ -16,7 +16,15 @@
 
 namespace lockstep::transport {
 
-enum class FailureKind : uint8_t { kNone = 0, kPeerEnded, kPeerLeft, kTimeout, kMismatch, kAborted };
+enum class FailureKind : uint8_t {
+  kNone = 0,
+  kPeerEnded,
+  kPeerLeft,
+  kTimeout,
+  kMismatch,
+  kAborted,
+  kLeftBehind,  // the others went on without this rank; see RecoveryBoard
+};
 
 /// Why a channel failed. what() says it in words, without the operation, which only the layer above knows.
 class ChannelError : public std::runtime_error {
@@ -39,6 +47,11 @@ struct Decision {
   bool is_failure() const { return kind != 0 && kind != kSuccess; }
 };
 
+/// A verdict in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10 of
+/// each rank.
+uint64_t pack_decision(const Decision& decision);
+Decision unpack_decision(uint64_t word);
+
 /// A piece of arena memory as one word that fits into a flag or a store; 0 means none.
 uint64_t pack_reference(const MemoryReference& reference);
 MemoryReference unpack_reference(uint64_t word);
@@ -55,6 +68,28 @@ class GroupMembers {
   static std::shared_ptr<GroupMembers> open(std::shared_ptr<HostTransport> transport,
                                             std::vector<int> members, const AddressExchange& exchange,
                                             const Deadline& deadline);
+
+  /// This rank's control block for a group whose members are not known yet, at most `most_members`. Once
+  /// peers may use its word the memory stays: open() takes it, or give_back() does when they won't after all.
+  class OwnBlock {
+   public:
+    OwnBlock(HostTransport& transport, int most_members);
+    /// Its packed reference, for the peers.
+    uint64_t word() const { return word_; }
+    void give_back() { arena_->deallocate(memory_); }
+
+   private:
+    friend class GroupMembers;
+    std::shared_ptr<Arena> arena_;
+    std::byte* memory_;
+    uint64_t word_;
+  };
+  /// The same with blocks that all know already: `words` in group order. Not collective. Throws
+  /// c10::DistBackendError when a member ended and its memory had not arrived; the others are told then that
+  /// this rank has left.
+  static std::shared_ptr<GroupMembers> open(std::shared_ptr<HostTransport> transport,
+                                            std::vector<int> members, const OwnBlock& own,
+                                            const std::vector<uint64_t>& words, const Deadline& deadline);
   GroupMembers(const GroupMembers&) = delete;
   GroupMembers& operator=(const GroupMembers&) = delete;
   /// leave(), and gives the memory back once no member uses it any more.
@@ -67,6 +102,7 @@ class GroupMembers {
   /// The rank within the job, for messages.
   int job_rank(int rank) const { return transport_->job_rank(members_[rank]); }
   HostTransport& transport() const { return *transport_; }
+  const std::shared_ptr<HostTransport>& shared_transport() const { return transport_; }
 
   layout::ControlBlock& block(int rank) const { return *views_[rank].block; }
   /// See layout: announcements' payloads.
@@ -113,6 +149,7 @@ class GroupMembers {
   };
 
   GroupMembers(std::shared_ptr<HostTransport> transport, std::vector<int> members);
+  void map_blocks(const std::vector<uint64_t>& words, const Deadline& deadline);
   View view_of(std::byte* block) const;
 
   std::shared_ptr<HostTransport> transport_;

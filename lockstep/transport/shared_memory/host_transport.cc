@@ -141,8 +141,8 @@ std::byte* HostTransport::address(int rank, const MemoryReference& reference, co
 std::string HostTransport::describe_end(int rank) const {
   const Peer& peer = *peers_[rank];
   std::byte* first = peer.bases[0].load(std::memory_order_acquire);
-  return "rank " + std::to_string(job_rank(rank)) + " (pid " + std::to_string(peer.link.pid) + ") " +
-         describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
+  return "rank " + std::to_string(job_rank(rank)) + of_the_job() + " (pid " + std::to_string(peer.link.pid) +
+         ") " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
 }
 
 void HostTransport::add_group(GroupMembers* group) {

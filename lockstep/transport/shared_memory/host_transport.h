@@ -51,6 +51,13 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// What messages call a rank: where this transport's ranks are only some of the job's.
   int job_rank(int rank) const { return job_ranks_.empty() ? rank : job_ranks_[rank]; }
   int world_size() const { return static_cast<int>(peers_.size()); }
+  /// How many ranks there still are, this one among them.
+  int living_count() const { return world_size() - static_cast<int>(endings()); }
+  /// Says that the program calls ranks by other numbers than the job did at its start: messages, which keep
+  /// to the job's, say so from now on.
+  void set_renumbered() { renumbered_.store(true, std::memory_order_relaxed); }
+  /// " of the job" then, else "": what stands behind "rank 2" in messages.
+  const char* of_the_job() const { return renumbered_.load(std::memory_order_relaxed) ? " of the job" : ""; }
   Arena& arena() { return *arena_; }
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
 
@@ -106,6 +113,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::vector<std::unique_ptr<Peer>> peers_;    // by rank, the own one too
   std::vector<HostTransport*> fellow_threads_;  // connect_threads only
   std::atomic<uint32_t> endings_{0};
+  std::atomic<bool> renumbered_{false};
 
   std::mutex segments_mutex_;
   std::condition_variable segments_changed_;

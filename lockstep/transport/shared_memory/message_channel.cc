@@ -46,7 +46,7 @@ bool change(Transfer& transfer, TransferState from, TransferState to) {
 
 MessageChannel::MessageChannel(std::shared_ptr<GroupMembers> members)
     : members_(std::move(members)), peers_(members_->size()) {
-  const int ranks = members_->transport().world_size();
+  const int ranks = members_->transport().living_count();
   const int cores = usable_cores();
   foreground_policy_ = choose_wait_policy(ranks, cores, false);
   background_policy_ = choose_wait_policy(ranks, cores, true);

@@ -65,6 +65,18 @@ void split_group(int rank) {
   expect(lockstep::get_rank(half) == rank % 2);
 }
 
+void shrink_group(int rank) {
+  // [shrink_group, ShrinkFlags]
+  auto group = lockstep::new_group();
+  auto tensor = torch::full({1}, 1.0 * rank);
+  if (rank < 3) {  // rank 3 lives, and does not call it
+    auto smaller = lockstep::shrink_group(/*ranks_to_exclude=*/{3}, group, lockstep::SHRINK_ABORT);
+    lockstep::all_reduce(tensor, lockstep::ReduceOp::SUM, smaller);
+  }
+  // [end]
+  expect_values(tensor, {3.0});
+}
+
 void asking(int rank) {
   // [get_rank, get_world_size]
   const int me = lockstep::get_rank(), everybody = lockstep::get_world_size();
@@ -130,6 +142,7 @@ void groups(int rank) {
   subgroups(rank);
   subgroups_by_enumeration(rank);
   split_group(rank);
+  shrink_group(rank);
   asking(rank);
   set_group_timeout();
   empty_shared();
