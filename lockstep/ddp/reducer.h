@@ -114,7 +114,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Report report() const;
   /// Synchronised rounds that were finished.
   int64_t rounds() const;
-  /// Whether a parameter has changed since the last round was finished: its optimizer has stepped.
+  /// Whether the last finished round's gradients have been applied, as a step with a learning rate of 0 is
+  /// not: the parameters have changed since. (Samples some elements of each, for LibTorch's optimizers leave
+  /// no other trace: they change parameters through data(), which counts no versions.)
   bool stepped_since_round() const;
   /// Counts on from here.
   void set_rounds(int64_t rounds);
@@ -133,7 +135,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
           std::function<void()> on_failure);
   void add_hooks();
-  uint64_t versions() const;
+  uint64_t fingerprint() const;
   void on_gradient(size_t index);
 
   // reducer_buckets.cc
@@ -224,7 +226,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int sample_rate_ = 100;
   int64_t rounds_ = 0;
   int64_t rounds_at_reset_ = 0;
-  uint64_t versions_at_round_ = 0;
+  uint64_t fingerprint_at_round_ = 0;
   size_t unused_bytes_ = 0;
   std::string error_;
   StepClock clock_;

@@ -85,7 +85,9 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   }
   slots_ = std::make_shared<GradientSlots>(std::move(bytes), [this](size_t index) {
     const Place place = places_[index];
-    return reduce_dtype_ ? MemoryBlock{} : buckets_[place.bucket].memory->take(place.position);
+    // What is added to a gradient that is there needs no slot; as a bucket view that one lies in it already.
+    if (reduce_dtype_ || tensors_[index].mutable_grad().defined()) return MemoryBlock{};
+    return buckets_[place.bucket].memory->take(place.position);
   });
   graph_task_ = -1;
   begin_round();
@@ -211,7 +213,7 @@ void Reducer::note_round(std::chrono::nanoseconds reducing) {
   unused_bytes_ = 0;
   for (const size_t index : unused_) unused_bytes_ += tensors_[index].nbytes();
   ++rounds_;
-  versions_at_round_ = versions();
+  fingerprint_at_round_ = fingerprint();
   last_arrival_order_ = arrival_order_;
   if (!tunes() || tuned_ || !rebuilt_ || arrival_order_.size() != arrival_seconds_.size()) return;
   std::vector<double> seconds(parameters_.size(), 0);
