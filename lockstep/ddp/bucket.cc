@@ -53,8 +53,8 @@ void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, cons
   bucket.views.clear();
   std::vector<size_t> offsets;
   for (size_t position = 0; position < begins.size(); ++position) {
-    bucket.views.push_back(view_of(buffer, static_cast<int64_t>(begins[position]),
-                                   parameters[bucket.parameters[position]]));
+    bucket.views.push_back(
+        view_of(buffer, static_cast<int64_t>(begins[position]), parameters[bucket.parameters[position]]));
     offsets.push_back(begins[position] * element);
   }
   bucket.memory = std::make_shared<BucketMemory>(buffer, std::move(offsets));
@@ -79,6 +79,14 @@ bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradi
   const at::Tensor& view = bucket.views[position];
   return gradient.const_data_ptr() == view.const_data_ptr() && gradient.strides() == view.strides() &&
          gradient.scalar_type() == view.scalar_type();
+}
+
+std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  try {
+    return std::chrono::nanoseconds(static_cast<int64_t>(work->getDuration() * 1e6));
+  } catch (const c10::Error&) {
+    return {};
+  }
 }
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -51,5 +52,8 @@ at::Tensor empty_sparse_gradient(const at::Tensor& parameter);
 
 /// Whether the gradient lies in the position's slot, element for element.
 bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradient);
+
+/// The operation's own duration; zero for groups that do not measure it.
+std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work);
 
 }  // namespace lockstep

@@ -29,8 +29,7 @@ TEST(BucketAssignment, ClosesABucketOnceItHoldsItsCap) {
 
 TEST(BucketAssignment, KeepsKindsApart) {
   const std::vector<ParameterSize> sizes{{10, 0}, {10, 1}, {10, 0}, {10, 1}};
-  EXPECT_THAT(assign_buckets(sizes, in_order(4), {100}),
-              ElementsAre(ElementsAre(0, 2), ElementsAre(1, 3)));
+  EXPECT_THAT(assign_buckets(sizes, in_order(4), {100}), ElementsAre(ElementsAre(0, 2), ElementsAre(1, 3)));
 }
 
 TEST(BucketAssignment, TakesAListOfCapsAndLeavesSomeAlone) {

@@ -42,7 +42,8 @@ void check_options(const DistributedDataParallelOptions& options) {
       options.delay_all_reduce_named_params.empty() == !options.param_to_hook_all_reduce.defined(),
       "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.");
   TORCH_CHECK_VALUE(options.device_ids.size() <= 1,
-                    "device_ids can only be None or contain a single element; it has ", options.device_ids.size());
+                    "device_ids can only be None or contain a single element; it has ",
+                    options.device_ids.size());
   if (options.mixed_precision) {
     for (const auto& dtype : {options.mixed_precision->param_dtype, options.mixed_precision->reduce_dtype,
                               options.mixed_precision->buffer_dtype}) {
@@ -60,7 +61,10 @@ std::vector<NamedTensor> without_undefined(std::vector<NamedTensor> tensors) {
 }  // namespace
 
 DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Joinable& owner)
-    : model_(std::move(model)), options_(std::move(options)), owner_(owner), snapshot_(std::make_shared<StepSnapshot>()) {
+    : model_(std::move(model)),
+      options_(std::move(options)),
+      owner_(owner),
+      snapshot_(std::make_shared<StepSnapshot>()) {
   check_options(options_);
   if (!options_.process_group) options_.process_group = default_group();
   TORCH_CHECK_VALUE(is_member(options_.process_group),
@@ -68,8 +72,9 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   forward_sync_buffers_ = options_.forward_sync_buffers.value_or(options_.broadcast_buffers.value_or(true));
   init_sync_buffers_ = options_.forward_sync_buffers || options_.broadcast_buffers.value_or(true);
   if (options_.broadcast_buffers) {
-    TORCH_WARN_ONCE("`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
-                    "`broadcast_buffers = false`, `forward_sync_buffers = false` still syncs buffers at init.");
+    TORCH_WARN_ONCE(
+        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; unlike "
+        "`broadcast_buffers = false`, `forward_sync_buffers = false` still syncs buffers at init.");
   }
   model_.parameters = without_undefined(std::move(model_.parameters));
   const auto all = model_.parameters;
@@ -79,16 +84,16 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   std::erase_if(model_.parameters, [this](const NamedTensor& parameter) { return ignored(parameter.first); });
   check_parameters();
   if (!options_.delay_all_reduce_named_params.empty()) {
-    delayed_ = DelayedAllReduce::create(options_.delay_all_reduce_named_params, options_.param_to_hook_all_reduce,
-                                        options_.process_group);
+    delayed_ = DelayedAllReduce::create(options_.delay_all_reduce_named_params,
+                                        options_.param_to_hook_all_reduce, options_.process_group);
   }
   auto reduced = reduced_parameters(model_.parameters, model_.sparse);
   if (reduced.empty()) return;  // all are delayed
   if (options_.init_sync) sync_initial_state();
   reducer_ = Reducer::create(std::move(reduced), options_, [snapshot = snapshot_] { snapshot->restore(); });
   if (options_.mixed_precision) {
-    mixed_precision_ = std::make_unique<MixedPrecisionParameters>(*options_.mixed_precision, model_.parameters,
-                                                                  current_buffers(), reducer_);
+    mixed_precision_ = std::make_unique<MixedPrecisionParameters>(
+        *options_.mixed_precision, model_.parameters, current_buffers(), reducer_);
   }
 }
 
@@ -162,7 +167,7 @@ void DdpCore::before_forward() {
     reducer_->set_divisor(static_cast<int64_t>(work->result().at(0).item<float>()));
   }
   if (training) reducer_->rebuild_buckets();
-  if (syncs_buffers_at(BufferCommHookLocation::kPreForward)) sync_buffers();
+  sync_buffers_at(BufferCommHookLocation::kPreForward);
   if (owner_.join_config().enable) agree_on_synchronising(/*joined=*/false);
 }
 
@@ -177,7 +182,7 @@ void DdpCore::take_snapshot() {
 void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
   if (mixed_precision_) mixed_precision_->after_forward();
   if (reducer_) {
-    if (syncs_buffers_at(BufferCommHookLocation::kPostForward)) sync_buffers();
+    sync_buffers_at(BufferCommHookLocation::kPostForward);
     const bool training = at::GradMode::is_enabled();
     // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before
     // the next.
@@ -205,19 +210,18 @@ bool DdpCore::will_sync_module_buffers() const {
   return buffers_may_differ_ && forward_sync_buffers_ && !current_buffers().empty();
 }
 
-bool DdpCore::syncs_buffers_at(BufferCommHookLocation location) const {
+void DdpCore::sync_buffers_at(BufferCommHookLocation location, bool joined) {
   const auto own = buffer_hook_ ? buffer_hook_location_ : BufferCommHookLocation::kPreForward;
-  return own == location && buffers_may_differ_ && forward_sync_buffers_ && !current_buffers().empty();
-}
-
-void DdpCore::sync_buffers() {
+  if (own != location || !buffers_may_differ_ || !forward_sync_buffers_) return;
+  const auto buffers = current_buffers();
+  if (buffers.empty()) return;
   // Under join() rank 0 may have run out of inputs, with buffers from long ago.
-  const int source = owner_.join_config().enable ? find_common_rank(options_.process_group, true) : 0;
+  const int source = owner_.join_config().enable ? find_common_rank(options_.process_group, !joined) : 0;
   at::NoGradGuard no_grad;
   if (buffer_hook_) {
-    reducer_->add_post_backward_futures(buffer_hook_(current_buffers()));
+    reducer_->add_post_backward_futures(buffer_hook_(buffers));
   } else {
-    broadcast_coalesced(current_buffers(), options_.process_group, source);
+    broadcast_coalesced(buffers, options_.process_group, source);
   }
 }
 
@@ -230,8 +234,9 @@ void DdpCore::register_buffer_comm_hook(BufferCommHook hook, BufferCommHookLocat
 // ---- Options that come later
 
 void DdpCore::register_comm_hook(CommunicationHook hook, const std::string& name) {
-  TORCH_CHECK(!mixed_precision_,
-              "register_comm_hook: mixed_precision brings a communication hook of its own; leave out one of them");
+  TORCH_CHECK(
+      !mixed_precision_,
+      "register_comm_hook: mixed_precision brings a communication hook of its own; leave out one of them");
   reducer().register_comm_hook(std::move(hook), name);
 }
 
@@ -272,11 +277,9 @@ class DdpCore::Shadow final : public JoinHook {
   void main_hook() override {
     if (!core_.reducer_) return;
     core_.reducer_->rebuild_buckets();
-    if (core_.syncs_buffers_at(BufferCommHookLocation::kPreForward)) {
-      broadcast_coalesced(core_.current_buffers(), core_.options_.process_group,
-                          find_common_rank(core_.options_.process_group, false));
-    }
+    core_.sync_buffers_at(BufferCommHookLocation::kPreForward, /*joined=*/true);
     const bool synchronise = core_.agree_on_synchronising(/*joined=*/true);
+    core_.sync_buffers_at(BufferCommHookLocation::kPostForward, /*joined=*/true);
     core_.buffers_may_differ_ = synchronise;
     if (synchronise) core_.reducer_->shadow_backward();
   }

@@ -32,10 +32,10 @@ class DdpCore final {
  public:
   /// What it must know of the module.
   struct Model {
-    std::vector<NamedTensor> parameters;                 ///< in definition order, shared ones as often as named
-    std::function<std::vector<NamedTensor>()> buffers;   ///< as they are now
-    std::vector<std::string> sparse;                     ///< names of those with sparse gradients
-    std::string name;                                    ///< the class's
+    std::vector<NamedTensor> parameters;  ///< in definition order, shared ones as often as named
+    std::function<std::vector<NamedTensor>()> buffers;  ///< as they are now
+    std::vector<std::string> sparse;                    ///< names of those with sparse gradients
+    std::string name;                                   ///< the class's
     bool has_sync_batch_norm = false;
   };
 
@@ -80,8 +80,7 @@ class DdpCore final {
   void sync_initial_state();
   bool ignored(const std::string& name) const;
   std::vector<NamedTensor> current_buffers() const;
-  void sync_buffers();
-  bool syncs_buffers_at(BufferCommHookLocation location) const;
+  void sync_buffers_at(BufferCommHookLocation location, bool joined = false);
   bool agree_on_synchronising(bool joined);
   void before_forward();
   void take_snapshot();

@@ -1,5 +1,6 @@
 // DistributedDataParallel's options, one by one. Their numbers are compared with PyTorch's in parity/.
 #include <gmock/gmock.h>
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -12,15 +13,15 @@ namespace lockstep {
 namespace {
 
 namespace nn = torch::nn;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::Branching;
 using testing::close;
 using testing::data;
 using testing::gradients;
+using ::testing::HasSubstr;
 using testing::make_double;
 using testing::mean_over_ranks;
 using testing::Net;
+using ::testing::Not;
 using testing::run_ranks;
 
 std::string message_of(const std::function<void()>& action) {
@@ -28,7 +29,8 @@ std::string message_of(const std::function<void()>& action) {
 }
 
 /// Gradients of Branching, computed apart and averaged; undefined where no rank has one.
-std::vector<torch::Tensor> branching_gradients(const Branching& net, const torch::Tensor& x, bool with_extra) {
+std::vector<torch::Tensor> branching_gradients(const Branching& net, const torch::Tensor& x,
+                                               bool with_extra) {
   Branching plain;
   plain.to(at::kDouble);
   {
@@ -48,8 +50,10 @@ std::vector<torch::Tensor> branching_gradients(const Branching& net, const torch
   return answer;
 }
 
-void expect_gradients(const Branching& net, const std::vector<torch::Tensor>& expected, const std::string& what) {
-  const torch::Tensor parameters[] = {net.common->weight, net.common->bias, net.extra->weight, net.extra->bias};
+void expect_gradients(const Branching& net, const std::vector<torch::Tensor>& expected,
+                      const std::string& what) {
+  const torch::Tensor parameters[] = {net.common->weight, net.common->bias, net.extra->weight,
+                                      net.extra->bias};
   for (size_t i = 0; i < expected.size(); ++i) {
     ASSERT_EQ(parameters[i].grad().defined(), expected[i].defined()) << what << " parameter " << i;
     if (expected[i].defined()) {
@@ -63,9 +67,8 @@ TEST(DdpOptions, FindsUnusedParametersThatDifferByRankAndStep) {
     auto world = init_process_group();
     for (const bool view : {false, true}) {
       auto net = make_double<Branching>();
-      DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4,
-                                          .find_unused_parameters = true,
-                                          .gradient_as_bucket_view = view});
+      DistributedDataParallel model(
+          net, {.bucket_cap_mb = 1e-4, .find_unused_parameters = true, .gradient_as_bucket_view = view});
       for (int step = 0; step < 8; ++step) {
         const bool with_extra = ((step >> rank) & 1) != 0;  // nobody in step 0, some, all in step 7
         const auto x = data(rank, {5, 4}, step);
@@ -169,7 +172,9 @@ struct Checkpointed : torch::autograd::Function<Checkpointed> {
 };
 
 struct Reentrant : nn::Module {
-  Reentrant() { register_module("first", first), register_module("shared", shared), register_module("last", last); }
+  Reentrant() {
+    register_module("first", first), register_module("shared", shared), register_module("last", last);
+  }
   torch::Tensor forward(const torch::Tensor& x) {
     auto y = first(x);
     for (int i = 0; i < times; ++i) y = torch::tanh(Checkpointed::apply(y, shared->weight.detach(), shared));
@@ -190,8 +195,8 @@ TEST(DdpOptions, ReentrantBackwardNeedsStaticGraphOnlyWhenALayerIsRepeated) {
         const auto x = data(rank, {5, 4}, step);
         auto y = net->first(x);
         for (int i = 0; i < times; ++i) y = torch::tanh(net->shared(y));
-        const auto expected =
-            torch::autograd::grad({net->last(y).square().sum()}, {net->first->weight, net->shared->weight, net->last->weight});
+        const auto expected = torch::autograd::grad(
+            {net->last(y).square().sum()}, {net->first->weight, net->shared->weight, net->last->weight});
         net->zero_grad();
         model(x).square().sum().backward();
         EXPECT_TRUE(close(net->first->weight.grad(), mean_over_ranks(expected[0]))) << times << ' ' << step;
@@ -214,7 +219,8 @@ TEST(DdpOptions, SparseGradientsAlsoOfUnusedEmbeddings) {
       auto x = words(tokens);
       return out(both ? x + other(tokens) : x).sum();
     }
-    nn::Embedding words{nn::EmbeddingOptions(10, 3).sparse(true)}, other{nn::EmbeddingOptions(10, 3).sparse(true)};
+    nn::Embedding words{nn::EmbeddingOptions(10, 3).sparse(true)},
+        other{nn::EmbeddingOptions(10, 3).sparse(true)};
     nn::Linear out{3, 1};
   };
   run_ranks(2, [](int rank) {
@@ -228,14 +234,16 @@ TEST(DdpOptions, SparseGradientsAlsoOfUnusedEmbeddings) {
       auto plain = make_double<Words>();
       {
         torch::NoGradGuard no_grad;
-        for (size_t i = 0; i < net->parameters().size(); ++i) plain->parameters()[i].copy_(net->parameters()[i]);
+        for (size_t i = 0; i < net->parameters().size(); ++i)
+          plain->parameters()[i].copy_(net->parameters()[i]);
       }
       plain->forward(tokens, both).backward();
       optimizer.zero_grad();
       model(tokens, both).backward();
       ASSERT_TRUE(net->words->weight.grad().is_sparse());
       const auto dense = [](const nn::Embedding& embedding) {
-        return embedding->weight.grad().defined() ? embedding->weight.grad().to_dense() : torch::zeros({10, 3}, at::kDouble);
+        return embedding->weight.grad().defined() ? embedding->weight.grad().to_dense()
+                                                  : torch::zeros({10, 3}, at::kDouble);
       };
       EXPECT_TRUE(close(dense(net->words), mean_over_ranks(dense(plain->words)))) << step;
       EXPECT_TRUE(close(dense(net->other), mean_over_ranks(dense(plain->other)))) << step;
@@ -250,7 +258,9 @@ TEST(DdpOptions, IgnoredParametersAndBuffersAreLeftAlone) {
     torch::manual_seed(rank);
     auto net = make_double<Net>();
     DistributedDataParallel model(net, {.parameters_to_ignore = {"first.weight", "norm.running_mean"}});
-    const auto equal_everywhere = [](const torch::Tensor& tensor) { return close(mean_over_ranks(tensor), tensor); };
+    const auto equal_everywhere = [](const torch::Tensor& tensor) {
+      return close(mean_over_ranks(tensor), tensor);
+    };
     EXPECT_FALSE(equal_everywhere(net->first->weight));
     EXPECT_TRUE(equal_everywhere(net->last->weight));
     for (int step = 0; step < 3; ++step) {
@@ -271,7 +281,8 @@ TEST(DdpOptions, DelayedParametersAreReducedTogether) {
       auto net = make_double<Net>();
       DistributedDataParallelOptions options{.param_to_hook_all_reduce = net->first->weight};
       for (const auto& item : net->named_parameters()) {
-        if (all || item.key().starts_with("last")) options.delay_all_reduce_named_params.emplace_back(item.key(), item.value());
+        if (all || item.key().starts_with("last"))
+          options.delay_all_reduce_named_params.emplace_back(item.key(), item.value());
       }
       if (all) options.param_to_hook_all_reduce = net->first->bias;
       DistributedDataParallel model(net, options);
@@ -280,7 +291,8 @@ TEST(DdpOptions, DelayedParametersAreReducedTogether) {
         const auto expected = torch::autograd::grad({net->forward(x).square().sum()}, net->parameters());
         net->zero_grad(step == 1);
         model(x).square().sum().backward();
-        EXPECT_TRUE(close(net->last->weight.grad(), mean_over_ranks(expected[4]), 1e-9)) << all << ' ' << step;
+        EXPECT_TRUE(close(net->last->weight.grad(), mean_over_ranks(expected[4]), 1e-9))
+            << all << ' ' << step;
         if (!all) {
           EXPECT_TRUE(close(net->first->weight.grad(), mean_over_ranks(expected[0]), 1e-9)) << step;
         }
@@ -291,9 +303,12 @@ TEST(DdpOptions, DelayedParametersAreReducedTogether) {
 
 TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
   struct Probe : nn::Module {
-    Probe() { register_module("layer", layer), register_buffer("offset", offset), register_buffer("count", count); }
+    Probe() {
+      register_module("layer", layer), register_buffer("offset", offset), register_buffer("count", count);
+    }
     torch::Tensor forward(const torch::Tensor& x, const std::vector<torch::Tensor>& more) {
-      seen = {x.scalar_type(), more[0].scalar_type(), more[1].scalar_type(), layer->weight.scalar_type(), offset.scalar_type()};
+      seen = {x.scalar_type(), more[0].scalar_type(), more[1].scalar_type(), layer->weight.scalar_type(),
+              offset.scalar_type()};
       return layer(x) + offset;
     }
     nn::Linear layer{8, 4};
@@ -303,8 +318,8 @@ TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     auto net = std::make_shared<Probe>();
-    DistributedDataParallel model(net, {.mixed_precision = MixedPrecision{
-                                            .param_dtype = at::kBFloat16, .buffer_dtype = at::kBFloat16}});
+    DistributedDataParallel model(net, {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16,
+                                                                          .buffer_dtype = at::kBFloat16}});
     EXPECT_EQ(net->count.scalar_type(), at::kLong);
     for (int step = 0; step < 4; ++step) {
       const auto x = data(rank, {6, 8}, step).to(at::kFloat);
@@ -317,14 +332,16 @@ TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
         net->zero_grad();
       }
       auto output = model(x, more);
-      EXPECT_EQ(net->seen, (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16, at::kLong, at::kBFloat16, at::kBFloat16}));
+      EXPECT_EQ(net->seen, (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16, at::kLong,
+                                                        at::kBFloat16, at::kBFloat16}));
       EXPECT_EQ(output.scalar_type(), at::kBFloat16);
       EXPECT_EQ(net->layer->weight.scalar_type(), at::kFloat);
       EXPECT_EQ(more[0].scalar_type(), at::kFloat) << "the caller's own";
       output.sum().backward();
       const auto& gradient = net->layer->weight.grad();
       ASSERT_EQ(gradient.scalar_type(), at::kFloat);
-      EXPECT_TRUE(at::equal(gradient, gradient.to(at::kBFloat16).to(at::kFloat))) << "it was reduced in bfloat16";
+      EXPECT_TRUE(at::equal(gradient, gradient.to(at::kBFloat16).to(at::kFloat)))
+          << "it was reduced in bfloat16";
       const auto expected = mean_over_ranks(x.sum(0).expand({4, 8}));
       EXPECT_TRUE(at::allclose(gradient, expected, 0.05, 0.05)) << step;
     }
@@ -352,7 +369,8 @@ TEST(DdpOptions, AHookReplacesTheReduction) {
                   [](const at::Tensor& reduced) { return reduced * 3; });
     };
     model.register_comm_hook(ProcessGroup(), hook, "three times");
-    EXPECT_THAT(message_of([&] { model.register_comm_hook(ProcessGroup(), hook); }), HasSubstr("only be called once"));
+    EXPECT_THAT(message_of([&] { model.register_comm_hook(ProcessGroup(), hook); }),
+                HasSubstr("only be called once"));
     for (int step = 0; step < 3; ++step) {
       const auto x = data(rank, {5, 6}, step);
       const auto expected = torch::autograd::grad({net->forward(x).square().sum()}, net->parameters());
@@ -360,15 +378,20 @@ TEST(DdpOptions, AHookReplacesTheReduction) {
       seen.clear();
       model(x).square().sum().backward();
       for (size_t i = 0; i < expected.size(); ++i) {
-        EXPECT_TRUE(close(net->parameters()[i].grad(), mean_over_ranks(expected[i]) * 6, 1e-9)) << step << ' ' << i;
+        EXPECT_TRUE(close(net->parameters()[i].grad(), mean_over_ranks(expected[i]) * 6, 1e-9))
+            << step << ' ' << i;
       }
       ASSERT_EQ(seen.size(), model.reducer().bucket_bytes().size());
       for (size_t i = 0; i < seen.size(); ++i) EXPECT_EQ(seen[i], i);
     }
     EXPECT_EQ(model.get_ddp_logging_data().strs_map.at("comm_hook"), "three times");
     DistributedDataParallel other(make_double<Net>());
-    other.register_comm_hook(nullptr, [](std::nullptr_t, GradBucket&) { return completed_future(torch::ones({1})); });
-    EXPECT_THAT(message_of([&] { other(data(rank, {5, 6})).sum().backward(); }), HasSubstr("1 elements for a bucket"));
+    other.register_comm_hook(nullptr,
+                             [](std::nullptr_t, GradBucket&) { return completed_future(torch::ones({1})); });
+    EXPECT_THAT(message_of([&] {
+                  other(data(rank, {5, 6})).sum().backward();
+                }),
+                HasSubstr("1 elements for a bucket"));
   });
 }
 
@@ -390,7 +413,8 @@ TEST(DdpOptions, ABufferHookReplacesTheBroadcast) {
     });
     for (int step = 0; step < 3; ++step) {
       model(data(rank, {5, 6}, step)).sum().backward();
-      EXPECT_TRUE(close(mean_over_ranks(net->norm->running_mean), net->norm->running_mean)) << "after backward";
+      EXPECT_TRUE(close(mean_over_ranks(net->norm->running_mean), net->norm->running_mean))
+          << "after backward";
     }
     EXPECT_TRUE(model.will_sync_module_buffers());
   });
@@ -448,7 +472,8 @@ TEST(DdpOptions, ResultsDoNotDependOnTunedSizes) {
       if (first.empty()) {
         for (const auto& parameter : net->parameters()) first.push_back(parameter.detach().clone());
       }
-      for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(at::equal(net->parameters()[i], first[i])) << cap << ' ' << i;
+      for (size_t i = 0; i < first.size(); ++i)
+        EXPECT_TRUE(at::equal(net->parameters()[i], first[i])) << cap << ' ' << i;
     }
   });
 }
@@ -457,9 +482,8 @@ TEST(DdpOptions, SkipsBucketsThatNobodyUses) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     auto net = make_double<Branching>();
-    DistributedDataParallel model(net, {.bucket_cap_mb = 1e-5,
-                                        .find_unused_parameters = true,
-                                        .skip_all_reduce_unused_params = true});
+    DistributedDataParallel model(
+        net, {.bucket_cap_mb = 1e-5, .find_unused_parameters = true, .skip_all_reduce_unused_params = true});
     const auto operations = [] { return default_group()->getBackend(at::kCPU)->getSequenceNumberForGroup(); };
     std::vector<uint64_t> used;
     for (const bool with_extra : {true, false}) {
@@ -494,7 +518,8 @@ TEST(DdpOptions, UnevenInputsInsideJoin) {
           const auto expected = torch::autograd::grad({output.square().sum()}, {net->last->weight}, {}, true);
           output.square().sum().backward();
           const double share = by_initial ? static_cast<double>(training) / 3 : 1.0;
-          EXPECT_TRUE(close(net->last->weight.grad(), expected[0] * share, 1e-9)) << by_initial << ' ' << step;
+          EXPECT_TRUE(close(net->last->weight.grad(), expected[0] * share, 1e-9))
+              << by_initial << ' ' << step;
           torch::NoGradGuard no_grad;
           for (auto& parameter : net->parameters()) parameter.sub_(0.1 * parameter.grad());
         }
@@ -549,7 +574,9 @@ TEST(DdpOptions, WrapsWhatLibTorchUsersHave) {
     script.define("def forward(self, x):\n  return x.matmul(self.weight)\n");
     DistributedDataParallel scripted(script);
     scripted(x).toTensor().sum().backward();
-    const auto equal_everywhere = [](const torch::Tensor& tensor) { return close(mean_over_ranks(tensor), tensor, 1e-6); };
+    const auto equal_everywhere = [](const torch::Tensor& tensor) {
+      return close(mean_over_ranks(tensor), tensor, 1e-6);
+    };
     for (const auto& parameter : {sequential->parameters()[0], linear->weight, any.ptr()->parameters()[0],
                                   script.attr("weight").toTensor()}) {
       EXPECT_TRUE(equal_everywhere(parameter));

@@ -15,13 +15,13 @@ namespace lockstep {
 namespace {
 
 namespace nn = torch::nn;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::Branching;
 using testing::data;
 using testing::gradients;
+using ::testing::HasSubstr;
 using testing::mean_over_ranks;
 using testing::Net;
+using ::testing::Not;
 using testing::run_ranks;
 
 std::string message_of(const std::function<void()>& action) {
@@ -216,12 +216,17 @@ TEST(DistributedDataParallel, BadOptionsAreRefused) {
   EXPECT_THROW(DistributedDataParallel<Net>(net, {.bucket_cap_mb = 0}), c10::ValueError);
   EXPECT_THROW(DistributedDataParallel<Net>(net, {.first_bucket_cap_mb = -1}), c10::ValueError);
   EXPECT_THROW(DistributedDataParallel<Net>(net, {.bucket_cap_mb_list = {1, 0}}), c10::ValueError);
-  EXPECT_THROW(DistributedDataParallel<Net>(net, {.bucket_cap_mb = 1, .bucket_cap_mb_list = {1}}), c10::ValueError);
-  EXPECT_THROW(DistributedDataParallel<Net>(net, {.device_ids = {at::Device(at::kCUDA, 0)}}), c10::ValueError);
-  EXPECT_THROW(DistributedDataParallel<Net>(net, {.output_device = at::Device(at::kCUDA, 0)}), c10::ValueError);
-  EXPECT_THROW(DistributedDataParallel<Net>(net, {.mixed_precision = MixedPrecision{.param_dtype = at::kInt}}),
+  EXPECT_THROW(DistributedDataParallel<Net>(net, {.bucket_cap_mb = 1, .bucket_cap_mb_list = {1}}),
                c10::ValueError);
-  EXPECT_THROW(DistributedDataParallel<Net>(net, {.param_to_hook_all_reduce = net->parameters()[0]}), c10::ValueError);
+  EXPECT_THROW(DistributedDataParallel<Net>(net, {.device_ids = {at::Device(at::kCUDA, 0)}}),
+               c10::ValueError);
+  EXPECT_THROW(DistributedDataParallel<Net>(net, {.output_device = at::Device(at::kCUDA, 0)}),
+               c10::ValueError);
+  EXPECT_THROW(
+      DistributedDataParallel<Net>(net, {.mixed_precision = MixedPrecision{.param_dtype = at::kInt}}),
+      c10::ValueError);
+  EXPECT_THROW(DistributedDataParallel<Net>(net, {.param_to_hook_all_reduce = net->parameters()[0]}),
+               c10::ValueError);
   EXPECT_THROW(DistributedDataParallel<Net>(std::shared_ptr<Net>()), c10::ValueError);
 }
 

@@ -60,7 +60,7 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   }
   /// A module holder, such as torch::nn::Linear.
   template <class Holder>
-    requires ModuleHolderOf<Holder, Wrapped>
+  requires ModuleHolderOf<Holder, Wrapped>
   explicit DistributedDataParallel(const Holder& holder, DistributedDataParallelOptions options = {})
       : DistributedDataParallel(holder.ptr(), std::move(options)) {}
   DistributedDataParallel(const DistributedDataParallel&) = delete;
@@ -69,17 +69,18 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   /// The module's forward with gradient synchronisation around it. For modules whose forward() is asked for
   /// its return type (Sequential, AnyModule): forward<ReturnType>(arguments…), at::Tensor unless named.
   template <class... Arguments>
-    requires(!Traits::kReturnTypeIsAsked)
-  auto forward(Arguments&&... arguments) {
-    return run([&](auto&&... given) { return Traits::forward(module, std::forward<decltype(given)>(given)...); },
-               std::forward<Arguments>(arguments)...);
+  requires(!Traits::kReturnTypeIsAsked) auto forward(Arguments&&... arguments) {
+    return run(
+        [&](auto&&... given) { return Traits::forward(module, std::forward<decltype(given)>(given)...); },
+        std::forward<Arguments>(arguments)...);
   }
   template <class ReturnType = at::Tensor, class... Arguments>
-    requires Traits::kReturnTypeIsAsked
-  ReturnType forward(Arguments&&... arguments) {
-    return run([&](auto&&... given) {
-      return Traits::template forward<ReturnType>(module, std::forward<decltype(given)>(given)...);
-    }, std::forward<Arguments>(arguments)...);
+  requires Traits::kReturnTypeIsAsked ReturnType forward(Arguments&&... arguments) {
+    return run(
+        [&](auto&&... given) {
+          return Traits::template forward<ReturnType>(module, std::forward<decltype(given)>(given)...);
+        },
+        std::forward<Arguments>(arguments)...);
   }
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -107,7 +108,9 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   /// themselves in the others' collectives; its end waits for all, and leaves the last one's model
   /// everywhere. See Join, which also takes several joinables.
   Join join(JoinOptions options = {}) { return Join({this}, options); }
-  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override { return core_.join_hook(options); }
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override {
+    return core_.join_hook(options);
+  }
   at::Device join_device() const override { return core_.device(); }
   ProcessGroup join_process_group() const override { return core_.options().process_group; }
 
@@ -115,9 +118,9 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   /// same. `hook`: HookFuture(const State&, GradBucket&); see lockstep/ddp/grad_bucket.h.
   template <class State, class Hook>
   void register_comm_hook(State state, Hook hook, const std::string& name = "user's hook") {
-    core_.register_comm_hook(
-        [state = std::move(state), hook = std::move(hook)](GradBucket& bucket) { return hook(state, bucket); },
-        name);
+    core_.register_comm_hook([state = std::move(state),
+                              hook = std::move(hook)](GradBucket& bucket) { return hook(state, bucket); },
+                             name);
   }
   /// Synchronises buffers by hook(buffers) instead of a broadcast from rank 0.
   void register_buffer_comm_hook(BufferCommHook hook,
@@ -142,7 +145,8 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   /// After a failure: goes on with another group, in the same processes; collective over it. First the ranks
   /// compare how many steps they have done: who is behind gets parameters, buffers and `states` (optimizers,
   /// say) of one that is ahead. Returns the number of steps that all have done now: backward passes whose
-  /// gradients were applied. Registered communication hooks keep their groups. Not inside of a backward.
+  /// gradients were applied. A registered communication hook keeps its group, and may be replaced then. Not
+  /// inside of a backward.
   int64_t update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states = {}) {
     return core_.update_process_group(group, states);
   }
@@ -154,10 +158,6 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   DdpCore& core() { return core_; }
   const DdpCore& core() const { return core_; }
 
-  void train(bool on = true) override {
-    torch::nn::Module::train(on);
-    Traits::train(module, on);
-  }
   void save(torch::serialize::OutputArchive& archive) const override { inner_->save(archive); }
   void load(torch::serialize::InputArchive& archive) override { inner_->load(archive); }
 
@@ -182,7 +182,8 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
     core_.enter();
     try {
       return leave([&] {
-        if (const auto dtype = core_.input_dtype()) return call(cast(std::forward<Arguments>(arguments), *dtype)...);
+        if (const auto dtype = core_.input_dtype())
+          return call(cast(std::forward<Arguments>(arguments), *dtype)...);
         return call(std::forward<Arguments>(arguments)...);
       });
     } catch (...) {

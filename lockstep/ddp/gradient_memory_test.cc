@@ -32,7 +32,8 @@ struct Square : nn::Module {
 
 struct Attention : nn::Module {
   Attention() {
-    register_module("embedding", embedding), register_module("attention", attention), register_module("norm", norm);
+    register_module("embedding", embedding), register_module("attention", attention),
+        register_module("norm", norm);
     register_module("conv", conv);
   }
   torch::Tensor forward(const torch::Tensor& tokens) {
@@ -95,7 +96,8 @@ TEST(GradientMemory, MostOfATransformersAreWrittenThere) {
       net->zero_grad();
       model(tokens).square().sum().backward();
       for (size_t i = 0; i < expected.size(); ++i) {
-        ASSERT_TRUE(close(net->parameters()[i].grad(), expected[i], 1e-10)) << "step " << step << " parameter " << i;
+        ASSERT_TRUE(close(net->parameters()[i].grad(), expected[i], 1e-10))
+            << "step " << step << " parameter " << i;
       }
     }
     EXPECT_GT(number(model, "gradient_bytes_in_place"), number(model, "gradient_bytes") / 2);
@@ -154,7 +156,8 @@ TEST(GradientMemory, ChangingGraphsAndSizesOnlyCostCopies) {
       auto plain = make_double<Square>(8, 4);
       {
         torch::NoGradGuard no_grad;
-        for (size_t i = 0; i < net->parameters().size(); ++i) plain->parameters()[i].copy_(net->parameters()[i]);
+        for (size_t i = 0; i < net->parameters().size(); ++i)
+          plain->parameters()[i].copy_(net->parameters()[i]);
       }
       std::vector<torch::Tensor> alive;
       const auto loss_of = [&](const torch::Tensor& output, bool hook) {
@@ -186,7 +189,8 @@ TEST(GradientMemory, BucketViewsShareTheBucketsStorage) {
         net->zero_grad(/*set_to_none=*/step % 2 == 0);
         model(x).square().sum().backward();
         for (size_t i = 0; i < expected.size(); ++i) {
-          ASSERT_TRUE(close(net->parameters()[i].grad(), expected[i])) << "step " << step << " parameter " << i;
+          ASSERT_TRUE(close(net->parameters()[i].grad(), expected[i]))
+              << "step " << step << " parameter " << i;
         }
       }
       const auto first = net->layers_[0]->weight.grad(), second = net->layers_[1]->weight.grad();

@@ -22,7 +22,8 @@ void GradientSlots::begin(int graph_task) {
 MemoryBlock GradientSlots::allocate(size_t bytes) {
   last_ = {};
   const auto found = sizes_.find(bytes);
-  if (found == sizes_.end() || !take_ || torch::autograd::get_current_graph_task_id() != graph_task_) return {};
+  if (found == sizes_.end() || !take_ || torch::autograd::get_current_graph_task_id() != graph_task_)
+    return {};
   SizeClass& size = found->second;
   last_ = {&size, size.occurrences++};
   if (last_.index >= size.parameter.size()) return {};

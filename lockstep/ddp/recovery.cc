@@ -10,8 +10,8 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/ddp_core.h>
 #include <lockstep/ddp/delayed_all_reduce.h>
-#include <lockstep/ddp/reducer.h>
 #include <lockstep/ddp/recovery.h>
+#include <lockstep/ddp/reducer.h>
 #include <lockstep/ddp/state_sync.h>
 
 namespace lockstep {
@@ -49,8 +49,8 @@ Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
         optimizer.load(archive);
       }) {}
 
-int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors, const std::vector<Recoverable>& states,
-                 const ProcessGroup& group) {
+int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
+                 const std::vector<Recoverable>& states, const ProcessGroup& group) {
   const auto all = gather_numbers(steps, group);
   const auto ahead = std::max_element(all.begin(), all.end());
   if (std::all_of(all.begin(), all.end(), [&](int64_t number) { return number == *ahead; })) return *ahead;

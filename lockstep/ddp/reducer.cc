@@ -19,15 +19,6 @@
 namespace lockstep {
 namespace {
 
-/// The operation's own duration; zero for groups that do not measure it.
-std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work) {
-  try {
-    return std::chrono::nanoseconds(static_cast<int64_t>(work->getDuration() * 1e6));
-  } catch (const c10::Error&) {
-    return {};
-  }
-}
-
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -117,9 +108,12 @@ std::vector<std::shared_ptr<void>> Reducer::watch_current_accumulators() {
 void Reducer::register_comm_hook(CommunicationHook hook, const std::string& name) {
   std::lock_guard lock(mutex_);
   TORCH_CHECK_TYPE(hook, "Communication hook must be callable.");
-  TORCH_CHECK(!hook_, "register_comm_hook can only be called once; '", hook_name_, "' is registered");
-  TORCH_CHECK(!open_ && rounds_ == rounds_at_reset_, "register_comm_hook must be called before the first backward");
+  TORCH_CHECK(!hook_ || hook_of_old_group_, "register_comm_hook can only be called once; '", hook_name_,
+              "' is registered");
+  TORCH_CHECK(!open_ && rounds_ == rounds_at_reset_,
+              "register_comm_hook must be called before the first backward");
   hook_ = std::move(hook);
+  hook_of_old_group_ = false;
   hook_name_ = name;
   build_buckets_again();
 }
@@ -151,7 +145,8 @@ void Reducer::add_post_backward_futures(const std::vector<HookFuture>& futures) 
 
 void Reducer::prepare_forward() {
   std::lock_guard lock(mutex_);
-  if (open_ && next_bucket_ == buckets_.size()) finish_round();  // its callback was lost to another's exception
+  if (open_ && next_bucket_ == buckets_.size())
+    finish_round();  // its callback was lost to another's exception
   TORCH_CHECK(!open_, unfinished_text());
   clock_.begin_forward();
 }
@@ -190,7 +185,8 @@ void Reducer::begin_backward() {
   // Another reducer's belongs to this very backward, or to one that an exception ended.
   if (std::dynamic_pointer_cast<GradientSlots>(before)) before = nullptr;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), before] {
-    if (auto current = exchange_memory_source(before); current != self->slots_) exchange_memory_source(current);
+    if (auto current = exchange_memory_source(before); current != self->slots_)
+      exchange_memory_source(current);
     std::lock_guard lock(self->mutex_);
     if (self->open_ && self->synchronise_ && self->is_first_static_round()) self->queue_everything();
   });
@@ -226,8 +222,7 @@ void Reducer::on_gradient(size_t index) {
     TORCH_CHECK(uses_left_[index] > 0,
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
                 "iteration, but then got used in the second iteration, or is used more often: '",
-                parameters_[index].name,
-                "'. this is not compatible with static_graph set to True.");
+                parameters_[index].name, "'. this is not compatible with static_graph set to True.");
     if (--uses_left_[index] > 0) return;
   }
   TORCH_CHECK(
@@ -319,15 +314,15 @@ void Reducer::take_nothing(size_t index) {
   if (parameter.grad().defined()) {
     before_[index] = parameter.grad().clone();
     if (!bucket.sparse) take_gradient(index);
-    arrival_order_.erase(std::remove(arrival_order_.begin(), arrival_order_.end(), index), arrival_order_.end());
+    arrival_order_.erase(std::remove(arrival_order_.begin(), arrival_order_.end(), index),
+                         arrival_order_.end());
     if (!bucket.sparse) arrival_seconds_.pop_back();
   } else if (!bucket.sparse) {
     if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
     bucket.views[place.position].zero_();
   }
   if (bucket.sparse) {
-    bucket.sparse_gradient =
-        parameter.grad().defined() ? parameter.grad() : empty_sparse_gradient(parameter);
+    bucket.sparse_gradient = parameter.grad().defined() ? parameter.grad() : empty_sparse_gradient(parameter);
   }
 }
 
@@ -362,7 +357,8 @@ void Reducer::launch(size_t index) {
     } else {
       c10d::AllreduceOptions options;
       options.reduceOp = divisor_ > 0 ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
-      // The end of backward() follows the last bucket at once and runs it itself, which saves waking a thread.
+      // The end of backward() follows the last bucket at once and runs it itself, which saves waking a
+      // thread.
       options.asyncOp = !last;
       std::vector<at::Tensor> tensors{bucket.memory->buffer()};
       bucket.work = group_->allreduce(tensors, options);
@@ -398,8 +394,8 @@ void Reducer::await(Bucket& bucket) {
     return;
   }
   at::Tensor buffer = bucket.memory->buffer();
-  TORCH_CHECK(result.numel() == buffer.numel(), "the communication hook ", hook_name_, " gave ", result.numel(),
-              " elements for a bucket of ", buffer.numel());
+  TORCH_CHECK(result.numel() == buffer.numel(), "the communication hook ", hook_name_, " gave ",
+              result.numel(), " elements for a bucket of ", buffer.numel());
   if (result.data_ptr() != buffer.data_ptr()) buffer.copy_(result.view_as(buffer));
 }
 
@@ -569,8 +565,8 @@ void Reducer::check_finalized() const {
 }
 
 void Reducer::set_sample_rate(int rounds) {
-  TORCH_CHECK_VALUE(rounds >= 1,
-                    "DDP runtime logging sample rate should be equal or greater than 1; it is ", rounds);
+  TORCH_CHECK_VALUE(rounds >= 1, "DDP runtime logging sample rate should be equal or greater than 1; it is ",
+                    rounds);
   std::lock_guard lock(mutex_);
   sample_rate_ = rounds;
 }

@@ -58,7 +58,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer& operator=(const Reducer&) = delete;
   ~Reducer();
 
-  /// Reduces buckets by `hook` from now on. Once, before the first backward.
+  /// Reduces buckets by `hook` from now on. Once, before the first backward; and once after each
+  /// update_process_group().
   void register_comm_hook(CommunicationHook hook, const std::string& name);
   /// Before the first backward; see the option.
   void set_static_graph();
@@ -74,7 +75,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare_backward(bool synchronise, const std::vector<at::Tensor>& outputs);
   /// Leaves the round unfinished: what was launched is awaited, its results are nobody's.
   void reset();
-  /// reset(), and the same parameters over another group, as new. Registered hooks keep their own group.
+  /// reset(), and the same parameters over another group, as new. A registered hook stays, with whatever
+  /// group it has; register_comm_hook() replaces it.
   void update_process_group(const ProcessGroup& group);
   /// Times are taken in the first 10 rounds, and then in every so many.
   void set_sample_rate(int rounds);
@@ -185,6 +187,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   mutable std::mutex mutex_;
   CommunicationHook hook_;
   std::string hook_name_;
+  bool hook_of_old_group_ = false;  // it may be replaced
   std::optional<at::ScalarType> reduce_dtype_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter

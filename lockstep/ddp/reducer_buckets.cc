@@ -3,8 +3,8 @@
 #include <limits>
 #include <utility>
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/cpu.h>
@@ -52,7 +52,8 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   std::vector<size_t> bytes;
   for (const Parameter& parameter : parameters_) {
     bytes.push_back(parameter.sparse ? 0 : parameter.tensor.nbytes());
-    sizes.push_back({parameter.tensor.nbytes(), static_cast<int>(parameter.tensor.scalar_type()), parameter.sparse});
+    sizes.push_back(
+        {parameter.tensor.nbytes(), static_cast<int>(parameter.tensor.scalar_type()), parameter.sparse});
   }
   std::vector<size_t> limits{caps.first, caps.others};
   if (!options_.bucket_cap_mb_list.empty()) {
@@ -104,7 +105,8 @@ void Reducer::keep_gradient(size_t index, const Bucket& old, size_t old_position
   const Place place = places_[index];
   Bucket& bucket = buckets_[place.bucket];
   bucket.views[place.position].copy_(gradient);
-  gradient = options_.gradient_as_bucket_view ? bucket.views[place.position] : slot_tensor(bucket, place.position);
+  gradient =
+      options_.gradient_as_bucket_view ? bucket.views[place.position] : slot_tensor(bucket, place.position);
 }
 
 void Reducer::build_buckets_again() {
@@ -195,8 +197,8 @@ BackwardProfile Reducer::profile() const {
   const Reduction largest = *std::max_element(reductions_.begin(), reductions_.end(), by_bytes);
   constexpr double kSecondsPerOperation = 20e-6;  // announcing, and waking the communication thread
   profile.seconds_per_operation = kSecondsPerOperation;
-  profile.seconds_per_byte =
-      std::max(0.0, largest.seconds - kSecondsPerOperation) / std::max<double>(1, static_cast<double>(largest.bytes));
+  profile.seconds_per_byte = std::max(0.0, largest.seconds - kSecondsPerOperation) /
+                             std::max<double>(1, static_cast<double>(largest.bytes));
   profile.spare_core = usable_cores() > group_->getSize() * at::get_num_threads();
   return profile;
 }
@@ -221,7 +223,7 @@ void Reducer::note_round(std::chrono::nanoseconds reducing) {
   measured_.push_back(std::move(seconds));
   for (const Bucket& bucket : buckets_) {
     if (!bucket.work || bucket.sparse) continue;
-    reductions_.push_back({bucket.work->getDuration() * 1e-3, bucket.bytes});
+    reductions_.push_back({std::chrono::duration<double>(duration_of(bucket.work)).count(), bucket.bytes});
   }
 }
 
@@ -238,6 +240,7 @@ void Reducer::update_process_group(const ProcessGroup& group) {
   abandon_round();
   group_ = options_.process_group = group;
   rebuilt_ = tuned_ = false;
+  hook_of_old_group_ = true;
   chosen_caps_.reset();
   measured_.clear();
   reductions_.clear();

@@ -18,7 +18,8 @@ constexpr int64_t kBroadcastBytes = 16 << 20;
 
 std::string describe(const NamedTensor& parameter) {
   std::ostringstream text;
-  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' ' << parameter.second.sizes();
+  text << '\'' << parameter.first << "' (" << parameter.second.scalar_type() << ' '
+       << parameter.second.sizes();
   if (!parameter.second.is_contiguous()) text << " with strides " << parameter.second.strides();
   text << ')';
   return text.str();

@@ -5,10 +5,10 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t StepTimes::* kTimes[] = {&StepTimes::forward_compute, &StepTimes::backward_compute,
-                                           &StepTimes::backward_comm,   &StepTimes::overlap,
-                                           &StepTimes::exposed,         &StepTimes::reducing};
-constexpr size_t StepTimes::* kBytes[] = {&StepTimes::bytes, &StepTimes::bytes_in_place};
+constexpr int64_t StepTimes::*kTimes[] = {&StepTimes::forward_compute, &StepTimes::backward_compute,
+                                          &StepTimes::backward_comm,   &StepTimes::overlap,
+                                          &StepTimes::exposed,         &StepTimes::reducing};
+constexpr size_t StepTimes::*kBytes[] = {&StepTimes::bytes, &StepTimes::bytes_in_place};
 
 }  // namespace
 
