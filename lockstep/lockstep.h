@@ -10,6 +10,7 @@
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/data/fashion_mnist.h>
 #include <lockstep/ddp/distributed_data_parallel.h>
+#include <lockstep/ddp/grad_norm.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/rendezvous/device.h>
