@@ -11,6 +11,7 @@
 #include <lockstep/data/fashion_mnist.h>
 #include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/ddp/grad_norm.h>
+#include <lockstep/ddp/gradient_accumulation.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/rendezvous/device.h>
