@@ -12,6 +12,7 @@
 #include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/ddp/grad_norm.h>
 #include <lockstep/ddp/gradient_accumulation.h>
+#include <lockstep/ddp/sync_batch_norm.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/rendezvous/device.h>
