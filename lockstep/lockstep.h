@@ -15,4 +15,8 @@
 #include <lockstep/ddp/sync_batch_norm.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/progress_bar.h>
+#include <lockstep/optim/model_averaging.h>
+#include <lockstep/optim/post_local_sgd_optimizer.h>
+#include <lockstep/optim/zero_hook.h>
+#include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/rendezvous/device.h>
