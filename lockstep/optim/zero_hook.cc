@@ -1,6 +1,7 @@
 #include <ATen/core/ivalue_inl.h>
 #include <ATen/core/jit_type.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/optim/zero_hook.h>
 
 namespace lockstep {
@@ -35,12 +36,18 @@ OverlappedZeroStep::OverlappedZeroStep(ZeroRedundancyOptimizer& zero, bool inter
 }
 
 HookFuture OverlappedZeroStep::operator()(const HookFuture& averaged, const GradBucket& bucket) {
-  if (bucket.index() == 0) {  // also after an iteration that ended with an exception
+  if (bucket.index() == 0) {
+    if (next_bucket_ != 0) {
+      LOCKSTEP_LOG(kWarning)
+          << "the last backward() ended before its last bucket, because of an exception or "
+             "of `skip_all_reduce_unused_params`; ZeroRedundancyOptimizer has not updated "
+             "all parameters";
+    }
     pending_.clear();
     next_bucket_ = 0;
   }
   TORCH_CHECK(bucket.index() == next_bucket_, "Bucket indices are not in incremental order: ", bucket.index(),
-              " instead of ", next_bucket_);
+              " instead of ", next_bucket_, "; the hook can't be used with `skip_all_reduce_unused_params`");
   ++next_bucket_;
   pending_.push_back({averaged, bucket.parameters()});
   // All in the thread that runs backward(), so that all ranks start the same operations in the same order.
@@ -48,6 +55,7 @@ HookFuture OverlappedZeroStep::operator()(const HookFuture& averaged, const Grad
   if (bucket.is_last()) {
     while (!pending_.empty()) step_first();
     zero_.finish_step();
+    next_bucket_ = 0;
   }
   return averaged;
 }
@@ -56,8 +64,7 @@ void OverlappedZeroStep::step_first() {
   const Pending bucket = std::move(pending_.front());
   pending_.pop_front();
   bucket.averaged->waitAndThrow();
-  const c10::IValue& value = bucket.averaged->constValue();
-  const at::Tensor average = value.isTensor() ? value.toTensor() : value.toTensorVector().at(0);
+  const at::Tensor average = tensor_of(bucket.averaged->constValue());
   zero_.start_step(bucket.parameters, gradients_of(average, bucket.parameters));
 }
 

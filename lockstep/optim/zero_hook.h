@@ -20,8 +20,9 @@
 /// torch/distributed/algorithms/ddp_comm_hooks/ddp_zero_hook.py, with two differences. Parameters are shared
 /// out one by one from the beginning, not by bucket (so there is no `shard_buckets`): therefore the first
 /// iterations make steps, too, while torch waits until the buckets are built for good; and there may be
-/// several parameter groups. Buckets must be dense. In iterations under no_sync() there is no step. A
-/// backward() that ends with an exception may leave some parameters stepped and others not.
+/// several parameter groups. Buckets must be dense, and none may be skipped (skip_all_reduce_unused_params).
+/// In iterations under no_sync() there is no step. A backward() that ends with an exception may leave some
+/// parameters stepped and others not.
 namespace lockstep {
 
 /// What the modified hooks do behind the hook that averages. Used by the thread that runs backward().
