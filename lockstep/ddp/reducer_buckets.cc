@@ -275,6 +275,16 @@ void Reducer::shadow_backward() {
   } catch (...) {
     fail_round(std::current_exception());
   }
+  // For an optimizer that steps on, on this rank, too: a ZeroRedundancyOptimizer beside the model in a Join.
+  for (const Bucket& bucket : buckets_) {
+    for (size_t position = 0; position < bucket.parameters.size(); ++position) {
+      at::Tensor& parameter = tensors_[bucket.parameters[position]];
+      parameter.mutable_grad() = bucket.sparse
+                                     ? bucket.sparse_gradient
+                                     : bucket.views[position].to(parameter.scalar_type(),
+                                                                 /*non_blocking=*/false, /*copy=*/true);
+    }
+  }
   ++rounds_;
   begin_round();
 }
