@@ -1,16 +1,20 @@
 #include <algorithm>
+#include <arpa/inet.h>
 #include <chrono>
 #include <csignal>
 #include <functional>
 #include <gmock/gmock.h>
+#include <netinet/in.h>
 #include <numeric>
 #include <random>
+#include <sys/socket.h>
 #include <thread>
 #include <unistd.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
@@ -60,6 +64,43 @@ void run_survivors(int ranks, const std::vector<int>& victims, const std::functi
   std::abort();
 }
 
+std::string text_of(const std::vector<uint8_t>& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
+/// The store of the process that started the ranks.
+c10::intrusive_ptr<c10d::Store> launcher_store() {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(std::getenv("MASTER_PORT")));
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+/// A store that ends with rank 0, as where no launcher holds one.
+c10::intrusive_ptr<c10d::Store> store_in_rank_0(int rank) {
+  const auto meeting = launcher_store();
+  c10d::TCPStoreOptions options;
+  options.waitWorkers = false;
+  if (rank == 0) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    TORCH_CHECK(::bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                ::listen(listener, 16) == 0 &&
+                ::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) == 0);
+    options.isServer = true;
+    options.port = ntohs(address.sin_port);
+    options.masterListenFd = listener;  // the store closes it
+    auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    const std::string port = std::to_string(options.port);
+    meeting->set("port of rank 0", std::vector<uint8_t>(port.begin(), port.end()));
+    return store;
+  }
+  options.port = static_cast<uint16_t>(std::stoi(text_of(meeting->get("port of rank 0"))));
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
 /// Numbers whose sum depends on the order of summation.
 at::Tensor numbers_of(int job_rank, int64_t numel) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(job_rank) + 1);
@@ -90,9 +131,9 @@ void expect_whole_world(int job_rank, const std::vector<int>& members) {
     all_reduce(tensor);
     EXPECT_TRUE(at::equal(tensor, sum_of(members, numel))) << numel << " elements";
   }
-  std::vector<std::string> names(members.size());
-  all_gather_object(names, std::to_string(job_rank));
-  for (int i = 0; i < size; ++i) EXPECT_EQ(names[i], std::to_string(members[i]));
+  std::vector<c10::IValue> job_ranks(members.size());
+  all_gather_object(job_ranks, int64_t{job_rank});
+  for (int i = 0; i < size; ++i) EXPECT_EQ(job_ranks[i].toInt(), members[i]);
 
   // Groups of the new world, by all and by splitting.
   const auto all = new_group();
@@ -127,7 +168,7 @@ class ShrinkAfterDeath : public ::testing::TestWithParam<int> {};
 TEST_P(ShrinkAfterDeath, GoesOnAsAWholeWorld) {
   const int victim = GetParam();  // 0 holds the store
   run_survivors(3, {victim}, [&](int rank) {
-    auto world = init_process_group();
+    auto world = init_process_group({.rank = rank, .world_size = 3, .store = store_in_rank_0(rank)});
     const auto old = default_group();
     const auto other = new_group({0, 1, 2});
     at::Tensor shared = empty_shared({100'000});
@@ -150,7 +191,8 @@ TEST_P(ShrinkAfterDeath, GoesOnAsAWholeWorld) {
     EXPECT_TRUE(at::equal(shared, sum_of(members, shared.numel())));
     expect_whole_world(rank, members);
     for (const auto& group : {old, other}) {
-      EXPECT_THAT(message_of<c10::ValueError>([&] { barrier(group); }), HasSubstr("was destroyed"));
+      EXPECT_THAT(message_of([&] { barrier(group); }), HasSubstr("was destroyed"));
+      EXPECT_THAT(message_of<c10::ValueError>([&] { get_rank(group); }), HasSubstr("was destroyed"));
     }
     barrier();
   });
@@ -391,7 +433,9 @@ TEST(ShrinkGroup, RefusesWhatPyTorchRefuses) {
     const auto mine = new_subgroups(1).first;
     EXPECT_THAT(refused({}, mine), HasSubstr("Cannot shrink a process group with size 1"));
     const auto first = new_group({0});
-    if (rank == 1) EXPECT_THAT(refused({}, first), HasSubstr("not a member"));
+    if (rank == 1) {
+      EXPECT_THAT(refused({}, first), HasSubstr("not a member"));
+    }
     barrier();
   });
 }
@@ -411,7 +455,7 @@ TEST(ShrinkGroup, FurtherGroupIsShrunkAloneAndTheDefaultGroupLater) {
       EXPECT_THAT(get_process_group_ranks(smaller), ElementsAre(3, 0));
       EXPECT_EQ(smaller->getGroupName(), rows->getGroupName() + ":shrunk:1");
       EXPECT_EQ(smaller->getGroupDesc(), rows->getGroupName() + ":shrunk");
-      EXPECT_THAT(message_of<c10::ValueError>([&] { barrier(rows); }), HasSubstr("was destroyed"));
+      EXPECT_THAT(message_of<c10::ValueError>([&] { get_rank(rows); }), HasSubstr("was destroyed"));
       at::Tensor tensor = at::full({1}, rank);
       all_reduce(tensor, ReduceOp::SUM, smaller);
       EXPECT_EQ(tensor.item<float>(), 3);
@@ -466,9 +510,10 @@ TEST(ShrinkGroup, WorldMayBeDestroyedAfterwardsAndMadeAnew) {
       barrier();
     }
     EXPECT_FALSE(is_initialized());
-    const auto port = std::getenv("MASTER_PORT");
-    auto world = init_process_group(
-        {.init_method = "tcp://127.0.0.1:" + std::string(port), .rank = rank == 0 ? 0 : 1, .world_size = 2});
+    auto world =
+        init_process_group({.rank = rank == 0 ? 0 : 1,
+                            .world_size = 2,
+                            .store = c10::make_intrusive<c10d::PrefixStore>("again", launcher_store())});
     EXPECT_EQ(default_group()->getGroupName(), "default");
     at::Tensor tensor = at::ones({1});
     all_reduce(tensor);
@@ -478,7 +523,7 @@ TEST(ShrinkGroup, WorldMayBeDestroyedAfterwardsAndMadeAnew) {
 
 TEST(ShrinkGroup, MeetingInTheStoreOfADeadRankSaysWhatToDo) {
   run_survivors(3, {0}, [](int rank) {
-    auto world = init_process_group({.timeout = 20s});
+    auto world = init_process_group({.rank = rank, .world_size = 3, .store = store_in_rank_0(rank)});
     barrier();
     if (rank == 0) die();
     message_of([] { barrier(); });

@@ -143,8 +143,9 @@ uint64_t RecoveryBoard::enter(const RankSet& wanted, const Addresses& own) {
     wanted.store_to(record.wanted);
     record.round.store(round, std::memory_order_release);
     publish_fence();
-    // A round that was decided before this rank had said anything is not this rank's.
-    if (decision().sequence != round - 1) continue;
+    // A round that failed before this rank came is not this rank's. One that succeeded may count on it.
+    const Decision now = decision();
+    if (now.sequence == round && now.kind != Decision::kSuccess) continue;
     ring_all();
     return round;
   }
