@@ -110,9 +110,11 @@ TEST(Shrink, GivesAllOfThemAFreshGroupAgainAndAgain) {
     for (int rank = 0; rank < ranks; ++rank) everybody.push_back(rank);
     std::mutex mutex;
     std::map<int, std::set<size_t>> sizes;  // of what is in use, by rank
+    std::barrier<> together(ranks);
     on_ranks(ranks, [&](Channel channel) {
       for (int round = 0; round < 40; ++round) {
-        channel->abort();  // whatever the old group has come to
+        together.arrive_and_wait();  // abort() would also end what another rank has not finished
+        channel->abort();
         auto made = shrink_soon(channel);
         expect_works(made, everybody);
         channel = std::move(made.channel);
@@ -219,6 +221,7 @@ TEST(Shrink, DeadlinesThatPassAtAnyMomentLeaveAllWithTheSame) {
         EXPECT_EQ(error.kind(), FailureKind::kTimeout) << error.what();
       }
     }
+    together.arrive_and_wait();  // or those who have failed last would leave, and who still waits go on alone
   });
   for (const auto& count : successes) EXPECT_THAT(count.load(), AnyOf(0, 3));
 }
