@@ -174,7 +174,8 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
     return {.parameters = Traits::named_parameters(handle),
             .buffers = [handle] { return Traits::named_buffers(handle); },
             .sparse = sparse_parameters(*inner),
-            .name = inner->name()};
+            .name = inner->name(),
+            .has_sync_batch_norm = has_sync_batch_norm(*inner)};
   }
 
   template <class Forward, class... Arguments>

@@ -1,7 +1,10 @@
+#include <algorithm>
+
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <lockstep/ddp/module_inspection.h>
+#include <lockstep/ddp/sync_batch_norm.h>
 
 namespace lockstep {
 
@@ -15,6 +18,13 @@ std::vector<std::string> sparse_parameters(const torch::nn::Module& module) {
     }
   }
   return names;
+}
+
+bool has_sync_batch_norm(const torch::nn::Module& module) {
+  const auto modules = module.modules();
+  return std::any_of(modules.begin(), modules.end(), [](const auto& child) {
+    return dynamic_cast<const SyncBatchNormImpl*>(child.get()) != nullptr;
+  });
 }
 
 }  // namespace lockstep

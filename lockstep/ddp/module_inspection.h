@@ -13,4 +13,7 @@ namespace lockstep {
 /// with sparse(true).
 std::vector<std::string> sparse_parameters(const torch::nn::Module& module);
 
+/// Whether a SyncBatchNorm is among its modules. (A converted BatchNorm does not show.)
+bool has_sync_batch_norm(const torch::nn::Module& module);
+
 }  // namespace lockstep
