@@ -149,11 +149,12 @@ std::vector<NamedTensor> DdpCore::current_buffers() const {
 
 void DdpCore::enter() {
   if (!reducer_) return;
+  if (mixed_precision_) mixed_precision_->restore();  // should a backward have ended by an exception
   try {
     before_forward();
     if (mixed_precision_) mixed_precision_->before_forward();
   } catch (...) {
-    snapshot_->restore();
+    abandon();
     throw;
   }
 }
@@ -180,10 +181,10 @@ void DdpCore::take_snapshot() {
 }
 
 void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
-  if (mixed_precision_) mixed_precision_->after_forward();
+  const bool training = at::GradMode::is_enabled();
+  if (mixed_precision_) mixed_precision_->after_forward(training);
   if (reducer_) {
     sync_buffers_at(BufferCommHookLocation::kPostForward);
-    const bool training = at::GradMode::is_enabled();
     // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before
     // the next.
     buffers_may_differ_ = training && synchronise_;
@@ -197,7 +198,12 @@ void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
 }
 
 void DdpCore::abandon() {
-  if (mixed_precision_) mixed_precision_->after_forward();
+  if (mixed_precision_) mixed_precision_->restore();
+  snapshot_->restore();
+}
+
+bool DdpCore::joins_outputs() const {
+  return reducer_ && at::GradMode::is_enabled() && options_.find_unused_parameters && !options_.static_graph;
 }
 
 std::optional<at::ScalarType> DdpCore::input_dtype() const {
@@ -254,9 +260,21 @@ void DdpCore::set_static_graph() {
   if (reducer_) reducer_->set_static_graph();
 }
 
+/// Puts back what forward has changed, unless its step was finished and its gradients applied.
+void DdpCore::undo_step() {
+  if (mixed_precision_) mixed_precision_->restore();
+  const bool finished = reducer_->rounds() > snapshot_round_;
+  if (finished && reducer_->stepped_since_round()) {
+    snapshot_->drop();
+  } else {
+    snapshot_->restore();
+  }
+}
+
 void DdpCore::reset() {
-  if (reducer_) reducer_->reset();
-  snapshot_->restore();
+  if (!reducer_) return;
+  reducer_->reset();
+  undo_step();
 }
 
 // ---- Uneven inputs

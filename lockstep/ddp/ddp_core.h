@@ -51,6 +51,8 @@ class DdpCore final {
   void enter();
   void leave(const std::vector<at::Tensor>& outputs, bool searched);
   void abandon();
+  /// Whether forward's results are to be joined in the graph; see join_in_graph().
+  bool joins_outputs() const;
   /// The dtype that forward's inputs are to be cast to, if any.
   std::optional<at::ScalarType> input_dtype() const;
 
@@ -84,6 +86,7 @@ class DdpCore final {
   bool agree_on_synchronising(bool joined);
   void before_forward();
   void take_snapshot();
+  void undo_step();
 
   Model model_;
   DistributedDataParallelOptions options_;
@@ -98,6 +101,7 @@ class DdpCore final {
   BufferCommHookLocation buffer_hook_location_ = BufferCommHookLocation::kPreForward;
   std::shared_ptr<StepSnapshot> snapshot_;
   int64_t snapshot_round_ = -1;
+  bool catching_up_ = false;        // another rank's state has come in part
   bool synchronise_ = true;         // require_backward_grad_sync
   bool buffers_may_differ_ = true;  // require_forward_param_sync
   bool divide_by_initial_world_size_ = true;

@@ -169,6 +169,26 @@ TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
   });
 }
 
+TEST(DdpFailure, AFinishedStepIsNotUndone) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net, {.restore_buffers_on_failure = true});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const auto before = copies(net->buffers());
+    model(data(rank, {16, 32})).square().mean().backward();
+    model.reset();  // not applied: undone
+    EXPECT_TRUE(equal(before, net->buffers()));
+    model(data(rank, {16, 32})).square().mean().backward();
+    const auto buffers = copies(net->buffers());
+    const auto random = random_state();
+    optimizer.step();
+    model.reset();
+    EXPECT_TRUE(equal(buffers, net->buffers()));
+    EXPECT_TRUE(at::equal(random, random_state()));
+  });
+}
+
 TEST(DdpFailure, AMismatchFailsAllAndAnotherGroupGoesOn) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();

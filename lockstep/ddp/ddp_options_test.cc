@@ -108,6 +108,43 @@ TEST(DdpOptions, ParametersThatNobodyUsedKeepTheirGradients) {
   });
 }
 
+TEST(DdpOptions, OutputsOutsideOfTheLossLeaveTheirParametersUnused) {
+  struct Heads : nn::Module {
+    Heads() { register_module("body", body), register_module("a", a), register_module("b", b); }
+    std::map<std::string, torch::Tensor> forward(const torch::Tensor& x) {
+      const auto y = body(x);
+      return {{"a", a(y)}, {"b", b(y)}};
+    }
+    nn::Linear body{4, 4}, a{4, 2}, b{4, 3};
+  };
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Heads>();
+    DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4, .find_unused_parameters = true});
+    for (int step = 0; step < 6; ++step) {
+      const bool by_both = step % 3 == 2;  // else b is out of everybody's loss, or of rank 1's
+      const bool with_b = by_both || (step % 3 == 1 && rank == 0);
+      const auto x = data(rank, {5, 4}, step);
+      const auto loss_of = [&](std::map<std::string, torch::Tensor> output) {
+        auto loss = output["a"].square().sum();
+        return with_b ? loss + output["b"].sum() : loss;
+      };
+      auto mine = torch::autograd::grad({loss_of(net->forward(x))}, net->parameters(), {}, {}, false, true);
+      net->zero_grad();
+      loss_of(model(x)).backward();
+      for (size_t i = 0; i < mine.size(); ++i) {
+        const auto parameter = net->parameters()[i];
+        const auto expected = mean_over_ranks(mine[i].defined() ? mine[i] : torch::zeros_like(parameter));
+        const bool nobody = step % 3 == 0 && i >= 4;
+        ASSERT_EQ(parameter.grad().defined(), !nobody) << step << ' ' << i;
+        if (!nobody) {
+          EXPECT_TRUE(close(parameter.grad(), expected, 1e-9)) << step << ' ' << i;
+        }
+      }
+    }
+  });
+}
+
 TEST(DdpOptions, UnfoundOutputsAreExplained) {
   struct Hidden {  // can't be searched
     torch::Tensor tensor;
@@ -309,8 +346,9 @@ TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
     torch::Tensor forward(const torch::Tensor& x, const std::vector<torch::Tensor>& more) {
       seen = {x.scalar_type(), more[0].scalar_type(), more[1].scalar_type(), layer->weight.scalar_type(),
               offset.scalar_type()};
-      return layer(x) + offset;
+      return torch::matmul(x, square).mul(square[0]).narrow(1, 0, 4) * 0 + layer(x) + offset;
     }
+    torch::Tensor square = register_parameter("square", torch::ones({8, 8}));  // autograd saves it as it is
     nn::Linear layer{8, 4};
     torch::Tensor offset = torch::ones({4}), count = torch::zeros({1}, at::kLong);
     std::vector<at::ScalarType> seen;
@@ -335,9 +373,15 @@ TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
       EXPECT_EQ(net->seen, (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16, at::kLong,
                                                         at::kBFloat16, at::kBFloat16}));
       EXPECT_EQ(output.scalar_type(), at::kBFloat16);
-      EXPECT_EQ(net->layer->weight.scalar_type(), at::kFloat);
+      EXPECT_EQ(net->layer->weight.scalar_type(), at::kBFloat16) << "until the end of backward";
       EXPECT_EQ(more[0].scalar_type(), at::kFloat) << "the caller's own";
       output.sum().backward();
+      EXPECT_EQ(net->layer->weight.scalar_type(), at::kFloat);
+      {
+        torch::NoGradGuard no_grad;
+        model(x, more);
+      }
+      EXPECT_EQ(net->layer->weight.scalar_type(), at::kFloat) << "no backward will restore it";
       const auto& gradient = net->layer->weight.grad();
       ASSERT_EQ(gradient.scalar_type(), at::kFloat);
       EXPECT_TRUE(at::equal(gradient, gradient.to(at::kBFloat16).to(at::kFloat)))

@@ -12,6 +12,7 @@
 #include <lockstep/ddp/mixed_precision.h>
 #include <lockstep/ddp/module_inspection.h>
 #include <lockstep/ddp/options.h>
+#include <lockstep/ddp/output_sink.h>
 #include <lockstep/ddp/output_tensors.h>
 #include <lockstep/ddp/recovery.h>
 #include <lockstep/ddp/reducer.h>
@@ -203,11 +204,28 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
       Output output = call();
       std::vector<at::Tensor> tensors;
       if constexpr (can_find_tensors<Output>) {
+        if (core_.joins_outputs()) join_outputs(output);
         for_each_tensor(output, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
       }
       core_.leave(tensors, can_find_tensors<Output>);
       return output;
     }
+  }
+
+  template <class Output>
+  static void join_outputs(Output& output) {
+    const auto has_graph = [](const at::Tensor& tensor) {
+      return tensor.requires_grad() && !tensor.is_leaf();
+    };
+    std::vector<at::Tensor> tensors;
+    for_each_owned_tensor(output, [&](at::Tensor& tensor) {
+      if (has_graph(tensor)) tensors.push_back(tensor);
+    });
+    tensors = join_in_graph(tensors);
+    auto next = tensors.begin();
+    for_each_owned_tensor(output, [&](at::Tensor& tensor) {
+      if (has_graph(tensor)) tensor = *next++;
+    });
   }
 
   /// The argument's type stays, so that it still fits forward()'s signature.

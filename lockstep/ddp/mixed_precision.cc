@@ -28,6 +28,7 @@ MixedPrecisionParameters::MixedPrecisionParameters(const MixedPrecision& precisi
       if (buffer.is_floating_point()) buffer.set_data(buffer.to(*precision_.buffer_dtype));
     }
   }
+  reducer_->set_on_backward_end([this] { restore(); });
   if (const auto reduce = precision_.reduce_dtype ? precision_.reduce_dtype : precision_.param_dtype) {
     reducer_->set_reduce_dtype(*reduce);
   }
@@ -35,6 +36,7 @@ MixedPrecisionParameters::MixedPrecisionParameters(const MixedPrecision& precisi
 
 void MixedPrecisionParameters::before_forward() {
   if (!precision_.param_dtype) return;
+  restore();  // the graph of an earlier forward has what it needs
   for (const at::Tensor& parameter : parameters_) {
     full_.push_back(parameter.variable_data());
     parameter.set_data(full_.back().to(*precision_.param_dtype));
@@ -42,7 +44,12 @@ void MixedPrecisionParameters::before_forward() {
   accumulators_ = reducer_->watch_current_accumulators();
 }
 
-void MixedPrecisionParameters::after_forward() {
+void MixedPrecisionParameters::after_forward(bool backward_follows) {
+  accumulators_.clear();
+  if (!backward_follows) restore();
+}
+
+void MixedPrecisionParameters::restore() {
   for (size_t i = 0; i < full_.size(); ++i) parameters_[i].set_data(full_[i]);
   full_.clear();
   accumulators_.clear();

@@ -9,12 +9,11 @@ namespace lockstep {
 
 class Reducer;
 
-/// DistributedDataParallel's own mixed precision: while forward runs, the parameters hold their values in
-/// param_dtype, so that it and backward compute in that; at all other times they are as the optimizer left
-/// them. Gradients are reduced in reduce_dtype and come out in the parameters' own dtype.
-/// torch/nn/parallel/distributed.py, _root_copy_hook, and
-/// torch/distributed/algorithms/ddp_comm_hooks/mixed_precision_hooks.py. (PyTorch restores the parameters
-/// only at the end of backward.) Used by one thread at a time.
+/// DistributedDataParallel's own mixed precision: from the begin of forward to the end of backward the
+/// parameters hold their values in param_dtype, so that both compute in that (autograd saves a parameter as
+/// it is, not a copy); at all other times they are as the optimizer left them. Gradients are reduced in
+/// reduce_dtype and come out in the parameters' own dtype. torch/nn/parallel/distributed.py, _root_copy_hook,
+/// and torch/distributed/algorithms/ddp_comm_hooks/mixed_precision_hooks.py. Used by one thread at a time.
 class MixedPrecisionParameters {
  public:
   /// Casts the buffers, for good, and tells the reducer.
@@ -22,14 +21,16 @@ class MixedPrecisionParameters {
                            const std::vector<NamedTensor>& buffers, std::shared_ptr<Reducer> reducer);
 
   void before_forward();
-  /// Also when forward has thrown, or has not begun.
-  void after_forward();
+  /// `backward_follows`: it will restore the parameters at its end.
+  void after_forward(bool backward_follows);
+  /// Gives the parameters their own values again.
+  void restore();
 
  private:
   MixedPrecision precision_;
   std::vector<at::Tensor> parameters_;
   std::shared_ptr<Reducer> reducer_;
-  std::vector<at::Tensor> full_;  // the parameters' data, during forward
+  std::vector<at::Tensor> full_;  // the parameters' own data, while they hold others
   std::vector<std::shared_ptr<void>> accumulators_;
 };
 

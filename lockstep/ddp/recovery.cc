@@ -75,12 +75,16 @@ int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vect
   if (!reducer_) return 0;
   // A round whose gradients nobody has used is to be done again.
   const int64_t rounds = reducer_->rounds();
-  const int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
-  snapshot_->restore();
+  int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
+  // Whose state is a mixture, because who sent it died meanwhile, is behind all others.
+  if (catching_up_) committed = -1;
+  undo_step();
   reducer_->update_process_group(group);
   auto tensors = model_.parameters;
   for (auto& buffer : current_buffers()) tensors.push_back(std::move(buffer));
+  catching_up_ = true;
   const int64_t steps = catch_up(committed, tensors, states, group);
+  catching_up_ = false;
   reducer_->set_rounds(steps);
   return steps;
 }

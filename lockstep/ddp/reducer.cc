@@ -66,7 +66,10 @@ Reducer::Reducer(std::vector<Parameter> parameters, const DistributedDataParalle
       ready_(parameters_.size(), false),
       used_(parameters_.size(), false),
       before_(parameters_.size()) {
-  for (const Parameter& parameter : parameters_) tensors_.push_back(parameter.tensor);
+  for (const Parameter& parameter : parameters_) {
+    tensors_.push_back(parameter.tensor);
+    own_dtypes_.push_back(parameter.tensor.scalar_type());
+  }
   std::vector<size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);  // gradients come in about the reverse order of definition
   build_buckets(order, initial_caps());
@@ -130,6 +133,11 @@ void Reducer::set_divisor(int64_t ranks) {
   divisor_ = ranks;
 }
 
+void Reducer::set_on_backward_end(std::function<void()> callback) {
+  std::lock_guard lock(mutex_);
+  on_backward_end_ = std::move(callback);
+}
+
 void Reducer::set_reduce_dtype(at::ScalarType reduce) {
   std::lock_guard lock(mutex_);
   reduce_dtype_ = reduce;
@@ -188,19 +196,28 @@ void Reducer::begin_backward() {
     if (auto current = exchange_memory_source(before); current != self->slots_)
       exchange_memory_source(current);
     std::lock_guard lock(self->mutex_);
+    if (self->on_backward_end_) self->on_backward_end_();
     if (self->open_ && self->synchronise_ && self->is_first_static_round()) self->queue_everything();
   });
 }
 
 void Reducer::on_gradient(size_t index) {
   std::lock_guard lock(mutex_);
-  if (!tensors_[index].grad().defined()) return;
-  used_[index] = true;
   if (!watching_outputs_) begin_backward();
+  const bool defined = tensors_[index].grad().defined();
+  if (!defined) {
+    if (!synchronise_ || is_first_static_round() || static_graph_) return;
+    open_round();
+    if (ready_[index]) return;
+    silent_.push_back(index);
+    mark_ready(index, /*used=*/false);
+    return;
+  }
+  used_[index] = true;
   if (!synchronise_) {
     if (reduce_dtype_) {
       at::NoGradGuard no_grad;
-      tensors_[index].mutable_grad() = tensors_[index].grad().to(tensors_[index].scalar_type());
+      tensors_[index].mutable_grad() = tensors_[index].grad().to(own_dtypes_[index]);
       return;
     }
     const Place place = places_[index];
@@ -328,7 +345,8 @@ void Reducer::take_nothing(size_t index) {
 
 bool Reducer::all_unused(const Bucket& bucket) const {
   return std::all_of(bucket.parameters.begin(), bucket.parameters.end(), [&](size_t index) {
-    return std::find(unused_.begin(), unused_.end(), index) != unused_.end();
+    return std::find(unused_.begin(), unused_.end(), index) != unused_.end() ||
+           std::find(silent_.begin(), silent_.end(), index) != silent_.end();
   });
 }
 
@@ -340,7 +358,7 @@ void Reducer::launch_ready() {
 
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
-  if (options_.skip_all_reduce_unused_params && !unused_.empty() && all_unused(bucket)) return;
+  if (options_.skip_all_reduce_unused_params && all_unused(bucket)) return;
   clock_.launch();
   const bool last = index + 1 == buckets_.size();
   try {
@@ -447,11 +465,13 @@ std::vector<bool> Reducer::agree_on_used() {
 /// had.
 void Reducer::give_gradients_to_unused(const std::vector<bool>& globally_used) {
   at::NoGradGuard no_grad;
-  for (const size_t index : unused_) {
+  auto unused = unused_;
+  unused.insert(unused.end(), silent_.begin(), silent_.end());
+  for (const size_t index : unused) {
     const Place place = places_[index];
     Bucket& bucket = buckets_[place.bucket];
     at::Tensor& gradient = tensors_[index].mutable_grad();
-    if (!globally_used[index]) {
+    if (!globally_used.empty() && !globally_used[index]) {
       if (bucket.sparse) {
         gradient = before_[index];
       } else if (before_[index].defined()) {
@@ -460,7 +480,7 @@ void Reducer::give_gradients_to_unused(const std::vector<bool>& globally_used) {
     } else if (!gradient.defined() && !bucket.sparse) {
       gradient = options_.gradient_as_bucket_view ? bucket.views[place.position]
                                                   : slot_tensor(bucket, place.position);
-      if (reduce_dtype_) gradient = gradient.to(tensors_[index].scalar_type());
+      if (reduce_dtype_) gradient = gradient.to(own_dtypes_[index]);
     }
   }
 }
@@ -477,7 +497,7 @@ void Reducer::give_gradients(Bucket& bucket) {
   for (const size_t position : bucket.copy_back) {
     at::Tensor& gradient = tensors_[bucket.parameters[position]].mutable_grad();
     if (reduce_dtype_) {
-      gradient = bucket.views[position].to(tensors_[bucket.parameters[position]].scalar_type(),
+      gradient = bucket.views[position].to(own_dtypes_[bucket.parameters[position]],
                                            /*non_blocking=*/false, /*copy=*/true);
     } else {
       gradient.detach().copy_(bucket.views[position]);
@@ -489,6 +509,7 @@ void Reducer::begin_round() {
   std::fill(ready_.begin(), ready_.end(), false);
   std::fill(used_.begin(), used_.end(), false);
   for (const size_t index : unused_) before_[index].reset();
+  silent_.clear();
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters.size();
     bucket.work.reset();

@@ -91,6 +91,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// Divide the next round by this instead of the group's size; 0: by the group's size.
   void set_divisor(int64_t ranks);
 
+  /// Called at the end of each backward, before its gradients are finished.
+  void set_on_backward_end(std::function<void()> callback);
   /// For mixed precision: gradients, of whatever dtype, are reduced in this one, and come out in the
   /// parameters' own.
   void set_reduce_dtype(at::ScalarType reduce);
@@ -176,7 +178,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_first_static_round() const { return static_graph_ && rounds_ == rounds_at_reset_; }
 
   std::vector<Parameter> parameters_;
-  std::vector<at::Tensor> tensors_;  // the parameters', by index
+  std::vector<at::Tensor> tensors_;         // the parameters', by index
+  std::vector<at::ScalarType> own_dtypes_;  // theirs, whatever mixed precision makes of them for a while
   DistributedDataParallelOptions options_;
   ProcessGroup group_;
   std::function<void()> on_failure_;
@@ -189,6 +192,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::string hook_name_;
   bool hook_of_old_group_ = false;  // it may be replaced
   std::optional<at::ScalarType> reduce_dtype_;
+  std::function<void()> on_backward_end_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_;  // by parameter
   std::shared_ptr<GradientSlots> slots_;
@@ -210,6 +214,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> ready_;         // by parameter
   std::vector<bool> used_;          // by parameter: got a gradient on this rank, also under no_sync()
   std::vector<int> uses_left_;      // static graph
+  std::vector<size_t> silent_;      // parameters that backward reached, without a gradient for them
   std::vector<at::Tensor> before_;  // by parameter: unused ones' gradients, as they were
   size_t next_bucket_ = 0;          // the first that is not launched
   bool finish_queued_ = false;

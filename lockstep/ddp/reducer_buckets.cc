@@ -53,7 +53,7 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   for (const Parameter& parameter : parameters_) {
     bytes.push_back(parameter.sparse ? 0 : parameter.tensor.nbytes());
     sizes.push_back(
-        {parameter.tensor.nbytes(), static_cast<int>(parameter.tensor.scalar_type()), parameter.sparse});
+        {parameter.tensor.nbytes(), static_cast<int>(own_dtypes_[sizes.size()]), parameter.sparse});
   }
   std::vector<size_t> limits{caps.first, caps.others};
   if (!options_.bucket_cap_mb_list.empty()) {
@@ -69,7 +69,7 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
     bucket.sparse = parameters_[first].sparse;
     bucket.parameters = std::move(members);
     if (!bucket.sparse) {
-      const auto dtype = reduce_dtype_.value_or(tensors_[first].scalar_type());
+      const auto dtype = reduce_dtype_.value_or(own_dtypes_[first]);
       give_memory(bucket, tensors_, {group_, dtype, /*aligned=*/!hook_});
     }
     for (size_t position = 0; position < bucket.parameters.size(); ++position) {
@@ -281,7 +281,7 @@ void Reducer::shadow_backward() {
       at::Tensor& parameter = tensors_[bucket.parameters[position]];
       parameter.mutable_grad() = bucket.sparse
                                      ? bucket.sparse_gradient
-                                     : bucket.views[position].to(parameter.scalar_type(),
+                                     : bucket.views[position].to(own_dtypes_[bucket.parameters[position]],
                                                                  /*non_blocking=*/false, /*copy=*/true);
     }
   }
