@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/data/example.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 #include <lockstep/data/sampler.h>

@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 
 // OpenMP's, found at run time in the runtime that LibTorch loaded, if it loaded one.
@@ -107,20 +108,6 @@ std::shared_ptr<void> BatchPipeline::next() {
   over_ = outcome.batch == nullptr;
   if (outcome.failure) std::rethrow_exception(std::move(outcome.failure));
   return std::move(outcome.batch);
-}
-
-void rethrow_with_context(const std::string& context) {
-  const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
-  try {
-    throw;
-  } catch (c10::Error& error) {
-    error.add_context(context);
-    throw;
-  } catch (const std::exception& error) {
-    std::throw_with_nested(c10::Error(here, std::string(error.what()) + "\n  " + context));
-  } catch (...) {
-    std::throw_with_nested(c10::Error(here, "an exception that is not a std::exception\n  " + context));
-  }
 }
 
 }  // namespace lockstep::data::internal
