@@ -137,3 +137,25 @@ def test_bad_options_are_refused(programs, options, words):
     done = programs.run("fashion_mnist", *options)
     assert done.status > 0 and done.stdout == "", done.text
     assert all(word in done.stderr for word in words), done.text
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_data_parallel_trains_like_ddp_and_prints_both_speeds(programs, replicas):
+    done = programs.run("data_parallel", "--replicas", replicas, "--steps", 20, "--batch-size", 48, "--hidden", 64)
+    assert done.status == 0, done.text
+    found = re.findall(r"^(\S.*): +(\d+) samples/s, loss (\d+\.\d{6})$", done.stdout, re.M)
+    assert [name for name, _, _ in found] == [
+        f"DistributedDataParallel, {replicas} processes",
+        f"DataParallel, {replicas} replicas in threads",
+        "the module alone, one thread",
+    ], done.text
+    losses = [float(loss) for _, _, loss in found]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3) and losses[0] < 2.0, done.text  # ln 10 at the start
+    ratio = re.search(r"^DistributedDataParallel is (\d+\.\d\d) times as fast as DataParallel$", done.stdout, re.M)
+    speeds = [int(speed) for _, speed, _ in found]
+    assert float(ratio[1]) == pytest.approx(speeds[0] / speeds[1], abs=0.01), done.text
+
+
+def test_data_parallel_refuses_a_batch_that_does_not_divide(programs):
+    done = programs.run("data_parallel", "--replicas", 3, "--batch-size", 8)
+    assert done.status == 1 and "--batch-size 8" in done.stderr, done.text

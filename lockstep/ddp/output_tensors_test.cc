@@ -198,6 +198,8 @@ TEST(ForEachTensor, SearchesObjectsThatHoldThemselvesOnce) {
   object->setSlot(1, object);
   c10::IValue value = object;
   EXPECT_THAT(found_after_replacing(value), ElementsAre(10));
+  for_each_owned_tensor(value, [](Tensor& tensor) { tensor = t(7); });
+  EXPECT_THAT(found(value), ElementsAre(10));
   object->setSlot(1, c10::IValue());
 }
 

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <lockstep/base/fork_guard.h>
+
+namespace lockstep::internal {
+
+/// One thread for each replica of a DataParallel, for as long as it lives. Thread-safe: a run waits for the
+/// one before. In a forked child the threads are made anew.
+class ReplicaThreads {
+ public:
+  explicit ReplicaThreads(int count);
+  ~ReplicaThreads();
+
+  /// Calls work(i) for all i < count, work(i) always on thread i, and returns when all have returned. They
+  /// run with the caller's thread-local state (grad mode, autocast, …), and share the caller's number of
+  /// intra-op threads. Throws what the first that failed threw, with where(i) added to its message.
+  void run(int count, const std::function<void(int)>& work, const std::function<std::string(int)>& where);
+
+ private:
+  struct Team;
+  const int count_;
+  ForkGuard fork_guard_;
+  std::unique_ptr<Team> team_;
+};
+
+}  // namespace lockstep::internal
