@@ -9,6 +9,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/ddp/ddp_core.h>
 #include <lockstep/ddp/delayed_all_reduce.h>
+#include <lockstep/ddp/hooks/default_hooks.h>
 #include <lockstep/ddp/mixed_precision.h>
 #include <lockstep/ddp/reducer.h>
 #include <lockstep/ddp/state_sync.h>
@@ -225,7 +226,14 @@ void DdpCore::sync_buffers_at(BufferCommHookLocation location, bool joined) {
   const int source = owner_.join_config().enable ? find_common_rank(options_.process_group, !joined) : 0;
   at::NoGradGuard no_grad;
   if (buffer_hook_) {
+    // What the hook does in place is no business of the graph that saved a buffer.
+    std::vector<uint64_t> versions;
+    for (const auto& [name, buffer] : buffers) versions.push_back(buffer._version());
     reducer_->add_post_backward_futures(buffer_hook_(buffers));
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      auto counter = buffers[i].second.unsafeGetTensorImpl()->version_counter();
+      counter.set_version(static_cast<int64_t>(versions[i]));
+    }
   } else {
     broadcast_coalesced(buffers, options_.process_group, source);
   }
@@ -244,6 +252,21 @@ void DdpCore::register_comm_hook(CommunicationHook hook, const std::string& name
       !mixed_precision_,
       "register_comm_hook: mixed_precision brings a communication hook of its own; leave out one of them");
   reducer().register_comm_hook(std::move(hook), name);
+}
+
+OptimizerPerParameter DdpCore::register_fused_optim(const OptimizerPerParameter::Factory& optim,
+                                                    const std::optional<std::vector<at::Tensor>>& optim_params) {
+  std::vector<at::Tensor> parameters;
+  if (optim_params) {
+    parameters = *optim_params;
+  } else {
+    for (const auto& parameter : reduced_parameters(model_.parameters, {})) parameters.push_back(parameter.tensor);
+  }
+  OptimizerPerParameter optimizers(parameters, optim);
+  const auto hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizers, optim_params));
+  register_comm_hook([this, hook](GradBucket& bucket) { return hook(options_.process_group, bucket); },
+                     "fused optimizer");
+  return optimizers;
 }
 
 Reducer& DdpCore::reducer() const {

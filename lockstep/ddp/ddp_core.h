@@ -10,6 +10,7 @@
 #include <c10/util/Logging.h>
 
 #include <lockstep/ddp/grad_bucket.h>
+#include <lockstep/ddp/hooks/optimizer_overlap_hook.h>
 #include <lockstep/ddp/join.h>
 #include <lockstep/ddp/options.h>
 #include <lockstep/ddp/step_snapshot.h>
@@ -60,6 +61,8 @@ class DdpCore final {
   void set_synchronises(bool synchronise) { synchronise_ = synchronise; }
 
   void register_comm_hook(CommunicationHook hook, const std::string& name);
+  OptimizerPerParameter register_fused_optim(const OptimizerPerParameter::Factory& optim,
+                                             const std::optional<std::vector<at::Tensor>>& optim_params);
   void register_buffer_comm_hook(BufferCommHook hook, BufferCommHookLocation location);
   void set_static_graph();
   bool will_sync_module_buffers() const;

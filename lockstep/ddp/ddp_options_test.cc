@@ -439,6 +439,34 @@ TEST(DdpOptions, AHookReplacesTheReduction) {
   });
 }
 
+TEST(DdpOptions, AFusedOptimizerStepsInBackward) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(2);
+    auto net = make_double<Net>(), plain = make_double<Net>();
+    DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4}), reference(plain);
+    {
+      torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < net->parameters().size(); ++i) plain->parameters()[i].copy_(net->parameters()[i]);
+    }
+    const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+    model.register_fused_optim(
+        [&](std::vector<at::Tensor> parameters) { return std::make_shared<torch::optim::SGD>(parameters, options); });
+    torch::optim::SGD optimizer(plain->parameters(), options);
+    for (int step = 0; step < 4; ++step) {
+      const auto x = data(rank, {5, 6}, step);
+      net->zero_grad();
+      model(x).square().sum().backward();
+      optimizer.zero_grad();
+      reference(x).square().sum().backward();
+      optimizer.step();
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        EXPECT_TRUE(close(net->parameters()[i], plain->parameters()[i], 1e-9)) << step << ' ' << i;
+      }
+    }
+  });
+}
+
 TEST(DdpOptions, ABufferHookReplacesTheBroadcast) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
@@ -451,6 +479,7 @@ TEST(DdpOptions, ABufferHookReplacesTheBroadcast) {
         std::vector<at::Tensor> tensors{buffer};
         c10d::AllreduceOptions options;
         options.reduceOp = c10d::ReduceOp::AVG;
+        at::Tensor(buffer).mul_(1);  // in place: the graph that saved it must not mind
         futures.push_back(default_group()->allreduce(tensors, options)->getFuture());
       }
       return futures;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -122,6 +123,14 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
     core_.register_comm_hook([state = std::move(state),
                               hook = std::move(hook)](GradBucket& bucket) { return hook(state, bucket); },
                              name);
+  }
+  /// The optimizer's step in backward: each of `optim_params` (all, unless given) steps as soon as its
+  /// gradient is reduced. `optim` makes the optimizer of one parameter; the answer leads to all of them. A
+  /// communication hook, so there can't be another; no step() follows backward(), and a step that fails in
+  /// the middle is not undone. torch's _register_fused_optim.
+  OptimizerPerParameter register_fused_optim(const OptimizerPerParameter::Factory& optim,
+                                             const std::optional<std::vector<at::Tensor>>& optim_params = {}) {
+    return core_.register_fused_optim(optim, optim_params);
   }
   /// Synchronises buffers by hook(buffers) instead of a broadcast from rank 0.
   void register_buffer_comm_hook(BufferCommHook hook,

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -70,9 +69,7 @@ Reducer::Reducer(std::vector<Parameter> parameters, const DistributedDataParalle
     tensors_.push_back(parameter.tensor);
     own_dtypes_.push_back(parameter.tensor.scalar_type());
   }
-  std::vector<size_t> order(parameters_.size());
-  std::iota(order.rbegin(), order.rend(), 0);  // gradients come in about the reverse order of definition
-  build_buckets(order, initial_caps());
+  build_initial_buckets();
   initial_bucket_bytes_ = bucket_bytes();
 }
 

@@ -146,7 +146,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   BucketCaps initial_caps() const;
   BucketCaps caps_in_use() const;
   bool tunes() const;
-  void build_buckets(const std::vector<size_t>& order, const BucketCaps& caps);
+  void build_initial_buckets();
+  void build_buckets(const std::vector<size_t>& order, const BucketCaps& caps, bool last_first = false);
   void build_buckets_again();
   void keep_gradient(size_t index, const Bucket& old, size_t old_position);
   void tune();

@@ -1,6 +1,7 @@
 // How the reducer's buckets are made, made anew, and sized.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include <ATen/Parallel.h>
@@ -47,7 +48,14 @@ BucketCaps Reducer::initial_caps() const {
   return static_graph_ || !options_.find_unused_parameters ? kOneBucket : caps_in_use();
 }
 
-void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& caps) {
+/// Torch's first buckets: in the order of definition, the last ones first.
+void Reducer::build_initial_buckets() {
+  std::vector<size_t> order(parameters_.size());
+  std::iota(order.begin(), order.end(), 0);
+  build_buckets(order, initial_caps(), /*last_first=*/true);
+}
+
+void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& caps, bool last_first) {
   std::vector<ParameterSize> sizes;
   std::vector<size_t> bytes;
   for (const Parameter& parameter : parameters_) {
@@ -63,7 +71,9 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   if (slots_) slots_->disconnect();
   const auto old_buckets = std::exchange(buckets_, {});
   const auto old_places = std::exchange(places_, std::vector<Place>(parameters_.size()));
-  for (auto& members : assign_buckets(sizes, order, limits)) {
+  auto assignment = assign_buckets(sizes, order, limits);
+  if (last_first) std::reverse(assignment.begin(), assignment.end());
+  for (auto& members : assignment) {
     const size_t first = members.front();
     Bucket bucket;
     bucket.sparse = parameters_[first].sparse;
@@ -110,11 +120,12 @@ void Reducer::keep_gradient(size_t index, const Bucket& old, size_t old_position
 }
 
 void Reducer::build_buckets_again() {
+  if (!rebuilt_) return build_initial_buckets();
   std::vector<size_t> order;
   for (const Bucket& bucket : buckets_) {
     order.insert(order.end(), bucket.parameters.begin(), bucket.parameters.end());
   }
-  build_buckets(order, rebuilt_ ? caps_in_use() : initial_caps());
+  build_buckets(order, caps_in_use());
 }
 
 /// Somebody holds a tensor in a slot that is needed. What has arrived in this round moves along.
@@ -250,9 +261,7 @@ void Reducer::update_process_group(const ProcessGroup& group) {
   std::fill(uses_.begin(), uses_.end(), 0);
   rounds_at_reset_ = rounds_;
   synchronise_ = false;
-  std::vector<size_t> order(parameters_.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = order.size() - 1 - i;
-  build_buckets(order, initial_caps());
+  build_initial_buckets();
 }
 
 void Reducer::shadow_backward() {
