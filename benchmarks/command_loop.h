@@ -6,6 +6,8 @@
 #include <fstream>
 #include <functional>
 #include <iostream>
+#include <limits>
+#include <map>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -34,10 +36,12 @@ struct Command {
   int64_t warmup = 0;      ///< that come before
 };
 
-/// What this rank saw, one entry per timed iteration, in nanoseconds.
+/// What this rank saw, in nanoseconds.
 struct Timings {
-  std::vector<int64_t> wall;
-  std::vector<int64_t> cpu;  ///< of all threads of the process; empty where it is not measured
+  std::vector<int64_t> wall;            ///< one entry per timed iteration
+  std::vector<int64_t> cpu;             ///< of all threads of the process: one per iteration, or their mean;
+                                        ///< empty where it is not measured
+  std::map<std::string, double> facts;  ///< what else is known about these iterations, by name
 };
 
 /// Throws c10::ValueError for a line that is no command.
@@ -54,6 +58,7 @@ inline Command parse_command(const std::string& line) {
 
 inline std::string to_json(const Timings& timings) {
   std::ostringstream json;
+  json.precision(std::numeric_limits<double>::max_digits10);
   const auto list = [&](const char* name, const std::vector<int64_t>& values) {
     json << '"' << name << "\": [";
     for (size_t i = 0; i < values.size(); ++i) json << (i == 0 ? "" : ", ") << values[i];
@@ -63,7 +68,12 @@ inline std::string to_json(const Timings& timings) {
   list("wall", timings.wall);
   json << ", ";
   list("cpu", timings.cpu);
-  json << '}';
+  json << ", \"facts\": {";
+  for (const char* separator = ""; const auto& [name, value] : timings.facts) {
+    json << separator << '"' << name << "\": " << value;
+    separator = ", ";
+  }
+  json << "}}";
   return json.str();
 }
 

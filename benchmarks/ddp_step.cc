@@ -3,13 +3,17 @@
 //
 //     lockstep run --nproc-per-node 2 bench_ddp_step ddp large 20 2
 //
-// Modes: ddp; alone (the same processes at the same time, without communication); abreast (as alone, with a
-// barrier after each step, which shows what waiting for the slower rank costs); single (as alone, but only
-// the rank that is told so works). The argument is a network: large (1024-2048-2048-10, batch 128) or small
-// (784-256-10, batch 64).
+// Modes: ddp (with the bucket sizes that DistributedDataParallel chooses itself); fixed (with PyTorch's:
+// 1 MiB, then 25); alone (the same processes at the same time, without communication); abreast (as alone,
+// with a barrier after each step, which shows what waiting for the slower rank costs); single (as alone, but
+// only the rank that is told so works). The argument is a network of networks.h. ddp and fixed answer with
+// what get_ddp_logging_data() says, too.
 #include <iostream>
 #include <map>
 #include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include <torch/torch.h>
 
@@ -17,111 +21,54 @@
 
 #include "command_loop.h"
 #include "init_options.h"
+#include "networks.h"
+#include "trainer.h"
 
 namespace {
 
+using lockstep::DistributedDataParallelOptions;
 using lockstep::bench::Command;
+using lockstep::bench::Company;
 using lockstep::bench::Timings;
+using lockstep::bench::Trainer;
 
-struct Network {
-  std::vector<int64_t> widths;
-  int64_t batch_size;
-};
-const std::map<std::string, Network> kNetworks = {{"large", {{1024, 2048, 2048, 10}, 128}},
-                                                  {"small", {{784, 256, 10}, 64}}};
-
-class Mlp : public torch::nn::Module {
- public:
-  explicit Mlp(const std::vector<int64_t>& widths) {
-    for (size_t i = 1; i < widths.size(); ++i) {
-      layers_.push_back(
-          register_module("layer" + std::to_string(i), torch::nn::Linear(widths[i - 1], widths[i])));
-    }
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    for (size_t i = 0; i + 1 < layers_.size(); ++i) x = torch::relu(layers_[i](x));
-    return layers_.back()(x);
-  }
-
- private:
-  std::vector<torch::nn::Linear> layers_;
+struct Mode {
+  std::optional<DistributedDataParallelOptions> options = {};  // none: no communication
+  Company company = Company::kAll;
 };
 
-/// A model with its optimizer and fresh batches.
-class Trainer {
- public:
-  Trainer(const Network& network, bool distributed)
-      : network_(network),
-        net_(std::make_shared<Mlp>(network.widths)),
-        model_(distributed ? std::make_unique<lockstep::DistributedDataParallel<Mlp>>(net_) : nullptr),
-        optimizer_(net_->parameters(), torch::optim::SGDOptions(0.01)) {}
-
-  // The memory of earlier batches is written anew: what is measured should not depend on malloc's history.
-  void prepare_batches(int64_t count) {
-    const int64_t batch = network_.batch_size;
-    if (!inputs_.defined() || inputs_.size(0) < count) {
-      inputs_ = torch::empty({count, batch, network_.widths.front()});
-      targets_ = torch::empty({count, batch}, torch::kLong);
-    }
-    inputs_.normal_();
-    targets_.random_(0, network_.widths.back());
+Mode find_mode(const std::string& name) {
+  if (name == "ddp") return {.options = DistributedDataParallelOptions{}};
+  // PyTorch's sizes when the user says nothing.
+  if (name == "fixed") {
+    return {.options = DistributedDataParallelOptions{.bucket_cap_mb = 25, .first_bucket_cap_mb = 1}};
   }
-
-  void step(int64_t batch) {
-    optimizer_.zero_grad();
-    const auto input = inputs_[batch];
-    const auto output = model_ ? (*model_)(input) : net_->forward(input);
-    loss_ = torch::nn::functional::cross_entropy(output, targets_[batch]);
-    loss_.backward();
-    optimizer_.step();
-  }
-
-  float loss() const { return loss_.item<float>(); }
-
- private:
-  Network network_;
-  std::shared_ptr<Mlp> net_;
-  std::unique_ptr<lockstep::DistributedDataParallel<Mlp>> model_;  // null: no communication
-  torch::optim::SGD optimizer_;
-  torch::Tensor inputs_, targets_, loss_;
-};
+  if (name == "alone") return {};
+  if (name == "abreast") return {.company = Company::kAbreast};
+  if (name == "single") return {.company = Company::kNone};
+  TORCH_CHECK_VALUE(false, "there is no mode '", name, "'; there are ddp, fixed, alone, abreast and single");
+}
 
 class Trainers {
  public:
   Timings measure(const Command& command) {
-    const std::string& mode = command.operation;
-    TORCH_CHECK_VALUE(mode == "ddp" || mode == "alone" || mode == "abreast" || mode == "single",
-                      "there is no mode '", mode, "'");
-    Trainer& trainer = trainer_for(command.argument, mode == "ddp");
-    trainer.prepare_batches(command.warmup + command.iterations);
-    for (int64_t i = 0; i < command.warmup; ++i) trainer.step(i);
-    if (mode != "single") lockstep::barrier();
-    Timings timings;
-    timings.wall.reserve(command.iterations);
-    int64_t before = lockstep::bench::wall_clock();
-    for (int64_t i = 0; i < command.iterations; ++i) {
-      trainer.step(command.warmup + i);
-      if (mode == "abreast") lockstep::barrier();
-      const int64_t now = lockstep::bench::wall_clock();
-      timings.wall.push_back(now - before);
-      before = now;
+    const Mode mode = find_mode(command.operation);
+    // What runs without communication is one trainer, whoever else runs beside it.
+    auto& trainer = trainers_[{command.argument, mode.options ? command.operation : "alone"}];
+    if (!trainer) {
+      trainer = std::make_unique<Trainer>(lockstep::bench::find_network(command.argument), mode.options);
+      if (mode.options) settle(*trainer);
     }
-    TORCH_CHECK(std::isfinite(trainer.loss()), "the loss is ", trainer.loss(),
-                ": these steps computed nothing of use");
+    Timings timings = time_steps(*trainer, command, mode.company);
+    if (trainer->ddp() != nullptr) {
+      const auto numbers = trainer->ddp()->get_ddp_logging_data().ints_map;
+      timings.facts = {numbers.begin(), numbers.end()};
+    }
     return timings;
   }
 
  private:
-  Trainer& trainer_for(const std::string& network, bool distributed) {
-    const auto known = kNetworks.find(network);
-    TORCH_CHECK_VALUE(known != kNetworks.end(), "there is no network '", network,
-                      "'; there are large and small");
-    auto& trainer = trainers_[{network, distributed}];
-    if (!trainer) trainer = std::make_unique<Trainer>(known->second, distributed);
-    return *trainer;
-  }
-
-  std::map<std::pair<std::string, bool>, std::unique_ptr<Trainer>> trainers_;
+  std::map<std::pair<std::string, std::string>, std::unique_ptr<Trainer>> trainers_;
 };
 
 }  // namespace

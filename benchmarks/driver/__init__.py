@@ -6,9 +6,10 @@ Modules, in the order in which they use each other:
     job          N ranks as processes that sleep until they are commanded
     contenders   how each contender is started
     interleave   rounds in which every contender has a turn, in random order
-    collectives, training, from_python   the suites: what is measured, and which figures come of it
+    collectives, training, comm_hooks, from_python   the suites: what is measured, and which figures come of it
     targets      the figures that the project promises
     compare      what got slower since another run
-    report       tables for the terminal and in Markdown
+    tables       a table, for the terminal and in Markdown
+    training_report, report   all tables of what was measured
     machine      where it was measured
 """

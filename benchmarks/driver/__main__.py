@@ -8,12 +8,15 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import collectives, compare, contenders, from_python, machine, report, results, training
+from benchmarks.driver import (collectives, comm_hooks, compare, contenders, from_python, machine, report, results,
+                               training)
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
-          "latency": collectives.latency, "operations": collectives.operations, "ddp": training.ddp,
-          "python": from_python.python}
+          "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
+          "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python}
+# They share no contender with the suites before, which hold memory that these need.
+BY_THEMSELVES = ("step", "tuning", "hooks", "python")
 ROUNDS, QUICK_ROUNDS = 15, 3
 BUSY_LOAD = 0.7
 
@@ -56,8 +59,8 @@ def run(options):
     generator = random.Random(seed)
     with contenders.Fleet(options.bin, say) as fleet:
         for suite in suites:
-            if suite in ("ddp", "python"):
-                fleet.stop()  # they share no contender with the suites before; give them their memory
+            if suite in BY_THEMSELVES:
+                fleet.stop()
             SUITES[suite](fleet, answer, options.rounds, generator)
     return answer
 

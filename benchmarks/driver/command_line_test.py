@@ -39,16 +39,16 @@ def test_a_suite_by_itself_is_the_same_as_only(suite):
 
 
 def test_suites_between_options():
-    options = options_of("--quick", "python", "--rounds", "7", "ddp", "--only", "latency")
-    assert options == ["--quick", "--only", "python", "--rounds", "7", "--only", "ddp", "--only", "latency"]
-    assert parse(options).only == ["python", "ddp", "latency"]
+    options = options_of("--quick", "python", "--rounds", "7", "step", "--only", "latency")
+    assert options == ["--quick", "--only", "python", "--rounds", "7", "--only", "step", "--only", "latency"]
+    assert parse(options).only == ["python", "step", "latency"]
 
 
 @pytest.mark.parametrize("arguments, words", [
     (["pythn"], "there is no suite 'pythn'"), (["--only", "all"], "there is no suite 'all'"),
     ([""], "there is no suite ''"),
     (["python", "--only"], "--only needs a value"), (["--fast"], "unknown option '--fast'"),
-    (["--rounds", "0"], "--rounds is '0'"), (["python", "all_reduce|ddp"], "there is no suite 'all_reduce|ddp'")])
+    (["--rounds", "0"], "--rounds is '0'"), (["python", "all_reduce|step"], "there is no suite 'all_reduce|step'")])
 def test_misuse_is_refused_in_one_line(arguments, words):
     done = bench(*arguments)
     assert (done.returncode, done.stdout) == (1, "")

@@ -14,6 +14,8 @@ from benchmarks.driver.job import BenchmarkError, Job
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
+# Fashion-MNIST's four files: where the user says, or where Debian's package puts them.
+DATA = pathlib.Path(os.environ.get("LOCKSTEP_DATA_DIR") or "/usr/share/datasets/fashion-mnist").absolute()
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # malloc that keeps pages it has once got: everything from the heap, and the heap never shrinks. Page faults, which cost a
 # training step more than its communication, are then paid once.
@@ -29,6 +31,7 @@ KINDS = {
     "bare": ("bench_flag_barrier", {}),
     "gloo": ("gloo_collectives.py", {}),
     "mpi": ("bench_mpi", {}),
+    "hooks": ("bench_comm_hooks", {"LOCKSTEP_DATA_DIR": str(DATA)}),
     "cpp": ("bench_ddp_step", {}),
     "cpp_keep": ("bench_ddp_step", KEEP_PAGES),
     "python": ("python_ddp_step.py", {}),

@@ -7,7 +7,7 @@ as a user's would be, and so has processes of its own for each.
 
 from benchmarks.driver.collectives import KIB, MIB, RANKS, TURN_SECONDS, add_times, present, sizes_that_fit
 from benchmarks.driver.interleave import Turn, run_rounds
-from benchmarks.driver.training import BATCH, TURN_SECONDS as STEP_SECONDS, mean_step
+from benchmarks.driver.training import NETWORKS, mean_step
 
 BACKENDS = ("lockstep", "gloo")
 FORMS = ("all_reduce", "all_reduce_async")
@@ -17,6 +17,7 @@ TRAIN_SIZES = ("4B", "64KiB", "25MiB")
 # The buffer, and what a backend copies of it.
 TENSORS_A_RANK = 4
 STEP_RANKS = 2
+STEP_NETWORKS = ("large", "small")
 # Who of training's contenders: (kind, mode, ranks that take part). Without communication the backend plays no part.
 STEPS = {"lockstep_ddp": ("python_lockstep", "ddp", None), "gloo_ddp": ("python", "ddp", None),
          "alone": ("python", "alone", None), "single": ("python", "single", (0,))}
@@ -71,11 +72,11 @@ def add_ratio(results, cell):
 
 def steps(fleet, results, rounds, generator):
     """Steps of a small and a large network: DDP over either backend, without communication, and one process alone."""
-    for network in BATCH:
+    for network in STEP_NETWORKS:
         fleet.say(f"training steps of the {network} network from Python, {STEP_RANKS} ranks")
         cell = f"python_step.{STEP_RANKS}.{network}"
-        turns = [Turn(f"{cell}.{who}", fleet.job(kind, STEP_RANKS), mode, network, STEP_SECONDS[network], most=200,
-                      ranks=ranks) for who, (kind, mode, ranks) in STEPS.items()]
+        turns = [Turn(f"{cell}.{who}", fleet.job(kind, STEP_RANKS), mode, network, NETWORKS[network].seconds,
+                      most=200, ranks=ranks) for who, (kind, mode, ranks) in STEPS.items()]
         for name, bursts in run_rounds(turns, rounds, generator).items():
             results.add_series(name, "ns", [mean_step(burst) for burst in bursts])
         ours = f"{cell}.lockstep_ddp"

@@ -25,10 +25,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Burst:
-    """What the ranks answered in one turn: for each rank, a list of nanoseconds, one per iteration."""
+    """What the ranks answered in one turn: for each rank, nanoseconds of each iteration, and other facts by name."""
 
     wall: list
     cpu: list
+    facts: list
 
 
 def run_rounds(turns, rounds, generator):
@@ -53,4 +54,5 @@ def calibrate(turn):
 
 def measure(turn, iterations, warmup):
     answers = turn.job.measure(turn.operation, turn.argument, iterations, warmup, turn.ranks)
-    return Burst([answer["wall"] for answer in answers], [answer["cpu"] for answer in answers])
+    return Burst([answer["wall"] for answer in answers], [answer["cpu"] for answer in answers],
+                 [answer.get("facts", {}) for answer in answers])

@@ -1,82 +1,22 @@
 """Tables from a Results: for the terminal, or in Markdown for docs/performance.md."""
 
-import re
 import statistics
-from dataclasses import dataclass
 
-from benchmarks.driver import from_python, stats, targets
+from benchmarks.driver import from_python, stats, targets, training_report
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
-from benchmarks.driver.training import BATCH
+from benchmarks.driver.tables import Table, as_markdown, as_text, duration, ratio, spaced, times
+from benchmarks.driver.training import NETWORKS
 
-MODES = {"ddp": "DDP", "alone": "no communication", "single": "one process alone"}
-KINDS = {"cpp": "C++", "cpp_keep": "C++, malloc keeps pages", "python": "Python, Gloo",
-         "python_keep": "Python, Gloo, malloc keeps pages"}
 TENSORS = {"lockstep": "plain tensors", "arena": "tensors in shared memory"}
-# Markdown may be more than ASCII: (pattern, replacement) for each cell.
-TYPOGRAPHY = ((r"(\d) us\b", r"\1 µs"), (r"(\d)x\b", r"\1×"), (r"(\d)-(\d)", r"\1–\2"))
-
-
-@dataclass(frozen=True)
-class Table:
-    """The first column says what, the others hold numbers."""
-
-    title: str
-    header: list
-    rows: list
 
 
 def report(results, markdown=False):
     """All tables of what was measured, as one text."""
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
-               *training(results), *python(results), promises(results)]
+               *training_report.tables(results), *python(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
-
-
-def as_text(table):
-    cells = [table.header, *table.rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(table.header))]
-    lines = [table.title]
-    for row in cells:
-        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))
-        lines.append("  " + "  ".join([row[0].ljust(widths[0]), *rest]))
-    return "\n".join(lines)
-
-
-def as_markdown(table):
-    def line(cells):
-        for pattern, replacement in TYPOGRAPHY:
-            cells = [re.sub(pattern, replacement, cell) for cell in cells]
-        return "| " + " | ".join(cells) + " |"
-
-    return "\n".join([f"{table.title}:", "", line(table.header), "|" + "---|" * len(table.header),
-                      *map(line, table.rows)])
-
-
-def duration(nanoseconds):
-    if nanoseconds is None:
-        return "-"
-    for unit, size in (("ms", 1e6), ("us", 1e3)):
-        if nanoseconds >= size:
-            return f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:.0f} {unit}"
-    return f"{nanoseconds:.0f} ns"
-
-
-def times(ratio):
-    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
-
-
-def ratio(results, figure):
-    """Median, with the quartiles over the rounds."""
-    if figure not in results.figures:
-        return "-"
-    seen = stats.summarize(results.figures[figure]["rounds"])
-    return f"{seen.median:.3g}x ({seen.low:.3g}-{seen.high:.3g})"
-
-
-def spaced(size):
-    return re.sub(r"(\d)([A-Z])", r"\1 \2", size)
 
 
 def matrix(results, ranks, who):
@@ -160,31 +100,9 @@ def barriers(results):
     return Table("Barrier", ["", "Lockstep", "Gloo", "Open MPI"], rows)
 
 
-def training(results):
-    return [training_step(results, network, batch) for network, batch in BATCH.items()]
-
-
-def training_step(results, network, batch):
-    rows = []
-    for kind, shown in KINDS.items():
-        for mode in MODES:
-            time = results.median(f"step.2.{network}.{kind}_{mode}")
-            if time is None:
-                continue
-            ranks = 1 if mode == "single" else 2
-            alone = results.median(f"step.2.{network}.{kind}_alone")
-            single = results.median(f"step.2.{network}.{kind}_single")
-            speedup = ranks * single / time if single else None
-            rows.append([f"{shown}: {MODES[mode]}", duration(time), f"{ranks * batch * 1e9 / time:.0f}",
-                         f"{100 * (time / alone - 1):+.1f} %" if mode == "ddp" else "",
-                         f"{speedup:.2f}x" if speedup else "", f"{100 * speedup / ranks:.0f} %" if speedup else ""])
-    return Table(f"Training step, {network} network, batch {batch} a rank",
-                 ["", "step", "samples/s", "over no comm.", "speedup", "efficiency"], rows)
-
-
 def python(results):
     return [*(python_all_reduce(results, ranks) for ranks in RANKS), python_train(results),
-            *(python_step(results, network, batch) for network, batch in BATCH.items())]
+            *(python_step(results, network) for network in from_python.STEP_NETWORKS)]
 
 
 def against_gloo(results, cell):
@@ -210,9 +128,9 @@ def python_train(results):
                  rows)
 
 
-def python_step(results, network, batch):
+def python_step(results, network):
     cell = f"python_step.{from_python.STEP_RANKS}.{network}"
-    shown = {"lockstep_ddp": "DDP, Lockstep", "gloo_ddp": "DDP, Gloo", **MODES}
+    shown = {"lockstep_ddp": "DDP, Lockstep", "gloo_ddp": "DDP, Gloo", **training_report.MODES}
     alone, rows = results.median(f"{cell}.alone"), []
     for who, words in shown.items():
         time = results.median(f"{cell}.{who}")
@@ -220,7 +138,7 @@ def python_step(results, network, batch):
             rows.append([words, duration(time), f"{1e9 / time:.1f}",
                          f"{100 * (time / alone - 1):+.1f} %" if who.endswith("_ddp") else "",
                          ratio(results, f"{cell}.{who}.vs_gloo") if who == "lockstep_ddp" else ""])
-    return Table(f"Training step from Python, {network} network, batch {batch} a rank",
+    return Table(f"Training step from Python, {network} network, batch {NETWORKS[network].batch} a rank",
                  ["", "step", "steps/s", "over no comm.", "than Gloo (quartiles)"], rows)
 
 

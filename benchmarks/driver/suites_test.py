@@ -5,14 +5,27 @@ import re
 
 import pytest
 
-from benchmarks.driver import collectives, interleave, report, results, targets, training
+from benchmarks.driver import collectives, interleave, report, results, tables, targets
 from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
-STEP = {("cpp", "ddp"): 53, ("cpp", "alone"): 52, ("cpp", "single"): 40, ("cpp_keep", "ddp"): 52.5,
+# Milliseconds; processor time is twice as much.
+STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", "single"): 40, ("cpp_keep", "ddp"): 52.5,
         ("cpp_keep", "alone"): 50, ("cpp_keep", "single"): 40, ("python", "ddp"): 80, ("python", "alone"): 55,
         ("python", "single"): 44, ("python_keep", "ddp"): 78, ("python_keep", "alone"): 54,
-        ("python_lockstep", "ddp"): 60}
+        ("python_lockstep", "ddp"): 60, ("hooks", "step:all_reduce"): 50, ("hooks", "step:bf16"): 55,
+        ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40}
+FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
+         "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}
+
+
+def facts_of(kind, operation, argument, rank):
+    """What ours and Python's DDP tell, and what is counted and trained with hooks. The argument of accuracy is a seed."""
+    if operation in ("ddp", "fixed"):
+        return FACTS if kind.startswith("cpp") else {**FACTS, "backward_compute_comm_overlap_time": 80 + 80 * rank}
+    if operation.startswith("traffic:"):
+        return {"input_bytes": 1 << 20, "output_bytes": 2 << 20}
+    return {"accuracy": 0.8 + argument / 100} if operation.startswith("accuracy:") else {}
 
 
 class FakeJob:
@@ -24,10 +37,11 @@ class FakeJob:
     def measure(self, operation, argument, iterations, warmup, ranks=None):
         self.log.append((self.kind, operation, argument, iterations))
         who = operation.partition(":")[0] if ":" in operation else self.kind
-        wall = STEP[self.kind, operation] * 1_000_000 if (self.kind, operation) in STEP else FAST.get(who)
+        wall = STEP[self.kind, operation] * 1_000_000 if (self.kind, operation) in STEP else FAST.get(who, 1)
         wall //= 2 if operation.endswith("_arena") else 1
         answers = range(self.ranks) if ranks is None else ranks
-        return [{"wall": [wall + rank] * iterations, "cpu": [2 * wall] * iterations} for rank in answers]
+        return [{"wall": [wall + rank] * iterations, "cpu": [2 * wall] * iterations,
+                 "facts": facts_of(self.kind, operation, argument, rank)} for rank in answers]
 
 
 class FakeFleet:
@@ -180,34 +194,18 @@ def test_markdown():
         assert len({line.count("|") for line in lines}) == 1, table  # as many columns in each row
 
 
-def test_overhead_is_counted_against_the_better_baseline():
-    answer, fleet = run(training.ddp)
-    assert answer.median("step.2.large.cpp_ddp.over_baseline") == pytest.approx(1.06)
-    assert answer.median("step.2.large.cpp_keep_ddp.over_baseline") == pytest.approx(1.05)
-    assert answer.median("step.2.large.cpp_ddp.vs_python") == pytest.approx(80 / 53)
-    assert answer.median("step.2.large.cpp_ddp.efficiency") == pytest.approx(40 / 53)
-    text = report.report(answer)
-    # 2 ranks x 128 samples in 53 ms; 2 x 40 / 53 times as fast as one process.
-    assert re.search(r"C\+\+: DDP +53 ms +4830 +\+1.9 % +1.51x +75 %", text), text
-
-
 def test_targets_are_judged_in_the_right_direction():
     answer = results.Results(machine={}, figures={
         "all_reduce.2.25MiB.arena_vs_gloo": {"better": "higher", "rounds": [9, 9.5, 11]},
-        "step.2.large.cpp_ddp.over_baseline": {"better": "lower", "rounds": [1.05, 1.02, 1.3]}})
+        "step.2.large.cpp_ddp.over_baseline": {"better": "lower", "rounds": [1.03, 1.02, 1.3]}})
     assert [(target.figure, met) for target, _, met in targets.judge(answer)] == [
         ("all_reduce.2.25MiB.arena_vs_gloo", False), ("step.2.large.cpp_ddp.over_baseline", True)]
-    text = report.as_text(report.promises(answer))
-    assert re.search(r"9.5x +>= 10x +MISSED", text) and re.search(r"5.0 % +<= 8.0 % +met", text), text
+    text = tables.as_text(report.promises(answer))
+    assert re.search(r"9.5x +>= 10x +MISSED", text) and re.search(r"3.0 % +<= 4.0 % +met", text), text
 
 
-def test_figures_are_ours():
-    # --compare must not blame us for a slower peer alone: every figure has a series of ours in it.
-    answer, _ = run(training.ddp)
-    assert answer.figures and all(any(".cpp" in name for name in figure["of"]) for figure in answer.figures.values())
-
-
-def test_every_target_is_measured_by_a_suite():
+def test_every_target_is_measured_by_a_suite(monkeypatch):
+    monkeypatch.setattr(collectives.machine, "available_memory", lambda: 64 << 30)
     answer = results.Results(machine={}, options={"suites": list(SUITES)})
     for suite in SUITES.values():
         suite(FakeFleet(), answer, 4, random.Random(1))
@@ -215,6 +213,7 @@ def test_every_target_is_measured_by_a_suite():
 
 
 @pytest.mark.parametrize("nanoseconds, text", [(None, "-"), (130, "130 ns"), (2_040, "2.04 us"), (347_000, "347 us"),
-                                               (19_200_000, "19.2 ms"), (4_500_000_000, "4500 ms")])
+                                               (19_200_000, "19.2 ms"), (4_500_000_000, "4500 ms"),
+                                               (-12_300, "-12.3 us")])
 def test_durations(nanoseconds, text):
-    assert report.duration(nanoseconds) == text
+    assert tables.duration(nanoseconds) == text

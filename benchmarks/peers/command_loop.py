@@ -37,17 +37,18 @@ def run(measure, line):
     gc.collect()
     gc.disable()  # a collection in the middle would count against the peer
     try:
-        wall, cpu = measure(operation, argument, int(iterations), int(warmup))
+        wall, cpu, *facts = measure(operation, argument, int(iterations), int(warmup))
     finally:
         gc.enable()
-    return json.dumps({"wall": wall, "cpu": cpu})
+    return json.dumps({"wall": wall, "cpu": cpu, "facts": facts[0] if facts else {}})
 
 
 def serve(measure):
     """Runs the driver's commands until it is done; or the one on the command line.
 
-    measure(operation, argument, iterations, warmup) answers with two lists of nanoseconds, one entry per timed iteration:
-    wall-clock time, and processor time of the process (empty where that is not measured).
+    measure(operation, argument, iterations, warmup) answers with two lists of nanoseconds: wall-clock time, one entry per
+    timed iteration, and processor time of the process, one entry per iteration or their mean (empty where that is not
+    measured); and, where there is more to tell, with a dictionary of numbers.
     """
     rank = dist.get_rank()
     gc.freeze()  # torch's own objects: looking through them takes longer than many a measurement

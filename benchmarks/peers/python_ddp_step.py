@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import command_loop
 
-NETWORKS = {"large": ((1024, 2048, 2048, 10), 128), "small": ((784, 256, 10), 64)}  # widths, batch size
+NETWORKS = {"small": ((784, 256, 10), 64), "large": ((1024, 2048, 2048, 10), 128),
+            "huge": ((*[4096] * 7, 10), 32)}  # widths, batch size
 
 
 class Trainer:
@@ -44,6 +45,12 @@ class Trainer:
         self.loss.backward()
         self.optimizer.step()
 
+    def logging_data(self):
+        """The numbers that DistributedDataParallel tells about itself."""
+        if not isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            return {}
+        return {name: value for name, value in self.model._get_ddp_logging_data().items() if isinstance(value, int)}
+
 
 class Trainers:
     def __init__(self):
@@ -61,15 +68,18 @@ class Trainers:
             trainer.step(i)
         if mode != "single":
             dist.barrier()
+        cpu_before = time.process_time_ns()
         wall, before = [], time.perf_counter_ns()
         for i in range(iterations):
             trainer.step(warmup + i)
             now = time.perf_counter_ns()
             wall.append(now - before)
             before = now
+        cpu = (time.process_time_ns() - cpu_before) / iterations
         if not math.isfinite(trainer.loss.item()):
             raise AssertionError(f"the loss is {trainer.loss.item()}: these steps computed nothing of use")
-        return wall, []
+        trainer.optimizer.zero_grad()  # others have their turn meanwhile, and memory is short
+        return wall, [cpu], trainer.logging_data()
 
 
 if __name__ == "__main__":
