@@ -254,18 +254,20 @@ void DdpCore::register_comm_hook(CommunicationHook hook, const std::string& name
   reducer().register_comm_hook(std::move(hook), name);
 }
 
-OptimizerPerParameter DdpCore::register_fused_optim(const OptimizerPerParameter::Factory& optim,
-                                                    const std::optional<std::vector<at::Tensor>>& optim_params) {
+OptimizerPerParameter DdpCore::register_fused_optim(
+    const OptimizerPerParameter::Factory& optim, const std::optional<std::vector<at::Tensor>>& optim_params) {
   std::vector<at::Tensor> parameters;
   if (optim_params) {
     parameters = *optim_params;
   } else {
-    for (const auto& parameter : reduced_parameters(model_.parameters, {})) parameters.push_back(parameter.tensor);
+    for (const auto& parameter : reduced_parameters(model_.parameters, {}))
+      parameters.push_back(parameter.tensor);
   }
   OptimizerPerParameter optimizers(parameters, optim);
   const auto hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizers, optim_params));
   register_comm_hook([this, hook](GradBucket& bucket) { return hook(options_.process_group, bucket); },
                      "fused optimizer");
+  reducer_->set_steps_in_backward();
   return optimizers;
 }
 

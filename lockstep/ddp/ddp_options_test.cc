@@ -447,11 +447,13 @@ TEST(DdpOptions, AFusedOptimizerStepsInBackward) {
     DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4}), reference(plain);
     {
       torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < net->parameters().size(); ++i) plain->parameters()[i].copy_(net->parameters()[i]);
+      for (size_t i = 0; i < net->parameters().size(); ++i)
+        plain->parameters()[i].copy_(net->parameters()[i]);
     }
     const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
-    model.register_fused_optim(
-        [&](std::vector<at::Tensor> parameters) { return std::make_shared<torch::optim::SGD>(parameters, options); });
+    model.register_fused_optim([&](std::vector<at::Tensor> parameters) {
+      return std::make_shared<torch::optim::SGD>(parameters, options);
+    });
     torch::optim::SGD optimizer(plain->parameters(), options);
     for (int step = 0; step < 4; ++step) {
       const auto x = data(rank, {5, 6}, step);

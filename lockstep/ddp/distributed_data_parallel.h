@@ -128,8 +128,9 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   /// gradient is reduced. `optim` makes the optimizer of one parameter; the answer leads to all of them. A
   /// communication hook, so there can't be another; no step() follows backward(), and a step that fails in
   /// the middle is not undone. torch's _register_fused_optim.
-  OptimizerPerParameter register_fused_optim(const OptimizerPerParameter::Factory& optim,
-                                             const std::optional<std::vector<at::Tensor>>& optim_params = {}) {
+  OptimizerPerParameter register_fused_optim(
+      const OptimizerPerParameter::Factory& optim,
+      const std::optional<std::vector<at::Tensor>>& optim_params = {}) {
     return core_.register_fused_optim(optim, optim_params);
   }
   /// Synchronises buffers by hook(buffers) instead of a broadcast from rank 0.

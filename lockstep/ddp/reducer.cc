@@ -16,22 +16,6 @@
 #include <lockstep/ddp/used_parameters.h>
 
 namespace lockstep {
-namespace {
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an unknown error";
-  }
-}
-
-}  // namespace
-
 /// Called by autograd after a parameter's gradient was accumulated.
 struct Reducer::Hook : torch::autograd::FunctionPostHook {
   Hook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
@@ -383,170 +367,6 @@ void Reducer::launch(size_t index) {
   }
 }
 
-// ---- The end of a round
-
-void Reducer::queue_finish() {
-  if (finish_queued_ || is_first_static_round()) return;
-  finish_queued_ = true;
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-    std::lock_guard lock(self->mutex_);
-    if (self->open_ && self->next_bucket_ == self->buckets_.size()) self->finish_round();
-  });
-}
-
-void Reducer::await(Bucket& bucket) {
-  at::NoGradGuard no_grad;
-  if (bucket.work) {
-    bucket.work->wait();
-    if (divisor_ > 0 && !bucket.sparse) at::Tensor(bucket.memory->buffer()).div_(divisor_);
-    return;
-  }
-  if (!bucket.future) return;
-  bucket.future->waitAndThrow();
-  const at::Tensor result = tensor_of(bucket.future->constValue());
-  if (bucket.sparse) {
-    bucket.sparse_gradient = result;
-    return;
-  }
-  at::Tensor buffer = bucket.memory->buffer();
-  TORCH_CHECK(result.numel() == buffer.numel(), "the communication hook ", hook_name_, " gave ",
-              result.numel(), " elements for a bucket of ", buffer.numel());
-  if (result.data_ptr() != buffer.data_ptr()) buffer.copy_(result.view_as(buffer));
-}
-
-void Reducer::finish_round() {
-  finish_queued_ = false;
-  std::chrono::nanoseconds reducing{};
-  std::vector<bool> globally_used;
-  try {
-    std::exception_ptr error;
-    for (Bucket& bucket : buckets_) {
-      try {
-        await(bucket);
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
-    }
-    if (error) std::rethrow_exception(error);
-    for (const HookFuture& future : std::exchange(post_backward_, {})) future->waitAndThrow();
-    globally_used = agree_on_used();
-  } catch (...) {
-    fail_round(std::current_exception());
-  }
-  for (Bucket& bucket : buckets_) {
-    if (bucket.work) reducing += duration_of(bucket.work);
-    give_gradients(bucket);
-  }
-  give_gradients_to_unused(globally_used);
-  note_round(reducing);
-  begin_round();
-}
-
-/// Which parameters any rank used.
-std::vector<bool> Reducer::agree_on_used() {
-  const bool dynamic = options_.find_unused_parameters && !static_graph_;
-  if (!dynamic && !is_first_static_round()) return globally_used_;
-  at::Tensor map = at::empty({static_cast<int64_t>(parameters_.size())}, at::kInt);
-  std::copy(used_.begin(), used_.end(), map.mutable_data_ptr<int>());
-  std::vector<at::Tensor> tensors{map};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  options.asyncOp = false;
-  group_->allreduce(tensors, options)->wait();
-  const int* any = map.const_data_ptr<int>();
-  globally_used_.assign(any, any + map.numel());
-  return globally_used_;
-}
-
-/// Parameters without a gradient of their own get the others' average, those that nobody used keep what they
-/// had.
-void Reducer::give_gradients_to_unused(const std::vector<bool>& globally_used) {
-  at::NoGradGuard no_grad;
-  auto unused = unused_;
-  unused.insert(unused.end(), silent_.begin(), silent_.end());
-  for (const size_t index : unused) {
-    const Place place = places_[index];
-    Bucket& bucket = buckets_[place.bucket];
-    at::Tensor& gradient = tensors_[index].mutable_grad();
-    if (!globally_used.empty() && !globally_used[index]) {
-      if (bucket.sparse) {
-        gradient = before_[index];
-      } else if (before_[index].defined()) {
-        gradient.detach().copy_(before_[index]);
-      }
-    } else if (!gradient.defined() && !bucket.sparse) {
-      gradient = options_.gradient_as_bucket_view ? bucket.views[place.position]
-                                                  : slot_tensor(bucket, place.position);
-      if (reduce_dtype_) gradient = gradient.to(own_dtypes_[index]);
-    }
-  }
-}
-
-/// Results into the gradients that are not in the bucket.
-void Reducer::give_gradients(Bucket& bucket) {
-  at::NoGradGuard no_grad;
-  if (bucket.sparse) {
-    if (bucket.sparse_gradient.defined()) {
-      tensors_[bucket.parameters[0]].mutable_grad() = bucket.sparse_gradient;
-    }
-    return;
-  }
-  for (const size_t position : bucket.copy_back) {
-    at::Tensor& gradient = tensors_[bucket.parameters[position]].mutable_grad();
-    if (reduce_dtype_) {
-      gradient = bucket.views[position].to(own_dtypes_[bucket.parameters[position]],
-                                           /*non_blocking=*/false, /*copy=*/true);
-    } else {
-      gradient.detach().copy_(bucket.views[position]);
-    }
-  }
-}
-
-void Reducer::begin_round() {
-  std::fill(ready_.begin(), ready_.end(), false);
-  std::fill(used_.begin(), used_.end(), false);
-  for (const size_t index : unused_) before_[index].reset();
-  silent_.clear();
-  for (Bucket& bucket : buckets_) {
-    bucket.pending = bucket.parameters.size();
-    bucket.work.reset();
-    bucket.future.reset();
-    bucket.copy_back.clear();
-    bucket.sparse_gradient.reset();
-  }
-  uses_left_ = uses_;
-  arrival_order_.clear();
-  arrival_seconds_.clear();
-  next_bucket_ = 0;
-  open_ = marked_unused_ = finish_queued_ = false;
-}
-
-void Reducer::abandon_round() {
-  post_backward_.clear();
-  for (Bucket& bucket : buckets_) {
-    try {
-      if (bucket.work) bucket.work->wait();
-      if (bucket.future) bucket.future->wait();
-    } catch (...) {  // who asks for this knows the cause already
-    }
-  }
-  if (is_first_static_round()) std::fill(uses_.begin(), uses_.end(), 0);
-  begin_round();
-  clock_.reset();
-}
-
-void Reducer::fail_round(std::exception_ptr error) {
-  error_ = text_of(error);
-  abandon_round();
-  if (on_failure_) on_failure_();
-  std::rethrow_exception(error);
-}
-
-void Reducer::reset() {
-  std::lock_guard lock(mutex_);
-  abandon_round();
-}
-
 // ---- Texts and numbers
 
 std::string Reducer::names_without_gradient() const {
@@ -622,9 +442,14 @@ uint64_t Reducer::fingerprint() const {
   return hash;
 }
 
+void Reducer::set_steps_in_backward() {
+  std::lock_guard lock(mutex_);
+  steps_in_backward_ = true;
+}
+
 bool Reducer::stepped_since_round() const {
   std::lock_guard lock(mutex_);
-  return fingerprint() != fingerprint_at_round_;
+  return steps_in_backward_ || fingerprint() != fingerprint_at_round_;
 }
 
 Reducer::Report Reducer::report() const {

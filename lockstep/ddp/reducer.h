@@ -122,6 +122,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// not: the parameters have changed since. (Samples some elements of each, for LibTorch's optimizers leave
   /// no other trace: they change parameters through data(), which counts no versions.)
   bool stepped_since_round() const;
+  /// A communication hook steps the optimizer, so that a finished round is an applied one.
+  void set_steps_in_backward();
   /// Counts on from here.
   void set_rounds(int64_t rounds);
 
@@ -236,6 +238,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int64_t rounds_ = 0;
   int64_t rounds_at_reset_ = 0;
   uint64_t fingerprint_at_round_ = 0;
+  bool steps_in_backward_ = false;
   size_t unused_bytes_ = 0;
   std::string error_;
   StepClock clock_;
