@@ -193,7 +193,7 @@ def table():
             add(f"{kind} wrapper, {dtype}", "mlp", dtype, hook=f"{kind} wrapper", differs_from=f"mlp {dtype}")
         for kind in ("per tensor", "per channel"):
             name = f"int8 {kind}, {dtype}"
-            add(name, "mlp", dtype, hook=f"int8 {kind}", options=small, differs_from=f"mlp {dtype}")
+            add(name, "mlp", dtype, hook=f"int8 {kind}", differs_from=f"mlp {dtype}")
     add("int8 per channel, transformer", "transformer", hook="int8 per channel", differs_from="transformer float64")
 
     def power(name, model="mlp", hook="powersgd", like="mlp float64", dtype="float64", options={}, **changes):
@@ -201,8 +201,7 @@ def table():
         add(name, model, dtype, hook=hook, hook_options={**POWER_SGD, **changes}, options=options, **differs)
 
     power("powersgd")
-    power("powersgd, small buckets", options=small, like="mlp float64")
-    power("powersgd, rank 3", matrix_approximation_rank=3, like="powersgd")
+    power("powersgd, rank 3, small buckets", matrix_approximation_rank=3, options=small, like="powersgd")
     power("powersgd, epsilon, batched shapes", "transformer", like="transformer float64", matrix_approximation_rank=2,
           orthogonalization_epsilon=1e-8, batch_tensors_with_same_shape=True)
     power("powersgd, no warm start", warm_start=False, like="powersgd")

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 
 import torch
+import torch._dynamo  # which DDP imports later, in each rank
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks  # noqa: F401 (before its streams are replaced)
 import torch.multiprocessing as mp
@@ -149,10 +150,11 @@ def hook_state(job, pairs):
 
 
 def averaging_buffer_hook(_, buffers):
-    for buffer in buffers.values():
-        total = buffer.double()
-        dist.all_reduce(total)
-        buffer.copy_(total / dist.get_world_size())
+    total = torch.cat([buffer.double().flatten() for buffer in buffers.values()])
+    dist.all_reduce(total)
+    parts = (total / dist.get_world_size()).split([buffer.numel() for buffer in buffers.values()])
+    for buffer, part in zip(buffers.values(), parts):
+        buffer.copy_(part.view(buffer.shape))
 
 
 # ---- training ----

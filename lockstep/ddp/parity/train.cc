@@ -17,7 +17,7 @@ Tensors state_of(const Net& net) {
   return state;
 }
 
-std::shared_ptr<Net> make_net(const Dictionary& job, int rank) {
+std::shared_ptr<Net> prepared_net(const Dictionary& job, int rank) {
   auto net = make_net(job.text("model"));
   net->to(dtype_of(job.text("dtype")));
   const auto weights = job.dictionary("weights");
@@ -88,7 +88,7 @@ torch::Tensor bucket_sizes(const Model& model) {
 }  // namespace
 
 Tensors train(const Dictionary& job, int rank, int world_size, const lockstep::ProcessGroup& pairs) {
-  const auto net = make_net(job, rank);
+  const auto net = prepared_net(job, rank);
   Model model(net, ddp_options(job, *net, pairs));
   register_hooks(model, job, pairs);
   const auto optimizer = make_optimizer(job, net->parameters());
