@@ -52,9 +52,12 @@ def table():
         add(f"cnn {dtype}", "cnn", dtype)
         add(f"cnn sync {dtype}", "cnn sync", dtype, one_process=True)
         add(f"transformer {dtype}", "transformer", dtype, one_process=same)
-        add(f"transformer adam {dtype}", "transformer", dtype, optimizer="adam", one_process=same)
         add(f"sparse {dtype}", "sparse", dtype, optimizer="sgd plain", one_process=same)
         add(f"branches {dtype}", "branches", dtype, branch="varies", options={"find_unused_parameters": True})
+
+    # Not in float32: the keys' bias has no gradient but rounding errors, and Adam makes steps of their signs, which
+    # its epsilon hides in float64.
+    add("transformer adam", "transformer", optimizer="adam", one_process=True)
 
     # Buckets.
     small = {"bucket_cap_mb": 0.002}

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/hooks/default_hooks.h>
 #include <lockstep/ddp/hooks/optimizer_overlap_hook.h>
@@ -149,11 +151,21 @@ void register_hooks(Model& model, const Dictionary& job, const lockstep::Process
   }
   if (job.flag("in_backward")) {
     const lockstep::OptimizerPerParameter optimizers(
-        model.module->parameters(), [&](auto parameters) { return make_optimizer(job, parameters); });
+        distinct_parameters(*model.module), [&](auto parameters) { return make_optimizer(job, parameters); });
     model.register_comm_hook(
         nullptr,
         lockstep::hook_then_optimizer(lockstep::allreduce_hook, lockstep::OptimizerHookState(optimizers)));
   }
+}
+
+std::vector<torch::Tensor> distinct_parameters(const Net& net) {
+  std::vector<torch::Tensor> parameters;
+  for (const auto& parameter : net.parameters()) {
+    const bool seen = std::any_of(parameters.begin(), parameters.end(),
+                                  [&](const torch::Tensor& other) { return other.is_same(parameter); });
+    if (!seen) parameters.push_back(parameter);
+  }
+  return parameters;
 }
 
 std::shared_ptr<torch::optim::Optimizer> make_optimizer(const Dictionary& job,

@@ -17,6 +17,9 @@ lockstep::DistributedDataParallelOptions ddp_options(const Dictionary& job, cons
 /// Registers the job's communication hook, buffer hook, or optimizer in backward, if it has them.
 void register_hooks(Model& model, const Dictionary& job, const lockstep::ProcessGroup& pairs);
 
+/// Each parameter once: parameters() gives shared ones twice, and an optimizer would step twice with them.
+std::vector<torch::Tensor> distinct_parameters(const Net& net);
+
 std::shared_ptr<torch::optim::Optimizer> make_optimizer(const Dictionary& job,
                                                         const std::vector<torch::Tensor>& parameters);
 

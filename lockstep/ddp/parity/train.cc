@@ -19,9 +19,13 @@ Tensors state_of(const Net& net) {
 
 std::shared_ptr<Net> prepared_net(const Dictionary& job, int rank) {
   auto net = make_net(job.text("model"));
-  net->to(dtype_of(job.text("dtype")));
+  const auto dtype = dtype_of(job.text("dtype"));
   const auto weights = job.dictionary("weights");
   torch::NoGradGuard no_grad;
+  for (auto& parameter : net->parameters()) parameter.set_data(parameter.to(dtype));
+  for (auto& buffer : net->buffers()) {  // not net->to(dtype), which makes numbers of masks, too
+    if (buffer.is_floating_point()) buffer.set_data(buffer.to(dtype));
+  }
   for (const auto& item : state_of(*net)) {
     at::Tensor tensor = item.value();
     tensor.copy_(weights.tensor(item.key()));
@@ -70,7 +74,7 @@ void average_parameters(const Dictionary& options, const Net& net, int64_t step)
   const int64_t local_steps = step - options.integer("start_localSGD_iter");
   if (local_steps < 0 || local_steps % options.integer("period") != 0) return;
   torch::NoGradGuard no_grad;
-  for (const auto& parameter : net.parameters()) {
+  for (const auto& parameter : distinct_parameters(net)) {
     at::Tensor average = parameter.detach();
     lockstep::all_reduce(average, lockstep::ReduceOp::AVG);
   }
@@ -91,7 +95,7 @@ Tensors train(const Dictionary& job, int rank, int world_size, const lockstep::P
   const auto net = prepared_net(job, rank);
   Model model(net, ddp_options(job, *net, pairs));
   register_hooks(model, job, pairs);
-  const auto optimizer = make_optimizer(job, net->parameters());
+  const auto optimizer = make_optimizer(job, distinct_parameters(*net));
   const std::string joins = job.text("join");
   std::vector<double> losses;
   {
