@@ -2,7 +2,6 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/hooks/default_hooks.h>
-#include <lockstep/ddp/hooks/optimizer_overlap_hook.h>
 #include <lockstep/ddp/hooks/post_local_sgd_hook.h>
 #include <lockstep/ddp/hooks/powersgd_hook.h>
 #include <lockstep/ddp/hooks/quantization_hooks.h>
@@ -150,11 +149,7 @@ void register_hooks(Model& model, const Dictionary& job, const lockstep::Process
         average_buffers, place == "average before" ? Location::kPreForward : Location::kPostForward);
   }
   if (job.flag("in_backward")) {
-    const lockstep::OptimizerPerParameter optimizers(
-        distinct_parameters(*model.module), [&](auto parameters) { return make_optimizer(job, parameters); });
-    model.register_comm_hook(
-        nullptr,
-        lockstep::hook_then_optimizer(lockstep::allreduce_hook, lockstep::OptimizerHookState(optimizers)));
+    model.register_fused_optim([&](auto parameters) { return make_optimizer(job, parameters); });
   }
 }
 
