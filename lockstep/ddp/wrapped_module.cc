@@ -1,3 +1,5 @@
+#include <c10/core/GradMode.h>
+
 #include <lockstep/ddp/wrapped_module.h>
 
 namespace lockstep {
@@ -87,7 +89,15 @@ void Script::train(const Handle& handle, bool on) {
 }
 
 Script::Handle Script::clone(const Handle& handle, const std::optional<at::Device>& device) {
-  return handle.deepcopy(device);
+  const c10::AutoGradMode no_grad(false);  // or the copies of parameters would not be leaves
+  auto copy = handle.deepcopy();           // with a device it keeps the very tensors that lie there already
+  if (device) copy.to(*device);
+  const auto originals = named_parameters(handle);
+  const auto copies = named_parameters(copy);
+  for (size_t i = 0; i < originals.size(); ++i) {
+    copies[i].second.set_requires_grad(originals[i].second.requires_grad());
+  }
+  return copy;
 }
 
 }  // namespace lockstep

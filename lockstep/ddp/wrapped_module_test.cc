@@ -247,7 +247,11 @@ TEST(WrappedModule, AScriptModule) {
   model.to(torch::kDouble);
   EXPECT_EQ(y(script.forward({x.to(torch::kDouble)})).scalar_type(), torch::kDouble);
 
-  auto copy = Trait::clone(script);
+  auto copy = Trait::clone(script, at::kCPU);
+  for (const auto& [name, tensor] : Trait::named_parameters(copy)) {
+    EXPECT_TRUE(tensor.is_leaf()) << name;
+    EXPECT_EQ(tensor.requires_grad(), name != "frozen") << name;
+  }
   torch::NoGradGuard no_grad;
   copy.attr("bias").toTensor().add_(1);
   EXPECT_FALSE(torch::equal(copy.attr("bias").toTensor(), script.attr("bias").toTensor()));

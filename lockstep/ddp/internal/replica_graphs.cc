@@ -20,6 +20,10 @@ struct Graphs : torch::CustomClassHolder {
   std::vector<ReplicaGraph> replicas;
   std::vector<at::Device> input_devices;
   ReplicaPlaces places;
+  /// Another node computes parts of the same graphs, the one that their differentiable backward made. Then no
+  /// backward frees what they saved, because the other one may come later; it goes with the last of the
+  /// nodes.
+  bool is_shared = false;
 };
 
 /// What the backward of one replica is asked for.
@@ -74,9 +78,12 @@ std::vector<variable_list> compute(const std::vector<Request>& requests, const R
   return answers;
 }
 
+std::vector<variable_list> join(std::vector<ReplicaGraph> replicas, const variable_list& inputs,
+                                const ReplicaPlaces& places, bool is_shared);
+
 /// The answers as functions of the inputs and of the incoming gradients: the graphs that their computation
 /// builds are joined in turn.
-std::vector<variable_list> compute_differentiably(std::vector<Request> requests, const Graphs& graphs,
+std::vector<variable_list> compute_differentiably(std::vector<Request> requests, Graphs& graphs,
                                                   variable_list inputs) {
   std::vector<ReplicaGraph> higher(requests.size());
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -88,13 +95,14 @@ std::vector<variable_list> compute_differentiably(std::vector<Request> requests,
       inputs.push_back(std::exchange(gradient, higher[i].leaves.back()));
     }
   }
+  graphs.is_shared = true;
   auto answers = compute(requests, graphs.places, /*keep_graph=*/true, /*create_graph=*/true);
   for (size_t i = 0; i < answers.size(); ++i) {
     for (const auto& answer : answers[i]) {
       if (answer.defined()) higher[i].outputs.push_back(answer);
     }
   }
-  const auto joined = join_graphs(std::move(higher), inputs, graphs.places);
+  const auto joined = join(std::move(higher), inputs, graphs.places, /*is_shared=*/true);
   for (size_t i = 0; i < answers.size(); ++i) {
     auto next = joined[i].begin();
     for (auto& answer : answers[i]) {
@@ -124,7 +132,7 @@ struct JoinGraphs : torch::autograd::Function<JoinGraphs> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto capsule = context->saved_data["graphs"].toCapsule();
-    const auto& graphs = static_cast<const Graphs&>(*capsule);
+    auto& graphs = static_cast<Graphs&>(*capsule);
     std::vector<Request> requests(graphs.replicas.size());
     auto gradient = gradients.begin();
     for (size_t i = 0; i < requests.size(); ++i) {
@@ -146,7 +154,8 @@ struct JoinGraphs : torch::autograd::Function<JoinGraphs> {
     const bool create_graph = c10::GradMode::is_enabled();
     const auto answers =
         create_graph ? compute_differentiably(requests, graphs, context->get_saved_variables())
-                     : compute(requests, graphs.places, torch::autograd::get_current_graph_task_keep_graph(),
+                     : compute(requests, graphs.places,
+                               graphs.is_shared || torch::autograd::get_current_graph_task_keep_graph(),
                                /*create_graph=*/false);
     variable_list sums(graphs.input_devices.size());
     std::vector<bool> is_new(sums.size());  // the sum is a tensor of ours, which may be added to in place
@@ -171,15 +180,8 @@ struct JoinGraphs : torch::autograd::Function<JoinGraphs> {
   }
 };
 
-}  // namespace
-
-std::string ReplicaPlaces::name(int replica) const {
-  return "in replica " + std::to_string(replica) + " on device " +
-         devices[static_cast<size_t>(replica)].str();
-}
-
-std::vector<variable_list> join_graphs(std::vector<ReplicaGraph> replicas, const variable_list& inputs,
-                                       const ReplicaPlaces& places) {
+std::vector<variable_list> join(std::vector<ReplicaGraph> replicas, const variable_list& inputs,
+                                const ReplicaPlaces& places, bool is_shared) {
   bool any = false;
   std::vector<variable_list> answer;
   for (const auto& replica : replicas) {
@@ -191,6 +193,7 @@ std::vector<variable_list> join_graphs(std::vector<ReplicaGraph> replicas, const
   auto graphs = c10::make_intrusive<Graphs>();
   graphs->replicas = std::move(replicas);
   graphs->places = places;
+  graphs->is_shared = is_shared;
   for (const auto& input : inputs) graphs->input_devices.push_back(input.device());
   const auto outputs = JoinGraphs::apply(graphs, at::TensorList(inputs));
   auto next = outputs.begin();
@@ -198,6 +201,18 @@ std::vector<variable_list> join_graphs(std::vector<ReplicaGraph> replicas, const
     for (auto& output : of_replica) output = *next++;
   }
   return answer;
+}
+
+}  // namespace
+
+std::string ReplicaPlaces::name(int replica) const {
+  return "in replica " + std::to_string(replica) + " on device " +
+         devices[static_cast<size_t>(replica)].str();
+}
+
+std::vector<variable_list> join_graphs(std::vector<ReplicaGraph> replicas, const variable_list& inputs,
+                                       const ReplicaPlaces& places) {
+  return join(std::move(replicas), inputs, places, /*is_shared=*/false);
 }
 
 }  // namespace lockstep::internal
