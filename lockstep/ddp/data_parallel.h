@@ -38,7 +38,7 @@ struct DataParallelOptions {
 /// arguments is split along `dim`, other arguments go to all, and the outputs are put together again. In
 /// backward the replicas' parts run in parallel too, and the module's gradients are their sums, in the order
 /// of the replicas. So a training computes what the module alone would, but for batch statistics. Mostly
-/// DistributedDataParallel is faster, on one machine too; docs/data_parallel.md says when not.
+/// DistributedDataParallel is the better choice, on one machine too; docs/data_parallel.md says when not.
 ///
 ///     auto net = std::make_shared<Net>();
 ///     lockstep::DataParallel model(net, {.num_replicas = 4});     // or {.device_ids = {{at::kCUDA, 0},
