@@ -96,8 +96,9 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   }
   slots_ = std::make_shared<GradientSlots>(std::move(bytes), [this](size_t index) {
     const Place place = places_[index];
-    // What is added to a gradient that is there needs no slot; as a bucket view that one lies in it already.
-    if (reduce_dtype_ || tensors_[index].mutable_grad().defined()) return MemoryBlock{};
+    // What is ready may be on its way to the others. What is added to a gradient that is there needs no slot;
+    // as a bucket view that one lies in it already.
+    if (ready_[index] || reduce_dtype_ || tensors_[index].mutable_grad().defined()) return MemoryBlock{};
     return buckets_[place.bucket].memory->take(place.position);
   });
   graph_task_ = -1;
