@@ -283,6 +283,7 @@ void Reducer::take_gradient(size_t index) {
     if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
     const at::Tensor& slot = bucket.views[place.position];
     slot.copy_(gradient);
+    if (reduce_dtype_) slot.div_(divisor());  // before the sum, as PyTorch does where it rounds
     // A gradient with a history (create_graph) keeps its identity; one of lower precision its type.
     if (gradient.requires_grad() || gradient.scalar_type() != slot.scalar_type() || reduce_dtype_) {
       bucket.copy_back.push_back(place.position);
@@ -351,11 +352,11 @@ void Reducer::launch(size_t index) {
       bucket.future = hook_(grad_bucket);
       TORCH_CHECK(bucket.future, "the communication hook ", hook_name_, " returned no future");
     } else if (bucket.sparse) {
-      bucket.sparse_gradient = bucket.sparse_gradient / (divisor_ > 0 ? divisor_ : group_->getSize());
+      bucket.sparse_gradient = bucket.sparse_gradient / divisor();
       bucket.work = all_reduce(bucket.sparse_gradient, ReduceOp::SUM, group_, /*async_op=*/true);
     } else {
       c10d::AllreduceOptions options;
-      options.reduceOp = divisor_ > 0 ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
+      options.reduceOp = divisor_ > 0 || reduce_dtype_ ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
       // The end of backward() follows the last bucket at once and runs it itself, which saves waking a
       // thread.
       options.asyncOp = !last;

@@ -178,6 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::string names_without_gradient() const;
   std::string unfinished_text() const;
   void note_round(std::chrono::nanoseconds reducing);
+  int64_t divisor() const { return divisor_ > 0 ? divisor_ : group_->getSize(); }
   bool is_first_static_round() const { return static_graph_ && rounds_ == rounds_at_reset_; }
 
   std::vector<Parameter> parameters_;

@@ -38,7 +38,7 @@ void Reducer::await(Bucket& bucket) {
   at::NoGradGuard no_grad;
   if (bucket.work) {
     bucket.work->wait();
-    if (divisor_ > 0 && !bucket.sparse) at::Tensor(bucket.memory->buffer()).div_(divisor_);
+    if (divisor_ > 0 && !reduce_dtype_ && !bucket.sparse) at::Tensor(bucket.memory->buffer()).div_(divisor_);
     return;
   }
   if (!bucket.future) return;
