@@ -283,7 +283,6 @@ void Reducer::take_gradient(size_t index) {
     if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
     const at::Tensor& slot = bucket.views[place.position];
     slot.copy_(gradient);
-    if (reduce_dtype_) slot.div_(divisor());  // before the sum, as PyTorch does where it rounds
     // A gradient with a history (create_graph) keeps its identity; one of lower precision its type.
     if (gradient.requires_grad() || gradient.scalar_type() != slot.scalar_type() || reduce_dtype_) {
       bucket.copy_back.push_back(place.position);

@@ -38,7 +38,9 @@ void Reducer::await(Bucket& bucket) {
   at::NoGradGuard no_grad;
   if (bucket.work) {
     bucket.work->wait();
-    if (divisor_ > 0 && !reduce_dtype_ && !bucket.sparse) at::Tensor(bucket.memory->buffer()).div_(divisor_);
+    // In lower precision the sum is rounded, then the mean, as in PyTorch.
+    if ((divisor_ > 0 || reduce_dtype_) && !bucket.sparse)
+      at::Tensor(bucket.memory->buffer()).div_(divisor());
     return;
   }
   if (!bucket.future) return;
