@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <lockstep/ddp/bucket.h>
@@ -25,13 +24,6 @@ at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const at::Tensor& p
   return buffer.narrow(0, offset, parameter.numel()).view(parameter.sizes());
 }
 
-at::Tensor allocate(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options) {
-  auto backend = group->getBackend(options.device().type());
-  if (!backend->supportsTensorAlloc(options.device().index())) return at::empty({numel}, options).zero_();
-  // Zeroing touches the pages now instead of in the first step.
-  return backend->allocateTensor(numel, options).zero_();
-}
-
 }  // namespace
 
 void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, const BucketLayout& layout) {
@@ -49,7 +41,7 @@ void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, cons
     numel += parameters[index].numel();
     bucket.bytes += parameters[index].numel() * element;
   }
-  const at::Tensor buffer = allocate(layout.group, static_cast<int64_t>(numel), options);
+  const at::Tensor buffer = shared_zeros(layout.group, static_cast<int64_t>(numel), options);
   bucket.views.clear();
   std::vector<size_t> offsets;
   for (size_t position = 0; position < begins.size(); ++position) {
@@ -77,8 +69,13 @@ at::Tensor empty_sparse_gradient(const at::Tensor& parameter) {
 
 bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradient) {
   const at::Tensor& view = bucket.views[position];
-  return gradient.const_data_ptr() == view.const_data_ptr() && gradient.strides() == view.strides() &&
-         gradient.scalar_type() == view.scalar_type();
+  if (gradient.const_data_ptr() != view.const_data_ptr() || gradient.scalar_type() != view.scalar_type()) {
+    return false;
+  }
+  for (int64_t i = 0; i < view.dim(); ++i) {  // autograd leaves dimensions of one any stride, too
+    if (view.size(i) != 1 && gradient.stride(i) != view.stride(i)) return false;
+  }
+  return true;
 }
 
 std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work) {

@@ -1,9 +1,18 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/ops/empty.h>
+
 #include <lockstep/ddp/bucket_memory.h>
 
 namespace lockstep {
+
+at::Tensor shared_zeros(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options) {
+  auto backend = group->getBackend(options.device().type());
+  if (!backend->supportsTensorAlloc(options.device().index())) return at::empty({numel}, options).zero_();
+  // Zeroing touches the pages now instead of in the first step.
+  return backend->allocateTensor(numel, options).zero_();
+}
 
 BucketMemory::BucketMemory(at::Tensor buffer, std::vector<size_t> offsets)
     : buffer_(std::move(buffer)),

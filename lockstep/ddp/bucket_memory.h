@@ -8,8 +8,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/collectives/memory_source.h>
+#include <lockstep/collectives/process_group.h>
 
 namespace lockstep {
+
+/// A flat tensor of zeros in memory that the group's ranks share, where the group has such.
+at::Tensor shared_zeros(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options);
 
 /// The flat memory of one bucket, cut into *slots*, one for each of its gradients.
 ///

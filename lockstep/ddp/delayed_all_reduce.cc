@@ -2,9 +2,9 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <lockstep/ddp/bucket_memory.h>
 #include <lockstep/ddp/delayed_all_reduce.h>
 #include <lockstep/ddp/state_sync.h>
 
@@ -31,11 +31,7 @@ DelayedAllReduce::DelayedAllReduce(const std::vector<NamedTensor>& parameters, c
     parameters_.push_back(parameter);
     numel += parameter.numel();
   }
-  const auto options = parameters_.front().options().requires_grad(false);
-  auto backend = group_->getBackend(options.device().type());
-  buffer_ = backend->supportsTensorAlloc(options.device().index()) ? backend->allocateTensor(numel, options)
-                                                                   : at::empty({numel}, options);
-  buffer_.zero_();
+  buffer_ = shared_zeros(group_, numel, parameters_.front().options().requires_grad(false));
   at::AutoDispatchBelowADInplaceOrView no_view_tracking;  // see bucket.cc
   int64_t offset = 0;
   for (const at::Tensor& parameter : parameters_) {

@@ -177,6 +177,30 @@ TEST(GradientMemory, ChangingGraphsAndSizesOnlyCostCopies) {
   });
 }
 
+TEST(GradientMemory, DimensionsOfOneHaveAnyStride) {
+  /// Its weight's gradient arrives transposed: with the weight's sizes, and another stride where one is 1.
+  struct Row : nn::Module {
+    Row() { register_parameter("weight", weight); }
+    torch::Tensor forward(const torch::Tensor& x) { return weight.t() * x; }
+    torch::Tensor weight = torch::ones({1, 7}, at::kDouble).requires_grad_();
+  };
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const bool view : {false, true}) {
+      auto net = std::make_shared<Row>();
+      DistributedDataParallel model(net, {.gradient_as_bucket_view = view});
+      for (int step = 0; step < 5; ++step) {
+        const auto x = data(rank, {7, 1}, step);
+        const auto expected = expected_gradients(net, x);
+        net->zero_grad();
+        model(x).square().sum().backward();
+        ASSERT_TRUE(close(net->weight.grad(), expected[0])) << step;
+      }
+      EXPECT_EQ(number(model, "gradient_bytes_in_place"), number(model, "gradient_bytes"));
+    }
+  });
+}
+
 TEST(GradientMemory, BucketViewsShareTheBucketsStorage) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

@@ -241,12 +241,12 @@ void Reducer::open_round() {
 }
 
 void Reducer::mark_ready(size_t index, bool used) {
-  ready_[index] = true;
   if (used) {
     take_gradient(index);
   } else {
     take_nothing(index);
   }
+  ready_[index] = true;  // only now: what is ready moves along when its bucket gets other memory
   --buckets_[places_[index].bucket].pending;
   launch_ready();
 }
