@@ -6,9 +6,7 @@
 // JOBS: pickled by torch.save, as gloo_parity_cases.py describes it. OUTPUT: rank r writes {"blob": its
 // memory after all cases, "errors": a text for each case, empty when it succeeded, "returned": numbers} to
 // OUTPUT.r. The last argument says where the tensors lie: in private memory or in empty_shared()'s.
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <map>
 
 #include <torch/torch.h>
@@ -16,15 +14,12 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/collectives/testing/pickle_file.h>
 
 namespace {
 
 using lockstep::ProcessGroup;
-
-/// An unpickled dictionary knows no types of keys and values.
-c10::IValue at_key(const c10::IValue& dictionary, const std::string& key) {
-  return dictionary.toGenericDict().at(c10::IValue(key));
-}
+using lockstep::testing::at_key;
 
 bool flag(const c10::IValue& dictionary, const std::string& key) {
   const auto entries = dictionary.toGenericDict();
@@ -250,12 +245,6 @@ class Groups {
   bool good_ = false;
 };
 
-std::vector<char> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file, "can't read ", path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 /// The rank's blob, in private or in shared memory.
 at::Tensor placed(const at::Tensor& blob, const std::string& memory) {
   TORCH_CHECK(memory == "private" || memory == "shared", "memory is private or shared, not ", memory);
@@ -282,7 +271,7 @@ Outcome make_call(const c10::IValue& job, const at::Tensor& blob, Groups& groups
 
 void run(const std::string& jobs_path, const std::string& output, const std::string& memory) {
   const int rank = lockstep::get_rank();
-  const auto jobs = torch::pickle_load(read_file(jobs_path));
+  const auto jobs = lockstep::testing::read_pickle(jobs_path);
   const auto blob = placed(at_key(jobs, "blobs").toListRef()[static_cast<size_t>(rank)].toTensor(), memory);
   c10::List<std::string> errors;
   c10::List<std::vector<int64_t>> returned;
@@ -297,9 +286,7 @@ void run(const std::string& jobs_path, const std::string& output, const std::str
   results.insert("blob", blob.clone());
   results.insert("errors", errors);
   results.insert("returned", returned);
-  const auto bytes = torch::pickle_save(results);
-  std::ofstream(output + "." + std::to_string(rank), std::ios::binary)
-      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  lockstep::testing::write_pickle(output + "." + std::to_string(rank), results);
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -23,13 +22,6 @@ std::vector<int64_t> gather_numbers(int64_t number, const ProcessGroup& group) {
   all_gather_into_tensor(all, mine, group);
   const auto* numbers = all.const_data_ptr<int64_t>();
   return {numbers, numbers + all.numel()};
-}
-
-void send_to_all(at::Tensor tensor, int source, const ProcessGroup& group) {
-  c10d::BroadcastOptions options;
-  options.rootRank = source;
-  std::vector<at::Tensor> tensors{std::move(tensor)};
-  group->broadcast(tensors, options)->wait();
 }
 
 }  // namespace
@@ -57,11 +49,8 @@ int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
   const int source = static_cast<int>(ahead - all.begin());
   broadcast_coalesced(tensors, group, source);
   for (const Recoverable& state : states) {
-    std::string bytes = group->getRank() == source ? state.save() : std::string();
-    at::Tensor length = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(bytes.size()));
-    send_to_all(length, source, group);
-    bytes.resize(length.item<int64_t>());
-    send_to_all(at::from_blob(bytes.data(), {length.item<int64_t>()}, at::kByte), source, group);
+    const std::string bytes =
+        broadcast_bytes(group->getRank() == source ? state.save() : std::string(), group, source);
     if (steps != *ahead) state.load(bytes);
   }
   return *ahead;

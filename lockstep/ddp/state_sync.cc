@@ -33,18 +33,6 @@ void broadcast(const at::Tensor& tensor, const ProcessGroup& group, int source =
   group->broadcast(tensors, options)->wait();
 }
 
-/// Rank 0's lines, on every rank.
-std::vector<std::string> broadcast_lines(std::string text, const ProcessGroup& group) {
-  at::Tensor length = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(text.size()));
-  broadcast(length, group);
-  text.resize(length.item<int64_t>());
-  broadcast(at::from_blob(text.data(), {static_cast<int64_t>(text.size())}, at::kByte), group);
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
 void broadcast_pack(const std::vector<at::Tensor>& tensors, const ProcessGroup& group, int source) {
   if (tensors.size() == 1 && tensors[0].is_non_overlapping_and_dense()) {
     return broadcast(tensors[0], group, source);
@@ -75,7 +63,9 @@ void verify_same_model(const std::vector<NamedTensor>& parameters, const Process
     own.push_back(describe(parameter));
     text += own.back() + '\n';
   }
-  const std::vector<std::string> first = broadcast_lines(text, group);
+  std::vector<std::string> first;
+  std::istringstream lines(broadcast_bytes(std::move(text), group));
+  for (std::string line; std::getline(lines, line);) first.push_back(line);
   // Per rank: the index of the first difference, or −1; and the number of parameters.
   const auto difference = std::mismatch(own.begin(), own.end(), first.begin(), first.end());
   const bool same = difference.first == own.end() && difference.second == first.end();
@@ -123,6 +113,14 @@ void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessG
     }
     if (!pack.empty()) broadcast_pack(pack, group, source);
   }
+}
+
+std::string broadcast_bytes(std::string bytes, const ProcessGroup& group, int source) {
+  at::Tensor length = at::empty({1}, at::kLong).fill_(static_cast<int64_t>(bytes.size()));
+  broadcast(length, group, source);
+  bytes.resize(length.item<int64_t>());
+  broadcast(at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size())}, at::kByte), group, source);
+  return bytes;
 }
 
 int find_common_rank(const ProcessGroup& group, bool candidate) {

@@ -6,26 +6,22 @@
 // JOBS: a pickled {job name: {"kind": …, "optimizer": sgd|adam, "initial": [N×…], "gradients": [steps×N×…]}},
 // a tensor for each parameter, with every rank's values. OUTPUT: rank r writes {job name: {index: parameter,
 // "owners": by parameter}} to OUTPUT.r.
-#include <fstream>
 #include <iostream>
-#include <iterator>
 
 #include <torch/torch.h>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 
 namespace {
 
+using lockstep::testing::at_key;
+
 namespace optim = torch::optim;
 using Tensors = c10::Dict<std::string, at::Tensor>;
-
-/// An unpickled dictionary knows no types of keys and values.
-c10::IValue at_key(const c10::IValue& dictionary, const std::string& key) {
-  return dictionary.toGenericDict().at(c10::IValue(key));
-}
 
 std::vector<at::Tensor> tensors_at(const c10::IValue& job, const std::string& key) {
   std::vector<at::Tensor> answer;
@@ -86,25 +82,17 @@ Tensors train(const c10::IValue& job, int rank) {
   return result;
 }
 
-std::vector<char> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file, "can't read ", path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 }  // namespace
 
 int main(int argc, char** argv) try {
   TORCH_CHECK(argc == 3, "usage: optim_parity_driver JOBS OUTPUT");
   auto world = lockstep::init_process_group();
-  const auto jobs = torch::pickle_load(read_file(argv[1])).toGenericDict();
+  const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
   c10::Dict<std::string, Tensors> results;
   for (const auto& entry : jobs) {
     results.insert(entry.key().toStringRef(), train(entry.value(), world.rank()));
   }
-  const auto bytes = torch::pickle_save(results);
-  std::ofstream(std::string(argv[2]) + "." + std::to_string(world.rank()), std::ios::binary)
-      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
 } catch (const std::exception& error) {
   std::cerr << "optim_parity_driver: " << error.what() << std::endl;
   return 1;

@@ -6,13 +6,12 @@
 // JOBS: a pickled {job name: {"hook": its name, "settings": of its state, "shapes": of the parameters, a list
 // for each bucket, "gradients": steps×N×numel, a tensor for each bucket}}. OUTPUT: rank r writes {job name:
 // {"results": steps×numel, a tensor for each bucket; for PowerSGD "state", "stats"}} to OUTPUT.r.
-#include <fstream>
 #include <iostream>
-#include <iterator>
 
 #include <torch/torch.h>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/ddp/hooks/default_hooks.h>
 #include <lockstep/ddp/hooks/post_local_sgd_hook.h>
 #include <lockstep/ddp/hooks/powersgd_hook.h>
@@ -23,11 +22,8 @@ namespace {
 using lockstep::GradBucket;
 using lockstep::HookFuture;
 using lockstep::PowerSGDState;
+using lockstep::testing::at_key;
 using Dictionary = c10::impl::GenericDict;
-
-c10::IValue at_key(const c10::IValue& dictionary, const std::string& key) {
-  return dictionary.toGenericDict().at(c10::IValue(key));
-}
 
 PowerSGDState powersgd_state(const c10::IValue& settings) {
   lockstep::PowerSGDOptions options;
@@ -146,25 +142,17 @@ Dictionary run(const c10::IValue& job, int rank) {
   return answer;
 }
 
-std::vector<char> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file, "can't read ", path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 }  // namespace
 
 int main(int argc, char** argv) try {
   TORCH_CHECK(argc == 3, "usage: hooks_parity_driver JOBS OUTPUT");
   auto world = lockstep::init_process_group();
-  const auto jobs = torch::pickle_load(read_file(argv[1])).toGenericDict();
+  const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
   Dictionary results(c10::StringType::get(), c10::AnyType::get());
   for (const auto& entry : jobs) {
     results.insert(entry.key().toStringRef(), run(entry.value(), world.rank()));
   }
-  const auto bytes = torch::pickle_save(results);
-  std::ofstream(std::string(argv[2]) + "." + std::to_string(world.rank()), std::ios::binary)
-      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
 } catch (const std::exception& error) {
   std::cerr << "hooks_parity_driver: " << error.what() << std::endl;
   return 1;

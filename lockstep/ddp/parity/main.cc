@@ -6,23 +6,16 @@
 // JOBS: what parity_jobs.make_jobs() gives, pickled. OUTPUT: rank r writes {job name: {name: tensor}} to
 // OUTPUT.r.
 #include <algorithm>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 
 #include <torch/torch.h>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/ddp/parity/dictionary.h>
 #include <lockstep/ddp/parity/train.h>
 
 namespace {
-
-std::vector<char> read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file, "can't read ", path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 /// Ranks 0 and 1, 2 and 3, …
 lockstep::ProcessGroup make_pairs(int world_size) {
@@ -40,7 +33,7 @@ int main(int argc, char** argv) try {
   TORCH_CHECK(argc == 3, "usage: ddp_parity_driver JOBS OUTPUT");
   auto world = lockstep::init_process_group();
   const auto pairs = make_pairs(world.size());
-  const auto jobs = torch::pickle_load(read_file(argv[1])).toGenericDict();
+  const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
   c10::Dict<std::string, parity::Tensors> results;
   for (const auto& entry : jobs) {
     const std::string name = entry.key().toStringRef();
@@ -52,9 +45,7 @@ int main(int argc, char** argv) try {
       throw;
     }
   }
-  const auto bytes = torch::pickle_save(results);
-  std::ofstream(std::string(argv[2]) + "." + std::to_string(world.rank()), std::ios::binary)
-      .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
 } catch (const std::exception& error) {
   std::cerr << "ddp_parity_driver: " << error.what() << std::endl;
   return 1;

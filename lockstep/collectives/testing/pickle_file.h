@@ -1,0 +1,33 @@
+#pragma once
+
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include <torch/torch.h>
+
+/// Files by which drivers talk with their tests in Python, which has torch.save() and torch.load() for them.
+namespace lockstep::testing {
+
+/// Throws c10::Error naming the path if it can't be read.
+inline c10::IValue read_pickle(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, "can't read ", path);
+  return torch::pickle_load(std::vector<char>(std::istreambuf_iterator<char>(file), {}));
+}
+
+/// Throws c10::Error naming the path if it can't be written.
+inline void write_pickle(const std::string& path, const c10::IValue& value) {
+  const auto bytes = torch::pickle_save(value);
+  std::ofstream file(path, std::ios::binary);
+  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  TORCH_CHECK(file.flush(), "can't write ", path);
+}
+
+/// An unpickled dictionary knows no types of keys and values.
+inline c10::IValue at_key(const c10::IValue& dictionary, const std::string& key) {
+  return dictionary.toGenericDict().at(c10::IValue(key));
+}
+
+}  // namespace lockstep::testing
