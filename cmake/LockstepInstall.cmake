@@ -1,7 +1,8 @@
 # cmake --install: library, public headers, the lockstep program, and a package for find_package(Lockstep).
 include(CMakePackageConfigHelpers)
 
-install(TARGETS lockstep EXPORT LockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+get_property(components GLOBAL PROPERTY LOCKSTEP_COMPONENTS)
+install(TARGETS lockstep ${components} EXPORT LockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/lockstep" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN "*.h" PATTERN "testing" EXCLUDE PATTERN "parity" EXCLUDE PATTERN "__pycache__" EXCLUDE)

@@ -1,12 +1,23 @@
 # lockstep_room(NAME
+#   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with a dependency that not everybody has; without it
+#                the room's files belong to Lockstep::lockstep
 #   MAY_INCLUDE  rooms below this one; scripts/check-includes holds every #include against this list
 #   SOURCES      files of the library
 #   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name
-#   TEST_TIMEOUT seconds; 300 unless told)
+#   TEST_TIMEOUT seconds; 300 unless told
+#   LINK         libraries that a COMPONENT links
 function(lockstep_room name)
-  cmake_parse_arguments(ROOM "" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS" ${ARGN})
+  cmake_parse_arguments(ROOM "COMPONENT" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS;LINK" ${ARGN})
   list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
-  target_sources(lockstep PRIVATE ${ROOM_SOURCES})
+  if(ROOM_COMPONENT)
+    add_library(lockstep_${name} SHARED ${ROOM_SOURCES})
+    add_library(Lockstep::${name} ALIAS lockstep_${name})
+    set_target_properties(lockstep_${name} PROPERTIES EXPORT_NAME ${name})
+    target_link_libraries(lockstep_${name} PUBLIC lockstep PRIVATE ${ROOM_LINK})
+    set_property(GLOBAL APPEND PROPERTY LOCKSTEP_COMPONENTS lockstep_${name})
+  else()
+    target_sources(lockstep PRIVATE ${ROOM_SOURCES})
+  endif()
   if(LOCKSTEP_BUILD_TESTS AND ROOM_TESTS)
     list(TRANSFORM ROOM_TESTS PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
     set_property(GLOBAL APPEND PROPERTY LOCKSTEP_TEST_PROGRAMS ${name}_tests)
@@ -27,6 +38,9 @@ function(lockstep_add_test_programs)
     get_property(timeout GLOBAL PROPERTY LOCKSTEP_${room}_TIMEOUT)
     add_executable(${program} ${sources})
     target_link_libraries(${program} PRIVATE lockstep_testing)
+    if(TARGET lockstep_${room})
+      target_link_libraries(${program} PRIVATE lockstep_${room})
+    endif()
     target_precompile_headers(${program} REUSE_FROM lockstep_testing)
     add_test(NAME ${program} COMMAND ${program})
     set_tests_properties(${program} PROPERTIES TIMEOUT ${timeout}

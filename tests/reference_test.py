@@ -10,8 +10,13 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 PAGES = REPOSITORY / "docs" / "reference"
 EXAMPLES = REPOSITORY / "tests" / "drivers" / "reference"
 HEADERS = [
-    REPOSITORY / "lockstep" / "collectives" / f"{name}.h"
-    for name in ("functional", "objects", "object_conversion", "process_group")
+    REPOSITORY / "lockstep" / f"{name}.h"
+    for name in (
+        "collectives/functional",
+        "collectives/objects",
+        "base/object_conversion",
+        "collectives/process_group",
+    )
 ]
 
 

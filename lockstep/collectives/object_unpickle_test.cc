@@ -9,9 +9,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/object_conversion.h>
 #include <lockstep/collectives/internal/object_pickle.h>
 #include <lockstep/collectives/internal/pickle_format.h>
-#include <lockstep/collectives/object_conversion.h>
 
 namespace lockstep {
 namespace {

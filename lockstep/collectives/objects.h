@@ -6,7 +6,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/collectives/object_conversion.h>
+#include <lockstep/base/object_conversion.h>
 #include <lockstep/collectives/process_group.h>
 
 /// Collectives of objects instead of tensors, as c10::IValue: None, bool, int64_t, double, complex, strings,

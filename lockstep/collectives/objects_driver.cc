@@ -11,8 +11,8 @@
 
 #include <torch/torch.h>
 
+#include <lockstep/base/object_conversion.h>
 #include <lockstep/collectives/internal/object_pickle.h>
-#include <lockstep/collectives/object_conversion.h>
 
 namespace {
 

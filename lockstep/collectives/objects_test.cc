@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/object_conversion.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/object_conversion.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/testing/multi_rank.h>
 
