@@ -2,11 +2,11 @@
 # shellcheck shell=bash
 
 # To configure and build the release preset (its tests and benchmarks too); ccache and mold only make it faster.
-packages_build=(g++ ccache mold zlib1g-dev libcli11-dev nlohmann-json3-dev libgtest-dev libgmock-dev python3-dev)
+packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libcli11-dev nlohmann-json3-dev libgtest-dev libgmock-dev python3-dev)
 # The 60,000 images that quickstart trains on and some tests read.
 packages_data=(dataset-fashion-mnist)
-# To run the tests: one of them starts under mpirun.
-packages_test=(openmpi-bin)
+# To run the tests: one of them starts under mpirun, and one trains on the King James text.
+packages_test=(openmpi-bin bible-kjv)
 # To run the benchmarks: Open MPI is a peer we measure against.
 packages_bench=(openmpi-bin libopenmpi-dev)
 
