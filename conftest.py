@@ -2,10 +2,17 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent
+
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and every program that they start: those tests
+# that press it would wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,8 @@ Lockstep must do as Gloo does but for DEVIATIONS, and never be wrong or accept a
 """
 
 import collections
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -144,16 +142,8 @@ def rounded(case, expected, actual):
     return expected
 
 
-def run(command, output, world_size, **environment):
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(world_size)]
-
-
 @pytest.fixture(scope="module", params=[2, 3])
-def sides(request, bin_dir, tmp_path_factory):
+def sides(request, run_lockstep, run_pytorch, tmp_path_factory):
     """{"gloo", "private": Lockstep with tensors in private memory, "shared": in shared memory}"""
     size, folder = request.param, tmp_path_factory.mktemp("parity")
     jobs = gloo_parity_table.jobs(size)
@@ -162,12 +152,13 @@ def sides(request, bin_dir, tmp_path_factory):
         crashes = known and known.gloo == "left out"
         case["leave_out"] = ["gloo"] * bool(crashes) + ["shared"] * case["misuse"]
     torch.save(jobs, folder / "jobs.pt")
-    peer = [sys.executable, "-W", "ignore", HERE / "gloo_parity_peer.py", folder / "jobs.pt", folder / "gloo", size]
-    sides = {"gloo": Side(jobs, run(peer, folder / "gloo", size, OMP_NUM_THREADS="1"))}
-    launch = [bin_dir / "lockstep", "run", "--nproc-per-node", size, bin_dir / "collectives_parity_driver"]
+    theirs = run_pytorch(HERE / "gloo_parity_peer.py", folder / "jobs.pt", folder / "gloo", size,
+                         output=folder / "gloo", world_size=size, OMP_NUM_THREADS="1")
+    sides = {"gloo": Side(jobs, theirs)}
     for memory in ("private", "shared"):
-        command = [*launch, folder / "jobs.pt", folder / memory, memory]
-        sides[memory] = Side(jobs, run(command, folder / memory, size))
+        ours = run_lockstep("collectives_parity_driver", folder / "jobs.pt", folder / memory, memory,
+                            output=folder / memory, world_size=size)
+        sides[memory] = Side(jobs, ours)
     return sides
 
 

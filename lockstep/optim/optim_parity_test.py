@@ -1,9 +1,6 @@
 """The sharded and averaging optimizers against PyTorch's with Gloo: same gradients, same parameters."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -34,24 +31,17 @@ def make_jobs(world_size):
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def trained(request, bin_dir, tmp_path_factory):
+def trained(request, run_lockstep, run_pytorch, tmp_path_factory):
     """(jobs, our results by rank, PyTorch's by rank)"""
     world_size = request.param
     folder = tmp_path_factory.mktemp("parity")
     jobs = make_jobs(world_size)
     torch.save(jobs, folder / "jobs.pt")
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    commands = {
-        "ours": [bin_dir / "lockstep", "run", "--nproc-per-node", str(world_size), bin_dir / "optim_parity_driver",
-                 folder / "jobs.pt", folder / "ours"],
-        "theirs": [sys.executable, HERE / "optim_parity_peer.py", folder / "jobs.pt", folder / "theirs", str(world_size)],
-    }
-    results = []
-    for name, command in commands.items():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr
-        results.append([torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(world_size)])
-    return jobs, *results
+    ours = run_lockstep("optim_parity_driver", folder / "jobs.pt", folder / "ours", output=folder / "ours",
+                        world_size=world_size, OMP_NUM_THREADS="1")
+    theirs = run_pytorch(HERE / "optim_parity_peer.py", folder / "jobs.pt", folder / "theirs", world_size,
+                         output=folder / "theirs", world_size=world_size, OMP_NUM_THREADS="1")
+    return jobs, ours, theirs
 
 
 def test_parameters_equal_pytorchs_on_every_rank(trained):

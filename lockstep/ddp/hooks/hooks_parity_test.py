@@ -1,9 +1,6 @@
 """The communication hooks against PyTorch's: same gradients and seeds, same results."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -97,25 +94,16 @@ def make_jobs(world_size):
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
-def ran(request, bin_dir, tmp_path_factory):
+def ran(request, run_lockstep, run_pytorch, tmp_path_factory):
     """(world size, jobs, our results by rank, PyTorch's)"""
     world_size = request.param
     folder = tmp_path_factory.mktemp("hooks")
     jobs = make_jobs(world_size)
     torch.save(jobs, folder / "jobs.pt")
-    driver = [bin_dir / "hooks_parity_driver", folder / "jobs.pt", folder / "ours"]
-    commands = [
-        [bin_dir / "lockstep", "run", "--nproc-per-node", str(world_size), *driver],
-        [sys.executable, HERE / "hooks_parity_peer.py", folder / "jobs.pt", folder / "theirs", str(world_size)],
-    ]
-    for command in commands:
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr
-    ours, theirs = (
-        [torch.load(f"{folder}/{whose}.{rank}", weights_only=False) for rank in range(world_size)]
-        for whose in ("ours", "theirs")
-    )
+    ours = run_lockstep("hooks_parity_driver", folder / "jobs.pt", folder / "ours", output=folder / "ours",
+                        world_size=world_size, OMP_NUM_THREADS="1")
+    theirs = run_pytorch(HERE / "hooks_parity_peer.py", folder / "jobs.pt", folder / "theirs", world_size,
+                         output=folder / "theirs", world_size=world_size, OMP_NUM_THREADS="1")
     return world_size, jobs, ours, theirs
 
 

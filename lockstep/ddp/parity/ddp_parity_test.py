@@ -4,9 +4,7 @@ parity_jobs.py is the table of what is compared. All jobs run in one `lockstep r
 number of ranks.
 """
 
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -21,36 +19,29 @@ import parity_peer  # noqa: E402
 BOUND = {"float32": 1e-5, "float64": 1e-10}
 
 
-def run(command, outputs):
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(output, weights_only=False) for output in outputs]
-
-
 class Trained:
     """The results of all jobs for one number of ranks: {job: {name: tensor}} by rank."""
 
-    def __init__(self, world_size, bin_dir, folder):
+    def __init__(self, world_size, run_lockstep, run_pytorch, folder):
         self.world_size = world_size
         self.jobs = parity_jobs.make_jobs(world_size)
         torch.save(self.jobs, folder / "jobs")
-        launch = [bin_dir / "lockstep", "run", "--nproc-per-node", str(world_size), bin_dir / "ddp_parity_driver"]
-        peer = [sys.executable, HERE / "parity_peer.py"]
 
-        def outputs(name):
-            return [f"{folder / name}.{rank}" for rank in range(world_size)]
+        def ours(output):
+            return run_lockstep("ddp_parity_driver", folder / "jobs", output, output=output, world_size=world_size,
+                                OMP_NUM_THREADS="1")
 
-        self.ours = run([*launch, folder / "jobs", folder / "ours"], outputs("ours"))
-        self.again = run([*launch, folder / "jobs", folder / "again"], outputs("again"))
-        self.theirs = run([*peer, folder / "jobs", folder / "theirs", str(world_size)], outputs("theirs"))
+        self.ours = ours(folder / "ours")
+        self.again = ours(folder / "again")
+        self.theirs = run_pytorch(HERE / "parity_peer.py", folder / "jobs", folder / "theirs", world_size,
+                                  output=folder / "theirs", world_size=world_size, OMP_NUM_THREADS="1")
         for results in (*self.ours, *self.again):
             assert set(results) == set(self.jobs)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda count: f"{count} ranks")
-def trained(request, bin_dir, tmp_path_factory):
-    return Trained(request.param, bin_dir, tmp_path_factory.mktemp("parity"))
+def trained(request, run_lockstep, run_pytorch, tmp_path_factory):
+    return Trained(request.param, run_lockstep, run_pytorch, tmp_path_factory.mktemp("parity"))
 
 
 def largest_error(ours, theirs):

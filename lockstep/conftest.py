@@ -1,0 +1,60 @@
+"""Runs the same work under Lockstep and under PyTorch, for the tests that compare the two."""
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+TIMEOUT = 240
+ATTEMPTS = 3
+CRASH = re.compile(r"terminated with signal (SIG\w+)")
+
+
+def run(command, environment):
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=TIMEOUT,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def results(output, world_size):
+    """What the ranks saved in OUTPUT.rank."""
+    return [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="session")
+def run_lockstep(bin_dir):
+    """run_lockstep(program, *arguments, output=..., world_size=..., **environment): the results by rank."""
+
+    def start(program, *arguments, output, world_size, **environment):
+        command = [bin_dir / "lockstep", "run", "--nproc-per-node", world_size, bin_dir / program, *arguments]
+        done = run(command, environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return results(output, world_size)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_pytorch():
+    """run_pytorch(script, *arguments, output=..., world_size=..., **environment): the results by rank.
+
+    The script is PyTorch with Gloo alone. It crashes now and then where many groups come and go; what is compared is
+    what it computes, so it gets another chance, and the crash is a warning.
+    """
+
+    def start(script, *arguments, output, world_size, **environment):
+        for attempt in range(1, ATTEMPTS + 1):
+            done = run([sys.executable, "-W", "ignore", script, *arguments], environment)
+            crash = CRASH.search(done.stderr)
+            if done.returncode == 0 or not crash or attempt == ATTEMPTS:
+                break
+            warnings.warn(f"{script.name}: PyTorch was {crash[0]}; attempt {attempt} of {ATTEMPTS}", stacklevel=2)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return results(output, world_size)
+
+    return start
