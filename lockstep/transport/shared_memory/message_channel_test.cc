@@ -21,7 +21,9 @@ using testing::run_rank_threads;
 using Channel = std::shared_ptr<GroupChannel>;
 using Bytes = std::vector<std::byte>;
 
-const Deadline kSoon = Deadline::after(60s);  // of the whole test program
+Deadline soon() {
+  return Deadline::after(60s);
+}
 constexpr int kAny = MessageChannel::kAnySource;
 
 Bytes pattern(size_t bytes, unsigned seed) {
@@ -56,10 +58,10 @@ TEST(MessageChannel, CarriesEverySizeFromPlainMemory) {
     for (size_t bytes : kSizes) {
       const Bytes expected = pattern(bytes, bytes);
       if (channel->rank() == 0) {
-        wait(channel->messages(), channel->messages().send(expected.data(), {bytes, 1}, 1, 0, kSoon));
+        wait(channel->messages(), channel->messages().send(expected.data(), {bytes, 1}, 1, 0, soon()));
       } else {
         Bytes got(bytes);
-        wait(channel->messages(), channel->messages().receive(got.data(), {bytes, 1}, 0, 0, kSoon));
+        wait(channel->messages(), channel->messages().receive(got.data(), {bytes, 1}, 0, 0, soon()));
         ASSERT_EQ(got, expected);
       }
     }
@@ -74,11 +76,11 @@ TEST(MessageChannel, CarriesEverySizeFromTheArena) {
       if (channel->rank() == 0) {
         std::byte* data = arena.allocate(bytes);
         std::copy(expected.begin(), expected.end(), data);
-        wait(channel->messages(), channel->messages().send(data, {bytes, 1}, 1, 0, kSoon));
+        wait(channel->messages(), channel->messages().send(data, {bytes, 1}, 1, 0, soon()));
         arena.deallocate(data);
       } else {
         Bytes got(bytes);
-        wait(channel->messages(), channel->messages().receive(got.data(), {bytes, 1}, 0, 0, kSoon));
+        wait(channel->messages(), channel->messages().receive(got.data(), {bytes, 1}, 0, 0, soon()));
         ASSERT_EQ(got, expected);
       }
     }
@@ -94,12 +96,12 @@ TEST(MessageChannel, MessagesOfOneTagKeepTheirOrderAndTagsAreIndependent) {
     if (channel->rank() == 0) {
       std::iota(values.begin(), values.end(), 0);
       for (int i = 0; i < kMessages; ++i)
-        handles.push_back(messages.send(&values[i], {sizeof(int), 1}, 1, i % 2, kSoon));
+        handles.push_back(messages.send(&values[i], {sizeof(int), 1}, 1, i % 2, soon()));
     } else {
       // All odd ones first.
       for (int i = 0; i < kMessages; ++i) {
         const int tag = i < kMessages / 2 ? 1 : 0;
-        handles.push_back(messages.receive(&values[i], {sizeof(int), 1}, 0, tag, kSoon));
+        handles.push_back(messages.receive(&values[i], {sizeof(int), 1}, 0, tag, soon()));
       }
     }
     std::shuffle(handles.begin(), handles.end(), std::mt19937(1));
@@ -121,10 +123,10 @@ TEST(MessageChannel, LargeSendsInBothDirectionsAtOnceDoNotBlockEachOther) {
     std::vector<MessageChannel::Handle> handles;
     for (int peer = 0; peer < 4; ++peer) {
       out.push_back(pattern(kBytes, 10 * channel->rank() + peer));
-      handles.push_back(messages.send(out.back().data(), {kBytes, 1}, peer, 7, kSoon));
+      handles.push_back(messages.send(out.back().data(), {kBytes, 1}, peer, 7, soon()));
     }
     for (int peer = 3; peer >= 0; --peer)
-      handles.push_back(messages.receive(in[peer].data(), {kBytes, 1}, peer, 7, kSoon));
+      handles.push_back(messages.receive(in[peer].data(), {kBytes, 1}, peer, 7, soon()));
     for (const auto& handle : handles) wait(messages, handle);
     for (int peer = 0; peer < 4; ++peer) ASSERT_EQ(in[peer], pattern(kBytes, 10 * peer + channel->rank()));
   });
@@ -135,13 +137,13 @@ TEST(MessageChannel, AnySourceTakesWhatComesAndSaysFromWhom) {
     MessageChannel& messages = channel->messages();
     if (channel->rank() != 0) {
       const int value = channel->rank() * 11;
-      wait(messages, messages.send(&value, {sizeof value, 1}, 0, 3, kSoon));
+      wait(messages, messages.send(&value, {sizeof value, 1}, 0, 3, soon()));
       return;
     }
     std::vector<int> sources;
     for (int i = 0; i < 3; ++i) {
       int value = 0;
-      auto handle = messages.receive(&value, {sizeof value, 1}, kAny, 3, kSoon);
+      auto handle = messages.receive(&value, {sizeof value, 1}, kAny, 3, soon());
       wait(messages, handle);
       sources.push_back(messages.source(handle));
       EXPECT_EQ(value, sources.back() * 11);
@@ -158,9 +160,9 @@ TEST(MessageChannel, BackgroundServiceAdvancesWhatNobodyWaitsFor) {
     Bytes data = channel->rank() == 0 ? pattern(kBytes, 5) : Bytes(kBytes);
     std::atomic<bool> done{false};
     auto handle = channel->rank() == 0
-                      ? messages.send(data.data(), {kBytes, 1}, 1, 0, kSoon,
+                      ? messages.send(data.data(), {kBytes, 1}, 1, 0, soon(),
                                       [&](const std::exception_ptr&) { done.store(true); })
-                      : messages.receive(data.data(), {kBytes, 1}, 0, 0, kSoon,
+                      : messages.receive(data.data(), {kBytes, 1}, 0, 0, soon(),
                                          [&](const std::exception_ptr&) { done.store(true); });
     messages.advance_in_background();
     while (!done.load()) std::this_thread::yield();  // no wait(), no is_done()
@@ -175,9 +177,9 @@ TEST(MessageChannel, AWaiterTakesOverFromTheBackground) {
     for (int round = 0; round < 200; ++round) {
       int value = round;
       int got = -1;
-      auto receive = messages.receive(&got, {sizeof got, 1}, 1 - channel->rank(), 0, kSoon);
+      auto receive = messages.receive(&got, {sizeof got, 1}, 1 - channel->rank(), 0, soon());
       messages.advance_in_background();
-      auto send = messages.send(&value, {sizeof value, 1}, 1 - channel->rank(), 0, kSoon);
+      auto send = messages.send(&value, {sizeof value, 1}, 1 - channel->rank(), 0, soon());
       wait(messages, receive);
       wait(messages, send);
       ASSERT_EQ(got, round);
@@ -196,10 +198,10 @@ TEST(MessageChannel, SeveralThreadsOfARankWaitAtOnce) {
           const size_t bytes = round % 10 == 0 ? 100000 : 8;
           Bytes data = pattern(bytes, round * kThreads + tag);
           if ((round + channel->rank()) % 2 == 0) {
-            wait(messages, messages.send(data.data(), {bytes, 1}, 1 - channel->rank(), tag, kSoon));
+            wait(messages, messages.send(data.data(), {bytes, 1}, 1 - channel->rank(), tag, soon()));
           } else {
             Bytes got(bytes);
-            wait(messages, messages.receive(got.data(), {bytes, 1}, 1 - channel->rank(), tag, kSoon));
+            wait(messages, messages.receive(got.data(), {bytes, 1}, 1 - channel->rank(), tag, soon()));
             ASSERT_EQ(got, data);
           }
         }
@@ -215,7 +217,7 @@ TEST(MessageChannel, AMismatchIsToldToBothSides) {
       MessageChannel& messages = channel->messages();
       Bytes data = pattern(bytes, 1);
       if (channel->rank() == 0) {
-        auto handle = messages.send(data.data(), {bytes, 6}, 1, 0, kSoon);
+        auto handle = messages.send(data.data(), {bytes, 6}, 1, 0, soon());
         // What travels in the mailbox is sent before anybody can look at it.
         if (bytes <= 8192) {
           wait(messages, handle);
@@ -224,7 +226,7 @@ TEST(MessageChannel, AMismatchIsToldToBothSides) {
         }
       } else {
         const Bytes before = data;
-        auto handle = messages.receive(data.data(), {bytes, 7}, 0, 0, kSoon);
+        auto handle = messages.receive(data.data(), {bytes, 7}, 0, 0, soon());
         try {
           wait(messages, handle);
           ADD_FAILURE() << "should have thrown";
@@ -237,8 +239,8 @@ TEST(MessageChannel, AMismatchIsToldToBothSides) {
       }
       // The group goes on.
       int value = channel->rank();
-      auto handle = channel->rank() == 0 ? messages.send(&value, {4, 1}, 1, 0, kSoon)
-                                         : messages.receive(&value, {4, 1}, 0, 0, kSoon);
+      auto handle = channel->rank() == 0 ? messages.send(&value, {4, 1}, 1, 0, soon())
+                                         : messages.receive(&value, {4, 1}, 0, 0, soon());
       wait(messages, handle);
       EXPECT_EQ(value, 0);
     });
@@ -257,17 +259,17 @@ TEST(MessageChannel, TimeoutsLeaveNothingBehind) {
           EXPECT_NE(failure_of([&] { wait(messages, lost); }, FailureKind::kTimeout).find("rank 1"),
                     std::string::npos);
         }
-        wait(messages, messages.send(&ready, {4, 1}, 1, 1, kSoon));
-        wait(messages, messages.receive(&ready, {4, 1}, 1, 2, kSoon));
-        wait(messages, messages.send(data.data(), {bytes, 1}, 1, 5, kSoon));
+        wait(messages, messages.send(&ready, {4, 1}, 1, 1, soon()));
+        wait(messages, messages.receive(&ready, {4, 1}, 1, 2, soon()));
+        wait(messages, messages.send(data.data(), {bytes, 1}, 1, 5, soon()));
       } else {
         Bytes got(bytes);
         auto early = messages.receive(got.data(), {bytes, 1}, 0, 9, Deadline::after(1ms));
         EXPECT_NE(failure_of([&] { wait(messages, early); }, FailureKind::kTimeout).find("rank 0"),
                   std::string::npos);
-        wait(messages, messages.receive(&ready, {4, 1}, 0, 1, kSoon));
-        wait(messages, messages.send(&ready, {4, 1}, 0, 2, kSoon));
-        wait(messages, messages.receive(got.data(), {bytes, 1}, 0, 5, kSoon));
+        wait(messages, messages.receive(&ready, {4, 1}, 0, 1, soon()));
+        wait(messages, messages.send(&ready, {4, 1}, 0, 2, soon()));
+        wait(messages, messages.receive(got.data(), {bytes, 1}, 0, 5, soon()));
         EXPECT_EQ(got, data);
       }
     });
@@ -280,15 +282,15 @@ TEST(MessageChannel, AWaitMayEndBeforeItsRequest) {
     int value = 0;
     int go = 0;
     if (channel->rank() == 0) {
-      auto handle = messages.receive(&value, {4, 1}, 1, 0, kSoon);
+      auto handle = messages.receive(&value, {4, 1}, 1, 0, soon());
       EXPECT_FALSE(messages.wait(handle, Deadline::after(1ms)));
-      wait(messages, messages.send(&go, {4, 1}, 1, 1, kSoon));
+      wait(messages, messages.send(&go, {4, 1}, 1, 1, soon()));
       EXPECT_TRUE(messages.wait(handle));
       EXPECT_EQ(value, 42);
     } else {
-      wait(messages, messages.receive(&go, {4, 1}, 0, 1, kSoon));
+      wait(messages, messages.receive(&go, {4, 1}, 0, 1, soon()));
       value = 42;
-      wait(messages, messages.send(&value, {4, 1}, 0, 0, kSoon));
+      wait(messages, messages.send(&value, {4, 1}, 0, 0, soon()));
     }
   });
 }
@@ -298,24 +300,24 @@ TEST(MessageChannel, APeerThatLeftFailsItsRequestsButNotWhatItSent) {
     MessageChannel& messages = channel->messages();
     int value = channel->rank();
     if (channel->rank() == 1) {
-      wait(messages, messages.send(&value, {4, 1}, 0, 0, kSoon));
+      wait(messages, messages.send(&value, {4, 1}, 0, 0, soon()));
       messages.close();
       channel->leave();
     } else if (channel->rank() == 2) {
-      wait(messages, messages.receive(&value, {4, 1}, 0, 0, kSoon));
-      wait(messages, messages.send(&value, {4, 1}, 0, 8, kSoon));
+      wait(messages, messages.receive(&value, {4, 1}, 0, 0, soon()));
+      wait(messages, messages.send(&value, {4, 1}, 0, 8, soon()));
     } else {
-      auto too_much = messages.receive(&value, {4, 1}, 1, 5, kSoon);
+      auto too_much = messages.receive(&value, {4, 1}, 1, 5, soon());
       const auto text = failure_of([&] { wait(messages, too_much); }, FailureKind::kPeerLeft);
       EXPECT_NE(text.find("rank 1"), std::string::npos) << text;
       Bytes large(100000);
-      auto unwanted = messages.send(large.data(), {large.size(), 1}, 1, 0, kSoon);
+      auto unwanted = messages.send(large.data(), {large.size(), 1}, 1, 0, soon());
       failure_of([&] { wait(messages, unwanted); }, FailureKind::kPeerLeft);
-      wait(messages, messages.receive(&value, {4, 1}, 1, 0, kSoon));
+      wait(messages, messages.receive(&value, {4, 1}, 1, 0, soon()));
       EXPECT_EQ(value, 1);
       // Whoever is left can still be received from.
-      wait(messages, messages.send(&value, {4, 1}, 2, 0, kSoon));
-      auto any = messages.receive(&value, {4, 1}, kAny, 8, kSoon);
+      wait(messages, messages.send(&value, {4, 1}, 2, 0, soon()));
+      auto any = messages.receive(&value, {4, 1}, kAny, 8, soon());
       wait(messages, any);
       EXPECT_EQ(messages.source(any), 2);
     }
@@ -328,19 +330,19 @@ TEST(MessageChannel, AbortEndsAllWaitsOfTheGroup) {
     int value = 0;
     Bytes large(100000);
     if (channel->rank() == 2) {
-      wait(messages, messages.receive(&value, {4, 1}, 0, 1, kSoon));
-      wait(messages, messages.receive(&value, {4, 1}, 1, 1, kSoon));
+      wait(messages, messages.receive(&value, {4, 1}, 0, 1, soon()));
+      wait(messages, messages.receive(&value, {4, 1}, 1, 1, soon()));
       channel->abort();
       return;
     }
-    auto receive = messages.receive(&value, {4, 1}, 2, 0, kSoon);
-    auto send = messages.send(large.data(), {large.size(), 1}, 2, 0, kSoon);
+    auto receive = messages.receive(&value, {4, 1}, 2, 0, soon());
+    auto send = messages.send(large.data(), {large.size(), 1}, 2, 0, soon());
     int ready = 0;
-    wait(messages, messages.send(&ready, {4, 1}, 2, 1, kSoon));
+    wait(messages, messages.send(&ready, {4, 1}, 2, 1, soon()));
     const auto text = failure_of([&] { wait(messages, receive); }, FailureKind::kAborted);
     EXPECT_NE(text.find("rank 2"), std::string::npos) << text;
     failure_of([&] { wait(messages, send); }, FailureKind::kAborted);
-    failure_of([&] { messages.receive(&value, {4, 1}, 2, 0, kSoon); }, FailureKind::kAborted);
+    failure_of([&] { messages.receive(&value, {4, 1}, 2, 0, soon()); }, FailureKind::kAborted);
   });
 }
 
@@ -349,11 +351,11 @@ TEST(MessageChannel, CloseEndsWhatIsPending) {
   run_rank_threads(2, [&](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     int value = 0;
-    auto handle = messages.receive(&value, {4, 1}, 1 - channel->rank(), 0, kSoon);
+    auto handle = messages.receive(&value, {4, 1}, 1 - channel->rank(), 0, soon());
     messages.advance_in_background();
     messages.close();
     failure_of([&] { wait(messages, handle); }, FailureKind::kAborted);
-    EXPECT_THROW(messages.receive(&value, {4, 1}, 0, 0, kSoon), c10::Error);
+    EXPECT_THROW(messages.receive(&value, {4, 1}, 0, 0, soon()), c10::Error);
     both_done.arrive_and_wait();
   });
 }
