@@ -98,9 +98,10 @@ void train(const Settings& settings) {
     const auto start = std::chrono::steady_clock::now();
     int64_t images = 0;
     {
-      lockstep::ProgressBar bar(loader.size() * settings.batch_size,
-                                "epoch " + std::to_string(epoch + 1) + "/" + std::to_string(settings.epochs),
-                                {.unit = "images", .quiet = rank != 0});
+      lockstep::ProgressBar bar(
+          loader.size() * settings.batch_size,
+          "epoch " + std::to_string(epoch + 1) + "/" + std::to_string(settings.epochs),
+          {.unit = "images", .quiet = rank != 0, .waited = [&] { return loader.waited(); }});
       for (auto& batch : loader) {
         optimizer.zero_grad();
         auto loss = nn::functional::cross_entropy(model(batch.data), batch.target);

@@ -6,9 +6,14 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/data/concat_dataset.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/data/fashion_mnist.h>
+#include <lockstep/data/rank_share.h>
+#include <lockstep/data/subset.h>
+#include <lockstep/data/tensor_dataset.h>
+#include <lockstep/data/worker_info.h>
 #include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/ddp/grad_norm.h>
 #include <lockstep/ddp/gradient_accumulation.h>

@@ -37,6 +37,8 @@ KINDS = {
     "python": ("python_ddp_step.py", {}),
     "python_keep": ("python_ddp_step.py", KEEP_PAGES),
     "python_lockstep": ("python_ddp_step.py", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),
+    "data": ("bench_data", {}),
+    "python_data": ("python_data.py", {}),
     "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
 }
 NEED_PACKAGE = ("python_lockstep", "python_groups")

@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.driver import from_python, stats, targets, training_report
+from benchmarks.driver import data, from_python, stats, targets, training_report
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -14,7 +14,7 @@ def report(results, markdown=False):
     """All tables of what was measured, as one text."""
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
-               *training_report.tables(results), *python(results), promises(results)]
+               *training_report.tables(results), *python(results), loading(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
 
@@ -140,6 +140,18 @@ def python_step(results, network):
                          ratio(results, f"{cell}.{who}.vs_gloo") if who == "lockstep_ddp" else ""])
     return Table(f"Training step from Python, {network} network, batch {NETWORKS[network].batch} a rank",
                  ["", "step", "steps/s", "over no comm.", "than Gloo (quartiles)"], rows)
+
+
+def loading(results):
+    rows = []
+    for name, source in data.SOURCES.items():
+        for workers in source.workers:
+            cell = f"data.{name}.{workers}"
+            if f"{cell}.vs_python" in results.figures:
+                rows.append([f"{source.words}, {workers} workers",
+                             *(f"{1e9 * source.samples / results.median(f'{cell}.{who}'):,.0f}" for who in data.CONTENDERS),
+                             ratio(results, f"{cell}.vs_python")])
+    return Table("Loading data, samples a second", ["", "Lockstep", "torch.utils.data", "faster (quartiles)"], rows)
 
 
 def promises(results):

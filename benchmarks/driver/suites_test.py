@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.driver import collectives, interleave, report, results, tables, targets
+from benchmarks.driver import collectives, data, interleave, report, results, tables, targets
 from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
@@ -14,7 +14,9 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("cpp_keep", "alone"): 50, ("cpp_keep", "single"): 40, ("python", "ddp"): 80, ("python", "alone"): 55,
         ("python", "single"): 44, ("python_keep", "ddp"): 78, ("python_keep", "alone"): 54,
         ("python_lockstep", "ddp"): 60, ("hooks", "step:all_reduce"): 50, ("hooks", "step:bf16"): 55,
-        ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40}
+        ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40,
+        ("data", "memory:0"): 4, ("data", "memory:2"): 5, ("python_data", "memory:0"): 80,
+        ("python_data", "memory:2"): 60}
 FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
          "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}
 
@@ -182,6 +184,17 @@ def test_promises_over_all_cells():
     # Of some cells alone nothing is promised.
     assert not {target.figure for target, *_ in targets.judge(with_cells(["barrier"], **ratios))} & set(targets.OVER_CELLS)
     assert targets.measured(with_cells(["operations"]), "cells.least") is None
+
+
+def test_loading_is_told_in_samples_a_second():
+    answer, fleet = run(data.data)
+    assert answer.median("data.memory.0.vs_python") == pytest.approx(20)
+    assert answer.median("data.memory.2.vs_python") == pytest.approx(12)
+    assert {argument for *_, argument, _ in fleet.log} == {16384}
+    table = report.report(answer)
+    assert re.search(r"tensors in memory, 0 workers +4,096,000 +204,800 +20x", table), table
+    answer, _ = run(data.data, missing=["python_data"])
+    assert answer.skipped == ["python_data is not here"] and not answer.series
 
 
 def test_markdown():

@@ -64,6 +64,8 @@ TARGETS = (
     *(Target(f"python_all_reduce.2.{size}.vs_gloo", bound, f"all_reduce {shown} from Python, faster than Gloo")
       for size, shown, bound in (("4B", "4 B", 10), ("64B", "64 B", 10), ("1KiB", "1 KiB", 10), ("4KiB", "4 KiB", 10),
                                  ("64KiB", "64 KiB", 10), ("25MiB", "25 MiB", 8))),
+    Target("data.memory.0.vs_python", 3, "epoch of tensors in memory, faster than torch's DataLoader"),
+    Target("data.memory.2.vs_python", 3, "the same, 2 workers each"),
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )

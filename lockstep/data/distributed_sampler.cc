@@ -1,7 +1,7 @@
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/world_defaults.h>
 #include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/internal/place_in_world.h>
 #include <lockstep/data/internal/random.h>
 
 namespace lockstep::data {
@@ -9,20 +9,9 @@ namespace lockstep::data {
 DistributedSampler::DistributedSampler(int64_t size, DistributedSamplerOptions options)
     : dataset_size_(size), shuffle_(options.shuffle), seed_(options.seed) {
   TORCH_CHECK_VALUE(size >= 0, "DistributedSampler: size is ", size, "; a data set has 0 or more samples");
-  if (!options.num_replicas || !options.rank) {
-    const auto world = world_defaults();
-    TORCH_CHECK_VALUE(
-        world,
-        "Default process group has not been initialized, so DistributedSampler knows neither rank nor "
-        "world size: call lockstep::init_process_group() first, or give it num_replicas and rank.");
-    if (!options.num_replicas) options.num_replicas = world->world_size;
-    if (!options.rank) options.rank = world->rank;
-  }
-  num_replicas_ = *options.num_replicas;
-  rank_ = *options.rank;
-  TORCH_CHECK_VALUE(num_replicas_ > 0, "Invalid num_replicas ", num_replicas_, ", it should be at least 1");
-  TORCH_CHECK_VALUE(rank_ >= 0 && rank_ < num_replicas_, "Invalid rank ", rank_,
-                    ", rank should be in the interval [0, ", num_replicas_ - 1, "]");
+  const auto place = internal::place_in_world("DistributedSampler", options.num_replicas, options.rank);
+  num_replicas_ = place.num_replicas;
+  rank_ = place.rank;
   num_samples_ = size / num_replicas_;
   if (!options.drop_last && size % num_replicas_ != 0) ++num_samples_;
 }
@@ -50,6 +39,30 @@ std::vector<int64_t> DistributedSampler::indices() {
     const int64_t position = (rank_ + i * num_replicas_) % dataset_size_;
     mine.push_back(shuffle_ ? permutation[static_cast<size_t>(position)] : position);
   }
+  return mine;
+}
+
+void DistributedSampler::load_state_dict(const StateDict& state) {
+  epoch_ = state_value<int64_t>(state, "epoch", "DistributedSampler");
+}
+
+DistributedEvalSampler::DistributedEvalSampler(int64_t size, const DistributedEvalSamplerOptions& options)
+    : dataset_size_(size) {
+  TORCH_CHECK_VALUE(size >= 0, "DistributedEvalSampler: size is ", size,
+                    "; a data set has 0 or more samples");
+  const auto place = internal::place_in_world("DistributedEvalSampler", options.num_replicas, options.rank);
+  num_replicas_ = place.num_replicas;
+  rank_ = place.rank;
+}
+
+int64_t DistributedEvalSampler::size() const {
+  return dataset_size_ / num_replicas_ + (rank_ < dataset_size_ % num_replicas_ ? 1 : 0);
+}
+
+std::vector<int64_t> DistributedEvalSampler::indices() {
+  std::vector<int64_t> mine;
+  mine.reserve(static_cast<size_t>(size()));
+  for (int64_t index = rank_; index < dataset_size_; index += num_replicas_) mine.push_back(index);
   return mine;
 }
 

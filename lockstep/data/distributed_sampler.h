@@ -32,8 +32,8 @@ struct DistributedSamplerOptions {
 ///       for (auto& batch : loader) { … }
 ///     }
 ///
-/// Padding shows some samples twice and drop_last hides some, so neither suits an exact validation.
-/// Not thread-safe. Independent of the process group once made.
+/// Padding shows some samples twice and drop_last hides some, so neither suits an exact validation: see
+/// DistributedEvalSampler. Not thread-safe. Independent of the process group once made.
 class DistributedSampler final : public Sampler {
  public:
   /// `size`: the data set's; 0 gives no indices. Throws c10::ValueError when it is negative, when the rank
@@ -52,6 +52,10 @@ class DistributedSampler final : public Sampler {
   int64_t size() const override { return num_samples_; }
   std::vector<int64_t> indices() override;
 
+  /// {"epoch"}; the rest is said when a sampler is made.
+  StateDict state_dict() const override { return {{"epoch", epoch_}}; }
+  void load_state_dict(const StateDict& state) override;
+
   /// num_replicas × size(): with padding, without dropped samples.
   int64_t total_size() const { return num_samples_ * num_replicas_; }
   int64_t num_replicas() const { return num_replicas_; }
@@ -66,6 +70,31 @@ class DistributedSampler final : public Sampler {
   bool shuffle_;
   int64_t seed_;
   int64_t epoch_ = 0;
+};
+
+struct DistributedEvalSamplerOptions {
+  std::optional<int64_t> num_replicas = std::nullopt;  ///< as DistributedSamplerOptions
+  std::optional<int64_t> rank = std::nullopt;          ///< as DistributedSamplerOptions
+};
+
+/// One rank's share of a data set that is to be seen exactly once, for validation: indices rank,
+/// rank + num_replicas, …, in every epoch. Nothing is repeated and nothing left out, so the first ranks may
+/// get one more than the others, and ranks may get none: average over sums and counts that are all-reduced
+/// after the loop, and call no collective in it (DistributedDataParallel's forward in evaluation mode calls
+/// none).
+class DistributedEvalSampler final : public Sampler {
+ public:
+  /// Throws as DistributedSampler does.
+  explicit DistributedEvalSampler(int64_t size, const DistributedEvalSamplerOptions& options = {});
+  int64_t size() const override;
+  std::vector<int64_t> indices() override;
+  int64_t num_replicas() const { return num_replicas_; }
+  int64_t rank() const { return rank_; }
+
+ private:
+  int64_t dataset_size_;
+  int64_t num_replicas_;
+  int64_t rank_;
 };
 
 }  // namespace lockstep::data

@@ -2,6 +2,7 @@
 
 import random
 import subprocess
+import warnings
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_data_loader_gives_pythons_order_and_leaves_the_generators_alike(bin_dir
     lines = []
     for size, batch_size, shuffle, seed, drop_last, epochs, manual_seed in configurations:
         seed_word = "none" if seed is None else seed
-        workers = rng.randrange(2)
+        workers = rng.choice([0, 1, 3])
         lines.append(
             f"loader {size} {batch_size} {int(shuffle)} {seed_word} {int(drop_last)} {workers} {epochs} {manual_seed}"
         )
@@ -91,3 +92,93 @@ def test_data_loader_gives_pythons_order_and_leaves_the_generators_alike(bin_dir
         *epochs, after = answer.split("|")
         got = [[[int(word) for word in batch.split()] for batch in epoch.split(",")[:-1]] for epoch in epochs]
         assert (got, int(after)) == python_batches(*configuration), line
+
+
+def generator_of(seed):
+    return None if seed is None else torch.Generator().manual_seed(seed)
+
+
+def word(value):
+    return "none" if value is None else str(int(value) if isinstance(value, bool) else value)
+
+
+def outcome(make):
+    """Two epochs of the sampler that make() gives, or the error's message."""
+    try:
+        sampler = make()
+        return [list(sampler), list(sampler)]
+    except ValueError as error:
+        return f"error: {error}"
+
+
+def python_random(size, replacement, num_samples, seed):
+    return torch.utils.data.RandomSampler(range(size), replacement, num_samples, generator_of(seed))
+
+
+def python_subset(size, seed):
+    return torch.utils.data.SubsetRandomSampler([3 + 7 * i for i in range(size)], generator_of(seed))
+
+
+def python_weighted(size, num_samples, replacement, seed):
+    weights = [i % 3 for i in range(size)]
+    return torch.utils.data.WeightedRandomSampler(weights, num_samples, replacement, generator_of(seed))
+
+
+def python_batch(size, batch_size, drop_last, seed):
+    order = torch.utils.data.RandomSampler(range(size), generator=generator_of(seed))
+    return torch.utils.data.BatchSampler(order, batch_size, drop_last)
+
+
+def parse_epochs(answer):
+    epochs = [epoch.strip() for epoch in answer.split("|")[:-1]]
+    if "," in answer:
+        return [[[int(n) for n in batch.split()] for batch in epoch.split(",")[:-1]] for epoch in epochs]
+    return [[int(n) for n in epoch.split()] for epoch in epochs]
+
+
+def test_samplers_give_pythons_indices(bin_dir):
+    rng = random.Random(99)
+    cases = []
+    for _ in range(60):
+        size, seed = rng.choice([1, 2, 31, 32, 33, 100, 5000]), rng.choice([None, 0, 7, 2**40 + 1])
+        num_samples = rng.choice([None, 1, 32, 33, 100, 2 * size, 3 * size + 1])
+        cases.append((python_random, "random", (size, rng.random() < 0.5, num_samples, seed)))
+        cases.append((python_subset, "subset", (rng.choice([0, size]), seed)))
+        replacement = rng.random() < 0.5
+        drawn = rng.randrange(1, 200) if replacement else rng.randrange(1, max(2, size // 2))
+        cases.append((python_weighted, "weighted", (max(size, 3), drawn, replacement, seed)))
+    cases.append((python_random, "random", (10, False, 0, None)))
+    cases.append((python_random, "random", (10, True, -3, None)))
+    cases.append((python_weighted, "weighted", (10, 0, True, None)))
+    lines = [" ".join([kind, *map(word, arguments), "17"]) for _, kind, arguments in cases]
+    batches = [(rng.choice([1, 10, 64]), rng.choice([1, 3, 10, 64]), rng.random() < 0.5, 5) for _ in range(20)]
+    lines += ["batch " + " ".join(map(word, arguments)) for arguments in batches]
+    got = answers(bin_dir, lines)
+    for (make, _, arguments), line, answer in zip(cases, lines, got):
+        torch.manual_seed(17)
+        expected = outcome(lambda: make(*arguments))
+        assert (answer if answer.startswith("error") else parse_epochs(answer)) == expected, line
+    for arguments, answer in zip(batches, got[len(cases):], strict=True):
+        expected = outcome(lambda: python_batch(*arguments))
+        assert parse_epochs(answer) == expected, arguments
+
+
+def test_random_split_gives_pythons_parts(bin_dir):
+    fractions = [[0.5, 0.5], [0.3, 0.3, 0.4], [0.1] * 10, [1.0], [0.999, 0.001], [0.7, 0.2, 0.1], [0.25, 0.75, 0.0]]
+    cases = [(size, lengths, seed) for size in (0, 1, 9, 10, 101) for lengths in fractions for seed in (None, 3)]
+    cases += [(10, [3, 7], None), (10, [10], 5), (10, [0, 10, 0], 5), (30, [10, 11, 9], 1), (9, [1], 1), (9, [0, 1], 1)]
+    lines = [f"split {size} {word(seed)} 23 " + " ".join(map(str, lengths)) for size, lengths, seed in cases]
+    lines += ["split 10 none 23 3 8", "split 10 none 23 1.5 -0.5"]
+    *got, wrong_sum, wrong_fraction = answers(bin_dir, lines)
+    for (size, lengths, seed), answer in zip(cases, got, strict=True):
+        torch.manual_seed(23)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts = torch.utils.data.random_split(range(size), lengths, generator_of(seed) or torch.default_generator)
+        assert parse_epochs(answer) == [list(part.indices) for part in parts], (size, lengths, seed)
+    with pytest.raises(ValueError) as python:
+        torch.utils.data.random_split(range(10), [3, 8])
+    assert wrong_sum.startswith(f"error: {python.value}")
+    with pytest.raises(ValueError) as python:
+        torch.utils.data.random_split(range(10), [1.5, -0.5])
+    assert wrong_fraction == f"error: {python.value}"

@@ -127,7 +127,11 @@ std::string format_progress(const ProgressState& state, int width) {
     timing += "<" + format_time(state.done == state.total ? 0 : left);
   }
   timing += ", " + format_rate(state.rate) + " " + unit + "/s";
-  const std::string postfix = state.postfix.empty() ? "" : ", " + without_control_characters(state.postfix);
+  std::string postfix;
+  if (state.waiting && std::isfinite(*state.waiting)) {
+    postfix += print(", %.0f%% waiting for data", 100 * std::clamp(*state.waiting, 0.0, 1.0));
+  }
+  if (!state.postfix.empty()) postfix += ", " + without_control_characters(state.postfix);
   const std::string count = known ? std::to_string(state.done) + "/" + std::to_string(state.total)
                                   : std::to_string(state.done) + " " + unit;
 
@@ -162,6 +166,7 @@ ProgressBar::ProgressBar(int64_t total, std::string description, ProgressBarOpti
   state_.unit = options_.unit;
   state_.ascii = options_.ascii.value_or(!locale_is_utf8());
   start_ = drawn_ = options_.clock();
+  if (options_.waited) waited_before_ = options_.waited();
   if (terminal_ && !options_.quiet) draw(start_);
 }
 
@@ -202,6 +207,9 @@ void ProgressBar::measure(Time now) {
 
 void ProgressBar::draw(Time now) {
   state_.elapsed = seconds(now - start_);
+  if (options_.waited && state_.elapsed > 0) {
+    state_.waiting = (options_.waited() - waited_before_) / state_.elapsed;
+  }
   state_.postfix.clear();
   for (const auto& [key, value] : postfix_) {
     if (!state_.postfix.empty()) state_.postfix += ", ";

@@ -19,6 +19,8 @@ struct ProgressState {
   int64_t total = 0;   ///< 0: not known
   double elapsed = 0;  ///< seconds
   double rate = 0;     ///< units per second; 0: not known
+  /// Share of the elapsed time that was spent waiting for data, 0 to 1; shown where it is known.
+  std::optional<double> waiting = std::nullopt;
   std::string unit = "it";
   std::string postfix = {};  ///< "loss=0.31, accuracy=0.87"
   bool ascii = false;        ///< draw with '#' instead of block characters
@@ -29,9 +31,10 @@ struct ProgressState {
 ///
 ///     epoch 1:  45%|█████▍      | 27000/60000 [00:12<00:15, 2250 images/s, loss=0.31]
 ///     epoch 1: 27000 images [00:12, 2250 images/s, loss=0.31]         (total 0, or passed)
+///     epoch 1:  45% 27000/60000 [00:12<00:15, 2250 images/s, 3% waiting for data, loss=0.31]
 ///
-/// Where that is too wide, the bar shrinks, then goes, then the postfix, then the description; then the line
-/// is cut. `width` 0: no limit and no bar, for a log. A pure function.
+/// Where that is too wide, the bar shrinks, then goes, then postfix and waiting, then the description; then
+/// the line is cut. `width` 0: no limit and no bar, for a log. A pure function.
 std::string format_progress(const ProgressState& state, int width);
 
 struct ProgressBarOptions {
@@ -45,6 +48,10 @@ struct ProgressBarOptions {
   std::optional<int> width = std::nullopt;
   /// '#' instead of block characters; by the locale's variables (LC_ALL, LC_CTYPE, LANG) unless told.
   std::optional<bool> ascii = std::nullopt;
+  /// Seconds that were spent waiting for data so far, since any point in time; asked at the start and at each
+  /// redraw, and their share of the elapsed time is shown. Called until finish(). Of a loader:
+  /// `.waited = [&loader] { return loader.waited(); }`
+  std::function<double()> waited = {};
   std::function<std::chrono::steady_clock::time_point()> clock = &std::chrono::steady_clock::now;
 };
 
@@ -95,6 +102,7 @@ class ProgressBar {
   bool finished_ = false;
   ProgressState state_;
   std::vector<std::pair<std::string, std::string>> postfix_;
+  double waited_before_ = 0;  // what options_.waited said at the start
   Time start_;
   Time drawn_;              // when the last line was drawn; start_ before the first
   int64_t drawn_done_ = 0;  // what it showed as done

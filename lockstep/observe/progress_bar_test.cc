@@ -73,6 +73,23 @@ TEST(FormatProgress, WithUnknownOrPassedTotalOrNoTimeYet) {
   EXPECT_EQ(format_progress({}, 80), "0 it [00:00, ? it/s]");
 }
 
+TEST(FormatProgress, TellsTheShareOfWaitingForDataWhereItIsKnown) {
+  auto state = halfway();
+  state.waiting = 0.034;
+  EXPECT_EQ(format_progress(state, 0),
+            "epoch 1:  50% 30000/60000 [00:12<00:13, 2250 images/s, 3% waiting for data, loss=0.31]");
+  EXPECT_EQ(format_progress(state, 60), "epoch 1:  50% 30000/60000 [00:12<00:13, 2250 images/s]");
+  state.postfix = "";
+  const std::vector<std::pair<double, std::string>> shares = {
+      {0.0, "0%"}, {1.7, "100%"}, {-1.0, "0%"}, {0.996, "100%"}};
+  for (const auto& [share, shown] : shares) {
+    state.waiting = share;
+    EXPECT_THAT(format_progress(state, 0), HasSubstr(", " + shown + " waiting for data]"));
+  }
+  state.waiting = std::nan("");
+  EXPECT_THAT(format_progress(state, 0), Not(HasSubstr("waiting")));
+}
+
 TEST(FormatProgress, KeepsToOneLine) {
   ProgressState state{.description = "a\nb\x1b[2J", .done = 1, .unit = "x\r", .postfix = "c=\n"};
   EXPECT_EQ(format_progress(state, 0), "a b [2J: 1 x  [00:00, ? x /s, c= ]");
@@ -193,6 +210,21 @@ TEST_F(ProgressBarTest, PostfixKeepsItsOrderAndTakesText) {
   bar.set_postfix("loss", 1e-5);
   bar.finish();
   EXPECT_THAT(written(), HasSubstr(", loss=1e-05, phase=warm-up]"));
+}
+
+TEST_F(ProgressBarTest, CountsTheWaitingSinceItsStart) {
+  double waited = 1000;  // in earlier epochs
+  auto waiting = options(false);
+  waiting.waited = [&] { return waited; };
+  ProgressBar bar(100, "", waiting);
+  now_ += 10s;
+  waited += 2.5;
+  bar.update(10);
+  now_ += 10s;
+  bar.update(90);
+  bar.finish();
+  EXPECT_THAT(pieces('\n'), ElementsAre(HasSubstr("images/s, 25% waiting for data]"),
+                                        HasSubstr("images/s, 12% waiting for data]"), ""));
 }
 
 TEST_F(ProgressBarTest, IsSilentWhenQuietOrFinished) {

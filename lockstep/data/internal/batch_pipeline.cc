@@ -1,112 +1,233 @@
 #include <algorithm>
-#include <pthread.h>
 #include <sstream>
+#include <string>
 #include <utility>
 
-#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/format_duration.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/data/internal/batch_pipeline.h>
-
-// OpenMP's, found at run time in the runtime that LibTorch loaded, if it loaded one.
-extern "C" __attribute__((weak)) void omp_set_num_threads(int threads);
+#include <lockstep/data/internal/loading_scope.h>
+#include <lockstep/data/internal/random.h>
 
 namespace lockstep::data::internal {
 namespace {
 
-/// Operations of this thread stay on this thread, as in Python's workers. Without it, OpenMP would start a
-/// second team of threads for it, which would compete with the training's.
-void compute_alone() {
-  at::get_num_threads();  // ATen's per-thread initialisation, which would undo the next line if it came later
-  if (omp_set_num_threads != nullptr) omp_set_num_threads(1);
-}
+using Clock = std::chrono::steady_clock;
 
-std::string describe(int64_t batch, std::span<const int64_t> indices) {
-  constexpr size_t kShown = 8;
+std::string name_of(const EpochPlan& plan, int64_t batch) {
   std::ostringstream text;
-  text << "while loading batch " << batch << " of the epoch, samples ";
-  for (size_t i = 0; i < std::min(indices.size(), kShown); ++i) text << (i > 0 ? ", " : "") << indices[i];
-  if (indices.size() > kShown) text << ", … (" << indices.size() << " in all)";
+  text << "batch " << batch << " of the epoch";
+  if (plan.iterable) return text.str();
+  constexpr int64_t kShown = 8;
+  const auto [begin, end] = plan.slice(batch);
+  text << ", samples ";
+  for (int64_t i = begin; i < std::min(begin + kShown, end); ++i) {
+    text << (i > begin ? ", " : "") << plan.indices[static_cast<size_t>(i)];
+  }
+  if (end - begin > kShown) text << ", … (" << end - begin << " in all)";
   return text.str();
 }
 
 }  // namespace
 
-BatchPipeline::BatchPipeline(Plan plan, MakeBatch make_batch)
-    : plan_(std::move(plan)), make_batch_(std::move(make_batch)) {
-  if (plan_.ahead > 0) thread_ = std::thread(&BatchPipeline::run, this);
+EpochPlan::Slice EpochPlan::slice(int64_t batch) const {
+  if (!last_of.empty() || indices.empty()) {
+    if (batch >= static_cast<int64_t>(last_of.size())) return {};
+    return {batch == 0 ? 0 : last_of[static_cast<size_t>(batch - 1)], last_of[static_cast<size_t>(batch)]};
+  }
+  const auto total = static_cast<int64_t>(indices.size());
+  const int64_t begin = first + (batch - first_batch) * batch_size;
+  const int64_t end = std::min(begin + batch_size, total);
+  if (begin >= total || (drop_last && end - begin < batch_size)) return {};
+  return {begin, end};
+}
+
+BatchPipeline::BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe recipe,
+                             PipelineOptions options, std::shared_ptr<EpochProgress> progress,
+                             std::shared_ptr<std::atomic<int64_t>> waited, std::shared_ptr<WorkerPool> pool)
+    : plan_(std::move(plan)),
+      recipe_(std::move(recipe)),
+      options_(std::move(options)),
+      progress_(std::move(progress)),
+      waited_(std::move(waited)),
+      pool_(std::move(pool)),
+      next_batch_(plan_->first_batch),
+      lanes_(pool_ == nullptr ? 0 : static_cast<size_t>(pool_->size())),
+      turn_(plan_->first_batch),
+      drawn_(plan_->first) {
+  if (pool_ == nullptr) return;
+  job_ = pool_->start({[this](Worker& worker) { run(worker); }, [this] { stop(); }});
 }
 
 BatchPipeline::~BatchPipeline() {
-  if (!thread_.joinable()) return;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
+  if (pool_ != nullptr) pool_->end(job_);
 }
 
-BatchPipeline::Outcome BatchPipeline::make_next() noexcept {
-  const auto total = static_cast<int64_t>(plan_.indices.size());
-  const int64_t count = std::min(plan_.batch_size, total - position_);
-  if (count <= 0 || (plan_.drop_last && count < plan_.batch_size)) return {};
+void BatchPipeline::stop() {
+  for (Lane& lane : lanes_) {
+    {
+      const std::lock_guard<std::mutex> lock(lane.mutex);
+      lane.stop = true;
+    }
+    lane.changed.notify_all();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(turn_mutex_);
+    turns_over_ = true;
+  }
+  turn_changed_.notify_all();
+}
+
+BatchPipeline::Outcome BatchPipeline::make(int64_t batch) noexcept {
+  try {
+    return plan_->iterable ? make_from_stream(batch) : make_from_indices(batch);
+  } catch (...) {
+    return {.failure = std::current_exception()};
+  }
+}
+
+BatchPipeline::Outcome BatchPipeline::make_from_indices(int64_t batch) {
+  const auto [begin, end] = plan_->slice(batch);
+  if (begin == end) return {};
   const auto indices =
-      std::span(plan_.indices).subspan(static_cast<size_t>(position_), static_cast<size_t>(count));
-  const int64_t batch = batches_made_++;
-  position_ += count;
-  Outcome outcome;
+      std::span(plan_->indices).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+  const LoadingScope scope(plan_->base_seed, begin, end - begin, indices);
   try {
     for (const int64_t index : indices) {
-      TORCH_CHECK_INDEX(index >= 0 && index < plan_.dataset_size, "the sampler gave index ", index,
-                        ", but the data set has ", plan_.dataset_size, " samples, 0 to ",
-                        plan_.dataset_size - 1);
+      TORCH_CHECK_INDEX(index >= 0 && index < plan_->dataset_size, "the sampler gave index ", index,
+                        ", but the data set has ", plan_->dataset_size, " samples, 0 to ",
+                        plan_->dataset_size - 1);
     }
-    outcome.batch = make_batch_(indices);
+    return {.batch = recipe_.make(indices), .samples = end - begin};
   } catch (...) {
-    try {
-      rethrow_with_context(describe(batch, indices));
-    } catch (...) {
-      outcome.failure = std::current_exception();
-    }
+    rethrow_with_context("while loading " + name_of(*plan_, batch));
   }
-  return outcome;
 }
 
-void BatchPipeline::run() {
-  ::pthread_setname_np(::pthread_self(), "lockstep-loader");
-  compute_alone();
-  for (bool more = true; more;) {
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return stop_ || static_cast<int64_t>(ready_.size()) < plan_.ahead; });
-      if (stop_) return;
-    }
-    Outcome outcome = make_next();
-    more = outcome.batch != nullptr;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ready_.push_back(std::move(outcome));
-    }
-    changed_.notify_all();
+BatchPipeline::Outcome BatchPipeline::make_from_stream(int64_t batch) {
+  int64_t position = 0;
+  {
+    std::unique_lock<std::mutex> lock(turn_mutex_);
+    turn_changed_.wait(lock, [&] { return turns_over_ || turn_ == batch; });
+    if (turns_over_ || stream_ended_) return {};
+    position = drawn_;
   }
+  // The turn is this thread's until it passes it on, whatever happens to the stream.
+  std::shared_ptr<void> drawn;
+  int64_t taken = 0;
+  std::exception_ptr failure;
+  try {
+    const LoadingScope scope(plan_->base_seed, position, plan_->batch_size, {});
+    drawn = recipe_.draw(plan_->batch_size, taken);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(turn_mutex_);
+    drawn_ += taken;
+    stream_ended_ = failure != nullptr || taken < plan_->batch_size;
+    // At the end every worker comes by, to see that it is the end.
+    if (stream_ended_) turns_over_ = true;
+    ++turn_;
+  }
+  turn_changed_.notify_all();
+  try {
+    if (failure) std::rethrow_exception(failure);
+    if (taken == 0 || (plan_->drop_last && taken < plan_->batch_size)) return {};
+    const LoadingScope scope(plan_->base_seed, position, taken, {});
+    return {.batch = recipe_.finish(std::move(drawn)), .samples = taken};
+  } catch (...) {
+    const std::string where =
+        failure ? "sample " + std::to_string(position + taken)
+                : "samples " + std::to_string(position) + " to " + std::to_string(position + taken - 1);
+    rethrow_with_context("while loading " + name_of(*plan_, batch) + ", " + where + " of the stream");
+  }
+}
+
+void BatchPipeline::run(Worker& worker) {
+  Lane& lane = lanes_[static_cast<size_t>(worker.info.id)];
+  const int workers = worker.info.num_workers;
+  std::exception_ptr failure;
+  try {
+    worker.info.seed = plan_->base_seed + worker.info.id;
+    worker.info.generator = make_generator(static_cast<uint64_t>(worker.info.seed));
+    if (!worker.prepared && options_.worker_init_fn) options_.worker_init_fn(worker.info.id);
+    worker.prepared = true;
+  } catch (...) {
+    try {
+      rethrow_with_context("in worker_init_fn of worker " + std::to_string(worker.info.id));
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  const int64_t first = plan_->first_batch;
+  const int64_t before = first % workers;  // batch b is worker b mod N's, also after a resume
+  for (int64_t batch = first + (worker.info.id - before + workers) % workers;; batch += workers) {
+    {
+      std::unique_lock<std::mutex> lock(lane.mutex);
+      lane.changed.wait(lock, [&] {
+        return lane.stop || static_cast<int64_t>(lane.ready.size()) < options_.prefetch_factor;
+      });
+      if (lane.stop) return;
+    }
+    Outcome outcome = failure ? Outcome{.failure = failure} : make(batch);
+    const bool more = outcome.batch != nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(lane.mutex);
+      lane.ready.push_back(std::move(outcome));
+    }
+    lane.changed.notify_one();
+    if (!more) return;
+  }
+}
+
+BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
+  std::unique_lock<std::mutex> lock(lane.mutex);
+  if (lane.ready.empty()) {
+    const auto since = Clock::now();
+    const auto there = [&] { return !lane.ready.empty() || lane.stop; };
+    if (options_.timeout.count() == 0) {
+      lane.changed.wait(lock, there);
+    } else if (!lane.changed.wait_for(lock, options_.timeout, there)) {
+      waited_->fetch_add((Clock::now() - since).count(), std::memory_order_relaxed);
+      TORCH_CHECK(false, "DataLoader timed out after ", format_duration(options_.timeout), " waiting for ",
+                  name_of(*plan_, next_batch_), ", which worker ",
+                  next_batch_ % static_cast<int64_t>(lanes_.size()),
+                  " makes; look at what the data set waits for there, or allow more time with .timeout");
+    }
+    waited_->fetch_add((Clock::now() - since).count(), std::memory_order_relaxed);
+    TORCH_CHECK(!lane.ready.empty(),
+                "this epoch was ended by a later begin() of its loader, whose workers are persistent; finish "
+                "one epoch before the next, or leave persistent_workers false");
+  }
+  Outcome outcome = std::move(lane.ready.front());
+  lane.ready.pop_front();
+  lock.unlock();
+  lane.changed.notify_one();
+  return outcome;
 }
 
 std::shared_ptr<void> BatchPipeline::next() {
   if (over_) return nullptr;
   Outcome outcome;
-  if (plan_.ahead == 0) {
-    outcome = make_next();
+  if (pool_ == nullptr) {
+    const auto since = Clock::now();
+    outcome = make(next_batch_);
+    waited_->fetch_add((Clock::now() - since).count(), std::memory_order_relaxed);
   } else {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !ready_.empty(); });
-    outcome = std::move(ready_.front());
-    ready_.pop_front();
+    outcome = take(lanes_[static_cast<size_t>(next_batch_ % static_cast<int64_t>(lanes_.size()))]);
   }
-  changed_.notify_all();
   over_ = outcome.batch == nullptr;
   if (outcome.failure) std::rethrow_exception(std::move(outcome.failure));
+  if (over_) {
+    progress_->finished = true;
+  } else {
+    ++next_batch_;
+    ++progress_->batches;
+    progress_->samples += outcome.samples;
+  }
   return std::move(outcome.batch);
 }
 

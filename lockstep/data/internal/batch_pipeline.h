@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -8,62 +10,127 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <string>
-#include <thread>
 #include <vector>
+
+#include <lockstep/data/internal/worker_pool.h>
 
 /// The parts of DataLoader that don't depend on the data set's type.
 namespace lockstep::data::internal {
 
-/// Makes a batch, of a type that only the DataLoader knows, from the samples at these indices.
-using MakeBatch = std::function<std::shared_ptr<void>(std::span<const int64_t> indices)>;
+/// How a batch comes about. Its type, like that of what is drawn, is known to the DataLoader alone.
+struct BatchRecipe {
+  /// Map-style: makes a batch from the samples at these indices.
+  std::function<std::shared_ptr<void>(std::span<const int64_t> indices)> make;
+  /// Iterable, in place of make: takes the next at most `most` records off the stream, and says how many it
+  /// has taken. One call at a time, in the order of the batches.
+  std::function<std::shared_ptr<void>(int64_t most, int64_t& taken)> draw;
+  /// Iterable: makes a batch from what was drawn.
+  std::function<std::shared_ptr<void>(std::shared_ptr<void> drawn)> finish;
+};
 
-/// The batches of one epoch, in order, made in the calling thread or ahead of it in a background thread.
+/// What one epoch loads. Does not change once it is made.
+struct EpochPlan {
+  bool iterable = false;
+  std::vector<int64_t> indices = {};  // map-style: of the whole epoch, in order
+  std::vector<int64_t> last_of = {};  // with a batch sampler: where in `indices` each batch ends
+  int64_t first = 0;                  // samples that were seen before this process resumed the epoch,
+  int64_t first_batch = 0;            // and batches
+  int64_t batch_size = 1;
+  bool drop_last = false;
+  int64_t dataset_size = 0;
+  int64_t base_seed = 0;
+
+  struct Slice {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+  /// Where in `indices` a batch lies, counted from the epoch's first; nothing of it: the epoch is over.
+  Slice slice(int64_t batch) const;
+};
+
+/// How far an epoch has come; written by the thread that iterates.
+struct EpochProgress {
+  int64_t batches = 0;  // that were handed out, those before a resume included
+  int64_t samples = 0;
+  bool finished = false;  // the end was reached
+};
+
+/// How an epoch is run.
+struct PipelineOptions {
+  int64_t prefetch_factor = 2;          // batches that a worker may have ready or in the making
+  std::chrono::nanoseconds timeout{0};  // 0: none
+  std::function<void(int)> worker_init_fn = {};
+};
+
+/// The batches of one epoch, in order.
 ///
-/// next() and the destructor belong to one thread. The background thread holds mutex_ only to look at and
-/// change the queue, never while it makes a batch.
+/// Without a pool next() makes them. With one, worker w of N makes batches w, w + N, w + 2N, … and lays them
+/// into a queue of its own, its lane; next() takes from lane b mod N. So the order does not depend on N, what
+/// a worker draws from its generator depends on N alone, and there is never more than one thread that waits
+/// for a lane: its worker for room, or the consumer for a batch.
+///
+/// What is drawn from a stream is drawn by one worker after the other, in the order of the batches, each
+/// waiting for its turn; the rest of the work on a batch goes on beside it.
+///
+/// next() and the destructor belong to one thread. Memory ordering: a batch is written by its worker before
+/// it takes the lane's mutex to push it, and read by the consumer after it has taken the same mutex to pop
+/// it. A stream is handed from one worker to the next through turn_mutex_. The plan, the recipe and all else
+/// that workers read is written before WorkerPool::start(), and they have returned from run() when end()
+/// returns. A mutex is held only to look at and change a lane or the turn, never while a batch is made.
+/// waited_ is a counter, read and written relaxed: no other data depends on it.
 class BatchPipeline {
  public:
-  struct Plan {
-    std::vector<int64_t> indices;
-    int64_t batch_size = 1;
-    bool drop_last = false;
-    int64_t dataset_size = 0;
-    int64_t ahead =
-        0;  // how many batches may be ready or in the making before they are asked for; 0: no thread
-  };
-
-  BatchPipeline(Plan plan, MakeBatch make_batch);
-  /// Stops and joins the thread; waits for the batch that it is making.
+  /// No pool: no background threads.
+  BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe recipe, PipelineOptions options,
+                std::shared_ptr<EpochProgress> progress, std::shared_ptr<std::atomic<int64_t>> waited,
+                std::shared_ptr<WorkerPool> pool);
+  /// Stops the workers; waits for the batches that they are making.
   ~BatchPipeline();
   BatchPipeline(const BatchPipeline&) = delete;
   BatchPipeline& operator=(const BatchPipeline&) = delete;
 
   /// The next batch, or nothing after the last. Rethrows what went wrong when that batch was made; afterwards
-  /// the epoch is over.
+  /// the epoch is over. Not so after a timeout: the next call waits for the same batch again.
   std::shared_ptr<void> next();
 
  private:
   struct Outcome {
-    std::shared_ptr<void> batch;  // none, and no failure either: the epoch is over
-    std::exception_ptr failure;
+    std::shared_ptr<void> batch = {};  // none, and no failure either: the epoch is over
+    int64_t samples = 0;
+    std::exception_ptr failure = {};
+  };
+  struct alignas(64) Lane {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Outcome> ready;  // guarded by mutex
+    bool stop = false;          // guarded by mutex
   };
 
-  Outcome make_next() noexcept;
-  void run();
+  void run(Worker& worker);
+  void stop();
+  Outcome make(int64_t batch) noexcept;
+  Outcome make_from_indices(int64_t batch);
+  Outcome make_from_stream(int64_t batch);
+  Outcome take(Lane& lane);
 
-  const Plan plan_;
-  const MakeBatch make_batch_;
-  // Where make_next() is; touched by the thread that makes the batches.
-  int64_t position_ = 0;
-  int64_t batches_made_ = 0;
+  const std::shared_ptr<const EpochPlan> plan_;
+  const BatchRecipe recipe_;
+  const PipelineOptions options_;
+  const std::shared_ptr<EpochProgress> progress_;
+  const std::shared_ptr<std::atomic<int64_t>> waited_;  // nanoseconds
+  const std::shared_ptr<WorkerPool> pool_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Outcome> ready_;  // guarded by mutex_
-  bool stop_ = false;          // guarded by mutex_
-  bool over_ = false;          // next()'s own
-  std::thread thread_;
+  int64_t next_batch_;  // next()'s own
+  bool over_ = false;   // next()'s own
+  std::vector<Lane> lanes_;
+  int64_t job_ = 0;
+
+  std::mutex turn_mutex_;
+  std::condition_variable turn_changed_;
+  int64_t turn_ = 0;           // the batch whose worker may draw; guarded by turn_mutex_, as all below
+  int64_t drawn_ = 0;          // samples of the epoch that were drawn
+  bool stream_ended_ = false;  // or failed
+  bool turns_over_ = false;    // nobody shall draw any more
 };
 
 }  // namespace lockstep::data::internal

@@ -1,0 +1,205 @@
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/data/internal/epoch_planner.h>
+#include <lockstep/data/internal/random.h>
+
+namespace lockstep::data::internal {
+namespace {
+
+constexpr const char* kOwner = "DataLoader";
+
+void check(const DataLoaderOptions& options, bool iterable) {
+  TORCH_CHECK_VALUE(options.batch_size > 0,
+                    "batch_size should be a positive integer value, but got batch_size=", options.batch_size);
+  if (iterable) {
+    TORCH_CHECK_VALUE(!options.shuffle,
+                      "DataLoader with an iterable data set: expected unspecified shuffle "
+                      "option, but got shuffle=true; shuffle within its stream()");
+    TORCH_CHECK_VALUE(options.sampler == nullptr && options.batch_sampler == nullptr,
+                      "DataLoader with an iterable data set: expected unspecified sampler and batch_sampler "
+                      "options; its samples come in the order of its stream()");
+  }
+  TORCH_CHECK_VALUE(
+      options.sampler == nullptr || !options.shuffle,
+      "sampler option is mutually exclusive with shuffle; to shuffle with a sampler, tell the sampler");
+  TORCH_CHECK_VALUE(options.batch_sampler == nullptr || (options.batch_size == 1 && !options.shuffle &&
+                                                         options.sampler == nullptr && !options.drop_last),
+                    "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and "
+                    "drop_last; give them "
+                    "to the batch sampler");
+  TORCH_CHECK_VALUE(options.num_workers >= 0,
+                    "num_workers option should be non-negative, but got num_workers=", options.num_workers,
+                    "; use num_workers=0 to load in the calling thread");
+  TORCH_CHECK_VALUE(
+      options.prefetch_factor > 0,
+      "prefetch_factor should be at least 1, but got prefetch_factor=", options.prefetch_factor);
+  TORCH_CHECK_VALUE(options.timeout.count() >= 0,
+                    "timeout option should be non-negative, but got timeout=", options.timeout.count(),
+                    " ms");
+  if (options.num_workers > 0) return;
+  TORCH_CHECK_VALUE(!options.persistent_workers, "persistent_workers option needs num_workers > 0");
+  TORCH_CHECK_VALUE(options.timeout.count() == 0,
+                    "timeout option needs num_workers > 0: without workers batches are made in the calling "
+                    "thread, and there is nobody who could stop waiting");
+}
+
+/// Tells two orders apart (FNV-1a over the numbers), so that a resumed epoch never goes on in another.
+int64_t order_of(const EpochPlan& plan) {
+  uint64_t hash = 0xcbf29ce484222325U;
+  const auto add = [&](int64_t number) { hash = (hash ^ static_cast<uint64_t>(number)) * 0x100000001b3U; };
+  for (const int64_t index : plan.indices) add(index);
+  for (const int64_t last : plan.last_of) add(last);
+  return static_cast<int64_t>(hash);
+}
+
+}  // namespace
+
+EpochPlanner::EpochPlanner(std::optional<int64_t> dataset_size, const DataLoaderOptions& options)
+    : dataset_size_(dataset_size), options_(options), waited_(std::make_shared<std::atomic<int64_t>>(0)) {
+  check(options, iterable());
+  if (options.seed) generator_ = make_generator(static_cast<uint64_t>(*options.seed));
+  if (iterable()) return;
+  TORCH_CHECK_VALUE(*dataset_size >= 0, "DataLoader: the data set's size() is ", *dataset_size);
+  if (options.sampler != nullptr || options.batch_sampler != nullptr) return;
+  if (options.shuffle) {
+    own_sampler_ = std::make_unique<RandomSampler>(*dataset_size, generator_);
+  } else {
+    own_sampler_ = std::make_unique<SequentialSampler>(*dataset_size);
+  }
+}
+
+int64_t EpochPlanner::batches_of(int64_t samples) const {
+  return samples / options_.batch_size + (!options_.drop_last && samples % options_.batch_size != 0 ? 1 : 0);
+}
+
+int64_t EpochPlanner::batches() const {
+  return options_.batch_sampler != nullptr ? options_.batch_sampler->size() : batches_of(sampler().size());
+}
+
+StateDict EpochPlanner::sampler_state() const {
+  if (iterable()) return {};
+  return options_.batch_sampler != nullptr ? options_.batch_sampler->state_dict() : sampler().state_dict();
+}
+
+void EpochPlanner::load_sampler(const StateDict& state) {
+  if (iterable()) return;
+  if (options_.batch_sampler != nullptr) {
+    options_.batch_sampler->load_state_dict(state);
+  } else {
+    sampler().load_state_dict(state);
+  }
+}
+
+void EpochPlanner::ask_for_order(EpochPlan& plan) const {
+  if (iterable()) return;
+  if (options_.batch_sampler == nullptr) {
+    plan.indices = sampler().indices();
+    return;
+  }
+  for (const auto& batch : options_.batch_sampler->batches()) {
+    TORCH_CHECK_VALUE(!batch.empty(), "the batch sampler gave an empty batch, number ", plan.last_of.size());
+    plan.indices.insert(plan.indices.end(), batch.begin(), batch.end());
+    plan.last_of.push_back(static_cast<int64_t>(plan.indices.size()));
+  }
+}
+
+void EpochPlanner::go_on(EpochPlan& plan, const Resume& resume) const {
+  TORCH_CHECK_VALUE(
+      iterable() || order_of(plan) == resume.order,
+      "DataLoader: the sampler gives another order than that of the epoch which was saved after ",
+      resume.samples,
+      " samples. Make it with the same arguments and seed, on the same data set "
+      "and number of ranks, and begin at the same epoch (set_epoch); or don't load the state");
+  plan.base_seed = resume.base_seed;
+  plan.first = resume.samples;
+  plan.first_batch = resume.batches;
+}
+
+std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
+  auto plan = std::make_shared<EpochPlan>(EpochPlan{.iterable = iterable(),
+                                                    .batch_size = options_.batch_size,
+                                                    .drop_last = options_.drop_last,
+                                                    .dataset_size = dataset_size_.value_or(0)});
+  // Python draws a base seed for its workers at the start of each epoch, whatever the sampler. Drawing it too
+  // keeps the generator, and with it every later random number of the program, at Python's state. A resumed
+  // epoch has drawn it before it was saved.
+  if (!resume_) plan->base_seed = draw_seed(generator_);
+  ask_for_order(*plan);
+  auto progress = std::make_shared<EpochProgress>();
+  if (const auto resume = std::exchange(resume_, std::nullopt)) {
+    go_on(*plan, *resume);
+    *progress = {.batches = resume->batches, .samples = resume->samples};
+  }
+  sampler_state_ = sampler_state();
+  plan_ = plan;
+  progress_ = progress;
+  std::shared_ptr<WorkerPool> pool = pool_;
+  if (options_.num_workers > 0 && pool == nullptr) {
+    pool = std::make_shared<WorkerPool>(options_.num_workers);
+    if (options_.persistent_workers) pool_ = pool;
+  }
+  return std::make_unique<BatchPipeline>(
+      std::move(plan), std::move(recipe),
+      PipelineOptions{options_.prefetch_factor, options_.timeout, options_.worker_init_fn},
+      std::move(progress), waited_, std::move(pool));
+}
+
+StateDict EpochPlanner::state_dict() const {
+  StateDict state;
+  if (generator_) state["generator"] = generator_->get_state();
+  if (resume_) {  // loaded, and not gone on with yet
+    state["epoch_under_way"] = true;
+    state["epoch_finished"] = false;
+    state["base_seed"] = resume_->base_seed;
+    state["samples"] = resume_->samples;
+    state["batches"] = resume_->batches;
+    state["order"] = resume_->order;
+    state["sampler"] = to_object(sampler_state_);
+    return state;
+  }
+  const bool under_way = plan_ != nullptr && !progress_->finished;
+  const bool finished = plan_ != nullptr ? progress_->finished : loaded_finished_;
+  state["epoch_under_way"] = under_way;
+  state["epoch_finished"] = finished;
+  state["sampler"] = to_object(under_way || finished ? sampler_state_ : sampler_state());
+  if (!under_way) return state;
+  state["base_seed"] = plan_->base_seed;
+  state["samples"] = progress_->samples;
+  state["batches"] = progress_->batches;
+  state["order"] = order_of(*plan_);
+  return state;
+}
+
+void EpochPlanner::load_state_dict(const StateDict& state) {
+  const bool under_way = state_value<bool>(state, "epoch_under_way", kOwner);
+  const bool finished = state_value<bool>(state, "epoch_finished", kOwner);
+  const auto of_sampler = state_value<StateDict>(state, "sampler", kOwner);
+  std::optional<Resume> resume;
+  if (under_way) {
+    resume = Resume{
+        state_value<int64_t>(state, "base_seed", kOwner), state_value<int64_t>(state, "samples", kOwner),
+        state_value<int64_t>(state, "batches", kOwner), state_value<int64_t>(state, "order", kOwner)};
+    TORCH_CHECK_VALUE(resume->samples >= 0 && resume->batches >= 0,
+                      "DataLoader::load_state_dict: ", resume->samples, " samples in ", resume->batches,
+                      " batches were seen; both are 0 or more");
+  }
+  std::optional<at::Tensor> of_generator;
+  if (generator_) of_generator = state_value<at::Tensor>(state, "generator", kOwner);
+  // Between epochs the loader's generator says all about its own sampler.
+  if (under_way || own_sampler_ == nullptr) load_sampler(of_sampler);
+  if (finished && own_sampler_ == nullptr) {
+    // The state is that of the finished epoch's order; the next one follows it.
+    EpochPlan skipped;
+    ask_for_order(skipped);
+  }
+  if (generator_) generator_->set_state(*of_generator);
+  resume_ = resume;
+  sampler_state_ = of_sampler;
+  loaded_finished_ = finished;
+  plan_ = nullptr;
+  progress_ = nullptr;
+}
+
+}  // namespace lockstep::data::internal

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include <ATen/core/Generator.h>
+
+#include <lockstep/base/state_dict.h>
+#include <lockstep/data/data_loader_options.h>
+#include <lockstep/data/internal/batch_pipeline.h>
+
+namespace lockstep::data::internal {
+
+/// What a loader knows without its data set's type: the checked options, the order of the epochs, how far the
+/// latest has come, and the workers where they are persistent.
+class EpochPlanner {
+ public:
+  /// `dataset_size`: none for an iterable data set.
+  EpochPlanner(std::optional<int64_t> dataset_size, const DataLoaderOptions& options);
+
+  /// Batches per epoch of a data set with that many samples.
+  int64_t batches() const;
+  int64_t batches_of(int64_t samples) const;
+  const DataLoaderOptions& options() const { return options_; }
+  double waited() const { return 1e-9 * static_cast<double>(waited_->load(std::memory_order_relaxed)); }
+
+  /// A new epoch, or the rest of a loaded one.
+  std::unique_ptr<BatchPipeline> start_epoch(BatchRecipe recipe);
+  /// Samples of the epoch that the next start_epoch() continues, which were seen before; 0 for a new one.
+  int64_t seen_before() const { return resume_ ? resume_->samples : 0; }
+
+  StateDict state_dict() const;
+  void load_state_dict(const StateDict& state);
+
+ private:
+  /// An epoch that was loaded, and waits for start_epoch().
+  struct Resume {
+    int64_t base_seed = 0;
+    int64_t samples = 0;
+    int64_t batches = 0;
+    int64_t order = 0;  // what order_of() was
+  };
+
+  bool iterable() const { return !dataset_size_; }
+  Sampler& sampler() const { return options_.sampler != nullptr ? *options_.sampler : *own_sampler_; }
+  StateDict sampler_state() const;
+  void load_sampler(const StateDict& state);
+  void ask_for_order(EpochPlan& plan) const;
+  void go_on(EpochPlan& plan, const Resume& resume) const;
+
+  std::optional<int64_t> dataset_size_;
+  DataLoaderOptions options_;
+  std::optional<at::Generator> generator_;  // of options_.seed
+  std::unique_ptr<Sampler> own_sampler_;    // when options_ has none
+  std::shared_ptr<WorkerPool> pool_;        // of persistent workers, once there was an epoch
+  std::shared_ptr<std::atomic<int64_t>> waited_;
+
+  // The latest epoch; none before the first.
+  std::shared_ptr<const EpochPlan> plan_;
+  std::shared_ptr<const EpochProgress> progress_;
+  StateDict sampler_state_;       // from which its order came
+  bool loaded_finished_ = false;  // a finished epoch was loaded, and none begun since
+  std::optional<Resume> resume_;
+};
+
+}  // namespace lockstep::data::internal
