@@ -111,9 +111,10 @@ struct BatchMaker<Dataset, Collate> {
 /// Batches come in that order for any number of workers: worker w of N makes batches w, w + N, …, each at
 /// most prefetch_factor ahead. Leaving the loop early ends the background threads (sends them to rest if they
 /// are persistent) after the batches that they are making. The memory of a batch is its own, so it may be
-/// kept. As in Python each epoch draws one number from the generator (the default one unless a seed is told),
-/// so the same seeds give the same order as Python's loader; from it come the workers' seeds and those of
-/// sample_generator(), with which random transforms don't depend on the number of workers either.
+/// kept. As in Python each epoch (with persistent_workers the first) draws one number from the generator, the
+/// default one unless a seed is told, so the same seeds give the same order as Python's loader; from it come
+/// the workers' seeds and those of sample_generator(), with which random transforms don't depend on the
+/// number of workers either.
 ///
 /// Errors: what goes wrong while a batch is made is thrown where that batch is asked for, after the ones
 /// before it. c10 errors keep their type; others arrive as c10::Error with the original nested. The message

@@ -213,6 +213,21 @@ TEST(DataLoaderWorkers, PersistentOnesServeAllEpochs) {
   EXPECT_EQ(threads.count(std::this_thread::get_id()), 0U);
 }
 
+TEST(DataLoaderWorkers, PersistentOnesHaveANewSeedInEachEpochAndAfterAResume) {
+  const auto seeds = Batches{2, [](auto) { return sample_seed(); }};
+  const DataLoaderOptions options = {.num_workers = 1, .persistent_workers = true, .seed = 1};
+  DataLoader loader(seeds, options);
+  std::vector<uint64_t> all = epoch(loader);
+  const auto state = loader.state_dict();
+  for (int time = 0; time < 3; ++time) {
+    for (const uint64_t seed : epoch(loader)) all.push_back(seed);
+  }
+  EXPECT_EQ(std::set(all.begin(), all.end()).size(), 8U);
+  DataLoader later(seeds, options);
+  later.load_state_dict(state);
+  EXPECT_THAT(epoch(later), ElementsAre(all[2], all[3]));
+}
+
 TEST(DataLoaderWorkers, ANewEpochOfPersistentOnesEndsTheOneBefore) {
   DataLoader loader(Batches{100, kIndices}, {.num_workers = 2, .persistent_workers = true});
   auto first = loader.begin();

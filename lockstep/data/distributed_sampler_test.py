@@ -60,12 +60,13 @@ def test_a_rank_outside_is_refused_in_pythons_words(bin_dir, num_replicas, rank)
     assert answer == f"error: {python.value}"
 
 
-def python_batches(size, batch_size, shuffle, seed, drop_last, epochs, manual_seed):
+def python_batches(size, batch_size, shuffle, seed, drop_last, epochs, manual_seed, **options):
     """The loader's batches per epoch, and what the default generator gives afterwards."""
     torch.manual_seed(manual_seed)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     loader = torch.utils.data.DataLoader(
-        range(size), batch_size, shuffle=shuffle, drop_last=drop_last, generator=generator, collate_fn=list
+        range(size), batch_size, shuffle=shuffle, drop_last=drop_last, generator=generator, collate_fn=list,
+        **options
     )
     batches = [list(loader) for _ in range(epochs)]
     return batches, torch.empty((), dtype=torch.int64).random_().item()
@@ -85,13 +86,23 @@ def test_data_loader_gives_pythons_order_and_leaves_the_generators_alike(bin_dir
         seed_word = "none" if seed is None else seed
         workers = rng.choice([0, 1, 3])
         lines.append(
-            f"loader {size} {batch_size} {int(shuffle)} {seed_word} {int(drop_last)} {workers} {epochs} {manual_seed}"
+            f"loader {size} {batch_size} {int(shuffle)} {seed_word} {int(drop_last)} {workers} 0 {epochs} {manual_seed}"
         )
-    for line, configuration, answer in zip(lines, configurations, answers(bin_dir, lines), strict=True):
-        assert not answer.startswith("error"), (line, answer)
-        *epochs, after = answer.split("|")
-        got = [[[int(word) for word in batch.split()] for batch in epoch.split(",")[:-1]] for epoch in epochs]
-        assert (got, int(after)) == python_batches(*configuration), line
+    # Of persistent workers Python draws the seed once.
+    lines += ["loader 50 4 1 none 0 2 1 3 5", "loader 50 4 1 8 0 2 1 3 5"]
+    *got, persistent, seeded = answers(bin_dir, lines)
+    for line, configuration, answer in zip(lines, configurations, got):
+        assert parse_batches(answer) == python_batches(*configuration), line
+    options = {"num_workers": 1, "persistent_workers": True}
+    assert parse_batches(persistent) == python_batches(50, 4, True, None, False, 3, 5, **options)
+    assert parse_batches(seeded) == python_batches(50, 4, True, 8, False, 3, 5, **options)
+
+
+def parse_batches(answer):
+    """As python_batches() answers."""
+    assert not answer.startswith("error"), answer
+    *epochs, after = answer.split("|")
+    return [[[int(word) for word in batch.split()] for batch in epoch.split(",")[:-1]] for epoch in epochs], int(after)
 
 
 def generator_of(seed):

@@ -160,7 +160,7 @@ TEST(IterableDataset, RanksAreThoseOfTheDefaultGroup) {
   clear_world_defaults();
   EXPECT_THROW(DistributedStream{numbers}, c10::ValueError);
   set_world_defaults({.rank = 1, .world_size = 4});
-  DataLoader loader(DistributedStream(numbers), {.batch_size = 9}, kKeep);
+  DataLoader loader(DistributedStream{numbers}, {.batch_size = 9}, kKeep);
   clear_world_defaults();
   EXPECT_THAT(epoch(loader), ElementsAre(Numbers{1, 5, 9}));
 }

@@ -170,7 +170,7 @@ void loader(std::istream& in) {
   std::string seed;
   lockstep::data::DataLoaderOptions options;
   in >> size >> options.batch_size >> options.shuffle >> seed >> options.drop_last >> options.num_workers >>
-      epochs >> manual_seed;
+      options.persistent_workers >> epochs >> manual_seed;
   TORCH_CHECK(in, "malformed line");
   if (seed != "none") options.seed = std::stoll(seed);
   at::manual_seed(static_cast<uint64_t>(manual_seed));

@@ -11,14 +11,6 @@ namespace {
 thread_local LoadingScope* current_scope = nullptr;
 thread_local const WorkerInfo* current_worker = nullptr;
 
-/// SplitMix64's step (Steele, Lea, Flood 2014): every bit of the result depends on every bit of `value`.
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15U;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9U;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebU;
-  return value ^ (value >> 31);
-}
-
 }  // namespace
 
 LoadingScope::LoadingScope(int64_t base_seed, int64_t position, int64_t count,

@@ -117,15 +117,21 @@ void EpochPlanner::go_on(EpochPlan& plan, const Resume& resume) const {
   plan.first_batch = resume.batches;
 }
 
+int64_t EpochPlanner::new_base_seed() const {
+  // Python draws a base seed for its workers at the start of each epoch, whatever the sampler; of persistent
+  // workers only at the first. Drawing it too keeps the generator, and with it every later random number of
+  // the program, at Python's state.
+  if (!options_.persistent_workers || !base_seed_) return draw_seed(generator_);
+  return static_cast<int64_t>(mix(static_cast<uint64_t>(*base_seed_)) >> 1);
+}
+
 std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
   auto plan = std::make_shared<EpochPlan>(EpochPlan{.iterable = iterable(),
                                                     .batch_size = options_.batch_size,
                                                     .drop_last = options_.drop_last,
                                                     .dataset_size = dataset_size_.value_or(0)});
-  // Python draws a base seed for its workers at the start of each epoch, whatever the sampler. Drawing it too
-  // keeps the generator, and with it every later random number of the program, at Python's state. A resumed
-  // epoch has drawn it before it was saved.
-  if (!resume_) plan->base_seed = draw_seed(generator_);
+  // A resumed epoch has drawn its base seed before it was saved.
+  if (!resume_) plan->base_seed = new_base_seed();
   ask_for_order(*plan);
   auto progress = std::make_shared<EpochProgress>();
   if (const auto resume = std::exchange(resume_, std::nullopt)) {
@@ -133,6 +139,7 @@ std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
     *progress = {.batches = resume->batches, .samples = resume->samples};
   }
   sampler_state_ = sampler_state();
+  base_seed_ = plan->base_seed;
   plan_ = plan;
   progress_ = progress;
   std::shared_ptr<WorkerPool> pool = pool_;
@@ -149,10 +156,10 @@ std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
 StateDict EpochPlanner::state_dict() const {
   StateDict state;
   if (generator_) state["generator"] = generator_->get_state();
+  if (base_seed_) state["base_seed"] = *base_seed_;
   if (resume_) {  // loaded, and not gone on with yet
     state["epoch_under_way"] = true;
     state["epoch_finished"] = false;
-    state["base_seed"] = resume_->base_seed;
     state["samples"] = resume_->samples;
     state["batches"] = resume_->batches;
     state["order"] = resume_->order;
@@ -165,7 +172,6 @@ StateDict EpochPlanner::state_dict() const {
   state["epoch_finished"] = finished;
   state["sampler"] = to_object(under_way || finished ? sampler_state_ : sampler_state());
   if (!under_way) return state;
-  state["base_seed"] = plan_->base_seed;
   state["samples"] = progress_->samples;
   state["batches"] = progress_->batches;
   state["order"] = order_of(*plan_);
@@ -185,6 +191,8 @@ void EpochPlanner::load_state_dict(const StateDict& state) {
                       "DataLoader::load_state_dict: ", resume->samples, " samples in ", resume->batches,
                       " batches were seen; both are 0 or more");
   }
+  std::optional<int64_t> base_seed;
+  if (state.count("base_seed") != 0) base_seed = state_value<int64_t>(state, "base_seed", kOwner);
   std::optional<at::Tensor> of_generator;
   if (generator_) of_generator = state_value<at::Tensor>(state, "generator", kOwner);
   // Between epochs the loader's generator says all about its own sampler.
@@ -195,6 +203,7 @@ void EpochPlanner::load_state_dict(const StateDict& state) {
     ask_for_order(skipped);
   }
   if (generator_) generator_->set_state(*of_generator);
+  base_seed_ = base_seed;
   resume_ = resume;
   sampler_state_ = of_sampler;
   loaded_finished_ = finished;

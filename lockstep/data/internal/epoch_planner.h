@@ -47,6 +47,7 @@ class EpochPlanner {
   Sampler& sampler() const { return options_.sampler != nullptr ? *options_.sampler : *own_sampler_; }
   StateDict sampler_state() const;
   void load_sampler(const StateDict& state);
+  int64_t new_base_seed() const;
   void ask_for_order(EpochPlan& plan) const;
   void go_on(EpochPlan& plan, const Resume& resume) const;
 
@@ -58,6 +59,7 @@ class EpochPlanner {
   std::shared_ptr<std::atomic<int64_t>> waited_;
 
   // The latest epoch; none before the first.
+  std::optional<int64_t> base_seed_;
   std::shared_ptr<const EpochPlan> plan_;
   std::shared_ptr<const EpochProgress> progress_;
   StateDict sampler_state_;       // from which its order came

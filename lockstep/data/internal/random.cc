@@ -8,7 +8,7 @@
 namespace lockstep::data::internal {
 namespace {
 
-at::Tensor state_of(const at::Generator& generator) {
+at::Tensor state_of(at::Generator generator) {  // a handle; its mutex is not const
   const std::lock_guard<std::mutex> lock(generator.mutex());
   return generator.get_state();
 }
@@ -22,6 +22,13 @@ void set_state(at::Generator& generator, const at::Tensor& state) {
 
 at::Generator make_generator(uint64_t seed) {
   return at::make_generator<at::CPUGeneratorImpl>(seed);
+}
+
+uint64_t mix(uint64_t value) {
+  value += 0x9e3779b97f4a7c15U;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9U;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebU;
+  return value ^ (value >> 31);
 }
 
 std::vector<int64_t> to_vector(const at::Tensor& numbers) {
