@@ -13,6 +13,7 @@
 #include <lockstep/data/rank_share.h>
 #include <lockstep/data/subset.h>
 #include <lockstep/data/tensor_dataset.h>
+#include <lockstep/data/text_dataset.h>
 #include <lockstep/data/worker_info.h>
 #include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/ddp/grad_norm.h>
@@ -20,8 +21,10 @@
 #include <lockstep/ddp/sync_batch_norm.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/progress_bar.h>
+#include <lockstep/optim/lr_scheduler.h>
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
+#include <lockstep/optim/swa_utils.h>
 #include <lockstep/optim/zero_hook.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/rendezvous/device.h>
