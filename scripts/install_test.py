@@ -58,6 +58,44 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
     assert status == 0 and "sum: 4" in output, output
 
 
+PARQUET_CONSUMER = """
+cmake_minimum_required(VERSION 3.25)
+project(ParquetConsumer LANGUAGES CXX)
+find_package(Lockstep 0.1 REQUIRED COMPONENTS parquet)
+add_executable(rows main.cc)
+target_link_libraries(rows PRIVATE Lockstep::parquet)
+"""
+PARQUET_MAIN = """
+#include <iostream>
+#include <lockstep/parquet/parquet_dataset.h>
+int main(int, char** argv) { std::cout << "rows: " << lockstep::data::ParquetDataset(argv[1]).get(0).rows() << '\\n'; }
+"""
+
+
+def test_a_component_is_found_by_its_name(prefix, tmp_path):
+    """Its library finds Arrow's by itself, and nothing else of Lockstep's needs them."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the component parquet is built from pyarrow's Arrow C++")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "CMakeLists.txt").write_text(PARQUET_CONSUMER)
+    (tmp_path / "main.cc").write_text(PARQUET_MAIN)
+    status, output = configure(tmp_path, tmp_path / "build", prefix)
+    assert status == 0, output
+    status, output = run("cmake", "--build", tmp_path / "build")
+    assert status == 0, output
+    parquet.write_table(pyarrow.table({"x": [1, 2, 3]}), tmp_path / "x.parquet")
+    status, output = run(tmp_path / "build/rows", tmp_path / "x.parquet")
+    assert status == 0 and "rows: 3" in output, output
+    status, output = run("ldd", *prefix.rglob("liblockstep.so"))
+    assert status == 0 and "libarrow" not in output and "libtorch_cpu" in output, output
+
+
+def test_a_component_that_was_not_built_is_refused(prefix, tmp_path):
+    (tmp_path / "CMakeLists.txt").write_text(PARQUET_CONSUMER.replace("COMPONENTS parquet", "COMPONENTS tea"))
+    (tmp_path / "main.cc").touch()
+    status, output = configure(tmp_path, tmp_path / "build", prefix)
+    assert status != 0 and "was built without its component 'tea'" in " ".join(output.split()), output
+
+
 @pytest.mark.parametrize("version, message", [("0.0.1", "0.0.1"), ("99.0", "99.0")])
 def test_other_versions_are_refused(prefix, tmp_path, version, message):
     source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("Lockstep 0.1", f"Lockstep {version}")

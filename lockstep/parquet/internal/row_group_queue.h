@@ -1,0 +1,80 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <lockstep/base/background_thread.h>
+#include <lockstep/parquet/parquet_dataset.h>
+#include <lockstep/parquet/table.h>
+
+namespace lockstep::data::internal {
+
+/// Bytes of row groups that are decoded, or being decoded, and not yet used up. Thread-safe.
+class BytesInFlight {
+ public:
+  void add(int64_t bytes);
+  int64_t now() const { return now_.load(std::memory_order_relaxed); }
+  int64_t peak() const { return peak_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<int64_t> now_{0};
+  std::atomic<int64_t> peak_{0};
+};
+
+/// Row groups in a given order, read ahead in a background thread as long as those in flight stay within the
+/// limit, or when they are asked for.
+///
+/// In flight is a row group from just before it is read (with the bytes that its file lets expect, then those
+/// that it has) until release(). One that is larger than the limit is read when no other is in flight. So
+/// next() must not be called while an earlier one is still held.
+///
+/// next(), release() and the destructor belong to one thread.
+class RowGroupQueue {
+ public:
+  RowGroupQueue(ParquetDataset dataset, std::vector<int64_t> order, int64_t memory_limit, bool background,
+                std::shared_ptr<BytesInFlight> bytes);
+  /// Waits for the row group that is being read.
+  ~RowGroupQueue();
+  RowGroupQueue(const RowGroupQueue&) = delete;
+  RowGroupQueue& operator=(const RowGroupQueue&) = delete;
+
+  /// The next row group, or nothing after the last. Rethrows what went wrong when it was read.
+  std::optional<Table> next();
+  /// The row group that next() gave last is used up.
+  void release();
+
+ private:
+  struct Outcome {
+    std::optional<Table> table;
+    int64_t bytes = 0;
+    std::exception_ptr failure;
+  };
+
+  /// Reads; what the row group takes is in flight afterwards, where `expected` was before.
+  Outcome read(int64_t row_group, int64_t expected) noexcept;
+  int64_t expect(int64_t row_group) const noexcept;
+  void run();
+
+  const ParquetDataset dataset_;
+  const std::vector<int64_t> order_;
+  const int64_t memory_limit_;
+  const std::shared_ptr<BytesInFlight> counter_;  // of all epochs, to look at
+  size_t position_ = 0;                           // without a thread
+  int64_t held_ = 0;                              // bytes of what next() gave
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int64_t in_flight_ = 0;      // guarded by mutex_: this queue's bytes
+  std::deque<Outcome> ready_;  // guarded by mutex_
+  bool stop_ = false;          // guarded by mutex_
+  BackgroundThread thread_;
+};
+
+}  // namespace lockstep::data::internal

@@ -1,0 +1,103 @@
+#include <algorithm>
+#include <utility>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/randperm.h>
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/world_defaults.h>
+#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/parquet/row_group_sampler.h>
+
+namespace lockstep::data {
+namespace {
+
+/// Spreads the bits of neighbouring numbers (splitmix64; Steele, Lea, Flood 2014), so that row group 1 in
+/// epoch 0 and row group 0 in epoch 1 have nothing in common.
+uint64_t mix(uint64_t value) {
+  value += 0x9e3779b97f4a7c15U;
+  value = (value ^ (value >> 30U)) * 0xbf58476d1ce4e5b9U;
+  value = (value ^ (value >> 27U)) * 0x94d049bb133111ebU;
+  return value ^ (value >> 31U);
+}
+
+}  // namespace
+
+RowGroupSampler::RowGroupSampler(const ParquetDataset& dataset, const RowGroupSamplerOptions& options)
+    : RowGroupSampler(dataset.row_counts(), options) {}
+
+RowGroupSampler::RowGroupSampler(std::vector<int64_t> row_counts, const RowGroupSamplerOptions& options)
+    : row_counts_(std::move(row_counts)),
+      shuffle_(options.shuffle),
+      shuffle_rows_(options.shuffle_rows),
+      seed_(options.seed) {
+  const auto negative =
+      std::find_if(row_counts_.begin(), row_counts_.end(), [](int64_t rows) { return rows < 0; });
+  TORCH_CHECK_VALUE(negative == row_counts_.end(), "RowGroupSampler: row group ",
+                    negative - row_counts_.begin(), " has ", *negative, " rows; it should have 0 or more");
+  const auto world = world_defaults();
+  TORCH_CHECK_VALUE(
+      world || (options.num_replicas && options.rank),
+      "Default process group has not been initialized, so RowGroupSampler knows neither rank nor world size: "
+      "call lockstep::init_process_group() first, or give it num_replicas and rank.");
+  num_replicas_ = options.num_replicas ? *options.num_replicas : world->world_size;
+  rank_ = options.rank ? *options.rank : world->rank;
+  TORCH_CHECK_VALUE(num_replicas_ > 0, "Invalid num_replicas ", num_replicas_, ", it should be at least 1");
+  TORCH_CHECK_VALUE(rank_ >= 0 && rank_ < num_replicas_, "Invalid rank ", rank_,
+                    ", rank should be in the interval [0, ", num_replicas_ - 1, "]");
+}
+
+std::vector<RowGroupSampler::Share> RowGroupSampler::deal() const {
+  DistributedSampler order(static_cast<int64_t>(row_counts_.size()), /*num_replicas=*/1, /*rank=*/0, shuffle_,
+                           seed_);
+  order.set_epoch(epoch_);
+  std::vector<Share> shares(static_cast<size_t>(num_replicas_));
+  // A heap whose top is the next to get one: the rank with the fewest rows, then the lowest.
+  const auto later = [&](size_t a, size_t b) {
+    return std::pair(shares[a].rows, a) > std::pair(shares[b].rows, b);
+  };
+  std::vector<size_t> ranks(shares.size());
+  for (size_t rank = 0; rank < ranks.size(); ++rank) ranks[rank] = rank;
+  for (const int64_t row_group : order.indices()) {
+    std::pop_heap(ranks.begin(), ranks.end(), later);
+    Share& share = shares[ranks.back()];
+    share.row_groups.push_back(row_group);
+    share.rows += row_counts_[static_cast<size_t>(row_group)];
+    std::push_heap(ranks.begin(), ranks.end(), later);
+  }
+  return shares;
+}
+
+RowGroupSampler::Share RowGroupSampler::mine() const {
+  return std::move(deal()[static_cast<size_t>(rank_)]);
+}
+
+int64_t RowGroupSampler::size() const {
+  return static_cast<int64_t>(mine().row_groups.size());
+}
+
+std::vector<int64_t> RowGroupSampler::indices() {
+  return mine().row_groups;
+}
+
+int64_t RowGroupSampler::num_rows() const {
+  return mine().rows;
+}
+
+int64_t RowGroupSampler::fewest_rows() const {
+  const auto shares = deal();
+  return std::min_element(shares.begin(), shares.end(),
+                          [](const Share& a, const Share& b) { return a.rows < b.rows; })
+      ->rows;
+}
+
+std::vector<int64_t> RowGroupSampler::row_order(int64_t row_group, int64_t rows) const {
+  if (!shuffle_ || !shuffle_rows_ || rows == 0) return {};
+  const uint64_t of_epoch = mix(static_cast<uint64_t>(seed_) + static_cast<uint64_t>(epoch_));
+  const uint64_t seed = mix(of_epoch ^ mix(static_cast<uint64_t>(row_group)));
+  const auto order = at::randperm(rows, at::make_generator<at::CPUGeneratorImpl>(seed));
+  const int64_t* first = order.const_data_ptr<int64_t>();
+  return {first, first + rows};
+}
+
+}  // namespace lockstep::data
