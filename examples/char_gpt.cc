@@ -153,6 +153,8 @@ void train(const Settings& settings) {
   TORCH_CHECK(settings.warm_up < settings.steps, "--warm-up ", settings.warm_up,
               " must be less than --steps ", settings.steps);
 
+  TORCH_CHECK(!settings.prompt.empty(), "--prompt is empty; the sample needs a character to follow");
+
   lockstep::data::TextDatasetOptions options{.block_size = settings.block_size,
                                              .stride = settings.block_size};
   if (settings.bytes) options.vocabulary = TextVocabulary::bytes();

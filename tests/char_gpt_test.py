@@ -67,6 +67,7 @@ def test_it_learns_bytes_and_takes_gzip(programs, tmp_path):
         (["--heads", 3], "--width 32 must be a multiple of --heads 3"),
         (["--steps", 10, "--warm-up", 10], "--warm-up 10 must be less than --steps 10"),
         (["--prompt", "z"], "the character 'z' at byte 0 is not in the vocabulary"),
+        (["--prompt", ""], "--prompt is empty"),
         (["--batch-size", 1000], "don't fill one batch of 1000"),
         (["--block-size", 99999], "too short for block_size 99999"),
     ],

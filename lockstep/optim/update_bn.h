@@ -72,9 +72,7 @@ void update_bn(Loader&& loader, Model& model, const std::optional<at::Device>& d
   for (auto&& batch : loader) {
     at::Tensor input = detail::input_of(batch);
     if (device) input = input.to(*device);
-    if constexpr (std::is_invocable_v<Model&, at::Tensor>) {
-      model(input);
-    } else if constexpr (requires { model.forward(input); }) {
+    if constexpr (requires { model.forward(input); }) {
       model.forward(input);
     } else {
       model->forward(input);

@@ -134,6 +134,15 @@ StateDict CyclicLR::state_dict() const {
   return state;
 }
 
+void CyclicLR::load_state_dict(const StateDict& state) {
+  const auto scale_fn = state.find("_scale_fn_custom");
+  TORCH_CHECK_VALUE(
+      scale_fn == state.end() || scale_fn->second.isNone(),
+      "CyclicLR::load_state_dict: '_scale_fn_custom' has the attributes of a Python object, which a "
+      "C++ function can't take: put them into scale_fn, and None into the state");
+  LRScheduler::load_state_dict(state);
+}
+
 OneCycleLR::OneCycleLR(Optimizer& optimizer, const PerGroup& max_lr, const OneCycleLROptions& options)
     : LRScheduler(optimizer, "OneCycleLR"),
       anneal_func_type_(options.anneal_strategy),

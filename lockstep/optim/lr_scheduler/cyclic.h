@@ -39,6 +39,8 @@ class CyclicLR final : public LRScheduler {
 
   /// Without scale_fn, which a state doesn't hold.
   StateDict state_dict() const override;
+  /// Throws c10::ValueError, too, for the attributes of a Python object that was scale_fn there.
+  void load_state_dict(const StateDict& state) override;
 
  private:
   std::vector<double> get_lr() override;

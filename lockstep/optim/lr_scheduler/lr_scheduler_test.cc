@@ -259,6 +259,10 @@ TEST_F(SchedulerTest, AStateThatDoesNotFitChangesNothing) {
   state = lambda.state_dict();
   state["lr_lambdas"] = to_object(std::vector<StateDict>{{{"decay", 0.5}}, {}});
   EXPECT_THAT(error([&] { lambda.load_state_dict(state); }), HasSubstr("attributes of a Python object"));
+  CyclicLR cyclic(optimizer, 0.1, 0.2);
+  state = cyclic.state_dict();
+  state["_scale_fn_custom"] = to_object(StateDict{{"decay", 0.5}});
+  EXPECT_THAT(error([&] { cyclic.load_state_dict(state); }), HasSubstr("'_scale_fn_custom'"));
   ChainedScheduler chain({std::make_shared<StepLR>(optimizer, 3)});
   ChainedScheduler longer({std::make_shared<StepLR>(optimizer, 3), std::make_shared<StepLR>(optimizer, 2)});
   EXPECT_THAT(error([&] { chain.load_state_dict(longer.state_dict()); }),
