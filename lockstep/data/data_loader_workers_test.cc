@@ -272,33 +272,40 @@ TEST(DataLoaderWorkers, InitRunsInEachAndItsFailureIsToldToTheConsumer) {
 TEST(DataLoaderWorkers, ATimeoutNamesTheBatchAndTheEpochCanGoOn) {
   std::promise<void> go;
   const auto may_go = go.get_future().share();
-  DataLoader loader(Batches{6,
-                            [&](auto indices) {
-                              if (indices[0] == 2) may_go.wait();
-                              return kIndices(indices);
-                            }},
-                    {.batch_size = 2, .num_workers = 2, .timeout = std::chrono::milliseconds(20)});
-  auto iterator = loader.begin();
-  const auto message = message_of<c10::Error>([&] { ++iterator; });
-  EXPECT_THAT(message,
-              HasSubstr("DataLoader timed out after 20 ms waiting for batch 1 of the epoch, samples 2, 3, "
-                        "which worker 1 makes"));
-  EXPECT_GE(loader.waited(), 0.02);
-  go.set_value();
-  const auto next = [&] {
+  // Worker 1 begins with batch 3 when batch 1 has been taken, not before.
+  DataLoader loader(
+      Batches{10,
+              [&](auto indices) {
+                if (indices[0] == 6) may_go.wait();
+                return kIndices(indices);
+              }},
+      {.batch_size = 2, .num_workers = 2, .prefetch_factor = 1, .timeout = std::chrono::milliseconds(20)});
+  // A busy machine may need more than 20 ms for the other batches.
+  const auto patiently = [](const auto& step) {
     while (true) {
       try {
-        ++iterator;
-        return;
-      } catch (const c10::Error&) {  // a busy machine may need more than 20 ms
-        continue;
+        return step();
+      } catch (const c10::Error& error) {
+        EXPECT_THAT(error.what(), HasSubstr("timed out"));
       }
     }
   };
-  next();
-  EXPECT_THAT(*iterator, ElementsAre(2, 3));
-  next();
+  auto iterator = patiently([&] { return loader.begin(); });
+  const auto next = [&] { ++iterator; };
+  patiently(next);
+  patiently(next);
   EXPECT_THAT(*iterator, ElementsAre(4, 5));
+  const double before = loader.waited();
+  EXPECT_THAT(
+      message_of<c10::Error>(next),
+      HasSubstr("DataLoader timed out after 20 ms waiting for batch 3 of the epoch, samples 6, 7, which "
+                "worker 1 makes"));
+  EXPECT_GE(loader.waited() - before, 0.02);
+  go.set_value();
+  patiently(next);
+  EXPECT_THAT(*iterator, ElementsAre(6, 7));
+  patiently(next);
+  EXPECT_THAT(*iterator, ElementsAre(8, 9));
 }
 
 TEST(DataLoaderWorkers, AFailureStopsNobodyElsesBatches) {
