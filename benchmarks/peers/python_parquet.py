@@ -1,7 +1,7 @@
 """Times epochs over a Parquet file with torch.utils.data.DataLoader over pyarrow's row groups.
 
-By hand: python benchmarks/peers/python_parquet.py batches rows.parquet 5 1
-         python benchmarks/peers/python_parquet.py --write rows.parquet
+By hand: python benchmarks/peers/python_parquet.py --write rows.parquet
+         torchrun --nproc-per-node 1 benchmarks/peers/python_parquet.py batches rows.parquet 5 1
 
 Each iteration is an epoch over the row groups in a random order. Operations, as in benchmarks/parquet_loading.cc:
     batches       an iterable data set in one worker, which reads row groups, shuffles their rows and gives batches of 256
