@@ -1,11 +1,11 @@
 #include <cmath>
 #include <limits>
-#include <map>
-#include <unordered_set>
 #include <utility>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_clamp_max.h>
+#include <ATen/ops/_foreach_clamp_min.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty.h>
@@ -15,6 +15,7 @@
 #include <ATen/ops/stack.h>
 
 #include <lockstep/ddp/grad_norm.h>
+#include <lockstep/ddp/gradient_list.h>
 
 namespace lockstep {
 namespace {
@@ -23,18 +24,6 @@ using Tensors = std::vector<at::Tensor>;
 
 bool has_foreach(const at::Device& device) {
   return device.is_cpu() || device.is_cuda();
-}
-
-/// Each device's and dtype's dense tensors go through one foreach call.
-using Groups = std::map<std::pair<c10::DeviceType, std::pair<int, at::ScalarType>>, Tensors>;
-
-Groups group_by_device_and_dtype(const Tensors& tensors) {
-  Groups groups;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Device device = tensor.device();
-    groups[{device.type(), {device.index(), tensor.scalar_type()}}].push_back(tensor);
-  }
-  return groups;
 }
 
 bool use_foreach(const at::Device& device, std::optional<bool> foreach) {
@@ -84,16 +73,6 @@ at::Tensor over_ranks(const at::Tensor& mine, double norm_type, const ProcessGro
   options.asyncOp = false;
   group->getBackend(input.device().type())->_allgather_base(all, input, options)->wait();
   return norm_of_norms(all, norm_type).to(mine.scalar_type());
-}
-
-Tensors gradients_of(const Tensors& parameters) {
-  Tensors gradients;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : parameters) {
-    if (!parameter.defined() || !parameter.grad().defined()) continue;
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) gradients.push_back(parameter.grad());
-  }
-  return gradients;
 }
 
 }  // namespace
@@ -150,6 +129,24 @@ at::Tensor clip_grad_norm_(const Tensors& parameters, double max_norm, double no
       get_total_norm(gradients_of(parameters), norm_type, error_if_nonfinite, foreach, sharded_over);
   clip_grads_with_norm_(parameters, max_norm, total, foreach);
   return total;
+}
+
+void clip_grad_value_(const Tensors& parameters, double clip_value, std::optional<bool> foreach) {
+  at::NoGradGuard no_grad;
+  const Tensors gradients = gradients_of(parameters);
+  for (const at::Tensor& gradient : gradients) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !gradient.is_sparse(), "clip_grad_value_: a gradient of the sizes ", gradient.sizes(),
+        " is sparse, and torch can't clamp those; clip by clip_grad_norm_(), or make the gradient dense");
+  }
+  for (auto& [key, members] : group_by_device_and_dtype(gradients)) {
+    if (use_foreach(members[0].device(), foreach)) {
+      at::_foreach_clamp_min_(members, -clip_value);
+      at::_foreach_clamp_max_(members, clip_value);
+    } else {
+      for (at::Tensor& gradient : members) gradient.clamp_(-clip_value, clip_value);
+    }
+  }
 }
 
 }  // namespace lockstep

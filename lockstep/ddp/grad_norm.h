@@ -7,8 +7,8 @@
 
 #include <lockstep/collectives/process_group.h>
 
-/// The norm of all gradients together, and clipping by it. torch/nn/utils/clip_grad.py has the names, the
-/// order of arguments and the defaults.
+/// The norm of all gradients together, and clipping by it or by value. torch/nn/utils/clip_grad.py has the
+/// names, the order of arguments and the defaults.
 ///
 /// Gradients that every rank holds whole, as DistributedDataParallel leaves them, need no communication: all
 /// ranks compute the same norm from the same bits. Where each rank holds other gradients, or pieces of them
@@ -42,5 +42,11 @@ void clip_grads_with_norm_(const std::vector<at::Tensor>& parameters, double max
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false, std::optional<bool> foreach = {},
                            const std::optional<ProcessGroup>& sharded_over = {});
+
+/// Clamps each element of the gradients of `parameters` to [-clip_value, clip_value], in place; NaN stays.
+/// Needs no communication, sharded or not. Throws c10::NotImplementedError for a sparse gradient, as torch
+/// does, before it changes any.
+void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
+                      std::optional<bool> foreach = {});
 
 }  // namespace lockstep

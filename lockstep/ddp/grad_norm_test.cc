@@ -168,6 +168,37 @@ TEST(GradNorm, SparseGradientsCountAsTheDenseOnes) {
   }
 }
 
+TEST(GradNorm, ClipsByValueAsTorchDoes) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    for (const std::optional<bool> foreach :
+         {std::optional<bool>(), std::optional(true), std::optional(false)}) {
+      auto mine = parameters(type), torchs = parameters(type);
+      for (auto* list : {&mine, &torchs}) (*list)[1].mutable_grad()[3] = std::nan("");
+      clip_grad_value_(mine, 0.5, foreach);
+      nn::utils::clip_grad_value_(torchs, 0.5);
+      for (size_t i = 0; i < mine.size(); ++i) {
+        ASSERT_EQ(mine[i].grad().defined(), i != 2);
+        if (i == 2) continue;
+        EXPECT_TRUE(at::allclose(mine[i].grad(), torchs[i].grad(), 0, 0, /*equal_nan=*/true)) << type;
+        EXPECT_EQ(mine[i].grad().isnan().any().item<bool>(), i == 1) << "NaN stays";
+      }
+    }
+  }
+  clip_grad_value_({}, 1);
+}
+
+TEST(GradNorm, SparseGradientsCannotBeClippedByValue) {
+  nn::Embedding sparse(nn::EmbeddingOptions(10, 3).sparse(true));
+  (sparse(torch::tensor({1, 4})).sum() * 5).backward();
+  const auto dense = torch::zeros({2}).requires_grad_();
+  dense.mutable_grad() = torch::full({2}, 5.0);
+  EXPECT_THAT(message_of<c10::NotImplementedError>([&] {
+                clip_grad_value_({dense, sparse->weight}, 1);
+              }),
+              HasSubstr("a gradient of the sizes [10, 3] is sparse"));
+  EXPECT_TRUE(dense.grad().equal(torch::full({2}, 5.0))) << "nothing was clipped";
+}
+
 TEST(GradNorm, AParameterUnderTwoNamesCountsOnce) {
   auto list = parameters();
   const double expected = clip_grad_norm_(list, 1e9).item<double>();
