@@ -428,6 +428,9 @@ void Reducer::set_rounds(int64_t rounds) {
 uint64_t Reducer::fingerprint() const {
   uint64_t hash = 0;
   for (const at::Tensor& tensor : tensors_) {
+    // The version counts too: a step that a gradient scaler skips changes no value, yet it is done.
+    if (!tensor.is_inference())
+      hash = (hash ^ static_cast<uint64_t>(tensor._version())) * 0x9e3779b97f4a7c15u;
     if (!tensor.is_cpu() || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
     const auto* bytes = static_cast<const std::byte*>(tensor.const_data_ptr());
     const size_t element = tensor.element_size();
