@@ -21,6 +21,8 @@
 #include <lockstep/ddp/sync_batch_norm.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/progress_bar.h>
+#include <lockstep/optim/autocast.h>
+#include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/lr_scheduler.h>
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
