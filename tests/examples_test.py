@@ -159,3 +159,62 @@ def test_data_parallel_trains_like_ddp_and_prints_both_speeds(programs, replicas
 def test_data_parallel_refuses_a_batch_that_does_not_divide(programs):
     done = programs.run("data_parallel", "--replicas", 3, "--batch-size", 8)
     assert done.status == 1 and "--batch-size 8" in done.stderr, done.text
+
+
+MIXED_EPOCH = r"^epoch (\d+): (\d+) images/s, test accuracy ([01]\.\d{4}), scale (\S+), skipped steps (\d+)$"
+
+
+def mixed_precision(programs, data, dtype, epochs, *options):
+    """(accuracies, scales, skipped steps) by epoch"""
+    words = ["--no-prefix", "mixed_precision", "--data", data, "--dtype", dtype, "--epochs", epochs, *options]
+    child = programs.start("lockstep", "run", "--nproc-per-node", 2, *words)
+    for epoch in range(1, epochs + 1):
+        child.wait_for(rf"epoch {epoch}:")  # each has its own time limit
+    done = child.finish()
+    assert done.status == 0, done.text
+    found = re.findall(MIXED_EPOCH, done.stdout, re.M)
+    assert [int(epoch[0]) for epoch in found] == list(range(1, epochs + 1)), done.text
+    assert all(int(epoch[1]) > 0 for epoch in found), done.text
+    assert done.stdout.splitlines()[-1] == f"test accuracy: {found[-1][2]}", done.text
+    return [float(e[2]) for e in found], [float(e[3]) for e in found], [int(e[4]) for e in found]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_mixed_precision_learns_with_autocast(programs, small_data, dtype):
+    accuracies, scales, skipped = mixed_precision(programs, small_data, dtype, 3, "--batch-size", 32)
+    assert accuracies[-1] > 0.5  # a guess would be right one time in ten
+    assert scales == [1, 1, 1] and skipped == [0, 0, 0], "no scaler is needed"
+
+
+def test_mixed_precision_skips_the_steps_that_overflow_in_float16(programs, small_data):
+    options = ["--batch-size", 32, "--init-scale", 2.0**32]
+    accuracies, scales, skipped = mixed_precision(programs, small_data, "fp16", 3, *options)
+    assert skipped[0] >= 5 and scales[-1] == 2.0 ** (32 - skipped[-1])
+    assert skipped[-1] < 25 and accuracies[-1] > 0.5, "once the scale fits, it learns"
+
+
+@pytest.mark.long
+def test_mixed_precision_is_as_accurate_as_float32(programs, fashion_mnist_data):
+    full = mixed_precision(programs, fashion_mnist_data, "float32", 3)[0][-1]
+    mixed = mixed_precision(programs, fashion_mnist_data, "bf16", 3)[0][-1]
+    assert full > 0.85 and mixed > full - 0.005, (full, mixed)
+
+
+def test_mixed_precision_refuses_what_it_cannot_do(programs, small_data):
+    done = programs.run("mixed_precision", "--dtype", "float64")
+    assert done.status > 0 and "--dtype" in done.stderr and "float64" in done.stderr, done.text
+    done = programs.lockstep_run(2, "mixed_precision", "--data", small_data, "--batch-size", 65)
+    assert done.status == 1 and "--batch-size 65" in done.stderr, done.text
+
+
+@pytest.mark.parametrize("nprocs, steps", [(1, 3), (2, 4), (2, 1)])
+def test_accumulation_makes_the_steps_of_one_large_batch(programs, nprocs, steps):
+    done = programs.lockstep_run(nprocs, "--no-prefix", "accumulation", "--steps", steps, "--updates", 10)
+    assert done.status == 0, done.text
+    found = re.findall(r"^(.*): +(\d+) samples a forward, (\d+) reductions, (\d+\.\d\d) MB reduced$", done.stdout, re.M)
+    assert [f[:3] for f in found] == [("one large batch", str(16 * steps), "10"), ("micro-batches", "16", "10")], done.text
+    assert found[0][3] == found[1][3] and float(found[0][3]) > 0.5, done.text
+    saved = re.search(r"would take (\d+) reductions: (\d+)% are saved", done.stdout)
+    assert (int(saved[1]), int(saved[2])) == (10 * steps, round(100 * (1 - 1 / steps))), done.text
+    difference = float(re.search(r"^largest difference of a weight: (\S+)$", done.stdout, re.M)[1])
+    assert difference < 1e-12 and (steps == 1 or difference > 0), done.text
