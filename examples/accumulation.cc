@@ -3,6 +3,7 @@
 // communicated.
 //
 //     lockstep run --nproc-per-node 2 ./accumulation --steps 4
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 

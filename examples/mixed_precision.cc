@@ -2,6 +2,7 @@
 // GradScaler, data-parallel, and prints what it cost: accuracy, images/s, the scale, skipped steps.
 //
 //     lockstep run --nproc-per-node 2 ./mixed_precision --dtype bf16 --data /usr/share/datasets/fashion-mnist
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <iostream>
