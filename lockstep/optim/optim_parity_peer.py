@@ -1,4 +1,4 @@
-"""The same training as parity_driver.cc by torch.distributed's optimizers with Gloo.
+"""The same training as optim_parity_driver.cc by torch.distributed's optimizers with Gloo.
 
 python optim_parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r's results go to OUTPUT.r.
 """
