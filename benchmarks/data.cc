@@ -4,6 +4,8 @@
 //
 // The operation says what is loaded and by how many workers, the argument how many samples an epoch has:
 //     memory:WORKERS SAMPLES    a TensorDataset of 784 float32 and a label, shuffled, in batches of 64
+//     jpeg:WORKERS SAMPLES      an ImageFolder of photographs, see data_jpeg.h; with the component image
+//     parquet:1 SAMPLES         rows of a Parquet file, see data_parquet.h; with the component parquet
 // An iteration is one epoch, of persistent workers where there are some. peers/python_data.py measures the
 // same for torch.utils.data.DataLoader. Another source is another entry of kSources.
 #include <charconv>
@@ -23,6 +25,12 @@
 #include <lockstep/data/tensor_dataset.h>
 
 #include "command_loop.h"
+#ifdef LOCKSTEP_BENCH_IMAGE
+#include "data_jpeg.h"
+#endif
+#ifdef LOCKSTEP_BENCH_PARQUET
+#include "data_parquet.h"
+#endif
 
 namespace {
 
@@ -59,7 +67,25 @@ Epoch memory(int workers, int64_t samples) {
 }
 
 using Source = Epoch (*)(int workers, int64_t samples);
-const std::map<std::string, Source> kSources = {{"memory", memory}};
+const std::map<std::string, Source> kSources = {
+    {"memory", memory},
+#ifdef LOCKSTEP_BENCH_IMAGE
+    {"jpeg", [](int workers, int64_t /*samples*/) { return lockstep::bench::jpeg_epochs(options(workers)); }},
+#endif
+#ifdef LOCKSTEP_BENCH_PARQUET
+    {"parquet",
+     [](int workers, int64_t /*samples*/) {
+       TORCH_CHECK_VALUE(workers == 1, "ParquetBatches reads ahead in one thread; do: parquet:1");
+       return lockstep::bench::parquet_epochs();
+     }},
+#endif
+};
+
+std::string names_of_sources() {
+  std::string names;
+  for (const auto& [name, source] : kSources) names += (names.empty() ? "" : ", ") + name + ":WORKERS";
+  return names;
+}
 
 int64_t number(const std::string& word, const char* what) {
   int64_t value = -1;
@@ -96,7 +122,7 @@ class Measurements {
       const auto colon = operation.find(':');
       const auto source = kSources.find(operation.substr(0, colon));
       TORCH_CHECK_VALUE(source != kSources.end() && colon != std::string::npos, "'", operation,
-                        "' is no command; do: memory:WORKERS");
+                        "' is no command of this build; do: ", names_of_sources());
       const int64_t workers = number(operation.substr(colon + 1), "workers");
       epoch = source->second(static_cast<int>(workers), number(argument, "samples"));
     }

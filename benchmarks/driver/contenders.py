@@ -71,6 +71,11 @@ class Fleet:
             return f"{kind} is left out: there is no {self.bin_dir / program}{hint}"
         return None
 
+    def why_no_component(self, component):
+        """Why one of our optional libraries is not here, or None."""
+        library = self.bin_dir.parent / "lib" / f"liblockstep_{component}.so"
+        return None if library.exists() else f"it is left out: there is no {library} (docs/getting_started.md)"
+
     def job(self, kind, ranks):
         key = kind, ranks
         if key not in self.jobs:

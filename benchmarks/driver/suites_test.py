@@ -16,7 +16,8 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("python_lockstep", "ddp"): 60, ("hooks", "step:all_reduce"): 50, ("hooks", "step:bf16"): 55,
         ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40,
         ("data", "memory:0"): 4, ("data", "memory:2"): 5, ("python_data", "memory:0"): 80,
-        ("python_data", "memory:2"): 60}
+        ("python_data", "memory:2"): 60, ("data", "jpeg:0"): 50, ("data", "jpeg:2"): 40, ("python_data", "jpeg:0"): 100,
+        ("python_data", "jpeg:2"): 80, ("data", "parquet:1"): 20, ("python_data", "parquet:1"): 30}
 FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
          "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}
 
@@ -55,6 +56,9 @@ class FakeFleet:
 
     def why_not(self, kind):
         return f"{kind} is not here" if kind in self.missing else None
+
+    def why_no_component(self, component):
+        return f"{component} is not built" if component in self.missing else None
 
     def job(self, kind, ranks):
         return FakeJob(kind, ranks, self.log)
@@ -186,15 +190,23 @@ def test_promises_over_all_cells():
     assert targets.measured(with_cells(["operations"]), "cells.least") is None
 
 
-def test_loading_is_told_in_samples_a_second():
+def test_loading_is_told_in_samples_a_second(monkeypatch):
+    made = []
+    monkeypatch.setattr(data, "make", lambda fleet, source, path: made.append(source.maker))
     answer, fleet = run(data.data)
+    assert made == ["", "jpeg_folder.py", "parquet_file.py"]
     assert answer.median("data.memory.0.vs_python") == pytest.approx(20)
     assert answer.median("data.memory.2.vs_python") == pytest.approx(12)
-    assert {argument for *_, argument, _ in fleet.log} == {16384}
+    assert answer.median("data.jpeg.2.vs_python") == pytest.approx(2)
+    assert answer.median("data.parquet.1.vs_python") == pytest.approx(1.5)
+    assert {argument for *_, argument, _ in fleet.log} == {source.samples for source in data.SOURCES.values()}
     table = report.report(answer)
     assert re.search(r"tensors in memory, 0 workers +4,096,000 +204,800 +20x", table), table
     answer, _ = run(data.data, missing=["python_data"])
     assert answer.skipped == ["python_data is not here"] and not answer.series
+    answer, _ = run(data.data, missing=["image"])
+    assert answer.skipped == ["JPEG folder: image is not built"]
+    assert "data.jpeg.2.vs_python" not in answer.figures and "data.parquet.1.vs_python" in answer.figures
 
 
 def test_markdown():

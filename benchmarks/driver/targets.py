@@ -66,6 +66,9 @@ TARGETS = (
                                  ("64KiB", "64 KiB", 10), ("25MiB", "25 MiB", 8))),
     Target("data.memory.0.vs_python", 3, "epoch of tensors in memory, faster than torch's DataLoader"),
     Target("data.memory.2.vs_python", 3, "the same, 2 workers each"),
+    Target("data.jpeg.0.vs_python", 1, "epoch of a JPEG folder, not slower than torchvision's"),
+    Target("data.jpeg.2.vs_python", 1, "the same, 2 workers each"),
+    Target("data.parquet.1.vs_python", 1, "epoch of a Parquet file, not slower than pyarrow's with torch's DataLoader"),
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )

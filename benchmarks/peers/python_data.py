@@ -14,45 +14,73 @@ BATCH_SIZE = 64
 FEATURES = 784
 
 
-def memory(samples):
-    """The label of sample i is i."""
-    return TensorDataset(torch.rand(samples, FEATURES), torch.arange(samples))
+# A source makes a function that loads one epoch and answers with the sum of its labels; that of sample i is i.
 
 
-SOURCES = {"memory": memory}
+def of_pairs(dataset, workers, largest):
+    loader = DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+    def load():
+        total = 0
+        for data, target in loader:
+            total += target.sum().item()
+            if not data.flatten()[0] < largest:
+                raise AssertionError("no such number was put in")
+        return total
+
+    return load
 
 
-def load(loader):
-    """One epoch; the sum of its labels."""
-    total = 0
-    for data, target in loader:
-        total += target.sum().item()
-        if not data[0, 0] < 1:
-            raise AssertionError("no such number was put in")
-    return total
+def memory(samples, workers):
+    return of_pairs(TensorDataset(torch.rand(samples, FEATURES), torch.arange(samples)), workers, 1)
+
+
+def jpeg(_samples, workers):
+    import jpeg_folder
+
+    return of_pairs(jpeg_folder.jpeg_folder(), workers, 3)
+
+
+def parquet(_samples, workers):
+    import parquet_file
+
+    ahead = {"prefetch_factor": 16} if workers else {}
+    loader = DataLoader(parquet_file.parquet_batches(), None, num_workers=workers, persistent_workers=workers > 0, **ahead)
+
+    def load():
+        total = 0
+        for batch in loader:
+            total += batch["label"].sum().item()
+            if not (batch["x0"][0] < 1 and len(batch["words"])):
+                raise AssertionError("no such row was written")
+        return total
+
+    return load
+
+
+SOURCES = {"memory": memory, "jpeg": jpeg, "parquet": parquet}
 
 
 class Measurements:
     def __init__(self):
-        self.loaders = {}
+        self.epochs = {}
 
-    def loader_for(self, operation, samples):
+    def epoch_of(self, operation, samples):
         key = operation, samples
-        if key not in self.loaders:
+        if key not in self.epochs:
             source, workers = operation.split(":")
             if source not in SOURCES:
                 raise ValueError(f"there is no source '{source}'")
-            self.loaders[key] = DataLoader(SOURCES[source](samples), BATCH_SIZE, shuffle=True, num_workers=int(workers),
-                                           persistent_workers=int(workers) > 0)
-        return self.loaders[key]
+            self.epochs[key] = SOURCES[source](samples, int(workers))
+        return self.epochs[key]
 
     def measure(self, operation, argument, iterations, warmup):
         samples = int(argument)
-        loader = self.loader_for(operation, samples)
+        load = self.epoch_of(operation, samples)
         wall = []
         for i in range(warmup + iterations):
             before = time.perf_counter_ns()
-            total = load(loader)
+            total = load()
             after = time.perf_counter_ns()
             if total != samples * (samples - 1) // 2:
                 raise AssertionError(f"the epoch's labels add up to {total}: it did not have each sample once")
