@@ -181,7 +181,7 @@ def test_all_values_of_all_types_and_compressions(driver, tmp_path, nulls):
 
 
 def test_batches_span_row_groups_and_files(driver, tmp_path):
-    parts = [zoo(40, True), zoo(1, True, start=2), zoo(0, True), zoo(29, True, start=3)]
+    parts = [zoo(40, True), zoo(9, True, start=2).slice(0, 1), zoo(9, True).slice(0, 0), zoo(29, True, start=3)]
     files = [tmp_path / f"{i}.parquet" for i in range(len(parts))]
     for file, part, size in zip(files, parts, (7, 1, 10, 13), strict=True):
         pq.write_table(part, file, row_group_size=size)
