@@ -41,8 +41,9 @@ struct Net : nn::Module {
 /// All columns but the target.
 std::vector<std::string> features_of(const Settings& settings) {
   if (!settings.features.empty()) return settings.features;
+  const ParquetDataset data(settings.data);
   std::vector<std::string> names;
-  for (const auto& field : ParquetDataset(settings.data).schema()) {
+  for (const auto& field : data.schema()) {
     if (field.name != settings.target) names.push_back(field.name);
   }
   return names;
@@ -54,7 +55,7 @@ void train(const Settings& settings) {
   auto columns = features;
   columns.push_back(settings.target);
   const ParquetDataset data(settings.data, {.columns = columns});
-  // Rank 0's share differs in rows from the others'; even_batches lets all make equally many steps.
+  // The ranks' shares differ in rows; even_batches lets all make equally many steps.
   RowGroupSampler sampler(data, {.seed = settings.seed});
   ParquetBatches batches(data,
                          {.batch_size = settings.batch_size, .sampler = &sampler, .even_batches = true});
