@@ -233,8 +233,8 @@ int main(int argc, char** argv) try {
   CLI::App app(
       "Trains a small GPT on a text, and prints its loss and what it writes. Start it with: lockstep run "
       "--nproc-per-node N char_gpt --data FILE …\nA text: apt install bible-kjv, then bible gen1:1-rev22:21 "
-      "> "
-      "kjv.txt; any other in UTF-8 does, plain or gzip.");
+      "> kjv.txt; any other in UTF-8 does, plain or gzip.");
+  app.option_defaults()->take_last();
   const auto positive = [&](const char* name, auto& value, const char* help) {
     app.add_option(name, value, help)->check(CLI::PositiveNumber)->capture_default_str();
   };

@@ -73,7 +73,7 @@ def test_output_comes_from_rank_zero_and_ends_with_the_accuracy(programs, small_
     assert all(line.startswith("[rank 0] ") for line in done.stdout.splitlines()), done.text
     assert len(outcome(done)[1]) == 2
     assert re.fullmatch(rf"\[rank 0\] {ACCURACY}", done.stdout.splitlines()[-1]), done.text
-    assert "[rank 1]" not in done.stderr and re.search(r"\d+ images/s, loss=", done.stderr), done.text
+    assert "[rank 1]" not in done.stderr and re.search(r"\d+ images/s, \d+% waiting for data, loss=", done.stderr), done.text
 
 
 def test_the_seed_decides(programs, small_data):

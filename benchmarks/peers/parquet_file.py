@@ -4,14 +4,13 @@ By hand: python benchmarks/peers/parquet_file.py FILE ROWS writes the file.
 """
 
 import os
-import random
 import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset
 
 FILE = "LOCKSTEP_BENCH_PARQUET_FILE"
 BATCH_SIZE = 256
@@ -45,26 +44,37 @@ def tensors(table):
     return result
 
 
-class ParquetBatches(IterableDataset):
-    """Batches within row groups, rows shuffled: what fits Python best, for a take() per row group is pyarrow's."""
+class ShuffledRowGroups(Dataset):
+    """Row groups whose rows pyarrow has shuffled in the worker: one message to the training process for each."""
 
     def __init__(self, path):
-        self.path, self.groups = path, pq.ParquetFile(path).num_row_groups
+        self.path, self.file = path, None
+        self.groups = pq.ParquetFile(path).num_row_groups
 
-    def __iter__(self):
-        file = pq.ParquetFile(self.path)  # the worker's own
-        order = list(range(self.groups))
-        random.shuffle(order)
-        for group in order:
-            table = file.read_row_group(group, use_threads=False)
-            table = table.take(torch.randperm(table.num_rows).numpy())
-            for begin in range(0, table.num_rows, BATCH_SIZE):
-                yield tensors(table.slice(begin, BATCH_SIZE))
+    def __len__(self):
+        return self.groups
+
+    def __getitem__(self, group):
+        if self.file is None:
+            self.file = pq.ParquetFile(self.path)  # each worker's own
+        table = self.file.read_row_group(group, use_threads=False)
+        return tensors(table.take(torch.randperm(table.num_rows).numpy()))
 
 
-def parquet_batches():
+def cut(group):
+    """A row group's batches: views, so that only whole row groups pass between the processes."""
+    offsets = group["words.offsets"]
+    for begin in range(0, len(group["label"]), BATCH_SIZE):
+        end = min(begin + BATCH_SIZE, len(group["label"]))
+        batch = {name: values[begin:end] for name, values in group.items() if not name.startswith("words")}
+        batch["words.offsets"] = offsets[begin:end + 1] - offsets[begin]
+        batch["words"] = group["words"][offsets[begin]:offsets[end]]
+        yield batch
+
+
+def row_groups():
     """The data set, of the file that the environment names."""
-    return ParquetBatches(os.environ[FILE])
+    return ShuffledRowGroups(os.environ[FILE])
 
 
 if __name__ == "__main__":

@@ -44,12 +44,11 @@ def jpeg(_samples, workers):
 def parquet(_samples, workers):
     import parquet_file
 
-    ahead = {"prefetch_factor": 16} if workers else {}
-    loader = DataLoader(parquet_file.parquet_batches(), None, num_workers=workers, persistent_workers=workers > 0, **ahead)
+    loader = DataLoader(parquet_file.row_groups(), None, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
 
     def load():
         total = 0
-        for batch in loader:
+        for batch in (batch for group in loader for batch in parquet_file.cut(group)):
             total += batch["label"].sum().item()
             if not (batch["x0"][0] < 1 and len(batch["words"])):
                 raise AssertionError("no such row was written")

@@ -27,7 +27,6 @@ nn::Sequential make_net() {
   nn::Sequential net(nn::Linear(5, 7), nn::BatchNorm1d(7), nn::Tanh(),
                      nn::BatchNorm1d(nn::BatchNorm1dOptions(7).momentum(0.3).affine(false)),
                      nn::Linear(7, 3));
-  net->to(torch::kDouble);
   return net;
 }
 

@@ -74,10 +74,12 @@ def answers(bin_dir, tmp_path_factory):
 
 
 def assert_same(actual, wanted, what):
+    # The foreach form of Python divides a tensor of integers, which rounds 1 / (n + 1) to float32.
+    bound = 1e-7 if what.startswith("swa multi") else 1e-12
     assert set(actual) == set(wanted), what
     for name, tensor in wanted.items():
         assert actual[name].dtype == tensor.dtype, (what, name)
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}, {name}: {m}")
+        torch.testing.assert_close(actual[name], tensor, rtol=bound, atol=bound, msg=lambda m: f"{what}, {name}: {m}")
 
 
 def test_every_average_equals_pythons(answers):

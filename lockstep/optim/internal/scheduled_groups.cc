@@ -1,5 +1,10 @@
 #include <mutex>
 
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+
 #include <lockstep/optim/internal/scheduled_groups.h>
 
 namespace lockstep {
@@ -30,6 +35,15 @@ void for_each_version(const Optimizer& optimizer, Visit visit) {
   }
 }
 
+/// Whether steps of this optimizer raise its parameters' versions. LibTorch's SGD writes through data(),
+/// which has a version of its own; what others do is not known.
+bool shows_its_steps(const Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::Adam*>(&optimizer) ||
+         dynamic_cast<const torch::optim::AdamW*>(&optimizer) ||
+         dynamic_cast<const torch::optim::RMSprop*>(&optimizer) ||
+         dynamic_cast<const torch::optim::Adagrad*>(&optimizer);
+}
+
 }  // namespace
 
 std::shared_ptr<ScheduledGroups> ScheduledGroups::of(Optimizer& optimizer) {
@@ -41,7 +55,8 @@ std::shared_ptr<ScheduledGroups> ScheduledGroups::of(Optimizer& optimizer) {
   return groups;
 }
 
-ScheduledGroups::ScheduledGroups(Optimizer& optimizer) : optimizer_(optimizer) {
+ScheduledGroups::ScheduledGroups(Optimizer& optimizer)
+    : optimizer_(optimizer), stepped_(!shows_its_steps(optimizer)) {
   for_each_version(optimizer, [&](const c10::TensorImpl* parameter, uint32_t version) {
     versions_.emplace(parameter, version);
   });

@@ -27,8 +27,9 @@ class ScheduledGroups {
   ScheduledGroups& operator=(const ScheduledGroups&) = delete;
 
   std::vector<Group>& groups() { return groups_; }
-  /// Whether a parameter was written since the first scheduler was made. Python marks optimizer.step() as
-  /// called; LibTorch's can't be watched, so what it does is the sign.
+  /// Whether a parameter was written since the first scheduler was made, as far as that can be seen; true for
+  /// optimizers whose steps can't. Python marks optimizer.step() as called; LibTorch's can't be watched, so
+  /// what it does is the sign.
   bool optimizer_has_stepped();
 
  private:
@@ -37,7 +38,7 @@ class ScheduledGroups {
   torch::optim::Optimizer& optimizer_;
   std::vector<Group> groups_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> versions_;  // of the parameters, at first
-  bool stepped_ = false;
+  bool stepped_;
 };
 
 }  // namespace lockstep

@@ -78,14 +78,21 @@ TEST_F(SchedulerTest, ASecondSchedulerKnowsTheLearningRatesFromBeforeTheFirst) {
 }
 
 TEST_F(SchedulerTest, WarnsOfAStepBeforeTheOptimizers) {
-  StepLR schedule(optimizer, 3);
+  optim::AdamW adam(two_groups(optim::AdamWOptions(0.5)), optim::AdamWOptions(0.5));
+  StepLR schedule(adam, 3);
   const std::string early = logged([&] { schedule.step(); });
   EXPECT_THAT(early, HasSubstr("`StepLR::step()` before `optimizer.step()`"));
   EXPECT_EQ(logged([&] { schedule.step(); }), "");  // once
 
-  StepLR other(optimizer, 3);
-  optimizer.step();
+  StepLR other(adam, 3);
+  adam.step();
   EXPECT_EQ(logged([&] { other.step(); }), "");
+}
+
+TEST_F(SchedulerTest, DoesNotWarnWhereStepsCannotBeSeen) {
+  StepLR schedule(optimizer, 3);
+  optimizer.step();
+  EXPECT_EQ(logged([&] { schedule.step(); }), "");
 }
 
 TEST_F(SchedulerTest, WarnsOfEpochsOnceInAProcess) {

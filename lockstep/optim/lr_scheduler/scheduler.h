@@ -66,9 +66,9 @@ class LRScheduler {
   virtual ~LRScheduler();
 
   /// The next learning rates. Call it after optimizer.step(), once for what the schedule counts (an epoch, or
-  /// a batch). Logs a warning when the first call finds that no parameter has changed yet. Throws
-  /// c10::ValueError when a learning rate would be NaN, and when parameter groups were added that this
-  /// schedule doesn't know.
+  /// a batch). Logs a warning when the first call finds that no parameter has changed yet (LibTorch's SGD
+  /// does not show that it changes them, so there is none with it). Throws c10::ValueError when a learning
+  /// rate would be NaN, and when parameter groups were added that this schedule doesn't know.
   virtual void step();
   /// The learning rates of this epoch, by the closed form where the schedule has one. Deprecated in Python,
   /// which says so; this logs it once per process. Throws c10::ValueError for a fraction, which only
