@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gloo_parity_cases import view
 
+ATTEMPTS = 10
+
 
 def reduce_op(case):
     if case["reduce"] == "PREMUL_SUM":
@@ -117,19 +119,34 @@ class Groups:
 
     def __init__(self, store, rank, world_size):
         self.store, self.rank, self.world_size = store, rank, world_size
-        self.group, self.good = None, False
+        self.group, self.good, self.made = None, False, 0
 
     def next(self, case):
         if not self.good or may_fail(case):
-            timeout = datetime.timedelta(milliseconds=case["gloo_timeout_ms"])
-            self.group = dist.new_group(timeout=timeout, backend="gloo")
+            self.group = self.make(datetime.timedelta(milliseconds=case["gloo_timeout_ms"]))
         return self.group
+
+    def make(self, timeout):
+        """A new group. Making it falls under its timeout, too, which may be too short for it on a busy machine: then once
+        more, on all ranks."""
+        for attempt in range(ATTEMPTS):
+            self.made += 1
+            try:
+                group = dist.new_group(timeout=timeout, backend="gloo")
+            except RuntimeError as error:
+                group, reason = None, error
+            if self.all_say(f"made/{self.made}", group is not None):
+                return group
+        raise RuntimeError(f"no group in {ATTEMPTS} attempts") from (reason if group is None else None)
 
     def done(self, case, number, failed):
         """Meets the others; remembers whether all succeeded."""
-        self.store.set(f"{number}/{self.rank}", "failed" if failed else "good")
-        answers = [self.store.get(f"{number}/{rank}") for rank in range(self.world_size)]
-        self.good = not may_fail(case) and all(answer == b"good" for answer in answers)
+        self.good = self.all_say(f"done/{number}", not failed) and not may_fail(case)
+
+    def all_say(self, what, mine):
+        """Whether `mine` is true on all ranks."""
+        self.store.set(f"{what}/{self.rank}", str(mine))
+        return all([self.store.get(f"{what}/{rank}") == b"True" for rank in range(self.world_size)])
 
 
 def may_fail(case):

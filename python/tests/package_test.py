@@ -153,8 +153,7 @@ def test_wheel_holds_the_package_and_nothing_of_this_machine(wheel, tmp_path):
     assert "lockstep = _lockstep_autoload:autoload" in (information / "entry_points.txt").read_text()
 
 
-@pytest.mark.skipif(not shutil.which("ccache") and not os.environ.get("LOCKSTEP_TEST_ALL"),
-                    reason="without ccache, which remembers the build, it takes minutes; runs with scripts/test --all")
+@pytest.mark.long  # compiles the library anew
 def test_a_wheel_is_compiled_without_the_tests_and_the_program(tmp_path):
     wheel = make_wheel(tmp_path / "wheel", "-C", f"build-dir={tmp_path / 'build'}", timeout=1500)
     check_wheel(wheel, tmp_path / "content")
