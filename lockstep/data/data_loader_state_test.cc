@@ -9,6 +9,7 @@
 
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/testing/value_error.h>
 
 namespace lockstep::data {
 namespace {
@@ -47,16 +48,6 @@ std::vector<Sample> samples(Loader& loader, int64_t most = 1 << 20) {
 StateDict through_file(const StateDict& state) {
   const auto bytes = torch::pickle_save(to_object(state));
   return from_object<StateDict>(torch::pickle_load(bytes));
-}
-
-template <class Function>
-std::string value_error(Function function) {
-  try {
-    function();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no ValueError";
 }
 
 /// A loader's order, in different ways; each is made in the same way again.

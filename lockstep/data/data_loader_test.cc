@@ -15,6 +15,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/testing/value_error.h>
 
 namespace lockstep::data {
 namespace {
@@ -57,16 +58,6 @@ auto epoch(Loader& loader) {
   std::vector<typename Loader::Batch> batches;
   for (auto& batch : loader) batches.push_back(batch);
   return batches;
-}
-
-template <class Function>
-std::string value_error(Function function) {
-  try {
-    function();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no ValueError";
 }
 
 int thread_count() {

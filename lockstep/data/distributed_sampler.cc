@@ -1,7 +1,7 @@
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/place_in_world.h>
 #include <lockstep/data/distributed_sampler.h>
-#include <lockstep/data/internal/place_in_world.h>
 #include <lockstep/data/internal/random.h>
 
 namespace lockstep::data {
@@ -9,7 +9,7 @@ namespace lockstep::data {
 DistributedSampler::DistributedSampler(int64_t size, DistributedSamplerOptions options)
     : dataset_size_(size), shuffle_(options.shuffle), seed_(options.seed) {
   TORCH_CHECK_VALUE(size >= 0, "DistributedSampler: size is ", size, "; a data set has 0 or more samples");
-  const auto place = internal::place_in_world("DistributedSampler", options.num_replicas, options.rank);
+  const auto place = place_in_world("DistributedSampler", options.num_replicas, options.rank);
   num_replicas_ = place.num_replicas;
   rank_ = place.rank;
   num_samples_ = size / num_replicas_;
@@ -50,7 +50,7 @@ DistributedEvalSampler::DistributedEvalSampler(int64_t size, const DistributedEv
     : dataset_size_(size) {
   TORCH_CHECK_VALUE(size >= 0, "DistributedEvalSampler: size is ", size,
                     "; a data set has 0 or more samples");
-  const auto place = internal::place_in_world("DistributedEvalSampler", options.num_replicas, options.rank);
+  const auto place = place_in_world("DistributedEvalSampler", options.num_replicas, options.rank);
   num_replicas_ = place.num_replicas;
   rank_ = place.rank;
 }

@@ -8,6 +8,7 @@
 
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/testing/value_error.h>
 
 namespace lockstep::data {
 namespace {
@@ -15,16 +16,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-template <class Function>
-std::string value_error(Function function) {
-  try {
-    function();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no ValueError";
-}
 
 TEST(DistributedSampler, PadsOrDrops) {
   EXPECT_THAT(DistributedSampler(5, 2, 1, false).indices(), ElementsAre(1, 3, 0));

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/place_in_world.h>
 #include <lockstep/data/internal/dataset_handle.h>
-#include <lockstep/data/internal/place_in_world.h>
 
 namespace lockstep::data {
 
@@ -116,7 +116,7 @@ class DistributedStream {
  private:
   DistributedStream(std::shared_ptr<const Dataset> dataset, const DistributedStreamOptions& options)
       : dataset_(std::move(dataset)), drop_last_(options.drop_last) {
-    const auto place = internal::place_in_world("DistributedStream", options.num_replicas, options.rank);
+    const auto place = place_in_world("DistributedStream", options.num_replicas, options.rank);
     num_replicas_ = place.num_replicas;
     rank_ = place.rank;
   }

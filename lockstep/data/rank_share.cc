@@ -3,14 +3,14 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/data/internal/place_in_world.h>
+#include <lockstep/base/place_in_world.h>
 #include <lockstep/data/rank_share.h>
 
 namespace lockstep::data {
 namespace {
 
 int64_t share_of(const char* what, const char* option, int64_t total, Rounding rounding,
-                 const internal::Place& place) {
+                 const PlaceInWorld& place) {
   const int64_t ranks = place.num_replicas;
   const int64_t rest = total % ranks;
   switch (rounding) {
@@ -32,7 +32,7 @@ int64_t share_of(const char* what, const char* option, int64_t total, Rounding r
 }  // namespace
 
 RankShare rank_share(const RankShareOptions& options) {
-  const auto place = internal::place_in_world("rank_share", options.num_replicas, options.rank);
+  const auto place = place_in_world("rank_share", options.num_replicas, options.rank);
   TORCH_CHECK_VALUE(options.global_batch_size > 0, "global_batch_size=", options.global_batch_size,
                     "; it should be at least 1");
   TORCH_CHECK_VALUE(options.global_num_workers >= 0, "global_num_workers=", options.global_num_workers,

@@ -5,7 +5,7 @@
 #include <ATen/ops/randperm.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/world_defaults.h>
+#include <lockstep/base/place_in_world.h>
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/parquet/row_group_sampler.h>
 
@@ -35,16 +35,9 @@ RowGroupSampler::RowGroupSampler(std::vector<int64_t> row_counts, const RowGroup
       std::find_if(row_counts_.begin(), row_counts_.end(), [](int64_t rows) { return rows < 0; });
   TORCH_CHECK_VALUE(negative == row_counts_.end(), "RowGroupSampler: row group ",
                     negative - row_counts_.begin(), " has ", *negative, " rows; it should have 0 or more");
-  const auto world = world_defaults();
-  TORCH_CHECK_VALUE(
-      world || (options.num_replicas && options.rank),
-      "Default process group has not been initialized, so RowGroupSampler knows neither rank nor world size: "
-      "call lockstep::init_process_group() first, or give it num_replicas and rank.");
-  num_replicas_ = options.num_replicas ? *options.num_replicas : world->world_size;
-  rank_ = options.rank ? *options.rank : world->rank;
-  TORCH_CHECK_VALUE(num_replicas_ > 0, "Invalid num_replicas ", num_replicas_, ", it should be at least 1");
-  TORCH_CHECK_VALUE(rank_ >= 0 && rank_ < num_replicas_, "Invalid rank ", rank_,
-                    ", rank should be in the interval [0, ", num_replicas_ - 1, "]");
+  const auto place = place_in_world("RowGroupSampler", options.num_replicas, options.rank);
+  num_replicas_ = place.num_replicas;
+  rank_ = place.rank;
 }
 
 std::vector<RowGroupSampler::Share> RowGroupSampler::deal() const {

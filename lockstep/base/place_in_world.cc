@@ -1,11 +1,12 @@
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/place_in_world.h>
 #include <lockstep/base/world_defaults.h>
-#include <lockstep/data/internal/place_in_world.h>
 
-namespace lockstep::data::internal {
+namespace lockstep {
 
-Place place_in_world(const char* who, std::optional<int64_t> num_replicas, std::optional<int64_t> rank) {
+PlaceInWorld place_in_world(const char* who, std::optional<int64_t> num_replicas,
+                            std::optional<int64_t> rank) {
   if (!num_replicas || !rank) {
     const auto world = world_defaults();
     TORCH_CHECK_VALUE(world, "Default process group has not been initialized, so ", who,
@@ -20,4 +21,4 @@ Place place_in_world(const char* who, std::optional<int64_t> num_replicas, std::
   return {*num_replicas, *rank};
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep
