@@ -82,7 +82,7 @@ def processor_time(results):
     rows = []
     for name, entry in results.series.items():
         operation, *_, who = name.split(".")
-        if operation.endswith("_cpu"):
+        if operation.endswith("_cpu") and operation.removesuffix("_cpu") in OPERATIONS:
             seen = stats.summarize(entry["rounds"])
             rows.append([f"{operation.removesuffix('_cpu')}, {who}", f"{1000 * seen.median:.3g} ms/GB",
                          f"({1000 * seen.low:.3g}-{1000 * seen.high:.3g})"])

@@ -10,8 +10,9 @@ from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
 # Milliseconds; processor time is twice as much.
-STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", "single"): 40, ("cpp_keep", "ddp"): 52.5,
-        ("cpp_keep", "alone"): 50, ("cpp_keep", "single"): 40, ("python", "ddp"): 80, ("python", "alone"): 55,
+STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", "abreast"): 52.5,
+        ("cpp", "single"): 40, ("cpp_keep", "ddp"): 52.5, ("cpp_keep", "alone"): 50, ("cpp_keep", "abreast"): 51,
+        ("cpp_keep", "single"): 40, ("python", "ddp"): 80, ("python", "alone"): 55,
         ("python", "single"): 44, ("python_keep", "ddp"): 78, ("python_keep", "alone"): 54,
         ("python_lockstep", "ddp"): 60, ("hooks", "step:all_reduce"): 50, ("hooks", "step:bf16"): 55,
         ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40,

@@ -15,9 +15,11 @@ RANKS = (2, 4)
 KINDS = ("cpp", "cpp_keep", "python", "python_keep")
 # Whose communication is told: with malloc as it comes, and with one that keeps its pages.
 PEERS = {"cpp": "python", "cpp_keep": "python_keep"}
-EVERYBODY = (*((kind, mode) for kind in KINDS for mode in ("ddp", "alone")), ("cpp", "single"), ("cpp_keep", "single"))
+EVERYBODY = (*((kind, mode) for kind in KINDS for mode in ("ddp", "alone")),
+             *((kind, mode) for kind in PEERS for mode in ("abreast", "single")))
 # A network that fills memory is measured by those without whom there is no answer; with more ranks, by fewer still.
-FEW = {2: (("cpp", "ddp"), ("cpp", "alone"), ("cpp", "single"), ("cpp_keep", "alone"), ("python", "ddp")),
+FEW = {2: (("cpp", "ddp"), ("cpp", "alone"), ("cpp", "abreast"), ("cpp", "single"), ("cpp_keep", "alone"),
+           ("cpp_keep", "abreast"), ("python", "ddp")),
        4: (("cpp", "ddp"), ("cpp", "alone"), ("python", "ddp"))}
 
 
@@ -117,7 +119,7 @@ def models(contenders):
         if mode in ("ddp", "fixed"):
             held += 2  # the parameters, and the buckets
         elif mode == "alone":
-            held += 2 if kind.endswith("keep") else 1  # which single shares; malloc may keep the gradients' memory
+            held += 2 if kind.endswith("keep") else 1  # which abreast and single share; malloc may keep the gradients' memory
     return held + 1  # the gradients of those who are at it
 
 
@@ -136,14 +138,20 @@ def add_steps(results, bursts):
 
 
 def add_figures(results, ranks, network):
-    """Overhead is counted against the better of the baselines, one for each form of malloc."""
+    """Overhead is counted against the better of the baselines, one for each form of malloc.
+
+    Ranks abreast exchange nothing either, but wait for each other after each step, as whoever averages gradients must.
+    """
     measure = f"step.{ranks}.{network}"
-    baselines = [name for kind in PEERS if (name := f"{measure}.{kind}_alone") in results.series]
+    alone, abreast = ([name for kind in PEERS if (name := f"{measure}.{kind}_{mode}") in results.series]
+                      for mode in ("alone", "abreast"))
     for kind, python in PEERS.items():
         ours = f"{measure}.{kind}_ddp"
         if ours not in results.series:
             continue
-        results.add_ratio(f"{ours}.over_baseline", ours, min(baselines, key=results.median), better="lower")
+        results.add_ratio(f"{ours}.over_baseline", ours, min(alone, key=results.median), better="lower")
+        if abreast:
+            results.add_ratio(f"{ours}.over_abreast", ours, min(abreast, key=results.median), better="lower")
         results.add_ratio(f"{ours}.over_default", ours, f"{measure}.cpp_alone", better="lower")
         results.add_ratio(f"{ours}.vs_{python}", f"{measure}.{python}_ddp", ours)
         if f"{measure}.{kind}_single" in results.series:

@@ -4,7 +4,7 @@ from benchmarks.driver import comm_hooks, stats
 from benchmarks.driver.tables import Table, added, duration, mebibytes, percent, ratio, times
 from benchmarks.driver.training import LANDING, NETWORKS, PEERS, RANKS
 
-MODES = {"ddp": "DDP", "alone": "no communication", "single": "one process alone"}
+MODES = {"ddp": "DDP", "alone": "no communication", "abreast": "a barrier after each step", "single": "one process alone"}
 KINDS = {"cpp": "C++", "cpp_keep": "C++, malloc keeps pages", "python": "Python, Gloo",
          "python_keep": "Python, Gloo, malloc keeps pages"}
 HOOKS = {"all_reduce": "none (all_reduce)", "bf16": "bf16", "fp16": "fp16", "int8": "int8 per tensor",
@@ -32,13 +32,13 @@ def step(results, network, ranks):
             if mode == "ddp":
                 than_python = f"{name}.vs_{PEERS[kind]}" if kind in PEERS else None
                 row += [added(time / alone) if alone else "-", added(results.median(f"{name}.over_baseline")),
-                        duration(results.median(f"step_cpu.{cell}")), percent(results.median(f"step_hidden.{cell}")),
+                        added(results.median(f"{name}.over_abreast")), duration(results.median(f"step_cpu.{cell}")), percent(results.median(f"step_hidden.{cell}")),
                         ratio(results, than_python)]
             else:
-                row += [""] * 5
+                row += [""] * 6
             rows.append([*row, times(busy * single / time) if single else ""])
     return Table(f"Training step, {network} network, {ranks} ranks, batch {batch} a rank",
-                 ["", "step", "samples/s", "over no comm.", "over the better", "its processor time", "hidden",
+                 ["", "step", "samples/s", "over no comm.", "over the better", "over a barrier", "its processor time", "hidden",
                   "than Python (quartiles)", "speedup"], rows)
 
 
