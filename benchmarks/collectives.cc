@@ -9,7 +9,6 @@
 // ranks 2k and 2k+1). peers/gloo_collectives.py measures the same for torch.distributed.
 #include <charconv>
 #include <functional>
-#include <iostream>
 #include <map>
 #include <string>
 #include <system_error>
@@ -312,16 +311,12 @@ class Collectives {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-  at::set_num_threads(1);
-  auto world = lockstep::init_process_group(lockstep::bench::init_options());
-  Collectives collectives(world.rank(), world.size());
-  return lockstep::bench::serve(argc, argv, world.rank(),
-                                [&](const Command& command) { return collectives.measure(command); });
-} catch (const c10::Error& error) {
-  std::cerr << error.what_without_backtrace() << std::endl;
-  return 1;
-} catch (const std::exception& error) {
-  std::cerr << error.what() << std::endl;
-  return 1;
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    at::set_num_threads(1);
+    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    Collectives collectives(world.rank(), world.size());
+    return lockstep::bench::serve(argc, argv, world.rank(),
+                                  [&](const Command& command) { return collectives.measure(command); });
+  });
 }

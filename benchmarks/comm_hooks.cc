@@ -10,7 +10,6 @@
 //                                              epochs; answers with the test accuracy
 // HOOK is one of kHooks below; all_reduce is DistributedDataParallel without a hook.
 #include <cstdlib>
-#include <iostream>
 #include <map>
 #include <memory>
 #include <string>
@@ -126,21 +125,17 @@ class Measurements {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-  at::set_num_threads(1);
-  // The flight records, by which traffic is counted, go where the driver clears up.
-  if (const auto channel = lockstep::environment::text(lockstep::bench::kChannel)) {
-    ::setenv("LOCKSTEP_FLIGHT_DIR", channel->c_str(), /*overwrite=*/1);
-  }
-  auto world = lockstep::init_process_group(lockstep::bench::init_options());
-  torch::manual_seed(world.rank());  // each rank has its own data
-  Measurements measurements;
-  return lockstep::bench::serve(argc, argv, world.rank(),
-                                [&](const Command& command) { return measurements.measure(command); });
-} catch (const c10::Error& error) {
-  std::cerr << error.what_without_backtrace() << std::endl;
-  return 1;
-} catch (const std::exception& error) {
-  std::cerr << error.what() << std::endl;
-  return 1;
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    at::set_num_threads(1);
+    // The flight records, by which traffic is counted, go where the driver clears up.
+    if (const auto channel = lockstep::environment::text(lockstep::bench::kChannel)) {
+      ::setenv("LOCKSTEP_FLIGHT_DIR", channel->c_str(), /*overwrite=*/1);
+    }
+    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    torch::manual_seed(world.rank());  // each rank has its own data
+    Measurements measurements;
+    return lockstep::bench::serve(argc, argv, world.rank(),
+                                  [&](const Command& command) { return measurements.measure(command); });
+  });
 }

@@ -116,4 +116,14 @@ inline int serve(int argc, char** argv, int rank, const std::function<Timings(co
   return 0;
 }
 
+/// main() of a program under measurement: what `body` returns; or 1, with the text of what it threw on
+/// standard error, without the backtrace.
+inline int run(const std::function<int()>& body) try { return body(); } catch (const c10::Error& error) {
+  std::cerr << error.what_without_backtrace() << std::endl;
+  return 1;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << std::endl;
+  return 1;
+}
+
 }  // namespace lockstep::bench

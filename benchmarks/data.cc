@@ -10,7 +10,6 @@
 // same for torch.utils.data.DataLoader. Another source is another entry of kSources.
 #include <charconv>
 #include <functional>
-#include <iostream>
 #include <map>
 #include <memory>
 #include <string>
@@ -134,15 +133,11 @@ class Measurements {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-  at::set_num_threads(1);
-  Measurements measurements;
-  return lockstep::bench::serve(argc, argv, /*rank=*/0,
-                                [&](const Command& command) { return measurements.measure(command); });
-} catch (const c10::Error& error) {
-  std::cerr << error.what_without_backtrace() << std::endl;
-  return 1;
-} catch (const std::exception& error) {
-  std::cerr << error.what() << std::endl;
-  return 1;
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    at::set_num_threads(1);
+    Measurements measurements;
+    return lockstep::bench::serve(argc, argv, /*rank=*/0,
+                                  [&](const Command& command) { return measurements.measure(command); });
+  });
 }

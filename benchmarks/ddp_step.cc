@@ -8,7 +8,6 @@
 // with a barrier after each step, which shows what waiting for the slower rank costs); single (as alone, but
 // only the rank that is told so works). The argument is a network of networks.h. ddp and fixed answer with
 // what get_ddp_logging_data() says, too.
-#include <iostream>
 #include <map>
 #include <memory>
 #include <optional>
@@ -73,17 +72,13 @@ class Trainers {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-  at::set_num_threads(1);
-  auto world = lockstep::init_process_group(lockstep::bench::init_options());
-  torch::manual_seed(world.rank());  // each rank has its own data
-  Trainers trainers;
-  return lockstep::bench::serve(argc, argv, world.rank(),
-                                [&](const Command& command) { return trainers.measure(command); });
-} catch (const c10::Error& error) {
-  std::cerr << error.what_without_backtrace() << std::endl;
-  return 1;
-} catch (const std::exception& error) {
-  std::cerr << error.what() << std::endl;
-  return 1;
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    at::set_num_threads(1);
+    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    torch::manual_seed(world.rank());  // each rank has its own data
+    Trainers trainers;
+    return lockstep::bench::serve(argc, argv, world.rank(),
+                                  [&](const Command& command) { return trainers.measure(command); });
+  });
 }

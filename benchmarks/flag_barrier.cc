@@ -91,14 +91,13 @@ void bind_to_core(int rank) {
               std::strerror(errno));
 }
 
-int run_rank(int argc, char** argv, Flag* flags, int rank) try {
-  bind_to_core(rank);
-  FlagBarrier barrier(flags, rank);
-  return lockstep::bench::serve(argc, argv, rank,
-                                [&](const Command& command) { return measure(barrier, command); });
-} catch (const c10::Error& error) {
-  std::cerr << error.what_without_backtrace() << std::endl;
-  return 1;
+int run_rank(int argc, char** argv, Flag* flags, int rank) {
+  return lockstep::bench::run([&] {
+    bind_to_core(rank);
+    FlagBarrier barrier(flags, rank);
+    return lockstep::bench::serve(argc, argv, rank,
+                                  [&](const Command& command) { return measure(barrier, command); });
+  });
 }
 
 }  // namespace
