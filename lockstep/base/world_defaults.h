@@ -9,6 +9,9 @@ namespace lockstep {
 struct WorldDefaults {
   int32_t rank = 0;
   int32_t world_size = 1;
+  /// The place that it had when the job began, which shrink_group() changes nothing about; -1: the same.
+  int32_t job_rank = -1;
+  int32_t job_size = -1;
 };
 
 /// What init_process_group() published, or nothing before it and after destroy_process_group(). Thread-safe.

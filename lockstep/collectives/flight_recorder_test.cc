@@ -26,6 +26,7 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::run_ranks;
@@ -214,6 +215,24 @@ TEST(FlightRecorder, ForgetsTheOperationsOfAnEarlierWorld) {
     ASSERT_EQ(read.entries.size(), 1U);
     EXPECT_EQ(read.entries[0].operation, "barrier");
     EXPECT_EQ(read.overwritten, 0U);
+    unwatch_signal();
+  });
+}
+
+TEST(FlightRecorder, NamesARankAsItWasWhenTheJobBegan) {
+  alone([] {
+    RecordFolder folder;
+    set_world_defaults({.rank = 1, .world_size = 2, .job_rank = 2, .job_size = 3});  // after a shrink_group()
+    watch_signal();
+    const auto survivors = std::make_shared<const Group>(Group{"default", {0, 2}, 1});
+    Operation operation;
+    operation.kind = "barrier";
+    operation.sequence = 1;
+    scheduled(survivors, operation);
+    const std::string file = dump("test");
+    EXPECT_THAT(file, EndsWith("/rank_2.json"));
+    EXPECT_EQ(read_file(file).rank, 2);
+    EXPECT_EQ(read_file(file).world_size, 3);
     unwatch_signal();
   });
 }
