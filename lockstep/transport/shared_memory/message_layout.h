@@ -27,6 +27,8 @@ enum class TransferState : uint32_t {
   kDropped,  // the receiver has seen that, and uses it no more
 };
 
+inline constexpr uint64_t kReceiverGaveUp = ~uint64_t{0};
+
 /// A message that does not travel in the mailbox. The state goes from kOffered to one of the final states by
 /// compare-and-swap, so that sender and receiver agree how it ended.
 struct Transfer {
@@ -34,12 +36,17 @@ struct Transfer {
   uint32_t direct;  // the data lie in the sender's arena, at segment and offset; else through a ring
   uint32_t segment;
   uint64_t offset;
-  uint64_t expected_bytes;  // by the receiver, before kRefused; ~0: it gave up
+  uint64_t expected_bytes;  // by the receiver, before kRefused; kReceiverGaveUp if that is why
   uint32_t expected_type;
   std::atomic<uint64_t> ring;                // packed reference, once the sender has made it
   alignas(64) std::atomic<uint64_t> filled;  // bytes, by the sender
   alignas(64) std::atomic<uint64_t> taken;   // bytes, by the receiver
 };
+
+/// One side's step; false if the other side was faster with another one.
+inline bool change(Transfer& transfer, TransferState from, TransferState to) {
+  return transfer.state.compare_exchange_strong(from, to, std::memory_order_acq_rel);
+}
 
 struct Message {
   int64_t tag;
