@@ -82,9 +82,17 @@ def case(name, output="", inner=""):
 ])
 def test_summary(tmp_path, cases, counts, names):
     report(tmp_path, "ctest.xml", *cases)
-    total, failed = summarize_tests.summarize(tmp_path)
+    total, failed, _ = summarize_tests.summarize(tmp_path)
     assert (total["passed"], total["failed"], total["skipped"]) == counts
     assert failed == names
+
+
+def test_the_slowest_are_named(tmp_path):
+    output = "[       OK ] Arena.Grows (9500 ms)\n[       OK ] Arena.Shrinks (30 ms)\n"
+    report = ('<testsuite><testcase classname="a_test" name="test_b" time="20.4"/><testcase name="arena_tests" time="31">'
+              f"<system-out>{output}</system-out></testcase></testsuite>")
+    (tmp_path / "x.xml").write_text(report)
+    assert summarize_tests.summarize(tmp_path)[2] == [(20.4, "a_test.test_b"), (9.5, "arena_tests: Arena.Grows")]
 
 
 def test_summary_over_several_reports(tmp_path):

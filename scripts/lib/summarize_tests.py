@@ -3,7 +3,7 @@
 usage: summarize_tests.py REPORTS_DIR SECONDS
 
 ctest counts programs; a GoogleTest program's own last words say how many cases passed, failed and were skipped.
-Prints the failed and then one line of counts. Exit status: 0, 1 if a test failed, 2 if there was none.
+Prints the slowest, the failed, and then one line of counts. Exit status: 0, 1 if a test failed, 2 if there was none.
 """
 
 import pathlib
@@ -13,6 +13,9 @@ import xml.etree.ElementTree
 
 # GoogleTest's summary, as in "[  PASSED  ] 12 tests." or "[  FAILED  ] 1 test, listed below:"
 GTEST_SUMMARY = re.compile(r"^\[  (PASSED|FAILED|SKIPPED) +\] (\d+) tests?[.,]", re.MULTILINE)
+GTEST_TIME = re.compile(r"^\[       OK \] ([\w/]+\.[\w/]+) \((\d+) ms\)", re.MULTILINE)
+SLOW = 8.0  # seconds
+SHOWN = 12  # of the slow ones
 GTEST_FAILED = re.compile(r"^\[  FAILED  \] ([\w/]+\.[\w/]+)", re.MULTILINE)
 
 
@@ -44,21 +47,37 @@ def count_case(case):
     return counts, [f"{program}: {test}" for test in dict.fromkeys(GTEST_FAILED.findall(output))] if failed else []
 
 
-def summarize(reports):
-    """Counts and names over all *.xml in the folder."""
-    total, names = {"passed": 0, "failed": 0, "skipped": 0}, []
+def times(case):
+    """[(seconds, name)] of what one JUnit test case ran: GoogleTest's own cases, or itself."""
+    program = case.get("name")
+    inner = [(int(milliseconds) / 1000, f"{program}: {test}")
+             for test, milliseconds in GTEST_TIME.findall(case.findtext("system-out") or "")]
+    return inner or [(float(case.get("time") or 0), ".".join(filter(None, (case.get("classname"), program))))]
+
+
+def cases_of(reports):
+    """All test cases of all *.xml in the folder."""
     for path in sorted(reports.glob("*.xml")):
-        for case in xml.etree.ElementTree.parse(path).getroot().iter("testcase"):
-            counts, failed = count_case(case)
-            for key, number in counts.items():
-                total[key] += number
-            names += failed
-    return total, names
+        yield from xml.etree.ElementTree.parse(path).getroot().iter("testcase")
+
+
+def summarize(reports):
+    """Counts, names of the failed, and [(seconds, name)] of the slowest."""
+    total, names, slow = {"passed": 0, "failed": 0, "skipped": 0}, [], []
+    for case in cases_of(reports):
+        counts, failed = count_case(case)
+        for key, number in counts.items():
+            total[key] += number
+        names += failed
+        slow += [entry for entry in times(case) if entry[0] >= SLOW]
+    return total, names, sorted(slow, reverse=True)[:SHOWN]
 
 
 def main():
     reports, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    total, names = summarize(reports)
+    total, names, slow = summarize(reports)
+    for duration, name in slow:
+        print(f"slow: {duration:.0f} s {name}")
     for name in names:
         print("failed:", name)
     print("tests: {passed} passed, {failed} failed, {skipped} skipped".format(**total),
