@@ -59,10 +59,13 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
     if list(prefix.rglob("liblockstep_image.so")):
         status, output = run(tmp_path / "image_consumer")
         assert status == 0 and "transformed: [3, 3, 3]" in output and "neither a JPEG nor a PNG" in output, output
+    if list(prefix.rglob("liblockstep_mlflow.so")):
+        status, output = run(tmp_path / "mlflow_consumer")
+        assert status == 0 and "refused: MlflowWriter: the tracking URI is 'sqlite:///mlflow.db'" in output, output
 
 
 def test_a_component_that_was_not_built_is_named(prefix, tmp_path):
-    source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("OPTIONAL_COMPONENTS image", "COMPONENTS brains")
+    source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("OPTIONAL_COMPONENTS image mlflow", "COMPONENTS brains")
     (tmp_path / "CMakeLists.txt").write_text(source)
     (tmp_path / "main.cc").touch()
     status, output = configure(tmp_path, tmp_path / "build", prefix)

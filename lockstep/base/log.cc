@@ -8,12 +8,14 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/log_writer.h>
 
 namespace lockstep::log {
 namespace {
 
 constexpr std::array<const char*, 4> kNames = {"error", "warning", "info", "debug"};
 std::atomic<int> process_rank{-1};
+std::atomic<Writer> chosen_writer{nullptr};
 
 std::optional<Level> level_from_environment() {
   auto wanted = environment::text("LOCKSTEP_LOG");
@@ -67,12 +69,20 @@ void set_rank(int rank) {
   process_rank.store(rank, std::memory_order_relaxed);
 }
 
+void set_writer(Writer writer) {
+  chosen_writer.store(writer, std::memory_order_release);
+}
+
 Line::~Line() {
   std::ostringstream line;
   line << "lockstep";
   if (int rank = process_rank.load(std::memory_order_relaxed); rank >= 0) line << " rank " << rank;
   line << ' ' << kNames[static_cast<size_t>(level_)] << ": " << text_.str() << '\n';
   const std::string bytes = line.str();
+  if (const Writer writer = chosen_writer.load(std::memory_order_acquire)) {
+    writer(bytes);
+    return;
+  }
   // A log line that can't be written has nowhere to complain to.
   [[maybe_unused]] auto written = ::write(STDERR_FILENO, bytes.data(), bytes.size());
 }

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <sys/ioctl.h>
@@ -9,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/observe/internal/terminal_line.h>
 #include <lockstep/observe/progress_bar.h>
 
 namespace lockstep {
@@ -102,15 +102,6 @@ int terminal_width(int fd) {
   return size.ws_col;
 }
 
-void write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;
-    text.remove_prefix(static_cast<size_t>(written));
-  }
-}
-
 }  // namespace
 
 std::string format_progress(const ProgressState& state, int width) {
@@ -126,7 +117,8 @@ std::string format_progress(const ProgressState& state, int width) {
     const double left = state.rate > 0 ? static_cast<double>(state.total - state.done) / state.rate : -1;
     timing += "<" + format_time(state.done == state.total ? 0 : left);
   }
-  timing += ", " + format_rate(state.rate) + " " + unit + "/s";
+  const std::string rate_unit = state.rate_unit.empty() ? unit : without_control_characters(state.rate_unit);
+  timing += ", " + format_rate(state.rate * state.rate_scale) + " " + rate_unit + "/s";
   std::string postfix;
   if (state.waiting && std::isfinite(*state.waiting)) {
     postfix += print(", %.0f%% waiting for data", 100 * std::clamp(*state.waiting, 0.0, 1.0));
@@ -164,6 +156,8 @@ ProgressBar::ProgressBar(int64_t total, std::string description, ProgressBarOpti
   state_.total = total;
   state_.description = std::move(description);
   state_.unit = options_.unit;
+  state_.rate_unit = options_.rate_unit;
+  state_.rate_scale = options_.rate_scale;
   state_.ascii = options_.ascii.value_or(!locale_is_utf8());
   start_ = drawn_ = options_.clock();
   if (options_.waited) waited_before_ = options_.waited();
@@ -205,7 +199,7 @@ void ProgressBar::measure(Time now) {
   state_.rate = smooth_units_ / smooth_seconds_;
 }
 
-void ProgressBar::draw(Time now) {
+void ProgressBar::draw(Time now, bool last) {
   state_.elapsed = seconds(now - start_);
   if (options_.waited && state_.elapsed > 0) {
     state_.waiting = (options_.waited() - waited_before_) / state_.elapsed;
@@ -220,14 +214,18 @@ void ProgressBar::draw(Time now) {
   drawn_ = now;
   drawn_done_ = state_.done;
   if (!terminal_) {
-    write_all(options_.fd, format_progress(state_, options_.width.value_or(0)) + "\n");
+    internal::write_above_terminal_line(options_.fd, format_progress(state_, options_.width.value_or(0)) + "\n");
     return;
   }
-  // The last column stays free: many terminals wrap as soon as it is written. "\x1b[K" clears what was longer
-  // before.
+  // The last column stays free: many terminals wrap as soon as it is written.
   const int width =
       std::max(options_.width.value_or(0) > 0 ? *options_.width : terminal_width(options_.fd), 2);
-  write_all(options_.fd, "\r" + format_progress(state_, width - 1) + "\x1b[K");
+  const std::string line = format_progress(state_, width - 1);
+  last ? internal::end_terminal_line(options_.fd, line) : internal::draw_terminal_line(options_.fd, line);
+}
+
+void ProgressBar::write(std::string_view line) {
+  if (!options_.quiet) internal::write_above_terminal_line(options_.fd, std::string(line) + "\n");
 }
 
 void ProgressBar::set_postfix(std::string_view key, double value) {
@@ -253,8 +251,7 @@ void ProgressBar::finish() noexcept {
     const Time now = options_.clock();
     const double elapsed = seconds(now - start_);
     state_.rate = elapsed > 0 ? static_cast<double>(state_.done) / elapsed : 0;
-    draw(now);
-    if (terminal_) write_all(options_.fd, "\n");
+    draw(now, /*last=*/true);
   } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, or the caller's clock; no reason to end a
                    // training
   }

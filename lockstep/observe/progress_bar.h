@@ -19,9 +19,12 @@ struct ProgressState {
   int64_t total = 0;   ///< 0: not known
   double elapsed = 0;  ///< seconds
   double rate = 0;     ///< units per second; 0: not known
+  /// What is shown as the rate is so many times `rate`, in `rate_unit`.
+  double rate_scale = 1;
   /// Share of the elapsed time that was spent waiting for data, 0 to 1; shown where it is known.
   std::optional<double> waiting = std::nullopt;
   std::string unit = "it";
+  std::string rate_unit = {};  ///< empty: `unit`
   std::string postfix = {};  ///< "loss=0.31, accuracy=0.87"
   bool ascii = false;        ///< draw with '#' instead of block characters
 };
@@ -39,6 +42,10 @@ std::string format_progress(const ProgressState& state, int width);
 
 struct ProgressBarOptions {
   std::string unit = "it";
+  /// What the rate shows, if not units of this rank: samples of all ranks while batches are counted, say, are
+  /// `.unit = "batches", .rate_unit = "samples", .rate_scale = batch_size * world_size`.
+  std::string rate_unit = {};
+  double rate_scale = 1;
   /// Draw nothing: for all ranks but one.
   bool quiet = false;
   int fd = STDERR_FILENO;  ///< not owned
@@ -66,8 +73,11 @@ struct ProgressBarOptions {
 ///
 /// On a terminal it redraws its line, at most every 100 ms. Elsewhere (a file, a launcher's pipe) it writes a
 /// line at every tenth of the total, but not within a second of the last, and at least one a minute; and
-/// always the final one. An update costs one look at the clock between redraws. Write errors are ignored: a
-/// progress bar stops no training. Not thread-safe.
+/// always the final one. An update costs one look at the clock between redraws, some 30 ns. Write errors are
+/// ignored: a progress bar stops no training. Not thread-safe.
+///
+/// Lockstep's log lines, from any thread, stand above the bar and leave it whole, and so does what write()
+/// gets. Others' output (std::cout) lands behind the bar, and the next redraw begins its line anew.
 class ProgressBar {
  public:
   /// `total`: how many units there will be, 0 if that is not known. Throws c10::ValueError when it is
@@ -84,6 +94,9 @@ class ProgressBar {
   /// place. Numbers are shown with four significant digits.
   void set_postfix(std::string_view key, double value);
   void set_postfix(std::string_view key, std::string_view value);
+  /// Writes a line of the program's own above the bar, as tqdm.write(); in a log just the line. Does nothing
+  /// when the bar is quiet, so that rank 0 alone speaks; works after finish(), too.
+  void write(std::string_view line);
   /// Draws the final state, with the rate over the whole time, and ends the line. Later calls of any method
   /// do nothing.
   void finish() noexcept;
@@ -95,7 +108,7 @@ class ProgressBar {
 
   bool draw_is_due(Time now) const;
   void measure(Time now);
-  void draw(Time now);
+  void draw(Time now, bool last = false);
 
   ProgressBarOptions options_;
   bool terminal_ = false;

@@ -1,10 +1,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <thread>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/observe/progress_bar.h>
 
 namespace lockstep {
@@ -60,6 +63,11 @@ TEST(FormatProgress, GivesUpPartByPartWhenTheTerminalIsNarrow) {
       }
     }
   }
+}
+
+TEST(FormatProgress, TheRateMayCountOtherThingsThanTheBar) {
+  ProgressState state{.done = 30, .total = 60, .elapsed = 10, .rate = 3, .rate_scale = 512, .unit = "batches", .rate_unit = "samples"};
+  EXPECT_EQ(format_progress(state, 0), " 50% 30/60 [00:10<00:10, 1536 samples/s]") << "the time left is the bar's";
 }
 
 TEST(FormatProgress, WithUnknownOrPassedTotalOrNoTimeYet) {
@@ -245,6 +253,63 @@ TEST_F(ProgressBarTest, IsSilentWhenQuietOrFinished) {
   bar.update();
   bar.finish();
   EXPECT_EQ(written(), before);
+}
+
+/// What a terminal of 80 columns shows after `bytes`: as many lines as were begun.
+std::vector<std::string> screen(const std::string& bytes) {
+  std::vector<std::string> lines(1);
+  size_t column = 0;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    if (bytes[i] == '\n') {
+      lines.emplace_back();
+      column = 0;
+    } else if (bytes[i] == '\r') {
+      column = 0;
+    } else if (bytes.compare(i, 3, "\x1b[K") == 0) {
+      lines.back().resize(column);
+      i += 2;
+    } else {
+      lines.back().resize(std::max(lines.back().size(), column + 1));
+      lines.back()[column++] = bytes[i];
+    }
+  }
+  return lines;
+}
+
+TEST_F(ProgressBarTest, OtherLinesStandAboveTheBarAndLeaveItWhole) {
+  // The log goes to standard error, which is where bars are by default.
+  const int standard_error = ::dup(STDERR_FILENO);
+  ::dup2(::fileno(file_), STDERR_FILENO);
+  {
+    auto terminal = options(true);
+    terminal.fd = STDERR_FILENO;
+    ProgressBar bar(100, "train", terminal);
+    now_ += 1s;
+    bar.update(50);
+    bar.write("epoch 1: accuracy 0.87");
+    LOCKSTEP_LOG(kError) << "a line of the log";
+    EXPECT_THAT(screen(written()), ElementsAre("epoch 1: accuracy 0.87", HasSubstr("error: a line of the log"),
+                                               HasSubstr("train:  50%|")));
+    now_ += 1s;
+    bar.update(50);
+    std::thread([] { LOCKSTEP_LOG(kError) << "of another thread"; }).join();
+  }
+  LOCKSTEP_LOG(kError) << "afterwards";
+  ::dup2(standard_error, STDERR_FILENO);
+  ::close(standard_error);
+  EXPECT_THAT(screen(written()), ElementsAre("epoch 1: accuracy 0.87", HasSubstr("a line of the log"), HasSubstr("of another thread"),
+                                             HasSubstr("train: 100%|"), HasSubstr("error: afterwards"), ""));
+}
+
+TEST_F(ProgressBarTest, WritesPlainLinesIntoALogAndNoneWhenQuiet) {
+  ProgressBar bar(2, "", options(false));
+  bar.write("one");
+  bar.finish();
+  bar.write("two");
+  auto quiet = options(false);
+  quiet.quiet = true;
+  ProgressBar(2, "", quiet).write("three");
+  EXPECT_THAT(pieces('\n'), ElementsAre("one", HasSubstr("0/2"), "two", ""));
 }
 
 TEST_F(ProgressBarTest, SurvivesAClosedDescriptorAndAnEmptyTotal) {

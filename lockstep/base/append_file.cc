@@ -1,0 +1,124 @@
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <fstream>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+
+#include <lockstep/base/append_file.h>
+#include <lockstep/base/log.h>
+
+namespace lockstep {
+namespace {
+
+/// Where the last whole line ends; -1 when reading fails.
+off_t end_of_lines(int fd) {
+  std::array<char, 4096> block{};
+  off_t end = ::lseek(fd, 0, SEEK_END);
+  while (end > 0) {
+    const off_t begin = std::max<off_t>(0, end - static_cast<off_t>(block.size()));
+    const auto wanted = static_cast<size_t>(end - begin);
+    if (::pread(fd, block.data(), wanted, begin) != static_cast<ssize_t>(wanted)) return -1;
+    for (size_t i = wanted; i > 0; --i) {
+      if (block[i - 1] == '\n') return begin + static_cast<off_t>(i);
+    }
+    end = begin;
+  }
+  return end;
+}
+
+}  // namespace
+
+AppendFile::AppendFile(std::string owner, std::filesystem::path path, Kind kind)
+    : owner_(std::move(owner)), path_(std::move(path)), kind_(kind) {}
+
+bool AppendFile::fail(const char* what) {
+  if (!std::exchange(warned_, true)) {
+    LOCKSTEP_LOG(kWarning) << owner_ << ": cannot " << what << " " << path_.string() << ": "
+                           << std::strerror(errno)
+                           << "; what it should hold is lost until that is mended, and the program goes on";
+  }
+  return false;
+}
+
+bool AppendFile::open() {
+  if (fd_) return true;
+  std::error_code error;
+  if (path_.has_parent_path()) std::filesystem::create_directories(path_.parent_path(), error);
+  // Where making the folder failed, opening the file says why.
+  fd_.reset(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!fd_) return fail("open");
+  if (kind_ == Kind::kBinary) return true;
+  struct stat status {};
+  if (::fstat(fd_.get(), &status) != 0 || !S_ISREG(status.st_mode)) return true;  // a pipe has no end to cut
+  const off_t end = end_of_lines(fd_.get());
+  if (end < 0 || (end != status.st_size && ::ftruncate(fd_.get(), end) != 0)) {
+    fd_.reset();
+    return fail("read");
+  }
+  return true;
+}
+
+std::optional<std::string> AppendFile::first_line() {
+  std::string line;
+  if (!open() || !std::getline(std::ifstream(path_, std::ios::binary), line)) return std::nullopt;
+  return line;
+}
+
+bool AppendFile::append(std::string_view record) {
+  if (!open()) {
+    ++lost_;
+    return false;
+  }
+  ssize_t written = -1;
+  do {
+    written = ::write(fd_.get(), record.data(), record.size());
+  } while (written < 0 && errno == EINTR);
+  if (written == static_cast<ssize_t>(record.size())) return true;
+  ++lost_;
+  if (written > 0) {
+    // The disk took a part: the rest would tell why, and the part must go.
+    const ssize_t rest =
+        ::write(fd_.get(), record.data() + written, record.size() - static_cast<size_t>(written));
+    const int why = rest < 0 ? errno : ENOSPC;
+    const off_t end = ::lseek(fd_.get(), 0, SEEK_END);
+    const off_t taken = written + std::max<ssize_t>(rest, 0);
+    if (end < taken || ::ftruncate(fd_.get(), end - taken) != 0) fd_.reset();  // open() cuts lines, at least
+    errno = why;
+  }
+  return fail("write to");
+}
+
+bool AppendFile::sync() {
+  return fd_ && ::fdatasync(fd_.get()) == 0;
+}
+
+bool AppendFile::rewrite_lines(
+    const std::function<std::optional<std::string>(std::string_view line)>& change) {
+  if (!open()) return false;
+  const std::filesystem::path fresh_path = path_.string() + ".new";
+  const auto give_up = [&] {
+    const int why = errno;
+    ::unlink(fresh_path.c_str());
+    errno = why;
+    return fail("rewrite");
+  };
+  {
+    std::ifstream old(path_, std::ios::binary);
+    std::ofstream fresh(fresh_path, std::ios::binary | std::ios::trunc);
+    for (std::string line; std::getline(old, line);) {
+      if (const auto changed = change(line)) fresh << *changed << '\n';
+    }
+    fresh.close();
+    if (old.bad() || !fresh) return give_up();
+  }
+  UniqueFd fresh(::open(fresh_path.c_str(), O_RDWR | O_APPEND | O_CLOEXEC));
+  if (!fresh || ::fsync(fresh.get()) != 0) return give_up();
+  if (::rename(fresh_path.c_str(), path_.c_str()) != 0) return give_up();
+  fd_ = std::move(fresh);
+  return true;
+}
+
+}  // namespace lockstep

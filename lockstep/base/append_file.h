@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include <lockstep/base/unique_fd.h>
+
+namespace lockstep {
+
+/// A file that grows record by record, each in one write(2), so that a process that ends at any moment leaves
+/// whole records. What the disk refuses is lost, warned about once and counted; nothing throws for it. Made
+/// for logs. Not thread-safe; one writer per file.
+class AppendFile {
+ public:
+  enum class Kind { kLines, kBinary };
+
+  /// `owner` begins the warning. The file is opened, and its folder made, at the first append().
+  AppendFile(std::string owner, std::filesystem::path path, Kind kind);
+
+  /// Opens the file, which append() also does. Of a file of lines it cuts off a last line without end, which
+  /// a machine that crashed has left. False when that fails.
+  bool open();
+  /// The first line of the file without its end; nothing when there is none.
+  std::optional<std::string> first_line();
+  /// Appends the whole record, or nothing of it: then it is counted as lost, and false comes back. The next
+  /// one is tried again, for disks are emptied.
+  bool append(std::string_view record);
+  /// Forces to the disk what was appended. False when that fails, or nothing is open.
+  bool sync();
+  /// Replaces each line by what `change` makes of it (without its end), or drops it; in a new file that takes
+  /// the old one's place at once. False, and all as it was, when that fails. Opens the file.
+  bool rewrite_lines(const std::function<std::optional<std::string>(std::string_view line)>& change);
+
+  int64_t lost() const { return lost_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  bool fail(const char* what);
+
+  std::string owner_;
+  std::filesystem::path path_;
+  Kind kind_;
+  UniqueFd fd_;
+  int64_t lost_ = 0;
+  bool warned_ = false;
+};
+
+}  // namespace lockstep

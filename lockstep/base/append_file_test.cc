@@ -1,0 +1,134 @@
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <sys/resource.h>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/base/append_file.h>
+
+namespace lockstep {
+namespace {
+
+class AppendFileTest : public ::testing::Test {
+ protected:
+  AppendFileTest() {
+    char name[] = "/tmp/append_file_XXXXXX";
+    folder_ = ::mkdtemp(name);
+  }
+  ~AppendFileTest() override { std::filesystem::remove_all(folder_); }
+
+  std::string read(const std::filesystem::path& path) const {
+    std::ostringstream text;
+    text << std::ifstream(path, std::ios::binary).rdbuf();
+    return text.str();
+  }
+  void write(const std::filesystem::path& path, const std::string& text) const {
+    std::ofstream(path, std::ios::binary) << text;
+  }
+
+  std::filesystem::path folder_;
+};
+
+TEST_F(AppendFileTest, MakesFoldersAndContinues) {
+  const auto path = folder_ / "a/b/log";
+  {
+    AppendFile file("test", path, AppendFile::Kind::kLines);
+    EXPECT_FALSE(std::filesystem::exists(path)) << "nothing was appended yet";
+    EXPECT_TRUE(file.append("1\n"));
+  }
+  AppendFile file("test", path, AppendFile::Kind::kLines);
+  EXPECT_EQ(file.first_line(), "1");
+  EXPECT_TRUE(file.append("2\n"));
+  EXPECT_TRUE(file.sync());
+  EXPECT_EQ(read(path), "1\n2\n");
+}
+
+TEST_F(AppendFileTest, CutsOffALineWithoutEndButNoBinaryRecord) {
+  const auto path = folder_ / "log";
+  for (const std::string& whole : {std::string(), std::string("a\nb\n"), std::string(10000, 'x') + "\n"}) {
+    for (const std::string& partial : {std::string(), std::string("c"), std::string(9000, 'y')}) {
+      write(path, whole + partial);
+      AppendFile lines("test", path, AppendFile::Kind::kLines);
+      EXPECT_TRUE(lines.append("d\n"));
+      EXPECT_EQ(read(path), whole + "d\n");
+      write(path, whole + partial);
+      AppendFile binary("test", path, AppendFile::Kind::kBinary);
+      EXPECT_TRUE(binary.append("d\n"));
+      EXPECT_EQ(read(path), whole + partial + "d\n");
+    }
+  }
+}
+
+TEST_F(AppendFileTest, RewritesLines) {
+  const auto path = folder_ / "log";
+  write(path, "keep\ndrop\nchange\n");
+  AppendFile file("test", path, AppendFile::Kind::kLines);
+  EXPECT_TRUE(file.rewrite_lines([](std::string_view line) -> std::optional<std::string> {
+    if (line == "drop") return std::nullopt;
+    return line == "change" ? "changed" : std::string(line);
+  }));
+  EXPECT_TRUE(file.append("new\n"));
+  EXPECT_EQ(read(path), "keep\nchanged\nnew\n");
+  EXPECT_FALSE(std::filesystem::exists(path.string() + ".new"));
+}
+
+/// While it lives, no file may grow beyond `bytes`: the kernel writes what fits, then refuses.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : signal_before_(std::signal(SIGXFSZ, SIG_IGN)) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit{bytes, before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, signal_before_);
+  }
+
+ private:
+  rlimit before_{};
+  void (*signal_before_)(int);
+};
+
+TEST_F(AppendFileTest, ADiskThatTakesAPartOfARecordKeepsNoneOfIt) {
+  const auto path = folder_ / "log";
+  AppendFile file("test", path, AppendFile::Kind::kBinary);
+  EXPECT_TRUE(file.append(std::string(60, 'a')));
+  ::testing::internal::CaptureStderr();
+  {
+    const FileSizeLimit limit(100);
+    EXPECT_FALSE(file.append(std::string(60, 'b')));
+    EXPECT_EQ(std::filesystem::file_size(path), 60U);
+    EXPECT_TRUE(file.append(std::string(40, 'c'))) << "there is room for that";
+    EXPECT_FALSE(file.append("d"));
+    EXPECT_FALSE(file.rewrite_lines([](std::string_view) { return std::string(200, 'e'); }));
+  }
+  EXPECT_TRUE(file.append("f")) << "the disk was emptied";
+  EXPECT_EQ(file.lost(), 2);
+  EXPECT_EQ(read(path), std::string(60, 'a') + std::string(40, 'c') + "f");
+  const std::string warnings = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(warnings.begin(), warnings.end(), '\n'), 1) << warnings;
+  EXPECT_THAT(warnings, ::testing::HasSubstr("test: cannot write to " + path.string() + ": File too large"));
+}
+
+TEST_F(AppendFileTest, ANameThatCannotBeOpenedIsToldOnceAndTriedAgain) {
+  const auto path = folder_ / "taken/log";
+  write(folder_ / "taken", "a file, where a folder should be");
+  AppendFile file("test", path, AppendFile::Kind::kLines);
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(file.append("1\n"));
+  EXPECT_FALSE(file.append("2\n"));
+  EXPECT_FALSE(file.sync());
+  const std::string warnings = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(warnings.begin(), warnings.end(), '\n'), 1) << warnings;
+  EXPECT_THAT(warnings, ::testing::HasSubstr("Not a directory"));
+  std::filesystem::remove(folder_ / "taken");
+  EXPECT_TRUE(file.append("3\n"));
+  EXPECT_EQ(read(path), "3\n");
+  EXPECT_EQ(file.lost(), 2);
+}
+
+}  // namespace
+}  // namespace lockstep

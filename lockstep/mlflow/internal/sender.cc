@@ -1,0 +1,274 @@
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <random>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <lockstep/base/append_file.h>
+#include <lockstep/base/log.h>
+#include <lockstep/mlflow/internal/sender.h>
+
+namespace lockstep::internal {
+namespace {
+
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+// MLflow's limits of one request.
+constexpr size_t kMetrics = 1000;
+constexpr size_t kParams = 100;
+constexpr size_t kTags = 100;
+constexpr size_t kEntries = 1000;  // of the three together
+constexpr size_t kBytes = 500'000;
+
+/// What a line of the journal holds: {"metrics":[[key, value, time stamp, step], …]}, {"params":[[key,
+/// value], …]}, {"tags":[[key, value], …]}; or something else, which is sent alone.
+bool is_batched(const json& line) {
+  return line.contains("metrics") || line.contains("params") || line.contains("tags");
+}
+
+/// One for each metric, parameter or tag.
+std::vector<json> entries_of(const json& line) {
+  std::vector<json> entries;
+  for (const char* kind : {"metrics", "params", "tags"}) {
+    if (!line.contains(kind)) continue;
+    for (const auto& entry : line[kind]) entries.push_back({{kind, entry}});
+  }
+  return entries;
+}
+
+/// How many metrics, parameters and tags.
+struct Load {
+  size_t metrics = 0;
+  size_t params = 0;
+  size_t tags = 0;
+
+  void add(const json& entry) { ++(entry.contains("metrics") ? metrics : entry.contains("params") ? params : tags); }
+  bool fits() const { return metrics <= kMetrics && params <= kParams && tags <= kTags && metrics + params + tags <= kEntries; }
+};
+
+}  // namespace
+
+Sender::Sender(std::shared_ptr<Journal> journal, SenderOptions options)
+    : journal_(std::move(journal)), options_(std::move(options)), client_(options_.http) {
+  thread_.start("lockstep-mlflow", [this] { run(); });
+}
+
+Sender::~Sender() {
+  stop(Clock::now());
+}
+
+void Sender::wake() {
+  std::unique_lock lock(mutex_);
+  const bool wake = std::exchange(idle_, false);
+  lock.unlock();
+  if (wake) work_.notify_one();
+}
+
+void Sender::hurry() {
+  const std::lock_guard lock(mutex_);
+  hurry_ = true;
+  idle_ = false;
+  work_.notify_one();
+}
+
+bool Sender::wait(Clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  const int64_t failures = counts_.failures;
+  const bool failing = failures_in_a_row_ > 0;
+  hurry_ = true;
+  idle_ = false;
+  work_.notify_one();
+  // What others append meanwhile is waited for, too; they are few.
+  done_.wait_until(lock, deadline, [&] { return stopped_ || journal_has_nothing() || (!failing && counts_.failures > failures); });
+  return journal_has_nothing();
+}
+
+bool Sender::journal_has_nothing() const {
+  return journal_->all_sent() && !journal_->run_id().empty();
+}
+
+bool Sender::stop(Clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  if (!stopping_) {
+    stopping_ = true;
+    stop_at_ = deadline;
+    client_.cancel_at(deadline);
+    idle_ = false;
+    work_.notify_one();
+    lock.unlock();
+    thread_.join();
+  }
+  return journal_has_nothing();
+}
+
+SenderCounts Sender::counts() const {
+  const std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+/// Doubles from first_retry to longest_retry, less up to a fifth, so that the runs of a cluster don't come
+/// back all at once.
+std::chrono::milliseconds Sender::pause_after(int64_t failures) {
+  static thread_local std::minstd_rand random{std::random_device{}()};
+  const double doubled = static_cast<double>(options_.first_retry.count()) * std::pow(2.0, static_cast<double>(std::min<int64_t>(failures - 1, 30)));
+  const double longest = std::min(doubled, static_cast<double>(options_.longest_retry.count()));
+  return std::chrono::milliseconds(static_cast<int64_t>(longest * std::uniform_real_distribution<>(0.8, 1.0)(random)));
+}
+
+void Sender::run() {
+  std::unique_lock lock(mutex_);
+  auto next = Clock::now();  // no request before
+  while (true) {
+    // The run is made at once, so that it is seen from its start on.
+    if (journal_has_nothing()) {
+      hurry_ = false;
+      done_.notify_all();
+      if (stopping_) break;
+      idle_ = true;
+      work_.wait(lock, [&] { return !idle_; });
+      if (journal_has_nothing()) continue;
+      next = std::max(next, Clock::now() + options_.send_interval);
+    }
+    // Waits for more to send together, or after a failure. wait() cuts the first short, stop() both.
+    work_.wait_until(lock, next, [&] { return stopping_ || (hurry_ && failures_in_a_row_ == 0); });
+    if (stopping_ && Clock::now() >= stop_at_) break;
+    const bool is_last_chance = stopping_ && failures_in_a_row_ > 0;
+    lock.unlock();
+    Result result;
+    try {
+      result = step();
+    } catch (const std::exception& error) {
+      result = {Outcome::kNotNow, error.what()};
+    }
+    lock.lock();
+    if (result.outcome == Outcome::kNotNow) {
+      ++counts_.failures;
+      if (failures_in_a_row_++ == 0 && !(stopping_ && Clock::now() >= stop_at_)) {
+        LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << options_.http.base_url << " cannot be written to: " << result.error
+                               << "; the program goes on, and what is logged waits in " << journal_->path().string();
+      }
+      next = Clock::now() + std::max<std::chrono::milliseconds>(pause_after(failures_in_a_row_), result.retry_after);
+      if (is_last_chance) break;
+    } else {
+      if (failures_in_a_row_ > 0) {
+        LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << options_.http.base_url << " can be written to again";
+      }
+      failures_in_a_row_ = 0;
+      next = Clock::now();
+    }
+    done_.notify_all();
+  }
+  stopped_ = true;
+  done_.notify_all();
+}
+
+Result Sender::step() {
+  if (journal_->run_id().empty()) {
+    const bool search_first = journal_->create_tried();
+    journal_->set_create_tried();
+    std::string run_id;
+    Result result = client_.create_run(RunDescription::from_json(journal_->run()), search_first, run_id);
+    if (result.outcome == Outcome::kRejected) result.outcome = Outcome::kNotNow;  // without a run all waits
+    if (result.outcome != Outcome::kDone) return result;
+    journal_->set_run_id(run_id);
+    // So that a program that resumes the run finds what this one could not send.
+    journal_->rename(journal_->path().parent_path() / (run_id + ".jsonl"));
+    return {};
+  }
+  const auto lines = journal_->read(journal_->sent(), kBytes);
+  if (lines.empty()) return {Outcome::kNotNow, "cannot read " + journal_->path().string()};
+  return send_lines(lines);
+}
+
+/// As many of `lines` as one request takes, at least one.
+Result Sender::send_lines(const std::vector<Journal::Line>& lines) {
+  std::vector<json> entries;
+  Load load;
+  int64_t end = 0;
+  int64_t count = 0;
+  for (const auto& line : lines) {
+    const json parsed = json::parse(line.text, nullptr, /*allow_exceptions=*/false);
+    if (!parsed.is_object()) {  // a disk that lost something
+      if (count > 0) break;
+      reject(line.text, "the line is damaged");
+      end = line.end;
+      count = 1;
+      break;
+    }
+    if (!is_batched(parsed)) {
+      if (count > 0) break;
+      const Result result = send_special(parsed);
+      if (result.outcome == Outcome::kNotNow) return result;
+      if (result.outcome == Outcome::kRejected) reject(parsed, result.error);
+      end = line.end;
+      count = 1;
+      break;
+    }
+    auto more = entries_of(parsed);
+    for (const auto& entry : more) load.add(entry);
+    if (count > 0 && !load.fits()) break;
+    std::move(more.begin(), more.end(), std::back_inserter(entries));
+    end = line.end;
+    ++count;
+  }
+  const Result result = send_entries(entries, 0, entries.size());
+  if (result.outcome == Outcome::kNotNow) return result;
+  journal_->set_sent(end);
+  const std::lock_guard lock(mutex_);
+  counts_.sent += count;
+  return {};
+}
+
+/// {"status":[status, end time]}, {"artifact":[file, folder]}
+Result Sender::send_special(const json& line) {
+  if (line.contains("status")) {
+    return client_.update_run(journal_->run_id(), line["status"].at(0), line["status"].at(1));
+  }
+  if (line.contains("artifact")) {
+    return client_.log_artifact(journal_->run_id(), line["artifact"].at(0).get<std::string>(), line["artifact"].at(1));
+  }
+  return {Outcome::kRejected, "nobody knows what that is"};
+}
+
+/// One request; of a rejected one the halves, down to the entry that the server does not take.
+Result Sender::send_entries(const std::vector<json>& entries, size_t begin, size_t end) {
+  if (begin == end) return {};
+  json metrics = json::array();
+  json params = json::array();
+  json tags = json::array();
+  for (size_t i = begin; i < end; ++i) {
+    const json& entry = entries[i];
+    if (entry.contains("metrics")) {
+      const json& metric = entry["metrics"];
+      metrics.push_back({{"key", metric.at(0)}, {"value", metric.at(1)}, {"timestamp", metric.at(2)}, {"step", metric.at(3)}});
+    } else {
+      const bool is_param = entry.contains("params");
+      const json& pair = entry[is_param ? "params" : "tags"];
+      (is_param ? params : tags).push_back({{"key", pair.at(0)}, {"value", pair.at(1)}});
+    }
+  }
+  const Result result = client_.log_batch(journal_->run_id(), metrics, params, tags);
+  if (result.outcome != Outcome::kRejected) return result;
+  if (end - begin == 1) {
+    reject(entries[begin], result.error);
+    return {};
+  }
+  const size_t middle = begin + (end - begin) / 2;
+  const Result first = send_entries(entries, begin, middle);
+  return first.outcome == Outcome::kNotNow ? first : send_entries(entries, middle, end);
+}
+
+void Sender::reject(const json& entry, const std::string& error) {
+  const std::filesystem::path path = journal_->path().parent_path() / (journal_->run_id() + ".rejected.jsonl");
+  const json line = {{"entry", entry}, {"error", error}};
+  AppendFile("MlflowWriter", path, AppendFile::Kind::kLines).append(line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n");
+  const std::lock_guard lock(mutex_);
+  if (counts_.rejected++ > 0) return;
+  LOCKSTEP_LOG(kWarning) << "MlflowWriter: the server refuses " << entry.dump(-1, ' ', false, json::error_handler_t::replace) << ": " << error
+                         << "; this and whatever else it refuses is in " << path.string();
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,179 @@
+#include <fstream>
+#include <string_view>
+
+#include <nlohmann/json.hpp>
+
+#include <lockstep/mlflow/internal/tracking_client.h>
+
+namespace lockstep::internal {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kApi = "/api/2.0/mlflow/";
+constexpr const char* kArtifacts = "/api/2.0/mlflow-artifacts/artifacts";
+constexpr const char* kTokenTag = "lockstep.token";
+constexpr size_t kLongestError = 500;
+
+/// Names are bytes, JSON is UTF-8: what is none becomes U+FFFD, for a name must not stop a training.
+std::string dump(const json& value) {
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+json parse(const HttpAnswer& answer) {
+  return json::parse(answer.body, nullptr, /*allow_exceptions=*/false);
+}
+
+/// A string at a path of keys; empty when there is none.
+std::string text_at(const json& object, const char* pointer) {
+  const json::json_pointer at(pointer);
+  return object.is_structured() && object.contains(at) && object[at].is_string() ? object[at].get<std::string>() : "";
+}
+
+Result judge(const HttpAnswer& answer) {
+  if (answer.ok()) return {};
+  if (answer.status == 0) return {Outcome::kNotNow, answer.error};
+  std::string error = text_at(parse(answer), "/message");
+  if (error.empty()) error = answer.body;
+  if (error.size() > kLongestError) error.resize(kLongestError);
+  error = "status " + std::to_string(answer.status) + ": " + error;
+  // A server that lets nobody in, does not know the run, or has another service in its place may be put
+  // right; a request that is wrong stays wrong.
+  const bool is_final = answer.status == 400 || answer.status == 405 || answer.status == 409 || answer.status == 413 ||
+                        answer.status == 415 || answer.status == 422;
+  return {is_final ? Outcome::kRejected : Outcome::kNotNow, error, answer.retry_after};
+}
+
+/// An answer that says nothing of what it should.
+Result strange(const HttpAnswer& answer) {
+  return {Outcome::kNotNow, "the answer is no MLflow server's: " + answer.body.substr(0, kLongestError)};
+}
+
+std::string api(const char* name) {
+  return std::string(kApi) + name;
+}
+
+json tags_of(const std::vector<std::pair<std::string, std::string>>& tags) {
+  json list = json::array();
+  for (const auto& [key, value] : tags) list.push_back({{"key", key}, {"value", value}});
+  return list;
+}
+
+/// A path's parts, each escaped.
+std::string escape_path(const std::filesystem::path& path) {
+  std::string result;
+  for (const auto& part : path) {
+    if (part != "/" && !part.empty()) result += "/" + HttpConnection::escape(part.string());
+  }
+  return result;
+}
+
+bool remove_prefix(std::string_view& text, std::string_view prefix) {
+  if (!text.starts_with(prefix)) return false;
+  text.remove_prefix(prefix.size());
+  return true;
+}
+
+}  // namespace
+
+std::string RunDescription::to_json() const {
+  return dump({{"run",
+                {{"server", server},
+                 {"experiment_name", experiment_name},
+                 {"experiment_id", experiment_id},
+                 {"run_name", run_name},
+                 {"tags", tags},
+                 {"start_time", start_time},
+                 {"token", token}}}});
+}
+
+RunDescription RunDescription::from_json(const std::string& text) {
+  const json run = json::parse(text).at("run");
+  return {run.at("server"),   run.at("experiment_name"), run.at("experiment_id"), run.at("run_name"),
+          run.at("tags"), run.at("start_time"),      run.at("token")};
+}
+
+Result TrackingClient::find_experiment(const RunDescription& run, std::string& experiment_id) {
+  experiment_id = run.experiment_id;
+  if (run.experiment_name.empty()) return {};
+  const std::string by_name = api("experiments/get-by-name?experiment_name=") + HttpConnection::escape(run.experiment_name);
+  // Between asking and making, somebody else may make it: then asking again finds it.
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const HttpAnswer found = http_.get(by_name);
+    experiment_id = text_at(parse(found), "/experiment/experiment_id");
+    if (found.ok() && !experiment_id.empty()) {
+      if (text_at(parse(found), "/experiment/lifecycle_stage") != "deleted") return {};
+      return {Outcome::kNotNow, "the experiment '" + run.experiment_name + "' is deleted; restore it, or choose another name"};
+    }
+    const bool is_missing = found.status == 404 && text_at(parse(found), "/error_code") == "RESOURCE_DOES_NOT_EXIST";
+    if (found.ok()) return strange(found);
+    if (!is_missing) return judge(found);
+    const HttpAnswer made = http_.post_json(api("experiments/create"), dump({{"name", run.experiment_name}}));
+    experiment_id = text_at(parse(made), "/experiment_id");
+    if (made.ok() && !experiment_id.empty()) return {};
+    if (text_at(parse(made), "/error_code") != "RESOURCE_ALREADY_EXISTS") return made.ok() ? strange(made) : judge(made);
+  }
+  return {Outcome::kNotNow, "the experiment '" + run.experiment_name + "' comes and goes"};
+}
+
+Result TrackingClient::create_run(const RunDescription& run, bool search_first, std::string& run_id) {
+  std::string experiment_id;
+  if (Result result = find_experiment(run, experiment_id); result.outcome != Outcome::kDone) return result;
+  if (search_first) {
+    const HttpAnswer found = http_.post_json(
+        api("runs/search"), dump({{"experiment_ids", {experiment_id}},
+                                  {"filter", std::string("tags.`") + kTokenTag + "` = '" + run.token + "'"},
+                                  {"max_results", 1}}));
+    if (!found.ok()) return judge(found);
+    run_id = text_at(parse(found), "/runs/0/info/run_id");
+    if (!run_id.empty()) return {};
+  }
+  json tags = tags_of(run.tags);
+  tags.push_back({{"key", kTokenTag}, {"value", run.token}});
+  json request = {{"experiment_id", experiment_id}, {"start_time", run.start_time}, {"tags", tags}};
+  if (!run.run_name.empty()) request["run_name"] = run.run_name;
+  const HttpAnswer made = http_.post_json(api("runs/create"), dump(request), /*once=*/true);
+  if (!made.ok()) return judge(made);
+  run_id = text_at(parse(made), "/run/info/run_id");
+  return run_id.empty() ? strange(made) : Result{};
+}
+
+Result TrackingClient::log_batch(const std::string& run_id, const json& metrics, const json& params, const json& tags) {
+  return judge(http_.post_json(api("runs/log-batch"),
+                               dump({{"run_id", run_id}, {"metrics", metrics}, {"params", params}, {"tags", tags}})));
+}
+
+Result TrackingClient::update_run(const std::string& run_id, const std::string& status, int64_t end_time) {
+  json request = {{"run_id", run_id}, {"status", status}};
+  if (end_time != 0) request["end_time"] = end_time;
+  return judge(http_.post_json(api("runs/update"), dump(request)));
+}
+
+Result TrackingClient::log_artifact(const std::string& run_id, const std::filesystem::path& file, const std::string& folder) {
+  if (artifact_uri_.empty()) {
+    const HttpAnswer run = http_.get(api("runs/get?run_id=") + HttpConnection::escape(run_id));
+    if (!run.ok()) return judge(run);
+    artifact_uri_ = text_at(parse(run), "/run/info/artifact_uri");
+    if (artifact_uri_.empty()) return strange(run);
+  }
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(file, error) || !std::ifstream(file)) {
+    return {Outcome::kRejected, "cannot read " + file.string()};
+  }
+  const std::filesystem::path name = std::filesystem::path(folder) / file.filename();
+  std::string_view uri = artifact_uri_;
+  if (remove_prefix(uri, "mlflow-artifacts:/") && !uri.starts_with('/')) {
+    return judge(http_.put_file(kArtifacts + escape_path(uri) + escape_path(name), file));
+  }
+  uri = artifact_uri_;
+  if (!remove_prefix(uri, "file://") && !uri.starts_with('/')) {
+    return {Outcome::kRejected, "the run's artifacts are at " + artifact_uri_ + ", and only mlflow-artifacts:/ and file:// are known; "
+                                "start the server with --artifacts-destination, which makes it pass them on"};
+  }
+  const std::filesystem::path target = std::filesystem::path(uri) / name;
+  std::filesystem::create_directories(target.parent_path(), error);
+  std::filesystem::copy_file(file, target, std::filesystem::copy_options::overwrite_existing, error);
+  return error ? Result{Outcome::kNotNow, "cannot copy to " + target.string() + ": " + error.message()} : Result{};
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,154 @@
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include <isa-l/crc.h>
+
+#include <lockstep/observe/internal/event_queue.h>
+#include <lockstep/observe/internal/last_words.h>
+
+namespace lockstep::internal {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "records are little-endian");
+
+/// TensorFlow masks CRCs, because the CRC of bytes that hold a CRC says little.
+uint32_t masked_crc32c(std::string_view bytes) {
+  uint32_t crc = 0xffffffffU;
+  while (!bytes.empty()) {
+    const auto part = bytes.substr(0, size_t{1} << 30);  // ISA-L takes an int
+    // ISA-L's parameter is not const, but it only reads.
+    crc = ::crc32_iscsi(const_cast<unsigned char*>(reinterpret_cast<const unsigned char*>(part.data())),
+                        static_cast<int>(part.size()), crc);
+    bytes.remove_prefix(part.size());
+  }
+  crc = ~crc;
+  return std::rotr(crc, 15) + 0xa282ead8U;
+}
+
+template <class T>
+std::string_view bytes_of(const T& number) {
+  return {reinterpret_cast<const char*>(&number), sizeof number};
+}
+
+}  // namespace
+
+void append_record(std::string& to, std::string_view event) {
+  const uint64_t length = event.size();
+  const uint32_t length_crc = masked_crc32c(bytes_of(length));
+  const uint32_t event_crc = masked_crc32c(event);
+  to.append(bytes_of(length)).append(bytes_of(length_crc)).append(event).append(bytes_of(event_crc));
+}
+
+EventQueue::EventQueue(size_t max_queue, std::chrono::duration<double> sync_interval)
+    : max_queue_(max_queue), sync_interval_(sync_interval) {
+  wait_for_last_words();
+  thread_.start("lockstep-events", [this] { run(); });
+}
+
+EventQueue::~EventQueue() {
+  if (fork_guard_.in_forked_child()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_.notify_one();
+  thread_.join();
+}
+
+void EventQueue::add(AppendFile& file, std::string event) {
+  if (fork_guard_.in_forked_child()) return;
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&] { return waiting_.size() < max_queue_; });
+  add_pending_words(1);
+  waiting_.push_back({&file, std::move(event)});
+  ++added_;
+  const bool wake = std::exchange(idle_, false);
+  lock.unlock();
+  if (wake) work_.notify_one();
+}
+
+void EventQueue::flush() {
+  if (fork_guard_.in_forked_child()) return;
+  std::unique_lock lock(mutex_);
+  const int64_t wanted = added_;
+  sync_up_to_ = std::max(sync_up_to_, wanted);
+  idle_ = false;
+  work_.notify_one();
+  done_.wait(lock, [&] { return synced_ >= wanted; });
+}
+
+int64_t EventQueue::lost() const {
+  if (fork_guard_.in_forked_child()) return 0;
+  const std::lock_guard lock(mutex_);
+  return lost_;
+}
+
+void EventQueue::run() {
+  using Clock = std::chrono::steady_clock;
+  const auto interval = std::chrono::duration_cast<Clock::duration>(sync_interval_);
+  auto next_sync = Clock::now() + interval;
+  std::vector<Item> items;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    const auto due = [&] { return !waiting_.empty() || stopping_ || sync_up_to_ > synced_; };
+    if (!due()) {
+      idle_ = true;
+      if (unsynced_.empty()) {
+        work_.wait(lock, due);
+      } else {
+        work_.wait_until(lock, next_sync, due);
+      }
+      idle_ = false;
+    }
+    items.swap(waiting_);
+    const bool last = stopping_;
+    const bool sync =
+        last || sync_up_to_ > synced_ || (Clock::now() >= next_sync && !(unsynced_.empty() && items.empty()));
+    lock.unlock();
+    done_.notify_all();  // there is room again
+    write(items);
+    add_pending_words(-static_cast<int64_t>(items.size()));
+    if (sync) {
+      for (AppendFile* file : unsynced_) file->sync();
+      unsynced_.clear();
+      next_sync = Clock::now() + interval;
+    }
+    lock.lock();
+    written_ += static_cast<int64_t>(items.size());
+    items.clear();
+    if (sync) synced_ = written_;
+    done_.notify_all();
+    if (last && waiting_.empty()) return;
+  }
+}
+
+/// Neighbours that go into one file are one write(2); where the disk has no room for all, each is tried alone.
+void EventQueue::write(const std::vector<Item>& items) {
+  constexpr size_t kMuch = size_t{1} << 20;
+  std::string records;
+  for (size_t begin = 0; begin < items.size();) {
+    records.clear();
+    AppendFile& file = *items[begin].file;
+    size_t end = begin;
+    for (; end < items.size() && items[end].file == &file && records.size() < kMuch; ++end) {
+      append_record(records, items[end].event);
+    }
+    if (std::find(unsynced_.begin(), unsynced_.end(), &file) == unsynced_.end()) unsynced_.push_back(&file);
+    int64_t lost = 0;
+    if (!file.append(records)) {
+      for (size_t i = begin; i < end; ++i) {
+        records.clear();
+        append_record(records, items[i].event);
+        if (end - begin == 1 || !file.append(records)) ++lost;
+      }
+    }
+    begin = end;
+    const std::lock_guard lock(mutex_);
+    lost_ += lost;
+  }
+}
+
+}  // namespace lockstep::internal

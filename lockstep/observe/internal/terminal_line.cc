@@ -1,0 +1,67 @@
+#include <cerrno>
+#include <mutex>
+#include <unistd.h>
+
+#include <lockstep/base/log_writer.h>
+#include <lockstep/base/per_process.h>
+#include <lockstep/observe/internal/terminal_line.h>
+
+namespace lockstep::internal {
+namespace {
+
+constexpr const char* kToStart = "\r";
+constexpr const char* kClearRest = "\x1b[K";  // what was longer before
+
+struct Drawn {
+  std::mutex mutex;
+  int fd = -1;  // none
+  std::string text;
+};
+
+// Another one in a forked child: there nobody may hold the lock, and nothing is drawn.
+PerProcess<Drawn> drawn_line;
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(fd, text.data(), text.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;
+    text.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+void write_log_line(std::string_view line) {
+  write_above_terminal_line(STDERR_FILENO, line);
+}
+
+}  // namespace
+
+void draw_terminal_line(int fd, const std::string& text) {
+  log::set_writer(write_log_line);
+  Drawn& drawn = drawn_line.get();
+  const std::lock_guard lock(drawn.mutex);
+  drawn.fd = fd;
+  drawn.text = text;
+  write_all(fd, kToStart + text + kClearRest);
+}
+
+void end_terminal_line(int fd, const std::string& text) {
+  Drawn& drawn = drawn_line.get();
+  const std::lock_guard lock(drawn.mutex);
+  drawn.fd = -1;
+  write_all(fd, kToStart + text + kClearRest + "\n");
+}
+
+void write_above_terminal_line(int fd, std::string_view lines) {
+  Drawn& drawn = drawn_line.get();
+  const std::lock_guard lock(drawn.mutex);
+  if (drawn.fd < 0) return write_all(fd, lines);
+  const std::string clear = std::string(kToStart) + kClearRest;
+  const std::string again = kToStart + drawn.text + kClearRest;
+  if (drawn.fd == fd) return write_all(fd, clear + std::string(lines) + again);
+  write_all(drawn.fd, clear);
+  write_all(fd, lines);
+  write_all(drawn.fd, again);
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,97 @@
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <lockstep/observe/internal/wall_time.h>
+#include <lockstep/observe/json_lines_writer.h>
+
+namespace lockstep {
+namespace {
+
+using nlohmann::json;
+
+json to_json(double value) {
+  if (std::isnan(value)) return "NaN";
+  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
+  return value;
+}
+json to_json(bool value) {
+  return value;
+}
+json to_json(int64_t value) {
+  return value;
+}
+json to_json(const std::string& value) {
+  return value;
+}
+
+std::string to_line(json object) {
+  object["wall_time"] = internal::wall_time();
+  // Bytes that are no UTF-8 become U+FFFD: a name must not stop a training.
+  return object.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace
+
+JsonLinesWriter::JsonLinesWriter(std::filesystem::path file, JsonLinesWriterOptions options)
+    : rank_(options.writes), file_("JsonLinesWriter", std::move(file), AppendFile::Kind::kLines) {}
+
+void JsonLinesWriter::log_metrics(const Metrics& metrics, int64_t step) {
+  if (!rank_.here()) return;
+  json values = json::object();
+  for (const auto& [name, value] : metrics) values[name] = to_json(value);
+  const std::string line = to_line({{"metrics", std::move(values)}, {"step", step}});
+  const std::lock_guard lock(mutex_);
+  file_.append(line);
+}
+
+void JsonLinesWriter::log_hyperparameters(const Hyperparameters& hyperparameters) {
+  if (!rank_.here()) return;
+  json values = json::object();
+  for (const auto& [name, value] : hyperparameters) {
+    values[name] = std::visit([](const auto& known) { return to_json(known); }, value);
+  }
+  const std::string line = to_line({{"hyperparameters", std::move(values)}});
+  const std::lock_guard lock(mutex_);
+  file_.append(line);
+}
+
+void JsonLinesWriter::log_artifact(const std::filesystem::path& file) {
+  if (!rank_.here()) return;
+  const std::string line = to_line({{"artifact", file.string()}});
+  const std::lock_guard lock(mutex_);
+  file_.append(line);
+}
+
+void JsonLinesWriter::resume(int64_t next_step) {
+  if (!rank_.here()) return;
+  const std::lock_guard lock(mutex_);
+  file_.rewrite_lines([&](std::string_view line) -> std::optional<std::string> {
+    const json object = json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const bool is_metrics = object.is_object() && object.contains("step") && object["step"].is_number();
+    if (is_metrics && object["step"].get<int64_t>() >= next_step) return std::nullopt;
+    return std::string(line);
+  });
+}
+
+void JsonLinesWriter::flush() {
+  const std::lock_guard lock(mutex_);
+  file_.sync();
+}
+
+void JsonLinesWriter::finalize(std::string_view status) {
+  if (!rank_.here()) return;
+  const std::string line = to_line({{"status", std::string(status)}});
+  const std::lock_guard lock(mutex_);
+  file_.append(line);
+  file_.sync();
+}
+
+int64_t JsonLinesWriter::lost() const {
+  const std::lock_guard lock(mutex_);
+  return file_.lost();
+}
+
+}  // namespace lockstep
