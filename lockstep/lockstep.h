@@ -20,7 +20,12 @@
 #include <lockstep/ddp/gradient_accumulation.h>
 #include <lockstep/ddp/sync_batch_norm.h>
 #include <lockstep/launch/spawn.h>
+#include <lockstep/observe/combined_writer.h>
+#include <lockstep/observe/csv_writer.h>
+#include <lockstep/observe/json_lines_writer.h>
+#include <lockstep/observe/metrics_writer.h>
 #include <lockstep/observe/progress_bar.h>
+#include <lockstep/observe/summary_writer.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/lr_scheduler.h>

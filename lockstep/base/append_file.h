@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <lockstep/base/unique_fd.h>
 
@@ -34,6 +35,9 @@ class AppendFile {
   /// Replaces each line by what `change` makes of it (without its end), or drops it; in a new file that takes
   /// the old one's place at once. False, and all as it was, when that fails. Opens the file.
   bool rewrite_lines(const std::function<std::optional<std::string>(std::string_view line)>& change);
+
+  /// The owner has given the file this name.
+  void set_path(std::filesystem::path path) { path_ = std::move(path); }
 
   int64_t lost() const { return lost_; }
   const std::filesystem::path& path() const { return path_; }

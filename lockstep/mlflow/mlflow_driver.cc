@@ -1,4 +1,5 @@
-// Logs to MLflow as mlflow_test.py tells it: a JSON object a line on standard input, an answer a line on standard output.
+// Logs to MLflow as mlflow_test.py tells it: a JSON object a line on standard input, an answer a line on
+// standard output.
 #include <iostream>
 #include <map>
 #include <memory>
@@ -89,9 +90,9 @@ json answer(std::map<std::string, std::unique_ptr<MlflowWriter>>& writers, const
     writer.reset();
   } else if (what == "state") {
     const auto counts = writer->counts();
-    return {{"run_id", writer->run_id()},   {"sent", counts.sent},
-            {"rejected", counts.rejected},  {"failures", counts.failures},
-            {"lost", counts.lost},          {"spool_file", writer->spool_file().string()}};
+    return {{"run_id", writer->run_id()},  {"sent", counts.sent},
+            {"rejected", counts.rejected}, {"failures", counts.failures},
+            {"lost", counts.lost},         {"spool_file", writer->spool_file().string()}};
   } else {
     return {{"error", "unknown command: " + what}};
   }

@@ -121,7 +121,8 @@ TEST_F(MlflowFiles, WhateverWasCutOffAJournalOpensOrSaysWhyNot) {
 }
 
 TEST_F(MlflowFiles, OtherFilesAreRefused) {
-  for (const char* text : {"\n", "{}\n{}\n", "[1]\n2\n", "{\"sent\":\"x\"}\n\n", "{\"sent\":1e999}\n{}\n", "\xff\xfe\n\n", "half a line"}) {
+  for (const char* text : {"\n", "{}\n{}\n", "[1]\n2\n", "{\"sent\":\"x\"}\n\n", "{\"sent\":1e999}\n{}\n",
+                           "\xff\xfe\n\n", "half a line"}) {
     std::ofstream(path_, std::ios::binary | std::ios::trunc) << text;
     EXPECT_THROW(Journal(path_, kRun), c10::Error) << text;
     EXPECT_EQ(content(), text);

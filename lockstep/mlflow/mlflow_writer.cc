@@ -89,10 +89,14 @@ bool is_true(std::string text) {
 
 std::string server_of(const MlflowWriterOptions& options) {
   std::string uri = options.tracking_uri.empty() ? variable("MLFLOW_TRACKING_URI") : options.tracking_uri;
-  TORCH_CHECK_VALUE(!uri.empty(), "MlflowWriter: no tracking server is named; set tracking_uri or MLFLOW_TRACKING_URI to http://HOST:PORT");
-  TORCH_CHECK_VALUE(uri.starts_with("http://") || uri.starts_with("https://"), "MlflowWriter: the tracking URI is '", uri,
-                    "', and a store that is no server is for Python alone; start one on it by `mlflow server --backend-store-uri ", uri,
-                    "`, and set http://HOST:PORT");
+  TORCH_CHECK_VALUE(!uri.empty(),
+                    "MlflowWriter: no tracking server is named; set tracking_uri or MLFLOW_TRACKING_URI to "
+                    "http://HOST:PORT");
+  TORCH_CHECK_VALUE(uri.starts_with("http://") || uri.starts_with("https://"),
+                    "MlflowWriter: the tracking URI is '", uri,
+                    "', and a store that is no server is for Python alone; start one on it by `mlflow server "
+                    "--backend-store-uri ",
+                    uri, "`, and set http://HOST:PORT");
   while (uri.ends_with('/')) uri.pop_back();
   return uri;
 }
@@ -113,7 +117,8 @@ SenderOptions sender_options(const MlflowWriterOptions& options) {
 RunDescription describe(const MlflowWriterOptions& options) {
   RunDescription run;
   run.server = server_of(options);
-  run.experiment_name = options.experiment_name.empty() ? variable("MLFLOW_EXPERIMENT_NAME") : options.experiment_name;
+  run.experiment_name =
+      options.experiment_name.empty() ? variable("MLFLOW_EXPERIMENT_NAME") : options.experiment_name;
   const std::string id = variable("MLFLOW_EXPERIMENT_ID");
   run.experiment_id = id.empty() ? "0" : id;
   run.run_name = options.run_name;
@@ -135,7 +140,8 @@ std::filesystem::path temporary_spool() {
 }
 
 /// A journal in the spool directory, or in the temporary folder; null, and a warning, when neither will do.
-std::shared_ptr<Journal> open_journal(const MlflowWriterOptions& options, const std::string& run_id, const RunDescription& run) {
+std::shared_ptr<Journal> open_journal(const MlflowWriterOptions& options, const std::string& run_id,
+                                      const RunDescription& run) {
   // The second name is for a run that another process logs to as well.
   const std::string stem = run_id.empty() ? run.token : run_id;
   std::string errors;
@@ -145,7 +151,8 @@ std::shared_ptr<Journal> open_journal(const MlflowWriterOptions& options, const 
         auto journal = std::make_shared<Journal>(folder / (name + ".jsonl"), run.to_json());
         if (!run_id.empty()) journal->set_run_id(run_id);
         if (folder != options.spool_directory) {
-          LOCKSTEP_LOG(kWarning) << "MlflowWriter: what is not sent yet waits in " << folder.string() << " instead: " << errors;
+          LOCKSTEP_LOG(kWarning) << "MlflowWriter: what is not sent yet waits in " << folder.string()
+                                 << " instead: " << errors;
         }
         return journal;
       } catch (const c10::Error& error) {
@@ -153,7 +160,8 @@ std::shared_ptr<Journal> open_journal(const MlflowWriterOptions& options, const 
       }
     }
   }
-  LOCKSTEP_LOG(kWarning) << "MlflowWriter: nothing can be logged: " << errors << "; choose another spool_directory";
+  LOCKSTEP_LOG(kWarning) << "MlflowWriter: nothing can be logged: " << errors
+                         << "; choose another spool_directory";
   return nullptr;
 }
 
@@ -206,9 +214,12 @@ class MlflowWriter::Impl {
     if (sender_->stop(std::chrono::steady_clock::now() + options_.close_timeout)) {
       journal_->remove();
     } else {
-      LOCKSTEP_LOG(kWarning) << "MlflowWriter: what could not be sent to " << sender_options_.http.base_url << " is in "
-                             << journal_->path().string() << "; MlflowWriter::send_spooled() sends it"
-                             << (journal_->run_id().empty() ? "" : ", or a writer with the run_id " + journal_->run_id());
+      LOCKSTEP_LOG(kWarning) << "MlflowWriter: what could not be sent to " << sender_options_.http.base_url
+                             << " is in " << journal_->path().string()
+                             << "; MlflowWriter::send_spooled() sends it"
+                             << (journal_->run_id().empty()
+                                     ? ""
+                                     : ", or a writer with the run_id " + journal_->run_id());
     }
   }
 
@@ -231,7 +242,9 @@ class MlflowWriter::Impl {
 
  private:
   void start() {
-    TORCH_CHECK(!finalized_, "MlflowWriter: the run has ended by finalize(); make another writer with its run_id to go on with it");
+    TORCH_CHECK(!finalized_,
+                "MlflowWriter: the run has ended by finalize(); make another writer with its run_id to go on "
+                "with it");
     if (started_) return;
     started_ = true;
     journal_ = open_journal(options_, options_.run_id, describe(options_));

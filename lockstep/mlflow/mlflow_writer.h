@@ -66,8 +66,8 @@ struct MlflowWriterOptions {
 /// What the server refuses for good (a parameter that has another value already, a name with a character that
 /// MLflow does not take) is warned about once, counted, and kept in spool_directory/RUN_ID.rejected.jsonl.
 ///
-/// Of MLflow's variables it heeds, besides those above, MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
-/// MLFLOW_TRACKING_PASSWORD; MLFLOW_TRACKING_INSECURE_TLS=true, which verifies no certificate; and
+/// Of MLflow's variables it heeds, besides those above, MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME
+/// and MLFLOW_TRACKING_PASSWORD; MLFLOW_TRACKING_INSECURE_TLS=true, which verifies no certificate; and
 /// MLFLOW_TRACKING_SERVER_CERT_PATH, a file of certificates to trust. Thread-safe. Does nothing in a forked
 /// child.
 class MlflowWriter : public MetricsWriter {
@@ -93,7 +93,7 @@ class MlflowWriter : public MetricsWriter {
 
   /// Sends without waiting for send_interval, and does not wait itself: what is logged is safe already.
   void flush() override;
-  /// Waits until all is sent; false when the server is away, or at the end of `timeout`.
+  /// Waits until all is sent; false when an attempt fails, or at the end of `timeout`.
   bool wait_until_sent(std::chrono::milliseconds timeout);
   /// Sets the run's status and its end, and sends what is left, for close_timeout at most; a server that is
   /// away already is tried once more. What is left then waits in the file, and a warning names it.

@@ -85,8 +85,8 @@ bool CsvWriter::prepare() {
     if (!file_.append(header() + "\n")) return false;
   } else {
     auto fields = split(*first);
-    TORCH_CHECK_VALUE(fields.size() >= 2 && fields[0] == kStep && fields[1] == kWallTime, "CsvWriter: ",
-                      file_.path().string(), " begins with '", *first,
+    TORCH_CHECK_VALUE(fields.size() >= 2 && fields[0] == kStep && fields[1] == kWallTime,
+                      "CsvWriter: ", file_.path().string(), " begins with '", *first,
                       "', so it is no table that a CsvWriter can continue; give it another path");
     Metrics wanted;
     for (const auto& name : columns_) wanted.emplace(name, 0.0);

@@ -20,7 +20,8 @@ using Hyperparameters = std::map<std::string, std::variant<bool, int64_t, double
 ///     class PrintWriter : public lockstep::MetricsWriter {
 ///      public:
 ///       void log_metrics(const lockstep::Metrics& metrics, int64_t step) override {
-///         for (const auto& [name, value] : metrics) std::cout << step << ' ' << name << ' ' << value << '\n';
+///         for (const auto& [name, value] : metrics) std::cout << step << ' ' << name << ' ' << value <<
+///         '\n';
 ///       }
 ///     };
 ///
@@ -47,7 +48,8 @@ class MetricsWriter {
   /// The training was resumed, and its next step is `next_step`: what an earlier run, which then crashed, has
   /// logged for that step and later ones is void. Call it before the first log_metrics().
   virtual void resume(int64_t /*next_step*/) {}
-  /// Returns when everything logged so far is where it should be, or cannot get there for now.
+  /// Returns when what was logged so far is safe from a crash, as far as that can be; whether a server has it
+  /// is not waited for.
   virtual void flush() {}
   /// The run is over: "finished", "failed" or "killed". Flushes. Nothing may be logged afterwards.
   virtual void finalize(std::string_view /*status*/) {}

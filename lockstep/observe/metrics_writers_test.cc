@@ -37,7 +37,8 @@ class MetricsWriters : public ::testing::Test {
     static const std::regex wall_time("[0-9]{10}\\.[0-9]+(e\\+09)?");
     std::ifstream file(path);
     std::vector<std::string> result;
-    for (std::string line; std::getline(file, line);) result.push_back(std::regex_replace(line, wall_time, "W"));
+    for (std::string line; std::getline(file, line);)
+      result.push_back(std::regex_replace(line, wall_time, "W"));
     return result;
   }
 
@@ -66,7 +67,8 @@ TEST_F(MetricsWriters, CsvGivesLaterMetricsAColumnAtTheEnd) {
   writer.log_metrics({{"y", 1}}, 1);
   writer.log_metrics({{"b", 2}, {"a, \"quoted\"", 3}, {"z", 4}}, 2);
   writer.log_metrics({{"b", 5}}, 3);
-  EXPECT_THAT(lines(path), ElementsAre("step,wall_time,z,y,\"a, \"\"quoted\"\"\",b", "1,W,,1,,", "2,W,4,,3,2", "3,W,,,,5"));
+  EXPECT_THAT(lines(path), ElementsAre("step,wall_time,z,y,\"a, \"\"quoted\"\"\",b", "1,W,,1,,", "2,W,4,,3,2",
+                                       "3,W,,,,5"));
 }
 
 TEST_F(MetricsWriters, CsvContinuesAFileWithItsColumns) {
@@ -75,7 +77,8 @@ TEST_F(MetricsWriters, CsvContinuesAFileWithItsColumns) {
   std::ofstream(path, std::ios::app) << "2,17";  // a machine crashed
   CsvWriter writer(path, {.columns = {"loss", "lr"}});
   writer.log_metrics({{"loss", 3}, {"lr", 4}}, 2);
-  EXPECT_THAT(lines(path), ElementsAre("step,wall_time,\"a, \"\"quoted\"\"\",loss,lr", "1,W,1,2,", "2,W,,3,4"));
+  EXPECT_THAT(lines(path),
+              ElementsAre("step,wall_time,\"a, \"\"quoted\"\"\",loss,lr", "1,W,1,2,", "2,W,,3,4"));
 }
 
 TEST_F(MetricsWriters, CsvDropsWhatAResumedRunDoesAgain) {
@@ -102,16 +105,19 @@ TEST_F(MetricsWriters, CsvRefusesNamesOfItsOwnAndFilesOfOthers) {
 TEST_F(MetricsWriters, JsonLinesHoldEverything) {
   const auto path = folder_ / "log.jsonl";
   JsonLinesWriter writer(path);
-  writer.log_hyperparameters({{"lr", 0.1}, {"layers", int64_t{3}}, {"nesterov", true}, {"name", std::string("a\"b")}});
-  writer.log_metrics({{"a", std::nan("")}, {"b", kInfinity}, {"c", -kInfinity}, {"d", 0.1}, {"bytes \xff", 1}}, 7);
+  writer.log_hyperparameters(
+      {{"lr", 0.1}, {"layers", int64_t{3}}, {"nesterov", true}, {"name", std::string("a\"b")}});
+  writer.log_metrics(
+      {{"a", std::nan("")}, {"b", kInfinity}, {"c", -kInfinity}, {"d", 0.1}, {"bytes \xff", 1}}, 7);
   writer.log_artifact("best/model.safetensors");
   writer.finalize("failed");
   EXPECT_THAT(
       lines(path),
-      ElementsAre(
-          R"({"hyperparameters":{"layers":3,"lr":0.1,"name":"a\"b","nesterov":true},"wall_time":W})",
-          "{\"metrics\":{\"a\":\"NaN\",\"b\":\"Infinity\",\"bytes \xEF\xBF\xBD\":1.0,\"c\":\"-Infinity\",\"d\":0.1},\"step\":7,\"wall_time\":W}",
-          R"({"artifact":"best/model.safetensors","wall_time":W})", R"({"status":"failed","wall_time":W})"));
+      ElementsAre(R"({"hyperparameters":{"layers":3,"lr":0.1,"name":"a\"b","nesterov":true},"wall_time":W})",
+                  "{\"metrics\":{\"a\":\"NaN\",\"b\":\"Infinity\",\"bytes "
+                  "\xEF\xBF\xBD\":1.0,\"c\":\"-Infinity\",\"d\":0.1},\"step\":7,\"wall_time\":W}",
+                  R"({"artifact":"best/model.safetensors","wall_time":W})",
+                  R"({"status":"failed","wall_time":W})"));
 }
 
 TEST_F(MetricsWriters, JsonLinesDropWhatAResumedRunDoesAgain) {
@@ -125,8 +131,9 @@ TEST_F(MetricsWriters, JsonLinesDropWhatAResumedRunDoesAgain) {
   JsonLinesWriter writer(path);
   writer.resume(10);
   writer.log_metrics({{"x", 1}}, 10);
-  EXPECT_THAT(lines(path), ElementsAre(HasSubstr("hyperparameters"), HasSubstr("\"step\":9,"), HasSubstr("killed"),
-                                       "no JSON", HasSubstr("\"metrics\":{\"x\":1.0},\"step\":10")));
+  EXPECT_THAT(lines(path),
+              ElementsAre(HasSubstr("hyperparameters"), HasSubstr("\"step\":9,"), HasSubstr("killed"),
+                          "no JSON", HasSubstr("\"metrics\":{\"x\":1.0},\"step\":10")));
 }
 
 TEST_F(MetricsWriters, AFullDiskIsCountedAndStopsNothing) {
@@ -226,7 +233,8 @@ TEST_F(MetricsWriters, SeveralAreOneAndABrokenOneStopsNobody) {
   writer.finalize("finished");
   const std::string warnings = ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(printed.str(), "1 a 0.5\n1 b 2\n2 a 3\n");
-  EXPECT_THAT(lines(folder_ / "log"), ElementsAre(HasSubstr("hyper"), HasSubstr("\"step\":1"), HasSubstr("artifact"), HasSubstr("finished")));
+  EXPECT_THAT(lines(folder_ / "log"), ElementsAre(HasSubstr("hyper"), HasSubstr("\"step\":1"),
+                                                  HasSubstr("artifact"), HasSubstr("finished")));
   EXPECT_EQ(writer.failures(), 3);
   EXPECT_THAT(warnings, HasSubstr("writer 0 of a CombinedWriter failed in log_metrics: out of ink"));
   EXPECT_EQ(std::count(warnings.begin(), warnings.end(), '\n'), 1) << warnings;

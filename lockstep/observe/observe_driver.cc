@@ -1,5 +1,5 @@
-// What observe_test.py reads with TensorBoard. usage: observe_driver tensorboard DIR | resume DIR | runs DIR |
-// end DIR HOW COUNT | cost DIR COUNT
+// What observe_test.py reads with TensorBoard. usage: observe_driver tensorboard DIR | resume DIR | runs DIR
+// | end DIR HOW COUNT | cost DIR COUNT
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <unistd.h>
 
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/observe/summary_writer.h>
@@ -25,7 +25,8 @@ void write_all_kinds(const std::string& folder) {
   const double infinity = std::numeric_limits<double>::infinity();
   SummaryWriter writer(folder, {.purge_step = 3, .filename_suffix = ".cc"});
   for (int64_t step = 0; step < 5; ++step) {
-    writer.add_scalar("train/loss", 1.0 / static_cast<double>(step + 1), step, 100.5 + static_cast<double>(step));
+    writer.add_scalar("train/loss", 1.0 / static_cast<double>(step + 1), step,
+                      100.5 + static_cast<double>(step));
   }
   writer.add_scalar("no step", 7);
   writer.add_scalar("values", std::nan(""), -1, 1.0);
@@ -63,7 +64,8 @@ void write_all_kinds(const std::string& folder) {
   writer.add_text("notes", "**größer** \xe2\x86\x92 kleiner", 1, 7.0);
   writer.add_hparams({{"lr", 0.1}, {"layers", int64_t{3}}, {"optimizer", std::string("AdamW")}},
                      {{"hparam/accuracy", 0.9}, {"hparam/loss", 0.2}},
-                     {{"lr", {0.1, 0.01}}, {"optimizer", {std::string("SGD"), std::string("AdamW")}}}, "trial", 5);
+                     {{"lr", {0.1, 0.01}}, {"optimizer", {std::string("SGD"), std::string("AdamW")}}},
+                     "trial", 5);
 }
 
 /// Two runs in one folder; the second takes over at step 6.
@@ -102,18 +104,20 @@ void train_runs(const std::string& folder) {
   const auto turn = torch::rand({600}) * 9 + 1;
   const auto target = torch::arange(600).remainder(2);
   const auto angle = turn + target * 3.14159265;
-  const auto data = torch::stack({turn * angle.cos(), turn * angle.sin()}, 1) / 10 + torch::randn({600, 2}) * 0.01;
+  const auto data =
+      torch::stack({turn * angle.cos(), turn * angle.sin()}, 1) / 10 + torch::randn({600, 2}) * 0.01;
   for (const double lr : {0.003, 0.01, 0.03}) {
     torch::manual_seed(1);
     std::ostringstream name;
     name << "lr" << lr;
     SummaryWriter writer(folder + "/" + name.str());
-    torch::nn::Sequential net(torch::nn::Linear(2, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64), torch::nn::Tanh(),
-                              torch::nn::Linear(64, 2));
+    torch::nn::Sequential net(torch::nn::Linear(2, 64), torch::nn::Tanh(), torch::nn::Linear(64, 64),
+                              torch::nn::Tanh(), torch::nn::Linear(64, 2));
     torch::optim::Adam optimizer(net->parameters(), lr);
     for (int64_t step = 0; step < 400; ++step) {
       const auto index = torch::randint(600, {64});
-      const auto loss = torch::cross_entropy_loss(net->forward(data.index_select(0, index)), target.index_select(0, index));
+      const auto loss =
+          torch::cross_entropy_loss(net->forward(data.index_select(0, index)), target.index_select(0, index));
       optimizer.zero_grad();
       loss.backward();
       optimizer.step();
@@ -122,10 +126,12 @@ void train_runs(const std::string& folder) {
       torch::NoGradGuard no_grad;
       const auto right = net->forward(data).argmax(1).eq(target).to(torch::kFloat).mean();
       writer.add_scalar("validation/accuracy", right, step);
-      for (const auto& parameter : net->named_parameters()) writer.add_histogram(parameter.key(), parameter.value(), step);
+      for (const auto& parameter : net->named_parameters())
+        writer.add_histogram(parameter.key(), parameter.value(), step);
       const auto axis = torch::linspace(-1, 1, 96);
       const auto grid = torch::meshgrid({axis, axis}, "xy");
-      const auto surface = net->forward(torch::stack({grid[0], grid[1]}, 2).view({-1, 2})).softmax(1).select(1, 1);
+      const auto surface =
+          net->forward(torch::stack({grid[0], grid[1]}, 2).view({-1, 2})).softmax(1).select(1, 1);
       writer.add_image("decision", surface.view({96, 96}), step, std::nullopt, "HW");
     }
     writer.log_hyperparameters({{"lr", lr}, {"optimizer", std::string("Adam")}});
@@ -144,19 +150,23 @@ double nanoseconds(int64_t count, const Call& call) {
 /// What calls cost the caller, in nanoseconds.
 void cost(const std::string& folder, int64_t count) {
   SummaryWriter writer(folder);
-  std::cout << "add_scalar, one after the other: "
-            << nanoseconds(count, [&](int64_t step) { writer.add_scalar("train/loss", 0.5, step); }) << " ns\n";
+  std::cout << "add_scalar, one after the other: " << nanoseconds(count, [&](int64_t step) {
+    writer.add_scalar("train/loss", 0.5, step);
+  }) << " ns\n";
   writer.flush();
   double sum = 0;
   for (int64_t step = 0; step < 1000; ++step) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // a training step, in which the thread falls asleep
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(1));  // a training step, in which the thread falls asleep
     sum += nanoseconds(1, [&](int64_t) { writer.add_scalar("train/loss", 0.5, step); });
   }
   std::cout << "add_scalar, one each millisecond: " << sum / 1000 << " ns\n";
   lockstep::ProgressBar quiet(count, "", {.quiet = true});
-  std::cout << "ProgressBar::update, quiet: " << nanoseconds(count, [&](int64_t) { quiet.update(); }) << " ns\n";
+  std::cout << "ProgressBar::update, quiet: " << nanoseconds(count, [&](int64_t) { quiet.update(); })
+            << " ns\n";
   lockstep::ProgressBar bar(count, "", {.terminal = true});
-  std::cout << "ProgressBar::update, on a terminal: " << nanoseconds(count, [&](int64_t) { bar.update(); }) << " ns\n";
+  std::cout << "ProgressBar::update, on a terminal: " << nanoseconds(count, [&](int64_t) { bar.update(); })
+            << " ns\n";
 }
 
 }  // namespace
@@ -174,7 +184,8 @@ int main(int argc, char** argv) {
   } else if (command == "cost" && argc == 4) {
     cost(argv[2], std::stoll(argv[3]));
   } else {
-    std::cerr << "usage: observe_driver tensorboard DIR | resume DIR | runs DIR | end DIR HOW COUNT | cost DIR COUNT\n";
+    std::cerr << "usage: observe_driver tensorboard DIR | resume DIR | runs DIR | end DIR HOW COUNT | cost "
+                 "DIR COUNT\n";
     return 2;
   }
 }

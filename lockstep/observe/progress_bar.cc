@@ -214,7 +214,8 @@ void ProgressBar::draw(Time now, bool last) {
   drawn_ = now;
   drawn_done_ = state_.done;
   if (!terminal_) {
-    internal::write_above_terminal_line(options_.fd, format_progress(state_, options_.width.value_or(0)) + "\n");
+    internal::write_above_terminal_line(options_.fd,
+                                        format_progress(state_, options_.width.value_or(0)) + "\n");
     return;
   }
   // The last column stays free: many terminals wrap as soon as it is written.

@@ -25,8 +25,8 @@ struct ProgressState {
   std::optional<double> waiting = std::nullopt;
   std::string unit = "it";
   std::string rate_unit = {};  ///< empty: `unit`
-  std::string postfix = {};  ///< "loss=0.31, accuracy=0.87"
-  bool ascii = false;        ///< draw with '#' instead of block characters
+  std::string postfix = {};    ///< "loss=0.31, accuracy=0.87"
+  bool ascii = false;          ///< draw with '#' instead of block characters
 };
 
 /// One line for `state`, without control characters and at most `width` columns wide (a code point counts as

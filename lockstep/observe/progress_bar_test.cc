@@ -66,8 +66,15 @@ TEST(FormatProgress, GivesUpPartByPartWhenTheTerminalIsNarrow) {
 }
 
 TEST(FormatProgress, TheRateMayCountOtherThingsThanTheBar) {
-  ProgressState state{.done = 30, .total = 60, .elapsed = 10, .rate = 3, .rate_scale = 512, .unit = "batches", .rate_unit = "samples"};
-  EXPECT_EQ(format_progress(state, 0), " 50% 30/60 [00:10<00:10, 1536 samples/s]") << "the time left is the bar's";
+  ProgressState state{.done = 30,
+                      .total = 60,
+                      .elapsed = 10,
+                      .rate = 3,
+                      .rate_scale = 512,
+                      .unit = "batches",
+                      .rate_unit = "samples"};
+  EXPECT_EQ(format_progress(state, 0), " 50% 30/60 [00:10<00:10, 1536 samples/s]")
+      << "the time left is the bar's";
 }
 
 TEST(FormatProgress, WithUnknownOrPassedTotalOrNoTimeYet) {
@@ -288,8 +295,9 @@ TEST_F(ProgressBarTest, OtherLinesStandAboveTheBarAndLeaveItWhole) {
     bar.update(50);
     bar.write("epoch 1: accuracy 0.87");
     LOCKSTEP_LOG(kError) << "a line of the log";
-    EXPECT_THAT(screen(written()), ElementsAre("epoch 1: accuracy 0.87", HasSubstr("error: a line of the log"),
-                                               HasSubstr("train:  50%|")));
+    EXPECT_THAT(screen(written()),
+                ElementsAre("epoch 1: accuracy 0.87", HasSubstr("error: a line of the log"),
+                            HasSubstr("train:  50%|")));
     now_ += 1s;
     bar.update(50);
     std::thread([] { LOCKSTEP_LOG(kError) << "of another thread"; }).join();
@@ -297,8 +305,9 @@ TEST_F(ProgressBarTest, OtherLinesStandAboveTheBarAndLeaveItWhole) {
   LOCKSTEP_LOG(kError) << "afterwards";
   ::dup2(standard_error, STDERR_FILENO);
   ::close(standard_error);
-  EXPECT_THAT(screen(written()), ElementsAre("epoch 1: accuracy 0.87", HasSubstr("a line of the log"), HasSubstr("of another thread"),
-                                             HasSubstr("train: 100%|"), HasSubstr("error: afterwards"), ""));
+  EXPECT_THAT(screen(written()), ElementsAre("epoch 1: accuracy 0.87", HasSubstr("a line of the log"),
+                                             HasSubstr("of another thread"), HasSubstr("train: 100%|"),
+                                             HasSubstr("error: afterwards"), ""));
 }
 
 TEST_F(ProgressBarTest, WritesPlainLinesIntoALogAndNoneWhenQuiet) {

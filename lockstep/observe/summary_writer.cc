@@ -139,7 +139,8 @@ class SummaryWriter::Impl {
     }
     auto& known = files_[folder];
     if (!known) {
-      const auto path = (folder.empty() ? log_dir_ : log_dir_ / folder) / event_file_name(options_.filename_suffix);
+      const auto path =
+          (folder.empty() ? log_dir_ : log_dir_ / folder) / event_file_name(options_.filename_suffix);
       known = std::make_unique<AppendFile>("SummaryWriter", path, AppendFile::Kind::kBinary);
       queue_->add(*known, internal::file_version_event({internal::wall_time()}));
       if (folder.empty()) purge(*known);
@@ -173,8 +174,9 @@ SummaryWriter::~SummaryWriter() {
   close();
 }
 
-void SummaryWriter::add_scalar(const std::string& tag, double scalar_value, std::optional<int64_t> global_step,
-                               std::optional<double> walltime, bool new_style, bool double_precision) {
+void SummaryWriter::add_scalar(const std::string& tag, double scalar_value,
+                               std::optional<int64_t> global_step, std::optional<double> walltime,
+                               bool new_style, bool double_precision) {
   if (!impl_->writes()) return;
   impl_->add("", global_step, walltime,
              internal::scalar_summary(tag, scalar_value, new_style, double_precision));
@@ -183,7 +185,8 @@ void SummaryWriter::add_scalar(const std::string& tag, double scalar_value, std:
 void SummaryWriter::add_scalar(const std::string& tag, const at::Tensor& scalar_value,
                                std::optional<int64_t> global_step, std::optional<double> walltime,
                                bool new_style, bool double_precision) {
-  TORCH_CHECK_VALUE(scalar_value.numel() == 1, "Tensor should contain one element (0 dimensions). Was given size: ",
+  TORCH_CHECK_VALUE(scalar_value.numel() == 1,
+                    "Tensor should contain one element (0 dimensions). Was given size: ",
                     scalar_value.numel(), " and ", scalar_value.dim(), " dimensions.");
   if (!impl_->writes()) return;  // item() would wait for a device
   add_scalar(tag, scalar_value.item<double>(), global_step, walltime, new_style, double_precision);
@@ -196,7 +199,8 @@ void SummaryWriter::add_scalars(const std::string& main_tag, const Metrics& tag_
   std::replace(folder.begin(), folder.end(), '/', '_');
   const double time = walltime ? *walltime : internal::wall_time();
   for (const auto& [tag, value] : tag_scalar_dict) {
-    impl_->add(folder + "_" + tag, global_step, time, internal::scalar_summary(main_tag, value, false, false));
+    impl_->add(folder + "_" + tag, global_step, time,
+               internal::scalar_summary(main_tag, value, false, false));
   }
 }
 
@@ -212,12 +216,13 @@ void SummaryWriter::add_histogram_raw(const std::string& tag, double min, double
                                       double sum_squares, const std::vector<double>& bucket_limits,
                                       const std::vector<double>& bucket_counts,
                                       std::optional<int64_t> global_step, std::optional<double> walltime) {
-  TORCH_CHECK_VALUE(bucket_limits.size() == bucket_counts.size(), "SummaryWriter::add_histogram_raw: ",
-                    bucket_limits.size(), " bucket_limits, but ", bucket_counts.size(),
-                    " bucket_counts; give each bucket its upper end");
+  TORCH_CHECK_VALUE(bucket_limits.size() == bucket_counts.size(),
+                    "SummaryWriter::add_histogram_raw: ", bucket_limits.size(), " bucket_limits, but ",
+                    bucket_counts.size(), " bucket_counts; give each bucket its upper end");
   if (!impl_->writes()) return;
-  impl_->add("", global_step, walltime,
-             internal::histogram_summary(tag, {min, max, num, sum, sum_squares, bucket_limits, bucket_counts}));
+  impl_->add(
+      "", global_step, walltime,
+      internal::histogram_summary(tag, {min, max, num, sum, sum_squares, bucket_limits, bucket_counts}));
 }
 
 void SummaryWriter::add_image(const std::string& tag, const at::Tensor& img_tensor,
@@ -225,8 +230,9 @@ void SummaryWriter::add_image(const std::string& tag, const at::Tensor& img_tens
                               const std::string& dataformats) {
   if (!impl_->writes()) return;
   const at::Tensor image = internal::to_image(img_tensor, dataformats);
-  impl_->add("", global_step, walltime,
-             internal::image_summary(tag, image.size(0), image.size(1), image.size(2), internal::encode_png(image)));
+  impl_->add(
+      "", global_step, walltime,
+      internal::image_summary(tag, image.size(0), image.size(1), image.size(2), internal::encode_png(image)));
 }
 
 void SummaryWriter::add_images(const std::string& tag, const at::Tensor& img_tensor,

@@ -65,7 +65,8 @@ class SummaryWriter : public MetricsWriter {
   SummaryWriter& operator=(const SummaryWriter&) = delete;
 
   /// `new_style`: as a tensor of one element, with `double_precision` of doubles; otherwise as a float.
-  void add_scalar(const std::string& tag, double scalar_value, std::optional<int64_t> global_step = std::nullopt,
+  void add_scalar(const std::string& tag, double scalar_value,
+                  std::optional<int64_t> global_step = std::nullopt,
                   std::optional<double> walltime = std::nullopt, bool new_style = false,
                   bool double_precision = false);
   /// Of a tensor with one element, on any device; throws c10::ValueError for others.

@@ -70,7 +70,8 @@ TEST(EventRecord, HasTheChecksumsOfTensorFlow) {
 
 TEST_F(SummaryWriterTest, TheDefaultFolderNamesDateAndHost) {
   const SummaryWriter writer({}, {.comment = "_lr0.1"});
-  EXPECT_THAT(writer.get_logdir().string(), ::testing::MatchesRegex("runs/[A-Z][a-z][a-z][0-9]+_[0-9]+-[0-9]+-[0-9]+_.+_lr0.1"));
+  EXPECT_THAT(writer.get_logdir().string(),
+              ::testing::MatchesRegex("runs/[A-Z][a-z][a-z][0-9]+_[0-9]+-[0-9]+-[0-9]+_.+_lr0.1"));
   EXPECT_FALSE(std::filesystem::exists(writer.get_logdir())) << "nothing was logged";
 }
 
@@ -158,22 +159,39 @@ TEST_F(SummaryWriterTest, RefusesWhatMakesNoSense) {
   SummaryWriter writer(folder_);
   const auto values = torch::ones({2, 3});
   const auto nan = torch::full({2}, std::nan(""));
-  EXPECT_THAT(error_of([&] { writer.add_scalar("x", values); }), StartsWith("Tensor should contain one element (0 dimensions). Was given size: 6 and 2"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", torch::ones({0})); }), StartsWith("The input has no element."));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, "fd"); }), HasSubstr("'fd'; it takes \"tensorflow\""));
+  EXPECT_THAT(error_of([&] { writer.add_scalar("x", values); }),
+              StartsWith("Tensor should contain one element (0 dimensions). Was given size: 6 and 2"));
+  EXPECT_THAT(error_of([&] { writer.add_histogram("x", torch::ones({0})); }),
+              StartsWith("The input has no element."));
+  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, "fd"); }),
+              HasSubstr("'fd'; it takes \"tensorflow\""));
   EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, int64_t{0}); }), HasSubstr("`bins` is 0"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, std::vector<double>{1}); }), HasSubstr("at least two edges"));
+  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, std::vector<double>{1}); }),
+              HasSubstr("at least two edges"));
   EXPECT_THAT(error_of([&] { writer.add_histogram("x", nan); }), HasSubstr("none of 2 values"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", nan, 1, int64_t{5}); }), HasSubstr("nan] is not finite"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram_raw("x", 0, 1, 1, 1, 1, {1}, {}); }), HasSubstr("1 bucket_limits, but 0"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", values); }), HasSubstr("tensor shape: [2, 3], input_format: CHW"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", values, 1, std::nullopt, "HH"); }), HasSubstr("dimension shorthand twice"));
+  EXPECT_THAT(error_of([&] { writer.add_histogram("x", nan, 1, int64_t{5}); }),
+              HasSubstr("nan] is not finite"));
+  EXPECT_THAT(error_of([&] { writer.add_histogram_raw("x", 0, 1, 1, 1, 1, {1}, {}); }),
+              HasSubstr("1 bucket_limits, but 0"));
+  EXPECT_THAT(error_of([&] { writer.add_image("x", values); }),
+              HasSubstr("tensor shape: [2, 3], input_format: CHW"));
+  EXPECT_THAT(error_of([&] { writer.add_image("x", values, 1, std::nullopt, "HH"); }),
+              HasSubstr("dimension shorthand twice"));
   EXPECT_THAT(error_of([&] { writer.add_image("x", values, 1, std::nullopt, "HX"); }), HasSubstr("has no W"));
   EXPECT_THAT(error_of([&] { writer.add_image("x", torch::ones({5, 2, 2})); }), HasSubstr("has 5 channels"));
   EXPECT_THAT(error_of([&] { writer.add_image("x", torch::ones({3, 0, 2})); }), HasSubstr("no pixels"));
-  EXPECT_THAT(error_of([&] { writer.add_images("x", torch::ones({2, 4, 2, 2})); }), HasSubstr("have 4 channels; a grid takes 1 or 3"));
-  EXPECT_THAT(error_of([&] { writer.add_hparams({{"lr", 0.1}}, {}, {{"momentum", {0.9}}}); }), HasSubstr("hparam_domain_discrete[momentum]"));
-  EXPECT_THAT(error_of([&] { writer.add_hparams({{"lr", 0.1}}, {}, {{"lr", {true}}}); }), HasSubstr("hparam_domain_discrete[lr]"));
+  EXPECT_THAT(error_of([&] {
+                writer.add_images("x", torch::ones({2, 4, 2, 2}));
+              }),
+              HasSubstr("have 4 channels; a grid takes 1 or 3"));
+  EXPECT_THAT(error_of([&] {
+                writer.add_hparams({{"lr", 0.1}}, {}, {{"momentum", {0.9}}});
+              }),
+              HasSubstr("hparam_domain_discrete[momentum]"));
+  EXPECT_THAT(error_of([&] {
+                writer.add_hparams({{"lr", 0.1}}, {}, {{"lr", {true}}});
+              }),
+              HasSubstr("hparam_domain_discrete[lr]"));
   EXPECT_THAT(error_of([&] { SummaryWriter({}, {.max_queue = 0}); }), HasSubstr("max_queue is 0"));
   EXPECT_THAT(error_of([&] { SummaryWriter({}, {.flush_secs = 0}); }), HasSubstr("flush_secs is 0"));
 }

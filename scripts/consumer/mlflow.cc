@@ -1,4 +1,5 @@
-// Shows that the installed component mlflow can be built against and run: a store that is no server is refused.
+// Shows that the installed component mlflow can be built against and run: a store that is no server is
+// refused.
 #include <iostream>
 
 #include <c10/util/Exception.h>

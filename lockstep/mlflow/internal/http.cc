@@ -1,10 +1,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <curl/curl.h>
 #include <mutex>
 
 #include <c10/util/Exception.h>
-#include <curl/curl.h>
 
 #include <lockstep/mlflow/internal/http.h>
 
@@ -46,7 +46,8 @@ struct HttpConnection::Curl {
   CURL* handle;
 };
 
-HttpConnection::HttpConnection(HttpOptions options) : options_(std::move(options)), curl_(std::make_unique<Curl>()) {}
+HttpConnection::HttpConnection(HttpOptions options)
+    : options_(std::move(options)), curl_(std::make_unique<Curl>()) {}
 HttpConnection::~HttpConnection() = default;
 
 void HttpConnection::cancel_at(std::chrono::steady_clock::time_point time) {
@@ -88,7 +89,8 @@ HttpAnswer HttpConnection::put_file(const std::string& path, const std::filesyst
   ::curl_easy_setopt(curl, CURLOPT_HTTPHEADER, headers.get());
   ::curl_easy_setopt(curl, CURLOPT_UPLOAD, 1L);
   ::curl_easy_setopt(curl, CURLOPT_READDATA, opened.get());
-  ::curl_easy_setopt(curl, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(std::filesystem::file_size(file)));
+  ::curl_easy_setopt(curl, CURLOPT_INFILESIZE_LARGE,
+                     static_cast<curl_off_t>(std::filesystem::file_size(file)));
   return perform(path);
 }
 
@@ -118,7 +120,8 @@ HttpAnswer HttpConnection::perform(const std::string& path) {
   HttpAnswer answer;
   ::curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, on_body);
   ::curl_easy_setopt(curl, CURLOPT_WRITEDATA, &answer);
-  const curl_xferinfo_callback is_cancelled = [](void* cancel, curl_off_t, curl_off_t, curl_off_t, curl_off_t) {
+  const curl_xferinfo_callback is_cancelled = [](void* cancel, curl_off_t, curl_off_t, curl_off_t,
+                                                 curl_off_t) {
     const auto time = static_cast<const decltype(cancel_at_)*>(cancel)->load();
     return std::chrono::steady_clock::now() >= time ? 1 : 0;
   };

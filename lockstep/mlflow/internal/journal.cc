@@ -31,8 +31,11 @@ std::string without_blanks_behind(std::string text) {
 
 std::string Journal::mark() const {
   std::array<char, 160> line{};
-  const int length = std::snprintf(line.data(), line.size(), R"({"sent":%20lld,"create_tried":%d,"run_id":"%-*s"})" "\n",
-                                   static_cast<long long>(sent_), create_tried_ ? 1 : 0, kRunIdWidth, run_id_.c_str());
+  const int length =
+      std::snprintf(line.data(), line.size(),
+                    R"({"sent":%20lld,"create_tried":%d,"run_id":"%-*s"})"
+                    "\n",
+                    static_cast<long long>(sent_), create_tried_ ? 1 : 0, kRunIdWidth, run_id_.c_str());
   return {line.data(), static_cast<size_t>(length)};
 }
 
@@ -42,7 +45,8 @@ Journal::Journal(std::filesystem::path path, const std::string& run)
   if (path_.has_parent_path()) std::filesystem::create_directories(path_.parent_path(), ignored);
   fd_.reset(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
   TORCH_CHECK(fd_, "cannot open ", path_.string(), ": ", std::strerror(errno));
-  TORCH_CHECK(::flock(fd_.get(), LOCK_EX | LOCK_NB) == 0, path_.string(), " belongs to a process that still logs to this run");
+  TORCH_CHECK(::flock(fd_.get(), LOCK_EX | LOCK_NB) == 0, path_.string(),
+              " belongs to a process that still logs to this run");
   const int64_t mark_length = static_cast<int64_t>(mark().size());
   size_ = ::lseek(fd_.get(), 0, SEEK_END);
   if (size_ == 0) {
@@ -55,9 +59,12 @@ Journal::Journal(std::filesystem::path path, const std::string& run)
   const auto lines = read(0, 0);
   const json mark = lines.empty() ? json() : json::parse(lines[0].text, nullptr, /*allow_exceptions=*/false);
   const auto second = lines.empty() ? lines : read(lines[0].end, 0);
-  const bool is_journal = mark.is_object() && lines[0].end == mark_length && mark.value("sent", json()).is_number_integer() &&
-                          mark.value("run_id", json()).is_string() && mark.value("create_tried", json()).is_number_integer() && !second.empty();
-  TORCH_CHECK(is_journal, path_.string(), " is no journal of an MlflowWriter; give it another spool_directory, or remove the file");
+  const bool is_journal = mark.is_object() && lines[0].end == mark_length &&
+                          mark.value("sent", json()).is_number_integer() &&
+                          mark.value("run_id", json()).is_string() &&
+                          mark.value("create_tried", json()).is_number_integer() && !second.empty();
+  TORCH_CHECK(is_journal, path_.string(),
+              " is no journal of an MlflowWriter; give it another spool_directory, or remove the file");
   run_ = second[0].text;
   run_id_ = without_blanks_behind(mark["run_id"].get<std::string>());
   create_tried_ = mark["create_tried"].get<int>() != 0;
@@ -139,7 +146,8 @@ std::string Journal::run_id() const {
 
 void Journal::set_run_id(const std::string& run_id) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(run_id.size() <= kRunIdWidth && run_id.find_first_of("\"\\\n") == std::string::npos, "'", run_id, "' is no run id of MLflow");
+  TORCH_CHECK(run_id.size() <= kRunIdWidth && run_id.find_first_of("\"\\\n") == std::string::npos, "'",
+              run_id, "' is no run id of MLflow");
   run_id_ = run_id;
   write_mark();
 }
@@ -161,6 +169,7 @@ void Journal::rename(const std::filesystem::path& path) {
   if (::link(path_.c_str(), path.c_str()) != 0) return;
   ::unlink(path_.c_str());
   path_ = path;
+  file_.set_path(path);
 }
 
 void Journal::remove() {

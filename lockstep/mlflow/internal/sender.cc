@@ -29,6 +29,24 @@ bool is_batched(const json& line) {
   return line.contains("metrics") || line.contains("params") || line.contains("tags");
 }
 
+/// Whether a line has the shape that the writer gives it; a disk that lost something may have given another.
+bool is_well_formed(const json& line) {
+  if (!line.is_object() || line.size() != 1 || !line.begin()->is_array()) return false;
+  const std::string& kind = line.begin().key();
+  const json& content = *line.begin();
+  const auto is_pair = [](const json& pair) {
+    return pair.is_array() && pair.size() == 2 && pair[0].is_string() && pair[1].is_string();
+  };
+  if (kind == "params" || kind == "tags") return std::all_of(content.begin(), content.end(), is_pair);
+  if (kind == "artifact") return is_pair(content);
+  if (kind == "status")
+    return content.size() == 2 && content[0].is_string() && content[1].is_number_integer();
+  return kind == "metrics" && std::all_of(content.begin(), content.end(), [](const json& metric) {
+           return metric.is_array() && metric.size() == 4 && metric[0].is_string() &&
+                  metric[2].is_number_integer() && metric[3].is_number_integer();
+         });
+}
+
 /// One for each metric, parameter or tag.
 std::vector<json> entries_of(const json& line) {
   std::vector<json> entries;
@@ -45,8 +63,12 @@ struct Load {
   size_t params = 0;
   size_t tags = 0;
 
-  void add(const json& entry) { ++(entry.contains("metrics") ? metrics : entry.contains("params") ? params : tags); }
-  bool fits() const { return metrics <= kMetrics && params <= kParams && tags <= kTags && metrics + params + tags <= kEntries; }
+  void add(const json& entry) {
+    ++(entry.contains("metrics") ? metrics : entry.contains("params") ? params : tags);
+  }
+  bool fits() const {
+    return metrics <= kMetrics && params <= kParams && tags <= kTags && metrics + params + tags <= kEntries;
+  }
 };
 
 }  // namespace
@@ -77,12 +99,12 @@ void Sender::hurry() {
 bool Sender::wait(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   const int64_t failures = counts_.failures;
-  const bool failing = failures_in_a_row_ > 0;
   hurry_ = true;
   idle_ = false;
   work_.notify_one();
   // What others append meanwhile is waited for, too; they are few.
-  done_.wait_until(lock, deadline, [&] { return stopped_ || journal_has_nothing() || (!failing && counts_.failures > failures); });
+  done_.wait_until(lock, deadline,
+                   [&] { return stopped_ || journal_has_nothing() || counts_.failures > failures; });
   return journal_has_nothing();
 }
 
@@ -113,9 +135,11 @@ SenderCounts Sender::counts() const {
 /// back all at once.
 std::chrono::milliseconds Sender::pause_after(int64_t failures) {
   static thread_local std::minstd_rand random{std::random_device{}()};
-  const double doubled = static_cast<double>(options_.first_retry.count()) * std::pow(2.0, static_cast<double>(std::min<int64_t>(failures - 1, 30)));
+  const double doubled = static_cast<double>(options_.first_retry.count()) *
+                         std::pow(2.0, static_cast<double>(std::min<int64_t>(failures - 1, 30)));
   const double longest = std::min(doubled, static_cast<double>(options_.longest_retry.count()));
-  return std::chrono::milliseconds(static_cast<int64_t>(longest * std::uniform_real_distribution<>(0.8, 1.0)(random)));
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(longest * std::uniform_real_distribution<>(0.8, 1.0)(random)));
 }
 
 void Sender::run() {
@@ -147,10 +171,13 @@ void Sender::run() {
     if (result.outcome == Outcome::kNotNow) {
       ++counts_.failures;
       if (failures_in_a_row_++ == 0 && !(stopping_ && Clock::now() >= stop_at_)) {
-        LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << options_.http.base_url << " cannot be written to: " << result.error
-                               << "; the program goes on, and what is logged waits in " << journal_->path().string();
+        LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << options_.http.base_url
+                               << " cannot be written to: " << result.error
+                               << "; the program goes on, and what is logged waits in "
+                               << journal_->path().string();
       }
-      next = Clock::now() + std::max<std::chrono::milliseconds>(pause_after(failures_in_a_row_), result.retry_after);
+      next = Clock::now() +
+             std::max<std::chrono::milliseconds>(pause_after(failures_in_a_row_), result.retry_after);
       if (is_last_chance) break;
     } else {
       if (failures_in_a_row_ > 0) {
@@ -191,7 +218,7 @@ Result Sender::send_lines(const std::vector<Journal::Line>& lines) {
   int64_t count = 0;
   for (const auto& line : lines) {
     const json parsed = json::parse(line.text, nullptr, /*allow_exceptions=*/false);
-    if (!parsed.is_object()) {  // a disk that lost something
+    if (!is_well_formed(parsed)) {
       if (count > 0) break;
       reject(line.text, "the line is damaged");
       end = line.end;
@@ -225,12 +252,10 @@ Result Sender::send_lines(const std::vector<Journal::Line>& lines) {
 /// {"status":[status, end time]}, {"artifact":[file, folder]}
 Result Sender::send_special(const json& line) {
   if (line.contains("status")) {
-    return client_.update_run(journal_->run_id(), line["status"].at(0), line["status"].at(1));
+    return client_.update_run(journal_->run_id(), line["status"][0], line["status"][1]);
   }
-  if (line.contains("artifact")) {
-    return client_.log_artifact(journal_->run_id(), line["artifact"].at(0).get<std::string>(), line["artifact"].at(1));
-  }
-  return {Outcome::kRejected, "nobody knows what that is"};
+  return client_.log_artifact(journal_->run_id(), line["artifact"][0].get<std::string>(),
+                              line["artifact"][1]);
 }
 
 /// One request; of a rejected one the halves, down to the entry that the server does not take.
@@ -243,7 +268,10 @@ Result Sender::send_entries(const std::vector<json>& entries, size_t begin, size
     const json& entry = entries[i];
     if (entry.contains("metrics")) {
       const json& metric = entry["metrics"];
-      metrics.push_back({{"key", metric.at(0)}, {"value", metric.at(1)}, {"timestamp", metric.at(2)}, {"step", metric.at(3)}});
+      metrics.push_back({{"key", metric.at(0)},
+                         {"value", metric.at(1)},
+                         {"timestamp", metric.at(2)},
+                         {"step", metric.at(3)}});
     } else {
       const bool is_param = entry.contains("params");
       const json& pair = entry[is_param ? "params" : "tags"];
@@ -262,12 +290,15 @@ Result Sender::send_entries(const std::vector<json>& entries, size_t begin, size
 }
 
 void Sender::reject(const json& entry, const std::string& error) {
-  const std::filesystem::path path = journal_->path().parent_path() / (journal_->run_id() + ".rejected.jsonl");
+  const std::filesystem::path path =
+      journal_->path().parent_path() / (journal_->run_id() + ".rejected.jsonl");
   const json line = {{"entry", entry}, {"error", error}};
-  AppendFile("MlflowWriter", path, AppendFile::Kind::kLines).append(line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n");
+  AppendFile("MlflowWriter", path, AppendFile::Kind::kLines)
+      .append(line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n");
   const std::lock_guard lock(mutex_);
   if (counts_.rejected++ > 0) return;
-  LOCKSTEP_LOG(kWarning) << "MlflowWriter: the server refuses " << entry.dump(-1, ' ', false, json::error_handler_t::replace) << ": " << error
+  LOCKSTEP_LOG(kWarning) << "MlflowWriter: the server refuses "
+                         << entry.dump(-1, ' ', false, json::error_handler_t::replace) << ": " << error
                          << "; this and whatever else it refuses is in " << path.string();
 }
 

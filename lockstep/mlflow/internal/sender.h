@@ -32,8 +32,8 @@ struct SenderCounts {
 
 /// Sends a journal to an MLflow server, in a thread of its own: makes the run, then batches within MLflow's
 /// limits, in the order of the journal. What fails is tried again after a pause that doubles, with all the
-/// rest waiting in the journal. A batch whose answer was lost is sent again with the same time stamps, which a
-/// server with a database knows for the same. Thread-safe.
+/// rest waiting in the journal. A batch whose answer was lost is sent again with the same time stamps, which
+/// a server with a database knows for the same. Thread-safe.
 class Sender {
  public:
   Sender(std::shared_ptr<Journal> journal, SenderOptions options);
@@ -44,11 +44,10 @@ class Sender {
   void wake();
   /// Sends what there is without waiting for more.
   void hurry();
-  /// Returns when all is sent, when an attempt fails (of a server that was there), or at `deadline`; true in
-  /// the first case.
+  /// Returns when all is sent, when an attempt fails, or at `deadline`; true in the first case.
   bool wait(std::chrono::steady_clock::time_point deadline);
-  /// Sends what is left, until it is sent or `deadline` has come; a server that was away gets one more chance,
-  /// one that goes away now two. True when all is sent. Later calls do nothing.
+  /// Sends what is left, until it is sent or `deadline` has come; a server that was away gets one more
+  /// chance, one that goes away now two. True when all is sent. Later calls do nothing.
   bool stop(std::chrono::steady_clock::time_point deadline);
   SenderCounts counts() const;
 

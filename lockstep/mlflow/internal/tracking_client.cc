@@ -27,7 +27,9 @@ json parse(const HttpAnswer& answer) {
 /// A string at a path of keys; empty when there is none.
 std::string text_at(const json& object, const char* pointer) {
   const json::json_pointer at(pointer);
-  return object.is_structured() && object.contains(at) && object[at].is_string() ? object[at].get<std::string>() : "";
+  return object.is_structured() && object.contains(at) && object[at].is_string()
+             ? object[at].get<std::string>()
+             : "";
 }
 
 Result judge(const HttpAnswer& answer) {
@@ -39,8 +41,8 @@ Result judge(const HttpAnswer& answer) {
   error = "status " + std::to_string(answer.status) + ": " + error;
   // A server that lets nobody in, does not know the run, or has another service in its place may be put
   // right; a request that is wrong stays wrong.
-  const bool is_final = answer.status == 400 || answer.status == 405 || answer.status == 409 || answer.status == 413 ||
-                        answer.status == 415 || answer.status == 422;
+  const bool is_final = answer.status == 400 || answer.status == 405 || answer.status == 409 ||
+                        answer.status == 413 || answer.status == 415 || answer.status == 422;
   return {is_final ? Outcome::kRejected : Outcome::kNotNow, error, answer.retry_after};
 }
 
@@ -89,39 +91,49 @@ std::string RunDescription::to_json() const {
 
 RunDescription RunDescription::from_json(const std::string& text) {
   const json run = json::parse(text).at("run");
-  return {run.at("server"),   run.at("experiment_name"), run.at("experiment_id"), run.at("run_name"),
-          run.at("tags"), run.at("start_time"),      run.at("token")};
+  return {run.at("server"), run.at("experiment_name"), run.at("experiment_id"), run.at("run_name"),
+          run.at("tags"),   run.at("start_time"),      run.at("token")};
 }
 
-Result TrackingClient::find_experiment(const RunDescription& run, std::string& experiment_id) {
-  experiment_id = run.experiment_id;
-  if (run.experiment_name.empty()) return {};
-  const std::string by_name = api("experiments/get-by-name?experiment_name=") + HttpConnection::escape(run.experiment_name);
+Result TrackingClient::find_experiment(const RunDescription& run) {
+  if (run.experiment_name.empty()) {
+    experiment_id_ = run.experiment_id;
+    return {};
+  }
+  const std::string by_name =
+      api("experiments/get-by-name?experiment_name=") + HttpConnection::escape(run.experiment_name);
   // Between asking and making, somebody else may make it: then asking again finds it.
   for (int attempt = 0; attempt < 2; ++attempt) {
     const HttpAnswer found = http_.get(by_name);
-    experiment_id = text_at(parse(found), "/experiment/experiment_id");
-    if (found.ok() && !experiment_id.empty()) {
-      if (text_at(parse(found), "/experiment/lifecycle_stage") != "deleted") return {};
-      return {Outcome::kNotNow, "the experiment '" + run.experiment_name + "' is deleted; restore it, or choose another name"};
+    const std::string id = text_at(parse(found), "/experiment/experiment_id");
+    if (found.ok() && !id.empty()) {
+      if (text_at(parse(found), "/experiment/lifecycle_stage") != "deleted") {
+        experiment_id_ = id;
+        return {};
+      }
+      return {Outcome::kNotNow,
+              "the experiment '" + run.experiment_name + "' is deleted; restore it, or choose another name"};
     }
-    const bool is_missing = found.status == 404 && text_at(parse(found), "/error_code") == "RESOURCE_DOES_NOT_EXIST";
+    const bool is_missing =
+        found.status == 404 && text_at(parse(found), "/error_code") == "RESOURCE_DOES_NOT_EXIST";
     if (found.ok()) return strange(found);
     if (!is_missing) return judge(found);
     const HttpAnswer made = http_.post_json(api("experiments/create"), dump({{"name", run.experiment_name}}));
-    experiment_id = text_at(parse(made), "/experiment_id");
-    if (made.ok() && !experiment_id.empty()) return {};
-    if (text_at(parse(made), "/error_code") != "RESOURCE_ALREADY_EXISTS") return made.ok() ? strange(made) : judge(made);
+    experiment_id_ = made.ok() ? text_at(parse(made), "/experiment_id") : "";
+    if (!experiment_id_.empty()) return {};
+    if (text_at(parse(made), "/error_code") != "RESOURCE_ALREADY_EXISTS")
+      return made.ok() ? strange(made) : judge(made);
   }
   return {Outcome::kNotNow, "the experiment '" + run.experiment_name + "' comes and goes"};
 }
 
 Result TrackingClient::create_run(const RunDescription& run, bool search_first, std::string& run_id) {
-  std::string experiment_id;
-  if (Result result = find_experiment(run, experiment_id); result.outcome != Outcome::kDone) return result;
+  if (experiment_id_.empty()) {
+    if (Result result = find_experiment(run); result.outcome != Outcome::kDone) return result;
+  }
   if (search_first) {
     const HttpAnswer found = http_.post_json(
-        api("runs/search"), dump({{"experiment_ids", {experiment_id}},
+        api("runs/search"), dump({{"experiment_ids", {experiment_id_}},
                                   {"filter", std::string("tags.`") + kTokenTag + "` = '" + run.token + "'"},
                                   {"max_results", 1}}));
     if (!found.ok()) return judge(found);
@@ -130,7 +142,7 @@ Result TrackingClient::create_run(const RunDescription& run, bool search_first, 
   }
   json tags = tags_of(run.tags);
   tags.push_back({{"key", kTokenTag}, {"value", run.token}});
-  json request = {{"experiment_id", experiment_id}, {"start_time", run.start_time}, {"tags", tags}};
+  json request = {{"experiment_id", experiment_id_}, {"start_time", run.start_time}, {"tags", tags}};
   if (!run.run_name.empty()) request["run_name"] = run.run_name;
   const HttpAnswer made = http_.post_json(api("runs/create"), dump(request), /*once=*/true);
   if (!made.ok()) return judge(made);
@@ -138,9 +150,11 @@ Result TrackingClient::create_run(const RunDescription& run, bool search_first, 
   return run_id.empty() ? strange(made) : Result{};
 }
 
-Result TrackingClient::log_batch(const std::string& run_id, const json& metrics, const json& params, const json& tags) {
-  return judge(http_.post_json(api("runs/log-batch"),
-                               dump({{"run_id", run_id}, {"metrics", metrics}, {"params", params}, {"tags", tags}})));
+Result TrackingClient::log_batch(const std::string& run_id, const json& metrics, const json& params,
+                                 const json& tags) {
+  return judge(
+      http_.post_json(api("runs/log-batch"),
+                      dump({{"run_id", run_id}, {"metrics", metrics}, {"params", params}, {"tags", tags}})));
 }
 
 Result TrackingClient::update_run(const std::string& run_id, const std::string& status, int64_t end_time) {
@@ -149,7 +163,8 @@ Result TrackingClient::update_run(const std::string& run_id, const std::string& 
   return judge(http_.post_json(api("runs/update"), dump(request)));
 }
 
-Result TrackingClient::log_artifact(const std::string& run_id, const std::filesystem::path& file, const std::string& folder) {
+Result TrackingClient::log_artifact(const std::string& run_id, const std::filesystem::path& file,
+                                    const std::string& folder) {
   if (artifact_uri_.empty()) {
     const HttpAnswer run = http_.get(api("runs/get?run_id=") + HttpConnection::escape(run_id));
     if (!run.ok()) return judge(run);
@@ -167,13 +182,16 @@ Result TrackingClient::log_artifact(const std::string& run_id, const std::filesy
   }
   uri = artifact_uri_;
   if (!remove_prefix(uri, "file://") && !uri.starts_with('/')) {
-    return {Outcome::kRejected, "the run's artifacts are at " + artifact_uri_ + ", and only mlflow-artifacts:/ and file:// are known; "
-                                "start the server with --artifacts-destination, which makes it pass them on"};
+    return {Outcome::kRejected,
+            "the run's artifacts are at " + artifact_uri_ +
+                ", and only mlflow-artifacts:/ and file:// are known; "
+                "start the server with --artifacts-destination, which makes it pass them on"};
   }
   const std::filesystem::path target = std::filesystem::path(uri) / name;
   std::filesystem::create_directories(target.parent_path(), error);
   std::filesystem::copy_file(file, target, std::filesystem::copy_options::overwrite_existing, error);
-  return error ? Result{Outcome::kNotNow, "cannot copy to " + target.string() + ": " + error.message()} : Result{};
+  return error ? Result{Outcome::kNotNow, "cannot copy to " + target.string() + ": " + error.message()}
+               : Result{};
 }
 
 }  // namespace lockstep::internal

@@ -24,10 +24,9 @@ struct Result {
   std::chrono::seconds retry_after{0};
 };
 
-
 /// What a run is, before the server knows it. As JSON in the journal.
 struct RunDescription {
-  std::string server = {};  ///< its URL
+  std::string server = {};           ///< its URL
   std::string experiment_name = {};  ///< empty: `experiment_id`
   std::string experiment_id = {};
   std::string run_name = {};
@@ -52,15 +51,17 @@ class TrackingClient {
   /// `status`: RUNNING, FINISHED, FAILED or KILLED. `end_time` in milliseconds; 0: none.
   Result update_run(const std::string& run_id, const std::string& status, int64_t end_time);
   /// Into `folder` of the run's artifacts.
-  Result log_artifact(const std::string& run_id, const std::filesystem::path& file, const std::string& folder);
+  Result log_artifact(const std::string& run_id, const std::filesystem::path& file,
+                      const std::string& folder);
 
   void cancel_at(std::chrono::steady_clock::time_point time) { http_.cancel_at(time); }
 
  private:
-  Result find_experiment(const RunDescription& run, std::string& experiment_id);
+  Result find_experiment(const RunDescription& run);
 
   HttpConnection http_;
-  std::string artifact_uri_;  // of the run, once asked
+  std::string experiment_id_;  // once found
+  std::string artifact_uri_;   // of the run, once asked
 };
 
 }  // namespace lockstep::internal

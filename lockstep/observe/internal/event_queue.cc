@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <isa-l/crc.h>
 #include <string_view>
 #include <utility>
-
-#include <isa-l/crc.h>
 
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/internal/last_words.h>
@@ -125,7 +124,8 @@ void EventQueue::run() {
   }
 }
 
-/// Neighbours that go into one file are one write(2); where the disk has no room for all, each is tried alone.
+/// Neighbours that go into one file are one write(2); where the disk has no room for all, each is tried
+/// alone.
 void EventQueue::write(const std::vector<Item>& items) {
   constexpr size_t kMuch = size_t{1} << 20;
   std::string records;

@@ -23,14 +23,15 @@ std::array<struct sigaction, NSIG> before;
 void wait_until_written() {
   const int error = errno;
   const timespec pause{0, kNanosecondsBetween};
-  for (int i = 0; i < kChecks && pending.load(std::memory_order_acquire) > 0; ++i) ::nanosleep(&pause, nullptr);
+  for (int i = 0; i < kChecks && pending.load(std::memory_order_acquire) > 0; ++i)
+    ::nanosleep(&pause, nullptr);
   errno = error;
 }
 
 void on_signal(int signal, siginfo_t* info, void* /*context*/) {
   wait_until_written();
-  // Whoever was here before comes next. A fault strikes again when this returns, with all that the kernel tells
-  // of it; a signal that was sent must be sent again.
+  // Whoever was here before comes next. A fault strikes again when this returns, with all that the kernel
+  // tells of it; a signal that was sent must be sent again.
   ::sigaction(signal, &before[static_cast<size_t>(signal)], nullptr);
   if (info->si_code <= 0) std::raise(signal);
 }
@@ -56,7 +57,8 @@ void wait_for_last_words() {
     // In a forked child the threads don't exist.
     ::pthread_atfork(nullptr, nullptr, [] { pending.store(0); });
     std::atexit(wait_until_written);
-    for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) install(signal, /*only_over_default=*/false);
+    for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT})
+      install(signal, /*only_over_default=*/false);
     for (const int signal : {SIGTERM, SIGINT, SIGHUP}) install(signal, /*only_over_default=*/true);
   });
 }

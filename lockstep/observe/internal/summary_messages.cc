@@ -1,6 +1,5 @@
-#include <variant>
-
 #include <protozero/pbf_builder.hpp>
+#include <variant>
 
 #include <lockstep/observe/internal/summary_messages.h>
 
@@ -10,16 +9,49 @@ namespace {
 using protozero::pbf_builder;
 
 // The messages' fields by number, under their names in the .proto files.
-enum class Event : protozero::pbf_tag_type { wall_time = 1, step = 2, file_version = 3, summary = 5, session_log = 7, source_metadata = 10 };
+enum class Event : protozero::pbf_tag_type {
+  wall_time = 1,
+  step = 2,
+  file_version = 3,
+  summary = 5,
+  session_log = 7,
+  source_metadata = 10
+};
 enum class SourceMetadata : protozero::pbf_tag_type { writer = 1 };
 enum class SessionLog : protozero::pbf_tag_type { status = 1 };
 enum class Summary : protozero::pbf_tag_type { value = 1 };
-enum class Value : protozero::pbf_tag_type { tag = 1, simple_value = 2, image = 4, histo = 5, tensor = 8, metadata = 9 };
-enum class Image : protozero::pbf_tag_type { height = 1, width = 2, colorspace = 3, encoded_image_string = 4 };
-enum class Histo : protozero::pbf_tag_type { min = 1, max = 2, num = 3, sum = 4, sum_squares = 5, bucket_limit = 6, bucket = 7 };
+enum class Value : protozero::pbf_tag_type {
+  tag = 1,
+  simple_value = 2,
+  image = 4,
+  histo = 5,
+  tensor = 8,
+  metadata = 9
+};
+enum class Image : protozero::pbf_tag_type {
+  height = 1,
+  width = 2,
+  colorspace = 3,
+  encoded_image_string = 4
+};
+enum class Histo : protozero::pbf_tag_type {
+  min = 1,
+  max = 2,
+  num = 3,
+  sum = 4,
+  sum_squares = 5,
+  bucket_limit = 6,
+  bucket = 7
+};
 enum class Metadata : protozero::pbf_tag_type { plugin_data = 1 };
 enum class PluginData : protozero::pbf_tag_type { plugin_name = 1, content = 2 };
-enum class Tensor : protozero::pbf_tag_type { dtype = 1, tensor_shape = 2, float_val = 5, double_val = 6, string_val = 8 };
+enum class Tensor : protozero::pbf_tag_type {
+  dtype = 1,
+  tensor_shape = 2,
+  float_val = 5,
+  double_val = 6,
+  string_val = 8
+};
 enum class TensorShape : protozero::pbf_tag_type { dim = 2 };
 enum class Dim : protozero::pbf_tag_type { size = 1 };
 enum class HParams : protozero::pbf_tag_type { experiment = 2, session_start_info = 3, session_end_info = 4 };
@@ -33,10 +65,10 @@ enum class MapEntry : protozero::pbf_tag_type { key = 1, value = 2 };
 enum class AnyValue : protozero::pbf_tag_type { number_value = 2, string_value = 3, bool_value = 4 };
 enum class ListValue : protozero::pbf_tag_type { values = 1 };
 
-constexpr int kSessionStart = 1;                                             // SessionLog.SessionStatus
-constexpr int kFloat = 1, kDouble = 2, kString = 7;                          // DataType of tensors
-constexpr int kTypeString = 1, kTypeBool = 2, kTypeFloat64 = 3;              // DataType of hyperparameters
-constexpr int kSuccess = 1, kFailure = 2;                                    // Status of a session
+constexpr int kSessionStart = 1;                                 // SessionLog.SessionStatus
+constexpr int kFloat = 1, kDouble = 2, kString = 7;              // DataType of tensors
+constexpr int kTypeString = 1, kTypeBool = 2, kTypeFloat64 = 3;  // DataType of hyperparameters
+constexpr int kSuccess = 1, kFailure = 2;                        // Status of a session
 constexpr const char* kFileVersion = "brain.Event:2";
 
 /// Starts an event: its message stays open for what it is about.
@@ -152,7 +184,8 @@ std::string histogram_summary(const std::string& tag, const Histogram& histogram
   histo.add_double(Histo::num, histogram.num);
   histo.add_double(Histo::sum, histogram.sum);
   histo.add_double(Histo::sum_squares, histogram.sum_squares);
-  histo.add_packed_double(Histo::bucket_limit, histogram.bucket_limits.begin(), histogram.bucket_limits.end());
+  histo.add_packed_double(Histo::bucket_limit, histogram.bucket_limits.begin(),
+                          histogram.bucket_limits.end());
   histo.add_packed_double(Histo::bucket, histogram.bucket_counts.begin(), histogram.bucket_counts.end());
   return bytes;
 }
