@@ -346,7 +346,7 @@ def test_a_server_that_is_away_costs_nothing_and_gets_all_later(server, start):
 
 
 def test_a_killed_process_leaves_what_the_next_one_sends(server, start):
-    """The server is away from the third log-batch on; the process is killed; another one goes on with the run."""
+    """The server goes away, then the process is killed; another one goes on with the run when the server is back."""
     away = threading.Event()
     with Proxy(server.url, lambda number, path: (500, {}) if away.is_set() else None) as proxy:
         driver = start(MLFLOW_TRACKING_URI=proxy.url)

@@ -105,8 +105,7 @@ TEST_F(MetricsWriters, CsvRefusesNamesOfItsOwnAndFilesOfOthers) {
 TEST_F(MetricsWriters, JsonLinesHoldEverything) {
   const auto path = folder_ / "log.jsonl";
   JsonLinesWriter writer(path);
-  writer.log_hyperparameters(
-      {{"lr", 0.1}, {"layers", int64_t{3}}, {"nesterov", true}, {"name", std::string("a\"b")}});
+  writer.log_hyperparameters({{"lr", 0.1}, {"layers", int64_t{3}}, {"nesterov", true}, {"name", "a\"b"}});
   writer.log_metrics(
       {{"a", std::nan("")}, {"b", kInfinity}, {"c", -kInfinity}, {"d", 0.1}, {"bytes \xff", 1}}, 7);
   writer.log_artifact("best/model.safetensors");

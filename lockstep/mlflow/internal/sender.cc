@@ -22,6 +22,7 @@ constexpr size_t kParams = 100;
 constexpr size_t kTags = 100;
 constexpr size_t kEntries = 1000;  // of the three together
 constexpr size_t kBytes = 500'000;
+constexpr std::chrono::seconds kLongestPatience{600};  // whatever the server asks for
 
 /// What a line of the journal holds: {"metrics":[[key, value, time stamp, step], …]}, {"params":[[key,
 /// value], …]}, {"tags":[[key, value], …]}; or something else, which is sent alone.
@@ -116,6 +117,7 @@ bool Sender::stop(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   if (!stopping_) {
     stopping_ = true;
+    was_away_ = failures_in_a_row_ > 0;
     stop_at_ = deadline;
     client_.cancel_at(deadline);
     idle_ = false;
@@ -156,10 +158,14 @@ void Sender::run() {
       if (journal_has_nothing()) continue;
       next = std::max(next, Clock::now() + options_.send_interval);
     }
-    // Waits for more to send together, or after a failure. wait() cuts the first short, stop() both.
-    work_.wait_until(lock, next, [&] { return stopping_ || (hurry_ && failures_in_a_row_ == 0); });
+    if (!stopping_) {
+      // Waits for more to send together, or after a failure. wait() cuts the first short, stop() both.
+      work_.wait_until(lock, next, [&] { return stopping_ || (hurry_ && failures_in_a_row_ == 0); });
+    } else if (failures_in_a_row_ > 0) {
+      work_.wait_until(lock, std::min(next, stop_at_), [] { return false; });
+    }
     if (stopping_ && Clock::now() >= stop_at_) break;
-    const bool is_last_chance = stopping_ && failures_in_a_row_ > 0;
+    const bool is_last_chance = stopping_ && was_away_;
     lock.unlock();
     Result result;
     try {
@@ -176,8 +182,9 @@ void Sender::run() {
                                << "; the program goes on, and what is logged waits in "
                                << journal_->path().string();
       }
-      next = Clock::now() +
-             std::max<std::chrono::milliseconds>(pause_after(failures_in_a_row_), result.retry_after);
+      next =
+          Clock::now() + std::max<std::chrono::milliseconds>(pause_after(failures_in_a_row_),
+                                                             std::min(result.retry_after, kLongestPatience));
       if (is_last_chance) break;
     } else {
       if (failures_in_a_row_ > 0) {

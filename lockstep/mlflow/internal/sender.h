@@ -46,8 +46,8 @@ class Sender {
   void hurry();
   /// Returns when all is sent, when an attempt fails, or at `deadline`; true in the first case.
   bool wait(std::chrono::steady_clock::time_point deadline);
-  /// Sends what is left, until it is sent or `deadline` has come; a server that was away gets one more
-  /// chance, one that goes away now two. True when all is sent. Later calls do nothing.
+  /// Sends what is left, until it is sent or `deadline` has come; a server that was away already gets one
+  /// more chance. True when all is sent. Later calls do nothing.
   bool stop(std::chrono::steady_clock::time_point deadline);
   SenderCounts counts() const;
 
@@ -71,6 +71,7 @@ class Sender {
   bool idle_ = false;             // the thread sleeps until something is appended
   bool hurry_ = false;            // somebody waits in wait()
   bool stopping_ = false;
+  bool was_away_ = false;  // when stopping began
   bool stopped_ = false;
   std::chrono::steady_clock::time_point stop_at_ = std::chrono::steady_clock::time_point::max();
   SenderCounts counts_;
