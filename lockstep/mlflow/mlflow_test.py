@@ -414,7 +414,7 @@ def test_what_the_server_refuses_is_set_apart_and_the_rest_arrives(server, start
     refused = [json.loads(line) for line in (tmp_path / "spool" / name).read_text().splitlines()]
     assert driver("state")["rejected"] == len(refused)
     assert any("#" in str(line["entry"]) for line in refused) and any("0.2" in str(line["entry"]) for line in refused)
-    assert any("cannot read" in line["error"] for line in refused) and driver.stderr().count("refuses") == 1
+    assert any("cannot read" in line["error"] for line in refused) and driver.stderr().count("the server refuses") == 1
 
 
 @pytest.mark.parametrize("variables, header", [
