@@ -95,19 +95,19 @@ class FileSizeLimit {
 TEST_F(AppendFileTest, ADiskThatTakesAPartOfARecordKeepsNoneOfIt) {
   const auto path = folder_ / "log";
   AppendFile file("test", path, AppendFile::Kind::kBinary);
-  EXPECT_TRUE(file.append(std::string(60, 'a')));
+  EXPECT_TRUE(file.append(std::string(60000, 'a')));
   ::testing::internal::CaptureStderr();
   {
-    const FileSizeLimit limit(100);
-    EXPECT_FALSE(file.append(std::string(60, 'b')));
+    const FileSizeLimit limit(100000);  // of the captured warnings, too
+    EXPECT_FALSE(file.append(std::string(60000, 'b')));
     EXPECT_EQ(std::filesystem::file_size(path), 60U);
-    EXPECT_TRUE(file.append(std::string(40, 'c'))) << "there is room for that";
+    EXPECT_TRUE(file.append(std::string(40000, 'c'))) << "there is room for that";
     EXPECT_FALSE(file.append("d"));
-    EXPECT_FALSE(file.rewrite_lines([](std::string_view) { return std::string(200, 'e'); }));
+    EXPECT_FALSE(file.rewrite_lines([](std::string_view) { return std::string(200000, 'e'); }));
   }
   EXPECT_TRUE(file.append("f")) << "the disk was emptied";
   EXPECT_EQ(file.lost(), 2);
-  EXPECT_EQ(read(path), std::string(60, 'a') + std::string(40, 'c') + "f");
+  EXPECT_EQ(read(path), std::string(60000, 'a') + std::string(40000, 'c') + "f");
   const std::string warnings = ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(warnings.begin(), warnings.end(), '\n'), 1) << warnings;
   EXPECT_THAT(warnings, ::testing::HasSubstr("test: cannot write to " + path.string() + ": File too large"));

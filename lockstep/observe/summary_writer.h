@@ -27,7 +27,7 @@ struct SummaryWriterOptions {
   /// calls in one step would fill.)
   int64_t max_queue = 1000;
   /// Seconds between two times that what was written is forced to the disk, to be safe from a crash of the
-  /// machine. Written, and seen by TensorBoard, it is at once.
+  /// machine. Written, and seen by TensorBoard, it is within milliseconds.
   double flush_secs = 120;
   /// Behind the names of the event files.
   std::string filename_suffix = {};
@@ -45,11 +45,11 @@ struct SummaryWriterOptions {
 /// `tag` names a series, and a slash in it makes a group. `global_step` is the place on the axis, and
 /// `walltime` the time in seconds since 1970, now unless told.
 ///
-/// A call serialises its event and hands it to a thread, which writes it at once: some hundred nanoseconds to
-/// microseconds for a scalar; a histogram and an image are computed in the caller. A process that exits,
-/// aborts, throws, or is ended by a signal waits until everything is written, a second at most; one that is
-/// killed by SIGKILL leaves whole records, and loses only what the thread had not got to yet. What the disk
-/// refuses is warned about once and counted, and the training goes on.
+/// A call serialises its event and hands it to a thread, which writes it within milliseconds: some hundred
+/// nanoseconds to microseconds for a scalar; a histogram and an image are computed in the caller. A process
+/// that exits, aborts, throws, or is ended by a signal waits until everything is written, a second at most;
+/// one that is killed by SIGKILL leaves whole records, and loses only what the thread had not got to yet.
+/// What the disk refuses is warned about once and counted, and the training goes on.
 ///
 /// Files are made at the first event, by the rank that writes; other ranks do nothing. Thread-safe. Of
 /// PyTorch's class it lacks add_figure, add_video, add_audio, add_graph, add_embedding, add_pr_curve,

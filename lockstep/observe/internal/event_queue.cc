@@ -11,6 +11,11 @@
 namespace lockstep::internal {
 namespace {
 
+// Waking a thread costs the caller up to tens of microseconds where cores are few. So while events come, the
+// thread looks after them by itself, and it must be woken only after so many ticks without any.
+constexpr std::chrono::milliseconds kTick{5};
+constexpr int kQuietTicks = 40;
+
 static_assert(std::endian::native == std::endian::little, "records are little-endian");
 
 /// TensorFlow masks CRCs, because the CRC of bytes that hold a CRC says little.
@@ -60,7 +65,10 @@ EventQueue::~EventQueue() {
 void EventQueue::add(AppendFile& file, std::string event) {
   if (fork_guard_.in_forked_child()) return;
   std::unique_lock lock(mutex_);
-  done_.wait(lock, [&] { return waiting_.size() < max_queue_; });
+  if (waiting_.size() >= max_queue_) {
+    work_.notify_one();
+    done_.wait(lock, [&] { return waiting_.size() < max_queue_; });
+  }
   add_pending_words(1);
   waiting_.push_back({&file, std::move(event)});
   ++added_;
@@ -89,19 +97,24 @@ void EventQueue::run() {
   using Clock = std::chrono::steady_clock;
   const auto interval = std::chrono::duration_cast<Clock::duration>(sync_interval_);
   auto next_sync = Clock::now() + interval;
+  int quiet_ticks = kQuietTicks;
   std::vector<Item> items;
   std::unique_lock lock(mutex_);
   while (true) {
-    const auto due = [&] { return !waiting_.empty() || stopping_ || sync_up_to_ > synced_; };
-    if (!due()) {
+    const auto urgent = [&] { return stopping_ || sync_up_to_ > synced_ || waiting_.size() >= max_queue_; };
+    if (waiting_.empty() && quiet_ticks >= kQuietTicks) {
       idle_ = true;
+      const auto woken = [&] { return !idle_ || urgent(); };
       if (unsynced_.empty()) {
-        work_.wait(lock, due);
+        work_.wait(lock, woken);
       } else {
-        work_.wait_until(lock, next_sync, due);
+        work_.wait_until(lock, next_sync, woken);
       }
       idle_ = false;
+    } else {
+      work_.wait_for(lock, kTick, urgent);
     }
+    quiet_ticks = waiting_.empty() ? quiet_ticks + 1 : 0;
     items.swap(waiting_);
     const bool last = stopping_;
     const bool sync =

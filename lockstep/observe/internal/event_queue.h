@@ -15,7 +15,7 @@
 namespace lockstep::internal {
 
 /// The thread behind a SummaryWriter: takes serialised events from callers, frames them as records, and
-/// writes them into their files at once, in the order they came. A process that ends waits for it
+/// writes them into their files within milliseconds, in the order they came. A process that ends waits for it
 /// (last_words.h), and one that is killed loses only what it had no time for yet. In a forked child all calls
 /// do nothing. Thread-safe.
 ///
