@@ -34,6 +34,8 @@ class PostLocalSGDOptimizer final : public torch::optim::Optimizer {
   const ModelAverager& averager() const { return *averager_; }
 
  private:
+  friend class OptimizerParts;
+
   std::unique_ptr<torch::optim::Optimizer> optim_;
   std::shared_ptr<ModelAverager> averager_;
 };

@@ -55,7 +55,7 @@ struct ZeroRedundancyOptions {
 ///
 /// Checkpoints: consolidate_state_dict(to) on all ranks, then torch::save(optimizer, …) on that one, writes
 /// what the plain optimizer would have written. torch::load(optimizer, …) on all ranks takes such a file, of
-/// any number of ranks, or of the plain optimizer.
+/// any number of ranks, or of the plain optimizer. By names, and in Python's form: optimizer_state_dict.h.
 ///
 /// All members of the group have the same parameters, with the same values (DistributedDataParallel sees to
 /// that), and call the same methods in the same order. Used by one thread at a time. Holds the parameters.
@@ -110,6 +110,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   void finish_step();
 
  private:
+  friend class OptimizerParts;
+
   std::vector<torch::optim::OptimizerParamGroup> groups_of_rank(int rank) const;
   const at::Tensor& local_parameter(const at::Tensor& parameter) const;
   at::Tensor local_step(const LossClosure& closure);
