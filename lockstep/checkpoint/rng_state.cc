@@ -1,0 +1,111 @@
+#include <algorithm>
+#include <mutex>
+#include <utility>
+#include <vector>
+#include <zlib.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+
+#include <lockstep/base/log.h>
+#include <lockstep/checkpoint/rng_state.h>
+
+namespace lockstep {
+namespace {
+
+at::Generator cpu_generator() {
+  return at::detail::getDefaultCPUGenerator();
+}
+
+std::vector<at::Generator> cuda_generators() {
+  std::vector<at::Generator> generators;
+  if (!at::hasCUDA()) return generators;
+  for (size_t device = 0; device < at::getNumGPUs(); ++device) {
+    generators.push_back(
+        at::globalContext().defaultGenerator(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
+  }
+  return generators;
+}
+
+at::Tensor state_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state_of(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+/// Python's torch.ByteTensor on the CPU.
+at::Tensor bytes_at(const c10::IValue& value, const std::string& key) {
+  const auto bytes = from_object<at::Tensor>(value);
+  TORCH_CHECK_VALUE(bytes.defined() && bytes.scalar_type() == at::kByte && bytes.dim() == 1,
+                    "set_rng_state: '", key,
+                    "' is not the state of a generator, which is a flat uint8 tensor");
+  return bytes.cpu().contiguous();
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014): a bijection whose bits all depend on all bits.
+uint64_t mix(uint64_t value) {
+  value += 0x9e3779b97f4a7c15;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
+  return value ^ (value >> 31);
+}
+
+}  // namespace
+
+StateDict get_rng_state() {
+  StateDict state{{"cpu", state_of(cpu_generator())}};
+  std::vector<at::Tensor> cuda;
+  for (const at::Generator& generator : cuda_generators()) cuda.push_back(state_of(generator));
+  if (!cuda.empty()) state["cuda"] = to_object(cuda);
+  return state;
+}
+
+void set_rng_state(const StateDict& state) {
+  const at::Tensor cpu = bytes_at(state_value<c10::IValue>(state, "cpu", "RngState"), "cpu");
+  std::vector<at::Tensor> cuda;
+  if (state.contains("cuda")) {
+    for (const auto& value : state_value<std::vector<c10::IValue>>(state, "cuda", "RngState")) {
+      cuda.push_back(bytes_at(value, "cuda"));
+    }
+  }
+  const auto generators = cuda_generators();
+  if (state.contains("cuda") && cuda.size() != generators.size()) {
+    LOCKSTEP_LOG(kWarning) << "the random numbers' state is that of " << cuda.size()
+                           << " CUDA devices, here are " << generators.size();
+  }
+  const auto before = get_rng_state();
+  try {
+    set_state_of(cpu_generator(), cpu);  // checks the bytes
+    for (size_t i = 0; i < std::min(cuda.size(), generators.size()); ++i) {
+      set_state_of(generators[i], cuda[i]);
+    }
+  } catch (const std::exception& error) {
+    set_state_of(cpu_generator(), before.at("cpu").toTensor());
+    const auto* ours = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK_VALUE(false, "set_rng_state: not the state of a generator: ",
+                      ours ? ours->what_without_backtrace() : error.what());
+  }
+}
+
+int64_t rng_fingerprint() {
+  const at::Tensor bytes = state_of(cpu_generator()).contiguous();
+  return static_cast<int64_t>(crc32_z(0, bytes.const_data_ptr<uint8_t>(), bytes.nbytes()));
+}
+
+void derive_rng_state(int64_t fingerprint, int64_t rank, int64_t world_size) {
+  const uint64_t place = mix(static_cast<uint64_t>(world_size)) ^ static_cast<uint64_t>(rank);
+  const uint64_t seed = mix(static_cast<uint64_t>(fingerprint) ^ mix(place));
+  auto generators = cuda_generators();
+  generators.insert(generators.begin(), cpu_generator());
+  for (at::Generator& generator : generators) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  }
+}
+
+}  // namespace lockstep

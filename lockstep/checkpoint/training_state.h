@@ -1,0 +1,127 @@
+#pragma once
+
+#include <concepts>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/optim/optimizer.h>
+
+#include <lockstep/base/state_dict.h>
+#include <lockstep/base/state_loading.h>
+#include <lockstep/ddp/model_tensors.h>
+
+namespace lockstep {
+
+/// What has a state of its own: schedulers, GradScaler, DataLoader, a class of yours with these two
+/// functions. torch/distributed/checkpoint/stateful.py.
+template <class T>
+concept Stateful = requires(T& part, const StateDict& state) {
+  { part.state_dict() } -> std::convertible_to<StateDict>;
+  part.load_state_dict(state);
+};
+
+/// The parts of a training program that a checkpoint holds, each under a name.
+///
+///     lockstep::TrainingState state;
+///     state.add_model("model", model);
+///     state.add_optimizer("optimizer", optimizer, model);
+///     state.add("scheduler", scheduler);
+///     state.add_per_rank("loader", loader);
+///     state.add_rng();
+///
+/// What all ranks have alike (models, optimizers, schedulers) is in state_dict() and is saved once; what each
+/// rank has for itself (its place in the data, its random numbers) is in rank_state_dict().
+///
+/// Refers to the parts, which must outlive it (pointers, holders and scripts are kept). Every rank adds the
+/// same parts under the same names. Used by one thread at a time, and not while another changes the parts.
+class TrainingState {
+ public:
+  TrainingState() = default;
+  TrainingState(const TrainingState&) = delete;
+  TrainingState& operator=(const TrainingState&) = delete;
+  TrainingState(TrainingState&&) = default;
+  TrainingState& operator=(TrainingState&&) = default;
+
+  // All of these throw c10::ValueError for an empty name and for one that was there already.
+
+  /// A model of any kind that model_tensors.h lists, in the form of state_dict(model): parameters and buffers
+  /// under their names in the plain module, also of DistributedDataParallel.
+  template <ModelType Model>
+  void add_model(std::string name, Model& model) {
+    add_model_tensors(std::move(name), model_tensors_later(model));
+  }
+  /// An optimizer of `model`'s parameters, in the form of get_optimizer_state_dict(): by parameter name. Of a
+  /// ZeroRedundancyOptimizer each rank has its part.
+  template <ModelType Model>
+  void add_optimizer(std::string name, torch::optim::Optimizer& optimizer, Model& model) {
+    add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
+  }
+  /// Something whose state is the same on all ranks.
+  template <Stateful T>
+  void add(std::string name, T& part) {
+    add_part(std::move(name), part_of(part), shared_);
+  }
+  /// A model, such as a swa_utils::AveragedModel.
+  template <ModelType Model>
+  requires(!Stateful<Model>) void add(std::string name, Model& model) { add_model(std::move(name), model); }
+  /// Something of which each rank has its own, such as a DataLoader.
+  template <Stateful T>
+  void add_per_rank(std::string name, T& part) {
+    add_part(std::move(name), part_of(part), per_rank_);
+  }
+  /// torch's random number generators of each rank (rng_state.h), as "rng".
+  void add_rng();
+
+  /// {"model": {…}, "optimizer": {…}}. Tensors share the parts' memory: copy them before training goes on.
+  /// Ranks return different keys where an optimizer is sharded, and rank 0 alone has "rng"; the union over
+  /// the ranks, key by key, is the state. Sends nothing.
+  StateDict state_dict() const;
+  /// {"loader": {…}, "rng": {…}}: what is this rank's own.
+  StateDict rank_state_dict() const;
+
+  /// Loads the union of all ranks' state_dict() into all parts, in place; every rank calls it with the same
+  /// state, and nothing is sent. `options` are for names: of parts, and of tensors and parameters within
+  /// models and optimizers ("model.head.weight" in what is returned and in errors; key_map gets
+  /// "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit.
+  IncompatibleKeys load_state_dict(const StateDict& state, const LoadStateDictOptions& options = {});
+  /// Loads this rank's rank_state_dict(). An empty state means that another number of ranks has written the
+  /// checkpoint: then random numbers go on from what load_state_dict(), called before, found in the shared
+  /// state (derive_rng_state()), and the other parts stay as they are: a loader begins its epoch anew.
+  /// Throws, and has changed nothing, for a part that is missing, unexpected or throws.
+  void load_rank_state_dict(const StateDict& state);
+
+ private:
+  struct Part {
+    std::function<StateDict()> save;
+    /// Checks; what is done last.
+    std::function<PreparedLoad(const StateDict&, const LoadStateDictOptions&)> prepare;
+    /// Instead of `prepare`, for those that check and load in one.
+    std::function<void(const StateDict&)> load;
+    bool optional = false;  ///< may be missing in a state
+  };
+  using Parts = std::vector<std::pair<std::string, Part>>;
+
+  template <Stateful T>
+  static Part part_of(T& part) {
+    return {.save = [&part] { return StateDict(part.state_dict()); },
+            .prepare = {},
+            .load = [&part](const StateDict& state) { part.load_state_dict(state); }};
+  }
+  void add_part(std::string name, Part part, Parts& parts);
+  void add_model_tensors(std::string name, std::function<ModelTensors()> model);
+  void add_optimizer_of(std::string name, torch::optim::Optimizer& optimizer,
+                        std::function<ModelTensors()> model);
+  static StateDict save(const Parts& parts);
+  static IncompatibleKeys load(const Parts& parts, const StateDict& state,
+                               const LoadStateDictOptions& options);
+
+  Parts shared_;
+  Parts per_rank_;
+  bool has_rng_ = false;
+  std::optional<int64_t> old_rng_;  // the fingerprint in the state that was loaded last
+};
+
+}  // namespace lockstep
