@@ -9,9 +9,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/memory.h>
+#include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/internal/object_pickle.h>
 #include <lockstep/collectives/objects.h>
 
 /// Each function is two operations on tensors: first the sizes of the pickles, then the pickles, padded to

@@ -12,7 +12,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/object_conversion.h>
-#include <lockstep/collectives/internal/object_pickle.h>
+#include <lockstep/base/pickle/object_pickle.h>
 
 namespace {
 

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Dict.h>
 
-#include <lockstep/collectives/internal/pickle_dict.h>
+#include <lockstep/base/pickle/dict.h>
 
 namespace lockstep::pickle {
 namespace {

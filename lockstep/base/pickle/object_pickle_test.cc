@@ -8,8 +8,8 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/object_conversion.h>
-#include <lockstep/collectives/internal/object_pickle.h>
-#include <lockstep/collectives/internal/pickle_format.h>
+#include <lockstep/base/pickle/format.h>
+#include <lockstep/base/pickle/object_pickle.h>
 
 namespace lockstep {
 namespace {

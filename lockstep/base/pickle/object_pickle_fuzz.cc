@@ -14,7 +14,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/collectives/internal/object_pickle.h>
+#include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 // What Python writes lies in tests/corpus/object_pickle.

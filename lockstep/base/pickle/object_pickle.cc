@@ -12,8 +12,8 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/memory.h>
-#include <lockstep/collectives/internal/object_pickle.h>
-#include <lockstep/collectives/internal/pickle_format.h>
+#include <lockstep/base/pickle/format.h>
+#include <lockstep/base/pickle/object_pickle.h>
 
 static_assert(std::endian::native == std::endian::little, "tensors are pickled as they lie in memory");
 

@@ -8,9 +8,9 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/collectives/internal/object_pickle.h>
-#include <lockstep/collectives/internal/pickle_format.h>
-#include <lockstep/collectives/internal/pickle_machine.h>
+#include <lockstep/base/pickle/format.h>
+#include <lockstep/base/pickle/machine.h>
+#include <lockstep/base/pickle/object_pickle.h>
 
 namespace lockstep::pickle {
 namespace {
