@@ -2,6 +2,8 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 
 #include <c10/core/ScalarType.h>
@@ -102,5 +104,11 @@ constexpr std::array<NamedType, 9> kNewTypes{{
 
 /// Whether Python could decode the bytes as str: UTF-8, lone surrogates included, as its pickler writes them.
 bool is_utf8(std::string_view bytes);
+/// Bytes as the characters U+0000 to U+00FF.
+std::string latin1_to_utf8(std::string_view bytes);
+/// The reverse, of UTF-8; nothing for text with other characters.
+std::optional<std::string> utf8_to_latin1(std::string_view text);
+/// Whether each byte is 0 or 1, as memory of bools must be.
+bool are_bools(std::string_view bytes);
 
 }  // namespace lockstep::pickle

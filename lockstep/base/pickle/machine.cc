@@ -29,6 +29,8 @@ constexpr std::array kGlobals{
     NamedGlobal{"torch._utils", "_rebuild_tensor_v2", Global::kRebuildTensorV2},
     NamedGlobal{"torch._utils", "_rebuild_tensor_v3", Global::kRebuildTensorV3},
     NamedGlobal{"torch._utils", "_rebuild_parameter", Global::kRebuildParameter},
+    NamedGlobal{"torch._utils", "_rebuild_parameter_with_state", Global::kRebuildParameterWithState},
+    NamedGlobal{"_codecs", "encode", Global::kEncode},
     NamedGlobal{"collections", "OrderedDict", Global::kOrderedDict},
     NamedGlobal{"collections", "Counter", Global::kCounter},
     NamedGlobal{"builtins", "complex", Global::kComplex},
@@ -101,6 +103,12 @@ double to_double(std::string_view big_endian) {
 }
 
 }  // namespace
+
+std::optional<at::ScalarType> storage_type(const Slot& slot) {
+  const size_t index = slot.index - static_cast<uint32_t>(Global::kStorageClasses);
+  if (slot.kind != Slot::Kind::kGlobal || index > kStorageTypes.size()) return {};
+  return index < kStorageTypes.size() ? kStorageTypes[index].type : at::kByte;
+}
 
 // ---- Bytes ----
 

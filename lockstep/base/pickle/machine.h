@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,11 +21,13 @@ enum class Global : uint32_t {
   kRebuildTensorV2,
   kRebuildTensorV3,
   kRebuildParameter,
+  kRebuildParameterWithState,
   kOrderedDict,
   kCounter,
   kComplex,
   kSize,
   kDevice,
+  kEncode,
   kStorageClasses = 100,  // + index in kStorageTypes; behind the last: kUntypedStorage
   kDtypes = 200,          // + index in kNewTypes
 };
@@ -42,6 +45,9 @@ struct Slot {
   uint32_t index = 0;
   c10::IValue value;
 };
+
+/// The element type of a storage class; bytes for an untyped one, nothing for what is no such class.
+std::optional<at::ScalarType> storage_type(const Slot& slot);
 
 /// A list, dict or tuple. Its IValue is made ("sealed") when it is put into another container or is the
 /// result; from then on it can't change, so that no container contains itself.

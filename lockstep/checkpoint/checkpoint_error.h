@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+
+#include <c10/util/Exception.h>
+
+namespace lockstep {
+
+/// A file of a checkpoint could not be written or read, or is damaged; on any rank. The message names the
+/// file, what is wrong and, of a write that several ranks took part in, the rank. Whoever catches
+/// c10::DistBackendError gets it too.
+class CheckpointError : public c10::DistBackendError {
+  using DistBackendError::DistBackendError;
+};
+
+}  // namespace lockstep
+
+/// Throws CheckpointError unless `condition`; what follows is put together to the message.
+#define LOCKSTEP_CHECK_FILE(condition, ...)                                                \
+  if (C10_UNLIKELY(!(condition)))                                                          \
+  throw ::lockstep::CheckpointError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, \
+                                    ::c10::str(__VA_ARGS__))

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+
+#include <lockstep/base/unique_fd.h>
+
+/// Files with errors that say what could not be done to which path, and why.
+namespace lockstep::internal {
+
+/// Throws CheckpointError: "cannot WHAT PATH: No space left on device".
+[[noreturn]] void throw_system_error(std::string_view what, const std::filesystem::path& path, int error);
+
+/// A new file, written from its beginning. Not thread-safe.
+class OutputFile {
+ public:
+  /// Throws CheckpointError, also when there is one of that name.
+  explicit OutputFile(std::filesystem::path path);
+  void write(const void* data, size_t bytes);
+  /// Closes it, after what was written has reached the disk if `sync`. Without a call it is only closed.
+  void finish(bool sync);
+  int64_t size() const { return size_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd fd_;
+  int64_t size_ = 0;
+};
+
+/// A regular file, read at any place. Thread-safe.
+class InputFile {
+ public:
+  /// Throws CheckpointError when it can't be opened or is no regular file.
+  explicit InputFile(std::filesystem::path path);
+  /// Throws CheckpointError unless there are so many bytes at `offset`.
+  void read(void* data, size_t bytes, int64_t offset) const;
+  int64_t size() const { return size_; }
+  int descriptor() const { return fd_.get(); }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd fd_;
+  int64_t size_ = 0;
+};
+
+/// All of a file. Throws CheckpointError, also when it has more than `most` bytes.
+std::string read_file(const std::filesystem::path& path, int64_t most);
+
+/// Makes renames, creations and removals in a directory last.
+void sync_directory(const std::filesystem::path& directory);
+
+}  // namespace lockstep::internal
