@@ -1,4 +1,7 @@
+#include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -82,7 +85,9 @@ class Archive {
   }
 
   bool has(const std::string& name) const { return directory_.entries().contains(prefix_ + name); }
-  uint64_t size_of(const std::string& name) const { return directory_.entries().at(prefix_ + name).size; }
+  uint64_t size_of(const std::string& name) const {
+    return directory_.entries().at(prefix_ + name).stored_size;
+  }
   void read(const std::string& name, void* data) const { directory_.read(prefix_ + name, data); }
   std::string text(const std::string& name) const {
     std::string bytes(size_of(name), '\0');
@@ -213,21 +218,19 @@ std::filesystem::path temporary_name(const std::filesystem::path& path) {
 }
 
 void write_archive(const std::string& pickle, const std::vector<at::Tensor>& storages, OutputFile& file) {
-  std::exception_ptr error;  // must not pass through the archive's code
-  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t bytes) -> size_t {
+  // The archive's destructor writes its end, and ends the process when that fails: so it is never told of
+  // errors.
+  std::exception_ptr error;
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t bytes) {
     try {
       if (!error) file.write(data, bytes);
     } catch (...) {
       error = std::current_exception();
     }
-    return error ? 0 : bytes;
+    return bytes;
   });
   const auto write = [&](const std::string& name, const void* data, size_t bytes) {
-    try {
-      if (!error) archive.writeRecord(name, data, bytes);
-    } catch (...) {
-      if (!error) throw;
-    }
+    archive.writeRecord(name, data, bytes);
     if (error) std::rethrow_exception(error);
   };
   write("data.pkl", pickle.data(), pickle.size());
@@ -235,11 +238,7 @@ void write_archive(const std::string& pickle, const std::vector<at::Tensor>& sto
   for (size_t key = 0; key < storages.size(); ++key) {
     write("data/" + std::to_string(key), storages[key].const_data_ptr(), storages[key].nbytes());
   }
-  try {
-    archive.writeEndOfFile();
-  } catch (...) {
-    if (!error) throw;
-  }
+  archive.writeEndOfFile();
   if (error) std::rethrow_exception(error);
 }
 

@@ -27,6 +27,9 @@ class OptimizerFormat {
   /// Python's name of the class, for messages.
   virtual std::string optimizer_name() const = 0;
 
+  /// False: there is one state for all parameters together, which means nothing in another order.
+  virtual bool has_state_per_parameter() const { return true; }
+
   /// A parameter group's options, under Python's names and with all keys that Python's class has.
   virtual StateDict get_options(const torch::optim::OptimizerOptions& options) const = 0;
   /// Takes them. Throws, and has changed nothing, when one is missing, or means what this optimizer can't do.

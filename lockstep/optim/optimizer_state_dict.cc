@@ -99,6 +99,7 @@ class Loader {
   std::string name() const { return format_.optimizer_name(); }
   const OptimizerParts& parts() const { return parts_; }
   LoadProblems& problems() { return problems_; }
+  bool needs_same_order() const { return !format_.has_state_per_parameter(); }
 
   void take_options(size_t group, const StateDict& options) {
     try {
@@ -239,6 +240,17 @@ std::map<std::string, std::pair<size_t, std::string>> find_names(const SavedStat
   return by_name;
 }
 
+/// Whether the group of the state has these parameters and no others, in this order.
+bool same_order(const std::vector<std::string>& names, const std::vector<SavedGroup>& groups,
+                std::optional<size_t> source, const LoadStateDictOptions& options) {
+  if (!source) return true;  // none of them is there
+  std::vector<std::string> saved;
+  for (const std::string& id : groups[*source].ids) {
+    if (const auto name = map_key(options.key_map, id)) saved.push_back(*name);
+  }
+  return saved == names;
+}
+
 }  // namespace
 
 StateDict state_dict(const Optimizer& optimizer) {
@@ -305,6 +317,11 @@ PreparedLoad prepare_optimizer_state_dict(const ModelTensors& model, Optimizer& 
         break;
       }
       source = found->second.first;
+    }
+    if (loader.needs_same_order() && !same_order(names[g], saved.groups, source, options)) {
+      problems.messages.push_back(loader.name() +
+                                  " has one state for all parameters, in their order, and that is "
+                                  "another one here than in the state.");
     }
     // A group without parameters can be known by its place only.
     if (names[g].empty() && g < saved.groups.size() && saved.groups[g].ids.empty()) source = g;

@@ -51,8 +51,9 @@ StateDict get_optimizer_state_dict(const Model& model, const torch::optim::Optim
 }
 
 /// The reverse. Parameters are found by name: groups may hold them in another order, but those of one group
-/// must be in one group of the state. Not strict: parameters that the state doesn't have keep their state,
-/// and a group without any its options; both are returned as missing.
+/// must be in one group of the state. (LBFGS has one state for all, and wants the same order.) Not strict:
+/// parameters that the state doesn't have keep their state, and a group without any its options; both are
+/// returned as missing.
 IncompatibleKeys set_optimizer_state_dict(const ModelTensors& model, torch::optim::Optimizer& optimizer,
                                           const StateDict& state, const LoadStateDictOptions& options = {});
 template <ModelType Model>

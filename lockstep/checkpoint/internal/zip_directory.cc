@@ -117,14 +117,12 @@ void ZipDirectory::read_entries(uint64_t offset, uint64_t size, uint64_t count) 
     const std::string name(rest.substr(kCentralHeaderSize, name_size));
     Entry entry{.header = number_at<uint32_t>(rest, 42),
                 .size = number_at<uint32_t>(rest, 24),
+                .stored_size = number_at<uint32_t>(rest, 20),
                 .crc32 = number_at<uint32_t>(rest, 16)};
-    uint64_t stored = number_at<uint32_t>(rest, 20);
     read_large_numbers(rest.substr(kCentralHeaderSize + name_size, extra_size),
-                       {&entry.size, &stored, &entry.header});
-    LOCKSTEP_CHECK_FILE((number_at<uint16_t>(rest, 8) & kEncrypted) == 0 &&
-                            number_at<uint16_t>(rest, 10) == 0 && stored == entry.size,
-                        source_.name(), ": '", name,
-                        "' is compressed or encrypted, as torch.save writes nothing; or the file is damaged");
+                       {&entry.size, &entry.stored_size, &entry.header});
+    entry.is_plain = (number_at<uint16_t>(rest, 8) & kEncrypted) == 0 && number_at<uint16_t>(rest, 10) == 0 &&
+                     entry.stored_size == entry.size;
     LOCKSTEP_CHECK_FILE(entries_.emplace(name, entry).second, source_.name(), " has '", name, "' twice");
     rest.remove_prefix(total);
   }
@@ -141,13 +139,15 @@ void ZipDirectory::check_overlaps(uint64_t end) const {
     const uint64_t next = i + 1 < by_place.size() ? by_place[i + 1].first : end;
     const uint64_t header = kLocalHeaderSize + name.size();
     LOCKSTEP_CHECK_FILE(by_place[i].first <= next && next - by_place[i].first >= header &&
-                            entries_.at(name).size <= next - by_place[i].first - header,
+                            entries_.at(name).stored_size <= next - by_place[i].first - header,
                         source_.name(), " is damaged: '", name, "' has bytes of another entry");
   }
 }
 
 void ZipDirectory::read(const std::string& name, void* data) const {
   const Entry& entry = entries_.at(name);
+  LOCKSTEP_CHECK_FILE(entry.is_plain, source_.name(), ": '", name,
+                      "' is compressed or encrypted, as torch.save writes nothing; or the file is damaged");
   const std::string header = read_bytes(source_, entry.header, kLocalHeaderSize + name.size());
   const uint64_t begin =
       entry.header + kLocalHeaderSize + number_at<uint16_t>(header, 26) + number_at<uint16_t>(header, 28);

@@ -28,13 +28,15 @@ class ZipDirectory {
   struct Entry {
     uint64_t header = 0;  ///< where the entry begins
     uint64_t size = 0;
+    uint64_t stored_size = 0;  ///< another one where it is compressed
     uint32_t crc32 = 0;
+    bool is_plain = true;  ///< neither compressed nor encrypted
   };
 
   explicit ZipDirectory(const ByteSource& source);
 
   const std::map<std::string, Entry>& entries() const { return entries_; }
-  /// Reads all of the entry and checks it. `data` has room for entry.size bytes.
+  /// Reads all of the entry and checks it; only plain ones can be read. `data` has room for entry.size bytes.
   void read(const std::string& name, void* data) const;
 
  private:

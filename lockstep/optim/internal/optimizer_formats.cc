@@ -257,6 +257,7 @@ class AdagradFormat final : public OptimizerFormat {
 class LbfgsFormat final : public OptimizerFormat {
  public:
   std::string optimizer_name() const override { return "LBFGS"; }
+  bool has_state_per_parameter() const override { return false; }
 
   StateDict get_options(const OptimizerOptions& options) const override {
     const auto& lbfgs = as<torch::optim::LBFGSOptions>(options);
