@@ -47,6 +47,15 @@ struct Net : torch::nn::Module {
   torch::nn::Linear second{16, 4};
 };
 
+/// As Python's Module.to(): LibTorch's would convert BatchNorm's counter, too.
+void to_floating(torch::nn::Module& module, at::ScalarType type) {
+  for (auto tensors : {module.parameters(), module.buffers()}) {
+    for (at::Tensor& tensor : tensors) {
+      if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(type));
+    }
+  }
+}
+
 struct Training {
   Training(const std::string& name, bool reversed)
       : net(std::make_shared<Net>(reversed)),
@@ -82,7 +91,7 @@ struct Training {
     } else {
       TORCH_CHECK(name == "lbfgs", "unknown case ", name);
       closure = true;
-      net->to(at::kDouble);  // its line searches make rounding large
+      to_floating(*net, at::kDouble);  // its line searches make rounding large
       optimizer = std::make_unique<optim::LBFGS>(
           net->parameters(),
           optim::LBFGSOptions(0.5).max_iter(3).history_size(5).line_search_fn("strong_wolfe"));
@@ -94,7 +103,7 @@ struct Training {
                                                       lockstep::swa_utils::get_ema_multi_avg_fn(0.9)},
         [this, reversed] {
           auto copy = std::make_shared<Net>(reversed);
-          copy->to(net->second->weight.scalar_type());
+          to_floating(*copy, net->second->weight.scalar_type());
           return copy;
         });
   }
