@@ -58,15 +58,15 @@ struct SaveOptions {
 /// `state`: what belongs to the whole job, by part: {"model": {…}, "optimizer": {…}}. The union over ranks is
 /// saved: dicts are united key by key, and of what several ranks have at the same place the lowest rank's is
 /// taken. `rank_state`: each rank's own. Both may hold None, bool, int, double, complex, strings, devices,
-/// tensors (strided, of a dtype that safetensors knows, on any device), and lists, tuples and dicts of them to
-/// a depth of 200. Tensors that share memory are written each.
+/// tensors (strided, of a dtype that safetensors knows, on any device), and lists, tuples and dicts of them
+/// to a depth of 200. Tensors that share memory are written each.
 ///
 /// The files are written under a temporary name beside `directory`, synced, and renamed last, so that nobody
 /// ever sees a part of them. Left-overs of writers that were killed are removed on the way.
 ///
-/// Returns `info` completed. Throws on all ranks alike CheckpointError with the rank, the path and the system's
-/// reason when anything can't be written (the temporary directory is removed), c10::ValueError for what can't
-/// be saved, with its place; and what collectives throw when a rank dies.
+/// Returns `info` completed. Throws on all ranks alike CheckpointError with the rank, the path and the
+/// system's reason when anything can't be written (the temporary directory is removed), c10::ValueError for
+/// what can't be saved, with its place; and what collectives throw when a rank dies.
 CheckpointInfo save_checkpoint(const std::filesystem::path& directory, const StateDict& state,
                                const StateDict& rank_state, const CheckpointInfo& info,
                                const SaveOptions& options = {});

@@ -16,7 +16,7 @@ class CheckpointError : public c10::DistBackendError {
 }  // namespace lockstep
 
 /// Throws CheckpointError unless `condition`; what follows is put together to the message.
-#define LOCKSTEP_CHECK_FILE(condition, ...)                                                             \
-  if (C10_UNLIKELY(!(condition)))                                                                       \
-  throw ::lockstep::CheckpointError(                                                                    \
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, ::c10::str(__VA_ARGS__))
+#define LOCKSTEP_CHECK_FILE(condition, ...)                                                \
+  if (C10_UNLIKELY(!(condition)))                                                          \
+  throw ::lockstep::CheckpointError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, \
+                                    ::c10::str(__VA_ARGS__))

@@ -24,7 +24,8 @@ struct CheckpointManagerOptions {
   int64_t every_steps = 0;            ///< whenever the step is a multiple; 0: never
   int64_t every_epochs = 0;           ///< whenever the epochs done are a multiple; 0: never
   std::chrono::nanoseconds every{0};  ///< when so much time has passed since the last one; 0: never
-  /// As often as saving takes no more than `automatic_share` of the run time, by what it was measured to take.
+  /// As often as saving takes no more than `automatic_share` of the run time, by what it was measured to
+  /// take.
   bool automatic = false;
   double automatic_share = 0.02;
 
@@ -90,8 +91,8 @@ class CheckpointManager {
   void save_state(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
   void save_state_alone(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
 
-  /// Loads the latest good checkpoint into `training_state`: load_state_dict(), then load_rank_state_dict() of
-  /// what is this rank's own (empty if another number of ranks wrote it). Nothing when there is none. All
+  /// Loads the latest good checkpoint into `training_state`: load_state_dict(), then load_rank_state_dict()
+  /// of what is this rank's own (empty if another number of ranks wrote it). Nothing when there is none. All
   /// ranks load the same one: if any can't, all take the one before, and say so in the log.
   template <class S>
   std::optional<CheckpointInfo> restore(S& training_state) {

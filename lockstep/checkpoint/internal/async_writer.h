@@ -1,0 +1,44 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+
+#include <lockstep/base/background_thread.h>
+
+namespace lockstep::internal {
+
+/// A thread that does one task after the other, at most one at a time. When the process ends by exit() while
+/// it works, the task is told to give up, and waited for, before static objects go. Not thread-safe: one owner.
+class AsyncWriter {
+ public:
+  AsyncWriter();
+  AsyncWriter(const AsyncWriter&) = delete;
+  AsyncWriter& operator=(const AsyncWriter&) = delete;
+  /// Waits for the task.
+  ~AsyncWriter();
+
+  /// Waits for the task before, then starts `task`, which must not throw.
+  void start(std::function<void()> task);
+  /// Waits for the task; nothing if there is none.
+  void wait();
+  bool busy() const;
+  /// True when the task should give up.
+  const std::atomic<bool>& cancelled() const { return cancelled_; }
+
+  /// For exit(): tells the task to give up, and waits some seconds for it.
+  void cancel_at_exit();
+
+ private:
+  void run();
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::function<void()> task_;  // none: the thread is idle
+  bool closing_ = false;
+  std::atomic<bool> cancelled_ = false;
+  BackgroundThread thread_;
+};
+
+}  // namespace lockstep::internal

@@ -1,0 +1,56 @@
+#include <new>
+
+#if defined(__x86_64__) && __has_include(<xxh_x86dispatch.h>)
+#include <xxh_x86dispatch.h>  // takes the widest vectors that this processor has
+#else
+#include <xxhash.h>
+#endif
+
+#include <lockstep/checkpoint/internal/checksum.h>
+
+namespace lockstep::internal {
+namespace {
+
+std::string to_hex(XXH128_hash_t hash) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, hash);
+  static constexpr const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : canonical.digest) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+}  // namespace
+
+struct Checksum::State {
+  State() : state(XXH3_createState()) {
+    if (state == nullptr) throw std::bad_alloc();
+    XXH3_128bits_reset(state);
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State() { XXH3_freeState(state); }
+  XXH3_state_t* state;
+};
+
+Checksum::Checksum() : state_(std::make_unique<State>()) {}
+Checksum::Checksum(Checksum&&) noexcept = default;
+Checksum& Checksum::operator=(Checksum&&) noexcept = default;
+Checksum::~Checksum() = default;
+
+void Checksum::update(const void* data, size_t bytes) {
+  XXH3_128bits_update(state_->state, data, bytes);
+}
+
+std::string Checksum::hex() const {
+  return to_hex(XXH3_128bits_digest(state_->state));
+}
+
+std::string checksum_of(std::string_view bytes) {
+  return to_hex(XXH3_128bits(bytes.data(), bytes.size()));
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,68 @@
+#include <cstdint>
+#include <sys/mman.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/memory.h>
+#include <lockstep/checkpoint/internal/pages.h>
+
+namespace lockstep::internal {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kSmallPage = 4096;
+
+}  // namespace
+
+Pages::Pages(size_t bytes) {
+  reserve(bytes);
+}
+
+Pages::Pages(Pages&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Pages& Pages::operator=(Pages&& other) noexcept {
+  if (this != &other) {
+    release();
+    data_ = std::exchange(other.data_, nullptr);
+    size_ = std::exchange(other.size_, 0);
+  }
+  return *this;
+}
+
+Pages::~Pages() {
+  release();
+}
+
+void Pages::release() {
+  if (data_ != nullptr) ::munmap(data_, size_);
+  data_ = nullptr;
+  size_ = 0;
+}
+
+void Pages::reserve(size_t bytes) {
+  if (bytes <= size_) return;
+  release();
+  const size_t page = bytes < kHugePage ? kSmallPage : kHugePage;
+  const size_t size = (bytes + page - 1) / page * page;
+  const auto fail = [&] {
+    C10_THROW_ERROR(OutOfMemoryError,
+                    "no memory for " + format_bytes(static_cast<int64_t>(bytes)) + " of tensors");
+  };
+  if (size < bytes) fail();
+  // One huge page more, of which the ends that are not aligned are given back.
+  const size_t slack = page == kHugePage ? kHugePage : 0;
+  void* mapped = ::mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) fail();
+  auto begin = reinterpret_cast<uintptr_t>(mapped);
+  const uintptr_t aligned = (begin + page - 1) / page * page;
+  if (aligned > begin) ::munmap(mapped, aligned - begin);
+  const uintptr_t end = begin + size + slack;
+  if (end > aligned + size) ::munmap(reinterpret_cast<void*>(aligned + size), end - aligned - size);
+  data_ = reinterpret_cast<void*>(aligned);
+  size_ = size;
+  if (page == kHugePage) ::madvise(data_, size_, MADV_HUGEPAGE);  // a wish; the kernel may have none
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,279 @@
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <tuple>
+#include <utility>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/from_blob.h>
+
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/object_conversion.h>
+#include <lockstep/checkpoint/internal/checksum.h>
+#include <lockstep/checkpoint/internal/file_io.h>
+#include <lockstep/checkpoint/internal/save_job.h>
+#include <lockstep/checkpoint/internal/tensor_file.h>
+
+namespace lockstep::internal {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+// What a thread copies at least, so that small models are not handed around.
+constexpr int64_t kCopyGrain = int64_t{4} << 20;
+
+// Objects that travel between ranks.
+using FailureObject = std::tuple<int64_t, std::string>;
+using OfferObject = std::tuple<FailureObject, std::string, std::vector<TensorOffer>, bool>;
+using PlanObject = std::tuple<FailureObject, std::string, std::vector<FileTask>, int64_t>;
+using FileObject = std::tuple<std::string, int64_t, std::string>;
+using TensorObject = std::tuple<std::string, std::string, std::string, std::string, std::vector<int64_t>,
+                                int64_t, int64_t, std::string>;
+using ReportObject = std::tuple<FailureObject, std::vector<FileObject>, std::vector<TensorObject>>;
+
+FailureObject to_tuple(const Failure& failure) {
+  return {failure.kind, failure.text};
+}
+
+Failure from_tuple(const FailureObject& object) {
+  return {static_cast<Failure::Kind>(std::get<0>(object)), std::get<1>(object)};
+}
+
+/// memcpy of many parts by torch's threads, shared out by bytes, not by parts: one may be nearly all.
+struct Copy {
+  char* to;
+  const char* from;
+  int64_t bytes;
+  int64_t before;  // bytes of the parts before it
+};
+
+void copy_parts(const std::vector<Copy>& copies, int64_t bytes) {
+  at::parallel_for(0, bytes, kCopyGrain, [&](int64_t begin, int64_t end) {
+    auto copy = std::upper_bound(copies.begin(), copies.end(), begin,
+                                 [](int64_t at, const Copy& part) { return at < part.before + part.bytes; });
+    for (; copy != copies.end() && copy->before < end; ++copy) {
+      const int64_t first = std::max<int64_t>(begin - copy->before, 0);
+      const int64_t last = std::min(end - copy->before, copy->bytes);
+      std::memcpy(copy->to + first, copy->from + first, static_cast<size_t>(last - first));
+    }
+  });
+}
+
+}  // namespace
+
+Failure Failure::of_current_exception(const MemberRanks& ranks) {
+  Failure failure;
+  try {
+    throw;
+  } catch (const c10::ValueError& error) {
+    failure = {kValue, error.what_without_backtrace()};
+  } catch (const c10::Error& error) {
+    failure = {kFile, error.what_without_backtrace()};
+  } catch (const std::exception& error) {
+    failure = {kFile, error.what()};
+  }
+  if (ranks.size() > 1) failure.text = "rank " + std::to_string(ranks.rank()) + ": " + failure.text;
+  return failure;
+}
+
+void Failure::raise() const {
+  TORCH_CHECK_VALUE(kind != kValue, text);
+  LOCKSTEP_CHECK_FILE(kind == kNone, text);
+}
+
+SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state, const StateDict& rank_state,
+                 const CheckpointInfo& info, const SaveOptions& options, bool managed,
+                 const MemberRanks& ranks)
+    : info_(info), options_(options), managed_(managed) {
+  info_.directory = std::filesystem::absolute(directory).lexically_normal();
+  if (!info_.directory.has_filename()) info_.directory = info_.directory.parent_path();
+  EncodedState shared;
+  EncodedState own;
+  std::vector<TensorOffer> offers;
+  const Failure mine = Failure::of(ranks, [&] {
+    shared = encode_state(state, "state");
+    if (!rank_state.empty()) {
+      own_name_ = rank_name(ranks.rank());
+      own = encode_state(rank_state, "rank_state", own_name_);
+      own_json_ = std::move(own.json);
+      std::move(own.tensors.begin(), own.tensors.end(), std::back_inserter(shared.tensors));
+    }
+    for (const auto& [part, name, tensor] : shared.tensors) {
+      offers.emplace_back(part, name, static_cast<int64_t>(tensor.nbytes()));
+    }
+  });
+  const auto gathered =
+      ranks.gather(to_object(OfferObject{to_tuple(mine), shared.json, offers, !own_name_.empty()}));
+
+  std::vector<c10::IValue> plans;
+  if (ranks.leads()) {
+    Failure failure;
+    std::vector<std::vector<FileTask>> tasks(gathered.size());
+    const Failure here = Failure::of(ranks, [&] {
+      std::vector<std::string> states;
+      std::vector<std::vector<TensorOffer>> all;
+      for (size_t rank = 0; rank < gathered.size(); ++rank) {
+        auto [theirs, json, offered, has_own] = from_object<OfferObject>(gathered[rank]);
+        if (failure.kind == Failure::kNone) failure = from_tuple(theirs);
+        states.push_back(std::move(json));
+        all.push_back(std::move(offered));
+        if (has_own) ranks_with_own_.push_back(ranks.size() > 1 ? static_cast<int64_t>(rank) : ranks.rank());
+      }
+      if (failure.kind != Failure::kNone) return;
+      failpoint::here("checkpoint.plan");
+      state_json_ = merge_states(states);
+      tasks = deal_out(all, options.sharded);
+      std::error_code error;
+      LOCKSTEP_CHECK_FILE(options.overwrite || !std::filesystem::exists(info_.directory, error),
+                          info_.directory.string(),
+                          " exists already; take another name, or say overwrite to replace it");
+      temporary_ = std::make_unique<TemporaryDirectory>(info_.directory);
+      failpoint::here("checkpoint.directory_made");
+    });
+    if (failure.kind == Failure::kNone) failure = here;
+    const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
+                         std::chrono::system_clock::now().time_since_epoch())
+                         .count();
+    for (auto& task : tasks) {
+      plans.push_back(to_object(PlanObject{to_tuple(failure), temporary_ ? temporary_->path().string() : "",
+                                           std::move(task), now}));
+    }
+  }
+  auto [failure, path, tasks, now] = from_object<PlanObject>(ranks.scatter(plans));
+  from_tuple(failure).raise();
+  path_ = path;
+  info_.world_size = ranks.group_size();
+  info_.saved_at = std::chrono::system_clock::time_point(std::chrono::microseconds(now));
+  info_.directory = path_.parent_path() / info_.directory.filename();
+  for (const auto& [name, part, indices] : tasks) {
+    File file{name, part, {}};
+    for (const int64_t i : indices) file.tensors.push_back(shared.tensors.at(static_cast<size_t>(i)));
+    files_.push_back(std::move(file));
+  }
+}
+
+int64_t SaveJob::bytes() const {
+  int64_t bytes = 0;
+  for (const File& file : files_) {
+    for (const StateTensor& each : file.tensors) bytes += static_cast<int64_t>(each.tensor.nbytes());
+  }
+  return bytes;
+}
+
+void SaveJob::stage(Pages& memory) {
+  int64_t needed = 0;
+  for (const File& file : files_) {
+    for (const StateTensor& each : file.tensors) {
+      needed += (static_cast<int64_t>(each.tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  memory.reserve(static_cast<size_t>(needed));
+  char* to = memory.data();
+  std::vector<Copy> copies;
+  int64_t bytes = 0;
+  for (File& file : files_) {
+    for (auto& [part, name, tensor] : file.tensors) {
+      const auto size = static_cast<int64_t>(tensor.nbytes());
+      if (size == 0) continue;
+      const at::Tensor copy =
+          at::from_blob(to, tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
+      if (tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+        copies.push_back({to, static_cast<const char*>(tensor.const_data_ptr()), size, bytes});
+        bytes += size;
+      } else {
+        copy.copy_(tensor.detach());
+      }
+      to += (size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  copy_parts(copies, bytes);
+  // Only now: until here the originals had to live.
+  to = memory.data();
+  for (File& file : files_) {
+    for (auto& [part, name, tensor] : file.tensors) {
+      const auto size = static_cast<int64_t>(tensor.nbytes());
+      if (size == 0) continue;
+      tensor = at::from_blob(to, tensor.sizes().vec(), at::TensorOptions().dtype(tensor.scalar_type()));
+      to += (size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+}
+
+void SaveJob::write_text(const std::string& name, const std::string& text, Results& results) const {
+  OutputFile file(path_ / name);
+  file.write(text.data(), text.size());
+  file.finish(options_.fsync);
+  results.files.push_back({name, static_cast<int64_t>(text.size()), checksum_of(text)});
+}
+
+SaveJob::Results SaveJob::write_files(const std::atomic<bool>* cancelled) const {
+  Results results;
+  for (const File& file : files_) {
+    std::vector<NamedTensor> tensors;
+    for (const StateTensor& each : file.tensors) tensors.push_back({each.name, each.tensor});
+    // Readers of Hugging Face's want the metadata's "format".
+    const WrittenFile written =
+        write_tensor_file(path_ / file.name, tensors, {{"format", "pt"}},
+                          {.sync = options_.fsync, .checksums = true, .cancelled = cancelled});
+    results.files.push_back({file.name, written.bytes, written.checksum});
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const at::Tensor& tensor = tensors[i].tensor;
+      results.tensors.push_back({file.part, tensors[i].name, file.name,
+                                 safetensors_dtype(tensor.scalar_type()).value(), tensor.sizes().vec(),
+                                 written.offsets[i], static_cast<int64_t>(tensor.nbytes()),
+                                 written.checksums[i]});
+    }
+  }
+  if (!own_name_.empty()) write_text(own_name_ + ".json", own_json_, results);
+  if (temporary_) write_text(kStateName, state_json_, results);
+  failpoint::here("checkpoint.files_written");
+  return results;
+}
+
+CheckpointInfo SaveJob::write(const MemberRanks& ranks, const std::atomic<bool>* cancelled) {
+  Results results;
+  const Failure mine = Failure::of(ranks, [&] { results = write_files(cancelled); });
+  std::vector<FileObject> files;
+  for (const FileRecord& file : results.files) files.emplace_back(file.name, file.bytes, file.checksum);
+  std::vector<TensorObject> tensors;
+  for (const TensorRecord& each : results.tensors) {
+    tensors.emplace_back(each.part, each.name, each.file, each.dtype, each.shape, each.offset, each.bytes,
+                         each.checksum);
+  }
+  const auto reports = ranks.gather(to_object(ReportObject{to_tuple(mine), files, tensors}));
+  files_.clear();
+  Failure failure;
+  if (ranks.leads()) {
+    for (const c10::IValue& report : reports) {
+      if (failure.kind == Failure::kNone)
+        failure = from_tuple(std::get<0>(from_object<ReportObject>(report)));
+    }
+    if (failure.kind == Failure::kNone) failure = Failure::of(ranks, [&] { finish(reports); });
+    temporary_.reset();  // and with it, when something went wrong, the directory
+  }
+  from_tuple(from_object<FailureObject>(ranks.broadcast(to_object(to_tuple(failure))))).raise();
+  return info_;
+}
+
+void SaveJob::finish(const std::vector<c10::IValue>& reports) {
+  Manifest manifest;
+  manifest.info = info_;
+  manifest.managed = managed_;
+  manifest.ranks = ranks_with_own_;
+  for (const c10::IValue& report : reports) {
+    const auto [failure, files, tensors] = from_object<ReportObject>(report);
+    for (const auto& [name, bytes, checksum] : files) manifest.files.push_back({name, bytes, checksum});
+    for (const auto& [part, name, file, dtype, shape, offset, bytes, checksum] : tensors) {
+      manifest.tensors.push_back({part, name, file, dtype, shape, offset, bytes, checksum});
+    }
+  }
+  failpoint::here("checkpoint.before_manifest");
+  const std::string text = to_text(manifest);
+  OutputFile file(path_ / kManifestName);
+  file.write(text.data(), text.size() / 2);
+  failpoint::here("checkpoint.within_manifest");
+  file.write(text.data() + text.size() / 2, text.size() - text.size() / 2);
+  file.finish(options_.fsync);
+  temporary_->publish(options_.overwrite, options_.fsync);
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/internal/manifest.h>
+#include <lockstep/checkpoint/internal/member_ranks.h>
+#include <lockstep/checkpoint/internal/pages.h>
+#include <lockstep/checkpoint/internal/save_plan.h>
+#include <lockstep/checkpoint/internal/state_json.h>
+#include <lockstep/checkpoint/internal/temporary_directory.h>
+
+namespace lockstep::internal {
+
+/// What went wrong on some rank, as it travels to the others.
+struct Failure {
+  enum Kind : int64_t { kNone, kValue, kFile };
+  Kind kind = kNone;
+  std::string text;
+
+  /// What `action` throws, with the rank if there are several.
+  template <class Action>
+  static Failure of(const MemberRanks& ranks, const Action& action);
+  static Failure of_current_exception(const MemberRanks& ranks);
+  /// Throws c10::ValueError or CheckpointError; nothing if nothing went wrong.
+  void raise() const;
+};
+
+template <class Action>
+Failure Failure::of(const MemberRanks& ranks, const Action& action) {
+  try {
+    action();
+    return {};
+  } catch (...) {
+    return of_current_exception(ranks);
+  }
+}
+
+/// One checkpoint on its way to the disk, in three steps, so that only the first two hold a training up:
+///
+/// 1. The construction: ranks tell rank 0 what they have; it makes the temporary directory and says who
+/// writes
+///    what into which file.
+/// 2. stage(), if at all: the tensors that this rank writes are copied, and may be changed from then on.
+/// 3. write(): ranks write and sync their files and tell rank 0 their checksums; it writes the manifest and
+///    gives the directory its name.
+///
+/// 1 and 3 are collective, and throw the same on all ranks. An unfinished job removes its directory. Not
+/// thread-safe, but 3 may run in another thread.
+class SaveJob {
+ public:
+  SaveJob(const std::filesystem::path& directory, const StateDict& state, const StateDict& rank_state,
+          const CheckpointInfo& info, const SaveOptions& options, bool managed, const MemberRanks& ranks);
+
+  /// Copies into `memory`, which must stay as it is until write() has returned.
+  void stage(Pages& memory);
+
+  /// Once. `cancelled` ends it early with an error; may be null.
+  CheckpointInfo write(const MemberRanks& ranks, const std::atomic<bool>* cancelled = nullptr);
+
+  const CheckpointInfo& info() const { return info_; }
+  /// Of the tensors that this rank writes.
+  int64_t bytes() const;
+
+ private:
+  struct File {
+    std::string name;
+    std::string part;
+    std::vector<StateTensor> tensors;
+  };
+  struct Results {
+    std::vector<FileRecord> files;
+    std::vector<TensorRecord> tensors;
+  };
+
+  Results write_files(const std::atomic<bool>* cancelled) const;
+  void write_text(const std::string& name, const std::string& text, Results& results) const;
+  void finish(const std::vector<c10::IValue>& reports);
+
+  CheckpointInfo info_;
+  SaveOptions options_;
+  bool managed_;
+  std::vector<File> files_;  // that this rank writes
+  std::string own_name_;     // "rank00003"; empty if it has no state of its own
+  std::string own_json_;
+  std::string state_json_;                         // on the leader
+  std::vector<int64_t> ranks_with_own_;            // on the leader
+  std::filesystem::path path_;                     // of the temporary directory
+  std::unique_ptr<TemporaryDirectory> temporary_;  // on the leader
+};
+
+}  // namespace lockstep::internal

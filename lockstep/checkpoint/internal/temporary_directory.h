@@ -1,0 +1,41 @@
+#pragma once
+
+#include <filesystem>
+
+#include <lockstep/base/unique_fd.h>
+
+namespace lockstep::internal {
+
+/// A directory that is written beside the place where it shall be, and gets its name when it is whole. Its
+/// writer holds a lock (flock) on it, which the kernel takes back when the writer dies, however it dies: so
+/// others know which are left over. Not thread-safe.
+class TemporaryDirectory {
+ public:
+  /// Makes one for `destination`, and its parents where they are missing, after removing what dead writers
+  /// have left beside it. Throws CheckpointError.
+  explicit TemporaryDirectory(std::filesystem::path destination);
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+  /// Removes it, unless it was published.
+  ~TemporaryDirectory();
+
+  const std::filesystem::path& path() const { return path_; }
+
+  /// Renames it to its destination, in one step also when it replaces what is there (`overwrite`). With
+  /// `sync` the directory and its parent are synced before and after. Throws CheckpointError when there is
+  /// something already, and it must not or can't be replaced.
+  void publish(bool overwrite, bool sync);
+
+ private:
+  std::filesystem::path destination_;
+  std::filesystem::path path_;
+  UniqueFd lock_;
+};
+
+/// Removes temporary directories in `parent` whose writers are dead. Never throws.
+void remove_left_overs(const std::filesystem::path& parent);
+
+/// Removes a directory so that nobody sees a part of it: it loses its name first. Throws CheckpointError.
+void remove_checkpoint_directory(const std::filesystem::path& directory);
+
+}  // namespace lockstep::internal
