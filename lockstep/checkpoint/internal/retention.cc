@@ -18,8 +18,8 @@ std::vector<CheckpointInfo> checkpoints_to_remove(std::vector<CheckpointInfo> th
   int64_t emergencies = 0;
   std::vector<const CheckpointInfo*> measured;
   for (const CheckpointInfo& info : there) {
-    const bool recent = info.emergency.empty() ? planned++ < options.keep_last
-                                               : emergencies++ < options.keep_emergency;
+    const bool recent =
+        info.emergency.empty() ? planned++ < options.keep_last : emergencies++ < options.keep_emergency;
     if (recent) keep.insert(info.directory);
     const auto metric = info.metrics.find(options.metric);
     if (metric != info.metrics.end() && !std::isnan(metric->second)) measured.push_back(&info);

@@ -159,7 +159,11 @@ int64_t SaveJob::bytes() const {
   return bytes;
 }
 
-void SaveJob::stage(Pages& memory) {
+void SaveJob::stage(Pages& memory, const MemberRanks& ranks) {
+  staging_ = Failure::of(ranks, [&] { copy_tensors(memory); });
+}
+
+void SaveJob::copy_tensors(Pages& memory) {
   int64_t needed = 0;
   for (const File& file : files_) {
     for (const StateTensor& each : file.tensors) {
@@ -231,7 +235,8 @@ SaveJob::Results SaveJob::write_files(const std::atomic<bool>* cancelled) const 
 
 CheckpointInfo SaveJob::write(const MemberRanks& ranks, const std::atomic<bool>* cancelled) {
   Results results;
-  const Failure mine = Failure::of(ranks, [&] { results = write_files(cancelled); });
+  Failure mine = staging_;
+  if (mine.kind == Failure::kNone) mine = Failure::of(ranks, [&] { results = write_files(cancelled); });
   std::vector<FileObject> files;
   for (const FileRecord& file : results.files) files.emplace_back(file.name, file.bytes, file.checksum);
   std::vector<TensorObject> tensors;

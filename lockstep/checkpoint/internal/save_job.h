@@ -57,8 +57,9 @@ class SaveJob {
   SaveJob(const std::filesystem::path& directory, const StateDict& state, const StateDict& rank_state,
           const CheckpointInfo& info, const SaveOptions& options, bool managed, const MemberRanks& ranks);
 
-  /// Copies into `memory`, which must stay as it is until write() has returned.
-  void stage(Pages& memory);
+  /// Copies into `memory`, which must stay as it is until write() has returned. What goes wrong is thrown by
+  /// write(), on all ranks: the others are about to call it.
+  void stage(Pages& memory, const MemberRanks& ranks);
 
   /// Once. `cancelled` ends it early with an error; may be null.
   CheckpointInfo write(const MemberRanks& ranks, const std::atomic<bool>* cancelled = nullptr);
@@ -78,6 +79,7 @@ class SaveJob {
     std::vector<TensorRecord> tensors;
   };
 
+  void copy_tensors(Pages& memory);
   Results write_files(const std::atomic<bool>* cancelled) const;
   void write_text(const std::string& name, const std::string& text, Results& results) const;
   void finish(const std::vector<c10::IValue>& reports);
@@ -85,6 +87,7 @@ class SaveJob {
   CheckpointInfo info_;
   SaveOptions options_;
   bool managed_;
+  Failure staging_;          // what went wrong in stage()
   std::vector<File> files_;  // that this rank writes
   std::string own_name_;     // "rank00003"; empty if it has no state of its own
   std::string own_json_;

@@ -47,7 +47,8 @@ bool SaveSchedule::due_at_step(int64_t step, Clock::time_point now) {
 }
 
 bool SaveSchedule::due_at_epoch(int64_t step, int64_t epoch) {
-  return options_.every_epochs > 0 && epoch > 0 && epoch % options_.every_epochs == 0 && last_saved_step_ != step;
+  return options_.every_epochs > 0 && epoch > 0 && epoch % options_.every_epochs == 0 &&
+         last_saved_step_ != step;
 }
 
 SaveSchedule::Look SaveSchedule::look(int64_t step, Clock::time_point now) {
@@ -55,10 +56,12 @@ SaveSchedule::Look SaveSchedule::look(int64_t step, Clock::time_point now) {
   const nanoseconds left = *interval() - (now - *last_saved_);
   Look look{.save = left <= nanoseconds(0), .next_step = step + 1};
   if (last_look_ && step > last_look_->first) {
-    const double per_step = to_seconds(now - last_look_->second) / static_cast<double>(step - last_look_->first);
+    const double per_step =
+        to_seconds(now - last_look_->second) / static_cast<double>(step - last_look_->first);
     const double until = look.save ? to_seconds(*interval()) : to_seconds(left);
     const double steps = per_step > 0 ? until / per_step / 2 : static_cast<double>(kMostStepsAhead);
-    look.next_step = step + static_cast<int64_t>(std::clamp(steps, 1.0, static_cast<double>(kMostStepsAhead)));
+    look.next_step =
+        step + static_cast<int64_t>(std::clamp(steps, 1.0, static_cast<double>(kMostStepsAhead)));
   }
   last_look_ = {step, now};
   return look;

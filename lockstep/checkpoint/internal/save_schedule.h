@@ -10,10 +10,10 @@
 
 namespace lockstep::internal {
 
-/// When a checkpoint is due. Steps and epochs every rank counts for itself. Time is the leader's business: behind
-/// steps that it names ahead it looks at its clock and tells the others whether to save now, and behind which
-/// step it will look again: at half the steps that are likely to be left, so that a wait of a thousand steps
-/// costs some ten such messages. Not thread-safe.
+/// When a checkpoint is due. Steps and epochs every rank counts for itself. Time is the leader's business:
+/// behind steps that it names ahead it looks at its clock and tells the others whether to save now, and
+/// behind which step it will look again: at half the steps that are likely to be left, so that a wait of a
+/// thousand steps costs some ten such messages. Not thread-safe.
 class SaveSchedule {
  public:
   using Clock = std::chrono::steady_clock;

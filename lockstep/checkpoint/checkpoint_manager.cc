@@ -1,0 +1,294 @@
+#include <array>
+#include <cinttypes>
+#include <cstdio>
+#include <exception>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include <lockstep/base/log.h>
+#include <lockstep/base/object_conversion.h>
+#include <lockstep/checkpoint/checkpoint_manager.h>
+#include <lockstep/checkpoint/internal/async_writer.h>
+#include <lockstep/checkpoint/internal/manifest.h>
+#include <lockstep/checkpoint/internal/member_ranks.h>
+#include <lockstep/checkpoint/internal/pages.h>
+#include <lockstep/checkpoint/internal/retention.h>
+#include <lockstep/checkpoint/internal/save_job.h>
+#include <lockstep/checkpoint/internal/save_schedule.h>
+#include <lockstep/checkpoint/internal/temporary_directory.h>
+
+namespace lockstep {
+namespace {
+
+using internal::Failure;
+using internal::MemberRanks;
+using internal::SaveJob;
+using internal::SaveSchedule;
+
+using Clock = SaveSchedule::Clock;
+
+void check(const CheckpointManagerOptions& options) {
+  TORCH_CHECK_VALUE(!options.directory.empty(), "CheckpointManager: no directory is given");
+  TORCH_CHECK_VALUE(options.keep_last >= 1, "CheckpointManager: keep_last is ", options.keep_last,
+                    "; at least 1 is kept");
+  TORCH_CHECK_VALUE(options.keep_best >= 0, "CheckpointManager: keep_best is ", options.keep_best);
+  TORCH_CHECK_VALUE(options.keep_emergency >= 1, "CheckpointManager: keep_emergency is ",
+                    options.keep_emergency, "; at least 1 is kept");
+  TORCH_CHECK_VALUE(options.every_steps >= 0, "CheckpointManager: every_steps is ", options.every_steps);
+  TORCH_CHECK_VALUE(options.every_epochs >= 0, "CheckpointManager: every_epochs is ", options.every_epochs);
+  TORCH_CHECK_VALUE(options.every.count() >= 0, "CheckpointManager: every is ", options.every.count(), " ns");
+  TORCH_CHECK_VALUE(options.automatic_share > 0 && options.automatic_share <= 1,
+                    "CheckpointManager: automatic_share is ", options.automatic_share,
+                    "; it is a part of the run time, above 0 and at most 1");
+}
+
+/// step-00000100, step-00000100-emergency
+std::string name_of(const CheckpointInfo& info) {
+  std::array<char, 64> name{};
+  std::snprintf(name.data(), name.size(), "step-%08" PRId64 "%s", info.step,
+                info.emergency.empty() ? "" : "-emergency");
+  return name.data();
+}
+
+/// The group for the thread that writes: its messages must not mix with the program's.
+MemberRanks own_ranks(const MemberRanks& ranks, bool async) {
+  if (ranks.size() == 1 || !async) return ranks;
+  const bool all = ranks.group() == default_group();
+  return MemberRanks(
+      new_group(get_process_group_ranks(ranks.group()), {},
+                {.use_local_synchronization = !all, .group_desc = "checkpoints", .sort_ranks = false}));
+}
+
+SaveSchedule::Look agree_on(const MemberRanks& ranks, const SaveSchedule::Look& look) {
+  using Object = std::tuple<bool, int64_t>;
+  const auto [save, next] =
+      from_object<Object>(ranks.broadcast(to_object(Object{look.save, look.next_step})));
+  return {save, next};
+}
+
+}  // namespace
+
+class CheckpointManager::Implementation {
+ public:
+  Implementation(CheckpointManagerOptions options, ProcessGroup group)
+      : options_(std::move(options)),
+        ranks_(std::move(group)),
+        writing_ranks_(own_ranks(ranks_, options_.async)),
+        schedule_(options_, ranks_.leads(),
+                  [this](const SaveSchedule::Look& look) { return agree_on(ranks_, look); }) {}
+
+  ~Implementation() {
+    writer_.wait();
+    try {
+      raise_error();
+    } catch (const c10::Error& error) {
+      LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << error.what();
+    }
+  }
+
+  const CheckpointManagerOptions& options() const { return options_; }
+  SaveSchedule& schedule() { return schedule_; }
+
+  void save(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
+    const auto begin = Clock::now();
+    wait();
+    {
+      const std::lock_guard lock(mutex_);
+      if (took_) schedule_.written(*took_);
+    }
+    auto job = std::make_shared<SaveJob>(options_.directory / name_of(info), state, rank_state, info,
+                                         save_options(), /*managed=*/true, ranks_);
+    if (!options_.async || !info.emergency.empty()) {
+      completed(job->write(ranks_));
+    } else {
+      job->stage(memory_, writing_ranks_);
+      writer_.start([this, job, begin] { write_in_background(*job, begin); });
+    }
+    const auto now = Clock::now();
+    schedule_.saved(info.step, now, now - begin);
+  }
+
+  void save_alone(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
+    writer_.wait();
+    {
+      const std::lock_guard lock(mutex_);
+      if (std::exchange(error_, nullptr)) {
+        LOCKSTEP_LOG(kWarning) << "the checkpoint before this one was not saved";
+      }
+    }
+    const MemberRanks alone(ranks_.rank(), ranks_.group_size());
+    SaveJob job(options_.directory / name_of(info), state, rank_state, info, save_options(), /*managed=*/true,
+                alone);
+    note(job.write(alone));
+  }
+
+  std::optional<LoadedCheckpoint> load_latest(LoadOptions options) {
+    if (!options.rank) options.rank = ranks_.rank();
+    if (!options.world_size) options.world_size = ranks_.group_size();
+    std::vector<CheckpointInfo> candidates;
+    Failure failure;
+    if (ranks_.leads()) {
+      failure = Failure::of(ranks_, [&] { candidates = list_checkpoints(options_.directory); });
+    }
+    for (;;) {
+      // The leader's directory, or none; or what it could not do.
+      using Choice = std::tuple<int64_t, std::string, std::string>;
+      Choice choice{failure.kind, failure.text,
+                    candidates.empty() ? "" : candidates.back().directory.string()};
+      choice = from_object<Choice>(ranks_.broadcast(to_object(choice)));
+      Failure{static_cast<Failure::Kind>(std::get<0>(choice)), std::get<1>(choice)}.raise();
+      const std::filesystem::path directory = std::get<2>(choice);
+      if (directory.empty()) return {};
+      if (auto loaded = load_together(directory, options)) return loaded;
+      if (!candidates.empty()) candidates.pop_back();
+    }
+  }
+
+  void wait() {
+    writer_.wait();
+    raise_error();
+  }
+
+  std::optional<CheckpointInfo> last_saved() const {
+    const std::lock_guard lock(mutex_);
+    return last_saved_;
+  }
+
+ private:
+  SaveOptions save_options() const {
+    return {
+        .group = {}, .alone = false, .sharded = options_.sharded, .overwrite = true, .fsync = options_.fsync};
+  }
+
+  void raise_error() {
+    std::exception_ptr error;
+    {
+      const std::lock_guard lock(mutex_);
+      error = std::exchange(error_, nullptr);
+    }
+    if (error) std::rethrow_exception(error);
+  }
+
+  void note(const CheckpointInfo& info) {
+    const std::lock_guard lock(mutex_);
+    last_saved_ = info;
+  }
+
+  void write_in_background(SaveJob& job, Clock::time_point begin) {
+    try {
+      completed(job.write(writing_ranks_, &writer_.cancelled()));
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      error_ = std::current_exception();
+    }
+    const std::lock_guard lock(mutex_);
+    took_ = Clock::now() - begin;
+  }
+
+  void completed(const CheckpointInfo& info) {
+    note(info);
+    if (ranks_.leads()) remove_old(info);
+  }
+
+  /// What can't be removed is a nuisance, and no reason to end a training.
+  void remove_old(const CheckpointInfo& newest) {
+    try {
+      std::vector<CheckpointInfo> managed;
+      for (const CheckpointInfo& info : list_checkpoints(options_.directory)) {
+        const std::string name = info.directory.filename().string();
+        if (name == name_of(info) && internal::read_manifest(info.directory).managed) managed.push_back(info);
+      }
+      for (const CheckpointInfo& info :
+           internal::checkpoints_to_remove(managed, options_, {newest.directory})) {
+        LOCKSTEP_LOG(kInfo) << "removing the checkpoint " << info.directory.string();
+        internal::remove_checkpoint_directory(info.directory);
+      }
+    } catch (const c10::Error& error) {
+      LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << error.what();
+    }
+  }
+
+  /// Nothing if any rank finds damage. Whatever else goes wrong on any rank is thrown on all.
+  std::optional<LoadedCheckpoint> load_together(const std::filesystem::path& directory,
+                                                const LoadOptions& options) {
+    std::optional<LoadedCheckpoint> loaded;
+    Failure damage;
+    const Failure failure = Failure::of(ranks_, [&] {
+      try {
+        loaded = load_checkpoint(directory, options);
+      } catch (const CheckpointError&) {
+        damage = Failure::of_current_exception(ranks_);
+      }
+    });
+    using Outcome = std::tuple<std::string, int64_t, std::string>;
+    for (const auto& each : ranks_.all_gather(to_object(Outcome{damage.text, failure.kind, failure.text}))) {
+      const auto [damaged, kind, text] = from_object<Outcome>(each);
+      Failure{static_cast<Failure::Kind>(kind), text}.raise();
+      if (damage.text.empty()) damage.text = damaged;
+    }
+    if (damage.text.empty()) return loaded;
+    if (ranks_.leads()) {
+      LOCKSTEP_LOG(kWarning) << "skipping the checkpoint " << directory.string() << ": " << damage.text;
+    }
+    return {};
+  }
+
+  const CheckpointManagerOptions options_;
+  const MemberRanks ranks_;
+  const MemberRanks writing_ranks_;
+  SaveSchedule schedule_;
+  internal::Pages memory_;
+  mutable std::mutex mutex_;  // of what the thread writes
+  std::exception_ptr error_;
+  std::optional<CheckpointInfo> last_saved_;
+  std::optional<std::chrono::nanoseconds> took_;
+  internal::AsyncWriter writer_;  // last: its thread uses the rest
+};
+
+CheckpointManager::CheckpointManager(CheckpointManagerOptions options, ProcessGroup group) {
+  check(options);
+  options.directory = std::filesystem::absolute(options.directory).lexically_normal();
+  implementation_ = std::make_unique<Implementation>(std::move(options), std::move(group));
+}
+
+CheckpointManager::~CheckpointManager() = default;
+
+const CheckpointManagerOptions& CheckpointManager::options() const {
+  return implementation_->options();
+}
+
+bool CheckpointManager::should_save(int64_t step) {
+  return implementation_->schedule().due_at_step(step, Clock::now());
+}
+
+bool CheckpointManager::should_save_at_epoch_end(int64_t step, int64_t epoch) {
+  return implementation_->schedule().due_at_epoch(step, epoch);
+}
+
+void CheckpointManager::save_state(const StateDict& state, const StateDict& rank_state, CheckpointInfo info) {
+  implementation_->save(state, rank_state, info);
+}
+
+void CheckpointManager::save_state_alone(const StateDict& state, const StateDict& rank_state,
+                                         CheckpointInfo info) {
+  implementation_->save_alone(state, rank_state, info);
+}
+
+std::optional<LoadedCheckpoint> CheckpointManager::load_latest(const LoadOptions& options) {
+  return implementation_->load_latest(options);
+}
+
+void CheckpointManager::wait() {
+  implementation_->wait();
+}
+
+std::optional<CheckpointInfo> CheckpointManager::last_saved() const {
+  return implementation_->last_saved();
+}
+
+}  // namespace lockstep
