@@ -8,15 +8,16 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import (collectives, comm_hooks, compare, contenders, data, from_python, machine, report, results,
+from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, machine, report, results,
                                training)
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
-          "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data}
+          "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
+          "checkpoint": checkpoint.checkpoint}
 # They share no contender with the suites before, which hold memory that these need.
-BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data")
+BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint")
 ROUNDS, QUICK_ROUNDS = 15, 3
 BUSY_LOAD = 0.7
 

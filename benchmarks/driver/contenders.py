@@ -39,6 +39,8 @@ KINDS = {
     "python_lockstep": ("python_ddp_step.py", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),
     "data": ("bench_data", {}),
     "python_data": ("python_data.py", {}),
+    "checkpoint": ("bench_checkpoint", {}),
+    "python_checkpoint": ("python_checkpoint.py", {}),
     "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
 }
 NEED_PACKAGE = ("python_lockstep", "python_groups")

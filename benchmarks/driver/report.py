@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.driver import data, from_python, stats, targets, training_report
+from benchmarks.driver import checkpoint, data, from_python, stats, targets, training_report
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -14,7 +14,7 @@ def report(results, markdown=False):
     """All tables of what was measured, as one text."""
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
-               *training_report.tables(results), *python(results), loading(results), promises(results)]
+               *training_report.tables(results), *python(results), loading(results), checkpoints(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
 
@@ -152,6 +152,22 @@ def loading(results):
                              *(f"{1e9 * source.samples / results.median(f'{cell}.{who}'):,.0f}" for who in data.CONTENDERS),
                              ratio(results, f"{cell}.vs_python")])
     return Table("Loading data, samples a second", ["", "Lockstep", "torch.utils.data", "faster (quartiles)"], rows)
+
+
+def checkpoints(results):
+    rows = []
+    for operation, peers in checkpoint.OPERATIONS.items():
+        ours = results.median(checkpoint.series("lockstep", operation))
+        if ours is not None:
+            rows.append([operation, duration(ours),
+                         *(cell for library, peer in peers.items()
+                           for cell in (duration(results.median(checkpoint.series("python", peer))),
+                                        ratio(results, f"checkpoint.{operation.replace(':', '.')}.vs_{library}")))])
+    held_up = results.median(checkpoint.series("lockstep", checkpoint.ASYNC))
+    if held_up is not None:
+        rows.append([f"{checkpoint.ASYNC}, until save() returns", duration(held_up), "", "", "", ""])
+    return Table(f"Checkpoints of {checkpoint.MEBIBYTES} MiB",
+                 ["", "Lockstep", "torch", "faster (quartiles)", "safetensors", "faster (quartiles)"], rows)
 
 
 def promises(results):

@@ -69,6 +69,11 @@ TARGETS = (
     Target("data.jpeg.0.vs_python", 1, "epoch of a JPEG folder, not slower than torchvision's"),
     Target("data.jpeg.2.vs_python", 1, "the same, 2 workers each"),
     Target("data.parquet.1.vs_python", 1, "epoch of a Parquet file, not slower than pyarrow's with torch's DataLoader"),
+    Target("checkpoint.save.nosync.vs_torch", 1.5, "save 1 GiB without fsync, faster than torch.save"),
+    Target("checkpoint.save.sync.vs_torch", 1, "save 1 GiB with fsync, not slower than torch.save and fsync"),
+    Target("checkpoint.load.verify.vs_torch", 1, "load 1 GiB and check it, not slower than torch.load"),
+    Target("checkpoint.bytes_over_data", 1.01, "bytes written, of the tensors' bytes", at_most=True),
+    Target("checkpoint.async.of_sync", 0.05, "an asynchronous save holds up, of a synchronous one", at_most=True),
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )

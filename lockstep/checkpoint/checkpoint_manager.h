@@ -18,7 +18,7 @@ struct CheckpointManagerOptions {
   enum class Mode { min, max };
 
   /// Checkpoints are step-00000100, step-00000200, … below it. Made where it is missing.
-  std::filesystem::path directory;
+  std::filesystem::path directory = {};
 
   // ---- When; several may be given. With none of them, every(…) and automatic included, only save() saves.
   int64_t every_steps = 0;            ///< whenever the step is a multiple; 0: never

@@ -37,7 +37,9 @@ class Safetensors : public ::testing::Test {
     EXPECT_NE(text.find(path.string()), std::string::npos) << text;
     return text;
   }
-  std::string refusal(const std::string& header, size_t data_bytes) { return refusal(file_of(header, data_bytes)); }
+  std::string refusal(const std::string& header, size_t data_bytes) {
+    return refusal(file_of(header, data_bytes));
+  }
 
   Scratch scratch_;
 };
@@ -52,9 +54,10 @@ std::string entry(const std::string& name, const std::string& dtype, const std::
 
 TEST_F(Safetensors, ComesBack) {
   std::map<std::string, at::Tensor> tensors;
-  for (const auto dtype : {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kUInt16, at::kUInt32,
-                           at::kUInt64, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat,
-                           at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz}) {
+  for (const auto dtype :
+       {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kUInt16, at::kUInt32,
+        at::kUInt64, at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat, at::kFloat8_e5m2,
+        at::kFloat8_e4m3fn, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz}) {
     const std::string name = c10::toString(dtype);
     tensors[name] = torch::randint(0, 2, {3, 5}).to(dtype);
     tensors[name + ".scalar"] = torch::randint(0, 2, {}).to(dtype);
@@ -94,8 +97,9 @@ TEST_F(Safetensors, ReplacesAFileAsAWhole) {
   safetensors::save_file({{"b", torch::zeros({2})}}, path);
   EXPECT_EQ(safetensors::SafeOpen(path).keys(), std::vector<std::string>{"b"});
   EXPECT_EQ(scratch_.entries(), std::vector<std::string>{"a.safetensors"});
-  const auto text = message_of<CheckpointError>(
-      [&] { safetensors::save_file({{"a", torch::ones({2})}}, scratch_.path() / "none" / "a.safetensors"); });
+  const auto text = message_of<CheckpointError>([&] {
+    safetensors::save_file({{"a", torch::ones({2})}}, scratch_.path() / "none" / "a.safetensors");
+  });
   EXPECT_SAYS(text, "No such file or directory");
 }
 
@@ -156,11 +160,13 @@ TEST_F(Safetensors, RefusesHostileHeaders) {
   for (int i = 0; i < 64; ++i) ones += ",1";
   EXPECT_SAYS(refusal("{" + entry("a", "U8", ones + "]", 0, 1) + "}", 1), "more than 64 dimensions");
   EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0]}})", 1), "1 offsets");
-  EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1), "more than 2 offsets");
+  EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1),
+              "more than 2 offsets");
   EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1]}})", 1), "no 'data_offsets'");
   EXPECT_SAYS(refusal(R"({"a":{"shape":[1],"data_offsets":[0,1]}})", 1), "no 'dtype'");
   EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}})", 1), "twice");
-  EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":1}})", 1), "unknown field");
+  EXPECT_SAYS(refusal(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":1}})", 1),
+              "unknown field");
   EXPECT_SAYS(refusal(R"({"a":1})", 0), "has a number");
   EXPECT_SAYS(refusal(R"({"a":null})", 0), "has null");
   EXPECT_SAYS(refusal("[]", 0), "does not begin");
@@ -183,9 +189,14 @@ TEST_F(Safetensors, TakesWhatTheFormatAllows) {
   EXPECT_TRUE(open("{}", 0).empty());
   EXPECT_TRUE(open("{}   \n ", 0).empty());
   EXPECT_TRUE(open(R"({"__metadata__":null})", 0).empty());
-  EXPECT_EQ(open("{" + entry("a", "U16", "[1]", 1, 3) + "," + entry("b", "U8", "[]", 0, 1) + "}", 3).at("a").numel(), 1);
-  EXPECT_EQ(open("{" + entry("a", "F4", "[2,6]", 0, 6) + "}", 6).at("a").sizes(), (std::vector<int64_t>{2, 3}));
-  EXPECT_EQ(open("{" + entry("z", "F32", "[0]", 1, 1) + "," + entry("a", "U8", "[1]", 0, 1) + "}", 1).size(), 2U);
+  EXPECT_EQ(open("{" + entry("a", "U16", "[1]", 1, 3) + "," + entry("b", "U8", "[]", 0, 1) + "}", 3)
+                .at("a")
+                .numel(),
+            1);
+  EXPECT_EQ(open("{" + entry("a", "F4", "[2,6]", 0, 6) + "}", 6).at("a").sizes(),
+            (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(open("{" + entry("z", "F32", "[0]", 1, 1) + "," + entry("a", "U8", "[1]", 0, 1) + "}", 1).size(),
+            2U);
 }
 
 }  // namespace

@@ -3,29 +3,43 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <system_error>
+#include <utility>
 #include <vector>
-
-#include <gtest/gtest.h>
 
 namespace lockstep::testing {
 
-/// A directory of the test's own, which goes with it. The ranks of a test share the one of LOCKSTEP_SCRATCH.
+/// A directory of the test's own, which goes with it. Ranks that are started with environment() share their
+/// test's.
 class Scratch {
  public:
   Scratch() {
+    if (const char* shared = std::getenv(kVariable)) {
+      path_ = shared;
+      return;
+    }
     std::string name = std::filesystem::temp_directory_path() / "lockstep-checkpoint-XXXXXX";
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp " + name);
     path_ = name;
+    owned_ = true;
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
     std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
+    if (owned_) std::filesystem::remove_all(path_, ignored);
   }
 
   const std::filesystem::path& path() const { return path_; }
+  /// Whether this is a rank of the test, which also runs what stands before and between its bodies.
+  static bool in_rank() { return std::getenv(kVariable) != nullptr; }
+  /// For RunRanksOptions.
+  std::vector<std::pair<std::string, std::optional<std::string>>> environment() const {
+    return {{kVariable, path_.string()}};
+  }
 
   /// What is in it, sorted.
   std::vector<std::string> entries() const { return entries_of(path_); }
@@ -39,7 +53,9 @@ class Scratch {
   }
 
  private:
+  static constexpr const char* kVariable = "LOCKSTEP_CHECKPOINT_TEST_DIRECTORY";
   std::filesystem::path path_;
+  bool owned_ = false;
 };
 
 }  // namespace lockstep::testing

@@ -1,0 +1,377 @@
+#include <bit>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/base/failpoint.h>
+#include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/internal/save_plan.h>
+#include <lockstep/checkpoint/internal/state_json.h>
+#include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/checkpoint/testing/scratch.h>
+#include <lockstep/checkpoint/testing/states.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+
+namespace lockstep {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::model_state;
+using testing::run_ranks;
+using testing::same;
+using testing::Scratch;
+using testing::training_state;
+
+template <class Key>
+c10::IValue dict_of(std::vector<std::pair<Key, c10::IValue>> items) {
+  auto dict = detail::make_object_dict();
+  for (auto& [key, value] : items) dict.insert(key, value);
+  return dict;
+}
+
+/// One of everything that a state may hold.
+StateDict everything() {
+  using Items = std::vector<std::pair<std::string, c10::IValue>>;
+  const double odd_nan = std::bit_cast<double>(uint64_t{0xfff8000000000123});
+  std::vector<double> numbers = {0.0,
+                                 -0.0,
+                                 1.0,
+                                 0.1,
+                                 1e300,
+                                 5e-324,
+                                 1.0 / 3,
+                                 123456789012345680.0,
+                                 odd_nan,
+                                 std::numeric_limits<double>::quiet_NaN(),
+                                 std::numeric_limits<double>::infinity(),
+                                 -std::numeric_limits<double>::infinity(),
+                                 std::numeric_limits<double>::max()};
+  return {
+      {"none", c10::IValue()},
+      {"bools", to_object(std::vector<bool>{true, false})},
+      {"integers", to_object(std::vector<int64_t>{0, -1, INT64_MIN, INT64_MAX})},
+      {"numbers", to_object(numbers)},
+      {"texts",
+       to_object(std::vector<std::string>{"", "ünï \" \\ \n \x01", "\xff\xfe", std::string("a\0b", 3)})},
+      {"tuple", to_object(std::tuple<int64_t, std::string, std::tuple<>>{1, "two", {}})},
+      {"devices", to_object(std::vector<c10::Device>{c10::Device("cpu"), c10::Device("cuda:1")})},
+      {"complex", c10::complex<double>(-0.0, odd_nan)},
+      {"by number", dict_of<int64_t>({{3, "three"}, {-1, torch::arange(3)}})},
+      {"by truth", dict_of<bool>({{true, 1}, {false, 0}})},
+      {"by float", dict_of<double>({{0.5, 1}, {std::numeric_limits<double>::infinity(), 2}})},
+      {"odd keys", to_object(StateDict{{"$tensor", "x"}, {"\xff", torch::ones({1})}, {"", 1}})},
+      {"empty", to_object(std::vector<c10::IValue>{c10::IValue(detail::make_object_dict()),
+                                                   c10::IValue(detail::make_object_list(0))})},
+      {"clash", to_object(Items{{"unused", 1}})},
+      {"dots", to_object(StateDict{{"a.b", torch::zeros({1})},
+                                   {"a", to_object(StateDict{{"b", torch::ones({2})}})}})},
+      {"undefined", at::Tensor()},
+      {"a tensor alone", torch::full({2, 2}, 7, at::kHalf)},
+      {"strange/../name", to_object(StateDict{{"__metadata__", torch::zeros({0, 3})}})},
+      {"views", to_object(std::vector<at::Tensor>{torch::rand({3, 4}).t(), torch::rand({4}).expand({2, 4})})},
+  };
+}
+
+TEST(Checkpoint, HoldsEverything) {
+  const Scratch scratch;
+  const StateDict state = everything();
+  const auto directory = scratch.path() / "new" / "step-1";
+  const auto info = save_checkpoint(directory, state, state,
+                                    {.step = 7,
+                                     .epoch = 2,
+                                     .metrics = {{"loss", 0.25}, {"nan", NAN}, {"inf", -INFINITY}},
+                                     .emergency = "why\n\"so\""});
+  EXPECT_EQ(info.directory, directory);
+  EXPECT_EQ(info.world_size, 1);
+  EXPECT_TRUE(verify_checkpoint(directory).empty());
+  for (const bool verify : {true, false}) {
+    const LoadedCheckpoint loaded = load_checkpoint(directory, {.verify = verify});
+    for (const auto& [key, value] : state) {
+      EXPECT_TRUE(same(value, loaded.state.at(key))) << key;
+      EXPECT_TRUE(same(value, loaded.rank_state.at(key))) << key;
+    }
+    EXPECT_EQ(loaded.info.step, 7);
+    EXPECT_EQ(loaded.info.epoch, 2);
+    EXPECT_EQ(loaded.info.emergency, "why\n\"so\"");
+    EXPECT_EQ(loaded.info.metrics.at("loss"), 0.25);
+    EXPECT_TRUE(std::isnan(loaded.info.metrics.at("nan")));
+    EXPECT_EQ(loaded.info.metrics.at("inf"), -INFINITY);
+    EXPECT_EQ(loaded.info.saved_at, info.saved_at);
+  }
+  EXPECT_TRUE(load_checkpoint(directory, {.world_size = 2}).rank_state.empty());
+  EXPECT_TRUE(load_checkpoint(directory, {.rank = 1}).rank_state.empty());
+}
+
+TEST(Checkpoint, ModelsAreFilesWithPlainNames) {
+  const Scratch scratch;
+  const StateDict model = model_state(2);
+  save_checkpoint(scratch.path() / "a", training_state(2), {{"data", torch::arange(3)}}, {});
+  EXPECT_THAT(scratch.entries_of(scratch.path() / "a"),
+              ElementsAre("manifest.json", "model.safetensors", "rank00000.json", "rank00000.safetensors",
+                          "state.json"));
+  const auto tensors = safetensors::load_file(scratch.path() / "a" / "model.safetensors");
+  ASSERT_EQ(tensors.size(), model.size());
+  for (const auto& [name, tensor] : model) EXPECT_TRUE(same(tensor, tensors.at(name))) << name;
+}
+
+TEST(Checkpoint, RefusesWhatItCannotHold) {
+  const Scratch scratch;
+  const auto refused = [&](const StateDict& state) {
+    const auto text =
+        message_of<c10::ValueError>([&] { save_checkpoint(scratch.path() / "a", state, {}, {}); });
+    EXPECT_TRUE(scratch.entries().empty());
+    return text;
+  };
+  EXPECT_THAT(refused({{"model", to_object(StateDict{{"w", torch::ones({2}).to_sparse()}})}}),
+              HasSubstr("state['model']['w'] has the layout Sparse"));
+  EXPECT_THAT(refused({{"a", to_object(std::vector<at::Tensor>{torch::ones({1}, at::kComplexDouble)})}}),
+              HasSubstr("state['a'][0] has the dtype ComplexDouble"));
+  EXPECT_THAT(refused({{"$a", 1}}), HasSubstr("'$a'"));
+  EXPECT_THAT(refused({{"", torch::ones({1})}}), HasSubstr("1 to 200 characters"));
+  EXPECT_THAT(refused({{"rank00000", torch::ones({1})}, {"rank00000.x", torch::ones({1})}, {"\xff", 1}}),
+              HasSubstr("UTF-8"));
+  c10::IValue deep = 1;
+  for (int i = 0; i < 250; ++i) deep = to_object(std::vector<c10::IValue>{deep});
+  EXPECT_THAT(refused({{"a", deep}}), HasSubstr("nested deeper than 200"));
+}
+
+TEST(Checkpoint, ReplacesOnlyWhenTold) {
+  const Scratch scratch;
+  save_checkpoint(scratch.path() / "a", training_state(1), {}, {.step = 1});
+  EXPECT_THAT(
+      message_of<CheckpointError>([&] { save_checkpoint(scratch.path() / "a", training_state(2), {}, {}); }),
+      HasSubstr("exists already"));
+  EXPECT_EQ(load_checkpoint(scratch.path() / "a").info.step, 1);
+  save_checkpoint(scratch.path() / "a/", training_state(2), {}, {.step = 2},
+                  {.overwrite = true, .fsync = false});
+  EXPECT_EQ(load_checkpoint(scratch.path() / "a").info.step, 2);
+  EXPECT_THAT(scratch.entries(), ElementsAre("a"));
+}
+
+TEST(Checkpoint, TheLatestGoodOneIsFound) {
+  const Scratch scratch;
+  EXPECT_FALSE(find_latest_checkpoint(scratch.path() / "none"));
+  EXPECT_FALSE(find_latest_checkpoint(scratch.path()));
+  for (const int64_t step : {900, 1000, 99, 1001, 1002}) {
+    save_checkpoint(scratch.path() / ("step-" + std::to_string(step)), training_state(1), {},
+                    {.step = step, .emergency = step == 1000 ? "a signal" : ""});
+  }
+  std::filesystem::create_directory(scratch.path() / "step-2000");
+  std::filesystem::remove(scratch.path() / "step-1002" / "model.safetensors");
+  std::ofstream(scratch.path() / "step-1001" / "model.safetensors", std::ios::in) << "damage";
+  EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1000);
+  EXPECT_EQ(find_latest_checkpoint(scratch.path())->emergency, "a signal");
+  EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.verify = false})->step, 1001);
+  std::vector<int64_t> steps;
+  for (const auto& info : list_checkpoints(scratch.path())) steps.push_back(info.step);
+  EXPECT_THAT(steps, ElementsAre(99, 900, 1000, 1001, 1002));
+  std::filesystem::remove(scratch.path() / "step-1000" / "manifest.json");
+  EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 900);
+}
+
+TEST(StateJson, UnionsOfRanks) {
+  using internal::encode_state;
+  using internal::merge_states;
+  const auto encoded = [](const StateDict& state) { return encode_state(state, "state").json; };
+  const auto decoded = [](const std::string& json) {
+    return internal::decode_state(
+        json, [](const std::string&, const std::string&) { return torch::ones({1}); }, "state.json");
+  };
+  const StateDict first = {
+      {"a", to_object(StateDict{{"x", 1}, {"list", to_object(std::vector<int64_t>{1})}})},
+      {"b", dict_of<int64_t>({{0, 10}, {2, to_object(StateDict{{"p", 1}})}})},
+      {"c", detail::make_object_dict()}};
+  const StateDict second = {
+      {"a", to_object(StateDict{{"x", 2}, {"y", 3}, {"list", to_object(std::vector<int64_t>{2, 3})}})},
+      {"b", dict_of<int64_t>({{1, 11}, {2, to_object(StateDict{{"q", 2}})}})},
+      {"c", dict_of<int64_t>({{5, 5}})},
+      {"d", 4}};
+  const StateDict both = {
+      {"a", to_object(StateDict{{"x", 1}, {"y", 3}, {"list", to_object(std::vector<int64_t>{1})}})},
+      {"b", dict_of<int64_t>({{0, 10}, {1, 11}, {2, to_object(StateDict{{"p", 1}, {"q", 2}})}})},
+      {"c", dict_of<int64_t>({{5, 5}})},
+      {"d", 4}};
+  EXPECT_TRUE(same(decoded(merge_states({encoded(first), encoded(second)})), both));
+  EXPECT_EQ(merge_states({encoded(first), encoded(first)}), encoded(first));
+  EXPECT_THAT(
+      message_of<c10::ValueError>([&] {
+        merge_states(
+            {encoded({{"m", to_object(StateDict{{"a.b", torch::ones({1})}})}}),
+             encoded({{"m", to_object(StateDict{{"a", to_object(StateDict{{"b", torch::ones({1})}})}})}})});
+      }),
+      HasSubstr("'a.b'"));
+}
+
+TEST(StateJson, RefusesWhatNobodyWrote) {
+  const auto refused = [](const std::string& json) {
+    return message_of<CheckpointError>([&] {
+      internal::decode_state(
+          json, [](const std::string&, const std::string&) { return torch::ones({1}); }, "state.json");
+    });
+  };
+  EXPECT_THAT(refused("[]"), HasSubstr("no object"));
+  EXPECT_THAT(refused("1"), HasSubstr("no object"));
+  EXPECT_THAT(refused("{\"a\":"), HasSubstr("no JSON, at its byte"));
+  EXPECT_THAT(refused("{\"a\":1,\"a\":1}"), HasSubstr("twice"));
+  EXPECT_THAT(refused("{\"a\":{\"b\":1,\"b\":1}}"), HasSubstr("twice, at ['a']"));
+  EXPECT_THAT(refused("{\"a\":18446744073709551615}"), HasSubstr("64 bits"));
+  EXPECT_THAT(refused("{\"a\":1e999}"), HasSubstr("state.json"));
+  EXPECT_THAT(refused("{\"a\":[{\"$what\":1}]}"),
+              HasSubstr("'$what' is unknown, or has a value of a wrong kind, at ['a'][0]"));
+  EXPECT_THAT(refused(R"({"a":{"$float":"0.5"}})"), HasSubstr("$float"));
+  EXPECT_THAT(refused(R"({"a":{"$float":"nan:0"}})"), HasSubstr("$float"));
+  EXPECT_THAT(refused(R"({"a":{"$bytes":"f"}})"), HasSubstr("odd"));
+  EXPECT_THAT(refused(R"({"a":{"$bytes":"-1"}})"), HasSubstr("digits"));
+  EXPECT_THAT(refused(R"({"a":{"$device":"moon:9999999999999999999999"}})"), HasSubstr("no device"));
+  EXPECT_THAT(refused(R"({"a":{"$complex":[1,2]}})"), HasSubstr("complex"));
+  EXPECT_THAT(refused(R"({"a":{"$dict":[[1]]}})"), HasSubstr("pair"));
+  EXPECT_THAT(refused(R"({"a":{"$dict":[[[],1]]}})"), HasSubstr("wrong kind"));
+  EXPECT_THAT(refused(R"({"a":{"$tuple":1}})"), HasSubstr("wrong kind"));
+  EXPECT_THAT(refused(R"({"a":{"$tensor":1}})"), HasSubstr("no name"));
+  EXPECT_THAT(refused(R"({"a":{"$x":1,"b":2}})"), HasSubstr("begins with '$'"));
+  EXPECT_THAT(refused("{\"a\":" + std::string(100'000, '[')), HasSubstr("too deep"));
+  std::string objects;
+  for (int i = 0; i < 100'000; ++i) objects += "{\"a\":";
+  EXPECT_THAT(refused(objects), HasSubstr("too deep"));
+}
+
+TEST(SavePlan, DealsByBytesToThoseThatHaveATensor) {
+  using internal::deal_out;
+  using internal::TensorOffer;
+  const std::vector<TensorOffer> replicated = {
+      {"m", "big", 100}, {"m", "a", 40}, {"m", "b", 40}, {"m", "c", 30}};
+  std::vector<TensorOffer> more = replicated;
+  more.emplace_back("o", "own", 50);
+  const auto plain = deal_out({replicated, more}, false);
+  EXPECT_EQ(plain[0], (std::vector<internal::FileTask>{{"m.safetensors", "m", {0, 1, 2, 3}}}));
+  EXPECT_EQ(plain[1], (std::vector<internal::FileTask>{{"o.safetensors", "o", {4}}}));
+  const auto sharded = deal_out({replicated, more}, true);
+  // 100 to rank 0, its own 50 to rank 1, then the rest so that both come out even: 130 and 130.
+  EXPECT_EQ(sharded[0], (std::vector<internal::FileTask>{{"m-00001-of-00002.safetensors", "m", {0, 3}}}));
+  EXPECT_EQ(sharded[1], (std::vector<internal::FileTask>{{"m-00002-of-00002.safetensors", "m", {1, 2}},
+                                                         {"o.safetensors", "o", {4}}}));
+  EXPECT_THROW(deal_out({{{"a-00001-of-00002", "x", 1}, {"a", "y", 1}}, {{"a", "z", 1}}}, false),
+               c10::ValueError);
+  EXPECT_EQ(internal::file_stem("../a b"), "%2E.%2Fa%20b");
+}
+
+/// What rank `rank` of `world` has: a model like everybody's, and its part of an optimizer's state.
+StateDict state_of(int rank, int world) {
+  StateDict state = training_state(3);
+  auto moments = detail::make_object_dict();
+  for (int64_t i = 0; i < 6; ++i) {
+    if (i % world == rank)
+      moments.insert(i, to_object(StateDict{{"exp_avg", torch::full({2}, i)}, {"step", i}}));
+  }
+  state["optimizer"] = to_object(StateDict{{"state", c10::IValue(moments)}, {"lr", 0.1}});
+  return state;
+}
+
+TEST(Checkpoint, RanksSaveTogether) {
+  const Scratch scratch;
+  for (const int world : {1, 2, 3, 4}) {
+    run_ranks(
+        world,
+        [&](int rank) {
+          const auto group = init_process_group();
+          for (const bool sharded : {false, true}) {
+            const auto directory = scratch.path() / (std::to_string(world) + (sharded ? "-sharded" : ""));
+            const StateDict own = {{"rank", rank}, {"rng", torch::full({3}, rank)}};
+            const auto info = save_checkpoint(directory, state_of(rank, world), own, {.step = 1},
+                                              {.sharded = sharded, .fsync = false});
+            EXPECT_EQ(info.world_size, world);
+            EXPECT_EQ(info.directory, directory);
+            const auto loaded = load_checkpoint(directory);
+            EXPECT_TRUE(same(loaded.state, state_of(0, 1)));
+            EXPECT_TRUE(same(loaded.rank_state, own));
+            EXPECT_EQ(loaded.info.saved_at, info.saved_at);
+          }
+          EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.group = default_group()})->step, 1);
+        },
+        {.environment = scratch.environment()});
+    for (const char* kind : {"", "-sharded"}) {
+      const auto directory = scratch.path() / (std::to_string(world) + kind);
+      EXPECT_TRUE(verify_checkpoint(directory).empty());
+      const auto loaded = load_checkpoint(directory);
+      EXPECT_TRUE(same(loaded.state, state_of(0, 1)));
+      EXPECT_EQ(loaded.rank_state.empty(), world != 1);
+      EXPECT_EQ(
+          load_checkpoint(directory, {.rank = world - 1, .world_size = world}).rank_state.at("rank").toInt(),
+          world - 1);
+    }
+  }
+  EXPECT_THAT(scratch.entries_of(scratch.path() / "2-sharded"),
+              ElementsAre("manifest.json", "model-00001-of-00002.safetensors",
+                          "model-00002-of-00002.safetensors", "optimizer-00001-of-00002.safetensors",
+                          "optimizer-00002-of-00002.safetensors", "rank00000.json", "rank00000.safetensors",
+                          "rank00001.json", "rank00001.safetensors", "state.json"));
+}
+
+TEST(Checkpoint, WhatGoesWrongOnOneRankIsThrownOnAll) {
+  const Scratch scratch;
+  run_ranks(
+      3,
+      [&](int rank) {
+        const auto group = init_process_group();
+        const auto directory = scratch.path() / "a";
+        StateDict bad = training_state(1);
+        if (rank == 1) bad["bad"] = torch::ones({1}, at::kComplexDouble);
+        EXPECT_THAT(message_of<c10::ValueError>([&] { save_checkpoint(directory, bad, {}, {}); }),
+                    HasSubstr("rank 1: state['bad'] has the dtype"));
+        for (const char* place : {"within_file", "before_sync", "file_written", "files_written"}) {
+          if (rank == 2)
+            failpoint::configure(std::string("checkpoint.") + place + "=error(the disk is gone)");
+          const auto text = message_of<CheckpointError>([&] {
+            save_checkpoint(directory, training_state(1), {{"own", torch::ones({2})}}, {}, {.sharded = true});
+          });
+          failpoint::configure("");
+          EXPECT_THAT(text, HasSubstr("rank 2: "));
+          EXPECT_THAT(text, HasSubstr("the disk is gone"));
+        }
+        for (const char* place :
+             {"plan", "directory_made", "before_manifest", "within_manifest", "before_rename"}) {
+          if (rank == 0)
+            failpoint::configure(std::string("checkpoint.") + place + "=error(the disk is gone)");
+          EXPECT_THAT(
+              message_of<CheckpointError>([&] { save_checkpoint(directory, training_state(1), {}, {}); }),
+              HasSubstr("rank 0: "));
+          failpoint::configure("");
+        }
+        // Nothing is broken, and nothing left.
+        if (rank == 0) {
+          EXPECT_TRUE(scratch.entries().empty()) << scratch.entries()[0];
+        }
+        save_checkpoint(directory, training_state(1), {}, {.step = 4});
+        EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.group = default_group()})->step, 4);
+      },
+      {.environment = scratch.environment()});
+}
+
+TEST(Checkpoint, OneRankSavesAlone) {
+  const Scratch scratch;
+  run_ranks(
+      2,
+      [&](int rank) {
+        const auto group = init_process_group();
+        if (rank != 1) return;
+        const auto info = save_checkpoint(scratch.path() / "a", training_state(1), {{"rank", rank}},
+                                          {.emergency = "rank 0 is gone"}, {.alone = true});
+        EXPECT_EQ(info.world_size, 2);
+        EXPECT_EQ(load_checkpoint(scratch.path() / "a").rank_state.at("rank").toInt(), 1);
+        EXPECT_TRUE(load_checkpoint(scratch.path() / "a", {.rank = 0}).rank_state.empty());
+      },
+      {.environment = scratch.environment()});
+}
+
+}  // namespace
+}  // namespace lockstep

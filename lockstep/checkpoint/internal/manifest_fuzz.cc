@@ -1,0 +1,45 @@
+// Any bytes as a manifest, with the right checksum behind them, for otherwise nothing would get further: a
+// manifest that can be written and read again, or a CheckpointError.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include <lockstep/checkpoint/internal/checksum.h>
+#include <lockstep/checkpoint/internal/manifest.h>
+#include <lockstep/testing/fuzz_driver.h>
+
+std::vector<std::string> lockstep::testing::fuzz_seeds() {
+  using namespace internal;
+  Manifest manifest;
+  manifest.info = {.step = 5, .epoch = 1, .metrics = {{"loss", 0.5}, {"nan", 0.0 / 1}}, .emergency = "x"};
+  manifest.info.world_size = 2;
+  manifest.info.saved_at = std::chrono::system_clock::time_point(std::chrono::seconds(1'700'000'000));
+  manifest.ranks = {0, 1};
+  const std::string sum = checksum_of("x");
+  manifest.files = {{"model.safetensors", 100, sum}, {"state.json", 20, sum}};
+  manifest.tensors = {{"model", "w", "model.safetensors", "F32", {2, 3}, 8, 24, sum}};
+  const std::string text = to_text(manifest);
+  const std::string body = text.substr(0, text.rfind(",\n\"checksum\""));
+  return {body, "{\n\"format\": \"lockstep-checkpoint\""};
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace lockstep;
+  const std::string body(reinterpret_cast<const char*>(data), size);
+  try {
+    internal::parse_manifest(body, "input");
+  } catch (const CheckpointError&) {
+  }
+  internal::Manifest manifest;
+  try {
+    manifest = internal::parse_manifest(
+        body + ",\n\"checksum\": \"" + internal::checksum_of(body) + "\"\n}\n", "input");
+  } catch (const CheckpointError&) {
+    return 0;
+  }
+  const auto text = internal::to_text(manifest);
+  if (internal::to_text(internal::parse_manifest(text, "again")) != text) std::abort();
+  return 0;
+}

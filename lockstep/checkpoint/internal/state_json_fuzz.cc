@@ -1,0 +1,42 @@
+// Any bytes as a state: values that can be written and read again, or a CheckpointError.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ATen/ops/zeros.h>
+
+#include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/checkpoint/internal/state_json.h>
+#include <lockstep/testing/fuzz_driver.h>
+
+std::vector<std::string> lockstep::testing::fuzz_seeds() {
+  return {
+      R"({"model": {"fc1.weight":{"$tensor":"fc1.weight"},"x":{"$tensor":null}}, "n": [1,-2.5,true,null,"text"]})",
+      R"({"a": {"$dict":[[1,{"$tuple":[1,"two"]}],[0.5,{"$complex":[1.0,{"$float":"-inf"}]}],["$k",{}]]}})",
+      R"({"d": {"$device":"cuda:1"}, "b": {"$bytes":"ff00"}, "f": {"$float":"nan:7ff8000000000001"}})"};
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace lockstep;
+  static const at::Tensor tensor = at::zeros({1});
+  const auto find = [](const std::string&, const std::string&) { return tensor; };
+  StateDict state;
+  try {
+    state = internal::decode_state({reinterpret_cast<const char*>(data), size}, find, "input");
+  } catch (const CheckpointError&) {
+    return 0;
+  }
+  std::string text;
+  try {
+    text = internal::encode_state(state, "state").json;
+  } catch (const c10::ValueError&) {  // nested deeper than is written, or parts called "$…"
+    return 0;
+  }
+  const StateDict again = internal::decode_state(text, find, "again");
+  if (internal::encode_state(again, "state").json != text) std::abort();
+  if (internal::merge_states({text, text + " "}).empty()) std::abort();
+  return 0;
+}

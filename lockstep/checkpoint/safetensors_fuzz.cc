@@ -1,0 +1,60 @@
+// Any bytes as a safetensors file: tensors that the file can hold and that can be written again, or a
+// CheckpointError.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/checkpoint/internal/safetensors_header.h>
+#include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/testing/fuzz_driver.h>
+
+std::vector<std::string> lockstep::testing::fuzz_seeds() {
+  using internal::SafetensorsEntry;
+  std::vector<SafetensorsEntry> tensors = {{"fc1.weight", at::kFloat, {2, 3}, 0, 0},
+                                           {"fc1.bias", at::kHalf, {2}, 0, 0},
+                                           {"empty", at::kLong, {0, 4}, 0, 0},
+                                           {"scalar", at::kBool, {}, 0, 0},
+                                           {"packed", at::ScalarType::Float4_e2m1fn_x2, {2}, 0, 0}};
+  const auto bytes = static_cast<size_t>(internal::lay_out(tensors));
+  const std::string header = internal::make_safetensors_header({tensors, {{"format", "pt"}}});
+  return {header + std::string(bytes, 'x'), internal::make_safetensors_header({})};
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace lockstep;
+  // A file without a disk; each reader opens it anew.
+  static const UniqueFd file(::memfd_create("safetensors", MFD_CLOEXEC));
+  static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
+  if (::ftruncate(file.get(), 0) != 0 || ::pwrite(file.get(), data, size, 0) != static_cast<ssize_t>(size)) {
+    std::abort();
+  }
+  try {
+    const auto tensors = safetensors::load_file(path);
+    const safetensors::SafeOpen open(path);
+    internal::SafetensorsHeader again{{}, open.metadata()};
+    size_t bytes = 0;
+    for (const std::string& name : open.keys()) {
+      const at::Tensor& tensor = tensors.at(name);
+      const at::Tensor single = open.get_tensor(name);
+      if (tensor.nbytes() != single.nbytes() || tensor.sizes() != single.sizes()) std::abort();
+      if (std::memcmp(tensor.const_data_ptr(), single.const_data_ptr(), tensor.nbytes()) != 0) std::abort();
+      bytes += tensor.nbytes();
+      again.tensors.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
+    }
+    if (bytes > size || open.keys().size() != tensors.size()) std::abort();
+    const int64_t data_bytes = internal::lay_out(again.tensors);
+    const std::string header = internal::make_safetensors_header(again);
+    const auto parsed =
+        internal::parse_safetensors_header(std::string_view(header).substr(8), data_bytes, "again");
+    if (parsed.tensors.size() != again.tensors.size() || parsed.metadata != again.metadata) std::abort();
+  } catch (const CheckpointError&) {
+    // what is documented
+  }
+  return 0;
+}
