@@ -3,6 +3,9 @@
 /// Everything that a training program needs. Include <torch/torch.h> beside it for modules and optimizers.
 
 #include <lockstep/base/errors.h>
+#include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/checkpoint_manager.h>
+#include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/process_group.h>

@@ -61,13 +61,13 @@ TEST(CheckpointFailure, AWriterKilledAnywhereLeavesTheOneBefore) {
       manager.wait();
     };
     if (!Scratch::in_rank()) save(1, false);
-    const auto outcomes = run_ranks_collect(
-        1,
-        [&](int) {
-          failpoint::configure(std::string("checkpoint.") + place + "=kill(9)");
-          save(2, true);
-        },
-        {.environment = scratch.environment()});
+    const auto outcomes =
+        run_ranks_collect(1,
+                          [&](int) {
+                            failpoint::configure(std::string("checkpoint.") + place + "=kill(9)");
+                            save(2, true);
+                          },
+                          {.environment = scratch.environment()});
     if (Scratch::in_rank()) continue;
     ASSERT_EQ(outcomes[0].signal, SIGKILL) << place << ": " << outcomes[0].output;
     const bool complete = std::string(place) == "renamed" || std::string(place) == "removing";
@@ -120,22 +120,22 @@ TEST(CheckpointFailure, TheDirectoryOfALivingWriterStays) {
 TEST(CheckpointFailure, AFileThatMayNotGrow) {
   const Scratch scratch;
   if (!Scratch::in_rank()) save_checkpoint(scratch.path() / "good", training_state(1), {}, {.step = 1});
-  run_ranks(
-      2,
-      [&](int rank) {
-        const auto group = init_process_group();
-        if (rank == 1) {
-          std::signal(SIGXFSZ, SIG_IGN);
-          const rlimit limit{5000, 5000};
-          ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
-        }
-        const auto text = message_of<CheckpointError>([&] {
-          save_checkpoint(scratch.path() / "a", training_state(1, 2000), {}, {.step = 2}, {.sharded = true});
-        });
-        EXPECT_THAT(text, HasSubstr("rank 1: cannot write " + scratch.path().string()));
-        EXPECT_THAT(text, HasSubstr("File too large"));
-      },
-      {.environment = scratch.environment()});
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              if (rank == 1) {
+                std::signal(SIGXFSZ, SIG_IGN);
+                const rlimit limit{5000, 5000};
+                ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+              }
+              const auto text = message_of<CheckpointError>([&] {
+                save_checkpoint(scratch.path() / "a", training_state(1), {{"own", torch::ones({2000})}}, {.step = 2},
+                                {.sharded = true});
+              });
+              EXPECT_THAT(text, HasSubstr("rank 1: cannot write " + scratch.path().string()));
+              EXPECT_THAT(text, HasSubstr("File too large"));
+            },
+            {.environment = scratch.environment()});
   EXPECT_THAT(scratch.entries(), ElementsAre("good"));
 }
 
@@ -147,70 +147,69 @@ bool own_mounts() {
 TEST(CheckpointFailure, AFullDisk) {
   if (::geteuid() != 0) GTEST_SKIP() << "mounting a small tmpfs needs root";
   const Scratch scratch;
-  run_ranks(
-      1,
-      [&](int) {
-        if (!own_mounts() || ::mount("tmpfs", scratch.path().c_str(), "tmpfs", 0, "size=256k") != 0) {
-          std::cerr << "cannot mount here: " << std::strerror(errno) << "\n";
-          return;
-        }
-        save_checkpoint(scratch.path() / "good", training_state(1), {}, {.step = 1});
-        for (const bool async : {false, true}) {
-          CheckpointManager manager({.directory = scratch.path(), .async = async});
-          const auto text = message_of<CheckpointError>([&] {
-            manager.save_state(training_state(2, 50'000), {}, {.step = 2});
-            manager.wait();
-          });
-          EXPECT_THAT(text, HasSubstr("No space left on device"));
-          EXPECT_THAT(text, HasSubstr("model.safetensors"));
-          EXPECT_THAT(scratch.entries(), ElementsAre("good"));
-          EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
-          // Where there is space again, it goes on.
-          manager.save_state(training_state(2), {}, {.step = 3});
-          manager.wait();
-          EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 3);
-          fs::remove_all(scratch.path() / "step-00000003");
-        }
-        // A few bytes are left: the files get in, the manifest or a part of it does not.
-        for (int64_t left = 64 << 10; left > 0; left -= 4096) {
-          std::ofstream filler(scratch.path() / "filler", std::ios::trunc);
-          const auto space = static_cast<int64_t>(fs::space(scratch.path()).available);
-          filler << std::string(static_cast<size_t>(std::max<int64_t>(space - left, 0)), 'x') << std::flush;
-          try {
-            save_checkpoint(scratch.path() / "a", training_state(2), {}, {.step = 4});
-            fs::remove_all(scratch.path() / "a");
-          } catch (const CheckpointError& error) {
-            EXPECT_THAT(error.what(), HasSubstr("No space left on device"));
-            EXPECT_THAT(scratch.entries(), ElementsAre("filler", "good"));
-          }
-          EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
-        }
-      },
-      {.environment = scratch.environment()});
+  run_ranks(1,
+            [&](int) {
+              if (!own_mounts() || ::mount("tmpfs", scratch.path().c_str(), "tmpfs", 0, "size=256k") != 0) {
+                std::cerr << "cannot mount here: " << std::strerror(errno) << "\n";
+                return;
+              }
+              save_checkpoint(scratch.path() / "good", training_state(1), {}, {.step = 1});
+              for (const bool async : {false, true}) {
+                CheckpointManager manager({.directory = scratch.path(), .async = async});
+                const auto text = message_of<CheckpointError>([&] {
+                  manager.save_state(training_state(2, 50'000), {}, {.step = 2});
+                  manager.wait();
+                });
+                EXPECT_THAT(text, HasSubstr("No space left on device"));
+                EXPECT_THAT(text, HasSubstr("model.safetensors"));
+                EXPECT_THAT(scratch.entries(), ElementsAre("good"));
+                EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
+                // Where there is space again, it goes on.
+                manager.save_state(training_state(2), {}, {.step = 3});
+                manager.wait();
+                EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 3);
+                fs::remove_all(scratch.path() / "step-00000003");
+              }
+              // A few bytes are left: the files get in, the manifest or a part of it does not.
+              for (int64_t left = 64 << 10; left > 0; left -= 4096) {
+                std::ofstream filler(scratch.path() / "filler", std::ios::trunc);
+                const auto space = static_cast<int64_t>(fs::space(scratch.path()).available);
+                filler << std::string(static_cast<size_t>(std::max<int64_t>(space - left, 0)), 'x')
+                       << std::flush;
+                try {
+                  save_checkpoint(scratch.path() / "a", training_state(2), {}, {.step = 4});
+                  fs::remove_all(scratch.path() / "a");
+                } catch (const CheckpointError& error) {
+                  EXPECT_THAT(error.what(), HasSubstr("No space left on device"));
+                  EXPECT_THAT(scratch.entries(), ElementsAre("filler", "good"));
+                }
+                EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
+              }
+            },
+            {.environment = scratch.environment()});
 }
 
 TEST(CheckpointFailure, AReadOnlyDirectory) {
   const Scratch scratch;
   if (!Scratch::in_rank()) save_checkpoint(scratch.path() / "good", training_state(1), {}, {.step = 1});
-  run_ranks(
-      1,
-      [&](int) {
-        const char* path = scratch.path().c_str();
-        if (::geteuid() != 0) {
-          ASSERT_EQ(::chmod(path, 0500), 0);
-        } else if (!own_mounts() || ::mount(path, path, nullptr, MS_BIND, nullptr) != 0 ||
-                   ::mount(nullptr, path, nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY, nullptr) != 0) {
-          std::cerr << "cannot mount here: " << std::strerror(errno) << "\n";
-          return;
-        }
-        const auto text = message_of<CheckpointError>(
-            [&] { save_checkpoint(scratch.path() / "a", training_state(2), {}, {.step = 2}); });
-        EXPECT_THAT(text, HasSubstr("cannot create " + scratch.path().string()));
-        EXPECT_THAT(text, AnyOf(HasSubstr("Read-only file system"), HasSubstr("Permission denied")));
-        EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
-        EXPECT_EQ(::chmod(path, 0700), ::geteuid() == 0 ? -1 : 0);
-      },
-      {.environment = scratch.environment()});
+  run_ranks(1,
+            [&](int) {
+              const char* path = scratch.path().c_str();
+              if (::geteuid() != 0) {
+                ASSERT_EQ(::chmod(path, 0500), 0);
+              } else if (!own_mounts() || ::mount(path, path, nullptr, MS_BIND, nullptr) != 0 ||
+                         ::mount(nullptr, path, nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY, nullptr) != 0) {
+                std::cerr << "cannot mount here: " << std::strerror(errno) << "\n";
+                return;
+              }
+              const auto text = message_of<CheckpointError>(
+                  [&] { save_checkpoint(scratch.path() / "a", training_state(2), {}, {.step = 2}); });
+              EXPECT_THAT(text, HasSubstr("cannot create " + scratch.path().string()));
+              EXPECT_THAT(text, AnyOf(HasSubstr("Read-only file system"), HasSubstr("Permission denied")));
+              EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
+              EXPECT_EQ(::chmod(path, 0700), ::geteuid() == 0 ? -1 : 0);
+            },
+            {.environment = scratch.environment()});
 }
 
 /// A good checkpoint of step 1 and one of step 2 to damage; all that loading one needs.

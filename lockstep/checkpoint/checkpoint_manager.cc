@@ -79,9 +79,8 @@ class CheckpointManager::Implementation {
                   [this](const SaveSchedule::Look& look) { return agree_on(ranks_, look); }) {}
 
   ~Implementation() {
-    writer_.wait();
     try {
-      raise_error();
+      wait();
     } catch (const c10::Error& error) {
       LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << error.what_without_backtrace();
     } catch (const std::exception& error) {
@@ -126,6 +125,7 @@ class CheckpointManager::Implementation {
   }
 
   std::optional<LoadedCheckpoint> load_latest(LoadOptions options) {
+    writer_.wait();
     if (!options.rank) options.rank = ranks_.rank();
     if (!options.world_size) options.world_size = ranks_.group_size();
     std::vector<CheckpointInfo> candidates;

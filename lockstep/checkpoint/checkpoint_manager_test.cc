@@ -219,88 +219,87 @@ TEST(CheckpointManager, AnErrorOfTheThreadSurfacesLater) {
 
 TEST(CheckpointManager, RanksSaveBesideTheirCollectives) {
   const Scratch scratch;
-  run_ranks(
-      3,
-      [&](int rank) {
-        const auto group = init_process_group();
-        for (const bool sharded : {false, true}) {
-          CheckpointManager manager({.directory = scratch.path() / (sharded ? "sharded" : "whole"),
-                                     .every_steps = 5,
-                                     .every = 1ms,
-                                     .keep_last = 2,
-                                     .sharded = sharded,
-                                     .fsync = false});
-          Training training;
-          int64_t saves = 0;
-          for (int64_t step = 1; step <= 30; ++step) {
-            const auto sum = torch::ones({4});
-            all_reduce(sum);
-            const bool due = manager.should_save(step);
-            const auto all = torch::tensor(static_cast<int64_t>(due));
-            all_reduce(all);
-            ASSERT_EQ(all.item<int64_t>(), due ? 3 : 0);
-            if (!due) continue;
-            training.state = training_state(static_cast<double>(step));
-            training.own = {{"rank", rank}, {"step", step}};
-            manager.save(training, {.step = step});
-            ++saves;
-          }
-          EXPECT_GE(saves, 6);
-          manager.wait();
-          Training fresh;
-          CheckpointManager again({.directory = manager.options().directory, .async = false});
-          EXPECT_EQ(again.restore(fresh)->step, 30);
-          EXPECT_TRUE(same(fresh.state, training_state(30)));
-          EXPECT_EQ(fresh.own.at("rank").toInt(), rank);
-        }
-      },
-      {.environment = scratch.environment()});
+  run_ranks(3,
+            [&](int rank) {
+              const auto group = init_process_group();
+              for (const bool sharded : {false, true}) {
+                CheckpointManager manager({.directory = scratch.path() / (sharded ? "sharded" : "whole"),
+                                           .every_steps = 5,
+                                           .every = 1ms,
+                                           .keep_last = 2,
+                                           .sharded = sharded,
+                                           .fsync = false});
+                Training training;
+                int64_t saves = 0;
+                for (int64_t step = 1; step <= 30; ++step) {
+                  const auto sum = torch::ones({4});
+                  all_reduce(sum);
+                  const bool due = manager.should_save(step);
+                  const auto all = torch::tensor(static_cast<int64_t>(due));
+                  all_reduce(all);
+                  ASSERT_EQ(all.item<int64_t>(), due ? 3 : 0);
+                  if (!due) continue;
+                  training.state = training_state(static_cast<double>(step));
+                  training.own = {{"rank", rank}, {"step", step}};
+                  manager.save(training, {.step = step});
+                  ++saves;
+                }
+                EXPECT_GE(saves, 6);
+                manager.wait();
+                Training fresh;
+                CheckpointManager again({.directory = manager.options().directory, .async = false});
+                EXPECT_EQ(again.restore(fresh)->step, 30);
+                EXPECT_TRUE(same(fresh.state, training_state(30)));
+                EXPECT_EQ(fresh.own.at("rank").toInt(), rank);
+              }
+            },
+            {.environment = scratch.environment()});
   EXPECT_EQ(scratch.entries_of(scratch.path() / "sharded").size(), 2U);
 }
 
 TEST(CheckpointManager, RanksRestoreTheSameThoughOnlyOneSeesDamage) {
   const Scratch scratch;
-  run_ranks(
-      2,
-      [&](int rank) {
-        const auto group = init_process_group();
-        CheckpointManager manager({.directory = scratch.path(), .async = false});
-        Training training;
-        EXPECT_FALSE(manager.restore(training));
-        for (const int64_t step : {1, 2}) {
-          training.own = {{"rng", torch::full({3}, rank)}};
-          manager.save(training, {.step = step});
-        }
-        barrier();
-        if (rank == 1) std::filesystem::remove(scratch.path() / "step-00000002" / "rank00001.safetensors");
-        barrier();
-        EXPECT_EQ(manager.restore(training)->step, 1);
-        // By itself, for the one that is left.
-        if (rank == 1) manager.save_alone(training, {.step = 3, .emergency = "rank 0 is gone"});
-        barrier();
-        EXPECT_EQ(manager.restore(training)->step, 3);
-        EXPECT_EQ(training.own.empty(), rank == 0);
-      },
-      {.environment = scratch.environment()});
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              CheckpointManager manager({.directory = scratch.path(), .async = false});
+              Training training;
+              EXPECT_FALSE(manager.restore(training));
+              for (const int64_t step : {1, 2}) {
+                training.own = {{"rng", torch::full({3}, rank)}};
+                manager.save(training, {.step = step});
+              }
+              barrier();
+              if (rank == 1)
+                std::filesystem::remove(scratch.path() / "step-00000002" / "rank00001.safetensors");
+              barrier();
+              EXPECT_EQ(manager.restore(training)->step, 1);
+              // By itself, for the one that is left.
+              if (rank == 1) manager.save_alone(training, {.step = 3, .emergency = "rank 0 is gone"});
+              barrier();
+              EXPECT_EQ(manager.restore(training)->step, 3);
+              EXPECT_EQ(training.own.empty(), rank == 0);
+            },
+            {.environment = scratch.environment()});
 }
 
 TEST(CheckpointManager, TheProcessEndsCleanlyWhileItWrites) {
   const Scratch scratch;
   for (const std::string way : {"exit", "interrupt", "return", "throw"}) {
-    const auto outcomes = run_ranks_collect(
-        1,
-        [&](int) {
-          failpoint::configure("checkpoint.within_file=delay(20)");
-          CheckpointManager manager({.directory = scratch.path() / way});
-          Training training;
-          // Of several chunks, so that it is in the middle of a file.
-          training.state["model"] = to_object(StateDict{{"w", torch::ones({1 << 20})}});
-          manager.save(training, {.step = 1});
-          if (way == "exit") std::exit(7);
-          if (way == "interrupt") std::raise(SIGINT);
-          if (way == "throw") throw std::runtime_error("something else");
-        },
-        {.environment = scratch.environment()});
+    const auto outcomes =
+        run_ranks_collect(1,
+                          [&](int) {
+                            failpoint::configure("checkpoint.within_file=delay(20)");
+                            CheckpointManager manager({.directory = scratch.path() / way});
+                            Training training;
+                            // Of several chunks, so that it is in the middle of a file.
+                            training.state["model"] = to_object(StateDict{{"w", torch::ones({1 << 20})}});
+                            manager.save(training, {.step = 1});
+                            if (way == "exit") std::exit(7);
+                            if (way == "interrupt") std::raise(SIGINT);
+                            if (way == "throw") throw std::runtime_error("something else");
+                          },
+                          {.environment = scratch.environment()});
     if (Scratch::in_rank()) continue;
     const auto& outcome = outcomes[0];
     if (way == "exit") {

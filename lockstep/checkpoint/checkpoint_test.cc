@@ -280,25 +280,25 @@ StateDict state_of(int rank, int world) {
 TEST(Checkpoint, RanksSaveTogether) {
   const Scratch scratch;
   for (const int world : {1, 2, 3, 4}) {
-    run_ranks(
-        world,
-        [&](int rank) {
-          const auto group = init_process_group();
-          for (const bool sharded : {false, true}) {
-            const auto directory = scratch.path() / (std::to_string(world) + (sharded ? "-sharded" : ""));
-            const StateDict own = {{"rank", rank}, {"rng", torch::full({3}, rank)}};
-            const auto info = save_checkpoint(directory, state_of(rank, world), own, {.step = 1},
-                                              {.sharded = sharded, .fsync = false});
-            EXPECT_EQ(info.world_size, world);
-            EXPECT_EQ(info.directory, directory);
-            const auto loaded = load_checkpoint(directory);
-            EXPECT_TRUE(same(loaded.state, state_of(0, 1)));
-            EXPECT_TRUE(same(loaded.rank_state, own));
-            EXPECT_EQ(loaded.info.saved_at, info.saved_at);
-          }
-          EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.group = default_group()})->step, 1);
-        },
-        {.environment = scratch.environment()});
+    run_ranks(world,
+              [&](int rank) {
+                const auto group = init_process_group();
+                for (const bool sharded : {false, true}) {
+                  const auto directory =
+                      scratch.path() / (std::to_string(world) + (sharded ? "-sharded" : ""));
+                  const StateDict own = {{"rank", rank}, {"rng", torch::full({3}, rank)}};
+                  const auto info = save_checkpoint(directory, state_of(rank, world), own, {.step = 1},
+                                                    {.sharded = sharded, .fsync = false});
+                  EXPECT_EQ(info.world_size, world);
+                  EXPECT_EQ(info.directory, directory);
+                  const auto loaded = load_checkpoint(directory);
+                  EXPECT_TRUE(same(loaded.state, state_of(0, 1)));
+                  EXPECT_TRUE(same(loaded.rank_state, own));
+                  EXPECT_EQ(loaded.info.saved_at, info.saved_at);
+                }
+                EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.group = default_group()})->step, 1);
+              },
+              {.environment = scratch.environment()});
     for (const char* kind : {"", "-sharded"}) {
       const auto directory = scratch.path() / (std::to_string(world) + kind);
       EXPECT_TRUE(verify_checkpoint(directory).empty());
@@ -359,18 +359,17 @@ TEST(Checkpoint, WhatGoesWrongOnOneRankIsThrownOnAll) {
 
 TEST(Checkpoint, OneRankSavesAlone) {
   const Scratch scratch;
-  run_ranks(
-      2,
-      [&](int rank) {
-        const auto group = init_process_group();
-        if (rank != 1) return;
-        const auto info = save_checkpoint(scratch.path() / "a", training_state(1), {{"rank", rank}},
-                                          {.emergency = "rank 0 is gone"}, {.alone = true});
-        EXPECT_EQ(info.world_size, 2);
-        EXPECT_EQ(load_checkpoint(scratch.path() / "a").rank_state.at("rank").toInt(), 1);
-        EXPECT_TRUE(load_checkpoint(scratch.path() / "a", {.rank = 0}).rank_state.empty());
-      },
-      {.environment = scratch.environment()});
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              if (rank != 1) return;
+              const auto info = save_checkpoint(scratch.path() / "a", training_state(1), {{"rank", rank}},
+                                                {.emergency = "rank 0 is gone"}, {.alone = true});
+              EXPECT_EQ(info.world_size, 2);
+              EXPECT_EQ(load_checkpoint(scratch.path() / "a").rank_state.at("rank").toInt(), 1);
+              EXPECT_TRUE(load_checkpoint(scratch.path() / "a", {.rank = 0}).rank_state.empty());
+            },
+            {.environment = scratch.environment()});
 }
 
 }  // namespace

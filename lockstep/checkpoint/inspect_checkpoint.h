@@ -3,6 +3,8 @@
 #include <filesystem>
 #include <string>
 
+#include <lockstep/checkpoint/checkpoint_error.h>
+
 namespace lockstep {
 
 /// What `lockstep inspect checkpoint` prints, and its exit status.

@@ -21,7 +21,6 @@ struct Registry {
 Registry& registry() {
   static auto* const instance = [] {
     std::atexit([] {
-      // Not under the lock's protection for long: nothing else runs but other threads of the program.
       const std::lock_guard lock(registry().mutex);
       for (AsyncWriter* writer : registry().writers) writer->cancel_at_exit();
     });
@@ -38,6 +37,7 @@ AsyncWriter::AsyncWriter() {
 }
 
 AsyncWriter::~AsyncWriter() {
+  if (fork_guard_.in_forked_child()) return;
   {
     const std::lock_guard lock(registry().mutex);
     registry().writers.erase(this);
@@ -61,6 +61,7 @@ void AsyncWriter::start(std::function<void()> task) {
 }
 
 void AsyncWriter::wait() {
+  if (fork_guard_.in_forked_child()) return;
   std::unique_lock lock(mutex_);
   while (task_) wait_interruptibly(changed_, lock);
 }
@@ -71,6 +72,7 @@ bool AsyncWriter::busy() const {
 }
 
 void AsyncWriter::cancel_at_exit() {
+  if (fork_guard_.in_forked_child()) return;
   cancelled_ = true;
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kPatienceAtExit, [this] { return !task_; });

@@ -6,11 +6,13 @@
 #include <mutex>
 
 #include <lockstep/base/background_thread.h>
+#include <lockstep/base/fork_guard.h>
 
 namespace lockstep::internal {
 
 /// A thread that does one task after the other, at most one at a time. When the process ends by exit() while
-/// it works, the task is told to give up, and waited for, before static objects go. Not thread-safe: one
+/// it works, the task is told to give up, and waited for, before static objects go. In a forked child there is never a
+/// task. Not thread-safe: one
 /// owner.
 class AsyncWriter {
  public:
@@ -39,6 +41,7 @@ class AsyncWriter {
   std::function<void()> task_;  // none: the thread is idle
   bool closing_ = false;
   std::atomic<bool> cancelled_ = false;
+  ForkGuard fork_guard_;  // the thread and its task are not in a forked child
   BackgroundThread thread_;
 };
 

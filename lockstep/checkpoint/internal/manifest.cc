@@ -236,10 +236,12 @@ Manifest parse_manifest(const std::string& text, const std::string& what) {
   manifest.managed = top.at("managed").boolean();
   top.at("ranks").each([&](const Value& rank) { manifest.ranks.push_back(rank.integer()); });
   std::map<std::string, int64_t> files;
+  int64_t all_bytes = 0;
   top.at("files").each([&](const Value& value) {
     FileRecord file{file_name(value.at("name")), value.at("bytes").integer(),
                     value.at("xxh3_128").checksum()};
     if (!files.emplace(file.name, file.bytes).second) value.at("name").fail("is there twice");
+    if (__builtin_add_overflow(all_bytes, file.bytes, &all_bytes)) value.at("bytes").fail("is too much");
     manifest.files.push_back(std::move(file));
   });
   std::set<std::pair<std::string, std::string>> names;

@@ -89,7 +89,7 @@ TemporaryDirectory::TemporaryDirectory(fs::path destination) : destination_(std:
 }
 
 TemporaryDirectory::~TemporaryDirectory() {
-  if (!path_.empty()) remove_tree(path_);
+  if (!path_.empty() && !fork_guard_.in_forked_child()) remove_tree(path_);
 }
 
 void TemporaryDirectory::publish(bool overwrite, bool sync) {

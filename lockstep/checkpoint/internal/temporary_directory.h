@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include <lockstep/base/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::internal {
@@ -30,6 +31,7 @@ class TemporaryDirectory {
   std::filesystem::path destination_;
   std::filesystem::path path_;
   UniqueFd lock_;
+  ForkGuard fork_guard_;  // a forked child must not remove what its parent writes
 };
 
 /// Removes temporary directories in `parent` whose writers are dead. Never throws.
