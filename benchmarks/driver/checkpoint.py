@@ -19,7 +19,7 @@ SECONDS = 2
 SAVES = {f"save:{how}": {"torch": f"torch_save:{how}", "safetensors": f"safetensors_save:{how}"} for how in ("nosync", "sync")}
 LOADS = {f"load:{how}": {"torch": "torch_load:plain", "safetensors": "safetensors_load:plain"} for how in ("verify", "plain")}
 OPERATIONS = {**SAVES, **LOADS}
-ASYNC = "async:sync"
+ASYNC = "async:later"
 
 
 def series(who, operation):

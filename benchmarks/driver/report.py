@@ -165,7 +165,7 @@ def checkpoints(results):
                                         ratio(results, f"checkpoint.{operation.replace(':', '.')}.vs_{library}")))])
     held_up = results.median(checkpoint.series("lockstep", checkpoint.ASYNC))
     if held_up is not None:
-        rows.append([f"{checkpoint.ASYNC}, until save() returns", duration(held_up), "", "", "", ""])
+        rows.append([f"{checkpoint.ASYNC}, as long as it holds up", duration(held_up), "", "", "", ""])
     return Table(f"Checkpoints of {checkpoint.MEBIBYTES} MiB",
                  ["", "Lockstep", "torch", "faster (quartiles)", "safetensors", "faster (quartiles)"], rows)
 

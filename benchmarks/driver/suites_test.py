@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.driver import collectives, data, interleave, report, results, tables, targets
+from benchmarks.driver import checkpoint, collectives, data, interleave, report, results, tables, targets
 from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
@@ -18,7 +18,12 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40,
         ("data", "memory:0"): 4, ("data", "memory:2"): 5, ("python_data", "memory:0"): 80,
         ("python_data", "memory:2"): 60, ("data", "jpeg:0"): 50, ("data", "jpeg:2"): 40, ("python_data", "jpeg:0"): 100,
-        ("python_data", "jpeg:2"): 80, ("data", "parquet:1"): 20, ("python_data", "parquet:1"): 30}
+        ("python_data", "jpeg:2"): 80, ("data", "parquet:1"): 20, ("python_data", "parquet:1"): 30,
+        ("checkpoint", "save:nosync"): 100, ("checkpoint", "save:sync"): 200, ("checkpoint", "load:verify"): 50,
+        ("checkpoint", "load:plain"): 40, ("checkpoint", "async:later"): 4,
+        ("python_checkpoint", "torch_save:nosync"): 200, ("python_checkpoint", "torch_save:sync"): 300,
+        ("python_checkpoint", "safetensors_save:nosync"): 80, ("python_checkpoint", "safetensors_save:sync"): 180,
+        ("python_checkpoint", "torch_load:plain"): 60, ("python_checkpoint", "safetensors_load:plain"): 20}
 FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
          "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}
 
@@ -27,6 +32,8 @@ def facts_of(kind, operation, argument, rank):
     """What ours and Python's DDP tell, and what is counted and trained with hooks. The argument of accuracy is a seed."""
     if operation in ("ddp", "fixed"):
         return FACTS if kind.startswith("cpp") else {**FACTS, "backward_compute_comm_overlap_time": 80 + 80 * rank}
+    if operation.startswith("save:"):
+        return {"bytes_over_data": 1.0001}
     if operation.startswith("traffic:"):
         return {"input_bytes": 1 << 20, "output_bytes": 2 << 20}
     return {"accuracy": 0.8 + argument / 100} if operation.startswith("accuracy:") else {}
@@ -208,6 +215,21 @@ def test_loading_is_told_in_samples_a_second(monkeypatch):
     answer, _ = run(data.data, missing=["image"])
     assert answer.skipped == ["JPEG folder: image is not built"]
     assert "data.jpeg.2.vs_python" not in answer.figures and "data.parquet.1.vs_python" in answer.figures
+
+
+def test_checkpoints_are_compared_with_both_libraries():
+    answer, fleet = run(checkpoint.checkpoint)
+    assert answer.median("checkpoint.save.nosync.vs_torch") == pytest.approx(2)
+    assert answer.median("checkpoint.save.sync.vs_safetensors") == pytest.approx(0.9)
+    assert answer.median("checkpoint.load.verify.vs_torch") == pytest.approx(1.2)
+    assert answer.median("checkpoint.async.of_sync") == pytest.approx(0.02)
+    assert answer.median("checkpoint.bytes_over_data") == pytest.approx(1.0001)
+    assert {argument for *_, argument, _ in fleet.log} == {checkpoint.MEBIBYTES}
+    table = report.report(answer)
+    assert re.search(r"save:nosync +100 ms +200 ms +2x .* +80 ms +0.8x", table), table
+    assert re.search(r"as long as it holds up +4 ms", table), table
+    answer, _ = run(checkpoint.checkpoint, missing=["python_checkpoint"])
+    assert answer.skipped == ["python_checkpoint is not here"] and not answer.series
 
 
 def test_markdown():

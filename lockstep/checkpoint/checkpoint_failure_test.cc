@@ -129,8 +129,8 @@ TEST(CheckpointFailure, AFileThatMayNotGrow) {
                 ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
               }
               const auto text = message_of<CheckpointError>([&] {
-                save_checkpoint(scratch.path() / "a", training_state(1), {{"own", torch::ones({2000})}}, {.step = 2},
-                                {.sharded = true});
+                save_checkpoint(scratch.path() / "a", training_state(1), {{"own", torch::ones({2000})}},
+                                {.step = 2}, {.sharded = true});
               });
               EXPECT_THAT(text, HasSubstr("rank 1: cannot write " + scratch.path().string()));
               EXPECT_THAT(text, HasSubstr("File too large"));

@@ -1,11 +1,14 @@
 #include <array>
+#include <atomic>
 #include <cinttypes>
+#include <condition_variable>
 #include <cstdio>
 #include <exception>
 #include <mutex>
 #include <tuple>
 #include <utility>
 
+#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
@@ -103,11 +106,20 @@ class CheckpointManager::Implementation {
     if (!options_.async || !info.emergency.empty()) {
       completed(job->write(ranks_));
     } else {
-      job->stage(memory_, writing_ranks_);
+      job->stage(memory_, writing_ranks_, options_.copy_later);
+      copying_ = options_.copy_later;
       writer_.start([this, job, begin] { write_in_background(*job, begin); });
     }
     const auto now = Clock::now();
     schedule_.saved(info.step, now, now - begin);
+  }
+
+  void finish_copy() {
+    if (!copying_.load(std::memory_order_acquire)) return;
+    const auto begin = Clock::now();
+    std::unique_lock lock(mutex_);
+    while (copying_) wait_interruptibly(copied_, lock);
+    schedule_.also_held_up(Clock::now() - begin);
   }
 
   void save_alone(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
@@ -178,6 +190,12 @@ class CheckpointManager::Implementation {
   }
 
   void write_in_background(SaveJob& job, Clock::time_point begin) {
+    if (copying_) {
+      job.copy_rest(writing_ranks_);
+      const std::lock_guard lock(mutex_);
+      copying_.store(false, std::memory_order_release);
+    }
+    copied_.notify_all();
     try {
       completed(job.write(writing_ranks_, &writer_.cancelled()));
     } catch (...) {
@@ -244,6 +262,8 @@ class CheckpointManager::Implementation {
   SaveSchedule schedule_;
   internal::Pages memory_;
   mutable std::mutex mutex_;  // of what the thread writes
+  std::condition_variable copied_;
+  std::atomic<bool> copying_ = false;
   std::exception_ptr error_;
   std::optional<CheckpointInfo> last_saved_;
   std::optional<std::chrono::nanoseconds> took_;
@@ -281,6 +301,10 @@ void CheckpointManager::save_state_alone(const StateDict& state, const StateDict
 
 std::optional<LoadedCheckpoint> CheckpointManager::load_latest(const LoadOptions& options) {
   return implementation_->load_latest(options);
+}
+
+void CheckpointManager::finish_copy() {
+  implementation_->finish_copy();
 }
 
 void CheckpointManager::wait() {

@@ -37,7 +37,11 @@ struct CheckpointManagerOptions {
   int64_t keep_emergency = 2;  ///< beside them, the last ones saved in an emergency; at least 1
 
   // ---- How
-  bool async = true;     ///< save() returns after copying the tensors, and a thread writes them
+  bool async = true;  ///< save() returns after copying the tensors, and a thread writes them
+  /// With `async`: save() returns before tensors of more than 1 MiB are copied, and the thread copies them
+  /// while the next forward and backward run. Then finish_copy() must be called before they change: in front
+  /// of the optimizer's step(). A tensor that was changed all the same fails that checkpoint.
+  bool copy_later = false;
   bool sharded = false;  ///< see SaveOptions
   bool fsync = true;     ///< see SaveOptions
 };
@@ -90,6 +94,10 @@ class CheckpointManager {
   }
   void save_state(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
   void save_state_alone(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
+
+  /// Waits until the tensors of the last save() are copied, and may change; nothing without `copy_later`.
+  /// Costs nothing when they are. torch.distributed.checkpoint's synchronize_staging().
+  void finish_copy();
 
   /// Loads the latest good checkpoint into `training_state`: load_state_dict(), then load_rank_state_dict()
   /// of what is this rank's own (empty if another number of ranks wrote it). Nothing when there is none. All

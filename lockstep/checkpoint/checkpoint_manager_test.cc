@@ -198,6 +198,35 @@ TEST(CheckpointManager, SavesAndKeepsAndRestores) {
   }
 }
 
+TEST(CheckpointManager, CopiesWhileTheProgramGoesOn) {
+  const Scratch scratch;
+  Training training;
+  CheckpointManager manager({.directory = scratch.path(), .copy_later = true});
+  const auto weight = torch::full({1 << 20}, 1.0F);
+  const auto buffer = torch::full({4}, 1.0F);
+  training.state["model"] = to_object(StateDict{{"weight", weight}, {"buffer", buffer}});
+  for (int64_t step = 1; step <= 5; ++step) {
+    manager.save(training, {.step = step});
+    buffer.add_(1);  // as the forward of BatchNorm does
+    manager.finish_copy();
+    weight.add_(1);
+    manager.wait();
+    const auto saved =
+        from_object<StateDict>(load_checkpoint(manager.last_saved()->directory).state.at("model"));
+    EXPECT_TRUE(
+        torch::equal(saved.at("weight").toTensor(), torch::full({1 << 20}, static_cast<float>(step))));
+    EXPECT_TRUE(torch::equal(saved.at("buffer").toTensor(), torch::full({4}, static_cast<float>(step))));
+  }
+  // Without finish_copy(), and surely before the thread gets to it:
+  failpoint::configure("checkpoint.before_copy=delay(200)");
+  manager.save(training, {.step = 6});
+  weight.add_(1);
+  EXPECT_THAT(message_of<c10::ValueError>([&] { manager.wait(); }),
+              HasSubstr("'weight' of model was changed"));
+  failpoint::configure("");
+  EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 5);
+}
+
 TEST(CheckpointManager, AnErrorOfTheThreadSurfacesLater) {
   const Scratch scratch;
   Training training;

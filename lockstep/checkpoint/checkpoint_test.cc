@@ -138,8 +138,8 @@ TEST(Checkpoint, RefusesWhatItCannotHold) {
               HasSubstr("state['a'][0] has the dtype ComplexDouble"));
   EXPECT_THAT(refused({{"$a", 1}}), HasSubstr("'$a'"));
   EXPECT_THAT(refused({{"", torch::ones({1})}}), HasSubstr("1 to 200 characters"));
-  EXPECT_THAT(refused({{"rank00000", torch::ones({1})}, {"rank00000.x", torch::ones({1})}, {"\xff", 1}}),
-              HasSubstr("UTF-8"));
+  EXPECT_THAT(refused({{"\xff", 1}}), HasSubstr("UTF-8"));
+  EXPECT_THAT(refused({{"rank00000", torch::ones({1})}}), HasSubstr("can't be called 'rank00000'"));
   c10::IValue deep = 1;
   for (int i = 0; i < 250; ++i) deep = to_object(std::vector<c10::IValue>{deep});
   EXPECT_THAT(refused({{"a", deep}}), HasSubstr("nested deeper than 200"));

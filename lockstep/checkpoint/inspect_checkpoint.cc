@@ -254,6 +254,7 @@ class Values {
 
  private:
   void add(const std::string& place, const c10::IValue& value) {
+    if (value.isTensor()) return;  // the manifests tell of them
     if (value.isGenericDict() && !value.toGenericDict().empty()) {
       for (const auto& item : value.toGenericDict()) {
         add(place + "[" +

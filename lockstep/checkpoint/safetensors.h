@@ -27,7 +27,8 @@ namespace lockstep::safetensors {
 void save_file(const std::map<std::string, at::Tensor>& tensors, const std::filesystem::path& filename,
                const std::map<std::string, std::string>& metadata = {});
 
-/// All tensors of a file, in one piece of memory, which goes with the last of them. Throws as SafeOpen does. Thread-safe.
+/// All tensors of a file, in one piece of memory, which goes with the last of them. Throws as SafeOpen does.
+/// Thread-safe.
 std::map<std::string, at::Tensor> load_file(const std::filesystem::path& filename,
                                             c10::Device device = c10::kCPU);
 

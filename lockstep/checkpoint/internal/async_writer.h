@@ -11,9 +11,8 @@
 namespace lockstep::internal {
 
 /// A thread that does one task after the other, at most one at a time. When the process ends by exit() while
-/// it works, the task is told to give up, and waited for, before static objects go. In a forked child there is never a
-/// task. Not thread-safe: one
-/// owner.
+/// it works, the task is told to give up, and waited for, before static objects go. In a forked child there
+/// is never a task. Not thread-safe: one owner.
 class AsyncWriter {
  public:
   AsyncWriter();

@@ -18,6 +18,8 @@ namespace lockstep::internal {
 namespace {
 
 constexpr int64_t kAlignment = 64;
+// Up to this size tensors are copied at once in any case: a forward changes the buffers of BatchNorm.
+constexpr int64_t kSmall = int64_t{1} << 20;
 // What a thread copies at least, so that small models are not handed around.
 constexpr int64_t kCopyGrain = int64_t{4} << 20;
 
@@ -46,6 +48,10 @@ struct Copy {
   int64_t before;  // bytes of the parts before it
 };
 
+at::Tensor blob_like(char* data, const at::Tensor& tensor) {
+  return at::from_blob(data, tensor.sizes().vec(), at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
 void copy_parts(const std::vector<Copy>& copies, int64_t bytes) {
   at::parallel_for(0, bytes, kCopyGrain, [&](int64_t begin, int64_t end) {
     auto copy = std::upper_bound(copies.begin(), copies.end(), begin,
@@ -56,6 +62,14 @@ void copy_parts(const std::vector<Copy>& copies, int64_t bytes) {
       std::memcpy(copy->to + first, copy->from + first, static_cast<size_t>(last - first));
     }
   });
+}
+
+/// "rank00003" names what is a rank's own.
+void check_part_name(const std::string& part) {
+  const bool reserved = part.size() >= 9 && part.starts_with("rank") &&
+                        part.find_first_not_of("0123456789", 4) == std::string::npos;
+  TORCH_CHECK_VALUE(!reserved, "a part of the state can't be called '", part,
+                    "', for so the ranks' own states are called");
 }
 
 }  // namespace
@@ -90,6 +104,7 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
   EncodedState own;
   std::vector<TensorOffer> offers;
   const Failure mine = Failure::of(ranks, [&] {
+    for (const auto& [part, value] : state) check_part_name(part);
     shared = encode_state(state, "state");
     if (!rank_state.empty()) {
       own_name_ = rank_name(ranks.rank());
@@ -159,47 +174,60 @@ int64_t SaveJob::bytes() const {
   return bytes;
 }
 
-void SaveJob::stage(Pages& memory, const MemberRanks& ranks) {
-  staging_ = Failure::of(ranks, [&] { copy_tensors(memory); });
+void SaveJob::stage(Pages& memory, const MemberRanks& ranks, bool later) {
+  staging_ = Failure::of(ranks, [&] { copy_tensors(memory, later); });
 }
 
-void SaveJob::copy_tensors(Pages& memory) {
+void SaveJob::copy_tensors(Pages& memory, bool later) {
+  const auto padded = [](int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; };
   int64_t needed = 0;
   for (const File& file : files_) {
-    for (const StateTensor& each : file.tensors) {
-      needed += (static_cast<int64_t>(each.tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
-    }
+    for (const StateTensor& each : file.tensors) needed += padded(static_cast<int64_t>(each.tensor.nbytes()));
   }
   memory.reserve(static_cast<size_t>(needed));
   char* to = memory.data();
   std::vector<Copy> copies;
+  std::vector<at::Tensor> originals;  // must live until they are copied
   int64_t bytes = 0;
   for (File& file : files_) {
-    for (auto& [part, name, tensor] : file.tensors) {
+    for (StateTensor& each : file.tensors) {
+      at::Tensor& tensor = each.tensor;
       const auto size = static_cast<int64_t>(tensor.nbytes());
       if (size == 0) continue;
-      const at::Tensor copy =
-          at::from_blob(to, tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
-      if (tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
-        copies.push_back({to, static_cast<const char*>(tensor.const_data_ptr()), size, bytes});
-        bytes += size;
+      const bool plain = tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+      if (plain && later && size > kSmall && !tensor.is_inference()) {
+        rest_.push_back({&each, to, static_cast<uint32_t>(tensor._version())});
       } else {
-        copy.copy_(tensor.detach());
+        at::Tensor copy = blob_like(to, tensor);
+        if (plain) {
+          copies.push_back({to, static_cast<const char*>(tensor.const_data_ptr()), size, bytes});
+          bytes += size;
+        } else {
+          copy.copy_(tensor.detach());
+        }
+        originals.push_back(std::exchange(tensor, std::move(copy)));
       }
-      to += (size + kAlignment - 1) / kAlignment * kAlignment;
+      to += padded(size);
     }
   }
   copy_parts(copies, bytes);
-  // Only now: until here the originals had to live.
-  to = memory.data();
-  for (File& file : files_) {
-    for (auto& [part, name, tensor] : file.tensors) {
-      const auto size = static_cast<int64_t>(tensor.nbytes());
-      if (size == 0) continue;
-      tensor = at::from_blob(to, tensor.sizes().vec(), at::TensorOptions().dtype(tensor.scalar_type()));
-      to += (size + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+void SaveJob::copy_rest(const MemberRanks& ranks) {
+  if (staging_.kind != Failure::kNone) return;
+  staging_ = Failure::of(ranks, [&] {
+    failpoint::here("checkpoint.before_copy");
+    for (const Rest& rest : rest_) {
+      at::Tensor& tensor = rest.tensor->tensor;
+      std::memcpy(rest.to, tensor.const_data_ptr(), tensor.nbytes());
+      TORCH_CHECK_VALUE(static_cast<uint32_t>(tensor._version()) == rest.version, "tensor '",
+                        rest.tensor->name, "' of ", rest.tensor->part,
+                        " was changed while it was copied; with copy_later call finish_copy() before the "
+                        "optimizer's step()");
+      tensor = blob_like(rest.to, tensor);
     }
-  }
+  });
+  rest_.clear();
 }
 
 void SaveJob::write_text(const std::string& name, const std::string& text, Results& results) const {

@@ -57,9 +57,12 @@ class SaveJob {
   SaveJob(const std::filesystem::path& directory, const StateDict& state, const StateDict& rank_state,
           const CheckpointInfo& info, const SaveOptions& options, bool managed, const MemberRanks& ranks);
 
-  /// Copies into `memory`, which must stay as it is until write() has returned. What goes wrong is thrown by
-  /// write(), on all ranks: the others are about to call it.
-  void stage(Pages& memory, const MemberRanks& ranks);
+  /// Copies into `memory`, which must stay as it is until write() has returned. With `later`, large tensors
+  /// in the CPU's memory are left to copy_rest(). What goes wrong is thrown by write(), on all ranks: the
+  /// others are about to call it.
+  void stage(Pages& memory, const MemberRanks& ranks, bool later = false);
+  /// Copies what stage() left, in any thread. A tensor that was changed in between fails the checkpoint.
+  void copy_rest(const MemberRanks& ranks);
 
   /// Once. `cancelled` ends it early with an error; may be null.
   CheckpointInfo write(const MemberRanks& ranks, const std::atomic<bool>* cancelled = nullptr);
@@ -79,7 +82,7 @@ class SaveJob {
     std::vector<TensorRecord> tensors;
   };
 
-  void copy_tensors(Pages& memory);
+  void copy_tensors(Pages& memory, bool later);
   Results write_files(const std::atomic<bool>* cancelled) const;
   void write_text(const std::string& name, const std::string& text, Results& results) const;
   void finish(const std::vector<c10::IValue>& reports);
@@ -87,6 +90,13 @@ class SaveJob {
   CheckpointInfo info_;
   SaveOptions options_;
   bool managed_;
+  /// A copy that is made later: to where, and in which version the tensor must be then.
+  struct Rest {
+    StateTensor* tensor;
+    char* to;
+    uint32_t version;
+  };
+  std::vector<Rest> rest_;
   Failure staging_;          // what went wrong in stage()
   std::vector<File> files_;  // that this rank writes
   std::string own_name_;     // "rank00003"; empty if it has no state of its own

@@ -80,6 +80,10 @@ void SaveSchedule::saved(int64_t step, Clock::time_point now, nanoseconds held_u
   }
 }
 
+void SaveSchedule::also_held_up(nanoseconds held_up) {
+  if (cost_) *cost_ += held_up;
+}
+
 void SaveSchedule::written(nanoseconds took) {
   whole_ = took;
 }

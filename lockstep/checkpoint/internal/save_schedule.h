@@ -32,6 +32,8 @@ class SaveSchedule {
 
   /// A save has begun, which held the program up for `held_up` (of the leader).
   void saved(int64_t step, Clock::time_point now, std::chrono::nanoseconds held_up);
+  /// The last save has held the program up once more.
+  void also_held_up(std::chrono::nanoseconds held_up);
   /// The whole of the last save, with what a thread wrote, took so long.
   void written(std::chrono::nanoseconds took);
 

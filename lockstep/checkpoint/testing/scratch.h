@@ -53,7 +53,7 @@ class Scratch {
   }
 
  private:
-  static constexpr const char* kVariable = "LOCKSTEP_CHECKPOINT_TEST_DIRECTORY";
+  static constexpr const char* kVariable = "CHECKPOINT_TEST_DIRECTORY";
   std::filesystem::path path_;
   bool owned_ = false;
 };
