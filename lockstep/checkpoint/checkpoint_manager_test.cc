@@ -12,7 +12,10 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
+#include <lockstep/checkpoint/internal/member_ranks.h>
+#include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/retention.h>
+#include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/internal/save_schedule.h>
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/checkpoint/testing/states.h>
@@ -217,14 +220,22 @@ TEST(CheckpointManager, CopiesWhileTheProgramGoesOn) {
         torch::equal(saved.at("weight").toTensor(), torch::full({1 << 20}, static_cast<float>(step))));
     EXPECT_TRUE(torch::equal(saved.at("buffer").toTensor(), torch::full({4}, static_cast<float>(step))));
   }
-  // Without finish_copy(), and surely before the thread gets to it:
-  failpoint::configure("checkpoint.before_copy=delay(200)");
-  manager.save(training, {.step = 6});
+}
+
+TEST(CheckpointManager, ATensorThatIsChangedBeforeItIsCopiedFailsTheCheckpoint) {
+  const Scratch scratch;
+  const auto weight = torch::ones({1 << 20});
+  const internal::MemberRanks ranks;
+  internal::SaveJob job(scratch.path() / "a", {{"model", to_object(StateDict{{"weight", weight}})}}, {}, {},
+                        {},
+                        /*managed=*/true, ranks);
+  internal::Pages memory;
+  job.stage(memory, ranks, /*later=*/true);
   weight.add_(1);
-  EXPECT_THAT(message_of<c10::ValueError>([&] { manager.wait(); }),
+  job.copy_rest(ranks);
+  EXPECT_THAT(message_of<c10::ValueError>([&] { job.write(ranks); }),
               HasSubstr("'weight' of model was changed"));
-  failpoint::configure("");
-  EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 5);
+  EXPECT_THAT(scratch.entries(), IsEmpty());
 }
 
 TEST(CheckpointManager, AnErrorOfTheThreadSurfacesLater) {
@@ -339,7 +350,13 @@ TEST(CheckpointManager, TheProcessEndsCleanlyWhileItWrites) {
       EXPECT_EQ(outcome.exit_status, way == "return" ? 0 : 1) << outcome.output;
     }
     const auto found = find_latest_checkpoint(scratch.path() / way);
-    EXPECT_EQ(found.has_value(), way == "return" || way == "throw") << way;
+    // A machine that is busy enough may let it finish in the other cases, too; half of it is never there.
+    if (way == "return" || way == "throw") {
+      EXPECT_TRUE(found) << way;
+    }
+    if (!found) {
+      EXPECT_THAT(list_checkpoints(scratch.path() / way), IsEmpty()) << way;
+    }
   }
 }
 

@@ -216,7 +216,6 @@ void SaveJob::copy_tensors(Pages& memory, bool later) {
 void SaveJob::copy_rest(const MemberRanks& ranks) {
   if (staging_.kind != Failure::kNone) return;
   staging_ = Failure::of(ranks, [&] {
-    failpoint::here("checkpoint.before_copy");
     for (const Rest& rest : rest_) {
       at::Tensor& tensor = rest.tensor->tensor;
       std::memcpy(rest.to, tensor.const_data_ptr(), tensor.nbytes());
