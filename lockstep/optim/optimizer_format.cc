@@ -33,7 +33,9 @@ double number_at(const StateDict& state, const std::string& key) {
 
 int64_t step_at(const StateDict& state, const std::string& key) {
   const auto found = state.find(key);
-  if (found != state.end() && found->second.isInt()) return found->second.toInt();
+  if (found != state.end() && found->second.isInt() && found->second.toInt() >= 0) {
+    return found->second.toInt();
+  }
   const double step = number_at(state, key);
   constexpr double kMost = 9e15;  // up to here a double counts
   TORCH_CHECK_VALUE(step >= 0 && step <= kMost && step == std::floor(step), "'", key, "' is ", step,
