@@ -191,12 +191,22 @@ class DataLoader {
   /// sampler) batch_size may differ in the loader that goes on. The sampler's state is included; the default
   /// generator's, which the program has for itself, is not, and neither are those of workers' own generators.
   /// Small: 5 KB for each generator.
-  StateDict state_dict() const { return planner_.state_dict(); }
+  /// So many of the latest batches are to come again: those of a step that was not finished, say. Throws
+  /// c10::ValueError for more than this epoch's iterator has given.
+  StateDict state_dict(int64_t unseen_batches = 0) const { return planner_.state_dict(unseen_batches); }
   /// Takes what state_dict() returned. The next begin() goes on with that epoch (without any batch, when all
   /// had been seen), or begins a new one if the old one had ended. Throws c10::ValueError for what
   /// no loader has saved. begin() throws it when the sampler then gives another order than the saved epoch's,
   /// as it does after a set_epoch() with another epoch, or on another number of ranks.
   void load_state_dict(const StateDict& state) { planner_.load_state_dict(state); }
+
+  /// Tells the sampler which epoch the next begin() starts (DistributedSampler::set_epoch, say).
+  void set_epoch(int64_t epoch) { planner_.set_epoch(epoch); }
+  /// The next begin() goes on with an epoch of which the first `position` samples, in the order over all
+  /// ranks, were seen: on another number of ranks than it was begun with, where load_state_dict() can't.
+  /// False, and nothing changes, unless the sampler can do it, as DistributedSampler does. In place of
+  /// load_state_dict().
+  bool start_at(int64_t position) { return planner_.start_at(position); }
 
  private:
   struct Source {

@@ -1,4 +1,5 @@
 // A loader that is saved in the middle and goes on in another one.
+#include <algorithm>
 #include <functional>
 #include <memory>
 
@@ -192,6 +193,84 @@ TEST(DataLoaderState, AnotherOrderIsRefused) {
   moved_on.load_state_dict(state);
   sampler.set_epoch(4);
   EXPECT_THAT(value_error([&] { samples(moved_on); }), HasSubstr("set_epoch"));
+}
+
+TEST(DataLoaderState, BatchesThatWereNotUsedComeAgain) {
+  for (const int workers : {0, 2}) {
+    for (const int64_t taken : {1, 3, 5}) {  // 5: all of them, and then the end
+      DistributedSampler sampler(18, 1, 0);
+      Loader loader(Augmented{18}, {.batch_size = 4, .sampler = &sampler, .num_workers = workers, .seed = 5});
+      std::vector<Sample> all;
+      int64_t batches = 0;
+      StateDict state;
+      for (const auto& batch : loader) {
+        all.insert(all.end(), batch.begin(), batch.end());
+        if (++batches != taken) continue;
+        state = through_file(loader.state_dict(/*unseen_batches=*/1));
+      }
+      if (taken == 5) state = through_file(loader.state_dict(1));
+      Loader other(Augmented{18}, {.batch_size = 4, .sampler = &sampler, .num_workers = workers, .seed = 5});
+      other.load_state_dict(state);
+      const auto rest = samples(other);
+      const auto first = static_cast<size_t>(4 * (taken - 1));
+      EXPECT_EQ(rest, std::vector<Sample>(all.begin() + static_cast<int64_t>(first), all.end()))
+          << taken << " batches taken, " << workers << " workers";
+    }
+  }
+  Loader loader(Augmented{8}, {.batch_size = 4});
+  samples(loader);
+  EXPECT_THAT(value_error([&] { loader.state_dict(3); }),
+              HasSubstr("3 batches are to come again, but 2 have been given"));
+}
+
+TEST(DataLoaderState, AnotherNumberOfRanksGoesOnWithWhatNobodyHasSeen) {
+  for (const int64_t after : {2, 3, 4}) {
+    std::vector<int64_t> seen;
+    for (int64_t rank = 0; rank < 3; ++rank) {  // three ranks see two batches of 4 each
+      DistributedSampler sampler(59, 3, rank);
+      Loader loader(Augmented{59}, {.batch_size = 4, .sampler = &sampler});
+      loader.set_epoch(7);
+      for (const auto& [index, unused] : samples(loader, 2)) seen.push_back(index);
+    }
+    for (int64_t rank = 0; rank < after; ++rank) {
+      DistributedSampler sampler(59, {.num_replicas = after, .rank = rank, .drop_last = true});
+      Loader loader(Augmented{59}, {.batch_size = 4, .sampler = &sampler});
+      loader.set_epoch(7);
+      ASSERT_TRUE(loader.start_at(24));
+      EXPECT_EQ(sampler.size(), (59 - 24) / after);
+      // Saved in the rest, it goes on in the rest.
+      const auto some = samples(loader, 1);
+      DistributedSampler same(59, {.num_replicas = after, .rank = rank, .drop_last = true});
+      Loader other(Augmented{59}, {.batch_size = 4, .sampler = &same});
+      other.load_state_dict(through_file(loader.state_dict()));
+      for (const auto& part : {some, samples(other)}) {
+        for (const auto& [index, unused] : part) seen.push_back(index);
+      }
+      other.set_epoch(8);
+      EXPECT_EQ(samples(other).size(), static_cast<size_t>(59 / after)) << "the next epoch is whole";
+    }
+    const auto all = seen.size();
+    std::sort(seen.begin(), seen.end());
+    seen.erase(std::unique(seen.begin(), seen.end()), seen.end());
+    EXPECT_EQ(seen.size(), all) << "no sample comes twice";
+    EXPECT_EQ(all, static_cast<size_t>(24 + 35 / after * after));
+  }
+}
+
+TEST(DataLoaderState, WithTheSameRanksTheRestIsWhatTheWholeEpochEndsWith) {
+  for (int64_t rank = 0; rank < 3; ++rank) {  // with padding
+    DistributedSampler whole(20, 3, rank), rest(20, 3, rank);
+    const auto all = whole.indices();
+    rest.start_at(6);
+    EXPECT_EQ(rest.indices(), std::vector<int64_t>(all.begin() + 2, all.end()));
+    rest.start_at(20);
+    EXPECT_THAT(rest.indices(), IsEmpty());
+    EXPECT_EQ(rest.indices(), all);
+  }
+  Loader sequential(Augmented{5});
+  EXPECT_FALSE(sequential.start_at(2));
+  DistributedSampler sampler(5, 1, 0);
+  EXPECT_THAT(value_error([&] { sampler.start_at(-1); }), HasSubstr("the position is -1"));
 }
 
 TEST(DataLoaderState, RefusesWhatNoLoaderHasSaved) {

@@ -46,14 +46,22 @@ class DistributedSampler final : public Sampler {
 
   /// Chooses the permutation of the following indices() calls: its generator is seeded with seed + epoch,
   /// modulo 2^64.
-  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  void set_epoch(int64_t epoch) override {
+    if (epoch != epoch_) latest_start_.reset();
+    epoch_ = epoch;
+  }
+  /// Always true. The samples at `position` and behind it in the epoch's permutation are dealt out as those
+  /// of a whole epoch are: rank 0 gets the first. When N ranks have seen b samples each, that is at N·b.
+  /// Throws c10::ValueError when it is negative; at the data set's end and behind it nothing is left.
+  bool start_at(int64_t position) override;
 
-  /// Python's num_samples: how many indices this rank gets per epoch.
-  int64_t size() const override { return num_samples_; }
+  /// Python's num_samples: how many indices this rank gets per epoch. After start_at(), of what is left.
+  int64_t size() const override { return samples_from(start_); }
   std::vector<int64_t> indices() override;
 
-  /// {"epoch"}; the rest is said when a sampler is made.
-  StateDict state_dict() const override { return {{"epoch", epoch_}}; }
+  /// {"epoch"}, and {"start"} where the latest order did not begin at 0; the rest is said when a sampler is
+  /// made.
+  StateDict state_dict() const override;
   void load_state_dict(const StateDict& state) override;
 
   /// num_replicas × size(): with padding, without dropped samples.
@@ -63,13 +71,18 @@ class DistributedSampler final : public Sampler {
   int64_t epoch() const { return epoch_; }
 
  private:
+  int64_t samples_from(int64_t start) const;
+
   int64_t dataset_size_;
   int64_t num_replicas_ = 0;
   int64_t rank_ = 0;
   int64_t num_samples_ = 0;
   bool shuffle_;
+  bool drop_last_;
   int64_t seed_;
   int64_t epoch_ = 0;
+  int64_t start_ = 0;                    // of the next indices()
+  std::optional<int64_t> latest_start_;  // of the latest, until something else is chosen
 };
 
 struct DistributedEvalSamplerOptions {

@@ -8,6 +8,10 @@ namespace lockstep::data {
 struct Example {
   at::Tensor data;
   at::Tensor target;
+  template <class Visitor>
+  void visit_tensors(Visitor&& visit) {
+    visit(data), visit(target);
+  }
 };
 
 }  // namespace lockstep::data

@@ -23,6 +23,13 @@ class Sampler {
   /// The indices of the next epoch, in order.
   virtual std::vector<int64_t> indices() = 0;
 
+  /// Which epoch the next indices() is for. Samplers whose order depends on it override this.
+  virtual void set_epoch(int64_t /*epoch*/) {}
+  /// The next indices(), and it alone, leaves out the first `position` samples of the order over all ranks,
+  /// and deals out the rest: to go on with an epoch that another number of ranks began. False, and nothing
+  /// changes, for a sampler that can't.
+  virtual bool start_at(int64_t /*position*/) { return false; }
+
   /// What another sampler, made in the same way, needs to give once more the order of the latest indices()
   /// (before the first: of the next), and then those that follow it. Nothing, unless a sampler says
   /// otherwise: right for one whose order depends on nothing but how it was made.
@@ -39,6 +46,8 @@ class SamplerOfBatches {
   virtual int64_t size() const = 0;
   /// The batches of the next epoch, in order; none of them empty.
   virtual std::vector<std::vector<int64_t>> batches() = 0;
+  virtual void set_epoch(int64_t /*epoch*/) {}
+  virtual bool start_at(int64_t /*position*/) { return false; }
   virtual StateDict state_dict() const { return {}; }
   virtual void load_state_dict(const StateDict& /*state*/) {}
 };
@@ -139,6 +148,8 @@ class BatchSampler final : public SamplerOfBatches {
   BatchSampler(Sampler& sampler, int64_t batch_size, bool drop_last);
   int64_t size() const override;
   std::vector<std::vector<int64_t>> batches() override;
+  void set_epoch(int64_t epoch) override { sampler_.set_epoch(epoch); }
+  bool start_at(int64_t position) override { return sampler_.start_at(position); }
   StateDict state_dict() const override { return sampler_.state_dict(); }
   void load_state_dict(const StateDict& state) override { sampler_.load_state_dict(state); }
 

@@ -153,7 +153,26 @@ std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
       std::move(progress), waited_, std::move(pool));
 }
 
-StateDict EpochPlanner::state_dict() const {
+void EpochPlanner::set_epoch(int64_t epoch) {
+  if (iterable()) return;
+  if (options_.batch_sampler != nullptr) {
+    options_.batch_sampler->set_epoch(epoch);
+  } else {
+    sampler().set_epoch(epoch);
+  }
+}
+
+bool EpochPlanner::start_at(int64_t position) {
+  if (iterable()) return false;
+  if (!(options_.batch_sampler != nullptr ? options_.batch_sampler->start_at(position)
+                                          : sampler().start_at(position))) {
+    return false;
+  }
+  resume_.reset();
+  return true;
+}
+
+StateDict EpochPlanner::state_dict(int64_t unseen_batches) const {
   StateDict state;
   if (generator_) state["generator"] = generator_->get_state();
   if (base_seed_) state["base_seed"] = *base_seed_;
@@ -166,14 +185,25 @@ StateDict EpochPlanner::state_dict() const {
     state["sampler"] = to_object(sampler_state_);
     return state;
   }
-  const bool under_way = plan_ != nullptr && !progress_->finished;
-  const bool finished = plan_ != nullptr ? progress_->finished : loaded_finished_;
+  const int64_t given = plan_ == nullptr ? 0 : progress_->batches - plan_->first_batch;
+  TORCH_CHECK_VALUE(unseen_batches >= 0 && unseen_batches <= given,
+                    "DataLoader::state_dict: ", unseen_batches, " batches are to come again, but ", given,
+                    " have been given in this epoch");
+  const bool again = unseen_batches > 0;
+  const bool under_way = plan_ != nullptr && (!progress_->finished || again);
+  const bool finished = plan_ != nullptr ? progress_->finished && !again : loaded_finished_;
   state["epoch_under_way"] = under_way;
   state["epoch_finished"] = finished;
   state["sampler"] = to_object(under_way || finished ? sampler_state_ : sampler_state());
   if (!under_way) return state;
-  state["samples"] = progress_->samples;
-  state["batches"] = progress_->batches;
+  const int64_t batches = progress_->batches - unseen_batches;
+  int64_t samples = progress_->samples;
+  if (again) {  // all batches of a stream but its last are full
+    samples = iterable() ? plan_->first + (given - unseen_batches) * plan_->batch_size
+                         : plan_->slice(batches).begin;
+  }
+  state["samples"] = samples;
+  state["batches"] = batches;
   state["order"] = order_of(*plan_);
   return state;
 }
