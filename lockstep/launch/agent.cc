@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
@@ -172,6 +173,13 @@ int run(const RunOptions& options) {
   }
   const std::string report = failure_report(endings, evidence);
   say(report);
+  // They were stopped and ask to be started again (RobustLoop): whoever started this job is to know.
+  constexpr int kTryAgain = 75;  // EX_TEMPFAIL
+  if (std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
+        return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
+      })) {
+    return kTryAgain;
+  }
   if (interrupted_by) {
     const char* name = ::sigabbrev_np(*interrupted_by);
     say(std::string("lockstep run: ended by SIG") + (name == nullptr ? "?" : name) + "\n");

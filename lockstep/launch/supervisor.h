@@ -53,8 +53,8 @@ class Streams {
 /// - The first failure gives the others kReactionTime to notice it by themselves and say so, then SIGTERM,
 /// and
 ///   SIGKILL when the grace period, counted from the failure, is over.
-/// - SIGINT, SIGTERM, SIGHUP or SIGQUIT to the launcher are passed on; SIGKILL follows when the grace period
-/// is over or
+/// - SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to the launcher are passed on; SIGKILL follows when the
+/// grace period is over or
 ///   at the second signal.
 /// - At the deadline: SIGKILL.
 /// - What workers left running in their process groups is killed at the end, after kDrainTime for those that
