@@ -38,3 +38,6 @@
 #include <lockstep/optim/zero_hook.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/rendezvous/device.h>
+#include <lockstep/train/batch_size_finder.h>
+#include <lockstep/train/robust_loop.h>
+#include <lockstep/train/trainer.h>

@@ -1,0 +1,134 @@
+#include <algorithm>
+#include <new>
+#include <string_view>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/object_conversion.h>
+#include <lockstep/base/state_dict.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/objects.h>
+#include <lockstep/train/internal/failure_agreement.h>
+
+namespace lockstep::train {
+namespace {
+
+/// What LibTorch's CPU allocator says (c10/core/impl/alloc_cpu.cpp), which has no type of its own; and
+/// CUDA's.
+bool says_out_of_memory(std::string_view text) {
+  return text.find("DefaultCPUAllocator: can't allocate memory") != std::string_view::npos ||
+         text.find("DefaultCPUAllocator: not enough memory") != std::string_view::npos ||
+         text.find("CUDA out of memory") != std::string_view::npos;
+}
+
+template <class Error>
+FailureKind kind_of_nested(const Error& error, FailureKind otherwise) {
+  const auto* nested = dynamic_cast<const std::nested_exception*>(&error);
+  if (nested == nullptr || !nested->nested_ptr()) return otherwise;
+  return kind_of(nested->nested_ptr()) == FailureKind::kOutOfMemory ? FailureKind::kOutOfMemory : otherwise;
+}
+
+StateDict as_object(const FailureReport& report, int rank) {
+  return {{"kind", static_cast<int64_t>(report.kind)},
+          {"text", report.text},
+          {"step", report.step},
+          {"largest_micro_batch", report.largest_micro_batch},
+          {"can_repeat", report.can_repeat},
+          {"can_save", report.can_save},
+          {"rank", static_cast<int64_t>(rank)}};
+}
+
+FailureReport report_of(const StateDict& object) {
+  constexpr const char* kOwner = "FailureReport";
+  return {.kind = static_cast<FailureKind>(state_value<int64_t>(object, "kind", kOwner)),
+          .text = state_value<std::string>(object, "text", kOwner),
+          .step = state_value<int64_t>(object, "step", kOwner),
+          .largest_micro_batch = state_value<int64_t>(object, "largest_micro_batch", kOwner),
+          .can_repeat = state_value<bool>(object, "can_repeat", kOwner),
+          .can_save = state_value<bool>(object, "can_save", kOwner)};
+}
+
+std::chrono::milliseconds timeout_of(const ProcessGroup& group) {
+  const auto backend = c10::dynamic_intrusive_pointer_cast<LockstepBackend>(group->getBackend(c10::kCPU));
+  return backend ? backend->timeout() : std::chrono::minutes(30);
+}
+
+}  // namespace
+
+FailureKind kind_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::OutOfMemoryError&) {
+    return FailureKind::kOutOfMemory;
+  } catch (const std::bad_alloc&) {
+    return FailureKind::kOutOfMemory;
+  } catch (const c10::DistBackendError& error) {
+    return kind_of_nested(error, FailureKind::kPeer);
+  } catch (const c10::Error& error) {
+    if (says_out_of_memory(error.what_without_backtrace())) return FailureKind::kOutOfMemory;
+    return kind_of_nested(error, FailureKind::kOther);
+  } catch (const std::exception& error) {
+    if (says_out_of_memory(error.what())) return FailureKind::kOutOfMemory;
+    return kind_of_nested(error, FailureKind::kOther);
+  } catch (...) {
+    return FailureKind::kOther;
+  }
+}
+
+std::string text_of(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception that is no std::exception";
+  }
+}
+
+FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout) {
+  if (!is_initialized() || get_world_size() == 1) {
+    return {.group = is_initialized() ? default_group() : ProcessGroup(),
+            .reports = {mine},
+            .former_ranks = {0},
+            .somebody_died = false};
+  }
+  const int former_rank = get_rank();
+  const int former_size = get_world_size();
+  const auto usual_timeout = timeout_of(default_group());
+  set_group_timeout(timeout);  // how long the others are waited for
+  abort();                     // whatever they wait for: this rank does not come there
+  // Another one may die meanwhile; then the survivors meet again.
+  for (int left = former_size;; --left) {
+    try {
+      FailureAgreement agreement;
+      if (get_world_size() > 1) {
+        agreement.group = shrink_group({}, {}, SHRINK_ABORT, {.timeout = usual_timeout});
+      } else {
+        agreement.group = default_group();
+      }
+      const int size = get_world_size();
+      std::vector<c10::IValue> objects(static_cast<size_t>(size));
+      all_gather_object(objects, to_object(as_object(mine, former_rank)));
+      for (const auto& object : objects) {
+        const auto state = from_object<StateDict>(object);
+        agreement.reports.push_back(report_of(state));
+        agreement.former_ranks.push_back(
+            static_cast<int>(state_value<int64_t>(state, "rank", "FailureReport")));
+      }
+      agreement.somebody_died = size < former_size;
+      return agreement;
+    } catch (const DistTimeoutError&) {
+      throw;
+    } catch (const c10::DistBackendError& error) {
+      if (left <= 1) throw;
+      LOCKSTEP_LOG(kInfo) << "RobustLoop: meeting again: " << error.what_without_backtrace();
+    }
+  }
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include <lockstep/collectives/process_group.h>
+
+namespace lockstep::train {
+
+/// What went wrong on a rank.
+enum class FailureKind {
+  kPeer,         // a collective failed, because of another rank
+  kOutOfMemory,  // an allocation did
+  kOther,
+};
+
+/// c10::OutOfMemoryError, std::bad_alloc, and what LibTorch's CPU allocator throws, also where they are
+/// nested in another error, are kOutOfMemory; a c10::DistBackendError is kPeer.
+FailureKind kind_of(const std::exception_ptr& failure);
+/// Its message, without a backtrace.
+std::string text_of(const std::exception_ptr& failure);
+
+/// A rank's part of the agreement.
+struct FailureReport {
+  FailureKind kind = FailureKind::kOther;
+  std::string text;
+  int64_t step = 0;                 // that it has done
+  int64_t largest_micro_batch = 0;  // samples
+  bool can_repeat = false;          // it is within a step that it can do again
+  bool can_save = false;            // what it holds is a state between two steps
+};
+
+struct FailureAgreement {
+  ProcessGroup group;                  // of those who are left; the new default group
+  std::vector<FailureReport> reports;  // theirs, by rank in `group`
+  std::vector<int> former_ranks;       // and what rank each had before
+  bool somebody_died = false;
+};
+
+/// To be called by all living ranks after a failure, each with its own report, wherever it struck them: ends
+/// what the others wait for, makes a new default group of those who live, and gathers their reports. Destroys
+/// all groups. Without a process group, and with one rank, there is only the own report. Throws
+/// DistTimeoutError when a rank that lives does not come within `timeout`.
+FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout);
+
+}  // namespace lockstep::train

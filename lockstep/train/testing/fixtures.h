@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include <lockstep/data/data_loader.h>
+#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/ddp/distributed_data_parallel.h>
+
+/// A model and data that the tests of this room share.
+namespace lockstep::testing {
+
+/// Sample i: four numbers that follow from i, of which the first is i itself; and a target.
+struct Points {
+  int64_t count = 0;
+  int64_t size() const { return count; }
+  data::Example get_batch(std::span<const int64_t> indices) const {
+    auto x = torch::empty({static_cast<int64_t>(indices.size()), 4}, torch::kDouble);
+    for (size_t row = 0; row < indices.size(); ++row) {
+      const auto i = static_cast<double>(indices[row]);
+      auto* values = x.mutable_data_ptr<double>() + 4 * row;
+      values[0] = i, values[1] = std::sin(i), values[2] = std::cos(3 * i), values[3] = std::sin(7 * i);
+    }
+    return {x, x.slice(1, 1).sum(1, /*keepdim=*/true)};
+  }
+  data::Example get(int64_t index) const { return get_batch({&index, 1}); }
+};
+
+using Loader = data::DataLoader<Points>;
+
+/// The samples of a batch.
+inline std::vector<int64_t> ids(const data::Example& batch) {
+  std::vector<int64_t> ids;
+  const auto first = batch.data.select(1, 0).to(torch::kLong).contiguous();
+  ids.assign(first.const_data_ptr<int64_t>(), first.const_data_ptr<int64_t>() + first.numel());
+  return ids;
+}
+
+/// Does not see the index. With `dropout` it draws random numbers in training.
+struct SmallNet : torch::nn::Module {
+  explicit SmallNet(double dropout = 0) : dropout(dropout) {
+    torch::manual_seed(3);
+    hidden = register_module("hidden", torch::nn::Linear(3, 8));
+    output = register_module("output", torch::nn::Linear(8, 1));
+    to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return output(torch::dropout(torch::tanh(hidden(x.slice(1, 1))), dropout, is_training()));
+  }
+  double dropout;
+  torch::nn::Linear hidden{nullptr}, output{nullptr};
+};
+
+inline std::vector<torch::Tensor> copies(const std::vector<torch::Tensor>& tensors) {
+  std::vector<torch::Tensor> answer;
+  for (const auto& tensor : tensors) answer.push_back(tensor.detach().clone());
+  return answer;
+}
+
+inline bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& x, const auto& y) { return at::equal(x, y); });
+}
+
+/// A folder for one test, the same in all of its ranks: removed and made anew by the test program itself.
+class TestFolder {
+ public:
+  explicit TestFolder(const std::string& name)
+      : path_(std::filesystem::temp_directory_path() / ("lockstep-train-" + name)) {
+    if (std::getenv("RANK") != nullptr) return;
+    std::filesystem::remove_all(path_);
+    std::filesystem::create_directories(path_);
+    owner_ = true;
+  }
+  TestFolder(const TestFolder&) = delete;
+  TestFolder& operator=(const TestFolder&) = delete;
+  ~TestFolder() {
+    if (owner_) std::filesystem::remove_all(path_);
+  }
+  operator std::filesystem::path() const { return path_; }  // NOLINT
+  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+  bool owner_ = false;
+};
+
+}  // namespace lockstep::testing

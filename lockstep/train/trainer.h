@@ -1,0 +1,371 @@
+#pragma once
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <lockstep/ddp/gradient_accumulation.h>
+#include <lockstep/ddp/state_sync.h>
+#include <lockstep/optim/autocast.h>
+#include <lockstep/train/batch_access.h>
+#include <lockstep/train/trainer_core.h>
+
+namespace lockstep {
+
+/// A training loop: epochs of steps, validation, learning-rate schedule, log, checkpoints. Everything in it
+/// could be written by hand from the library's public parts, and gives the same weights to the bit.
+///
+///     const auto loss_of = [](auto& model, auto& batch) {
+///       return torch::nn::functional::cross_entropy(model.forward(batch.data), batch.target);
+///     };
+///     lockstep::Trainer trainer(model, optimizer, loader, loss_of, {.max_epochs = 5, .clip_grad_norm
+///     = 1.0}); trainer.validate_on(validation_loader); trainer.restore();                            // if
+///     there is a checkpoint trainer.train();
+///
+/// `model`: a DistributedDataParallel, or any module in a job of one process. `loss_of(model, batch)` returns
+/// the mean loss of the batch, or a StepOutput with metrics beside it. In training it gets the model itself,
+/// in validation what that wraps, so it is best a generic lambda that calls forward(). `loader`: a
+/// data::DataLoader, or anything else that one can iterate (with its own state_dict() and load_state_dict(),
+/// if training is to be resumed within an epoch). All must outlive the Trainer. For a model on a GPU, loss_of
+/// takes the batch there.
+///
+/// A step's batches are held until it is done. Its gradients are those of the mean over all samples of all
+/// ranks, also where the last batches are smaller on some ranks, or some ranks have fewer batches: before
+/// each step the ranks tell each other what they have (one small all-gather), and one that has run out stands
+/// in with its last batch at weight 0. (That batch counts again in a BatchNorm's running statistics.) With
+/// equal batches each has the weight 1, so nothing is multiplied.
+///
+/// Metrics are means over samples of all ranks: "train/NAME" every log_every_n_steps, with "train/lr",
+/// "train/samples_per_second" and, when clipping, "train/grad_norm"; "epoch/NAME" and "validation/NAME" at an
+/// epoch's end. NAME is "loss", or what loss_of has named. Rank 0 alone draws the progress bar and calls the
+/// writers.
+///
+/// Not for optimizers that need a closure (LBFGS). Callbacks and metrics: see TrainerCore, TrainerOptions.
+/// Failures are thrown as they come; RobustLoop survives some of them. Used by one thread.
+template <class Model, class Loader, class LossFunction>
+class Trainer final : public TrainerCore {
+ public:
+  using Batch = typename Loader::Batch;
+
+  /// Collective. Throws c10::ValueError for options that make no sense, and for a model that does not average
+  /// its gradients in a job of several ranks.
+  Trainer(Model& model, torch::optim::Optimizer& optimizer, Loader& loader, LossFunction loss_of,
+          TrainerOptions options = {})
+      : TrainerCore(optimizer, std::move(options)),
+        model_(model),
+        loader_(loader),
+        loss_of_(std::move(loss_of)) {
+    TORCH_CHECK_VALUE(world_size() == 1 || kSynchronises,
+                      "Trainer: in a job of several ranks the model must average its gradients; wrap it in a "
+                      "lockstep::DistributedDataParallel");
+    parameters_ = model_.parameters();
+    if constexpr (requires { loader_.waited(); }) waited_ = [&loader] { return loader.waited(); };
+    state().add_model("model", model_);
+    state().add_optimizer("optimizer", optimizer_, model_);
+    add_parts();
+  }
+
+  /// What validates, after each epoch: `loader`, on which no rank should see what another sees
+  /// (data::DistributedEvalSampler; ranks may have unequally many batches, and none), and `loss_of`, or a
+  /// function of the same kind. `loader` must outlive the Trainer.
+  template <class ValidationLoader>
+  void validate_on(ValidationLoader& loader) {
+    validate_on(loader, loss_of_);
+  }
+  template <class ValidationLoader, class Function>
+  void validate_on(ValidationLoader& loader, Function function) {
+    validation_ = [this, &loader, function](MetricAverages& averages) {
+      return evaluate(loader, function, averages);
+    };
+  }
+
+  void train() override {
+    begin_training();
+    try {
+      while (!finished() && !stopped()) train_epoch();
+    } catch (...) {
+      end_training("failed");
+      throw;
+    }
+    end_training(stopped() ? "killed" : "finished");
+  }
+
+  /// One epoch, or the rest of it: its steps, validation, and what belongs to its end. Returns metrics().
+  const Metrics& train_epoch() {
+    begin_epoch(batches());
+    model_.train();
+    if (!epoch_trained_) {
+      if constexpr (requires { loader_.set_epoch(epoch()); }) loader_.set_epoch(epoch());
+      if (!train_steps()) return metrics_;
+      note_epoch();
+    }
+    if (!stopped_ && validation_ && validation_due()) validate();
+    if (!stopped_) finish_epoch();
+    return metrics_;
+  }
+
+  /// The mean of each metric over all samples of the validation, as "validation/NAME" in metrics(). Nothing
+  /// is changed when training was to be stopped meanwhile.
+  const Metrics& validate() {
+    TORCH_CHECK(validation_, "Trainer: there is nothing to validate on; call validate_on() first");
+    call(&TrainerCallbacks::before_validation);
+    const bool training = model_.is_training();
+    share_buffers();
+    model_.eval();
+    MetricAverages averages;
+    stopped_ = !validation_(averages);
+    model_.train(training);
+    if (stopped_) return metrics_;
+    for (const auto& [name, value] : averages.reduce(group_)) metrics_["validation/" + name] = value;
+    call(&TrainerCallbacks::after_validation);
+    return metrics_;
+  }
+
+  void update_process_group(const ProcessGroup& group) override {
+    if constexpr (kSynchronises) model_.update_process_group(group);
+    set_group(group);
+  }
+
+ private:
+  static constexpr bool kSynchronises = requires(Model & model) { model.no_sync(); };
+  static constexpr bool kResumes = requires(const Loader& loader) { loader.state_dict(int64_t{1}); };
+
+  /// Goes through a loader. Asks for the next batch only when it is wanted.
+  template <class AnyLoader>
+  class BatchesOf {
+   public:
+    explicit BatchesOf(AnyLoader& loader) : loader_(loader), iterator_(loader.begin()) {}
+    auto* next() {
+      if (std::exchange(begun_, true) && !ended_) ++iterator_;
+      ended_ = ended_ || iterator_ == loader_.end();
+      return ended_ ? nullptr : &*iterator_;
+    }
+
+   private:
+    AnyLoader& loader_;
+    decltype(std::declval<AnyLoader&>().begin()) iterator_;
+    bool begun_ = false;
+    bool ended_ = false;
+  };
+  using Batches = BatchesOf<Loader>;
+
+  /// What is computed at once: a batch, or a part of one.
+  struct Piece {
+    const Batch* batch;
+    int64_t begin;
+    int64_t length;
+    bool whole;
+  };
+
+  /// All steps of the epoch; false if it was left in its middle.
+  bool train_steps() {
+    std::optional<StepPlan> plan;
+    {
+      std::optional<Batches> batches;
+      if (!loader_ended_) batches.emplace(loader_);
+      do {
+        plan = train_step(batches);
+      } while (plan->samples > 0 && !plan->stop && !out_of_steps());
+    }
+    held_.clear();
+    if (plan->samples == 0) return true;
+    // It goes on here when train() is called again.
+    loader_ended_ = loader_ended_ && unseen_batches_ == 0;
+    load_loader(loader_state(std::exchange(unseen_batches_, 0)));
+    return false;
+  }
+
+  /// An optimizer step, unless the plan that it returns is to do nothing or to stop.
+  StepPlan train_step(std::optional<Batches>& batches) {
+    const bool has_batches = fetch(batches);
+    std::optional<StepPlan> plan;
+    for (bool first = true; !plan; first = false) {
+      try {
+        plan = attempt(has_batches, first);
+      } catch (...) {
+        undo_attempt();
+        if (!recover) throw;
+        recover(std::current_exception());  // throws, unless the step is to be done again
+      }
+    }
+    stopped_ = plan->stop;
+    if (plan->samples > 0 && !plan->stop) apply_gradients(*plan);
+    return *plan;
+  }
+
+  /// Agrees on the step, and computes its gradients.
+  StepPlan attempt(bool has_batches, bool first) {
+    const auto pieces = pieces_of(held_);
+    const StepPlan plan = agree(note_of(pieces, has_batches));
+    if (plan.stop || plan.samples == 0) return plan;
+    if (first) call(&TrainerCallbacks::before_step);
+    begin_attempt();
+    compute_gradients(pieces, has_batches, plan);
+    return plan;
+  }
+
+  /// The step's batches; without any the last step's stay, to stand in with.
+  bool fetch(std::optional<Batches>& batches) {
+    std::vector<Batch> next;
+    while (static_cast<int64_t>(next.size()) < options_.accumulate_grad_batches) {
+      Batch* batch = loader_ended_ ? nullptr : batches->next();
+      loader_ended_ = batch == nullptr;
+      if (loader_ended_) break;
+      ++unseen_batches_;
+      next.push_back(std::move(*batch));
+    }
+    if (next.empty()) return false;
+    held_ = std::move(next);
+    return true;
+  }
+
+  std::vector<Piece> pieces_of(const std::vector<Batch>& batches) const {
+    std::vector<Piece> pieces;
+    for (const Batch& batch : batches) {
+      const int64_t samples = BatchAccess<Batch>::samples(batch);
+      const int64_t most = max_micro_batch_ > 0 ? std::min(max_micro_batch_, samples) : samples;
+      for (int64_t begin = 0; begin < samples; begin += most) {
+        const int64_t length = std::min(most, samples - begin);
+        pieces.push_back({&batch, begin, length, length == samples});
+      }
+    }
+    return pieces;
+  }
+
+  StepNote note_of(const std::vector<Piece>& pieces, bool has_batches) {
+    StepNote note;
+    note.can_stand_in = !pieces.empty();
+    if (!has_batches) return note;
+    note.micro_batches = static_cast<int64_t>(pieces.size());
+    largest_micro_batch_ = 0;
+    for (const Piece& piece : pieces) {
+      note.samples += piece.length;
+      largest_micro_batch_ = std::max(largest_micro_batch_, piece.length);
+    }
+    return note;
+  }
+
+  /// Accumulated over the pieces, and averaged over all ranks' samples. All ranks compute equally often, for
+  /// a model may communicate in its forward.
+  void compute_gradients(const std::vector<Piece>& pieces, bool has_batches, const StepPlan& plan) {
+    const auto own = has_batches ? static_cast<int64_t>(pieces.size()) : 0;
+    const double samples_per_rank = static_cast<double>(plan.samples) / world_size();
+    GradientAccumulation accumulation(model_, {.steps = plan.micro_batches});
+    for (int64_t i = 0; i < plan.micro_batches; ++i) {
+      const bool counts = i < own;
+      const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
+      auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
+      const StepOutput output = run(loss_of_, model_, piece);
+      scaler_.scale(micro.scale(output.loss)).backward();
+      if (counts) note(output, piece.length);
+    }
+  }
+
+  template <class Function, class AnyModel>
+  StepOutput run(Function& function, AnyModel& model, const Piece& piece) const {
+    if (piece.whole) return run(function, model, *piece.batch);
+    return run(function, model, BatchAccess<Batch>::part(*piece.batch, piece.begin, piece.length));
+  }
+  template <class Function, class AnyModel, class AnyBatch>
+  requires(!std::same_as<AnyBatch, Piece>) StepOutput
+      run(Function& function, AnyModel& model, const AnyBatch& batch)
+  const {
+    std::optional<Autocast> scope;
+    if (options_.autocast_dtype) {
+      scope.emplace(options_.device, AutocastOptions{.dtype = options_.autocast_dtype});
+    }
+    auto output = function(model, batch);
+    if constexpr (std::convertible_to<decltype(output), at::Tensor>) {
+      return {.loss = std::move(output)};
+    } else {
+      return output;
+    }
+  }
+
+  /// False when training is to stop.
+  template <class ValidationLoader, class Function>
+  bool evaluate(ValidationLoader& loader, Function& function, MetricAverages& averages) {
+    using ValidationBatch = typename ValidationLoader::Batch;
+    torch::NoGradGuard no_grad;
+    BatchesOf<ValidationLoader> batches(loader);
+    while (true) {
+      const ValidationBatch* batch = batches.next();
+      // One after the other on all ranks, so that a signal that came to one of them stops them all.
+      const int64_t samples = batch == nullptr ? 0 : BatchAccess<ValidationBatch>::samples(*batch);
+      const StepPlan plan = agree({.samples = samples, .can_stand_in = true});
+      if (plan.stop || plan.samples == 0) return !plan.stop;
+      if (samples == 0) continue;
+      const StepOutput output = run(function, evaluated_model(), *batch);
+      averages.add("loss", output.loss.template item<double>(), static_cast<double>(samples));
+      for (const auto& [name, value] : output.metrics)
+        averages.add(name, value, static_cast<double>(samples));
+    }
+  }
+
+  /// Not the wrapper, whose forward may communicate, as ranks may have unequally many batches.
+  auto& evaluated_model() {
+    if constexpr (kSynchronises && requires { *model_.module; }) {
+      return *model_.module;
+    } else {
+      return model_;
+    }
+  }
+
+  /// All ranks validate with the buffers that the next training step will begin with: rank 0's.
+  void share_buffers() {
+    if constexpr (requires { model_.will_sync_module_buffers(); }) {
+      if (group_ && model_.will_sync_module_buffers()) broadcast_coalesced(buffers(), group_);
+    }
+  }
+
+  int64_t batches() const {
+    if constexpr (requires { loader_.size(); }) {
+      return static_cast<int64_t>(loader_.size());
+    } else {
+      return 0;
+    }
+  }
+
+  StateDict loader_state(int64_t unseen_batches) const override {
+    if constexpr (kResumes) {
+      return loader_.state_dict(unseen_batches);
+    } else if constexpr (requires { loader_.state_dict(); }) {
+      return loader_.state_dict();
+    } else {
+      return {};
+    }
+  }
+  void load_loader(const StateDict& state) override {
+    if constexpr (requires { loader_.load_state_dict(state); }) loader_.load_state_dict(state);
+  }
+  bool start_loader_at(int64_t position) override {
+    if constexpr (requires { loader_.start_at(position); }) {
+      return loader_.start_at(position);
+    } else {
+      return false;
+    }
+  }
+  std::vector<NamedTensor> buffers() const override {
+    std::vector<NamedTensor> buffers;
+    for (const auto& item : model_.named_buffers()) buffers.emplace_back(item.key(), item.value());
+    return buffers;
+  }
+
+  Model& model_;
+  Loader& loader_;
+  LossFunction loss_of_;
+  std::function<bool(MetricAverages&)> validation_;
+  std::vector<Batch> held_;
+};
+
+}  // namespace lockstep

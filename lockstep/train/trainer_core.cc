@@ -1,0 +1,389 @@
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/ddp/grad_norm.h>
+#include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/train/trainer_core.h>
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kOwner = "Trainer";
+
+GradScalerOptions scaler_options(const TrainerOptions& options) {
+  GradScalerOptions answer = options.scaler;
+  answer.device = options.device;
+  answer.enabled = options.autocast_dtype == c10::kHalf;
+  return answer;
+}
+
+void check(const TrainerOptions& options) {
+  const auto positive = [](const char* name, int64_t value) {
+    TORCH_CHECK_VALUE(value >= 1, "Trainer: ", name, " is ", value, "; it must be at least 1");
+  };
+  TORCH_CHECK_VALUE(options.max_epochs >= 0, "Trainer: max_epochs is ", options.max_epochs,
+                    "; it must not be negative");
+  positive("accumulate_grad_batches", options.accumulate_grad_batches);
+  positive("validate_every_n_epochs", options.validate_every_n_epochs);
+  positive("log_every_n_steps", options.log_every_n_steps);
+  std::visit(
+      []([[maybe_unused]] auto schedule) {
+        if constexpr (std::is_pointer_v<decltype(schedule)>) {
+          TORCH_CHECK_VALUE(schedule != nullptr, "Trainer: scheduler is null; leave it out for none");
+        }
+      },
+      options.scheduler);
+  const bool plateau = options.scheduler.index() == 2;
+  TORCH_CHECK_VALUE(!plateau || options.scheduler_interval == TrainerOptions::Interval::epoch,
+                    "Trainer: ReduceLROnPlateau needs a metric, which there is once an epoch; leave "
+                    "scheduler_interval at epoch");
+}
+
+double metric_of(const Metrics& metrics, const std::string& name, const char* who) {
+  const auto found = metrics.find(name);
+  if (found != metrics.end()) return found->second;
+  std::string known;
+  for (const auto& [other, unused] : metrics) known += (known.empty() ? "" : ", ") + other;
+  TORCH_CHECK_VALUE(false, "Trainer: ", who, " looks at '", name, "', but the epoch's metrics are ", known,
+                    "; name one of them, or validate in each epoch");
+}
+
+}  // namespace
+
+/// Of the checkpoint: what is the same on all ranks.
+struct TrainerCore::SharedPart {
+  TrainerCore& core;
+
+  StateDict state_dict() const {
+    StateDict state{{"epoch", core.epoch_},
+                    {"step", core.step_},
+                    {"position", core.position_},
+                    {"epoch_trained", core.epoch_trained_},
+                    {"max_micro_batch", core.max_micro_batch_}};
+    if (core.early_stopping_) state["early_stopping"] = to_object(core.early_stopping_->state_dict());
+    return state;
+  }
+  void load_state_dict(const StateDict& state) {
+    core.epoch_ = state_value<int64_t>(state, "epoch", kOwner);
+    core.step_ = state_value<int64_t>(state, "step", kOwner);
+    core.position_ = state_value<int64_t>(state, "position", kOwner);
+    core.epoch_trained_ = state_value<bool>(state, "epoch_trained", kOwner);
+    core.max_micro_batch_ = state_value<int64_t>(state, "max_micro_batch", kOwner);
+    if (core.early_stopping_ && state.count("early_stopping") != 0) {
+      core.early_stopping_->load_state_dict(state_value<StateDict>(state, "early_stopping", kOwner));
+    }
+  }
+};
+
+/// And what each rank has for itself.
+struct TrainerCore::RankPart {
+  TrainerCore& core;
+
+  StateDict state_dict() const {
+    // Saved while a step still wants them, the last batches are to come again, and so is the end.
+    const bool ended = core.loader_ended_ && core.unseen_batches_ == 0;
+    return {{"loader", to_object(core.loader_state(core.unseen_batches_))},
+            {"ended", ended},
+            {"averages", to_object(core.epoch_averages_.state_dict())}};
+  }
+  void load_state_dict(const StateDict& state) {
+    core.epoch_averages_.load_state_dict(state_value<StateDict>(state, "averages", kOwner));
+    core.load_loader(state_value<StateDict>(state, "loader", kOwner));
+    core.loader_ended_ = state_value<bool>(state, "ended", kOwner);
+    core.unseen_batches_ = 0;
+    core.loader_restored_ = true;
+  }
+};
+
+TrainerCore::TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options)
+    : options_(std::move(options)),
+      optimizer_(optimizer),
+      scaler_(scaler_options(options_)),
+      shared_part_(std::make_unique<SharedPart>(SharedPart{*this})),
+      rank_part_(std::make_unique<RankPart>(RankPart{*this})),
+      // Rank 0's, whatever the user has given the others.
+      writers_(options_.writers, !is_initialized() || get_rank(options_.process_group) == 0) {
+  check(options_);
+  set_group(options_.process_group || !is_initialized() ? options_.process_group : default_group());
+  if (options_.early_stopping) early_stopping_.emplace(*options_.early_stopping);
+}
+
+TrainerCore::~TrainerCore() = default;
+
+/// The Trainer itself has added model and optimizer.
+void TrainerCore::add_parts() {
+  using namespace lr_scheduler;
+  if (auto* schedule = std::get_if<LRScheduler*>(&options_.scheduler)) {
+    training_state_.add("scheduler", **schedule);
+  } else if (auto* plateau = std::get_if<ReduceLROnPlateau*>(&options_.scheduler)) {
+    training_state_.add("scheduler", **plateau);
+  }
+  if (scaler_.is_enabled()) training_state_.add("scaler", scaler_);
+  training_state_.add("trainer", *shared_part_);
+  training_state_.add_per_rank("place", *rank_part_);
+  training_state_.add_rng();
+}
+
+bool TrainerCore::finished() const {
+  return epoch_ >= options_.max_epochs || out_of_steps() || (early_stopping_ && early_stopping_->stopped());
+}
+
+bool TrainerCore::out_of_steps() const {
+  return options_.max_steps && step_ >= *options_.max_steps;
+}
+
+// ---- Saving
+
+CheckpointInfo TrainerCore::info(const std::string& emergency) const {
+  CheckpointInfo info;
+  info.step = step_;
+  info.epoch = epoch_;
+  info.emergency = emergency;
+  return info;
+}
+
+void TrainerCore::save(const std::string& emergency) {
+  if (!checkpoints_) return;
+  checkpoints_->save(training_state_, info(emergency));
+  checkpoints_->wait();
+}
+
+void TrainerCore::save_alone(const std::string& emergency) {
+  if (checkpoints_) checkpoints_->save_alone(training_state_, info(emergency));
+}
+
+std::optional<CheckpointInfo> TrainerCore::restore() {
+  if (!checkpoints_) return {};
+  loader_restored_ = loader_ended_ = false;
+  unseen_batches_ = 0;
+  auto loaded = checkpoints_->restore(training_state_);
+  if (!loaded) return {};
+  applying_ = false;
+  const bool in_epoch = position_ > 0 && !epoch_trained_;
+  if (in_epoch && !loader_restored_ && !start_loader_at(position_)) {
+    position_ = 0;
+    if (rank() == 0) {
+      LOCKSTEP_LOG(kWarning) << "Trainer: epoch " << epoch_ + 1 << " was begun by " << loaded->world_size
+                             << " ranks, and the loader's sampler can't go on with it on " << world_size()
+                             << "; it begins again (data::DistributedSampler can)";
+    }
+  }
+  writers_.resume(step_ + 1);
+  if (rank() == 0) {
+    LOCKSTEP_LOG(kInfo) << "Trainer: goes on from " << loaded->directory << ", after step " << step_
+                        << (loaded->emergency.empty() ? "" : ", saved because " + loaded->emergency);
+  }
+  return loaded;
+}
+
+void TrainerCore::set_group(const ProcessGroup& group) {
+  group_ = group;
+  rank_ = group_ ? get_rank(group_) : 0;
+  world_size_ = group_ ? get_world_size(group_) : 1;
+  if (!options_.checkpoint) return;
+  checkpoints_.reset();  // waits for what it writes
+  checkpoints_ = std::make_unique<CheckpointManager>(*options_.checkpoint, group_);
+}
+
+// ---- What happens around epochs and steps
+
+void TrainerCore::call(TrainerCallbacks::Function TrainerCallbacks::*which) {
+  for (const auto& callbacks : options_.callbacks) {
+    if (callbacks.*which) (callbacks.*which)(*this);
+  }
+}
+
+void TrainerCore::begin_training() {
+  stopped_ = false;
+  window_begin_ = std::chrono::steady_clock::now();
+  if (!options_.hyperparameters.empty()) writers_.log_hyperparameters(options_.hyperparameters);
+}
+
+void TrainerCore::end_training(std::string_view status) {
+  bar_.reset();
+  if (checkpoints_ && status != "failed") checkpoints_->wait();
+  writers_.finalize(status);
+}
+
+void TrainerCore::begin_epoch(int64_t batches) {
+  const int64_t per_step = options_.accumulate_grad_batches;
+  bar_.emplace(
+      (batches + per_step - 1) / per_step,
+      "epoch " + std::to_string(epoch_ + 1) + "/" + std::to_string(options_.max_epochs),
+      ProgressBarOptions{.unit = "steps", .quiet = rank() != 0 || !options_.progress_bar, .waited = waited_});
+  bar_begin_ = std::chrono::steady_clock::now();
+  bar_samples_ = 0;
+  call(&TrainerCallbacks::before_epoch);
+}
+
+TrainerCore::StepPlan TrainerCore::agree(const StepNote& mine) {
+  const bool stop = stop_requested_ || (interrupted && interrupted());
+  if (!group_) {
+    if (stop) stop_requested_ = false;
+    return {mine.micro_batches, mine.samples, stop};
+  }
+  constexpr int64_t kNumbers = 4;
+  at::Tensor note = at::empty({kNumbers}, at::kLong);
+  auto* numbers = note.mutable_data_ptr<int64_t>();
+  numbers[0] = mine.micro_batches, numbers[1] = mine.samples;
+  numbers[2] = mine.can_stand_in ? 1 : 0, numbers[3] = stop ? 1 : 0;
+  at::Tensor notes = at::empty({world_size(), kNumbers}, at::kLong);
+  all_gather_into_tensor(notes, note, group_);
+  StepPlan plan;
+  std::vector<int> helpless;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    const auto* of_rank = notes.const_data_ptr<int64_t>() + rank * kNumbers;
+    plan.micro_batches = std::max(plan.micro_batches, of_rank[0]);
+    plan.samples += of_rank[1];
+    if (of_rank[0] == 0 && of_rank[2] == 0) helpless.push_back(rank);
+    plan.stop = plan.stop || of_rank[3] != 0;
+  }
+  if (plan.stop) stop_requested_ = false;
+  TORCH_CHECK_VALUE(plan.stop || plan.samples == 0 || helpless.empty(), "Trainer: ", name_ranks(helpless),
+                    " got no batch in epoch ", epoch_ + 1,
+                    ", and had none before, while others have some; deal out the samples evenly "
+                    "(data::DistributedSampler), or take a smaller batch_size");
+  return plan;
+}
+
+void TrainerCore::begin_attempt() {
+  if (recover) snapshot_.take(buffers());
+  step_averages_.clear();
+  optimizer_.zero_grad();
+}
+
+void TrainerCore::note(const StepOutput& output, int64_t samples) {
+  step_loss_ = output.loss.item<double>();
+  step_averages_.add("loss", step_loss_, static_cast<double>(samples));
+  for (const auto& [name, value] : output.metrics) {
+    step_averages_.add(name, value, static_cast<double>(samples));
+  }
+}
+
+void TrainerCore::apply_gradients(const StepPlan& plan) {
+  std::optional<double> norm;
+  if (options_.clip_grad_norm || options_.clip_grad_value) scaler_.unscale_(optimizer_);
+  if (options_.clip_grad_norm) norm = clip_grad_norm_(parameters_, *options_.clip_grad_norm).item<double>();
+  if (options_.clip_grad_value) clip_grad_value_(parameters_, *options_.clip_grad_value);
+  if (checkpoints_) checkpoints_->finish_copy();  // with copy_later parameters are copied until now
+  applying_ = true;
+  scaler_.step(optimizer_);
+  scaler_.update();
+  if (options_.scheduler_interval == TrainerOptions::Interval::step) step_scheduler();
+  ++step_;
+  position_ += plan.samples;
+  unseen_batches_ = 0;
+  epoch_averages_.add(step_averages_);
+  applying_ = false;
+
+  snapshot_.drop();
+  window_.add(step_averages_);
+  window_samples_ += static_cast<double>(plan.samples);
+  show_step(plan);
+  if (step_ % options_.log_every_n_steps == 0) log_window(norm);
+  call(&TrainerCallbacks::after_step);
+  if (checkpoints_ && checkpoints_->should_save(step_)) checkpoints_->save(training_state_, info({}));
+}
+
+bool TrainerCore::validation_due() const {
+  return (epoch_ + 1) % options_.validate_every_n_epochs == 0 || epoch_ + 1 == options_.max_epochs;
+}
+
+void TrainerCore::step_scheduler() {
+  using namespace lr_scheduler;
+  if (auto* schedule = std::get_if<LRScheduler*>(&options_.scheduler)) {
+    (*schedule)->step();
+  } else if (auto* plateau = std::get_if<ReduceLROnPlateau*>(&options_.scheduler)) {
+    (*plateau)->step(metric_of(metrics_, options_.scheduler_metric, "ReduceLROnPlateau"));
+  }
+}
+
+void TrainerCore::note_epoch() {
+  epoch_trained_ = true;
+  loader_ended_ = false;
+  bar_.reset();
+  for (const auto& [name, value] : epoch_averages_.reduce(group_)) metrics_["epoch/" + name] = value;
+}
+
+void TrainerCore::finish_epoch() {
+  // An epoch without validation says nothing about the validation's metrics.
+  const auto is_new = [validated = validation_due()](const std::string& name) {
+    return !name.starts_with("train/") && (validated || !name.starts_with("validation/"));
+  };
+  std::optional<double> monitored;
+  if (early_stopping_ && is_new(early_stopping_->options().monitor)) {
+    monitored = metric_of(metrics_, early_stopping_->options().monitor, "early_stopping");
+  }
+  const bool plateau = options_.scheduler.index() == 2;
+  if (plateau && is_new(options_.scheduler_metric)) {
+    metric_of(metrics_, options_.scheduler_metric, "ReduceLROnPlateau");  // throws before anything is changed
+  }
+  applying_ = true;
+  metrics_["epoch/lr"] = learning_rate();
+  if (options_.scheduler_interval == TrainerOptions::Interval::epoch &&
+      (!plateau || is_new(options_.scheduler_metric))) {
+    step_scheduler();
+  }
+  if (monitored) early_stopping_->update(*monitored);
+  ++epoch_;
+  metrics_["epoch/number"] = static_cast<double>(epoch_);
+  position_ = 0;
+  epoch_trained_ = false;
+  epoch_averages_.clear();
+  applying_ = false;
+  Metrics of_epoch = metrics_;
+  std::erase_if(of_epoch, [&](const auto& metric) { return !is_new(metric.first); });
+  log(of_epoch);
+  if (checkpoints_ && checkpoints_->should_save_at_epoch_end(step_, epoch_)) {
+    auto about = info({});
+    about.metrics = of_epoch;
+    checkpoints_->save(training_state_, std::move(about));
+  }
+  call(&TrainerCallbacks::after_epoch);
+}
+
+// ---- The log
+
+void TrainerCore::show_step(const StepPlan& plan) {
+  if (!bar_ || rank() != 0 || !options_.progress_bar) return;
+  bar_samples_ += static_cast<double>(plan.samples);
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - bar_begin_;
+  bar_->set_postfix("samples/s", std::to_string(std::llround(bar_samples_ / seconds.count())));
+  bar_->set_postfix("lr", learning_rate());
+  bar_->set_postfix("loss", step_loss_);
+  bar_->update();
+}
+
+double TrainerCore::learning_rate() const {
+  return optimizer_.param_groups().front().options().get_lr();
+}
+
+void TrainerCore::log_window(const std::optional<double>& grad_norm) {
+  Metrics metrics;
+  for (const auto& [name, value] : window_.reduce(group_)) metrics["train/" + name] = value;
+  const auto now = std::chrono::steady_clock::now();
+  const double seconds = std::chrono::duration<double>(now - window_begin_).count();
+  metrics["train/samples_per_second"] = window_samples_ / seconds;
+  metrics["train/lr"] = learning_rate();
+  if (grad_norm) metrics["train/grad_norm"] = *grad_norm;
+  window_.clear();
+  window_samples_ = 0;
+  window_begin_ = now;
+  for (const auto& [name, value] : metrics) metrics_[name] = value;
+  log(metrics);
+}
+
+void TrainerCore::log(const Metrics& metrics) {
+  writers_.log_metrics(metrics, step_);
+}
+
+}  // namespace lockstep

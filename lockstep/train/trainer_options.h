@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <lockstep/checkpoint/checkpoint_manager.h>
+#include <lockstep/collectives/process_group.h>
+#include <lockstep/observe/metrics_writer.h>
+#include <lockstep/optim/grad_scaler.h>
+#include <lockstep/train/early_stopping.h>
+
+namespace lockstep {
+
+namespace lr_scheduler {
+class LRScheduler;
+class ReduceLROnPlateau;
+}  // namespace lr_scheduler
+
+class TrainerCore;
+
+/// What the loss function of a Trainer may return in place of a tensor.
+struct StepOutput {
+  at::Tensor loss;       ///< a mean over the batch's samples
+  Metrics metrics = {};  ///< means over the batch's samples, by name: {"accuracy", 0.9}
+};
+
+/// Functions that a Trainer calls, on all ranks alike, so they may communicate. Any of them may be empty.
+struct TrainerCallbacks {
+  using Function = std::function<void(TrainerCore&)>;
+  Function before_epoch = {};
+  Function after_epoch = {};  ///< metrics() are the epoch's; scheduler and checkpoint come before
+  Function before_step = {};  ///< an optimizer step; its batches are there
+  Function after_step = {};
+  Function before_validation = {};
+  Function after_validation = {};  ///< metrics() have the validation's
+};
+
+/// How a Trainer trains. All ranks give the same.
+struct TrainerOptions {
+  int64_t max_epochs = 1;
+  std::optional<int64_t> max_steps = {};  ///< optimizer steps, whichever comes first
+  /// Batches of each rank that make one optimizer step; the epoch's last step may have fewer.
+  int64_t accumulate_grad_batches = 1;
+
+  c10::DeviceType device = c10::DeviceType::CPU;       ///< where the model is: for autocast and scaler
+  std::optional<c10::ScalarType> autocast_dtype = {};  ///< of forward and loss: kBFloat16, kHalf
+  /// With kHalf losses are scaled; its device and enabled are set by the Trainer.
+  GradScalerOptions scaler = {};
+
+  std::optional<double> clip_grad_norm = {};   ///< see clip_grad_norm_()
+  std::optional<double> clip_grad_value = {};  ///< see clip_grad_value_(); after the norm, if both
+
+  /// Not owned. Stepped after each epoch's validation, or after each optimizer step.
+  std::variant<std::monostate, lr_scheduler::LRScheduler*, lr_scheduler::ReduceLROnPlateau*> scheduler = {};
+  enum class Interval { epoch, step } scheduler_interval = Interval::epoch;
+  std::string scheduler_metric = "validation/loss";  ///< what ReduceLROnPlateau gets
+
+  int64_t validate_every_n_epochs = 1;  ///< the last epoch is always validated
+  std::optional<EarlyStoppingOptions> early_stopping = {};
+  std::optional<CheckpointManagerOptions> checkpoint = {};  ///< none: nothing is saved
+
+  std::vector<std::shared_ptr<MetricsWriter>> writers = {};  ///< called on rank 0 only
+  Hyperparameters hyperparameters = {};                      ///< for the writers
+  int64_t log_every_n_steps = 50;
+  bool progress_bar = true;  ///< on rank 0's standard error
+  std::vector<TrainerCallbacks> callbacks = {};
+
+  ProcessGroup process_group = {};  ///< the model's; empty: the default group, or one process without
+};
+
+}  // namespace lockstep
