@@ -286,8 +286,8 @@ bool CheckpointManager::should_save(int64_t step) {
   return implementation_->schedule().due_at_step(step, Clock::now());
 }
 
-bool CheckpointManager::should_save_at_epoch_end(int64_t step, int64_t epoch) {
-  return implementation_->schedule().due_at_epoch(step, epoch);
+bool CheckpointManager::should_save_at_epoch_end(int64_t epoch) {
+  return implementation_->schedule().due_at_epoch(epoch);
 }
 
 void CheckpointManager::save_state(const StateDict& state, const StateDict& rank_state, CheckpointInfo info) {

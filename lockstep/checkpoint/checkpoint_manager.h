@@ -75,8 +75,9 @@ class CheckpointManager {
   /// answer: where time decides, rank 0's clock does. For that it tells the others, ahead, behind which step
   /// it will look at its clock, so that nearly all calls communicate nothing.
   bool should_save(int64_t step);
-  /// The same at the end of an epoch: `epoch` epochs are done. True at most once for each `step`.
-  bool should_save_at_epoch_end(int64_t step, int64_t epoch);
+  /// The same at the end of an epoch: `epoch` epochs are done. Also true when the epoch's last step was
+  /// saved, in whose place the checkpoint then comes: only now are the epoch's metrics known.
+  bool should_save_at_epoch_end(int64_t epoch);
 
   /// Saves what `training_state` (a TrainingState, or whatever has state_dict() and rank_state_dict()) holds
   /// now. Asynchronous: returns when it is copied; a save before that is still being written is waited for.

@@ -343,7 +343,7 @@ void TrainerCore::finish_epoch() {
   Metrics of_epoch = metrics_;
   std::erase_if(of_epoch, [&](const auto& metric) { return !is_new(metric.first); });
   log(of_epoch);
-  if (checkpoints_ && checkpoints_->should_save_at_epoch_end(step_, epoch_)) {
+  if (checkpoints_ && checkpoints_->should_save_at_epoch_end(epoch_)) {
     auto about = info({});
     about.metrics = of_epoch;
     checkpoints_->save(training_state_, std::move(about));

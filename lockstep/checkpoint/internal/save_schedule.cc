@@ -46,9 +46,9 @@ bool SaveSchedule::due_at_step(int64_t step, Clock::time_point now) {
   return due && last_saved_step_ != step;
 }
 
-bool SaveSchedule::due_at_epoch(int64_t step, int64_t epoch) {
-  return options_.every_epochs > 0 && epoch > 0 && epoch % options_.every_epochs == 0 &&
-         last_saved_step_ != step;
+bool SaveSchedule::due_at_epoch(int64_t epoch) {
+  const bool due = options_.every_epochs > 0 && epoch > 0 && epoch % options_.every_epochs == 0;
+  return due && std::exchange(last_epoch_, epoch) != epoch;
 }
 
 SaveSchedule::Look SaveSchedule::look(int64_t step, Clock::time_point now) {

@@ -28,7 +28,7 @@ class SaveSchedule {
   SaveSchedule(const CheckpointManagerOptions& options, bool leads, Agree agree);
 
   bool due_at_step(int64_t step, Clock::time_point now);
-  bool due_at_epoch(int64_t step, int64_t epoch);
+  bool due_at_epoch(int64_t epoch);
 
   /// A save has begun, which held the program up for `held_up` (of the leader).
   void saved(int64_t step, Clock::time_point now, std::chrono::nanoseconds held_up);
@@ -47,6 +47,7 @@ class SaveSchedule {
   bool leads_;
   Agree agree_;
   std::optional<int64_t> last_saved_step_;
+  std::optional<int64_t> last_epoch_;  // that due_at_epoch() was true for
   std::optional<int64_t> next_look_;
   // The leader's:
   std::optional<Clock::time_point> last_saved_;
