@@ -50,9 +50,9 @@ bool AppendFile::open() {
   // Where making the folder failed, opening the file says why.
   fd_.reset(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!fd_) return fail("open");
-  if (kind_ == Kind::kBinary) return true;
   struct stat status {};
-  if (::fstat(fd_.get(), &status) != 0 || !S_ISREG(status.st_mode)) return true;  // a pipe has no end to cut
+  is_regular_ = ::fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  if (!is_regular_ || kind_ == Kind::kBinary) return true;  // a pipe has no end to cut
   const off_t end = end_of_lines(fd_.get());
   if (end < 0 || (end != status.st_size && ::ftruncate(fd_.get(), end) != 0)) {
     fd_.reset();
@@ -63,7 +63,8 @@ bool AppendFile::open() {
 
 std::optional<std::string> AppendFile::first_line() {
   std::string line;
-  if (!open() || !std::getline(std::ifstream(path_, std::ios::binary), line)) return std::nullopt;
+  if (!open() || !is_regular_ || !std::getline(std::ifstream(path_, std::ios::binary), line))
+    return std::nullopt;
   return line;
 }
 
@@ -72,19 +73,22 @@ bool AppendFile::append(std::string_view record) {
     ++lost_;
     return false;
   }
-  ssize_t written = -1;
-  do {
-    written = ::write(fd_.get(), record.data(), record.size());
-  } while (written < 0 && errno == EINTR);
-  if (written == static_cast<ssize_t>(record.size())) return true;
+  // One write(2), but where a signal or a full disk cuts it short: the next one tells which.
+  size_t written = 0;
+  while (written < record.size()) {
+    const ssize_t more = ::write(fd_.get(), record.data() + written, record.size() - written);
+    if (more < 0 && errno == EINTR) continue;
+    if (more == 0) errno = ENOSPC;
+    if (more <= 0) break;
+    written += static_cast<size_t>(more);
+  }
+  if (written == record.size()) return true;
   ++lost_;
   if (written > 0) {
-    // The disk took a part: the rest would tell why, and the part must go.
-    const ssize_t rest =
-        ::write(fd_.get(), record.data() + written, record.size() - static_cast<size_t>(written));
-    const int why = rest < 0 ? errno : ENOSPC;
+    // The disk took a part, which must go.
+    const int why = errno;
     const off_t end = ::lseek(fd_.get(), 0, SEEK_END);
-    const off_t taken = written + std::max<ssize_t>(rest, 0);
+    const auto taken = static_cast<off_t>(written);
     if (end < taken || ::ftruncate(fd_.get(), end - taken) != 0) fd_.reset();  // open() cuts lines, at least
     errno = why;
   }
@@ -98,6 +102,7 @@ bool AppendFile::sync() {
 bool AppendFile::rewrite_lines(
     const std::function<std::optional<std::string>(std::string_view line)>& change) {
   if (!open()) return false;
+  if (!is_regular_) return true;
   const std::filesystem::path fresh_path = path_.string() + ".new";
   const auto give_up = [&] {
     const int why = errno;
@@ -107,6 +112,7 @@ bool AppendFile::rewrite_lines(
   };
   {
     std::ifstream old(path_, std::ios::binary);
+    if (!old.is_open()) return give_up();
     std::ofstream fresh(fresh_path, std::ios::binary | std::ios::trunc);
     for (std::string line; std::getline(old, line);) {
       if (const auto changed = change(line)) fresh << *changed << '\n';

@@ -25,7 +25,8 @@ class AppendFile {
   /// Opens the file, which append() also does. Of a file of lines it cuts off a last line without end, which
   /// a machine that crashed has left. False when that fails.
   bool open();
-  /// The first line of the file without its end; nothing when there is none.
+  /// The first line of the file without its end; nothing when there is none, or it is no regular file (a
+  /// pipe, a terminal), which is never read.
   std::optional<std::string> first_line();
   /// Appends the whole record, or nothing of it: then it is counted as lost, and false comes back. The next
   /// one is tried again, for disks are emptied.
@@ -33,7 +34,8 @@ class AppendFile {
   /// Forces to the disk what was appended. False when that fails, or nothing is open.
   bool sync();
   /// Replaces each line by what `change` makes of it (without its end), or drops it; in a new file that takes
-  /// the old one's place at once. False, and all as it was, when that fails. Opens the file.
+  /// the old one's place at once. False, and all as it was, when that fails. Opens the file. What is no
+  /// regular file stays as it is: its lines have gone to whoever reads them.
   bool rewrite_lines(const std::function<std::optional<std::string>(std::string_view line)>& change);
 
   /// The owner has given the file this name.
@@ -49,6 +51,7 @@ class AppendFile {
   std::filesystem::path path_;
   Kind kind_;
   UniqueFd fd_;
+  bool is_regular_ = false;  // once open
   int64_t lost_ = 0;
   bool warned_ = false;
 };

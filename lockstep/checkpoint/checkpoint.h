@@ -41,10 +41,11 @@ struct SaveOptions {
   /// This process saves by itself, though there is a group: for a survivor whose peers are gone. Its own
   /// state is filed under its rank in `group`.
   bool alone = false;
-  /// All ranks write; tensors that several have are dealt out among them by bytes. Otherwise the lowest rank
-  /// that has a tensor writes it: rank 0, except for what only others have.
+  /// All ranks write; tensors that several have are dealt out among them by bytes, so these must be equal
+  /// (with PostLocalSGDOptimizer they are only after an averaging). Otherwise, and for what is small, the
+  /// lowest rank that has a tensor writes it: rank 0, except for what only others have.
   bool sharded = false;
-  /// Replace a directory of that name in one step, on file systems that can exchange names (ext4, XFS,
+  /// Replace a checkpoint of that name in one step, on file systems that can exchange names (ext4, XFS,
   /// Btrfs, tmpfs). Without it an existing directory is an error.
   bool overwrite = false;
   /// Have everything on the disk before the checkpoint gets its name. Without it a power failure, though no

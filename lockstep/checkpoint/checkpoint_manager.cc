@@ -13,6 +13,7 @@
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
+#include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/pages.h>
@@ -89,6 +90,11 @@ class CheckpointManager::Implementation {
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << error.what();
     }
+    if (writing_ranks_.size() == 1 || writing_ranks_.group() == ranks_.group() || writer_.busy()) return;
+    try {
+      if (is_initialized()) destroy_process_group(writing_ranks_.group());
+    } catch (const c10::Error&) {  // it has gone with its world, or by shrink_group()
+    }
   }
 
   const CheckpointManagerOptions& options() const { return options_; }
@@ -96,7 +102,11 @@ class CheckpointManager::Implementation {
 
   void save(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
     const auto begin = Clock::now();
-    wait();
+    if (info.emergency.empty()) {
+      wait();
+    } else {
+      wait_and_forget_error();
+    }
     {
       const std::lock_guard lock(mutex_);
       if (took_) schedule_.written(*took_);
@@ -108,7 +118,12 @@ class CheckpointManager::Implementation {
     } else {
       job->stage(memory_, writing_ranks_, options_.copy_later);
       copying_ = options_.copy_later;
-      writer_.start([this, job, begin] { write_in_background(*job, begin); });
+      try {
+        writer_.start([this, job, begin] { write_in_background(*job, begin); });
+      } catch (...) {
+        copying_ = false;
+        throw;
+      }
     }
     const auto now = Clock::now();
     schedule_.saved(info.step, now, now - begin);
@@ -123,13 +138,7 @@ class CheckpointManager::Implementation {
   }
 
   void save_alone(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
-    writer_.wait();
-    {
-      const std::lock_guard lock(mutex_);
-      if (std::exchange(error_, nullptr)) {
-        LOCKSTEP_LOG(kWarning) << "the checkpoint before this one was not saved";
-      }
-    }
+    wait_and_forget_error();
     const MemberRanks alone(ranks_.rank(), ranks_.group_size());
     SaveJob job(options_.directory / name_of(info), state, rank_state, info, save_options(), /*managed=*/true,
                 alone);
@@ -143,7 +152,7 @@ class CheckpointManager::Implementation {
     std::vector<CheckpointInfo> candidates;
     Failure failure;
     if (ranks_.leads()) {
-      failure = Failure::of(ranks_, [&] { candidates = list_checkpoints(options_.directory); });
+      failure = Failure::of(ranks_, [&] { candidates = internal::candidates(options_.directory); });
     }
     for (;;) {
       // The leader's directory, or none; or what it could not do.
@@ -161,7 +170,7 @@ class CheckpointManager::Implementation {
 
   void wait() {
     writer_.wait();
-    raise_error();
+    if (const auto error = take_error()) std::rethrow_exception(error);
   }
 
   std::optional<CheckpointInfo> last_saved() const {
@@ -175,13 +184,17 @@ class CheckpointManager::Implementation {
         .group = {}, .alone = false, .sharded = options_.sharded, .overwrite = true, .fsync = options_.fsync};
   }
 
-  void raise_error() {
-    std::exception_ptr error;
-    {
-      const std::lock_guard lock(mutex_);
-      error = std::exchange(error_, nullptr);
+  std::exception_ptr take_error() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(error_, nullptr);
+  }
+
+  /// What must be saved now does not fail for what could not be saved before.
+  void wait_and_forget_error() {
+    writer_.wait();
+    if (take_error()) {
+      LOCKSTEP_LOG(kWarning) << "the checkpoint before this one was not saved";
     }
-    if (error) std::rethrow_exception(error);
   }
 
   void note(const CheckpointInfo& info) {

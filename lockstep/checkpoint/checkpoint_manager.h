@@ -81,8 +81,9 @@ class CheckpointManager {
 
   /// Saves what `training_state` (a TrainingState, or whatever has state_dict() and rank_state_dict()) holds
   /// now. Asynchronous: returns when it is copied; a save before that is still being written is waited for.
-  /// With `info.emergency` it writes at once and returns when it is on the disk. Throws what
-  /// save_checkpoint() throws, also for the last asynchronous save; then nothing was saved by this call.
+  /// Throws what save_checkpoint() throws, also for the last asynchronous save; then nothing was saved by
+  /// this call. With `info.emergency` it writes at once, returns when it is on the disk, and only warns of
+  /// what was wrong with the last save.
   template <class S>
   void save(S& training_state, CheckpointInfo info) {
     save_state(training_state.state_dict(), training_state.rank_state_dict(), std::move(info));

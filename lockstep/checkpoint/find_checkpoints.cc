@@ -8,6 +8,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
@@ -32,7 +33,6 @@ Listing list(const fs::path& root) {
   auto entry = fs::directory_iterator(root, error);
   if (error) internal::throw_system_error("read the directory", root, error.value());
   for (; entry != fs::directory_iterator(); entry.increment(error)) {
-    if (error) internal::throw_system_error("read the directory", root, error.value());
     std::error_code ignored;
     if (!entry->is_directory(ignored) || entry->path().filename().string().front() == '.') continue;
     if (!fs::exists(entry->path() / internal::kManifestName, ignored)) {
@@ -49,6 +49,7 @@ Listing list(const fs::path& root) {
       listing.skipped.push_back(entry->path().string() + ": " + problem.what_without_backtrace());
     }
   }
+  if (error) internal::throw_system_error("read the directory", root, error.value());  // ends the loop, too
   std::sort(listing.checkpoints.begin(), listing.checkpoints.end(), [](const auto& a, const auto& b) {
     return std::tie(a.step, a.saved_at, a.directory) < std::tie(b.step, b.saved_at, b.directory);
   });
@@ -60,9 +61,8 @@ void warn_of(const std::string& skipped) {
 }
 
 std::optional<CheckpointInfo> find(const fs::path& root, bool verify) {
-  Listing listing = list(root);
-  std::for_each(listing.skipped.begin(), listing.skipped.end(), warn_of);
-  for (auto info = listing.checkpoints.rbegin(); info != listing.checkpoints.rend(); ++info) {
+  const auto candidates = internal::candidates(root);
+  for (auto info = candidates.rbegin(); info != candidates.rend(); ++info) {
     const auto problems = verify_checkpoint(info->directory, verify);
     if (problems.empty()) return *info;
     for (const std::string& problem : problems) warn_of(info->directory.string() + ": " + problem);
@@ -71,6 +71,12 @@ std::optional<CheckpointInfo> find(const fs::path& root, bool verify) {
 }
 
 }  // namespace
+
+std::vector<CheckpointInfo> internal::candidates(const fs::path& root) {
+  Listing listing = list(root);
+  std::for_each(listing.skipped.begin(), listing.skipped.end(), warn_of);
+  return std::move(listing.checkpoints);
+}
 
 std::vector<CheckpointInfo> list_checkpoints(const fs::path& root) {
   return list(root).checkpoints;

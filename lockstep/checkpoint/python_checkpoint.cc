@@ -4,10 +4,8 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <unistd.h>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -209,14 +207,6 @@ class FileWriter final : public pickle::Writer {
   std::vector<at::Tensor> storages_;
 };
 
-/// A name beside `path` that nobody else uses.
-std::filesystem::path temporary_name(const std::filesystem::path& path) {
-  static std::mutex mutex;
-  static uint64_t counter = 0;
-  const std::lock_guard lock(mutex);
-  return path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(counter++);
-}
-
 void write_archive(const std::string& pickle, const std::vector<at::Tensor>& storages, OutputFile& file) {
   // The archive's destructor writes its end, and ends the process when that fails: so it is never told of
   // errors.
@@ -270,7 +260,7 @@ StateDict load_python_checkpoint(const std::filesystem::path& path) {
 void save_python_object(const IValue& object, const std::filesystem::path& path) {
   FileWriter writer;
   const std::string pickle = writer.finish(object);
-  const auto temporary = temporary_name(path);
+  const auto temporary = internal::temporary_name(path);
   try {
     OutputFile file(temporary);
     write_archive(pickle, writer.storages(), file);

@@ -44,6 +44,8 @@ at::Tensor bytes_at(const c10::IValue& value, const std::string& key) {
   TORCH_CHECK_VALUE(bytes.defined() && bytes.scalar_type() == at::kByte && bytes.dim() == 1,
                     "set_rng_state: '", key,
                     "' is not the state of a generator, which is a flat uint8 tensor");
+  TORCH_CHECK_VALUE(bytes.nbytes() <= bytes.storage().nbytes(), "set_rng_state: '", key,
+                    "' is larger than its memory");
   return bytes.cpu().contiguous();
 }
 
@@ -86,6 +88,10 @@ void set_rng_state(const StateDict& state) {
     }
   } catch (const std::exception& error) {
     set_state_of(cpu_generator(), before.at("cpu").toTensor());
+    if (before.contains("cuda")) {
+      const auto states = from_object<std::vector<at::Tensor>>(before.at("cuda"));
+      for (size_t i = 0; i < generators.size(); ++i) set_state_of(generators[i], states[i]);
+    }
     const auto* ours = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK_VALUE(false, "set_rng_state: not the state of a generator: ",
                       ours ? ours->what_without_backtrace() : error.what());

@@ -1,6 +1,5 @@
 #include <cerrno>
 #include <cstdio>
-#include <random>
 #include <unistd.h>
 #include <unordered_map>
 #include <utility>
@@ -18,8 +17,7 @@ void save_file(const std::map<std::string, at::Tensor>& tensors, const std::file
                const std::map<std::string, std::string>& metadata) {
   std::vector<internal::NamedTensor> named;
   for (const auto& [name, tensor] : tensors) named.push_back({name, tensor});
-  std::filesystem::path temporary = filename;
-  temporary += ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(std::random_device()());
+  const auto temporary = internal::temporary_name(filename);
   try {
     internal::write_tensor_file(temporary, named, metadata, {.sync = false, .checksums = false});
     if (std::rename(temporary.c_str(), filename.c_str()) != 0) {

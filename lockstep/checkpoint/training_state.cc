@@ -116,7 +116,7 @@ StateDict TrainingState::save(const Parts& parts) {
 
 StateDict TrainingState::state_dict() const {
   StateDict state = save(shared_);
-  if (has_rng_ && place().rank == 0) {
+  if (has_rng_) {
     state.emplace(kRng, to_object(StateDict{{kFingerprint, rng_fingerprint()}}));
   }
   return state;

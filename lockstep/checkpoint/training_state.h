@@ -76,7 +76,7 @@ class TrainingState {
   void add_rng();
 
   /// {"model": {…}, "optimizer": {…}}. Tensors share the parts' memory: copy them before training goes on.
-  /// Ranks return different keys where an optimizer is sharded, and rank 0 alone has "rng"; the union over
+  /// Ranks return different keys where an optimizer is sharded, and their "rng" differs; the union over
   /// the ranks, key by key, is the state. Sends nothing.
   StateDict state_dict() const;
   /// {"loader": {…}, "rng": {…}}: what is this rank's own.
@@ -100,7 +100,6 @@ class TrainingState {
     std::function<PreparedLoad(const StateDict&, const LoadStateDictOptions&)> prepare;
     /// Instead of `prepare`, for those that check and load in one.
     std::function<void(const StateDict&)> load;
-    bool optional = false;  ///< may be missing in a state
   };
   using Parts = std::vector<std::pair<std::string, Part>>;
 

@@ -228,7 +228,23 @@ TEST_F(MlflowFiles, AServerMustBeNamedAndBeOne) {
   EXPECT_THROW(MlflowWriter({.tracking_uri = "sqlite:///mlflow.db"}), c10::ValueError);
   ::setenv("MLFLOW_TRACKING_URI", "https://somewhere.invalid", 1);
   EXPECT_NO_THROW(MlflowWriter());
+  EXPECT_NO_THROW(MlflowWriter({.tracking_uri = "http://somewhere.invalid:5000/@team"}));
   ::unsetenv("MLFLOW_TRACKING_URI");
+}
+
+TEST_F(MlflowFiles, APasswordInTheUriIsRefusedAndNotShown) {
+  for (const char* uri :
+       {"https://ada:s3cret@somewhere.invalid:5000/x", "http://s3cret@somewhere.invalid",
+        "postgresql://ada:s3cret@somewhere.invalid/mlflow", "ada:s3cret@somewhere.invalid"}) {
+    try {
+      MlflowWriter writer({.tracking_uri = uri});
+      ADD_FAILURE() << uri;
+    } catch (const c10::ValueError& error) {
+      EXPECT_THAT(error.what(), ::testing::Not(HasSubstr("s3cret")));
+      EXPECT_THAT(error.what(), ::testing::AnyOf(HasSubstr("the tracking URI holds a password"),
+                                                 HasSubstr("a store that is no server")));
+    }
+  }
 }
 
 }  // namespace

@@ -417,6 +417,73 @@ def test_what_the_server_refuses_is_set_apart_and_the_rest_arrives(server, start
     assert any("cannot read" in line["error"] for line in refused) and driver.stderr().count("the server refuses") == 1
 
 
+def test_what_comes_during_a_request_waits_for_the_next_batch(server, start):
+    """Else, with steps that are shorter than a request, each would be one."""
+    with Proxy(server.url, lambda number, path: "hold" if path.endswith("log-batch") else None) as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open", experiment_name="batches", send_interval=600_000)
+        driver("flush")
+        assert driver("wait")["sent"], driver.stderr()  # the run is made
+        driver("metrics", metrics={"loss": 1}, step=1)
+        driver("flush")
+        assert proxy.held.wait(DEADLINE)
+        driver("metrics", metrics={"loss": 2}, step=2)
+        proxy.released.set()
+        wait_for("the first batch", lambda: driver("state")["sent"] == 1)
+        for step in range(3, 100):
+            driver("metrics", metrics={"loss": step}, step=step)
+        run_id = driver("wait")["run_id"]
+        driver("finalize")
+        batches = sum(path.endswith("log-batch") for _, path, _, _ in proxy.requests)
+    assert batches == 2 and len(server.history(run_id, "loss")) == 99
+
+
+def test_a_refusal_that_is_interrupted_is_noted_once(start, tmp_path):
+    """The server refuses a batch and its first half, goes away, and comes back to refuse that again."""
+    batches = []
+
+    def answer(number, path):
+        if not path.endswith("log-batch"):
+            return None
+        batches.append(number)
+        return (503, {}) if len(batches) == 3 else (400, {})
+
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
+
+    with Server(fault=answer) as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open")
+        driver("params", params={"a": 1, "b": 2})
+        wait_for("sending", lambda: driver("wait")["sent"])
+        assert driver("state")["rejected"] == 2
+        driver("finalize")
+    lines = (tmp_path / "spool/abc.rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["entry"]["params"][0] for line in lines] == ["a", "b"] and len(batches) == 6
+
+
+@pytest.mark.parametrize("status, text", [
+    (503, b"Endpoint disabled due to the mlflow server running with `--no-serve-artifacts`."), (403, b"no"), (404, b"no")])
+def test_a_server_that_takes_no_artifacts_holds_nothing_up(start, tmp_path, status, text):
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            if method == "PUT":
+                return status, text
+            return 200, b'{"run": {"info": {"run_id": "abc", "artifact_uri": "mlflow-artifacts:/0/abc"}}}'
+
+    (tmp_path / "model").write_text("weights")
+    with Server() as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open")
+        driver("artifact", file=str(tmp_path / "model"))
+        driver("metrics", metrics={"loss": 1}, step=1)
+        assert driver("wait")["sent"], driver.stderr()
+        driver("finalize")
+        assert driver("state")["rejected"] == 1 and driver.spooled() == ["abc.rejected.jsonl"]
+        assert [method for method, *_ in proxy.requests].count("PUT") == 1
+
+
 @pytest.mark.parametrize("variables, header", [
     ({"MLFLOW_TRACKING_TOKEN": "s3cret"}, "Bearer s3cret"),
     ({"MLFLOW_TRACKING_USERNAME": "ada", "MLFLOW_TRACKING_PASSWORD": "pass"}, "Basic YWRhOnBhc3M="),

@@ -92,11 +92,18 @@ std::string server_of(const MlflowWriterOptions& options) {
   TORCH_CHECK_VALUE(!uri.empty(),
                     "MlflowWriter: no tracking server is named; set tracking_uri or MLFLOW_TRACKING_URI to "
                     "http://HOST:PORT");
+  // A URI may hold a password, so no text shows it.
+  const size_t scheme = uri.find("://");
   TORCH_CHECK_VALUE(uri.starts_with("http://") || uri.starts_with("https://"),
-                    "MlflowWriter: the tracking URI is '", uri,
-                    "', and a store that is no server is for Python alone; start one on it by `mlflow server "
-                    "--backend-store-uri ",
-                    uri, "`, and set http://HOST:PORT");
+                    "MlflowWriter: the tracking URI is ",
+                    scheme == std::string::npos ? "a folder" : "one of " + uri.substr(0, scheme) + "://",
+                    ", and a store that is no server is for Python alone; start one on it by `mlflow server "
+                    "--backend-store-uri` and that URI, and set http://HOST:PORT");
+  const size_t host = scheme + 3;
+  TORCH_CHECK_VALUE(
+      uri.substr(host, uri.find_first_of("/?#", host) - host).find('@') == std::string::npos,
+      "MlflowWriter: the tracking URI holds a password, which would be seen in logs; put it into "
+      "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD");
   while (uri.ends_with('/')) uri.pop_back();
   return uri;
 }

@@ -32,7 +32,8 @@ struct MlflowWriterOptions {
   std::filesystem::path spool_directory = "mlflow_spool";
   /// How long to collect what goes into one request.
   std::chrono::milliseconds send_interval{1000};
-  /// Of one request; of an artifact, without a byte moving.
+  /// Of one request; of an artifact, without a byte moving, and a second more per MiB for the server to store
+  /// it.
   std::chrono::milliseconds timeout{10'000};
   /// How long finalize() and the destructor send what is left.
   std::chrono::milliseconds close_timeout{10'000};
@@ -64,7 +65,8 @@ struct MlflowWriterOptions {
 /// metrics back.
 ///
 /// What the server refuses for good (a parameter that has another value already, a name with a character that
-/// MLflow does not take) is warned about once, counted, and kept in spool_directory/RUN_ID.rejected.jsonl.
+/// MLflow does not take, an artifact where it stores none) is warned about once, counted, and kept in
+/// spool_directory/RUN_ID.rejected.jsonl.
 ///
 /// Of MLflow's variables it heeds, besides those above, MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME
 /// and MLFLOW_TRACKING_PASSWORD; MLFLOW_TRACKING_INSECURE_TLS=true, which verifies no certificate; and
@@ -73,7 +75,8 @@ struct MlflowWriterOptions {
 class MlflowWriter : public MetricsWriter {
  public:
   /// Contacts nobody: the run is made in the background after the first call that logs, or flush(). Throws
-  /// c10::ValueError when no server is named, or one that is not reached by HTTP.
+  /// c10::ValueError when no server is named, or one that is not reached by HTTP, or with a password in its
+  /// URI.
   explicit MlflowWriter(MlflowWriterOptions options = {});
   /// finalize("finished"), or "failed" where an exception passes.
   ~MlflowWriter() override;

@@ -118,7 +118,10 @@ void CsvWriter::add_columns(const Metrics& metrics) {
 void CsvWriter::log_metrics(const Metrics& metrics, int64_t step) {
   if (!rank_.here()) return;
   const std::lock_guard lock(mutex_);
-  if (!prepare()) return;
+  if (!prepare()) {
+    ++lost_;
+    return;
+  }
   add_columns(metrics);
   std::string row = std::to_string(step) + "," + shortest(internal::wall_time());
   for (const auto& name : columns_) {
@@ -126,7 +129,7 @@ void CsvWriter::log_metrics(const Metrics& metrics, int64_t step) {
     if (const auto found = metrics.find(name); found != metrics.end()) row += shortest(found->second);
   }
   row += '\n';
-  file_.append(row);
+  if (!file_.append(row)) ++lost_;
 }
 
 void CsvWriter::resume(int64_t next_step) {
@@ -156,7 +159,7 @@ void CsvWriter::finalize(std::string_view /*status*/) {
 
 int64_t CsvWriter::lost() const {
   const std::lock_guard lock(mutex_);
-  return file_.lost();
+  return lost_;
 }
 
 }  // namespace lockstep

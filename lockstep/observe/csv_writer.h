@@ -61,6 +61,7 @@ class CsvWriter : public MetricsWriter {
   WritingRank rank_;
   AppendFile file_;
   bool prepared_ = false;
+  int64_t lost_ = 0;  // rows; file_ counts headers, too
   std::vector<std::string> columns_;
 };
 

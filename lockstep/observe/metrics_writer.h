@@ -30,7 +30,8 @@ using Hyperparameters = std::map<std::string, std::variant<bool, int64_t, double
 ///   own).
 /// - What goes wrong outside of the program (a full disk, a server that is away) is warned about once and
 ///   counted; it never throws, for a training must not stop for its log. Misuse throws.
-/// - A method costs microseconds, whatever the disk or the server does, except flush() and finalize().
+/// - A method costs microseconds, whatever the server does, and as long as the disk takes a write at all;
+///   except flush() and finalize().
 ///
 /// One thread calls at a time; the library's own may be called by several.
 class MetricsWriter {

@@ -1,10 +1,13 @@
 #include <cmath>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <limits>
 #include <regex>
 #include <sstream>
+#include <sys/stat.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 
@@ -144,6 +147,46 @@ TEST_F(MetricsWriters, AFullDiskIsCountedAndStopsNothing) {
   EXPECT_EQ(writer.lost(), 3);
   EXPECT_THAT(warnings, HasSubstr("No space left on device"));
   EXPECT_EQ(std::count(warnings.begin(), warnings.end(), '\n'), 1) << warnings;
+}
+
+TEST_F(MetricsWriters, RowsThatFindNoFileAreCounted) {
+  std::ofstream(folder_ / "taken") << "a file, where a folder should be";
+  CsvWriter writer(folder_ / "taken/metrics.csv");
+  ::testing::internal::CaptureStderr();
+  for (int step = 0; step < 2; ++step) writer.log_metrics({{"loss", 1}}, step);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("CsvWriter: cannot open "));
+  EXPECT_EQ(writer.lost(), 2);
+}
+
+TEST_F(MetricsWriters, APipeIsWrittenToAndNeverRead) {
+  const auto path = folder_ / "pipe";
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  const int reader = ::open(path.c_str(), O_RDWR | O_NONBLOCK);
+  CsvWriter csv(path);
+  csv.resume(1);
+  csv.log_metrics({{"loss", 0.5}}, 1);
+  JsonLinesWriter json(path);
+  json.resume(1);
+  json.log_metrics({{"loss", 0.25}}, 1);
+  std::string text(4096, '\0');
+  text.resize(static_cast<size_t>(std::max<ssize_t>(::read(reader, text.data(), text.size()), 0)));
+  ::close(reader);
+  EXPECT_THAT(text, ::testing::StartsWith("step,wall_time"));
+  EXPECT_THAT(text, HasSubstr(",0.5\n{\"metrics\":{\"loss\":0.25}"));
+  EXPECT_EQ(csv.lost() + json.lost(), 0);
+}
+
+TEST_F(MetricsWriters, AFileThatCannotBeReadIsNotReplaced) {
+  const auto path = folder_ / "log.jsonl";
+  JsonLinesWriter writer(path);
+  writer.log_metrics({{"loss", 1}}, 1);
+  std::filesystem::rename(path, folder_ / "moved");
+  ::testing::internal::CaptureStderr();
+  writer.resume(2);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("JsonLinesWriter: cannot rewrite "));
+  EXPECT_FALSE(std::filesystem::exists(path)) << "an empty one";
+  writer.log_metrics({{"loss", 1}}, 2);
+  EXPECT_EQ(lines(folder_ / "moved").size(), 2U);
 }
 
 /// Logs, and ends without any clean-up; in a process of its own.

@@ -3,6 +3,8 @@
 import collections
 import io
 import math
+import os
+import pty
 import subprocess
 
 import numpy as np
@@ -141,6 +143,21 @@ def test_a_resumed_run_hides_what_it_does_again(driver, tmp_path):
 def test_a_process_that_ends_without_clean_up_loses_nothing(driver, tmp_path, how, status):
     done = run(driver, "end", tmp_path, how, 300)
     assert done.returncode == status, done.stderr
+    assert sum(len(event.summary.value) for event in events(tmp_path)["."]) == 300
+
+
+def test_a_key_of_the_terminal_ends_a_process_the_first_time(driver, tmp_path):
+    """Ctrl-C comes from the kernel, not from a process; and nothing is lost."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(driver, [str(driver), "end", str(tmp_path), "kill", "300"])
+    said = b""
+    while b"ready" not in said:
+        said += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(child, 0)  # the test's own time limit ends it
+    os.close(terminal)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == 2, status
     assert sum(len(event.summary.value) for event in events(tmp_path)["."]) == 300
 
 

@@ -105,7 +105,7 @@ int terminal_width(int fd) {
 }  // namespace
 
 std::string format_progress(const ProgressState& state, int width) {
-  const bool known = state.total > 0 && state.done <= state.total;
+  const bool known = state.total > 0 && state.done >= 0 && state.done <= state.total;
   const double fraction = known ? static_cast<double>(state.done) / static_cast<double>(state.total) : 0;
 
   const std::string description =

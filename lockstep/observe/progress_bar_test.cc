@@ -86,6 +86,7 @@ TEST(FormatProgress, WithUnknownOrPassedTotalOrNoTimeYet) {
   EXPECT_EQ(format_progress({.done = 4, .total = 4, .ascii = true}, 39),
             "100%|#######| 4/4 [00:00<00:00, ? it/s]");
   EXPECT_EQ(format_progress({}, 80), "0 it [00:00, ? it/s]");
+  EXPECT_EQ(format_progress({.done = -3, .total = 4}, 80), "-3 it [00:00, ? it/s]") << "update(-3)";
 }
 
 TEST(FormatProgress, TellsTheShareOfWaitingForDataWhereItIsKnown) {

@@ -79,7 +79,8 @@ class SummaryWriter::Impl {
                       "; it is a time above zero");
   }
 
-  bool writes() { return !fork_guard_.in_forked_child() && rank_.here(); }
+  bool in_forked_child() const { return fork_guard_.in_forked_child(); }
+  bool writes() { return !in_forked_child() && rank_.here(); }
   const std::filesystem::path& log_dir() const { return log_dir_; }
 
   /// Into a file in `folder`, a name relative to log_dir.
@@ -99,13 +100,13 @@ class SummaryWriter::Impl {
   }
 
   void flush() {
-    if (fork_guard_.in_forked_child()) return;
+    if (in_forked_child()) return;
     const std::lock_guard lock(mutex_);
     if (queue_) queue_->flush();
   }
 
   void close() {
-    if (fork_guard_.in_forked_child()) return;
+    if (in_forked_child()) return;
     const std::lock_guard lock(mutex_);
     if (queue_) lost_ += queue_lost();
     queue_.reset();
@@ -120,6 +121,7 @@ class SummaryWriter::Impl {
   }
 
   int64_t lost() const {
+    if (in_forked_child()) return 0;
     const std::lock_guard lock(mutex_);
     return lost_ + (queue_ ? queue_->lost() : 0);
   }
@@ -171,6 +173,10 @@ SummaryWriter::SummaryWriter(std::filesystem::path log_dir, SummaryWriterOptions
     : impl_(std::make_unique<Impl>(std::move(log_dir), std::move(options))) {}
 
 SummaryWriter::~SummaryWriter() {
+  if (impl_->in_forked_child()) {
+    (void)impl_.release();  // its thread, for which a destructor would wait, belongs to the parent
+    return;
+  }
   close();
 }
 

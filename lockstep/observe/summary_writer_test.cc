@@ -1,13 +1,18 @@
 #include <algorithm>
+#include <array>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <sstream>
 #include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/end_hook.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/summary_writer.h>
@@ -128,20 +133,55 @@ TEST_F(SummaryWriterTest, OnlyRankZeroWrites) {
 }
 
 TEST_F(SummaryWriterTest, AForkedChildWritesNothing) {
-  SummaryWriter writer(folder_);
-  writer.add_scalar("loss", 1, 1);
+  auto writer = std::make_unique<SummaryWriter>(folder_);
+  writer->add_scalar("loss", 1, 1);
   const pid_t child = ::fork();
   if (child == 0) {
-    writer.add_scalar("loss", 2, 2);
-    writer.flush();
-    writer.close();
-    std::_Exit(writer.lost() == 0 ? 0 : 1);
+    writer->add_scalar("loss", 2, 2);
+    writer->flush();
+    writer->close();
+    const bool none_lost = writer->lost() == 0;
+    writer.reset();  // where the thread, which is the parent's, would be waited for
+    std::_Exit(none_lost ? 0 : 1);
   }
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  writer.close();
+  writer->close();
   EXPECT_EQ(records(), 2);
+}
+
+TEST_F(SummaryWriterTest, ASignalThatEndsTheProcessIsToldToWhoCameLater) {
+  static std::array<int, 2> told;  // a pipe, which a signal handler may write to
+  for (const int signal : {SIGSEGV, SIGTERM}) {
+    ASSERT_EQ(::pipe(told.data()), 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      SummaryWriter writer(folder_);
+      writer.add_scalar("loss", 1, 1);
+      before_default_end = [](int number) {
+        [[maybe_unused]] const ssize_t written = ::write(told[1], &number, sizeof number);
+      };
+      std::raise(signal);
+      std::_Exit(1);
+    }
+    ::close(told[1]);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == signal) << status;
+    int number = 0;
+    EXPECT_EQ(::read(told[0], &number, sizeof number), static_cast<ssize_t>(sizeof number));
+    EXPECT_EQ(number, signal);
+    ::close(told[0]);
+  }
+}
+
+TEST_F(SummaryWriterTest, TakesMoreThanMayWaitAndAnEndlessInterval) {
+  SummaryWriter writer(folder_, {.flush_secs = std::numeric_limits<double>::infinity()});
+  const std::string text(size_t{20} << 20, 'x');
+  for (int64_t step = 0; step < 5; ++step) writer.add_text("long", text, step);
+  writer.close();
+  EXPECT_EQ(records(), 6);
 }
 
 /// What `call` throws, without its backtrace.

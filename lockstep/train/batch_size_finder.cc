@@ -15,6 +15,7 @@
 #include <lockstep/base/memory.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/recovery.h>
+#include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>
 
@@ -59,7 +60,7 @@ struct Measured {
   double seconds = 0;
 };
 
-/// The largest of all ranks, and the sum of what they have on this host, which is all there is.
+/// The largest of all ranks, and the sum of what they have: all ranks are on one host.
 int64_t reduced(int64_t number, const ReduceOp& op) {
   if (!in_group()) return number;
   at::Tensor tensor = at::empty({1}, at::kLong).fill_(number);
@@ -181,7 +182,12 @@ class Finder {
 }  // namespace
 
 TrialState::TrialState(std::vector<NamedTensor> tensors, torch::optim::Optimizer& optimizer)
-    : optimizer_(optimizer), optimizer_state_(Recoverable(optimizer).save()) {
+    : optimizer_(optimizer) {
+  TORCH_CHECK_VALUE(
+      dynamic_cast<ZeroRedundancyOptimizer*>(&optimizer) == nullptr,
+      "scale_batch_size: the optimizer is sharded, and its process group would be gone after a trial "
+      "that failed; find the batch size with a plain optimizer");
+  optimizer_state_ = Recoverable(optimizer).save();
   at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : tensors) tensors_.emplace_back(tensor, tensor.detach().clone());
   auto generator = at::detail::getDefaultCPUGenerator();

@@ -98,12 +98,14 @@ BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& s
 /// new default one are gone, so call this before making others. Sizes that are fast stop growing long before
 /// those that fit do: look at the table.
 ///
-/// Throws c10::ValueError for options that make no sense, and what loss_of throws.
+/// Throws c10::ValueError for options that make no sense, an empty data set, and a ZeroRedundancyOptimizer,
+/// whose group would be gone after a trial that failed; and what loss_of throws.
 /// lightning/pytorch/tuner/batch_size_scaling.py.
 template <class Model, class Dataset, class LossFunction, class Collate = data::DefaultCollate>
 BatchSizeReport scale_batch_size(Model& model, torch::optim::Optimizer& optimizer, const Dataset& dataset,
                                  LossFunction loss_of, const BatchSizeFinderOptions& options = {},
                                  Collate collate = {}) {
+  TORCH_CHECK_VALUE(dataset.size() > 0, "scale_batch_size: the data set is empty");
   const auto step = [&](int64_t batch_size) {
     train::RoundRobin sampler(static_cast<int64_t>(dataset.size()), batch_size);
     data::DataLoader<Dataset, Collate> loader(dataset, {.batch_size = batch_size, .sampler = &sampler},

@@ -42,7 +42,12 @@ int RobustLoop::run() {
     TrainerCore& trainer;
     ~Unset() { trainer.interrupted = {}, trainer.recover = {}; }
   } unset{trainer_};
+  struct Finalize {
+    TrainerCore& trainer;
+    ~Finalize() { trainer.finalize_writers(); }
+  } finalize{trainer_};  // after the checkpoint, for a slow server may take its time
   agreement_.reset();
+  gave_up_ = false;
   std::exception_ptr failure;
   try {
     training_ = false;
@@ -51,7 +56,7 @@ int RobustLoop::run() {
     trainer_.train();
     if (trainer_.stopped() && !trainer_.finished()) {
       const int signal = signals.received();
-      trainer_.save(signal == 0 ? "stopped by another rank's signal"
+      trainer_.save(signal == 0 ? "stopped by stop(), or by another rank's signal"
                                 : std::string("stopped by ") + ::strsignal(signal));
       if (trainer_.rank() == 0) {
         LOCKSTEP_LOG(kWarning) << "RobustLoop: stopped after step " << trainer_.step()
@@ -63,6 +68,7 @@ int RobustLoop::run() {
   } catch (...) {
     failure = std::current_exception();
   }
+  if (gave_up_) std::rethrow_exception(failure);
   if (!agreement_) {
     try {
       agree(failure, /*can_repeat=*/false);
@@ -74,6 +80,7 @@ int RobustLoop::run() {
     }
   }
   save_what_is_left();
+  trainer_.finalize_writers();  // here, as nobody may catch what comes
   throw_first_cause(failure);
 }
 
@@ -91,15 +98,22 @@ void RobustLoop::agree(const std::exception_ptr& failure, bool can_repeat) {
 /// In a step, on each rank on which it failed.
 void RobustLoop::recover(const std::exception_ptr& failure) {
   const bool sharded = dynamic_cast<ZeroRedundancyOptimizer*>(&trainer_.optimizer()) != nullptr;
-  agree(failure, options_.lower_micro_batch && !sharded);
+  try {
+    agree(failure, options_.lower_micro_batch && !sharded);
+  } catch (const std::exception&) {
+    gave_up_ = true;
+    LOCKSTEP_LOG(kError)
+        << "RobustLoop: no emergency checkpoint, for the ranks could not agree on what failed: "
+        << train::text_of(std::current_exception());
+    std::rethrow_exception(failure);
+  }
   if (!all_can_repeat()) std::rethrow_exception(failure);
   const auto agreement = std::move(agreement_);
   int64_t largest = 0;
   for (const auto& report : agreement->reports) largest = std::max(largest, report.largest_micro_batch);
   trainer_.set_max_micro_batch((largest + 1) / 2);
-  if (agreement->group && agreement->group != trainer_.process_group()) {
-    trainer_.update_process_group(agreement->group);
-  }
+  // Also when it is the same: the model's round was left in its middle.
+  if (agreement->group) trainer_.update_process_group(agreement->group);
   if (trainer_.rank() == 0) {
     LOCKSTEP_LOG(kWarning) << "RobustLoop: out of memory in step " << trainer_.step() + 1
                            << "; it is done again with at most " << (largest + 1) / 2

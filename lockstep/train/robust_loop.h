@@ -37,14 +37,12 @@ struct RobustLoopOptions {
 ///     return lockstep::RobustLoop(trainer).run();
 ///
 /// - It goes on from the latest good checkpoint.
-/// - **A rank runs out of memory** in a step, forward or backward: all ranks go back to before the step and
-/// do
-///   it again, with at most half as many samples at once, accumulated; the effective batch stays. The weights
+/// - **A rank runs out of memory** in a step, forward or backward: all go back to before the step and do it
+///   again, with at most half as many samples at once, accumulated; the effective batch stays. The weights
 ///   are then those of a run that has accumulated from the start (BatchNorm sees smaller batches). Not with
 ///   sharded optimizers, whose groups end.
-/// - **Another exception** on a rank: all save an emergency checkpoint of the last completed step together.
-/// It
-///   is thrown on from there; on the other ranks as a c10::DistBackendError that names rank and cause.
+/// - **Another exception** on a rank: all save an emergency checkpoint of the last completed step. It is
+///   thrown on from there; on the other ranks as a c10::DistBackendError that names rank and cause.
 /// - **A rank dies**: the lowest of the others that can saves that checkpoint alone, and the first cause is
 ///   thrown on all. Each rank has all but the dead one's random numbers and place in the loader, which are
 ///   then derived. Of a sharded optimizer a part is gone: nothing is saved, and the log says so.
@@ -77,6 +75,7 @@ class RobustLoop {
   RobustLoopOptions options_;
   bool training_ = false;  // restore() is done: what the Trainer holds is worth saving
   std::unique_ptr<train::FailureAgreement> agreement_;  // on what ends the run
+  bool gave_up_ = false;                                // to agree
 };
 
 }  // namespace lockstep

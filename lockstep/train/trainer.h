@@ -28,16 +28,17 @@ namespace lockstep {
 ///     const auto loss_of = [](auto& model, auto& batch) {
 ///       return torch::nn::functional::cross_entropy(model.forward(batch.data), batch.target);
 ///     };
-///     lockstep::Trainer trainer(model, optimizer, loader, loss_of, {.max_epochs = 5, .clip_grad_norm
-///     = 1.0}); trainer.validate_on(validation_loader); trainer.restore();                            // if
-///     there is a checkpoint trainer.train();
+///     lockstep::Trainer trainer(model, optimizer, loader, loss_of, {.max_epochs = 5});
+///     trainer.validate_on(validation_loader);
+///     trainer.restore();  // if there is a checkpoint
+///     trainer.train();
 ///
 /// `model`: a DistributedDataParallel, or any module in a job of one process. `loss_of(model, batch)` returns
 /// the mean loss of the batch, or a StepOutput with metrics beside it. In training it gets the model itself,
 /// in validation what that wraps, so it is best a generic lambda that calls forward(). `loader`: a
-/// data::DataLoader, or anything else that one can iterate (with its own state_dict() and load_state_dict(),
-/// if training is to be resumed within an epoch). All must outlive the Trainer. For a model on a GPU, loss_of
-/// takes the batch there.
+/// data::DataLoader, or anything else that one can iterate (with its own state_dict(unseen_batches), the
+/// state before the last so many, and load_state_dict(), if training is to be resumed within an epoch). All
+/// must outlive the Trainer. For a model on a GPU, loss_of takes the batch there.
 ///
 /// A step's batches are held until it is done. Its gradients are those of the mean over all samples of all
 /// ranks, also where the last batches are smaller on some ranks, or some ranks have fewer batches: before
@@ -102,6 +103,7 @@ class Trainer final : public TrainerCore {
 
   /// One epoch, or the rest of it: its steps, validation, and what belongs to its end. Returns metrics().
   const Metrics& train_epoch() {
+    stopped_ = false;
     begin_epoch(batches());
     model_.train();
     if (!epoch_trained_) {
@@ -121,18 +123,34 @@ class Trainer final : public TrainerCore {
     call(&TrainerCallbacks::before_validation);
     const bool training = model_.is_training();
     share_buffers();
+    StepSnapshot random;  // one that was interrupted is done again, and draws the same numbers
+    random.take({});
     model_.eval();
     MetricAverages averages;
-    stopped_ = !validation_(averages);
+    try {
+      stopped_ = !validation_(averages);
+    } catch (...) {
+      model_.train(training);
+      random.restore();
+      throw;
+    }
     model_.train(training);
-    if (stopped_) return metrics_;
+    if (stopped_) {
+      random.restore();
+      return metrics_;
+    }
     for (const auto& [name, value] : averages.reduce(group_)) metrics_["validation/" + name] = value;
     call(&TrainerCallbacks::after_validation);
     return metrics_;
   }
 
   void update_process_group(const ProcessGroup& group) override {
-    if constexpr (kSynchronises) model_.update_process_group(group);
+    if constexpr (kSynchronises) {
+      StepSnapshot random;  // the model puts back those of its forward, the step begins before that
+      random.take({});
+      model_.update_process_group(group);
+      random.restore();
+    }
     set_group(group);
   }
 
@@ -189,9 +207,10 @@ class Trainer final : public TrainerCore {
   StepPlan train_step(std::optional<Batches>& batches) {
     const bool has_batches = fetch(batches);
     std::optional<StepPlan> plan;
-    for (bool first = true; !plan; first = false) {
+    begun_ = false;
+    while (!plan) {
       try {
-        plan = attempt(has_batches, first);
+        plan = attempt(has_batches);
       } catch (...) {
         undo_attempt();
         if (!recover) throw;
@@ -204,11 +223,12 @@ class Trainer final : public TrainerCore {
   }
 
   /// Agrees on the step, and computes its gradients.
-  StepPlan attempt(bool has_batches, bool first) {
+  StepPlan attempt(bool has_batches) {
     const auto pieces = pieces_of(held_);
     const StepPlan plan = agree(note_of(pieces, has_batches));
     if (plan.stop || plan.samples == 0) return plan;
-    if (first) call(&TrainerCallbacks::before_step);
+    if (!plan.begun) call(&TrainerCallbacks::before_step);
+    begun_ = true;
     begin_attempt();
     compute_gradients(pieces, has_batches, plan);
     return plan;
@@ -222,11 +242,35 @@ class Trainer final : public TrainerCore {
       loader_ended_ = batch == nullptr;
       if (loader_ended_) break;
       ++unseen_batches_;
-      next.push_back(std::move(*batch));
+      if constexpr (kResumes) {
+        next.push_back(std::move(*batch));  // a loader's batch is nobody else's
+      } else {
+        next.push_back(*batch);
+      }
     }
-    if (next.empty()) return false;
-    held_ = std::move(next);
-    return true;
+    if (!next.empty()) {
+      held_ = std::move(next);
+      return true;
+    }
+    if (held_.empty()) borrow_batch(batches);
+    return false;
+  }
+
+  /// Training has been resumed behind this rank's last batch, while others have more, so there is none to
+  /// stand in with. Any will do, at weight 0; it is not taken from the epoch.
+  void borrow_batch(std::optional<Batches>& batches) {
+    if constexpr (kResumes) {
+      batches.reset();
+      StepSnapshot random;
+      random.take({});
+      const StateDict place = loader_state(unseen_batches_);
+      {
+        Batches others(loader_);
+        if (Batch* batch = others.next()) held_.push_back(std::move(*batch));
+      }
+      load_loader(place);
+      random.restore();
+    }
   }
 
   std::vector<Piece> pieces_of(const std::vector<Batch>& batches) const {
@@ -245,13 +289,13 @@ class Trainer final : public TrainerCore {
   StepNote note_of(const std::vector<Piece>& pieces, bool has_batches) {
     StepNote note;
     note.can_stand_in = !pieces.empty();
-    if (!has_batches) return note;
-    note.micro_batches = static_cast<int64_t>(pieces.size());
+    note.begun = begun_;
     largest_micro_batch_ = 0;
     for (const Piece& piece : pieces) {
-      note.samples += piece.length;
       largest_micro_batch_ = std::max(largest_micro_batch_, piece.length);
+      if (has_batches) note.samples += piece.length;
     }
+    if (has_batches) note.micro_batches = static_cast<int64_t>(pieces.size());
     return note;
   }
 
@@ -339,8 +383,6 @@ class Trainer final : public TrainerCore {
   StateDict loader_state(int64_t unseen_batches) const override {
     if constexpr (kResumes) {
       return loader_.state_dict(unseen_batches);
-    } else if constexpr (requires { loader_.state_dict(); }) {
-      return loader_.state_dict();
     } else {
       return {};
     }
@@ -366,6 +408,7 @@ class Trainer final : public TrainerCore {
   LossFunction loss_of_;
   std::function<bool(MetricAverages&)> validation_;
   std::vector<Batch> held_;
+  bool begun_ = false;  // before_step was called for the step under way
 };
 
 }  // namespace lockstep

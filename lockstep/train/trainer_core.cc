@@ -46,6 +46,12 @@ void check(const TrainerOptions& options) {
   TORCH_CHECK_VALUE(!plateau || options.scheduler_interval == TrainerOptions::Interval::epoch,
                     "Trainer: ReduceLROnPlateau needs a metric, which there is once an epoch; leave "
                     "scheduler_interval at epoch");
+  const auto of_epochs = [](const char* who, const std::string& name) {
+    TORCH_CHECK_VALUE(!name.starts_with("train/"), "Trainer: ", who, " looks at '", name,
+                      "', which is no metric of an epoch; name one of epoch/… or validation/…");
+  };
+  if (options.early_stopping) of_epochs("early_stopping", options.early_stopping->monitor);
+  if (plateau) of_epochs("ReduceLROnPlateau", options.scheduler_metric);
 }
 
 double metric_of(const Metrics& metrics, const std::string& name, const char* who) {
@@ -68,7 +74,8 @@ struct TrainerCore::SharedPart {
                     {"step", core.step_},
                     {"position", core.position_},
                     {"epoch_trained", core.epoch_trained_},
-                    {"max_micro_batch", core.max_micro_batch_}};
+                    {"max_micro_batch", core.max_micro_batch_},
+                    {"metrics", to_object(core.metrics_)}};
     if (core.early_stopping_) state["early_stopping"] = to_object(core.early_stopping_->state_dict());
     return state;
   }
@@ -78,6 +85,7 @@ struct TrainerCore::SharedPart {
     core.position_ = state_value<int64_t>(state, "position", kOwner);
     core.epoch_trained_ = state_value<bool>(state, "epoch_trained", kOwner);
     core.max_micro_batch_ = state_value<int64_t>(state, "max_micro_batch", kOwner);
+    core.metrics_ = state_value<Metrics>(state, "metrics", kOwner);
     if (core.early_stopping_ && state.count("early_stopping") != 0) {
       core.early_stopping_->load_state_dict(state_value<StateDict>(state, "early_stopping", kOwner));
     }
@@ -165,12 +173,24 @@ std::optional<CheckpointInfo> TrainerCore::restore() {
   if (!checkpoints_) return {};
   loader_restored_ = loader_ended_ = false;
   unseen_batches_ = 0;
+  const StateDict fresh = loader_state(0);
   auto loaded = checkpoints_->restore(training_state_);
   if (!loaded) return {};
   applying_ = false;
+  saved_ = {step_, epoch_};
   const bool in_epoch = position_ > 0 && !epoch_trained_;
-  if (in_epoch && !loader_restored_ && !start_loader_at(position_)) {
+  // All ranks go on in the same way: of one that survived alone, only it has its own place.
+  const bool has_place = loader_restored_ && !loader_state(0).empty();
+  bool goes_on = !in_epoch || on_all(has_place);
+  if (!goes_on) {
+    loader_ended_ = false;
+    if (!fresh.empty()) load_loader(fresh);
+    goes_on = on_all(start_loader_at(position_));
+  }
+  if (!goes_on) {
+    if (!fresh.empty()) load_loader(fresh);
     position_ = 0;
+    epoch_averages_.clear();
     if (rank() == 0) {
       LOCKSTEP_LOG(kWarning) << "Trainer: epoch " << epoch_ + 1 << " was begun by " << loaded->world_size
                              << " ranks, and the loader's sampler can't go on with it on " << world_size()
@@ -190,8 +210,9 @@ void TrainerCore::set_group(const ProcessGroup& group) {
   rank_ = group_ ? get_rank(group_) : 0;
   world_size_ = group_ ? get_world_size(group_) : 1;
   if (!options_.checkpoint) return;
-  checkpoints_.reset();  // waits for what it writes
-  checkpoints_ = std::make_unique<CheckpointManager>(*options_.checkpoint, group_);
+  // If that fails, the old one is still there to save alone.
+  auto checkpoints = std::make_unique<CheckpointManager>(*options_.checkpoint, group_);
+  checkpoints_ = std::move(checkpoints);  // waits for what the old one writes
 }
 
 // ---- What happens around epochs and steps
@@ -210,8 +231,40 @@ void TrainerCore::begin_training() {
 
 void TrainerCore::end_training(std::string_view status) {
   bar_.reset();
+  if (checkpoints_ && status == "finished") {
+    const auto& plan = *options_.checkpoint;
+    const bool planned =
+        plan.every_steps > 0 || plan.every_epochs > 0 || plan.every.count() > 0 || plan.automatic;
+    if (planned && saved_ != std::pair(step_, epoch_)) {  // what the plan has not reached
+      CheckpointInfo about = info({});
+      about.metrics = metrics_;
+      save_by_plan(std::move(about));
+    }
+  }
   if (checkpoints_ && status != "failed") checkpoints_->wait();
-  writers_.finalize(status);
+  end_status_ = status;
+  if (recover) return;
+  if (status == "killed") {
+    writers_.flush();  // train() may go on
+  } else {
+    finalize_writers();
+  }
+}
+
+void TrainerCore::finalize_writers() {
+  if (!end_status_.empty()) writers_.finalize(std::exchange(end_status_, {}));
+}
+
+void TrainerCore::save_by_plan(CheckpointInfo about) {
+  checkpoints_->save(training_state_, std::move(about));
+  saved_ = {step_, epoch_};
+}
+
+bool TrainerCore::on_all(bool mine) const {
+  if (!group_) return mine;
+  at::Tensor all = at::empty({1}, at::kLong).fill_(mine ? 1 : 0);
+  all_reduce(all, ReduceOp::MIN, group_);
+  return all.item<int64_t>() != 0;
 }
 
 void TrainerCore::begin_epoch(int64_t batches) {
@@ -229,16 +282,16 @@ TrainerCore::StepPlan TrainerCore::agree(const StepNote& mine) {
   const bool stop = stop_requested_ || (interrupted && interrupted());
   if (!group_) {
     if (stop) stop_requested_ = false;
-    return {mine.micro_batches, mine.samples, stop};
+    return {mine.micro_batches, mine.samples, stop, mine.begun};
   }
-  constexpr int64_t kNumbers = 4;
+  constexpr int64_t kNumbers = 5;
   at::Tensor note = at::empty({kNumbers}, at::kLong);
   auto* numbers = note.mutable_data_ptr<int64_t>();
   numbers[0] = mine.micro_batches, numbers[1] = mine.samples;
-  numbers[2] = mine.can_stand_in ? 1 : 0, numbers[3] = stop ? 1 : 0;
+  numbers[2] = mine.can_stand_in ? 1 : 0, numbers[3] = stop ? 1 : 0, numbers[4] = mine.begun ? 1 : 0;
   at::Tensor notes = at::empty({world_size(), kNumbers}, at::kLong);
   all_gather_into_tensor(notes, note, group_);
-  StepPlan plan;
+  StepPlan plan{.begun = true};
   std::vector<int> helpless;
   for (int rank = 0; rank < world_size(); ++rank) {
     const auto* of_rank = notes.const_data_ptr<int64_t>() + rank * kNumbers;
@@ -246,6 +299,7 @@ TrainerCore::StepPlan TrainerCore::agree(const StepNote& mine) {
     plan.samples += of_rank[1];
     if (of_rank[0] == 0 && of_rank[2] == 0) helpless.push_back(rank);
     plan.stop = plan.stop || of_rank[3] != 0;
+    plan.begun = plan.begun && of_rank[4] != 0;
   }
   if (plan.stop) stop_requested_ = false;
   TORCH_CHECK_VALUE(plan.stop || plan.samples == 0 || helpless.empty(), "Trainer: ", name_ranks(helpless),
@@ -291,7 +345,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   show_step(plan);
   if (step_ % options_.log_every_n_steps == 0) log_window(norm);
   call(&TrainerCallbacks::after_step);
-  if (checkpoints_ && checkpoints_->should_save(step_)) checkpoints_->save(training_state_, info({}));
+  if (checkpoints_ && checkpoints_->should_save(step_)) save_by_plan(info({}));
 }
 
 bool TrainerCore::validation_due() const {
@@ -346,7 +400,7 @@ void TrainerCore::finish_epoch() {
   if (checkpoints_ && checkpoints_->should_save_at_epoch_end(epoch_)) {
     auto about = info({});
     about.metrics = of_epoch;
-    checkpoints_->save(training_state_, std::move(about));
+    save_by_plan(std::move(about));
   }
   call(&TrainerCallbacks::after_epoch);
 }

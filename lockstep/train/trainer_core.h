@@ -82,6 +82,9 @@ class TrainerCore {
   int64_t largest_micro_batch() const { return largest_micro_batch_; }
   /// At most so many at once from now on, accumulated, so that steps stay what they are. 0: whole batches.
   void set_max_micro_batch(int64_t samples) { max_micro_batch_ = samples; }
+  /// Tells the writers how training has ended, if it has and they don't know: it may take them seconds, so
+  /// with `recover` set train() leaves it to whoever has set it, when the checkpoint is there.
+  void finalize_writers();
   /// The group is another now. Collective in it.
   void set_group(const ProcessGroup& group);
   /// The same, and the model goes on in it.
@@ -101,11 +104,13 @@ class TrainerCore {
     int64_t micro_batches = 0;
     int64_t samples = 0;
     bool can_stand_in = false;  // there is a batch to repeat, at weight 0, while others have more
+    bool begun = false;         // it is tried again
   };
   struct StepPlan {
     int64_t micro_batches = 0;  // the most that a rank has
     int64_t samples = 0;        // of all ranks; 0: the epoch is over
     bool stop = false;
+    bool begun = false;  // on all ranks
   };
   StepPlan agree(const StepNote& mine);
 
@@ -150,6 +155,8 @@ class TrainerCore {
   void show_step(const StepPlan& plan);
   void log_window(const std::optional<double>& grad_norm);
   void log(const Metrics& metrics);
+  bool on_all(bool mine) const;
+  void save_by_plan(CheckpointInfo about);
   double learning_rate() const;
   CheckpointInfo info(const std::string& emergency) const;
 
@@ -169,7 +176,9 @@ class TrainerCore {
   MetricAverages step_averages_, epoch_averages_;
   MetricAverages window_;  // since the last line of the log
   double window_samples_ = 0;
-  std::chrono::steady_clock::time_point window_begin_;
+  std::chrono::steady_clock::time_point window_begin_ = std::chrono::steady_clock::now();
+  std::optional<std::pair<int64_t, int64_t>> saved_;  // the step and epoch of the last checkpoint
+  std::string end_status_;                            // for the writers, which have not been told
   bool loader_restored_ = false;
   bool applying_ = false;
   std::atomic<bool> stop_requested_ = false;

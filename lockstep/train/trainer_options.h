@@ -37,7 +37,7 @@ struct TrainerCallbacks {
   using Function = std::function<void(TrainerCore&)>;
   Function before_epoch = {};
   Function after_epoch = {};  ///< metrics() are the epoch's; scheduler and checkpoint come before
-  Function before_step = {};  ///< an optimizer step; its batches are there
+  Function before_step = {};  ///< an optimizer step, also when it is tried again; its batches are there
   Function after_step = {};
   Function before_validation = {};
   Function after_validation = {};  ///< metrics() have the validation's

@@ -37,59 +37,64 @@ AsyncWriter::AsyncWriter() {
 }
 
 AsyncWriter::~AsyncWriter() {
-  if (fork_guard_.in_forked_child()) return;
   {
     const std::lock_guard lock(registry().mutex);
     registry().writers.erase(this);
   }
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
+  if (fork_guard_.in_forked_child()) {
+    state_.release();  // its condition variable has a waiter that is not here, and would be waited for
+    return;
   }
-  changed_.notify_all();
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->closing = true;
+  }
+  state_->changed.notify_all();
   thread_.join();
 }
 
 void AsyncWriter::start(std::function<void()> task) {
   wait();
-  {
-    const std::lock_guard lock(mutex_);
-    task_ = std::move(task);
-  }
   if (!thread_.running()) thread_.start("ls-checkpoint", [this] { run(); });
-  changed_.notify_all();
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->task = std::move(task);
+  }
+  state_->changed.notify_all();
 }
 
 void AsyncWriter::wait() {
   if (fork_guard_.in_forked_child()) return;
-  std::unique_lock lock(mutex_);
-  while (task_) wait_interruptibly(changed_, lock);
+  std::unique_lock lock(state_->mutex);
+  while (state_->task) wait_interruptibly(state_->changed, lock);
 }
 
 bool AsyncWriter::busy() const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<bool>(task_);
+  if (fork_guard_.in_forked_child()) return true;
+  const std::lock_guard lock(state_->mutex);
+  return static_cast<bool>(state_->task);
 }
 
 void AsyncWriter::cancel_at_exit() {
   if (fork_guard_.in_forked_child()) return;
   cancelled_ = true;
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, kPatienceAtExit, [this] { return !task_; });
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait_for(lock, kPatienceAtExit, [this] { return !state_->task; });
 }
 
 void AsyncWriter::run() {
-  std::unique_lock lock(mutex_);
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
   for (;;) {
-    changed_.wait(lock, [this] { return task_ || closing_; });
-    if (!task_) return;
+    state.changed.wait(lock, [&] { return state.task || state.closing; });
+    if (!state.task) return;
     // A copy: whoever waits must find the task in its place until it is done.
-    const std::function<void()> task = task_;
+    const std::function<void()> task = state.task;
     lock.unlock();
     task();
     lock.lock();
-    task_ = nullptr;
-    changed_.notify_all();
+    state.task = nullptr;
+    state.changed.notify_all();
   }
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 
 #include <lockstep/base/background_thread.h>
@@ -25,6 +26,7 @@ class AsyncWriter {
   void start(std::function<void()> task);
   /// Waits for the task; nothing if there is none.
   void wait();
+  /// Whether there is a task; true in a forked child, where nobody can tell.
   bool busy() const;
   /// True when the task should give up.
   const std::atomic<bool>& cancelled() const { return cancelled_; }
@@ -35,10 +37,13 @@ class AsyncWriter {
  private:
   void run();
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::function<void()> task_;  // none: the thread is idle
-  bool closing_ = false;
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::function<void()> task;  // none: the thread is idle
+    bool closing = false;
+  };
+  std::unique_ptr<State> state_ = std::make_unique<State>();
   std::atomic<bool> cancelled_ = false;
   ForkGuard fork_guard_;  // the thread and its task are not in a forked child
   BackgroundThread thread_;

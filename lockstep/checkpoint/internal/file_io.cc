@@ -1,7 +1,10 @@
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <fcntl.h>
+#include <random>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
@@ -74,6 +77,13 @@ std::string read_file(const std::filesystem::path& path, int64_t most) {
   std::string bytes(static_cast<size_t>(file.size()), '\0');
   file.read(bytes.data(), bytes.size(), 0);
   return bytes;
+}
+
+std::filesystem::path temporary_name(const std::filesystem::path& path) {
+  std::random_device source;
+  std::array<char, 32> suffix{};
+  std::snprintf(suffix.data(), suffix.size(), ".tmp-%08x%08x", source(), source());
+  return path.string() + suffix.data();
 }
 
 void sync_directory(const std::filesystem::path& directory) {

@@ -51,6 +51,9 @@ class InputFile {
 /// All of a file. Throws CheckpointError, also when it has more than `most` bytes.
 std::string read_file(const std::filesystem::path& path, int64_t most);
 
+/// A name beside `path` that nobody else uses, on no host that shares the disk.
+std::filesystem::path temporary_name(const std::filesystem::path& path);
+
 /// Makes renames, creations and removals in a directory last.
 void sync_directory(const std::filesystem::path& directory);
 

@@ -18,7 +18,6 @@ class Pages {
   /// Has at least so many bytes from now on; what was in it is lost if they are more than before.
   void reserve(size_t bytes);
   char* data() const { return static_cast<char*>(data_); }
-  size_t size() const { return size_; }
 
  private:
   void release();

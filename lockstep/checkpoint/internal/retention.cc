@@ -11,7 +11,7 @@ std::vector<CheckpointInfo> checkpoints_to_remove(std::vector<CheckpointInfo> th
                                                   const CheckpointManagerOptions& options,
                                                   const std::vector<std::filesystem::path>& keep_also) {
   std::sort(there.begin(), there.end(), [](const CheckpointInfo& a, const CheckpointInfo& b) {
-    return std::tie(a.step, a.saved_at, a.directory) > std::tie(b.step, b.saved_at, b.directory);
+    return std::tie(a.saved_at, a.step, a.directory) > std::tie(b.saved_at, b.step, b.directory);
   });
   std::set<std::filesystem::path> keep(keep_also.begin(), keep_also.end());
   int64_t planned = 0;

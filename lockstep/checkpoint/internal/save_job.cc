@@ -166,14 +166,6 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
   }
 }
 
-int64_t SaveJob::bytes() const {
-  int64_t bytes = 0;
-  for (const File& file : files_) {
-    for (const StateTensor& each : file.tensors) bytes += static_cast<int64_t>(each.tensor.nbytes());
-  }
-  return bytes;
-}
-
 void SaveJob::stage(Pages& memory, const MemberRanks& ranks, bool later) {
   staging_ = Failure::of(ranks, [&] { copy_tensors(memory, later); });
 }
@@ -300,6 +292,9 @@ void SaveJob::finish(const std::vector<c10::IValue>& reports) {
   }
   failpoint::here("checkpoint.before_manifest");
   const std::string text = to_text(manifest);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(text.size()) <= kMaxManifest, "the checkpoint has ",
+                    manifest.tensors.size(), " tensors, whose manifest would have ", text.size(),
+                    " bytes, more than the ", kMaxManifest, " that are read; save fewer, larger ones");
   OutputFile file(path_ / kManifestName);
   file.write(text.data(), text.size() / 2);
   failpoint::here("checkpoint.within_manifest");

@@ -67,10 +67,6 @@ class SaveJob {
   /// Once. `cancelled` ends it early with an error; may be null.
   CheckpointInfo write(const MemberRanks& ranks, const std::atomic<bool>* cancelled = nullptr);
 
-  const CheckpointInfo& info() const { return info_; }
-  /// Of the tensors that this rank writes.
-  int64_t bytes() const;
-
  private:
   struct File {
     std::string name;

@@ -13,6 +13,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/file_io.h>
+#include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
 
 namespace lockstep::internal {
@@ -22,7 +23,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kMark = ".lockstep-tmp-";
 
-fs::path temporary_name(const fs::path& destination) {
+fs::path hidden_name(const fs::path& destination) {
   std::array<char, 20> random{};
   std::random_device source;
   std::snprintf(random.data(), random.size(), "%08x%08x", source(), source());
@@ -56,6 +57,14 @@ void remove_tree(const fs::path& path) {
   }
 }
 
+/// Whether it is a checkpoint, or what is left of one: other people's directories are theirs.
+bool may_be_replaced(const fs::path& directory) {
+  std::error_code error;
+  return fs::is_directory(directory, error) &&
+         (fs::is_empty(directory, error) || fs::exists(directory / kManifestName, error) ||
+          fs::exists(directory / kStateName, error));
+}
+
 }  // namespace
 
 void remove_left_overs(const fs::path& parent) {
@@ -79,7 +88,7 @@ TemporaryDirectory::TemporaryDirectory(fs::path destination) : destination_(std:
   remove_left_overs(parent);
   // Between its making and its locking somebody may take a new directory for a left-over, and remove it.
   for (int attempt = 0; attempt < 100; ++attempt) {
-    path_ = temporary_name(destination_);
+    path_ = hidden_name(destination_);
     if (::mkdir(path_.c_str(), 0777) != 0) throw_system_error("create", path_, errno);
     lock_ = lock_directory(path_, LOCK_EX);
     if (!lock_ && fs::exists(path_, error)) return;  // no locks here, so nobody removes it either
@@ -95,17 +104,19 @@ TemporaryDirectory::~TemporaryDirectory() {
 void TemporaryDirectory::publish(bool overwrite, bool sync) {
   if (sync) sync_directory(path_);
   failpoint::here("checkpoint.before_rename");
+  fs::path old;
   if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, destination_.c_str(), RENAME_NOREPLACE) == 0) {
     path_.clear();
   } else if (errno == EEXIST) {
     LOCKSTEP_CHECK_FILE(overwrite, destination_.string(),
                         " exists already; take another name, or say overwrite to replace it");
+    LOCKSTEP_CHECK_FILE(may_be_replaced(destination_), destination_.string(),
+                        " is no checkpoint, so it is not replaced; take another name");
     if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, destination_.c_str(), RENAME_EXCHANGE) != 0) {
       throw_system_error("replace (this file system may be unable to, so take another name)", destination_,
                          errno);
     }
-    // The old one has the temporary name now.
-    remove_tree(std::exchange(path_, {}));
+    old = std::exchange(path_, {});                 // which is the old one's name now
   } else if (errno == EINVAL || errno == ENOSYS) {  // NFS, say, knows only rename(2)
     std::error_code error;
     LOCKSTEP_CHECK_FILE(!fs::exists(destination_, error), destination_.string(),
@@ -119,10 +130,11 @@ void TemporaryDirectory::publish(bool overwrite, bool sync) {
   }
   failpoint::here("checkpoint.renamed");
   if (sync) sync_directory(destination_.parent_path());
+  if (!old.empty()) remove_tree(old);  // only now is the new one there for good
 }
 
 void remove_checkpoint_directory(const fs::path& directory) {
-  const fs::path away = temporary_name(directory);
+  const fs::path away = hidden_name(directory);
   if (std::rename(directory.c_str(), away.c_str()) != 0) throw_system_error("remove", directory, errno);
   failpoint::here("checkpoint.removing");
   std::error_code error;

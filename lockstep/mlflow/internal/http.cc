@@ -64,7 +64,7 @@ std::string HttpConnection::escape(const std::string& text) {
 
 HttpAnswer HttpConnection::get(const std::string& path_and_query) {
   ::curl_easy_reset(curl_->handle);
-  return perform(path_and_query);
+  return perform(path_and_query, options_.timeout);
 }
 
 HttpAnswer HttpConnection::post_json(const std::string& path, const std::string& json, bool once) {
@@ -77,7 +77,7 @@ HttpAnswer HttpConnection::post_json(const std::string& path, const std::string&
   ::curl_easy_setopt(curl, CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(json.size()));
   ::curl_easy_setopt(curl, CURLOPT_FRESH_CONNECT, once ? 1L : 0L);
   ::curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, static_cast<long>(options_.timeout.count()));
-  return perform(path);
+  return perform(path, options_.timeout);
 }
 
 HttpAnswer HttpConnection::put_file(const std::string& path, const std::filesystem::path& file) {
@@ -89,15 +89,16 @@ HttpAnswer HttpConnection::put_file(const std::string& path, const std::filesyst
   ::curl_easy_setopt(curl, CURLOPT_HTTPHEADER, headers.get());
   ::curl_easy_setopt(curl, CURLOPT_UPLOAD, 1L);
   ::curl_easy_setopt(curl, CURLOPT_READDATA, opened.get());
-  ::curl_easy_setopt(curl, CURLOPT_INFILESIZE_LARGE,
-                     static_cast<curl_off_t>(std::filesystem::file_size(file)));
-  return perform(path);
+  const auto size = static_cast<curl_off_t>(std::filesystem::file_size(file));
+  ::curl_easy_setopt(curl, CURLOPT_INFILESIZE_LARGE, size);
+  // No byte moves while the server stores what it has got, in an object store perhaps.
+  return perform(path, options_.timeout + std::chrono::seconds(size >> 20));
 }
 
-HttpAnswer HttpConnection::perform(const std::string& path) {
+HttpAnswer HttpConnection::perform(const std::string& path, std::chrono::milliseconds patience) {
   CURL* curl = curl_->handle;
   const std::string url = options_.base_url + path;
-  const long seconds = std::max<long>(1, static_cast<long>(options_.timeout.count() / 1000));
+  const long seconds = std::max<long>(1, static_cast<long>(patience.count() / 1000));
   ::curl_easy_setopt(curl, CURLOPT_URL, url.c_str());
   ::curl_easy_setopt(curl, CURLOPT_PROTOCOLS_STR, "http,https");
   ::curl_easy_setopt(curl, CURLOPT_NOSIGNAL, 1L);

@@ -40,7 +40,8 @@ class HttpConnection {
   /// `once`: for what must not happen twice. libcurl itself repeats a request on a connection that was kept
   /// open and has died, though the server may have acted on it; a new connection it does not.
   HttpAnswer post_json(const std::string& path, const std::string& json, bool once = false);
-  /// The file as the body; it may take as long as bytes move.
+  /// The file as the body; it may take as long as bytes move, and the server may store it for a second per
+  /// MiB more than `timeout`.
   HttpAnswer put_file(const std::string& path, const std::filesystem::path& file);
 
   /// Ends the request under way, and all later ones, at that time. From any thread.
@@ -51,7 +52,8 @@ class HttpConnection {
 
  private:
   struct Curl;
-  HttpAnswer perform(const std::string& path);
+  /// `patience`: how long no byte need move.
+  HttpAnswer perform(const std::string& path, std::chrono::milliseconds patience);
 
   HttpOptions options_;
   std::atomic<std::chrono::steady_clock::time_point> cancel_at_{std::chrono::steady_clock::time_point::max()};

@@ -128,6 +128,11 @@ bool Journal::all_sent() const {
   return sent_ >= size_;
 }
 
+int64_t Journal::size() const {
+  const std::lock_guard lock(mutex_);
+  return size_;
+}
+
 void Journal::set_sent(int64_t end) {
   const std::lock_guard lock(mutex_);
   sent_ = end;

@@ -43,6 +43,8 @@ class Journal {
   /// Where the first line that was not sent begins.
   int64_t sent() const;
   bool all_sent() const;
+  /// Where the next line will begin.
+  int64_t size() const;
   /// Everything before `end` has reached the server. When that is everything, a large file becomes small
   /// again.
   void set_sent(int64_t end);

@@ -74,6 +74,11 @@ struct Load {
 
 }  // namespace
 
+struct Sender::Refusal {
+  json entry;
+  std::string error;
+};
+
 Sender::Sender(std::shared_ptr<Journal> journal, SenderOptions options)
     : journal_(std::move(journal)), options_(std::move(options)), client_(options_.http) {
   thread_.start("lockstep-mlflow", [this] { run(); });
@@ -100,12 +105,13 @@ void Sender::hurry() {
 bool Sender::wait(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   const int64_t failures = counts_.failures;
-  hurry_ = true;
+  ++waiters_;
   idle_ = false;
   work_.notify_one();
   // What others append meanwhile is waited for, too; they are few.
   done_.wait_until(lock, deadline,
                    [&] { return stopped_ || journal_has_nothing() || counts_.failures > failures; });
+  --waiters_;
   return journal_has_nothing();
 }
 
@@ -159,13 +165,17 @@ void Sender::run() {
       next = std::max(next, Clock::now() + options_.send_interval);
     }
     if (!stopping_) {
-      // Waits for more to send together, or after a failure. wait() cuts the first short, stop() both.
-      work_.wait_until(lock, next, [&] { return stopping_ || (hurry_ && failures_in_a_row_ == 0); });
+      // Waits for more to send together, or after a failure. hurry() and wait() cut the first short, stop()
+      // both.
+      work_.wait_until(lock, next,
+                       [&] { return stopping_ || ((hurry_ || waiters_ > 0) && failures_in_a_row_ == 0); });
     } else if (failures_in_a_row_ > 0) {
       work_.wait_until(lock, std::min(next, stop_at_), [] { return false; });
     }
     if (stopping_ && Clock::now() >= stop_at_) break;
     const bool is_last_chance = stopping_ && was_away_;
+    const bool hurried = std::exchange(hurry_, false);  // whoever hurries from now on means later lines, too
+    const int64_t there = journal_->size();
     lock.unlock();
     Result result;
     try {
@@ -174,6 +184,9 @@ void Sender::run() {
       result = {Outcome::kNotNow, error.what()};
     }
     lock.lock();
+    // Of a small file that was a large one, `there` is no place any more.
+    const bool all_were_sent = journal_->sent() >= there || journal_->all_sent();
+    hurry_ = hurry_ || (hurried && !all_were_sent);
     if (result.outcome == Outcome::kNotNow) {
       ++counts_.failures;
       if (failures_in_a_row_++ == 0 && !(stopping_ && Clock::now() >= stop_at_)) {
@@ -192,6 +205,8 @@ void Sender::run() {
       }
       failures_in_a_row_ = 0;
       next = Clock::now();
+      // What came during the request waits for more, or steps that are shorter would each be a request.
+      if (all_were_sent) next += options_.send_interval;
     }
     done_.notify_all();
   }
@@ -248,8 +263,11 @@ Result Sender::send_lines(const std::vector<Journal::Line>& lines) {
     end = line.end;
     ++count;
   }
-  const Result result = send_entries(entries, 0, entries.size());
+  std::vector<Refusal> refusals;
+  const Result result = send_entries(entries, 0, entries.size(), refusals);
   if (result.outcome == Outcome::kNotNow) return result;
+  // Only now: had the server gone in between, all would be sent, and refused, again.
+  for (const auto& refusal : refusals) reject(refusal.entry, refusal.error);
   journal_->set_sent(end);
   const std::lock_guard lock(mutex_);
   counts_.sent += count;
@@ -266,7 +284,8 @@ Result Sender::send_special(const json& line) {
 }
 
 /// One request; of a rejected one the halves, down to the entry that the server does not take.
-Result Sender::send_entries(const std::vector<json>& entries, size_t begin, size_t end) {
+Result Sender::send_entries(const std::vector<json>& entries, size_t begin, size_t end,
+                            std::vector<Refusal>& refusals) {
   if (begin == end) return {};
   json metrics = json::array();
   json params = json::array();
@@ -288,12 +307,12 @@ Result Sender::send_entries(const std::vector<json>& entries, size_t begin, size
   const Result result = client_.log_batch(journal_->run_id(), metrics, params, tags);
   if (result.outcome != Outcome::kRejected) return result;
   if (end - begin == 1) {
-    reject(entries[begin], result.error);
+    refusals.push_back({entries[begin], result.error});
     return {};
   }
   const size_t middle = begin + (end - begin) / 2;
-  const Result first = send_entries(entries, begin, middle);
-  return first.outcome == Outcome::kNotNow ? first : send_entries(entries, middle, end);
+  const Result first = send_entries(entries, begin, middle, refusals);
+  return first.outcome == Outcome::kNotNow ? first : send_entries(entries, middle, end, refusals);
 }
 
 void Sender::reject(const json& entry, const std::string& error) {

@@ -52,13 +52,16 @@ class Sender {
   SenderCounts counts() const;
 
  private:
+  struct Refusal;
+
   void run();
   bool journal_has_nothing() const;
   /// Sends some lines from the front of the journal.
   Result step();
   Result send_lines(const std::vector<Journal::Line>& lines);
   Result send_special(const nlohmann::json& line);
-  Result send_entries(const std::vector<nlohmann::json>& entries, size_t begin, size_t end);
+  Result send_entries(const std::vector<nlohmann::json>& entries, size_t begin, size_t end,
+                      std::vector<Refusal>& refusals);
   void reject(const nlohmann::json& entry, const std::string& error);
   std::chrono::milliseconds pause_after(int64_t failures);
 
@@ -69,7 +72,8 @@ class Sender {
   std::condition_variable work_;  // for the thread
   std::condition_variable done_;  // for wait()
   bool idle_ = false;             // the thread sleeps until something is appended
-  bool hurry_ = false;            // somebody waits in wait()
+  bool hurry_ = false;            // what there is goes at once
+  int64_t waiters_ = 0;           // in wait()
   bool stopping_ = false;
   bool was_away_ = false;  // when stopping began
   bool stopped_ = false;

@@ -46,6 +46,16 @@ Result judge(const HttpAnswer& answer) {
   return {is_final ? Outcome::kRejected : Outcome::kNotNow, error, answer.retry_after};
 }
 
+/// Of a file, which all that is logged later waits behind: a server that stores none says so for as long as
+/// it runs, and one that has let us in before and forbids this alone, or has no such route, means it.
+Result judge_artifact(const HttpAnswer& answer) {
+  Result result = judge(answer);
+  const bool stores_none =
+      answer.status == 503 && answer.body.find("--no-serve-artifacts") != std::string::npos;
+  if (stores_none || answer.status == 403 || answer.status == 404) result.outcome = Outcome::kRejected;
+  return result;
+}
+
 /// An answer that says nothing of what it should.
 Result strange(const HttpAnswer& answer) {
   return {Outcome::kNotNow, "the answer is no MLflow server's: " + answer.body.substr(0, kLongestError)};
@@ -178,7 +188,7 @@ Result TrackingClient::log_artifact(const std::string& run_id, const std::filesy
   const std::filesystem::path name = std::filesystem::path(folder) / file.filename();
   std::string_view uri = artifact_uri_;
   if (remove_prefix(uri, "mlflow-artifacts:/") && !uri.starts_with('/')) {
-    return judge(http_.put_file(kArtifacts + escape_path(uri) + escape_path(name), file));
+    return judge_artifact(http_.put_file(kArtifacts + escape_path(uri) + escape_path(name), file));
   }
   uri = artifact_uri_;
   if (!remove_prefix(uri, "file://") && !uri.starts_with('/')) {
@@ -190,7 +200,7 @@ Result TrackingClient::log_artifact(const std::string& run_id, const std::filesy
   const std::filesystem::path target = std::filesystem::path(uri) / name;
   std::filesystem::create_directories(target.parent_path(), error);
   std::filesystem::copy_file(file, target, std::filesystem::copy_options::overwrite_existing, error);
-  return error ? Result{Outcome::kNotNow, "cannot copy to " + target.string() + ": " + error.message()}
+  return error ? Result{Outcome::kRejected, "cannot copy to " + target.string() + ": " + error.message()}
                : Result{};
 }
 

@@ -16,6 +16,9 @@ namespace {
 constexpr std::chrono::milliseconds kTick{5};
 constexpr int kQuietTicks = 40;
 
+constexpr size_t kMostBytes = size_t{64} << 20;         // that wait, or images would fill the memory
+constexpr std::chrono::duration<double> kForever{1e9};  // a longer time would overflow the clock
+
 static_assert(std::endian::native == std::endian::little, "records are little-endian");
 
 /// TensorFlow masks CRCs, because the CRC of bytes that hold a CRC says little.
@@ -47,7 +50,7 @@ void append_record(std::string& to, std::string_view event) {
 }
 
 EventQueue::EventQueue(size_t max_queue, std::chrono::duration<double> sync_interval)
-    : max_queue_(max_queue), sync_interval_(sync_interval) {
+    : max_queue_(max_queue), sync_interval_(std::min(sync_interval, kForever)) {
   wait_for_last_words();
   thread_.start("lockstep-events", [this] { run(); });
 }
@@ -65,11 +68,12 @@ EventQueue::~EventQueue() {
 void EventQueue::add(AppendFile& file, std::string event) {
   if (fork_guard_.in_forked_child()) return;
   std::unique_lock lock(mutex_);
-  if (waiting_.size() >= max_queue_) {
+  if (is_full()) {
     work_.notify_one();
-    done_.wait(lock, [&] { return waiting_.size() < max_queue_; });
+    done_.wait(lock, [&] { return !is_full(); });
   }
   add_pending_words(1);
+  waiting_bytes_ += event.size();
   waiting_.push_back({&file, std::move(event)});
   ++added_;
   const bool wake = std::exchange(idle_, false);
@@ -93,6 +97,10 @@ int64_t EventQueue::lost() const {
   return lost_;
 }
 
+bool EventQueue::is_full() const {
+  return waiting_.size() >= max_queue_ || waiting_bytes_ >= kMostBytes;
+}
+
 void EventQueue::run() {
   using Clock = std::chrono::steady_clock;
   const auto interval = std::chrono::duration_cast<Clock::duration>(sync_interval_);
@@ -101,7 +109,7 @@ void EventQueue::run() {
   std::vector<Item> items;
   std::unique_lock lock(mutex_);
   while (true) {
-    const auto urgent = [&] { return stopping_ || sync_up_to_ > synced_ || waiting_.size() >= max_queue_; };
+    const auto urgent = [&] { return stopping_ || sync_up_to_ > synced_ || is_full(); };
     if (waiting_.empty() && quiet_ticks >= kQuietTicks) {
       idle_ = true;
       const auto woken = [&] { return !idle_ || urgent(); };
@@ -116,6 +124,7 @@ void EventQueue::run() {
     }
     quiet_ticks = waiting_.empty() ? quiet_ticks + 1 : 0;
     items.swap(waiting_);
+    waiting_bytes_ = 0;
     const bool last = stopping_;
     const bool sync =
         last || sync_up_to_ > synced_ || (Clock::now() >= next_sync && !(unsynced_.empty() && items.empty()));

@@ -23,8 +23,8 @@ namespace lockstep::internal {
 /// these eight bytes, the event, and its masked CRC-32C, all little-endian.
 class EventQueue {
  public:
-  /// At most `max_queue` events wait: beyond, add() waits for the thread. Every `sync_interval` what was
-  /// written is forced to the disk.
+  /// At most `max_queue` events wait, or 64 MiB of them: beyond, add() waits for the thread. Every
+  /// `sync_interval` what was written is forced to the disk.
   EventQueue(size_t max_queue, std::chrono::duration<double> sync_interval);
   /// Writes everything, and forces it to the disk.
   ~EventQueue();
@@ -45,6 +45,7 @@ class EventQueue {
   };
 
   void run();
+  bool is_full() const;
   void write(const std::vector<Item>& items);
 
   const size_t max_queue_;
@@ -54,6 +55,7 @@ class EventQueue {
   std::condition_variable work_;  // for the thread
   std::condition_variable done_;  // for callers
   std::vector<Item> waiting_;
+  size_t waiting_bytes_ = 0;
   int64_t added_ = 0;
   int64_t written_ = 0;
   int64_t synced_ = 0;  // how many of the written are on the disk

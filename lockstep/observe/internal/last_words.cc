@@ -7,6 +7,7 @@
 #include <mutex>
 #include <pthread.h>
 
+#include <lockstep/base/end_hook.h>
 #include <lockstep/observe/internal/last_words.h>
 
 namespace lockstep::internal {
@@ -28,21 +29,34 @@ void wait_until_written() {
   errno = error;
 }
 
+bool has_plain_handler(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) == 0;
+}
+
+bool is_default(const struct sigaction& action) {
+  return has_plain_handler(action) && action.sa_handler == SIG_DFL;
+}
+
 void on_signal(int signal, siginfo_t* info, void* /*context*/) {
+  const struct sigaction& next = before[static_cast<size_t>(signal)];
+  // First of all, because other ranks wait for what the hook tells them.
+  if (is_default(next)) {
+    if (const auto tell = before_default_end.load(std::memory_order_acquire)) tell(signal);
+  }
   wait_until_written();
   // Whoever was here before comes next. A fault strikes again when this returns, with all that the kernel
-  // tells of it; a signal that was sent must be sent again.
-  ::sigaction(signal, &before[static_cast<size_t>(signal)], nullptr);
-  if (info->si_code <= 0) std::raise(signal);
+  // tells of it; a signal that was sent, by a process or by a terminal, must be sent again.
+  ::sigaction(signal, &next, nullptr);
+  const bool strikes_again =
+      info->si_code > 0 && (signal == SIGSEGV || signal == SIGBUS || signal == SIGILL || signal == SIGFPE);
+  if (!strikes_again) std::raise(signal);
 }
 
 void install(int signal, bool only_over_default) {
   struct sigaction& current = before[static_cast<size_t>(signal)];
   if (::sigaction(signal, nullptr, &current) != 0) return;
-  const bool has_plain_handler = (current.sa_flags & SA_SIGINFO) == 0;
-  const bool is_default = has_plain_handler && current.sa_handler == SIG_DFL;
-  const bool is_ignored = has_plain_handler && current.sa_handler == SIG_IGN;
-  if (is_ignored || (only_over_default && !is_default)) return;
+  const bool is_ignored = has_plain_handler(current) && current.sa_handler == SIG_IGN;
+  if (is_ignored || (only_over_default && !is_default(current))) return;
   struct sigaction ours {};
   ours.sa_sigaction = on_signal;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;

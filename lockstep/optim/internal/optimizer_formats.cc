@@ -352,7 +352,8 @@ class LbfgsFormat final : public OptimizerFormat {
     TORCH_CHECK_VALUE(found != from.end(), "there is no '", key, "'");
     Tensors tensors;
     for (const IValue& value : from_object<std::vector<IValue>>(found->second)) {
-      tensors.push_back(value.isNone() ? at::Tensor() : copy_for(parameter, from_object<at::Tensor>(value)));
+      tensors.push_back(value.isNone() ? at::Tensor()
+                                       : copy_of(key, parameter, from_object<at::Tensor>(value)));
     }
     return tensors;
   }
@@ -361,6 +362,13 @@ class LbfgsFormat final : public OptimizerFormat {
     TORCH_CHECK_VALUE(has(from, key), "there is no '", key, "'");
     const at::Tensor value = from_object<at::Tensor>(from.at(key));
     TORCH_CHECK_VALUE(value.dim() == 1, "'", key, "' has sizes ", value.sizes(), ", and is to be flat");
+    return copy_of(key, parameter, value);
+  }
+
+  /// A file may claim sizes that a copy could not have: nothing here is compared with the parameters'.
+  static at::Tensor copy_of(const std::string& key, const at::Tensor& parameter, const at::Tensor& value) {
+    TORCH_CHECK_VALUE(value.defined() && value.nbytes() <= value.storage().nbytes(), "'", key,
+                      "' is larger than its memory");
     return copy_for(parameter, value);
   }
 };

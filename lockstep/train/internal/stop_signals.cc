@@ -46,8 +46,14 @@ StopSignals::StopSignals(std::vector<int> signals, std::chrono::nanoseconds dead
   TORCH_CHECK(!in_use.exchange(true), "RobustLoop: another one runs in this process; run them one by one");
   first_signal = 0;
   notify_fd = came_.get();
-  watchdog_.start("lockstep-stop",
-                  [this, deadline, too_late = std::move(too_late)] { watch(deadline, too_late); });
+  try {
+    watchdog_.start("lockstep-stop",
+                    [this, deadline, too_late = std::move(too_late)] { watch(deadline, too_late); });
+  } catch (...) {
+    notify_fd = -1;
+    in_use = false;
+    throw;
+  }
   for (const int signal : signals) {
     struct sigaction action {};
     action.sa_handler = &on_signal;

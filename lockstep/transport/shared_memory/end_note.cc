@@ -5,9 +5,11 @@
 #include <mutex>
 #include <optional>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/end_hook.h>
 #include <lockstep/rendezvous/exit_board.h>
 #include <lockstep/transport/shared_memory/end_note.h>
 
@@ -38,6 +40,13 @@ void on_crash(int signal) {
 
 void install_handlers() {
   ::on_exit([](int status, void*) { note_everywhere(EndKind::kExit, status & 0xff); }, nullptr);
+  // A forked child is no rank: the headers tell of its parent, and are not mapped there.
+  ::pthread_atfork(nullptr, nullptr, [] {
+    for (auto& slot : headers) slot.store(nullptr, std::memory_order_relaxed);
+  });
+  // For signals that another of the library's handlers has taken already.
+  before_default_end.store([](int signal) { note_everywhere(EndKind::kSignal, signal); },
+                           std::memory_order_release);
   for (int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) {
     struct sigaction current {};
     if (::sigaction(signal, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) continue;

@@ -23,7 +23,8 @@ EndKind note_kind(const ProcessHeader& header);
 
 /// From now on exit(3) and crashes by SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT leave a note in the header.
 /// Handlers are installed once, only for signals whose action is the default, and end the process as the
-/// default would.
+/// default would; where another room's handler is there already, it leaves the note (base/end_hook.h). A
+/// forked child leaves none.
 void watch_process_end(ProcessHeader& header);
 void unwatch_process_end(ProcessHeader& header);
 
