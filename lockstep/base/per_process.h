@@ -26,7 +26,7 @@ class PerProcess {
  private:
   struct Instance {
     ForkGuard fork_guard;
-    T value;
+    T value{};
   };
   std::atomic<Instance*> current_{nullptr};
 };
