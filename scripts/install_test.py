@@ -61,7 +61,7 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
         assert status == 0 and "transformed: [3, 3, 3]" in output and "neither a JPEG nor a PNG" in output, output
     if list(prefix.rglob("liblockstep_mlflow.so")):
         status, output = run(tmp_path / "mlflow_consumer")
-        assert status == 0 and "refused: MlflowWriter: the tracking URI is 'sqlite:///mlflow.db'" in output, output
+        assert status == 0 and "refused: MlflowWriter: the tracking URI is one of sqlite://" in output, output
 
 
 def test_a_component_that_was_not_built_is_named(prefix, tmp_path):
