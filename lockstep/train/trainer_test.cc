@@ -439,6 +439,58 @@ TEST(Trainer, GoesOnAsIfNothingHadHappened) {
   });
 }
 
+/// Three ranks have 5, 4 and 4 samples, so rank 0 alone has a third batch of two.
+struct UnevenJob {
+  UnevenJob(const std::filesystem::path& folder, int64_t stop_after)
+      : trainer(model, optimizer, loader, LossOf{},
+                {.max_epochs = 2,
+                 .checkpoint = CheckpointManagerOptions{.directory = folder},
+                 .progress_bar = false,
+                 .callbacks = {{.after_step = [stop_after](TrainerCore& core) {
+                   if (core.step() == stop_after) core.stop();
+                 }}}}) {}
+
+  struct LossOf {
+    template <class Model>
+    torch::Tensor operator()(Model& net, const Example& batch) const {
+      return loss_of(net, batch);
+    }
+  };
+  DistributedDataParallel<SmallNet> model{std::make_shared<SmallNet>(0.3)};
+  torch::optim::Adam optimizer{model.parameters(), torch::optim::AdamOptions(0.01)};
+  DistributedEvalSampler sampler{13};
+  Loader loader{Points{13}, {.batch_size = 2, .sampler = &sampler, .num_workers = 1}};
+  Trainer<DistributedDataParallel<SmallNet>, Loader, LossOf> trainer;
+};
+
+TEST(Trainer, RanksThatHaveRunOutStandInAfterAResume) {
+  const TestFolder folder("uneven-resume");
+  testing::run_ranks(3, [&](int rank) {
+    auto world = init_process_group();
+    const auto start = [&](int64_t stop_after, const std::string& name) {
+      torch::manual_seed(50 + rank);
+      auto job = std::make_unique<UnevenJob>(folder / name, stop_after);
+      torch::manual_seed(60 + rank);
+      return job;
+    };
+    auto reference = start(/*stop_after=*/-1, "reference");
+    reference->trainer.train();
+    EXPECT_EQ(reference->trainer.step(), 6);
+    auto job = start(/*stop_after=*/2, "stopped");
+    job->trainer.train();
+    EXPECT_TRUE(job->trainer.stopped());
+    job->trainer.save();
+    job->trainer.train();
+    EXPECT_TRUE(equal(job->model.parameters(), reference->model.parameters()));
+    job = start(/*stop_after=*/-1, "stopped");
+    ASSERT_TRUE(job->trainer.restore().has_value());
+    EXPECT_EQ(job->trainer.step(), 2);
+    job->trainer.train();
+    EXPECT_EQ(job->trainer.step(), 6);
+    EXPECT_TRUE(equal(job->model.parameters(), reference->model.parameters()));
+  });
+}
+
 /// The samples that this rank has seen go into a file.
 void write_ids(const std::filesystem::path& path, const std::vector<int64_t>& ids) {
   std::ofstream file(path);
