@@ -7,18 +7,13 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/append_file.h>
+#include <lockstep/testing/folder_test.h>
 
 namespace lockstep {
 namespace {
 
-class AppendFileTest : public ::testing::Test {
+class AppendFileTest : public testing::FolderTest {
  protected:
-  AppendFileTest() {
-    char name[] = "/tmp/append_file_XXXXXX";
-    folder_ = ::mkdtemp(name);
-  }
-  ~AppendFileTest() override { std::filesystem::remove_all(folder_); }
-
   std::string read(const std::filesystem::path& path) const {
     std::ostringstream text;
     text << std::ifstream(path, std::ios::binary).rdbuf();
@@ -27,8 +22,6 @@ class AppendFileTest : public ::testing::Test {
   void write(const std::filesystem::path& path, const std::string& text) const {
     std::ofstream(path, std::ios::binary) << text;
   }
-
-  std::filesystem::path folder_;
 };
 
 TEST_F(AppendFileTest, MakesFoldersAndContinues) {

@@ -14,6 +14,7 @@
 
 #include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/checkpoint/python_checkpoint.h>
+#include <lockstep/testing/folder_test.h>
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep {
@@ -23,21 +24,13 @@ using c10::IValue;
 using ::testing::HasSubstr;
 using testing::message_of;
 
-class PythonCheckpoint : public ::testing::Test {
+class PythonCheckpoint : public testing::FolderTest {
  protected:
-  PythonCheckpoint() {
-    std::string name = (std::filesystem::temp_directory_path() / "python-checkpoint-XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-  }
-  ~PythonCheckpoint() override { std::filesystem::remove_all(folder_); }
-
   std::string bytes_of(const StateDict& state) const {
     save_python_checkpoint(state, folder_ / "bytes.pt");
     std::ifstream file(folder_ / "bytes.pt", std::ios::binary);
     return {std::istreambuf_iterator<char>(file), {}};
   }
-
-  std::filesystem::path folder_;
 };
 
 StateDict example() {

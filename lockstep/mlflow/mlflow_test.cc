@@ -12,6 +12,7 @@
 
 #include <lockstep/mlflow/internal/journal.h>
 #include <lockstep/mlflow/mlflow_writer.h>
+#include <lockstep/testing/folder_test.h>
 
 // What arrives at a server is mlflow_test.py's subject.
 namespace lockstep {
@@ -23,15 +24,8 @@ using ::testing::HasSubstr;
 
 constexpr const char* kRun = R"({"run":{}})";
 
-class MlflowFiles : public ::testing::Test {
+class MlflowFiles : public testing::FolderTest {
  protected:
-  MlflowFiles() {
-    char name[] = "/tmp/mlflow_XXXXXX";
-    folder_ = ::mkdtemp(name);
-    path_ = folder_ / "a.jsonl";
-  }
-  ~MlflowFiles() override { std::filesystem::remove_all(folder_); }
-
   std::string content() const {
     std::ostringstream text;
     text << std::ifstream(path_, std::ios::binary).rdbuf();
@@ -43,8 +37,7 @@ class MlflowFiles : public ::testing::Test {
     return texts;
   }
 
-  std::filesystem::path folder_;
-  std::filesystem::path path_;
+  std::filesystem::path path_ = folder_ / "a.jsonl";
 };
 
 TEST_F(MlflowFiles, AJournalKnowsWhatIsNotSentWhenItIsOpenedAgain) {

@@ -15,6 +15,7 @@
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/csv_writer.h>
 #include <lockstep/observe/json_lines_writer.h>
+#include <lockstep/testing/folder_test.h>
 
 namespace lockstep {
 namespace {
@@ -24,16 +25,9 @@ using ::testing::HasSubstr;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-class MetricsWriters : public ::testing::Test {
+class MetricsWriters : public testing::FolderTest {
  protected:
-  MetricsWriters() {
-    char name[] = "/tmp/metrics_writers_XXXXXX";
-    folder_ = ::mkdtemp(name);
-  }
-  ~MetricsWriters() override {
-    clear_world_defaults();
-    std::filesystem::remove_all(folder_);
-  }
+  ~MetricsWriters() override { clear_world_defaults(); }
 
   /// The file's lines, with W for the wall time, which must be one.
   std::vector<std::string> lines(const std::filesystem::path& path) const {
@@ -44,8 +38,6 @@ class MetricsWriters : public ::testing::Test {
       result.push_back(std::regex_replace(line, wall_time, "W"));
     return result;
   }
-
-  std::filesystem::path folder_;
 };
 
 TEST_F(MetricsWriters, CsvIsATableWithAColumnForEachMetric) {

@@ -16,6 +16,7 @@
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/summary_writer.h>
+#include <lockstep/testing/folder_test.h>
 
 // What stands in the files is observe_test.py's subject.
 namespace lockstep {
@@ -24,16 +25,9 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-class SummaryWriterTest : public ::testing::Test {
+class SummaryWriterTest : public testing::FolderTest {
  protected:
-  SummaryWriterTest() {
-    char name[] = "/tmp/summary_writer_XXXXXX";
-    folder_ = ::mkdtemp(name);
-  }
-  ~SummaryWriterTest() override {
-    clear_world_defaults();
-    std::filesystem::remove_all(folder_);
-  }
+  ~SummaryWriterTest() override { clear_world_defaults(); }
 
   std::vector<std::filesystem::path> files() const {
     std::vector<std::filesystem::path> found;
@@ -59,8 +53,6 @@ class SummaryWriterTest : public ::testing::Test {
     }
     return count;
   }
-
-  std::filesystem::path folder_;
 };
 
 TEST(EventRecord, HasTheChecksumsOfTensorFlow) {
