@@ -22,6 +22,7 @@
 #include <lockstep/ddp/grad_norm.h>
 #include <lockstep/ddp/gradient_accumulation.h>
 #include <lockstep/ddp/sync_batch_norm.h>
+#include <lockstep/device/device.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/csv_writer.h>
@@ -37,7 +38,6 @@
 #include <lockstep/optim/swa_utils.h>
 #include <lockstep/optim/zero_hook.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
-#include <lockstep/rendezvous/device.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/robust_loop.h>
 #include <lockstep/train/trainer.h>

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/rendezvous/device.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/launch_environment.h>
 
@@ -182,25 +181,6 @@ TEST(LaunchEnvironment, RefusesWhatIsMalformedOrContradictory) {
       for (const auto& text : says) EXPECT_THAT(error.what(), HasSubstr(text));
     }
   }
-}
-
-TEST(Device, IsChosenByLocalRank) {
-  auto cuda = [](const Variables& variables, int devices) {
-    return choose_device(read(variables), devices).str();
-  };
-  EXPECT_EQ(cuda(with(kTorchrun, {{"RANK", "3"}}), 2), "cuda:1") << "never by RANK";
-  EXPECT_EQ(cuda(kSlurm, 8), "cuda:1");
-  EXPECT_EQ(cuda({}, 1), "cuda:0") << "alone";
-  EXPECT_EQ(cuda(kHand, 0), "cpu");
-  EXPECT_THROW(cuda(kHand, 2), c10::ValueError) << "LOCAL_RANK is unknown";
-  EXPECT_THROW(cuda(kTorchrun, 1), c10::ValueError) << "more processes than devices";
-}
-
-TEST(Device, CudaWhereThereIsNoneIsAnError) {
-  set_device(c10::Device(c10::kCPU));
-  EXPECT_THROW(set_device(c10::Device(c10::kMeta)), c10::ValueError);
-  EXPECT_THROW(set_device(c10::Device(c10::kCUDA, 127)), c10::ValueError);
-  EXPECT_THROW(set_device(c10::Device(c10::kCUDA)), c10::ValueError) << "no index";
 }
 
 TEST(HostIdentity, SameBootAndNetworkNamespace) {

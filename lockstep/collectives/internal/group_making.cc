@@ -117,7 +117,9 @@ std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
   auto store = c10::make_intrusive<c10d::PrefixStore>(plan.name + "/", world.world.store);
   group->handle = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
   constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
-  group->handle->setBackend(at::kCPU, kType, c10::intrusive_ptr<c10d::Backend>(group->backend));
+  for (const auto device : {at::kCPU, at::kCUDA, at::kPrivateUse1}) {
+    group->handle->setBackend(device, kType, c10::intrusive_ptr<c10d::Backend>(group->backend));
+  }
   group->handle->setDefaultBackend(kType);
   group->handle->setGroupName(plan.name);
   group->handle->setGroupDesc(plan.description);

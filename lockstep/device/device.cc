@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/rendezvous/device.h>
+#include <lockstep/device/device.h>
 
 namespace lockstep {
 namespace {
