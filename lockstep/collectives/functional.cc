@@ -34,11 +34,11 @@ class Call {
 
 /// The kind of device whose backend takes the tensor; an undefined one goes to the CPU's, which says what is
 /// wrong.
-c10::DeviceType device_of(const at::Tensor& tensor) {
+c10::DeviceType device_type_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.device().type() : c10::kCPU;
 }
-c10::DeviceType device_of(const Tensors& tensors) {
-  return tensors.empty() ? c10::kCPU : device_of(tensors.front());
+c10::DeviceType device_type_of(const Tensors& tensors) {
+  return tensors.empty() ? c10::kCPU : device_type_of(tensors.front());
 }
 
 template <class Options>
@@ -112,7 +112,7 @@ ReduceOp premul_sum(const at::Tensor& factor) {
 
 Work all_reduce(const at::Tensor& tensor, const ReduceOp& op, const ProcessGroup& group, bool async_op,
                 const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   Tensors tensors{tensor};
   return finish(call.backend().allreduce(tensors, with_operation<c10d::AllreduceOptions>(op, async_op)),
                 async_op);
@@ -120,7 +120,7 @@ Work all_reduce(const at::Tensor& tensor, const ReduceOp& op, const ProcessGroup
 
 Work all_reduce_coalesced(const Tensors& tensors, const ReduceOp& op, const ProcessGroup& group,
                           bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(tensors));
+  const Call call(group, caller, device_type_of(tensors));
   Tensors list = tensors;
   return finish(
       call.backend().allreduce_coalesced(list, with_operation<c10d::AllreduceCoalescedOptions>(op, async_op)),
@@ -129,7 +129,7 @@ Work all_reduce_coalesced(const Tensors& tensors, const ReduceOp& op, const Proc
 
 Work reduce(const at::Tensor& tensor, int dst, const ReduceOp& op, const ProcessGroup& group, bool async_op,
             const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   auto options = with_operation<c10d::ReduceOptions>(op, async_op);
   options.rootRank = call.group_rank(dst);
   Tensors tensors{tensor};
@@ -138,7 +138,7 @@ Work reduce(const at::Tensor& tensor, int dst, const ReduceOp& op, const Process
 
 Work reduce_scatter(const at::Tensor& output, const Tensors& input_list, const ReduceOp& op,
                     const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(output));
+  const Call call(group, caller, device_type_of(output));
   Tensors outputs{output};
   std::vector<Tensors> inputs{input_list};
   return finish(call.backend().reduce_scatter(outputs, inputs,
@@ -148,7 +148,7 @@ Work reduce_scatter(const at::Tensor& output, const Tensors& input_list, const R
 
 Work reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, const ReduceOp& op,
                            const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(output));
+  const Call call(group, caller, device_type_of(output));
   at::Tensor to = output;
   at::Tensor from = input;
   return finish(
@@ -158,7 +158,7 @@ Work reduce_scatter_tensor(const at::Tensor& output, const at::Tensor& input, co
 
 Work reduce_scatter_tensor_coalesced(const Tensors& outputs, const Tensors& inputs, const ReduceOp& op,
                                      const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(outputs));
+  const Call call(group, caller, device_type_of(outputs));
   Tensors to = outputs;
   Tensors from = inputs;
   return finish(call.backend().reduce_scatter_tensor_coalesced(
@@ -170,7 +170,7 @@ Work reduce_scatter_tensor_coalesced(const Tensors& outputs, const Tensors& inpu
 
 Work broadcast(const at::Tensor& tensor, int src, const ProcessGroup& group, bool async_op,
                const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   Tensors tensors{tensor};
   return finish(
       call.backend().broadcast(tensors, with_root<c10d::BroadcastOptions>(call.group_rank(src), async_op)),
@@ -179,7 +179,7 @@ Work broadcast(const at::Tensor& tensor, int src, const ProcessGroup& group, boo
 
 Work gather(const at::Tensor& tensor, const Tensors& gather_list, int dst, const ProcessGroup& group,
             bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   const int root = call.group_rank(dst);
   TORCH_CHECK_VALUE(!call.is_self(root) || !gather_list.empty(),
                     "gather: gather_list must be specified on the destination rank, ", dst);
@@ -194,7 +194,7 @@ Work gather(const at::Tensor& tensor, const Tensors& gather_list, int dst, const
 
 Work scatter(const at::Tensor& tensor, const Tensors& scatter_list, int src, const ProcessGroup& group,
              bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   const int root = call.group_rank(src);
   TORCH_CHECK_VALUE(!call.is_self(root) || !scatter_list.empty(),
                     "scatter: scatter_list must be specified on the source rank, ", src);
@@ -211,7 +211,7 @@ Work scatter(const at::Tensor& tensor, const Tensors& scatter_list, int src, con
 
 Work all_gather(const Tensors& tensor_list, const at::Tensor& tensor, const ProcessGroup& group,
                 bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(tensor_list));
+  const Call call(group, caller, device_type_of(tensor_list));
   std::vector<Tensors> outputs{tensor_list};
   Tensors inputs{tensor};
   return finish(call.backend().allgather(outputs, inputs, with_async<c10d::AllgatherOptions>(async_op)),
@@ -220,7 +220,7 @@ Work all_gather(const Tensors& tensor_list, const at::Tensor& tensor, const Proc
 
 Work all_gather_into_tensor(const at::Tensor& output_tensor, const at::Tensor& input_tensor,
                             const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(output_tensor));
+  const Call call(group, caller, device_type_of(output_tensor));
   at::Tensor to = output_tensor;
   at::Tensor from = input_tensor;
   return finish(call.backend()._allgather_base(to, from, with_async<c10d::AllgatherOptions>(async_op)),
@@ -229,7 +229,7 @@ Work all_gather_into_tensor(const at::Tensor& output_tensor, const at::Tensor& i
 
 Work all_gather_coalesced(const std::vector<Tensors>& output_tensor_lists, const Tensors& input_tensor_list,
                           const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(input_tensor_list));
+  const Call call(group, caller, device_type_of(input_tensor_list));
   std::vector<Tensors> to = output_tensor_lists;
   Tensors from = input_tensor_list;
   return finish(call.backend().allgather_coalesced(to, from, with_async<c10d::AllgatherOptions>(async_op)),
@@ -238,7 +238,7 @@ Work all_gather_coalesced(const std::vector<Tensors>& output_tensor_lists, const
 
 Work all_gather_into_tensor_coalesced(const Tensors& output_tensors, const Tensors& input_tensors,
                                       const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(output_tensors));
+  const Call call(group, caller, device_type_of(output_tensors));
   Tensors to = output_tensors;
   Tensors from = input_tensors;
   return finish(
@@ -248,7 +248,7 @@ Work all_gather_into_tensor_coalesced(const Tensors& output_tensors, const Tenso
 
 Work all_to_all(const Tensors& output_tensor_list, const Tensors& input_tensor_list,
                 const ProcessGroup& group, bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(output_tensor_list));
+  const Call call(group, caller, device_type_of(output_tensor_list));
   Tensors to = output_tensor_list;
   Tensors from = input_tensor_list;
   return finish(call.backend().alltoall(to, from, with_async<c10d::AllToAllOptions>(async_op)), async_op);
@@ -258,7 +258,7 @@ Work all_to_all_single(const at::Tensor& output, const at::Tensor& input,
                        const std::vector<int64_t>& output_split_sizes,
                        const std::vector<int64_t>& input_split_sizes, const ProcessGroup& group,
                        bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_of(output));
+  const Call call(group, caller, device_type_of(output));
   at::Tensor to = output;
   at::Tensor from = input;
   std::vector<int64_t> output_splits = output_split_sizes;
@@ -271,7 +271,7 @@ Work all_to_all_single(const at::Tensor& output, const at::Tensor& input,
 // ---- point to point
 
 void send(const at::Tensor& tensor, int dst, const ProcessGroup& group, int tag, const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   const int to = call.group_rank(dst);
   check_not_self(call, to, "destination");
   start_message(call, /*is_send=*/true, tensor, to, tag, /*background=*/false)->wait();
@@ -279,7 +279,7 @@ void send(const at::Tensor& tensor, int dst, const ProcessGroup& group, int tag,
 
 int recv(const at::Tensor& tensor, std::optional<int> src, const ProcessGroup& group, int tag,
          const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   const auto from = group_source(call, src);
   if (from) check_not_self(call, *from, "source");
   const Work work = start_message(call, /*is_send=*/false, tensor, from, tag, /*background=*/false);
@@ -288,13 +288,13 @@ int recv(const at::Tensor& tensor, std::optional<int> src, const ProcessGroup& g
 }
 
 Work isend(const at::Tensor& tensor, int dst, const ProcessGroup& group, int tag, const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   return start_message(call, /*is_send=*/true, tensor, call.group_rank(dst), tag, /*background=*/true);
 }
 
 Work irecv(const at::Tensor& tensor, std::optional<int> src, const ProcessGroup& group, int tag,
            const Caller& caller) {
-  const Call call(group, caller, device_of(tensor));
+  const Call call(group, caller, device_type_of(tensor));
   return start_message(call, /*is_send=*/false, tensor, group_source(call, src), tag, /*background=*/true);
 }
 
