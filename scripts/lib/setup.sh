@@ -11,6 +11,8 @@
 . "$root/scripts/lib/build.sh"
 # shellcheck source=scripts/lib/python.sh
 . "$root/scripts/lib/python.sh"
+# shellcheck source=scripts/lib/oldest_torch.sh
+. "$root/scripts/lib/oldest_torch.sh"
 # shellcheck source=scripts/lib/data.sh
 . "$root/scripts/lib/data.sh"
 

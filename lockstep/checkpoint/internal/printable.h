@@ -10,7 +10,7 @@ inline std::string printable(std::string text) {
   for (char& c : text) {
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
   }
-  if (text.size() > 200) text = text.substr(0, 200) + "…";
+  if (text.size() > 200) text.replace(200, std::string::npos, "…");
   return text;
 }
 
