@@ -8,7 +8,10 @@
 #   CMAKE_PREFIX_PATH   (CMake variable, then environment) the same kinds of folder
 #   ${PROJECT_SOURCE_DIR}/.venv
 # The first that holds a torch is taken; if it is too old, that is an error, and no other is taken quietly instead.
-# Defines LibTorch::torch, LibTorch_DIR_FOUND, LibTorch_VERSION and LibTorch_HAS_CUDA.
+# Defines LibTorch::torch, LibTorch_DIR_FOUND, LibTorch_VERSION and LibTorch_HAS_CUDA, and for a CUDA build whose CUDA and
+# NCCL headers are at hand LibTorch::cuda. The wheel has them in the packages "nvidia-*" beside it, so no toolkit is needed;
+# for an unpacked libtorch they come from CUDAToolkit_ROOT, CUDA_HOME, /usr/local/cuda or the system. Where they are
+# missing, LibTorch_CUDA_MISSING names them.
 
 set(_libtorch_roots "")
 if(LOCKSTEP_TORCH)
@@ -76,4 +79,52 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::torch)
     "-Wl,--allow-shlib-undefined" "$<$<NOT:$<BOOL:${SKBUILD}>>:-Wl,-rpath,${LibTorch_DIR_FOUND}/lib>")
   # c10d's headers select the Gloo and NCCL parts by macros; nothing of Lockstep's core sees them.
   target_compile_definitions(LibTorch::torch INTERFACE USE_DISTRIBUTED USE_C10D)
+endif()
+
+if(LibTorch_FOUND AND LibTorch_HAS_CUDA AND NOT TARGET LibTorch::cuda)
+  # CUDA 13's wheels have one folder (nvidia/cu13), those of CUDA 12 one for each part (nvidia/cuda_runtime, nvidia/cublas).
+  file(GLOB _cuda_wheel_includes "${LibTorch_DIR_FOUND}/../nvidia/*/include")
+  file(GLOB _cuda_wheel_libraries "${LibTorch_DIR_FOUND}/../nvidia/*/lib")
+  set(_cuda_roots "${CUDAToolkit_ROOT}" "$ENV{CUDAToolkit_ROOT}" "$ENV{CUDA_HOME}" "$ENV{CUDA_PATH}" /usr/local/cuda)
+  list(FILTER _cuda_roots EXCLUDE REGEX "^$")
+  set(LibTorch_CUDA_MISSING "")
+  set(_cuda_includes "")
+  # ATen's and c10d's headers for CUDA include all of these.
+  foreach(_header IN ITEMS cuda_runtime_api.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h nccl.h)
+    unset(_cuda_include)
+    find_path(_cuda_include "${_header}" PATHS ${_cuda_wheel_includes} NO_DEFAULT_PATH NO_CACHE)
+    find_path(_cuda_include "${_header}" HINTS ${_cuda_roots} PATH_SUFFIXES include targets/x86_64-linux/include NO_CACHE)
+    if(_cuda_include)
+      list(APPEND _cuda_includes "${_cuda_include}")
+    else()
+      list(APPEND LibTorch_CUDA_MISSING "${_header}")
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES _cuda_includes)
+  # The wheels' library has its full name alone: libcudart.so.13; libtorch's zip has libcudart-HASH.so.12 among torch's own.
+  unset(_cudart)
+  foreach(_folder IN LISTS _cuda_wheel_libraries ITEMS "${LibTorch_DIR_FOUND}/lib")
+    file(GLOB _candidates "${_folder}/libcudart.so*" "${_folder}/libcudart-*.so*")
+    if(NOT _cudart AND _candidates)
+      list(GET _candidates 0 _cudart)
+    endif()
+  endforeach()
+  if(NOT _cudart)
+    find_library(_cudart cudart HINTS ${_cuda_roots} PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib NO_CACHE)
+  endif()
+  if(NOT _cudart)
+    list(APPEND LibTorch_CUDA_MISSING "libcudart.so")
+  endif()
+  if(NOT LibTorch_CUDA_MISSING)
+    get_filename_component(_cudart_folder "${_cudart}" DIRECTORY)
+    get_filename_component(_cudart_folder "${_cudart_folder}" REALPATH)
+    add_library(LibTorch::cuda INTERFACE IMPORTED)
+    target_include_directories(LibTorch::cuda SYSTEM INTERFACE ${_cuda_includes})
+    target_link_libraries(LibTorch::cuda INTERFACE LibTorch::torch
+      "${LibTorch_DIR_FOUND}/lib/libtorch_cuda.so" "${LibTorch_DIR_FOUND}/lib/libc10_cuda.so" "${_cudart}")
+    target_link_options(LibTorch::cuda INTERFACE "-Wl,-rpath,${_cudart_folder}")
+    target_compile_definitions(LibTorch::cuda INTERFACE USE_CUDA USE_C10D_NCCL)
+  else()
+    list(JOIN LibTorch_CUDA_MISSING ", " LibTorch_CUDA_MISSING)
+  endif()
 endif()

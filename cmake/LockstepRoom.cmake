@@ -1,13 +1,16 @@
 # lockstep_room(NAME
 #   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with a dependency that not everybody has; without it
 #                the room's files belong to Lockstep::lockstep
+#   [PRECOMPILED]  most of its files include c10d's headers: compiled with the library's precompiled header
 #   MAY_INCLUDE  rooms below this one; scripts/check-includes holds every #include against this list
 #   SOURCES      files of the library
-#   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name
+#   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name; with a
+#                NAME_device_test.cc among them, a second ctest NAME_gpu runs the same program's suites *OnDevice and
+#                *OnCuda on a card (label gpu: scripts/test --gpu)
 #   TEST_TIMEOUT seconds; 300 unless told
 #   LINK         libraries that a COMPONENT links
 function(lockstep_room name)
-  cmake_parse_arguments(ROOM "COMPONENT" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS;LINK" ${ARGN})
+  cmake_parse_arguments(ROOM "COMPONENT;PRECOMPILED" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS;LINK" ${ARGN})
   list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   if(ROOM_COMPONENT)
     add_library(lockstep_${name} SHARED ${ROOM_SOURCES})
@@ -17,6 +20,9 @@ function(lockstep_room name)
     set_property(GLOBAL APPEND PROPERTY LOCKSTEP_COMPONENTS lockstep_${name})
   else()
     target_sources(lockstep PRIVATE ${ROOM_SOURCES})
+    if(NOT ROOM_PRECOMPILED)  # loading the header costs more than it saves where few files need what is in it
+      set_source_files_properties(${ROOM_SOURCES} TARGET_DIRECTORY lockstep PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+    endif()
   endif()
   if(LOCKSTEP_BUILD_TESTS AND ROOM_TESTS)
     list(TRANSFORM ROOM_TESTS PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
@@ -43,7 +49,13 @@ function(lockstep_add_test_programs)
     endif()
     target_precompile_headers(${program} REUSE_FROM lockstep_testing)
     add_test(NAME ${program} COMMAND ${program})
-    set_tests_properties(${program} PROPERTIES TIMEOUT ${timeout}
-      ENVIRONMENT "LOCKSTEP_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY};TSAN_OPTIONS=halt_on_error=1 second_deadlock_stack=1 suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp;ASAN_OPTIONS=detect_leaks=0;UBSAN_OPTIONS=halt_on_error=1 print_stacktrace=1")
+    set(environment "LOCKSTEP_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY};TSAN_OPTIONS=halt_on_error=1 second_deadlock_stack=1 suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp;ASAN_OPTIONS=detect_leaks=0;UBSAN_OPTIONS=halt_on_error=1 print_stacktrace=1")
+    set_tests_properties(${program} PROPERTIES TIMEOUT ${timeout} ENVIRONMENT "${environment}")
+    if(sources MATCHES "_device_test\\.cc")
+      add_test(NAME ${room}_gpu COMMAND ${program} "--gtest_filter=*OnDevice*:*OnCuda*")
+      set_tests_properties(${room}_gpu PROPERTIES TIMEOUT ${timeout} LABELS gpu
+        # A kernel that is loaded at its first use may wait for a stream that a test holds up.
+        ENVIRONMENT "${environment};LOCKSTEP_TEST_DEVICE=cuda;CUDA_MODULE_LOADING=EAGER")
+    endif()
   endforeach()
 endfunction()

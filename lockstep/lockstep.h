@@ -11,6 +11,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/data/concat_dataset.h>
 #include <lockstep/data/data_loader.h>
+#include <lockstep/data/device_loader.h>
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/data/fashion_mnist.h>
 #include <lockstep/data/rank_share.h>

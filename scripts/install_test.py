@@ -59,13 +59,18 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
     if list(prefix.rglob("liblockstep_image.so")):
         status, output = run(tmp_path / "image_consumer")
         assert status == 0 and "transformed: [3, 3, 3]" in output and "neither a JPEG nor a PNG" in output, output
+    if list(prefix.rglob("liblockstep_cuda.so")):
+        status, output = run(tmp_path / "cuda_consumer")
+        assert status == 0 and "NCCL: 2." in output and "built: 1" in output, output
+        status, output = run("ldd", tmp_path / "consumer")
+        assert status == 0 and "libtorch_cuda" not in output, output
     if list(prefix.rglob("liblockstep_mlflow.so")):
         status, output = run(tmp_path / "mlflow_consumer")
         assert status == 0 and "refused: MlflowWriter: the tracking URI is one of sqlite://" in output, output
 
 
 def test_a_component_that_was_not_built_is_named(prefix, tmp_path):
-    source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("OPTIONAL_COMPONENTS image mlflow", "COMPONENTS brains")
+    source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("OPTIONAL_COMPONENTS cuda image mlflow", "COMPONENTS brains")
     (tmp_path / "CMakeLists.txt").write_text(source)
     (tmp_path / "main.cc").touch()
     status, output = configure(tmp_path, tmp_path / "build", prefix)

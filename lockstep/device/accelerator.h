@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+namespace lockstep {
+
+/// The kind of device beside the CPU that this process can compute on, as at::getAccelerator() names it; none
+/// where there is none. It loads nothing, and never asks torch about CUDA before torch's CUDA library is in
+/// the process: the answer to a question too early, "no", would stand for the rest of the process (see
+/// set_device()). at::getAccelerator(), at::hasCUDA(), Tensor::is_pinned() and torch::manual_seed() do ask.
+/// Thread-safe.
+std::optional<c10::DeviceType> accelerator();
+
+/// How many of its devices are visible; 0 without one. Thread-safe.
+int accelerator_count();
+
+/// torch's default random number generators of its devices, in order; none without one. Thread-safe.
+std::vector<at::Generator> accelerator_generators();
+
+/// Gives the memory that torch keeps of freed tensors back to the accelerator's devices, so that others, or
+/// larger tensors, can have it; torch::cuda's emptyCache(). Does nothing without an accelerator, and for one
+/// whose allocator keeps none. Thread-safe; never throws.
+void empty_device_cache() noexcept;
+
+/// Waits until everything that was enqueued on the device is done; nothing on the CPU.
+void synchronize(c10::Device device);
+
+/// The one stream of this process that copies to `device`, which is no CPU: the caching allocator keeps freed
+/// memory by stream, so with streams of the pool in turn each would come to hold a batch's worth.
+/// Thread-safe.
+c10::Stream copy_stream(c10::Device device);
+
+/// Bytes of a device's memory that tensors take, at most, since the last reset_peak_device_memory(); none
+/// where the device's allocator does not count.
+std::optional<int64_t> peak_device_memory(c10::Device device);
+void reset_peak_device_memory(c10::Device device);
+
+}  // namespace lockstep
