@@ -410,6 +410,15 @@ std::string dump(const std::string& reason) {
   return {};
 }
 
+std::string write_beside(const std::string& name, const std::string& content) {
+  try {
+    return write_record(name, content);
+  } catch (const std::exception& error) {
+    LOCKSTEP_LOG(kError) << name << " could not be written: " << message_of(error);
+  }
+  return {};
+}
+
 void watch_signal() {
   recorder().watch();
 }

@@ -61,6 +61,10 @@ void failed(uint64_t id, const std::string& error);
 /// afterwards, where there is one.
 std::string dump(const std::string& reason);
 
+/// Writes what another recorder knows (NCCL's, say) to a file of this name beside this process's own records.
+/// Returns its path, or an empty string if that was not possible (logged, never thrown).
+std::string write_beside(const std::string& name, const std::string& content);
+
 /// From now on SIGUSR1 makes this process write its records, from a thread of its own, and go on. Does
 /// nothing when the recorder is off, LOCKSTEP_FLIGHT_SIGNAL is 0, or the program handles or ignores SIGUSR1
 /// itself. Called when the process has joined its world; again makes no difference. Throws c10::ValueError

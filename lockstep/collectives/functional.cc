@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include <lockstep/collectives/functional.h>
@@ -17,6 +18,7 @@ class Call {
     TORCH_CHECK_VALUE(is_member(group),
                       "this rank is not a member of the group; leave the call to its members");
     group_ = group ? group : default_group();
+    if (device != c10::kCPU) check_serves(device);
     backend_ = group_->getBackend(device);
   }
 
@@ -27,6 +29,15 @@ class Call {
   bool is_self(int group_rank) const { return group_rank == group_->getRank(); }
 
  private:
+  void check_serves(c10::DeviceType device) const {
+    const auto served = group_->getDeviceTypes();
+    TORCH_CHECK_VALUE(std::find(served.begin(), served.end(), c10::Device(device)) != served.end(),
+                      "process group '", group_->getGroupName(), "' has no backend for ",
+                      c10::DeviceTypeName(device, /*lower_case=*/true), " tensors, only ",
+                      get_backend_config(group_),
+                      "; move the tensor, or make the group with a backend for it");
+  }
+
   CallSite site_;
   ProcessGroup group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
@@ -211,7 +222,7 @@ Work scatter(const at::Tensor& tensor, const Tensors& scatter_list, int src, con
 
 Work all_gather(const Tensors& tensor_list, const at::Tensor& tensor, const ProcessGroup& group,
                 bool async_op, const Caller& caller) {
-  const Call call(group, caller, device_type_of(tensor_list));
+  const Call call(group, caller, device_type_of(tensor));
   std::vector<Tensors> outputs{tensor_list};
   Tensors inputs{tensor};
   return finish(call.backend().allgather(outputs, inputs, with_async<c10d::AllgatherOptions>(async_op)),
@@ -303,11 +314,28 @@ std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& p2p_op_list, const
   std::vector<Work> works;
   for (const P2POp& op : p2p_op_list) {
     TORCH_CHECK_VALUE(op.group == p2p_op_list.front().group, "All ops need to use the same group.");
+    TORCH_CHECK_VALUE(device_type_of(op.tensor) == device_type_of(p2p_op_list.front().tensor),
+                      "batch_isend_irecv: all tensors must be on one kind of device, these are on ",
+                      p2p_op_list.front().tensor.device(), " and ", op.tensor.device(),
+                      "; make a batch of each");
   }
-  for (const P2POp& op : p2p_op_list) {
-    works.push_back(op.op == P2POp::Kind::kSend ? isend(op.tensor, op.peer, op.group, op.tag, caller)
-                                                : irecv(op.tensor, op.peer, op.group, op.tag, caller));
+  // NCCL must get them as one, or two ranks that both begin with a send would wait for each other.
+  const Call call(p2p_op_list.front().group, caller, device_type_of(p2p_op_list.front().tensor));
+  const bool as_one = call.backend().supportsCoalescing();
+  if (as_one) call.backend().startCoalescing();
+  try {
+    for (const P2POp& op : p2p_op_list) {
+      works.push_back(op.op == P2POp::Kind::kSend ? isend(op.tensor, op.peer, op.group, op.tag, caller)
+                                                  : irecv(op.tensor, op.peer, op.group, op.tag, caller));
+    }
+  } catch (...) {
+    try {
+      if (as_one) call.backend().endCoalescing();
+    } catch (const c10::Error&) {  // the first error says more
+    }
+    throw;
   }
+  if (as_one) works = {call.backend().endCoalescing()};
   return works;
 }
 

@@ -145,8 +145,8 @@ struct P2POp {
   ProcessGroup group = {};
   int tag = 0;
 };
-/// Starts all sends and receives, in any order and with any peers, and returns a Work for each. All have one
-/// group.
+/// Starts all sends and receives, in any order and with any peers, and returns a Work for each, or with NCCL
+/// one for all. All have one group, and tensors of one kind of device.
 std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& p2p_op_list,
                                     const Caller& caller = Caller::current());
 

@@ -64,8 +64,11 @@ TEST(Groups, QueriesWithoutADefaultGroupSaySo) {
 
 TEST(Groups, BackendsAreKnownByName) {
   for (const char* name : {"lockstep", "LockStep", "cpu:lockstep"}) EXPECT_TRUE(is_backend_available(name));
-  for (const char* name : {"gloo", "nccl", "mpi", "", "cpu:gloo", "cpu:lockstep,cuda:nccl"}) {
+  for (const char* name : {"gloo", "mpi", "", "cpu:gloo", "cpu:nccl", "tpu:lockstep"}) {
     EXPECT_FALSE(is_backend_available(name)) << name;
+  }
+  for (const char* name : {"nccl", "NCCL", "cuda:nccl", "cpu:lockstep,cuda:nccl"}) {
+    EXPECT_EQ(is_backend_available(name), is_nccl_available()) << name;
   }
   for (const char* malformed : {"cpu:", ":lockstep", "cpu:lockstep,", "cpu:lockstep,lockstep", "a:b:c"}) {
     EXPECT_THAT(message_of<c10::ValueError>([&] { is_backend_available(malformed); }),
@@ -74,8 +77,9 @@ TEST(Groups, BackendsAreKnownByName) {
   EXPECT_THAT(message_of<c10::ValueError>([] { is_backend_available("cpu:lockstep,cpu:gloo"); }),
               HasSubstr("Duplicate device type cpu"));
   EXPECT_EQ(get_default_backend_for_device(at::kCPU), "lockstep");
-  EXPECT_THAT(message_of<c10::ValueError>([] { get_default_backend_for_device(at::Device("cuda:0")); }),
-              HasSubstr("Default backend not registered for device : cuda:0"));
+  EXPECT_EQ(get_default_backend_for_device(at::Device("cuda:0")), is_nccl_available() ? "nccl" : "lockstep");
+  EXPECT_THAT(message_of<c10::ValueError>([] { get_default_backend_for_device(at::kMeta); }),
+              HasSubstr("Default backend not registered for device : meta"));
   auto world = init_process_group({.backend = "CPU:lockstep", .rank = 0, .world_size = 1});
   EXPECT_EQ(get_backend(), "cpu:lockstep");
   EXPECT_EQ(get_backend_config(), "cpu:lockstep");
@@ -110,7 +114,7 @@ TEST(Groups, QueriesAnswerAsInPython) {
   run_ranks(4, [](int rank) {
     auto world = init_process_group();
     EXPECT_EQ(get_backend(), "lockstep");
-    EXPECT_EQ(get_backend_config(), "cpu:lockstep");
+    EXPECT_EQ(get_backend_config(), "cpu:lockstep,cuda:lockstep");
     EXPECT_EQ(get_pg_count(), 1);
     EXPECT_THAT(get_process_group_ranks(), ElementsAre(0, 1, 2, 3));
     EXPECT_EQ(default_group()->getGroupName(), "default");
@@ -150,7 +154,7 @@ TEST(Groups, QueriesAnswerAsInPython) {
     EXPECT_EQ(sorted->getGroupDesc(), "undefined");
     EXPECT_EQ(listed->getGroupName(), "odd");
     EXPECT_EQ(listed->getGroupDesc(), "by hand");
-    EXPECT_EQ(get_backend_config(listed), "cpu:lockstep");
+    EXPECT_EQ(get_backend_config(listed), "cpu:lockstep,cuda:lockstep");
     EXPECT_THAT(message_of<c10::ValueError>([&] { get_group_rank(sorted, 2); }),
                 HasSubstr("Global rank 2 is not part of group '1', which has ranks 1 and 3"));
     EXPECT_THAT(message_of<c10::ValueError>([&] { get_global_rank(sorted, 2); }),

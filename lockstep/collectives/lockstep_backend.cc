@@ -6,11 +6,13 @@
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/internal/monitored_barrier.h>
 #include <lockstep/collectives/internal/planned_operation.h>
+#include <lockstep/collectives/internal/shared_tensor.h>
 #include <lockstep/collectives/internal/tensor_check.h>
 #include <lockstep/collectives/lockstep_backend.h>
 #include <lockstep/collectives/message_work.h>
 
-// What all operations have in common; the single collectives stand in lockstep_collectives.cc.
+// What all operations have in common; the single collectives stand in lockstep_reductions.cc and
+// lockstep_exchanges.cc.
 namespace lockstep {
 namespace {
 
@@ -19,6 +21,9 @@ using transport::FailureKind;
 using transport::GroupChannel;
 
 thread_local const std::source_location* call_site = nullptr;
+
+/// What devices get to finish their copies when a group ends.
+constexpr std::chrono::seconds kDevicePatience{10};
 
 /// The group's error in the terms of the operation that met it.
 std::string describe_failure(const ChannelError& error, const GroupChannel& channel,
@@ -84,6 +89,7 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
       channel_(std::move(channel)),
       settings_(std::move(settings)),
       timeout_ms_(settings_.timeout.count()),
+      staging_(std::make_shared<StagingArea>(channel_->transport().shared_arena())),
       queue_(std::make_shared<OperationQueue>()) {
   if (settings_.global_ranks.empty()) {
     for (int rank = 0; rank < size_; ++rank) settings_.global_ranks.push_back(channel_->job_rank(rank));
@@ -132,12 +138,16 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
               operands = operation.operands, body = std::move(operation.body)](bool background) {
     const uint64_t before = channel->sequence();
     flight::started(identity->record);
+    const Deadline deadline = Deadline::after(timeout);
     try {
-      body({Deadline::after(timeout), background});
+      if (operands) operands->start(deadline);
+      body({deadline, background});
       if (operands) operands->finish();
       flight::completed(identity->record);
     } catch (const ChannelError& error) {
-      const bool earlier = channel->sequence() == before;
+      const bool earlier = channel->sequence() == before && channel->failed();
+      // An operation that this rank's device has kept from beginning is one that the others wait for.
+      if (!channel->failed()) channel->abort();
       // A peer that is only late may still write into these tensors' memory: nobody else may get it.
       if (!earlier && operands) channel->release_after_close([operands] {});
       const auto text = describe_failure(error, *channel, signature, identity->number, group->name, earlier);
@@ -151,7 +161,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
     } catch (const std::exception& error) {
       // Not the group's failure but this rank's (no memory, say, or a signal). Half-way through an operation
       // it becomes the group's, or the others would wait for the rest of it.
-      if (channel->sequence() != before) {
+      const bool on_device = operands && operands->device_results();
+      if (on_device || channel->sequence() != before) {
         channel->abort();
         if (operands) channel->release_after_close([operands] {});
       }
@@ -178,7 +189,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
   };
   auto work = c10::make_intrusive<OperationWork>(
       queue_, rank_, operation.type, profiling_title(signature.kind, settings_.stands_in_for_gloo),
-      operation.inputs, operation.outputs, operation.outputs_are_one, std::move(run));
+      operation.inputs, operation.outputs, operation.outputs_are_one, std::move(run),
+      operation.operands ? operation.operands->device_results() : nullptr);
   queue_->submit(work, operation.asynchronous, numbered);
   return work;
 }
@@ -217,7 +229,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::
   record.timeout = timeout;
   record.asynchronous = background;
   record.where = CallSite::current();
-  return MessageWork::start(channel_, std::move(message), flight::scheduled(flight_group_, record),
+  return MessageWork::start(channel_, staging_, std::move(message), flight::scheduled(flight_group_, record),
                             background);
 }
 
@@ -257,9 +269,11 @@ void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool
 at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
   check_not_forked();
   TORCH_CHECK_VALUE(size >= 0, "allocateTensor: ", size, " elements");
-  TORCH_CHECK_VALUE(options.device().is_cpu(), "allocateTensor: the lockstep backend has CPU memory, not ",
-                    options.device());
-  return allocate_shared(*channel_, size, options);
+  TORCH_CHECK_VALUE(options.device().is_cpu(),
+                    "allocateTensor: the lockstep backend has memory for CPU tensors, "
+                    "not for ones on ",
+                    options.device(), ", which it copies in any case; take at::empty()");
+  return allocate_shared(channel_->transport().shared_arena(), size, options);
 }
 
 void LockstepBackend::abort() {
@@ -288,6 +302,8 @@ void LockstepBackend::shutdown() {
   queue_->stop();
   channel_->messages().close();
   channel_->leave();
+  // Copies to devices, which nothing but the devices can hold up.
+  staging_->close(Deadline::after(kDevicePatience));
 }
 
 }  // namespace lockstep

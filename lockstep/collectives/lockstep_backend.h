@@ -15,6 +15,7 @@
 namespace lockstep {
 
 struct PlannedOperation;
+class StagingArea;
 
 /// Where the user's program is while this object lives in this thread, for the flight recorder.
 class CallSite {
@@ -29,7 +30,12 @@ class CallSite {
   const std::source_location* before_;
 };
 
-/// The c10d backend "lockstep": collectives on CPU tensors among ranks of one host, through shared memory.
+/// The c10d backend "lockstep": collectives among ranks of one host, through shared memory.
+///
+/// Tensors are on the CPU or on an accelerator, all of one call on one device; ranks may differ in that.
+/// Those on an accelerator pass through the host's memory, on streams of the group's own, with the manners of
+/// c10d's backends for devices: a call takes the values that the current stream will have made, wait() ends
+/// on the host when the operation is done, and then has the current stream wait for the results.
 ///
 /// Behind every c10d::ProcessGroup that init_process_group() and new_group() give. Collectives run in order
 /// of submission; reductions in rank order, so all ranks and all runs get the same bits. Sends and receives
@@ -126,10 +132,13 @@ class LockstepBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> message(bool is_send, const at::Tensor& tensor, int peer, int tag,
                                          bool background);
 
-  /// A flat, uninitialised tensor of `size` elements in the arena, where collectives need not copy. Keeps the
-  /// arena alive.
+  /// A flat, uninitialised CPU tensor of `size` elements in the arena, where collectives need not copy. Keeps
+  /// the arena alive. Tensors on a device are copied in any case, so there is no such memory for them: throws
+  /// c10::ValueError for other devices in `options`.
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
-  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  /// Asked with nothing but a device's index, which the CPU has none of: true for -1. Who knows the kind of
+  /// device asks for CPU tensors only, and takes at::empty() for others.
+  bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
 
   /// Runs or awaits the collectives submitted so far; their errors stay in their works.
   void finish();
@@ -160,6 +169,7 @@ class LockstepBackend final : public c10d::Backend {
   c10::intrusive_ptr<GroupOptions> options_;
   Settings settings_;
   std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
+  std::shared_ptr<StagingArea> staging_;
   std::shared_ptr<OperationQueue> queue_;
   std::shared_ptr<const flight::Group> flight_group_;
   std::atomic<uint64_t> messages_{0};  // sends and receives so far

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/collectives/internal/device_copies.h>
 #include <lockstep/collectives/message_work.h>
 
 namespace lockstep {
@@ -49,9 +50,29 @@ MessageWork::MessageWork(std::shared_ptr<GroupChannel> channel, Message message,
            message.title, std::vector<at::Tensor>{message.tensor}),
       channel_(std::move(channel)),
       message_(std::move(message)),
-      record_(record) {}
+      record_(record),
+      memory_(message_.tensor) {}
 
-c10::intrusive_ptr<MessageWork> MessageWork::start(std::shared_ptr<GroupChannel> channel, Message message,
+MessageWork::~MessageWork() {
+  // To be kept for as long as the device uses the memory, whatever became of the message.
+  if (copies_) copies_->area()->keep(std::move(copies_));
+}
+
+/// Puts memory on the host in the place of a tensor on a device.
+void MessageWork::stage(const std::shared_ptr<StagingArea>& area, const Deadline& deadline) {
+  const at::Tensor& tensor = message_.tensor;
+  copies_ = std::make_shared<DeviceCopies>(area, tensor.device());
+  results_ = copies_->results();
+  if (message_.is_send) {
+    memory_ = copies_->fetch(tensor);
+    copies_->await_fetched(*channel_, deadline);  // or the group has failed, and the channel throws
+  } else {
+    memory_ = copies_->host(tensor.sizes(), tensor.scalar_type());
+  }
+}
+
+c10::intrusive_ptr<MessageWork> MessageWork::start(std::shared_ptr<GroupChannel> channel,
+                                                   const std::shared_ptr<StagingArea>& area, Message message,
                                                    uint64_t record, bool background) {
   auto work = c10::make_intrusive<MessageWork>(std::move(channel), std::move(message), record);
   const Message& m = work->message_;
@@ -61,12 +82,28 @@ c10::intrusive_ptr<MessageWork> MessageWork::start(std::shared_ptr<GroupChannel>
   flight::started(record);
   // Keeps the work, and with it the tensor, until the channel is done with it.
   const auto on_done = [work](const std::exception_ptr& error) { work->complete(error); };
+  // A peer would wait for what this rank's device keeps from coming.
+  const auto tell_peers = [&] {
+    if (!m.tensor.is_cpu() && !work->channel_->failed()) work->channel_->abort();
+  };
   try {
-    work->handle_ =
-        m.is_send ? messages.send(m.tensor.const_data_ptr(), kind, m.peer, m.tag, deadline, on_done)
-                  : messages.receive(m.tensor.mutable_data_ptr(), kind, m.peer, m.tag, deadline, on_done);
+    if (!m.tensor.is_cpu()) work->stage(area, deadline);
+    const at::Tensor& memory = work->memory_;
+    work->handle_ = m.is_send
+                        ? messages.send(memory.const_data_ptr(), kind, m.peer, m.tag, deadline, on_done)
+                        : messages.receive(memory.mutable_data_ptr(), kind, m.peer, m.tag, deadline, on_done);
   } catch (const ChannelError&) {
-    std::rethrow_exception(work->in_words(std::current_exception()));
+    const auto error = work->in_words(std::current_exception());
+    tell_peers();
+    std::rethrow_exception(error);
+  } catch (const std::exception& error) {  // no memory, say, for a tensor on a device
+    flight::failed(record, error.what());
+    tell_peers();
+    throw;
+  } catch (...) {  // an interruption
+    flight::failed(record, "interrupted");
+    tell_peers();
+    throw;
   }
   if (background && !messages.is_done(work->handle_)) messages.advance_in_background();
   return work;
@@ -76,6 +113,7 @@ void MessageWork::complete(const std::exception_ptr& error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   std::call_once(completed_, [&] {
     std::exception_ptr told = error ? in_words(error) : nullptr;
+    if (!told && copies_ && !message_.is_send) told = bring();
     if (recordFunctionEndCallback_) recordFunctionEndCallback_();
     if (!told) flight::completed(record_);
     std::lock_guard lock(mutex_);
@@ -87,13 +125,29 @@ void MessageWork::complete(const std::exception_ptr& error) {
   if (!future) return;
   // The future's callbacks may wait, for other messages or for Python's GIL: not in this thread, which may be
   // a user's who is about to do what they wait for.
-  channel_->messages().tell_in_background(
-      [self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this), future] { self->tell(future); });
+  channel_->messages().tell_in_background([self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this),
+                                           future] { self->tell(*future, self->error_); });
 }
 
-void MessageWork::tell(const c10::intrusive_ptr<c10::ivalue::Future>& future) const {
-  error_ ? future->setError(error_)
-         : future->markCompleted(c10::IValue(std::vector<at::Tensor>{message_.tensor}));
+/// Starts copying what has come to the device.
+std::exception_ptr MessageWork::bring() const {
+  try {
+    copies_->bring(message_.tensor, memory_);
+    return nullptr;
+  } catch (...) {
+    return in_words(std::current_exception());
+  }
+}
+
+void MessageWork::tell(c10::ivalue::Future& future, const std::exception_ptr& error) const {
+  const auto value = [this] { return c10::IValue(std::vector<at::Tensor>{message_.tensor}); };
+  if (error) {
+    future.setError(error);
+  } else if (results_) {
+    results_->complete(future, value);
+  } else {
+    future.markCompleted(value());
+  }
 }
 
 /// The channel's error in the terms of this operation, for the user and for the flight recorder.
@@ -126,7 +180,7 @@ std::exception_ptr MessageWork::in_words(const std::exception_ptr& error) const 
 bool MessageWork::isCompleted() {
   if (!channel_->messages().is_done(handle_)) return false;
   complete(channel_->messages().error(handle_));
-  return true;
+  return !results_ || results_->arrived();
 }
 
 bool MessageWork::isSuccess() const {
@@ -156,20 +210,25 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
                            " ms; the operation itself goes on");
   }
   complete(channel_->messages().error(handle_));
-  std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(error_);
+  {
+    std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+  }
+  if (results_) results_->order_current_stream();
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   std::unique_lock lock(mutex_);
   if (future_) return future_;
-  auto future = future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+  std::vector<c10::Device> devices;
+  if (results_) devices.push_back(results_->device());
+  auto future = future_ =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::move(devices));
   if (!done_) return future;
   const auto error = error_;
   lock.unlock();
-  error ? future->setError(error)
-        : future->markCompleted(c10::IValue(std::vector<at::Tensor>{message_.tensor}));
+  tell(*future, error);
   return future;
 }
 

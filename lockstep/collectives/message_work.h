@@ -10,7 +10,14 @@
 
 namespace lockstep {
 
+class DeviceCopies;
+class DeviceResults;
+class StagingArea;
+
 /// One send or receive: the handle that users wait on. Thread-safe. Keeps the tensor and the channel alive.
+///
+/// A tensor on a device passes through the host's memory: start() of a send waits until it is there, for
+/// messages keep their order; what a receive brings, the waiting thread's current stream waits for.
 class MessageWork final : public c10d::Work {
  public:
   struct Message {
@@ -24,12 +31,16 @@ class MessageWork final : public c10d::Work {
     uint64_t number = 0;  // among the group's point-to-point operations
   };
 
-  /// Starts the message; `background`: it must advance even if nobody waits.
+  /// Starts the message; `background`: it must advance even if nobody waits. `area`: the group's, for tensors
+  /// on devices.
   static c10::intrusive_ptr<MessageWork> start(std::shared_ptr<transport::GroupChannel> channel,
-                                               Message message, uint64_t record, bool background);
+                                               const std::shared_ptr<StagingArea>& area, Message message,
+                                               uint64_t record, bool background);
 
   MessageWork(std::shared_ptr<transport::GroupChannel> channel, Message message, uint64_t record);
+  ~MessageWork() override;
 
+  /// On the device, too.
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
@@ -45,8 +56,10 @@ class MessageWork final : public c10d::Work {
   float getDuration() const override;
 
  private:
+  void stage(const std::shared_ptr<StagingArea>& area, const Deadline& deadline);
   void complete(const std::exception_ptr& error);  // once, after the channel is done with it
-  void tell(const c10::intrusive_ptr<c10::ivalue::Future>& future) const;
+  std::exception_ptr bring() const;
+  void tell(c10::ivalue::Future& future, const std::exception_ptr& error) const;
   std::exception_ptr in_words(const std::exception_ptr& error) const;
 
   std::shared_ptr<transport::GroupChannel> channel_;
@@ -54,6 +67,10 @@ class MessageWork final : public c10d::Work {
   uint64_t record_;
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   transport::MessageChannel::Handle handle_;
+  at::Tensor memory_;  // the tensor, or what stands for it on the host
+  // Of tensors on a device:
+  std::shared_ptr<DeviceCopies> copies_;
+  std::shared_ptr<DeviceResults> results_;
 
   std::once_flag completed_;
   mutable std::mutex mutex_;  // of what follows

@@ -12,9 +12,11 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/internal/backend_names.h>
+#include <lockstep/collectives/internal/device_backends.h>
 #include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/collectives/internal/group_registry.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/device/cuda_library.h>
 
 namespace lockstep {
 namespace {
@@ -100,6 +102,7 @@ ProcessGroup open_or_stand_by(DefaultWorld& world, const Gather& gather, const P
 /// Only the members call it. Not under world.making: threads that make groups of different ranks must not
 /// wait for each other, for their order may differ by rank.
 ProcessGroup make_locally(DefaultWorld& world, Plan plan, const std::string& wanted_name) {
+  if (backend_names::uses_nccl(plan.backend_name)) cuda_library();  // says why not
   const uint64_t meeting = registry::next_local_meeting(world, plan.ranks);
   const std::string ranks = list_of(plan.ranks);
   std::string key = "lockstep/local/" + c10::sha1(ranks).str() + "/" + std::to_string(meeting);
@@ -157,7 +160,8 @@ size_t largest_of(const RankLists& lists) {
 /// What split_group() is to do on this rank.
 struct Split {
   Request request;
-  std::vector<int> positions;  // group ranks within the parent
+  RankLists lists;             // of all groups: group ranks within the parent
+  std::vector<int> positions;  // of `plan`'s
   Plan plan;                   // of this process's group, or the first one if it is in none
 };
 
@@ -177,7 +181,8 @@ Split plan_split(DefaultWorld& world, Group& parent, RankLists lists, Plan plan)
   request.text = "split_group(parent '" + parent.name + "', [" + request.text + "])";
   request.identity = c10::str(request.text, plan.backend_name, ' ', number);
   if (member) request.refusal = refusal_of(world, plan.name);
-  return {std::move(request), std::move(*mine), std::move(plan)};
+  std::vector<int> positions = *mine;
+  return {std::move(request), std::move(lists), std::move(positions), std::move(plan)};
 }
 
 }  // namespace
@@ -193,6 +198,7 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   plan.timeout = checked_timeout(timeout, *world, "new_group");
   plan.backend_name = options.backend.empty() ? world->backend_name : backend_names::check(options.backend);
   plan.description = options.group_desc.empty() ? "undefined" : options.group_desc;
+  plan.nccl = options.nccl;
   if (local) return make_locally(*world, std::move(plan), options.group_name);
 
   std::lock_guard making(world->making);
@@ -208,11 +214,17 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   std::vector<int> everybody(world->world.world_size);
   std::iota(everybody.begin(), everybody.end(), 0);
   group_making::agree(gather, request, everybody);
+  if (backend_names::uses_nccl(plan.backend_name)) {
+    device_backends::agree(gather, request.text, rank, plan.backend_name, {plan.ranks});
+  }
   return open_or_stand_by(*world, gather, plan, plan.ranks, plan.ranks.size(), deadline);
 }
 
 Subgroups new_subgroups(std::optional<int> group_size, const ProcessGroup& group,
                         std::optional<std::chrono::milliseconds> timeout, const GroupOptions& options) {
+  if (!group_size) {
+    if (const int devices = cuda_device_count(); devices > 0) group_size = devices;
+  }
   TORCH_CHECK_VALUE(group_size.has_value(),
                     "Default group size only takes effect when CUDA is available. If your subgroup uses a "
                     "backend that does not depend on CUDA, please pass in 'group_size' correctly.");
@@ -265,6 +277,7 @@ ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::v
   plan.timeout = checked_timeout(timeout, *world, "split_group");
   plan.backend_name = backend.empty() ? parent->backend_name : backend_names::check(backend);
   plan.description = group_desc;
+  plan.nccl = parent->nccl;
 
   const bool of_default = parent->handle == default_group();
   std::lock_guard making(of_default ? world->making : parent->splitting);
@@ -274,6 +287,10 @@ ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::v
   const Gather gather = of_default ? group_making::over_control(*world, split.request.text, deadline)
                                    : group_making::over_group(parent);
   group_making::agree(gather, split.request, parent->ranks);
+  if (backend_names::uses_nccl(split.plan.backend_name)) {
+    device_backends::agree(gather, split.request.text, world->world.rank, split.plan.backend_name,
+                           split.lists);
+  }
   return open_or_stand_by(*world, gather, split.plan, split.positions, largest_of(split_ranks), deadline);
 }
 

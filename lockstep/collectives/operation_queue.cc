@@ -11,6 +11,7 @@
 #include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/thread_cache.h>
+#include <lockstep/collectives/internal/device_copies.h>
 #include <lockstep/collectives/operation_queue.h>
 
 namespace lockstep {
@@ -26,11 +27,13 @@ std::exception_ptr stopped_error() {
 OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
                              const char* title, const std::vector<at::Tensor>& inputs,
                              std::vector<at::Tensor> outputs, bool outputs_are_one,
-                             std::function<void(bool)> body)
+                             std::function<void(bool)> body,
+                             std::shared_ptr<const DeviceResults> device_results)
     : Work(rank, type, title, inputs),
       queue_(std::move(queue)),
       outputs_(std::move(outputs)),
       outputs_are_one_(outputs_are_one),
+      device_results_(std::move(device_results)),
       body_(std::move(body)) {}
 
 c10::IValue OperationWork::future_value() const {
@@ -42,7 +45,7 @@ c10::IValue OperationWork::future_value() const {
 bool OperationWork::isCompleted() {
   std::lock_guard lock(queue_->mutex_);
   if (!done_) queue_->start_thread();
-  return done_;
+  return done_ && (!device_results_ || device_results_->arrived());
 }
 
 bool OperationWork::isSuccess() const {
@@ -83,6 +86,8 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   if (error_) std::rethrow_exception(error_);
+  lock.unlock();
+  if (device_results_) device_results_->order_current_stream();
   return true;
 }
 
@@ -90,12 +95,14 @@ c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
   std::unique_lock lock(queue_->mutex_);
   if (!done_) queue_->start_thread();
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    std::vector<c10::Device> devices;
+    if (device_results_) devices.push_back(device_results_->device());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::move(devices));
     if (done_) {
       auto future = future_;
       auto error = error_;
       lock.unlock();
-      error ? future->setError(error) : future->markCompleted(future_value());
+      complete(*future, error);
       return future;
     }
   }
@@ -180,7 +187,7 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
     try {
       run_in_background(
           [self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
-            work->complete_future();
+            work->complete(*work->future_, work->error_);  // neither changes any more
             work = nullptr;
             std::lock_guard lock(self->mutex_);
             --self->telling_;
@@ -190,7 +197,7 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
     } catch (const std::system_error& error) {
       LOCKSTEP_LOG(kWarning) << "callbacks run in the thread that waits: " << error.what();
       lock.unlock();
-      work->complete_future();
+      work->complete(*work->future_, work->error_);  // neither changes any more
       lock.lock();
     }
     return;
@@ -199,7 +206,7 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
   serving_ = false;
   if (!queue_.empty()) start_thread();
   lock.unlock();
-  work->complete_future();
+  work->complete(*work->future_, work->error_);  // neither changes any more
   lock.lock();
   --telling_;
   *serving = !serving_;
@@ -207,9 +214,14 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
   changed_.notify_all();
 }
 
-void OperationWork::complete_future() {
-  // Neither changes any more.
-  error_ ? future_->setError(error_) : future_->markCompleted(future_value());
+void OperationWork::complete(c10::ivalue::Future& future, const std::exception_ptr& error) const {
+  if (error) {
+    future.setError(error);
+  } else if (device_results_) {
+    device_results_->complete(future, [this] { return future_value(); });
+  } else {
+    future.markCompleted(future_value());
+  }
 }
 
 void OperationQueue::serve() {

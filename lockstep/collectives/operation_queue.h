@@ -13,6 +13,7 @@
 
 namespace lockstep {
 
+class DeviceResults;
 class OperationQueue;
 
 /// One operation of a group: the handle that users wait on. Thread-safe.
@@ -21,18 +22,24 @@ class OperationWork final : public c10d::Work {
   /// `body` does the operation; its argument says whether it runs on a communication thread. `outputs` are
   /// what result() and the future give; with `outputs_are_one` the future's value is one tensor, in which
   /// they are stacked, as an all_gather's is with NCCL (torch's quantization hooks count on it).
+  /// `device_results`: of operations on tensors that are not on the CPU; what body has left to a device to
+  /// finish.
   OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
                 const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs, bool outputs_are_one,
-                std::function<void(bool)> body);
+                std::function<void(bool)> body,
+                std::shared_ptr<const DeviceResults> device_results = nullptr);
 
+  /// On the device, too.
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(); }
-  /// Runs or awaits the operation; rethrows its error. A `timeout` other than kNoTimeout bounds this wait
-  /// only and throws DistTimeoutError; the operation goes on. Throws the Interruption (base/interrupt.h) that
-  /// ended this wait; an operation that this very call was running fails then, on all ranks.
+  /// Runs or awaits the operation; rethrows its error. Results that are still on their way to a device are
+  /// waited for by the calling thread's current stream there, not by the thread. A `timeout` other than
+  /// kNoTimeout bounds this wait only and throws DistTimeoutError; the operation goes on. Throws the
+  /// Interruption (base/interrupt.h) that ended this wait; an operation that this very call was running fails
+  /// then, on all ranks.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   /// Made at the first call: most callers only wait.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -46,10 +53,11 @@ class OperationWork final : public c10d::Work {
 
   std::shared_ptr<OperationQueue> queue_;
   c10::IValue future_value() const;
-  void complete_future();
+  void complete(c10::ivalue::Future& future, const std::exception_ptr& error) const;
 
   std::vector<at::Tensor> outputs_;
   const bool outputs_are_one_;
+  const std::shared_ptr<const DeviceResults> device_results_;
   std::function<void(bool)> body_;
   // Under the queue's mutex:
   bool done_ = false;

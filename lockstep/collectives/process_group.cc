@@ -12,10 +12,13 @@
 #include <lockstep/collectives/flight_recorder.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/internal/backend_names.h>
+#include <lockstep/collectives/internal/device_backends.h>
 #include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/collectives/internal/group_registry.h>
 #include <lockstep/collectives/internal/transport_options.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/device/cuda_library.h>
+#include <lockstep/device/device.h>
 #include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/rendezvous/rendezvous.h>
 
@@ -27,7 +30,8 @@ using transport::HostTransport;
 /// Ends groups that are out of the registry already: an operation may still have to finish.
 void end_group(Group& group, bool abort) {
   LOCKSTEP_LOG(kInfo) << (abort ? "aborts" : "destroys") << " group '" << group.name << "'";
-  if (abort) group.backend->abort();
+  if (abort) group.backend->abort();  // first: the others learn of it at once, and NCCL's takes its time
+  device_backends::end(group, abort);
   group.backend->shutdown();
 }
 
@@ -35,8 +39,12 @@ void destroy_all(bool abort) {
   const auto world = registry::remove_world();
   if (!world) return;
   const bool forked = world->transport->in_forked_child();  // then nobody will ever unlock `making`
-  if (abort) world->control->abort();
-  for (const auto& group : registry::all(*world)) end_group(*group, abort);
+  const auto groups = registry::all(*world);
+  if (abort) {
+    world->control->abort();
+    for (const auto& group : groups) group->backend->abort();
+  }
+  for (const auto& group : groups) end_group(*group, abort);
   // Groups that another thread is making get ready, or fail, first.
   std::unique_lock making(world->making, std::defer_lock);
   if (!forked) making.lock();
@@ -49,7 +57,6 @@ void destroy_all(bool abort) {
 /// Everything of a new world but its default group.
 std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline deadline) {
   auto world = std::make_shared<DefaultWorld>();
-  world->backend_name = backend_names::check(options.backend);
   world->timeout_ms = options.timeout.count();
   world->world = rendezvous({.init_method = options.init_method,
                              .store = options.store,
@@ -62,6 +69,9 @@ std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline de
   world->members.resize(size);
   std::iota(world->members.begin(), world->members.end(), 0);
   world->control = group_making::open_control(*world, deadline);
+  world->backend_name = device_backends::agree(
+      group_making::over_control(*world, "init_process_group", deadline), "init_process_group", rank,
+      backend_names::check(options.backend), {world->members});
   return world;
 }
 
@@ -71,6 +81,8 @@ void open_default_group(DefaultWorld& world, const InitOptions& options, Deadlin
   plan.description = "default_pg";
   plan.backend_name = world.backend_name;
   plan.timeout = options.timeout;
+  plan.nccl = options.nccl;
+  plan.device_id = options.device_id;
   plan.ranks.resize(world.world.world_size);
   std::iota(plan.ranks.begin(), plan.ranks.end(), 0);
   const auto gather = group_making::over_control(world, "init_process_group", deadline);
@@ -104,6 +116,7 @@ DefaultGroup init_process_group(const InitOptions& options) {
   TORCH_CHECK_VALUE(
       !is_initialized(),
       "trying to initialize the default process group twice! Call destroy_process_group() first.");
+  if (options.device_id) set_device(*options.device_id);
   const Deadline deadline = Deadline::after(options.timeout);
   auto world = join_world(options, deadline);
   open_default_group(*world, options, deadline);
@@ -127,9 +140,15 @@ void abort(const ProcessGroup& group) {
   const auto world = registry::require_world();
   const auto chosen = registry::find(group);
   LOCKSTEP_LOG(kInfo) << "aborts group '" << chosen->name << "'";
-  if (chosen->handle != world->default_group) return chosen->backend->abort();
+  // Lockstep's first: they tell the other ranks, and NCCL takes its time.
+  if (chosen->handle != world->default_group) {
+    chosen->backend->abort();
+    return device_backends::abort(*chosen);
+  }
   world->control->abort();
-  for (const auto& one : registry::all(*world)) one->backend->abort();
+  const auto groups = registry::all(*world);
+  for (const auto& one : groups) one->backend->abort();
+  for (const auto& one : groups) device_backends::abort(*one);
 }
 
 bool is_available() {
@@ -140,6 +159,9 @@ bool is_initialized() {
 }
 bool is_backend_available(const std::string& backend) {
   return backend_names::is_available(backend);
+}
+bool is_nccl_available() {
+  return nccl_is_built();
 }
 bool is_torchelastic_launched() {
   return environment::text("TORCHELASTIC_RUN_ID").has_value();
@@ -206,9 +228,10 @@ std::string get_backend_config(const ProcessGroup& group) {
 }
 
 std::string get_default_backend_for_device(const at::Device& device) {
-  TORCH_CHECK_VALUE(device.is_cpu(), "Default backend not registered for device : ", device.str(),
-                    "; Lockstep has \"lockstep\" for CPU tensors");
-  return backend_names::kLockstep;
+  TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda() || device.is_privateuseone(),
+                    "Default backend not registered for device : ", device.str(),
+                    "; Lockstep has \"lockstep\" for CPU and device tensors, and \"nccl\" for CUDA");
+  return device.is_cuda() && nccl_is_built() ? backend_names::kNccl : backend_names::kLockstep;
 }
 
 int get_pg_count() {
@@ -226,6 +249,7 @@ void set_group_timeout(std::chrono::milliseconds timeout, const ProcessGroup& gr
   const auto world = registry::require_world();
   const auto chosen = registry::find(group);
   chosen->backend->setTimeout(timeout);
+  device_backends::set_timeout(*chosen, timeout);
   if (chosen->handle == world->default_group) world->timeout_ms = timeout.count();
 }
 

@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include <lockstep/device/nccl_options.h>
+
 /// Process groups: making them, asking about them, ending them. torch/distributed/distributed_c10d.py has the
 /// names, the order of arguments, the defaults and the conditions of errors; docs/process_groups.md is the
 /// guide.
@@ -27,9 +29,11 @@ using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 /// torch.distributed.init_process_group's arguments. Everything may be left out when a launcher started the
 /// program.
 struct InitOptions {
-  /// "lockstep" or "cpu:lockstep": CPU tensors through shared memory. "nccl" and "cpu:lockstep,cuda:nccl" are
-  /// known names, refused until the GPU part is there.
-  std::string backend = "lockstep";
+  /// "lockstep": tensors on the CPU and on devices, through shared memory. "nccl": CUDA tensors over NCCL,
+  /// all else over "lockstep"; the same as "cpu:lockstep,cuda:nccl". Empty: "cpu:lockstep,cuda:nccl" where
+  /// every rank has chosen a card of its own by set_device() and NCCL works, else "lockstep", with a warning
+  /// that names the ranks where cards are shared or missing. "DEVICE:lockstep,…" serves these devices only.
+  std::string backend = {};
   /// env:// (default), tcp://HOST:PORT or file:///PATH; see RendezvousOptions.
   std::string init_method = {};
   /// Of the rendezvous, of each operation, and of the making of each further group.
@@ -38,6 +42,10 @@ struct InitOptions {
   int world_size = -1;
   c10::intrusive_ptr<c10d::Store> store = {};  ///< instead of an init_method
   std::string group_name = "default";          ///< for messages
+  /// The device of this process: set_device() is called with it, and NCCL's communicator is made with the
+  /// group instead of at the first operation.
+  std::optional<c10::Device> device_id = {};
+  NcclOptions nccl = {};  ///< pg_options in Python
 };
 
 /// Owns the default group: destroys it at the end of its scope. When an exception is on its way, operations
@@ -58,9 +66,10 @@ class [[nodiscard]] DefaultGroup {
 };
 
 /// Joins the job's processes to the default group; all of them must call it. Throws c10::ValueError for
-/// options that make no sense and when there is a default group already, what rendezvous() throws, and
-/// c10::DistBackendError when the ranks can't share memory (different hosts, containers or users). A process
-/// may initialise again after destroying the group.
+/// options that make no sense, when there is a default group already, and on all ranks when "nccl" was asked
+/// for and can't be used (no card, ranks that share one; who, and what to do); what rendezvous() throws; and
+/// c10::DistBackendError when the ranks can't share memory (different hosts, containers or users) or ask for
+/// different backends. A process may initialise again after destroying the group.
 DefaultGroup init_process_group(const InitOptions& options = {});
 
 /// Destroys one group, or with none given the default group and all others. Finishes what was submitted.
@@ -78,6 +87,7 @@ struct GroupOptions {
   std::string group_desc = {};             ///< getGroupDesc(); "undefined" when empty, as in PyTorch
   bool sort_ranks = true;                  ///< group ranks in ascending order of ranks; false: as listed
   std::string group_name = {};             ///< for messages; made up ("1", "2", …) when empty
+  NcclOptions nccl = {};                   ///< pg_options in Python
 };
 
 /// A further group of `ranks` (empty: all). Every process of the default group must call it, members or not,
@@ -102,8 +112,9 @@ ProcessGroup new_group(std::vector<int> ranks = {}, std::optional<std::chrono::m
 using Subgroups = std::pair<ProcessGroup, std::vector<ProcessGroup>>;
 
 /// Cuts `group` into groups of `group_size` ranks that follow each other. All processes of the default group
-/// call it, with the same `group`. Throws c10::ValueError when the group's size is not a multiple, and when
-/// group_size is left out, which in PyTorch means the number of CUDA devices.
+/// call it, with the same `group`. Without a group_size it is the number of CUDA devices that this process
+/// sees. Throws c10::ValueError when the group's size is not a multiple, and when group_size is left out and
+/// there is no CUDA device.
 Subgroups new_subgroups(std::optional<int> group_size = {}, const ProcessGroup& group = {},
                         std::optional<std::chrono::milliseconds> timeout = {},
                         const GroupOptions& options = {});
@@ -159,9 +170,12 @@ ProcessGroup shrink_group(const std::vector<int>& ranks_to_exclude = {}, const P
 bool is_available();
 /// Whether the default group exists.
 bool is_initialized();
-/// Whether init_process_group() takes this backend: "lockstep", "cpu:lockstep". Throws c10::ValueError for a
-/// malformed list of DEVICE:BACKEND pairs.
+/// Whether this build has the backend: "lockstep", "nccl", "cpu:lockstep,cuda:nccl". Throws c10::ValueError
+/// for a malformed list of DEVICE:BACKEND pairs.
 bool is_backend_available(const std::string& backend);
+/// Whether this build has NCCL, with or without a card: torch is a CUDA build and the component
+/// Lockstep::cuda is there. Loads nothing. torch.distributed.is_nccl_available.
+bool is_nccl_available();
 /// Whether torchrun, `lockstep run`, or another agent that sets TORCHELASTIC_RUN_ID started this process.
 bool is_torchelastic_launched();
 
@@ -185,11 +199,12 @@ int get_global_rank(const ProcessGroup& group, int group_rank);
 /// The global ranks of all members, by group rank.
 std::vector<int> get_process_group_ranks(const ProcessGroup& group = {});
 
-/// "lockstep", or what was asked for when the group was made.
+/// What was asked for when the group was made, or what was chosen: "lockstep", "cpu:lockstep,cuda:nccl".
 std::string get_backend(const ProcessGroup& group = {});
-/// "cpu:lockstep"
+/// Which backend serves which device: "cpu:lockstep,cuda:lockstep".
 std::string get_backend_config(const ProcessGroup& group = {});
-/// "lockstep" for the CPU; throws c10::ValueError for devices without one. Needs no default group.
+/// "lockstep" for the CPU, "nccl" for CUDA if this build has it, else "lockstep"; throws c10::ValueError for
+/// devices without one. Needs no default group.
 std::string get_default_backend_for_device(const at::Device& device);
 
 /// How many groups this world has named so far: the default one and one for each new_group() that all ranks

@@ -8,6 +8,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/collectives/internal/device_backends.h>
 #include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/collectives/internal/group_registry.h>
 #include <lockstep/collectives/internal/shrinking.h>
@@ -26,6 +27,7 @@ Plan plan_shrunk(const Group& old, const ShrinkOptions& options) {
   plan.name = old.first_name + ":shrunk:" + std::to_string(old.times_shrunk + 1);
   plan.backend_name = old.backend_name;
   plan.timeout = options.timeout.value_or(old.backend->timeout());
+  plan.nccl = old.nccl;
   return plan;
 }
 
@@ -55,6 +57,7 @@ void abort_other_groups(DefaultWorld& world, const Group& shrunk) {
     if (group.get() == &shrunk) continue;
     names += (names.empty() ? "'" : ", '") + group->name + "'";
     group->backend->channel().abort();
+    device_backends::end(*group, /*aborting=*/true);
     group->backend->shutdown();
   }
   if (names.empty()) return;
@@ -96,6 +99,7 @@ ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<Gro
   log_shrunk(world, *old, *group, channels);
   world.ended = true;
   abort_other_groups(world, *old);
+  device_backends::end(*old, /*aborting=*/true);
   old->backend->shutdown();
   world.control->leave();
   return group->handle;
@@ -114,6 +118,7 @@ ProcessGroup shrink_further_group(DefaultWorld& world, const std::shared_ptr<Gro
   registry::add(world, group);
   log_shrunk(world, *old, *group, channels);
   registry::remove(old->handle);
+  device_backends::end(*old, /*aborting=*/true);
   old->backend->shutdown();
   return group->handle;
 }

@@ -1,61 +1,102 @@
 #include <algorithm>
 #include <cctype>
-#include <map>
 #include <sstream>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/collectives/internal/backend_names.h>
+#include <lockstep/device/cuda_library.h>
 
 namespace lockstep::backend_names {
 namespace {
+
+/// Device and backend, by name.
+using Pairs = std::vector<std::pair<std::string, std::string>>;
 
 std::string lower(std::string text) {
   std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
   return text;
 }
 
-/// Device to backend, for a list of pairs; a plain name stands for the CPU.
-std::map<std::string, std::string> parse(const std::string& backend) {
-  if (backend.find(':') == std::string::npos) return {{"cpu", backend}};
-  std::map<std::string, std::string> backends;
+/// A plain name stands for the devices that the backend is for.
+Pairs parse(const std::string& backend) {
+  if (backend == kNccl) return {{"cuda", backend}};
+  if (backend.find(':') == std::string::npos) return {{"cpu", backend}, {"cuda", backend}};
+  Pairs pairs;
   std::istringstream list(backend + ",");
   for (std::string pair; std::getline(list, pair, ',');) {
     const size_t colon = pair.find(':');
     TORCH_CHECK_VALUE(colon != std::string::npos && colon > 0 && colon + 1 < pair.size() &&
                           pair.find(':', colon + 1) == std::string::npos,
                       "Invalid device:backend pairing: '", pair, "' in '", backend,
-                      "'; write it as \"DEVICE:BACKEND,DEVICE:BACKEND\", e.g. \"cpu:lockstep\"");
-    TORCH_CHECK_VALUE(backends.emplace(pair.substr(0, colon), pair.substr(colon + 1)).second,
-                      "Duplicate device type ", pair.substr(0, colon), " in backend string: '", backend, "'");
+                      "'; write it as \"DEVICE:BACKEND,DEVICE:BACKEND\", e.g. \"cpu:lockstep,cuda:nccl\"");
+    const std::string device = pair.substr(0, colon);
+    const bool twice =
+        std::any_of(pairs.begin(), pairs.end(), [&](const auto& one) { return one.first == device; });
+    TORCH_CHECK_VALUE(!twice, "Duplicate device type ", device, " in backend string: '", backend, "'");
+    pairs.emplace_back(device, pair.substr(colon + 1));
   }
-  return backends;
+  return pairs;
+}
+
+/// "privateuseone" is torch's name for a device that is not its own.
+bool is_device(const std::string& device) {
+  return device == "cpu" || device == "cuda" || device == "privateuseone";
+}
+
+c10::DeviceType type_of(const std::string& device) {
+  if (device == "cpu") return c10::kCPU;
+  return device == "cuda" ? c10::kCUDA : c10::kPrivateUse1;
+}
+
+bool serves(const std::string& backend, const std::string& device) {
+  return is_device(device) && (backend == kLockstep || (backend == kNccl && device == "cuda"));
 }
 
 }  // namespace
 
 std::string check(const std::string& backend) {
-  if (backend.empty()) return kLockstep;
   std::string name = lower(backend);
+  if (name.empty()) return name;
   for (const auto& [device, one] : parse(name)) {
     TORCH_CHECK_VALUE(
         one != "gloo",
         "backend 'gloo' is not part of Lockstep; leave the backend out, or say \"lockstep\", which does the "
         "same for CPU tensors, faster");
     TORCH_CHECK_VALUE(
-        one != "nccl" && !(one == kLockstep && device != "cpu"), "backend '", backend,
-        "' needs GPU support, which this version of Lockstep does not have yet; use \"lockstep\" with CPU "
-        "tensors");
-    TORCH_CHECK_VALUE(one == kLockstep, "unknown backend '", backend,
-                      "'; Lockstep has \"lockstep\" (CPU tensors)");
+        one == kLockstep || one == kNccl, "unknown backend '", backend,
+        "'; Lockstep has \"lockstep\" (tensors on the CPU and on devices), \"nccl\" (CUDA tensors) and "
+        "\"cpu:lockstep,cuda:nccl\"");
+    TORCH_CHECK_VALUE(is_device(device), "unknown device type '", device, "' in backend '", backend,
+                      "'; Lockstep serves \"cpu\" and \"cuda\"");
+    TORCH_CHECK_VALUE(serves(one, device), "backend '", backend, "' gives ", device,
+                      " tensors to NCCL, which takes CUDA tensors alone; write \"cpu:lockstep,cuda:nccl\"");
   }
   return name;
 }
 
 bool is_available(const std::string& backend) {
-  const auto backends = parse(lower(backend));
-  return std::all_of(backends.begin(), backends.end(),
-                     [](const auto& pair) { return pair.first == "cpu" && pair.second == kLockstep; });
+  const Pairs pairs = parse(lower(backend));
+  return std::all_of(pairs.begin(), pairs.end(), [](const auto& pair) {
+    return serves(pair.second, pair.first) && (pair.second != kNccl || nccl_is_built());
+  });
+}
+
+std::vector<std::pair<c10::DeviceType, std::string>> by_device(const std::string& backend) {
+  std::vector<std::pair<c10::DeviceType, std::string>> result;
+  for (const auto& [device, name] : parse(backend)) result.emplace_back(type_of(device), name);
+  // It serves whatever device there is.
+  if (backend == kLockstep) result.emplace_back(c10::kPrivateUse1, kLockstep);
+  const bool cpu =
+      std::any_of(result.begin(), result.end(), [](const auto& one) { return one.first == c10::kCPU; });
+  if (!cpu) result.emplace_back(c10::kCPU, kLockstep);
+  return result;
+}
+
+bool uses_nccl(const std::string& backend) {
+  if (backend.empty()) return false;
+  const Pairs pairs = parse(backend);
+  return std::any_of(pairs.begin(), pairs.end(), [](const auto& pair) { return pair.second == kNccl; });
 }
 
 std::string config(const std::string& backend) {

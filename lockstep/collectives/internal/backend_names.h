@@ -1,20 +1,33 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <vector>
+
+#include <c10/core/DeviceType.h>
 
 /// Names of backends as torch.distributed writes them: "NAME", or "DEVICE:NAME,DEVICE:NAME". Thread-safe.
 namespace lockstep::backend_names {
 
 constexpr const char* kLockstep = "lockstep";
+constexpr const char* kNccl = "nccl";
+/// What an empty name becomes where each rank has a card of its own.
+constexpr const char* kBoth = "cpu:lockstep,cuda:nccl";
 
-/// The name in lower case, if groups can be made with it; "lockstep" for an empty one. Throws c10::ValueError
-/// with the remedy otherwise.
+/// The name in lower case, if groups can be made with it; an empty one, which leaves the choice to us, stays
+/// empty. Whether NCCL works here is another question. Throws c10::ValueError with the remedy otherwise.
 std::string check(const std::string& backend);
 
-/// torch.distributed.is_backend_available. Throws c10::ValueError for a malformed list of pairs.
+/// torch.distributed.is_backend_available: NCCL is where this build has it, with or without a card. Throws
+/// c10::ValueError for a malformed list of pairs.
 bool is_available(const std::string& backend);
 
-/// "cpu:lockstep": which backend serves which device. `backend` comes from check().
+/// Which backend serves which device's tensors, in the order given; "lockstep" alone serves all, "nccl" alone
+/// CUDA's. CPU tensors go over "lockstep" in any case. `backend` comes from check() and is not empty.
+std::vector<std::pair<c10::DeviceType, std::string>> by_device(const std::string& backend);
+bool uses_nccl(const std::string& backend);
+
+/// "cpu:lockstep,cuda:nccl", as torch.distributed.get_backend_config writes it.
 std::string config(const std::string& backend);
 
 }  // namespace lockstep::backend_names

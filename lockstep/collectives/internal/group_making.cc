@@ -12,6 +12,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/collectives/internal/device_backends.h>
 #include <lockstep/collectives/internal/exchange.h>
 #include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/collectives/internal/signature.h>
@@ -116,12 +117,8 @@ std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
       std::move(channel), LockstepBackend::Settings{.name = plan.name, .timeout = plan.timeout});
   auto store = c10::make_intrusive<c10d::PrefixStore>(plan.name + "/", world.world.store);
   group->handle = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
-  constexpr auto kType = c10d::ProcessGroup::BackendType::CUSTOM;
-  for (const auto device : {at::kCPU, at::kCUDA, at::kPrivateUse1}) {
-    group->handle->setBackend(device, kType, c10::intrusive_ptr<c10d::Backend>(group->backend));
-  }
-  group->handle->setDefaultBackend(kType);
-  group->handle->setGroupName(plan.name);
+  device_backends::open(*group, world, plan);
+  group->handle->setGroupName(plan.name);  // tells the backends, too
   group->handle->setGroupDesc(plan.description);
   return group;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,6 +51,8 @@ struct Plan {
   std::string backend_name;
   std::vector<int> ranks;  // global, by group rank; this process's among them
   std::chrono::milliseconds timeout{};
+  NcclOptions nccl = {};
+  std::optional<c10::Device> device_id = {};  // whose communicator is made with the group
 };
 
 /// Opens the group, unregistered. Collective over the meeting: its members call this, `positions` being where
@@ -57,7 +60,8 @@ struct Plan {
 /// member ended or had no memory for the group, DistTimeoutError when one is late.
 std::shared_ptr<Group> open_together(const DefaultWorld& world, const Plan& plan, const Gather& gather,
                                      const std::vector<int>& positions, Deadline deadline);
-/// A group around a channel that is open, unregistered.
+/// A group around a channel that is open, unregistered. Collective over the members where it has backends for
+/// devices.
 std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
                                 std::shared_ptr<transport::GroupChannel> channel);
 /// The part of the ranks of a meeting that the group of `size` ranks does without.

@@ -13,6 +13,7 @@
 
 #include <lockstep/collectives/lockstep_backend.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/device/nccl_options.h>
 #include <lockstep/rendezvous/world.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
@@ -23,8 +24,11 @@ namespace lockstep {
 struct Group {
   ProcessGroup handle;
   c10::intrusive_ptr<LockstepBackend> backend;
+  /// Of devices that `backend` does not serve; the handle has them, too.
+  std::map<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>> device_backends;
+  NcclOptions nccl;  // they were made with
   std::string name;
-  std::string backend_name;   // as asked for, lower case
+  std::string backend_name;   // as asked for, lower case, or as the ranks have chosen
   std::vector<int> ranks;     // global, by group rank
   uint64_t number = 0;        // in order of making, within this process
   uint64_t times_shrunk = 0;  // on the way to this group, and …

@@ -34,20 +34,25 @@ ReduceOperation plain_operation(ReduceOp::RedOpType operation, const char* name)
   }
 }
 
-at::Tensor factor_of(const ReduceOp& operation, at::ScalarType dtype, const char* name) {
+at::Tensor factor_of(const ReduceOp& operation, const at::Tensor& tensor, const char* name) {
+  const at::ScalarType dtype = tensor.scalar_type();
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(operation.supplement_.get());
   TORCH_CHECK_VALUE(supplement != nullptr, name, ": PREMUL_SUM has no factor; make it with premul_sum()");
   TORCH_CHECK_VALUE(at::isFloatingType(dtype) || at::isComplexType(dtype), name,
                     ": PREMUL_SUM needs floating-point or complex tensors, not ", dtype);
   if (!supplement->tensor_factor.defined()) return at::scalar_tensor(supplement->double_factor, at::kDouble);
-  TORCH_CHECK_VALUE(supplement->tensor_factor.numel() == 1 && supplement->tensor_factor.device().is_cpu(),
-                    name, ": the factor of PREMUL_SUM must be a CPU tensor of one element");
-  return supplement->tensor_factor.detach();
+  const at::Tensor& factor = supplement->tensor_factor;
+  TORCH_CHECK_VALUE(factor.numel() == 1 && (factor.is_cpu() || factor.device() == tensor.device()), name,
+                    ": the factor of PREMUL_SUM must be a tensor of one element, on the CPU or the tensor's "
+                    "device; it has ",
+                    factor.numel(), " on ", factor.device());
+  return factor.detach();
 }
 
 }  // namespace
 
-Reducing reducing_of(const ReduceOp& operation, at::ScalarType dtype, const char* name) {
+Reducing reducing_of(const ReduceOp& operation, const at::Tensor& tensor, const char* name) {
+  at::ScalarType dtype = tensor.scalar_type();
   const auto type = static_cast<ReduceOp::RedOpType>(operation);
   const ReduceOperation plain = plain_operation(type, name);
   if (at::isComplexType(dtype)) {
@@ -56,7 +61,7 @@ Reducing reducing_of(const ReduceOp& operation, at::ScalarType dtype, const char
     dtype = c10::toRealValueType(dtype);
   }
   const ReduceKernels& kernels = reduce_kernels(dtype, plain);
-  return {plain, type == ReduceOp::PREMUL_SUM ? factor_of(operation, dtype, name) : at::Tensor(), kernels};
+  return {plain, type == ReduceOp::PREMUL_SUM ? factor_of(operation, tensor, name) : at::Tensor(), kernels};
 }
 
 }  // namespace lockstep

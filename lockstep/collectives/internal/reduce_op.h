@@ -14,9 +14,9 @@ struct Reducing {
   const ReduceKernels& kernels;
 };
 
-/// Throws c10::ValueError when the operation can't be applied to elements of `dtype`. PREMUL_SUM without its
-/// factor, and operations on complex numbers that PyTorch refuses, are among these. `name` of the collective
-/// begins the message.
-Reducing reducing_of(const c10d::ReduceOp& operation, at::ScalarType dtype, const char* name);
+/// Throws c10::ValueError when the operation can't be applied to tensors like `tensor`. PREMUL_SUM without
+/// its factor, and operations on complex numbers that PyTorch refuses, are among these. `name` of the
+/// collective begins the message.
+Reducing reducing_of(const c10d::ReduceOp& operation, const at::Tensor& tensor, const char* name);
 
 }  // namespace lockstep

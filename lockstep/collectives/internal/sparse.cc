@@ -1,22 +1,21 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/collectives/internal/below_autograd.h>
 #include <lockstep/collectives/internal/exchange.h>
 #include <lockstep/collectives/internal/segments.h>
 #include <lockstep/collectives/internal/sparse.h>
+#include <lockstep/collectives/internal/tensor_check.h>
 
 namespace lockstep {
 
 void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& operation, const char* name) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), name,
-                    ": the lockstep backend takes CPU tensors, this one is on ", tensor.device());
+  check_device(tensor, name);
   TORCH_CHECK_VALUE(tensor.layout() == c10::kSparse, name, ": sparse tensors must be COO, not ",
                     tensor.layout(), "; call .to_sparse()");
   TORCH_CHECK_VALUE(static_cast<c10d::ReduceOp::RedOpType>(operation) == c10d::ReduceOp::SUM, name,
@@ -49,11 +48,9 @@ std::vector<at::Tensor> gather_uneven(transport::GroupChannel& channel, const Te
 
 }  // namespace
 
-void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
-                       const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const at::Tensor mine = tensor.detach().coalesce();
+at::Tensor sum_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
+                      const at::Tensor& mine) {
+  const BelowAutograd guard;
   const at::Tensor indices = mine._indices().contiguous();
   const at::Tensor values = mine._values().contiguous();
 
@@ -74,12 +71,18 @@ void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, con
 
   at::Tensor sum;
   for (int rank = 0; rank < channel.size(); ++rank) {
-    const at::Tensor part = at::_sparse_coo_tensor_unsafe(all_indices[rank], all_values[rank], tensor.sizes(),
-                                                          tensor.options().requires_grad(false),
+    const at::Tensor part = at::_sparse_coo_tensor_unsafe(all_indices[rank], all_values[rank], mine.sizes(),
+                                                          mine.options().requires_grad(false),
                                                           /*is_coalesced=*/true);
     sum = sum.defined() ? at::add(sum, part) : part;
   }
-  tensor.copy_(sum.coalesce());
+  return sum.coalesce();
+}
+
+void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
+                       const at::Tensor& tensor) {
+  const BelowAutograd guard;
+  tensor.copy_(sum_sparse(channel, terms, signature, tensor.detach().coalesce()));
 }
 
 }  // namespace algorithms

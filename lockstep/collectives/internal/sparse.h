@@ -12,8 +12,12 @@ void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& operation, con
 
 namespace algorithms {
 
-/// Sums sparse COO tensors of one size, whose indices may differ by rank, in rank order, into `tensor` of
-/// each rank, coalesced. Three operations of the channel: the numbers of elements, the indices, the values.
+/// Sums sparse COO CPU tensors of one size, whose indices may differ by rank, in rank order. `mine` is
+/// coalesced, and so is the sum. Three operations of the channel: the numbers of elements, the indices, the
+/// values.
+at::Tensor sum_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
+                      const at::Tensor& mine);
+/// The same of any sparse COO CPU tensors; the sum replaces `tensor`.
 void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
                        const at::Tensor& tensor);
 

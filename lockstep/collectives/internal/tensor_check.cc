@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <utility>
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/collectives/internal/tensor_check.h>
@@ -26,13 +27,27 @@ bool may_overlap_itself(const at::Tensor& tensor) {
   return false;
 }
 
+void check_same_device(const at::Tensor& first, const at::Tensor& other, const char* operation) {
+  TORCH_CHECK_VALUE(other.device() == first.device(), operation,
+                    ": all tensors of one call must be on one device, these are on ", first.device(), " and ",
+                    other.device(), "; move them with .to()");
+}
+
 }  // namespace
+
+void check_device(const at::Tensor& tensor, const char* operation) {
+  if (tensor.is_cpu()) return;
+  const auto type = tensor.device().type();
+  TORCH_CHECK_VALUE(
+      type != c10::kMeta && c10::impl::hasDeviceGuardImpl(type), operation,
+      ": the lockstep backend takes tensors on the CPU, and on accelerators by way of the host; "
+      "this one is on ",
+      tensor.device());
+}
 
 void check_input(const at::Tensor& tensor, const char* operation) {
   TORCH_CHECK_VALUE(tensor.defined(), operation, ": the tensor is undefined");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation,
-                    ": the lockstep backend takes CPU tensors, this one is on ", tensor.device(),
-                    "; GPU groups are not supported yet");
+  check_device(tensor, operation);
   TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, operation, ": takes dense tensors, not ",
                     tensor.layout(),
                     " ones; only all_reduce with SUM takes sparse COO tensors. Call .to_dense()");
@@ -51,9 +66,10 @@ void check_contiguous(const at::Tensor& tensor, const char* operation, const cha
                     " and strides ", tensor.strides(), " must be contiguous; call .contiguous()");
 }
 
-void check_same_dtype(const at::Tensor& first, const std::vector<at::Tensor>& others, const char* operation) {
+void check_same_kind(const at::Tensor& first, const std::vector<at::Tensor>& others, const char* operation) {
   const auto real = [](const at::Tensor& tensor) { return c10::toRealValueType(tensor.scalar_type()); };
   for (const at::Tensor& other : others) {
+    check_same_device(first, other, operation);
     TORCH_CHECK_VALUE(real(other) == real(first), operation,
                       ": invalid usage of tensors with different dtypes: found ", first.scalar_type(),
                       " and ", other.scalar_type());
@@ -66,12 +82,42 @@ void check_list_size(const std::vector<at::Tensor>& list, int ranks, const char*
                     " tensors; it needs one for each of the ", ranks, " ranks");
 }
 
-void check_one_dtype(const std::vector<at::Tensor>& list, const char* operation) {
+void check_one_kind(const std::vector<at::Tensor>& list, const char* operation) {
   for (const at::Tensor& tensor : list) {
+    check_same_device(list.front(), tensor, operation);
     TORCH_CHECK_VALUE(tensor.scalar_type() == list.front().scalar_type(), operation,
                       ": all tensors must have one dtype, these have ", list.front().scalar_type(), " and ",
                       tensor.scalar_type());
   }
+}
+
+void check_like(const at::Tensor& other, const at::Tensor& tensor, const char* operation,
+                const std::string& name) {
+  check_same_kind(tensor, {other}, operation);
+  const bool same = other.scalar_type() == tensor.scalar_type() ? other.sizes() == tensor.sizes()
+                                                                : other.nbytes() == tensor.nbytes();
+  TORCH_CHECK_VALUE(same, operation, ": ", name, " is ", other.scalar_type(), ' ', other.sizes(),
+                    ", but it must be like the other tensor, ", tensor.scalar_type(), ' ', tensor.sizes());
+}
+void check_list_like(const std::vector<at::Tensor>& list, const at::Tensor& tensor, const char* operation,
+                     const char* name) {
+  for (size_t i = 0; i < list.size(); ++i)
+    check_like(list[i], tensor, operation, name + ('[' + std::to_string(i) + ']'));
+}
+
+void check_parts(const at::Tensor& whole, const char* whole_name, const at::Tensor& part,
+                 const char* part_name, int parts, const char* operation) {
+  check_input(whole, operation);
+  check_input(part, operation);
+  check_same_kind(whole, {part}, operation);
+  TORCH_CHECK_VALUE(whole.nbytes() == part.nbytes() * parts, operation, ": ", whole_name, " of sizes ",
+                    whole.sizes(), " must have ", parts, " times the elements of ", part_name, " of sizes ",
+                    part.sizes(), ", one part for each rank");
+}
+
+void check_own_part(size_t given, size_t taken, const char* operation) {
+  TORCH_CHECK_VALUE(given == taken, operation, ": this rank's part of the input has ", given,
+                    " bytes, its part of the output has ", taken);
 }
 
 std::vector<size_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int ranks,

@@ -66,10 +66,11 @@ int64_t draw(Random& random, int64_t low, int64_t high) {
   return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
 }
 
-GuardedTensor::GuardedTensor(const Slot& slot, Random& local, const SharedMemory& shared) : slot_(slot) {
+GuardedTensor::GuardedTensor(const Slot& slot, Random& local, const SharedMemory& shared, c10::Device device)
+    : slot_(slot) {
   const at::Tensor& example = slot.initial.defined() ? slot.initial : slot.expected;
   if (example.is_sparse()) {
-    tensor_ = slot.initial.clone();
+    tensor_ = slot.initial.clone().to(device);
     return;
   }
   const auto strides = random_strides(example.sizes(), slot.contiguous, local);
@@ -84,18 +85,25 @@ GuardedTensor::GuardedTensor(const Slot& slot, Random& local, const SharedMemory
   if (slot.initial.defined()) tensor_.copy_(slot.initial);
   before_.resize(buffer_.nbytes());
   std::memcpy(before_.data(), buffer_.const_data_ptr(), before_.size());
+  if (device.is_cpu()) return;
+  buffer_ = buffer_.to(device);
+  tensor_ = at::as_strided(buffer_, example.sizes(), strides, front);
+}
+
+at::Tensor GuardedTensor::host_buffer() const {
+  return buffer_.cpu();
 }
 
 bool GuardedTensor::changed() const {
   if (!buffer_.defined()) {
-    return !at::equal(slot_.initial._indices(), tensor_._indices()) ||
-           !at::equal(slot_.initial._values(), tensor_._values());
+    return !at::equal(slot_.initial._indices(), tensor_._indices().cpu()) ||
+           !at::equal(slot_.initial._values(), tensor_._values().cpu());
   }
-  return std::memcmp(before_.data(), buffer_.const_data_ptr(), before_.size()) != 0;
+  return std::memcmp(before_.data(), host_buffer().const_data_ptr(), before_.size()) != 0;
 }
 
 at::Tensor GuardedTensor::elements_of(std::vector<std::byte>& bytes) const {
-  const at::Tensor whole = at::from_blob(bytes.data(), buffer_.sizes(), buffer_.options());
+  const at::Tensor whole = at::from_blob(bytes.data(), buffer_.sizes(), buffer_.options().device(at::kCPU));
   return at::as_strided(whole, tensor_.sizes(), tensor_.strides(), tensor_.storage_offset());
 }
 
@@ -103,7 +111,8 @@ std::string GuardedTensor::problem_after_failure() const {
   if (!slot_.expected.defined()) return changed() ? "was written, and must stay as it was" : "";
   if (!buffer_.defined()) return "";
   // A copy, for a peer that is late may still write results.
-  const auto* data = static_cast<const std::byte*>(buffer_.const_data_ptr());
+  const at::Tensor host = host_buffer();
+  const auto* data = static_cast<const std::byte*>(host.const_data_ptr());
   std::vector<std::byte> now(data, data + before_.size());
   std::vector<std::byte> before = before_;
   elements_of(now).copy_(elements_of(before));
@@ -116,28 +125,30 @@ std::string GuardedTensor::problem() const {
   // What must be there now: the expected elements, and around them what was there before.
   std::vector<std::byte> right = before_;
   elements_of(right).copy_(slot_.expected);
-  const auto* now = static_cast<const std::byte*>(buffer_.const_data_ptr());
+  const at::Tensor host = host_buffer();
+  const auto* now = static_cast<const std::byte*>(host.const_data_ptr());
   if (std::memcmp(right.data(), now, right.size()) == 0) return "";
 
   size_t at = 0;
   while (right[at] == now[at]) ++at;
   std::ostringstream text;
-  if (at::equal(tensor_, slot_.expected)) {
+  if (at::equal(tensor_.cpu(), slot_.expected)) {
     text << "has the right values (or zeros of the wrong sign), but memory beside them was written: ";
   } else {
     text << "has wrong values: ";
   }
   text << "the first wrong byte is " << at << " of " << right.size() << ", the tensor begins at "
-       << tensor_.storage_offset() * tensor_.element_size() << ", strides " << tensor_.strides();
-  if (tensor_.numel() <= 8) text << "; is\n" << tensor_ << "\nexpected\n" << slot_.expected;
+       << tensor_.storage_offset() * tensor_.element_size() << ", strides " << tensor_.strides() << ", on "
+       << tensor_.device();
+  if (tensor_.numel() <= 8) text << "; is\n" << tensor_.cpu() << "\nexpected\n" << slot_.expected;
   return text.str();
 }
 
 std::string GuardedTensor::sparse_problem() const {
   if (!slot_.expected.defined()) return changed() ? "was written, and must stay as it was" : "";
   if (!tensor_.is_coalesced()) return "is not coalesced";
-  if (!at::equal(tensor_.indices(), slot_.expected.indices())) return "has wrong indices";
-  if (!at::equal(tensor_.values(), slot_.expected.values())) return "has wrong values";
+  if (!at::equal(tensor_.indices().cpu(), slot_.expected.indices())) return "has wrong indices";
+  if (!at::equal(tensor_.values().cpu(), slot_.expected.values())) return "has wrong values";
   return "";
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 namespace lockstep::testing {
 
@@ -31,8 +32,9 @@ using SharedMemory = std::function<at::Tensor(int64_t numel, at::ScalarType type
 class GuardedTensor {
  public:
   /// `local` decides what may differ by tensor and rank: the memory (plain, or from `shared`), the place
-  /// within it, and unless the slot wants it contiguous the layout (transposed, channels last, with gaps).
-  GuardedTensor(const Slot& slot, Random& local, const SharedMemory& shared);
+  /// within it, and unless the slot wants it contiguous the layout (transposed, channels last, with gaps). On
+  /// another device than the CPU the memory is that device's.
+  GuardedTensor(const Slot& slot, Random& local, const SharedMemory& shared, c10::Device device = c10::kCPU);
 
   const at::Tensor& tensor() const { return tensor_; }
   /// What is wrong after the operation; empty if nothing is.
@@ -44,6 +46,8 @@ class GuardedTensor {
 
  private:
   std::string sparse_problem() const;
+  /// The buffer, or what it holds on its device by now.
+  at::Tensor host_buffer() const;
   /// The tensor's elements in a copy of the buffer's bytes.
   at::Tensor elements_of(std::vector<std::byte>& bytes) const;
 

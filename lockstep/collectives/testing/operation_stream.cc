@@ -3,6 +3,8 @@
 #include <thread>
 #include <utility>
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/collectives/testing/operation_stream.h>
@@ -34,11 +36,12 @@ std::string problems_of(const std::vector<GuardedTensor>& tensors,
 
 }  // namespace
 
-std::vector<GuardedTensor> make_tensors(const Place& place, const Case& c, Random& local) {
+std::vector<GuardedTensor> make_tensors(const Place& place, const Case& c, Random& local,
+                                        c10::Device device) {
   const SharedMemory shared = place.shared_memory();
   std::vector<GuardedTensor> tensors;
   for (const Slot& slot : c.operation->slots(c, place.rank)) {
-    tensors.emplace_back(slot, local, shared);
+    tensors.emplace_back(slot, local, shared, device);
   }
   return tensors;
 }
@@ -71,10 +74,23 @@ const Operation& OperationStream::next_operation() {
   return operations()[index];
 }
 
+/// Drawn by each rank for itself: peers may have theirs elsewhere.
+c10::Device OperationStream::next_device(const Operation& operation) {
+  if (place_.devices.empty() || (operation.traits.sparse && !place_.sparse_on_devices)) return c10::kCPU;
+  return place_
+      .devices[static_cast<size_t>(draw(local_, 0, static_cast<int64_t>(place_.devices.size()) - 1))];
+}
+
 void OperationStream::step() {
   const int ranks = place_.backend ? place_.backend->getSize() : static_cast<int>(place_.members.size());
   Pending next{random_case(common_, next_operation(), ranks), made() + 1, {}, {}};
-  next.tensors = make_tensors(place_, next.c, local_);
+  const c10::Device device = next_device(*next.c.operation);
+  // The call in one stream of the device; the wait, and what is done with the results, in another.
+  c10::OptionalStreamGuard current;
+  if (!device.is_cpu() && next.c.asynchronous && draw(local_, 0, 1) == 0) {
+    current.reset_stream(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  }
+  next.tensors = make_tensors(place_, next.c, local_, device);
   linger(local_);
   made_.fetch_add(1, std::memory_order_relaxed);
   try {
@@ -87,6 +103,7 @@ void OperationStream::step() {
     note_failure(next);
     throw;
   }
+  current.reset();
   pending_.push_back(std::move(next));
   // When results are looked at is each rank's own business.
   while (!pending_.empty() && (pending_.size() > kInFlight || draw(local_, 0, 3) == 0)) finish_first();

@@ -12,7 +12,8 @@
 namespace lockstep::testing {
 
 /// A tensor for each slot of the case on this rank.
-std::vector<GuardedTensor> make_tensors(const Place& place, const Case& c, Random& local);
+std::vector<GuardedTensor> make_tensors(const Place& place, const Case& c, Random& local,
+                                        c10::Device device = c10::kCPU);
 /// Makes the call with these tensors, without waiting for it if the case is asynchronous.
 Started start(const Place& place, const Case& c, const std::vector<GuardedTensor>& tensors);
 
@@ -52,6 +53,7 @@ class OperationStream {
   };
 
   const Operation& next_operation();
+  c10::Device next_device(const Operation& operation);
   void finish_first();
   void check(const Pending& pending);
   void note_failure(const Pending& pending);

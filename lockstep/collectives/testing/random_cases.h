@@ -27,6 +27,9 @@ struct Place {
   ProcessGroup group;  // with `members`, its global ranks; or …
   std::vector<int> members;
   c10::intrusive_ptr<c10d::Backend> backend;  // … this
+  /// Where this rank's tensors may be, all of a call on one; empty: on the CPU.
+  std::vector<c10::Device> devices = {};
+  bool sparse_on_devices = false;
 
   SharedMemory shared_memory() const;
 };

@@ -23,6 +23,14 @@ Arena::Arena(size_t segment_bytes, size_t reserved) : segment_bytes_(round_up(se
   if (reserved > 0) allocate_from(0, reserved, kPage);
 }
 
+Arena::~Arena() {
+  if (fork_guard_.in_forked_child())
+    return;  // the mappings, and what the device knows of them, are the parent's
+  for (const PageLock& lock : page_locks_) {
+    if (lock.registrar != nullptr) lock.registrar->unlock(segments_[lock.segment]->data());
+  }
+}
+
 std::byte* Arena::allocate(size_t bytes) {
   const size_t alignment = bytes >= kPage ? kPage : kCacheLine;
   bytes = round_up(std::max<size_t>(bytes, 1), kCacheLine);
@@ -71,6 +79,21 @@ void Arena::deallocate(void* memory) {
   }
   bytes_in_use_ -= bytes;
   used_.erase(found);
+}
+
+void Arena::page_lock(const void* memory, c10::DeviceType device) {
+  HostMemoryRegistrar* registrar = host_memory_registrar(device);
+  if (registrar == nullptr) return;
+  std::lock_guard lock(mutex_);
+  const auto found = used_.find(static_cast<const std::byte*>(memory));
+  TORCH_INTERNAL_ASSERT(found != used_.end(), "memory that this arena did not hand out");
+  const uint32_t index = found->second.first;
+  const bool known = std::any_of(page_locks_.begin(), page_locks_.end(), [&](const PageLock& one) {
+    return one.segment == index && one.device == device;
+  });
+  if (known) return;
+  const bool locked = registrar->lock(segments_[index]->data(), segments_[index]->size());
+  page_locks_.push_back({index, device, locked ? registrar : nullptr});
 }
 
 void Arena::add_segment(size_t at_least) {

@@ -11,6 +11,8 @@
 #include <optional>
 #include <vector>
 
+#include <lockstep/base/fork_guard.h>
+#include <lockstep/device/host_memory.h>
 #include <lockstep/transport/shared_memory/segment.h>
 
 namespace lockstep::transport {
@@ -35,11 +37,19 @@ class Arena {
   /// `segment_bytes`: the size of a segment unless one allocation needs more. The first `reserved` bytes of
   /// segment 0 are never handed out (the process's header).
   Arena(size_t segment_bytes, size_t reserved);
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  /// Undoes page_lock().
+  ~Arena();
 
   /// Throws c10::OutOfMemoryError naming what is left. Zero bytes give a valid unique address.
   std::byte* allocate(size_t bytes);
   /// `memory` must come from allocate() of this arena.
   void deallocate(void* memory);
+  /// Page-locks the segment that `memory`, of allocate(), lies in for copies of this kind of device
+  /// (device/host_memory.h): once for each segment and kind, until the arena goes. Does nothing where nobody
+  /// has installed a registrar; where it refuses, copies are slower but right.
+  void page_lock(const void* memory, c10::DeviceType device);
   /// The reference of `bytes` at `memory` if they lie wholly in this arena. Lock-free.
   std::optional<MemoryReference> find(const void* memory, size_t bytes) const;
 
@@ -53,6 +63,11 @@ class Arena {
     std::atomic<const std::byte*> begin{nullptr};
     size_t bytes = 0;
   };
+  struct PageLock {
+    uint32_t segment;
+    c10::DeviceType device;
+    HostMemoryRegistrar* registrar;  // null: it has refused
+  };
 
   void add_segment(size_t at_least);
   std::byte* allocate_from(uint32_t index, size_t bytes, size_t alignment);
@@ -63,6 +78,8 @@ class Arena {
   std::vector<std::map<size_t, size_t>> free_;  // per segment: offset → bytes, no two adjacent
   std::map<const std::byte*, std::pair<uint32_t, size_t>> used_;  // address → segment, bytes
   size_t bytes_in_use_ = 0;
+  std::vector<PageLock> page_locks_;
+  ForkGuard fork_guard_;
   SegmentListener listener_;
   std::array<Range, kMaxSegments> ranges_;  // for find(): written once each, begin last
   std::atomic<uint32_t> range_count_{0};

@@ -98,12 +98,14 @@ void asking(int rank) {
   expect(ranks == std::vector<int>{0, 1, 2, 3});
   if (lockstep::is_member(last)) expect(lockstep::get_group_rank(last, 3) == 1);
   // [get_backend, get_backend_config, get_default_backend_for_device]
-  TORCH_CHECK(lockstep::get_backend() == "lockstep" && lockstep::get_backend_config() == "cpu:lockstep");
+  TORCH_CHECK(lockstep::get_backend() == "lockstep" &&
+              lockstep::get_backend_config() == "cpu:lockstep,cuda:lockstep");
   TORCH_CHECK(lockstep::get_default_backend_for_device(torch::kCPU) == "lockstep");
   // [end]
-  // [is_available, is_initialized, is_backend_available, is_torchelastic_launched]
+  // [is_available, is_initialized, is_backend_available, is_nccl_available, is_torchelastic_launched]
   TORCH_CHECK(lockstep::is_available() && lockstep::is_initialized());
-  TORCH_CHECK(lockstep::is_backend_available("lockstep") && !lockstep::is_backend_available("nccl"));
+  TORCH_CHECK(lockstep::is_backend_available("lockstep") && !lockstep::is_backend_available("gloo"));
+  TORCH_CHECK(lockstep::is_backend_available("cpu:lockstep,cuda:nccl") == lockstep::is_nccl_available());
   const bool has_launcher = lockstep::is_torchelastic_launched();  // true under lockstep run and torchrun
   // [end]
   expect(has_launcher);

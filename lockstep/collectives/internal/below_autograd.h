@@ -1,0 +1,14 @@
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+namespace lockstep {
+
+/// Collectives write into tensors behind autograd's back, as PyTorch's do.
+struct BelowAutograd {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+}  // namespace lockstep
