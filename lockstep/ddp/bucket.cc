@@ -58,7 +58,8 @@ at::Tensor slot_tensor(Bucket& bucket, size_t position) {
   const MemoryBlock block = bucket.memory->take(position);
   TORCH_INTERNAL_ASSERT(block.memory != nullptr);
   lend(block);
-  return at::from_blob(block.memory, view.sizes(), view.strides(), &give_back, view.options());
+  // Told the device, it need not ask the driver whose memory this is.
+  return at::from_blob(block.memory, view.sizes(), view.strides(), &give_back, view.options(), view.device());
 }
 
 at::Tensor empty_sparse_gradient(const at::Tensor& parameter) {

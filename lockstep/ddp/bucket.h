@@ -9,12 +9,13 @@
 
 #include <lockstep/ddp/bucket_memory.h>
 #include <lockstep/ddp/grad_bucket.h>
+#include <lockstep/ddp/internal/device_streams.h>
 #include <lockstep/ddp/options.h>
 
 namespace lockstep {
 
-/// Gradients that are reduced together: of dense parameters of one dtype in a flat memory, or the sparse
-/// gradient of one parameter. What the reducer keeps of a bucket; no thread-safety of its own.
+/// Gradients that are reduced together: of dense parameters of one dtype and device in a flat memory there,
+/// or the sparse gradient of one parameter. What the reducer keeps of a bucket; no thread-safety of its own.
 struct Bucket {
   std::vector<size_t> parameters;  // in the order of their slots
   bool sparse = false;
@@ -25,8 +26,9 @@ struct Bucket {
   size_t bytes = 0;               // of gradients, without the gaps between slots
 
   // In this round:
-  size_t pending = 0;             // parameters that are not ready
-  at::Tensor sparse_gradient;     // sparse buckets
+  size_t pending = 0;                // parameters that are not ready
+  internal::WritingStreams streams;  // that gradients came on
+  at::Tensor sparse_gradient;        // sparse buckets
   std::vector<size_t> copy_back;  // positions whose gradient stays where it is and gets the result's values
   c10::intrusive_ptr<c10d::Work> work;
   HookFuture future;  // instead of work, with a hook

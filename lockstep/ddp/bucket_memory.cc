@@ -2,12 +2,15 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <lockstep/ddp/bucket_memory.h>
 
 namespace lockstep {
 
 at::Tensor shared_zeros(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options) {
+  // A device's tensors are the device's: a GPU reduces in its own memory, or copies from there.
+  if (!options.device().is_cpu()) return at::zeros({numel}, options);
   auto backend = group->getBackend(options.device().type());
   if (!backend->supportsTensorAlloc(options.device().index())) return at::empty({numel}, options).zero_();
   // Zeroing touches the pages now instead of in the first step.

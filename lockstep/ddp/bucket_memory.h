@@ -12,7 +12,8 @@
 
 namespace lockstep {
 
-/// A flat tensor of zeros in memory that the group's ranks share, where the group has such.
+/// A flat tensor of zeros in memory that the group's ranks share, where the group has such for CPU tensors;
+/// on another device in that device's memory.
 at::Tensor shared_zeros(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options);
 
 /// The flat memory of one bucket, cut into *slots*, one for each of its gradients.

@@ -1,9 +1,9 @@
 // How torch::nn::BatchNorm modules are made to synchronise without being replaced.
 //
 // Their forward() ends in the operator aten::batch_norm, which torch composes of others, and which has no
-// kernel of its own for any device. We register one, for the dispatch keys at which CPU and CUDA tensors come
-// by: with autograd, and below it (inference mode). It looks whether the call is that of a converted module,
-// and computes sync_batch_norm() then; otherwise it calls torch's composition.
+// kernel of its own for any device. We register one, for the dispatch keys at which tensors of the CPU and of
+// accelerators come by: with autograd, and below it (inference mode). It looks whether the call is that of a
+// converted module, and computes sync_batch_norm() then; otherwise it calls torch's composition.
 //
 // A call shows no module, only tensors, so a module is known by one of them: running_mean, which no two
 // modules share; without running statistics weight; with neither, a weight of ones that the conversion puts
@@ -113,10 +113,13 @@ void intercept_batch_norm() {
       auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
       library->impl("batch_norm", kernel);
     };
-    add(c10::DispatchKey::AutogradCPU, TORCH_FN(intercepted));
-    add(c10::DispatchKey::AutogradCUDA, TORCH_FN(intercepted));
-    add(c10::DispatchKey::CPU, TORCH_FN(intercepted_below_autograd));
-    add(c10::DispatchKey::CUDA, TORCH_FN(intercepted_below_autograd));
+    using Key = c10::DispatchKey;
+    for (const Key key : {Key::AutogradCPU, Key::AutogradCUDA, Key::AutogradXPU, Key::AutogradPrivateUse1}) {
+      add(key, TORCH_FN(intercepted));
+    }
+    for (const Key key : {Key::CPU, Key::CUDA, Key::XPU, Key::PrivateUse1}) {
+      add(key, TORCH_FN(intercepted_below_autograd));
+    }
   });
 }
 

@@ -1,15 +1,16 @@
 #include <algorithm>
-#include <set>
 #include <unordered_set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <lockstep/base/log.h>
 #include <lockstep/ddp/ddp_core.h>
 #include <lockstep/ddp/delayed_all_reduce.h>
 #include <lockstep/ddp/hooks/default_hooks.h>
+#include <lockstep/ddp/internal/device_streams.h>
 #include <lockstep/ddp/mixed_precision.h>
 #include <lockstep/ddp/reducer.h>
 #include <lockstep/ddp/state_sync.h>
@@ -54,6 +55,12 @@ void check_options(const DistributedDataParallelOptions& options) {
   }
 }
 
+std::string names_of(const std::vector<NamedTensor>& tensors) {
+  std::string names;
+  for (const auto& [name, tensor] : tensors) names += (names.empty() ? "" : ", ") + name;
+  return names.empty() ? "none" : names;
+}
+
 std::vector<NamedTensor> without_undefined(std::vector<NamedTensor> tensors) {
   std::erase_if(tensors, [](const NamedTensor& tensor) { return !tensor.second.defined(); });
   return tensors;
@@ -65,7 +72,7 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
     : model_(std::move(model)),
       options_(std::move(options)),
       owner_(owner),
-      snapshot_(std::make_shared<StepSnapshot>()) {
+      snapshot_(std::make_shared<StepSnapshot>()) {  // another one once the devices are known
   check_options(options_);
   if (!options_.process_group) options_.process_group = default_group();
   TORCH_CHECK_VALUE(is_member(options_.process_group),
@@ -84,6 +91,7 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   }
   std::erase_if(model_.parameters, [this](const NamedTensor& parameter) { return ignored(parameter.first); });
   check_parameters();
+  choose_devices(all);
   if (!options_.delay_all_reduce_named_params.empty()) {
     delayed_ = DelayedAllReduce::create(options_.delay_all_reduce_named_params,
                                         options_.param_to_hook_all_reduce, options_.process_group);
@@ -111,20 +119,61 @@ void DdpCore::check_parameters() {
   TORCH_CHECK(any || !options_.delay_all_reduce_named_params.empty(),
               "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
               "a gradient.");
-  std::set<std::string> devices;
-  for (const auto& [name, parameter] : model_.parameters) devices.insert(parameter.device().str());
   for (const auto& [name, parameter] : model_.parameters) {
-    TORCH_CHECK_VALUE(parameter.device().is_cpu(), "parameter '", name, "' is on ", parameter.device(),
-                      "; DistributedDataParallel supports CPU modules for now");
     TORCH_CHECK_VALUE(parameter.layout() == c10::kStrided, "parameter '", name,
                       "' is sparse; sparse parameters can't be synchronised");
   }
-  TORCH_CHECK_VALUE(options_.device_ids.empty() && !options_.output_device,
-                    "DistributedDataParallel device_ids and output_device arguments only work with "
-                    "single-device/multiple-device GPU modules or CPU modules, but got device_ids ",
-                    options_.device_ids.empty() ? std::string("none") : options_.device_ids[0].str(),
-                    ", output_device ", options_.output_device ? options_.output_device->str() : "none",
-                    ", and the module's parameters are on the CPU: leave both empty");
+}
+
+/// Where the module is, and device_ids' rules. torch/nn/parallel/distributed.py,
+/// DistributedDataParallel.__init__.
+void DdpCore::choose_devices(const std::vector<NamedTensor>& parameters) {
+  std::vector<at::Device> devices;
+  for (const auto& [name, parameter] : parameters) {
+    const bool delayed = std::any_of(options_.delay_all_reduce_named_params.begin(),
+                                     options_.delay_all_reduce_named_params.end(),
+                                     [&](const NamedTensor& each) { return each.first == name; });
+    if (ignored(name) && !delayed) continue;
+    if (std::find(devices.begin(), devices.end(), parameter.device()) == devices.end()) {
+      devices.push_back(parameter.device());
+    }
+  }
+  TORCH_CHECK_VALUE(
+      !devices.empty(),
+      "DistributedDataParallel: parameters_to_ignore leaves nothing of the module, which has no "
+      "parameter by a name in delay_all_reduce_named_params (",
+      names_of(options_.delay_all_reduce_named_params),
+      "); give names as in its named_parameters(): ", names_of(parameters));
+  device_ = devices.front();
+  for (const at::Device& device : devices) {
+    TORCH_CHECK_VALUE(device.type() == device_.type(),
+                      "DistributedDataParallel's input module must be on the same type of devices, but input "
+                      "module parameters locate in ",
+                      at::ArrayRef<at::Device>(devices), ".");
+  }
+  is_multi_device_module_ = devices.size() > 1;
+  if (!device_.is_cpu()) snapshot_ = std::make_shared<StepSnapshot>(devices);
+  const auto& ids = options_.device_ids;
+  if (device_.is_cpu() || devices.size() > 1 || ids.empty()) {
+    TORCH_CHECK_VALUE(ids.empty() && !options_.output_device,
+                      "DistributedDataParallel device_ids and output_device arguments only work with "
+                      "single-device/multiple-device GPU modules or CPU modules, but got device_ids ",
+                      ids.empty() ? std::string("none") : ids[0].str(), ", output_device ",
+                      options_.output_device ? options_.output_device->str() : "none",
+                      ", and module parameters ", at::ArrayRef<at::Device>(devices), ": leave both empty",
+                      ids.empty() ? ", or give device_ids, too" : "");
+    return;
+  }
+  const auto with_index = [](const at::Device& device) {
+    return device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  };
+  input_device_ = with_index(ids[0]);
+  TORCH_CHECK_VALUE(*input_device_ == device_, "DistributedDataParallel: device_ids names ", *input_device_,
+                    ", but the module is on ", device_, "; move it there first (module->to(device))");
+  const at::Device output = with_index(options_.output_device.value_or(*input_device_));
+  TORCH_CHECK_VALUE(output == *input_device_, "DistributedDataParallel: output_device is ", output,
+                    ", but outputs are where the module computes them, on ", *input_device_,
+                    "; leave it out, and move the output yourself");
 }
 
 void DdpCore::sync_initial_state() {
@@ -207,8 +256,14 @@ bool DdpCore::joins_outputs() const {
   return reducer_ && at::GradMode::is_enabled() && options_.find_unused_parameters && !options_.static_graph;
 }
 
-std::optional<at::ScalarType> DdpCore::input_dtype() const {
-  return options_.mixed_precision ? options_.mixed_precision->param_dtype : std::nullopt;
+bool DdpCore::prepares_inputs() const {
+  return input_device_ || (options_.mixed_precision && options_.mixed_precision->param_dtype);
+}
+
+at::Tensor DdpCore::prepare_input(const at::Tensor& tensor) const {
+  at::Tensor prepared = input_device_ ? internal::moved_to(tensor, *input_device_) : tensor;
+  if (!options_.mixed_precision || !options_.mixed_precision->param_dtype) return prepared;
+  return cast_floating_point(prepared, *options_.mixed_precision->param_dtype);
 }
 
 // ---- Buffers

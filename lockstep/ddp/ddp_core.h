@@ -54,8 +54,10 @@ class DdpCore final {
   void abandon();
   /// Whether forward's results are to be joined in the graph; see join_in_graph().
   bool joins_outputs() const;
-  /// The dtype that forward's inputs are to be cast to, if any.
-  std::optional<at::ScalarType> input_dtype() const;
+  /// Whether forward's inputs go through prepare_input(): moved to the device of device_ids, and cast to
+  /// mixed precision's dtype.
+  bool prepares_inputs() const;
+  at::Tensor prepare_input(const at::Tensor& tensor) const;
 
   bool synchronises() const { return synchronise_; }
   void set_synchronises(bool synchronise) { synchronise_ = synchronise; }
@@ -82,6 +84,7 @@ class DdpCore final {
   class Shadow;
 
   void check_parameters();
+  void choose_devices(const std::vector<NamedTensor>& parameters);
   void sync_initial_state();
   bool ignored(const std::string& name) const;
   std::vector<NamedTensor> current_buffers() const;
@@ -94,7 +97,9 @@ class DdpCore final {
   Model model_;
   DistributedDataParallelOptions options_;
   const Joinable& owner_;
-  at::Device device_ = at::kCPU;
+  at::Device device_ = at::kCPU;  // the first parameter's
+  bool is_multi_device_module_ = false;
+  std::optional<at::Device> input_device_;  // device_ids[0]
   bool forward_sync_buffers_ = true;
   bool init_sync_buffers_ = true;
   std::shared_ptr<Reducer> reducer_;  // null when all parameters are delayed

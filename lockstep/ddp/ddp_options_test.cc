@@ -338,6 +338,20 @@ TEST(DdpOptions, DelayedParametersAreReducedTogether) {
   });
 }
 
+TEST(DdpOptions, DelayedParametersHaveNamesOfTheModule) {
+  run_ranks(1, [](int) {
+    auto world = init_process_group();
+    nn::Linear linear(2, 2);
+    const auto text = testing::message_of<c10::ValueError>([&] {
+      DistributedDataParallel model(linear, {.parameters_to_ignore = {"weight", "bias"},
+                                             .delay_all_reduce_named_params = {{"wait", linear->weight}},
+                                             .param_to_hook_all_reduce = linear->bias});
+    });
+    EXPECT_THAT(text, HasSubstr("delay_all_reduce_named_params (wait)"));
+    EXPECT_THAT(text, HasSubstr("named_parameters(): weight, bias"));
+  });
+}
+
 TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
   struct Probe : nn::Module {
     Probe() {

@@ -10,7 +10,6 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/ddp/ddp_core.h>
-#include <lockstep/ddp/mixed_precision.h>
 #include <lockstep/ddp/module_inspection.h>
 #include <lockstep/ddp/options.h>
 #include <lockstep/ddp/output_sink.h>
@@ -40,6 +39,11 @@ namespace lockstep {
 /// unreduced without a word; so gradients of the parameters that are not to be averaged belong under
 /// no_sync(). Validate on `*model.module`: a forward here may broadcast buffers, and ranks may have unequal
 /// numbers of batches.
+///
+/// The module may be on a GPU, or spread over several; gradients are reduced there, behind the streams that
+/// they come on, and backward() leaves them in the order of the current stream, as it leaves all others. With
+/// `device_ids`, the one device of the module, tensors among the arguments are moved there. Beside that
+/// inputs, outputs and streams are the caller's.
 ///
 /// The constructor is collective and throws on every rank, naming the parameter, if the ranks' models differ.
 /// Later errors are those of all_reduce, or say which parameters received no gradient. When a reduction
@@ -194,8 +198,7 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
     core_.enter();
     try {
       return leave([&] {
-        if (const auto dtype = core_.input_dtype())
-          return call(cast(std::forward<Arguments>(arguments), *dtype)...);
+        if (core_.prepares_inputs()) return call(prepared(std::forward<Arguments>(arguments))...);
         return call(std::forward<Arguments>(arguments)...);
       });
     } catch (...) {
@@ -240,10 +243,10 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
 
   /// The argument's type stays, so that it still fits forward()'s signature.
   template <class Argument>
-  static std::remove_cvref_t<Argument> cast(Argument&& argument, at::ScalarType dtype) {
+  std::remove_cvref_t<Argument> prepared(Argument&& argument) const {
     std::remove_cvref_t<Argument> copy = std::forward<Argument>(argument);
     if constexpr (can_find_tensors<std::remove_cvref_t<Argument>>) {
-      for_each_tensor(copy, [&](at::Tensor& tensor) { tensor = cast_floating_point(tensor, dtype); });
+      for_each_tensor(copy, [this](at::Tensor& tensor) { tensor = core_.prepare_input(tensor); });
     }
     return copy;
   }

@@ -36,7 +36,10 @@ HookFuture then(const HookFuture& future, std::function<at::Tensor(const at::Ten
 }
 
 HookFuture completed_future(const at::Tensor& value) {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  // With its device, the future is complete when the work is that its stream has now.
+  std::vector<c10::Device> devices;
+  if (value.defined() && !value.is_cpu()) devices.push_back(value.device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
   future->markCompleted(value);
   return future;
 }

@@ -41,8 +41,9 @@ class GradBucket {
   bool is_last_;
 };
 
-/// Complete when the bucket is reduced; its value is the averaged tensor, of the buffer's number of elements
-/// (a tensor, or a list of one, as a collective's future has).
+/// Complete when the bucket is reduced; a future on a device (c10::ivalue::Future with its devices, such as
+/// those of collectives and of then()) also orders the streams of whoever waits. Its value is the averaged
+/// tensor, of the buffer's number of elements (a tensor, or a list of one, as a collective's future has).
 using HookFuture = c10::intrusive_ptr<c10::ivalue::Future>;
 
 /// Reduces a bucket instead of the built-in all-reduce: called when all of its gradients are there, on all
@@ -55,7 +56,7 @@ at::Tensor tensor_of(const c10::IValue& value);
 /// A future whose value is `next(value)`, made when `future` completes, on a communication thread. What a
 /// collective's future holds, a list of one tensor, is unpacked. Errors pass through.
 HookFuture then(const HookFuture& future, std::function<at::Tensor(const at::Tensor&)> next);
-/// A future that is complete with this value.
+/// A future that is complete with this value: at once, on a device when its current stream has got here.
 HookFuture completed_future(const at::Tensor& value);
 
 }  // namespace lockstep

@@ -22,8 +22,10 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
+/// torch/utils/_foreach_utils.py, _device_has_foreach_support.
 bool has_foreach(const at::Device& device) {
-  return device.is_cpu() || device.is_cuda();
+  return device.is_cpu() || device.is_cuda() || device.is_xpu() || device.type() == at::kMTIA ||
+         device.is_privateuseone();
 }
 
 bool use_foreach(const at::Device& device, std::optional<bool> foreach) {

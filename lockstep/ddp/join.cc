@@ -18,6 +18,7 @@ ProcessGroup group_of(const Joinable& joinable) {
   return group ? group : default_group();
 }
 
+// The numbers here travel on the CPU, which every group takes, whatever device the joinables compute on.
 at::Tensor all_reduced(at::Tensor tensor, const ProcessGroup& group) {
   all_reduce(tensor, ReduceOp::SUM, group);
   return tensor;
@@ -26,10 +27,7 @@ at::Tensor all_reduced(at::Tensor tensor, const ProcessGroup& group) {
 }  // namespace
 
 Join::Join(std::vector<Joinable*> joinables, const JoinOptions& options)
-    : joinables_(std::move(joinables)),
-      options_(options),
-      device_(at::kCPU),
-      exceptions_before_(std::uncaught_exceptions()) {
+    : joinables_(std::move(joinables)), options_(options), exceptions_before_(std::uncaught_exceptions()) {
   TORCH_CHECK_VALUE(!joinables_.empty(), "The join context manager requires at least one joinable");
   for (const Joinable* joinable : joinables_) {
     TORCH_CHECK_VALUE(joinable != nullptr, "Join: a joinable is a null pointer");
@@ -39,7 +37,6 @@ Join::Join(std::vector<Joinable*> joinables, const JoinOptions& options)
     TORCH_CHECK_VALUE(group_ == group_of(*joinable),
                       "Using join context manager with multiple process groups");
   }
-  device_ = joinables_.front()->join_device();
   for (Joinable* joinable : joinables_) hooks_.push_back(joinable->join_hook(options_));
   for (Joinable* joinable : joinables_) {
     joinable->join_config_ = {.enable = options_.enable,
@@ -74,7 +71,7 @@ void Join::shadow() {
   bool is_last_joiner = true;
   for (int iteration = 0; count_nonjoined() > 0; ++iteration) {
     if (options_.throw_on_early_termination) {
-      all_reduced(at::ones({1}, device_), group_);  // the others throw, too
+      all_reduced(at::ones({1}), group_);  // the others throw, too
       TORCH_CHECK(false, "Rank ", rank, " exhausted all inputs.");
     }
     if (iteration == kWarnThreshold + 1) {
@@ -94,17 +91,16 @@ void Join::leave() {
 }
 
 int64_t Join::count_nonjoined() const {
-  return static_cast<int64_t>(all_reduced(at::zeros({1}, device_), group_).item<float>());
+  return static_cast<int64_t>(all_reduced(at::zeros({1}), group_).item<float>());
 }
 
 Work Join::notify_join_context(const Joinable& joinable) {
   const JoinConfig& config = joinable.join_config_;
   if (!config.is_first_joinable || !config.enable) return {};
   const ProcessGroup group = joinable.join_process_group();
-  const at::Device device = joinable.join_device();
-  Work work = all_reduce(at::ones({1}, device), ReduceOp::SUM, group, /*async_op=*/true);
+  Work work = all_reduce(at::ones({1}), ReduceOp::SUM, group, /*async_op=*/true);
   if (config.throw_on_early_termination) {
-    const bool should_throw = all_reduced(at::zeros({1}, device), group).item<float>() != 0;
+    const bool should_throw = all_reduced(at::zeros({1}), group).item<float>() != 0;
     TORCH_CHECK(!should_throw,
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks.");
   }

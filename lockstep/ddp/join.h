@@ -117,7 +117,6 @@ class [[nodiscard]] Join {
   std::vector<std::unique_ptr<JoinHook>> hooks_;
   JoinOptions options_;
   ProcessGroup group_;
-  at::Device device_;
   const int exceptions_before_;
   bool finished_ = false;
 };

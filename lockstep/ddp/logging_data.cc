@@ -42,11 +42,11 @@ c10::DDPLoggingData DdpCore::logging_data() const {
   text["module_name"] = model_.name;
   text["dtypes"] = join(dtypes);
   text["backend_name"] = get_backend(group);
-  text["device_ids"] = "";
+  text["device_ids"] = input_device_ ? std::to_string(input_device_->index()) : "";
   number["world_size"] = group->getSize();
   number["rank"] = group->getRank();
-  number["output_device"] = -1;
-  number["is_multi_device_module"] = 0;
+  number["output_device"] = input_device_ ? input_device_->index() : -1;
+  number["is_multi_device_module"] = is_multi_device_module_ ? 1 : 0;
   number["broadcast_buffers"] = forward_sync_buffers_;
   number["has_sync_bn"] = model_.has_sync_batch_norm;
   number["total_parameter_size_bytes"] = static_cast<int64_t>(bytes);

@@ -25,8 +25,8 @@ struct MixedPrecision {
 /// torch.nn.parallel.DistributedDataParallel's arguments, with its names and defaults.
 struct DistributedDataParallelOptions {
   ProcessGroup process_group = {};  ///< empty: the default group
-  /// The one CUDA device that the module is on; must be empty for CPU modules. Those of `output_device`
-  /// likewise.
+  /// The one device that the module is on, to which forward's inputs are moved then. Must be empty for
+  /// modules on the CPU and on several devices; so must `output_device`, which is that device, too.
   std::vector<at::Device> device_ids = {};
   std::optional<at::Device> output_device = {};
   /// Rank 0's buffers to all before each synchronised forward; true unless told.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <sstream>
 
 #include <ATen/core/grad_mode.h>
@@ -24,6 +25,18 @@ std::vector<int64_t> gather_numbers(int64_t number, const ProcessGroup& group) {
   return {numbers, numbers + all.numel()};
 }
 
+/// The device that all parameters are on; nothing if there are several.
+std::optional<at::Device> only_device(const torch::optim::Optimizer& optimizer) {
+  std::optional<at::Device> device;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (device && *device != parameter.device()) return std::nullopt;
+      device = parameter.device();
+    }
+  }
+  return device;
+}
+
 }  // namespace
 
 Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
@@ -37,7 +50,8 @@ Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
       load_([&optimizer](const std::string& bytes) {
         std::istringstream stream(bytes);
         torch::serialize::InputArchive archive;
-        archive.load_from(stream);
+        // The sender's device may have another number.
+        archive.load_from(stream, only_device(optimizer));
         optimizer.load(archive);
       }) {}
 

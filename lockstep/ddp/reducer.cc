@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <cstring>
 #include <sstream>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -52,6 +52,7 @@ Reducer::Reducer(std::vector<Parameter> parameters, const DistributedDataParalle
   for (const Parameter& parameter : parameters_) {
     tensors_.push_back(parameter.tensor);
     own_dtypes_.push_back(parameter.tensor.scalar_type());
+    on_cpu_ = on_cpu_ && parameter.tensor.is_cpu();
   }
   build_initial_buckets();
   initial_bucket_bytes_ = bucket_bytes();
@@ -170,12 +171,17 @@ void Reducer::begin_backward() {
   graph_task_ = task;
   slots_->begin(task);
   clock_.begin_backward();
-  auto before = exchange_memory_source(slots_);
+  // Autograd computes a CPU graph, and runs this callback, in the thread that called backward(). Those of
+  // other devices it computes in threads of its own, whose memory is not for us to give.
+  std::shared_ptr<MemorySource> before;
+  if (on_cpu_) before = exchange_memory_source(slots_);
   // Another reducer's belongs to this very backward, or to one that an exception ended.
   if (std::dynamic_pointer_cast<GradientSlots>(before)) before = nullptr;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), before] {
-    if (auto current = exchange_memory_source(before); current != self->slots_)
-      exchange_memory_source(current);
+    if (self->on_cpu_) {
+      if (auto current = exchange_memory_source(before); current != self->slots_)
+        exchange_memory_source(current);
+    }
     std::lock_guard lock(self->mutex_);
     if (self->on_backward_end_) self->on_backward_end_();
     if (self->open_ && self->synchronise_ && self->is_first_static_round()) self->queue_everything();
@@ -247,7 +253,9 @@ void Reducer::mark_ready(size_t index, bool used) {
     take_nothing(index);
   }
   ready_[index] = true;  // only now: what is ready moves along when its bucket gets other memory
-  --buckets_[places_[index].bucket].pending;
+  Bucket& bucket = buckets_[places_[index].bucket];
+  --bucket.pending;
+  bucket.streams.note(tensors_[index].device());
   launch_ready();
 }
 
@@ -342,7 +350,11 @@ void Reducer::launch(size_t index) {
   if (options_.skip_all_reduce_unused_params && all_unused(bucket)) return;
   clock_.launch();
   const bool last = index + 1 == buckets_.size();
+  const c10::Device device = tensors_[bucket.parameters.front()].device();
   try {
+    // The gradient that completed the bucket may be another device's, and come on another stream.
+    const c10::OptionalDeviceGuard guard(device);
+    bucket.streams.join(device);
     if (hook_) {
       std::vector<at::Tensor> members;
       for (const size_t parameter : bucket.parameters) members.push_back(tensors_[parameter]);
@@ -357,8 +369,8 @@ void Reducer::launch(size_t index) {
       c10d::AllreduceOptions options;
       options.reduceOp = divisor_ > 0 || reduce_dtype_ ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
       // The end of backward() follows the last bucket at once and runs it itself, which saves waking a
-      // thread.
-      options.asyncOp = !last;
+      // thread. On a device its stream goes on meanwhile.
+      options.asyncOp = !last || !device.is_cpu();
       std::vector<at::Tensor> tensors{bucket.memory->buffer()};
       bucket.work = group_->allreduce(tensors, options);
     }
@@ -425,26 +437,6 @@ void Reducer::set_rounds(int64_t rounds) {
   rounds_ = rounds_at_reset_ = rounds;
 }
 
-uint64_t Reducer::fingerprint() const {
-  uint64_t hash = 0;
-  for (const at::Tensor& tensor : tensors_) {
-    // The version counts too: a step that a gradient scaler skips changes no value, yet it is done.
-    if (!tensor.is_inference())
-      hash = (hash ^ static_cast<uint64_t>(tensor._version())) * 0x9e3779b97f4a7c15u;
-    if (!tensor.is_cpu() || tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
-    const auto* bytes = static_cast<const std::byte*>(tensor.const_data_ptr());
-    const size_t element = tensor.element_size();
-    const auto numel = static_cast<size_t>(tensor.numel());
-    for (const size_t index : {size_t{0}, numel / 2, numel - 1}) {
-      uint64_t value = 0;
-      std::memcpy(&value, bytes + index * element, std::min(element, sizeof(value)));
-      hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
-      hash ^= hash >> 29;
-    }
-  }
-  return hash;
-}
-
 void Reducer::set_steps_in_backward() {
   std::lock_guard lock(mutex_);
   steps_in_backward_ = true;
@@ -452,7 +444,7 @@ void Reducer::set_steps_in_backward() {
 
 bool Reducer::stepped_since_round() const {
   std::lock_guard lock(mutex_);
-  return steps_in_backward_ || fingerprint() != fingerprint_at_round_;
+  return steps_in_backward_ || fingerprint_.differs(tensors_);
 }
 
 Reducer::Report Reducer::report() const {

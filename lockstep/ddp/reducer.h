@@ -14,6 +14,7 @@
 #include <lockstep/ddp/bucket.h>
 #include <lockstep/ddp/bucket_tuner.h>
 #include <lockstep/ddp/gradient_slots.h>
+#include <lockstep/ddp/internal/fingerprint.h>
 #include <lockstep/ddp/options.h>
 #include <lockstep/ddp/step_times.h>
 
@@ -39,8 +40,12 @@ namespace lockstep {
 /// When a round fails, backward() throws the first cause, after `on_failure` has run; gradients are then
 /// undefined, and update_process_group() makes it usable again.
 ///
-/// Used by one thread at a time, as a module is; several reducers may work at once, each on a group of its
-/// own or in the same order on all ranks. Hooks hold it weakly.
+/// On other devices than the CPU a bucket is reduced behind the streams that its gradients came on, and
+/// gradients are there in the order of the stream that was current when backward() was called, as all that
+/// backward() leaves. They are copied into their slots, for their memory is the device's.
+///
+/// Used by one thread at a time, as a module is (autograd's threads for devices apart); several reducers may
+/// work at once, each on a group of its own or in the same order on all ranks. Hooks hold it weakly.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   struct Parameter {
@@ -141,7 +146,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
           std::function<void()> on_failure);
   void add_hooks();
-  uint64_t fingerprint() const;
   void on_gradient(size_t index);
 
   // reducer_buckets.cc
@@ -184,6 +188,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Parameter> parameters_;
   std::vector<at::Tensor> tensors_;         // the parameters', by index
   std::vector<at::ScalarType> own_dtypes_;  // theirs, whatever mixed precision makes of them for a while
+  bool on_cpu_ = true;                      // all of them
   DistributedDataParallelOptions options_;
   ProcessGroup group_;
   std::function<void()> on_failure_;
@@ -238,7 +243,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int sample_rate_ = 100;
   int64_t rounds_ = 0;
   int64_t rounds_at_reset_ = 0;
-  uint64_t fingerprint_at_round_ = 0;
+  internal::Fingerprint fingerprint_;  // of the parameters at the end of the last round
   bool steps_in_backward_ = false;
   size_t unused_bytes_ = 0;
   std::string error_;

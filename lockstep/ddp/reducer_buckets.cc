@@ -60,8 +60,11 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   std::vector<size_t> bytes;
   for (const Parameter& parameter : parameters_) {
     bytes.push_back(parameter.sparse ? 0 : parameter.tensor.nbytes());
-    sizes.push_back(
-        {parameter.tensor.nbytes(), static_cast<int>(own_dtypes_[sizes.size()]), parameter.sparse});
+    // All devices are of one type, so the number tells them apart; the CPU has none (-1).
+    const int device = parameter.tensor.device().index() + 1;
+    const int kind =
+        device * static_cast<int>(at::ScalarType::NumOptions) + static_cast<int>(own_dtypes_[sizes.size()]);
+    sizes.push_back({parameter.tensor.nbytes(), kind, parameter.sparse});
   }
   std::vector<size_t> limits{caps.first, caps.others};
   if (!options_.bucket_cap_mb_list.empty()) {
@@ -131,6 +134,7 @@ void Reducer::build_buckets_again() {
 
 /// Somebody holds a tensor in a slot that is needed. What has arrived in this round moves along.
 void Reducer::move_to_new_memory(Bucket& bucket) {
+  bucket.streams.join(bucket.views.front().device());  // what has arrived may have come on others
   const auto old_memory = bucket.memory;
   const auto old_views = bucket.views;
   give_memory(bucket, tensors_, {group_, old_views.front().scalar_type(), /*aligned=*/!hook_});
@@ -167,8 +171,9 @@ void Reducer::rebuild_buckets() {
 }
 
 bool Reducer::tunes() const {
-  return !options_.bucket_cap_mb && !options_.first_bucket_cap_mb && options_.bucket_cap_mb_list.empty() &&
-         !hook_ && group_->getSize() > 1;
+  // On a device the host's clock does not tell when gradients are there.
+  return on_cpu_ && !options_.bucket_cap_mb && !options_.first_bucket_cap_mb &&
+         options_.bucket_cap_mb_list.empty() && !hook_ && group_->getSize() > 1;
 }
 
 /// Rank 0's measurements decide. Results do not depend on the sizes: each element is folded in rank order.
@@ -227,7 +232,7 @@ void Reducer::note_round(std::chrono::nanoseconds reducing) {
   unused_bytes_ = 0;
   for (const size_t index : unused_) unused_bytes_ += tensors_[index].nbytes();
   ++rounds_;
-  fingerprint_at_round_ = fingerprint();
+  fingerprint_.take(tensors_);
   last_arrival_order_ = arrival_order_;
   if (!tunes() || tuned_ || !rebuilt_ || arrival_order_.size() != arrival_seconds_.size()) return;
   std::vector<double> seconds(parameters_.size(), 0);

@@ -154,6 +154,7 @@ void Reducer::begin_round() {
     bucket.work.reset();
     bucket.future.reset();
     bucket.copy_back.clear();
+    bucket.streams.clear();
     bucket.sparse_gradient.reset();
   }
   uses_left_ = uses_;

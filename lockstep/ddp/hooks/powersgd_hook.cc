@@ -19,6 +19,7 @@
 #include <lockstep/ddp/hooks/internal/powersgd_data.h>
 #include <lockstep/ddp/hooks/internal/tools.h>
 #include <lockstep/ddp/hooks/powersgd_hook.h>
+#include <lockstep/ddp/internal/device_streams.h>
 
 // A compressed iteration of a bucket: M are its gradients, as matrices, with the error of the iteration
 // before
@@ -68,6 +69,7 @@ class Compression : public std::enable_shared_from_this<Compression> {
   void place_factors();
   void fill_qs();
   void compute_ps();
+  void use_on_current_stream() const;
   void finish_uncompressed();
   void compute_qs();
   void decompress();
@@ -215,7 +217,13 @@ void Compression::fill_qs() {
     std::unique_lock lock(data_->mutex);
     at::Generator generator = hooks::next_generator(data_->random);  // also if there is no Q, as PyTorch does
     lock.unlock();
-    for (const Matrices& group : matrices_) group.q.normal_(0, 1, generator);
+    for (const Matrices& group : matrices_) {
+      if (group.q.is_cpu()) {
+        group.q.normal_(0, 1, generator);
+      } else {  // a device refuses the CPU's generator, with which PyTorch draws them, too
+        group.q.copy_(at::empty(group.q.sizes(), dtype().device(at::kCPU)).normal_(0, 1, generator));
+      }
+    }
   }
   for (const Matrices& group : matrices_) hooks::orthogonalize(group.q, options_.orthogonalization_epsilon);
 }
@@ -227,6 +235,14 @@ void Compression::compute_ps() {
     exchange_.narrow(0, next, gradient.numel()).copy_(gradient);
     next += gradient.numel();
   }
+}
+
+/// Callbacks run on streams of the pool, which know of the future's value alone.
+void Compression::use_on_current_stream() const {
+  for (const at::Tensor& tensor : {gradients_, m_, result_, exchange_, qs_}) {
+    internal::use_on_current_stream(tensor);
+  }
+  for (const Matrices& group : matrices_) internal::use_on_current_stream(group.m);  // may be a copy
 }
 
 void Compression::finish_uncompressed() {
@@ -286,6 +302,7 @@ HookFuture Compression::start() {
       [self, turn = std::move(turn)](c10::ivalue::Future& done) mutable -> HookFuture {
         if (done.hasError()) std::rethrow_exception(done.exception_ptr());
         const hooks::CallbackScope scope;
+        self->use_on_current_stream();
         self->finish_uncompressed();
         if (!turn) return completed_future(self->finish());
         self->compute_qs();
@@ -294,6 +311,7 @@ HookFuture Compression::start() {
         turn.reset();
         return then(second, [self](const at::Tensor&) {
           const hooks::CallbackScope second_scope;
+          self->use_on_current_stream();
           return self->finish();
         });
       },

@@ -134,13 +134,16 @@ void average(const Layout& layout, const at::Tensor& messages, int ranks, Real* 
 HookFuture quantised_average(const ProcessGroup& group, const GradBucket& bucket, int64_t channel_size) {
   const at::NoGradGuard no_grad;
   const at::Tensor buffer = bucket.buffer();
-  TORCH_CHECK_VALUE(
-      buffer.layout() == c10::kStrided && buffer.is_cpu() && at::isFloatingType(buffer.scalar_type()),
-      "the quantization hooks take dense gradients of a floating dtype on the CPU; bucket ", bucket.index(),
-      " is ", buffer.layout(), ' ', buffer.scalar_type(), " on ", buffer.device());
+  TORCH_CHECK_VALUE(buffer.layout() == c10::kStrided && at::isFloatingType(buffer.scalar_type()),
+                    "the quantization hooks take dense gradients of a floating dtype; bucket ",
+                    bucket.index(), " is ", buffer.layout(), ' ', buffer.scalar_type());
   if (buffer.numel() == 0) return completed_future(buffer);
-  const bool direct = buffer.scalar_type() == at::kFloat || buffer.scalar_type() == at::kDouble;
-  const at::Tensor elements = direct ? buffer : buffer.to(at::kFloat);
+  const bool is_wide = buffer.scalar_type() == at::kFloat || buffer.scalar_type() == at::kDouble;
+  const bool direct = is_wide && buffer.is_cpu();
+  // A device's bucket is quantised on the host: both copies wait for the device, so nothing else needs an
+  // order.
+  const at::Tensor elements =
+      direct ? buffer : buffer.to(at::kCPU, is_wide ? buffer.scalar_type() : at::kFloat);
   const Layout layout{buffer.numel(), channel_size};
   const int ranks = get_world_size(group);
   const at::Tensor message = hooks::empty_for_exchange(layout.bytes(), at::kByte, group);

@@ -1,6 +1,5 @@
 #include <utility>
 
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
@@ -11,9 +10,11 @@
 namespace lockstep::internal {
 namespace {
 
+/// Zero as long as torch's CUDA library is not loaded. Torch's own hooks are not asked: they keep their first
+/// answer for ever.
 int64_t usable_cuda_devices() {
-  const auto& hooks = at::detail::getCUDAHooks();
-  return hooks.hasCUDA() ? static_cast<int64_t>(hooks.deviceCount()) : 0;
+  if (!c10::impl::hasDeviceGuardImpl(at::kCUDA)) return 0;
+  return c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount();
 }
 
 /// The device with its number, if it has numbers; checked to exist.
