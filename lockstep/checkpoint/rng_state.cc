@@ -5,11 +5,11 @@
 #include <zlib.h>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/rng_state.h>
+#include <lockstep/device/accelerator.h>
 
 namespace lockstep {
 namespace {
@@ -18,14 +18,9 @@ at::Generator cpu_generator() {
   return at::detail::getDefaultCPUGenerator();
 }
 
-std::vector<at::Generator> cuda_generators() {
-  std::vector<at::Generator> generators;
-  if (!at::hasCUDA()) return generators;
-  for (size_t device = 0; device < at::getNumGPUs(); ++device) {
-    generators.push_back(
-        at::globalContext().defaultGenerator(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
-  }
-  return generators;
+/// Under which the devices' states are saved: "cuda".
+std::string key_of_devices() {
+  return c10::DeviceTypeName(accelerator().value_or(c10::kCUDA), /*lower_case=*/true);
 }
 
 at::Tensor state_of(at::Generator generator) {
@@ -61,35 +56,36 @@ uint64_t mix(uint64_t value) {
 
 StateDict get_rng_state() {
   StateDict state{{"cpu", state_of(cpu_generator())}};
-  std::vector<at::Tensor> cuda;
-  for (const at::Generator& generator : cuda_generators()) cuda.push_back(state_of(generator));
-  if (!cuda.empty()) state["cuda"] = to_object(cuda);
+  std::vector<at::Tensor> of_devices;
+  for (const at::Generator& generator : accelerator_generators()) of_devices.push_back(state_of(generator));
+  if (!of_devices.empty()) state[key_of_devices()] = to_object(of_devices);
   return state;
 }
 
 void set_rng_state(const StateDict& state) {
   const at::Tensor cpu = bytes_at(state_value<c10::IValue>(state, "cpu", "RngState"), "cpu");
-  std::vector<at::Tensor> cuda;
-  if (state.contains("cuda")) {
-    for (const auto& value : state_value<std::vector<c10::IValue>>(state, "cuda", "RngState")) {
-      cuda.push_back(bytes_at(value, "cuda"));
+  std::vector<at::Tensor> of_devices;
+  const std::string key = key_of_devices();
+  if (state.contains(key)) {
+    for (const auto& value : state_value<std::vector<c10::IValue>>(state, key, "RngState")) {
+      of_devices.push_back(bytes_at(value, key));
     }
   }
-  const auto generators = cuda_generators();
-  if (state.contains("cuda") && cuda.size() != generators.size()) {
-    LOCKSTEP_LOG(kWarning) << "the random numbers' state is that of " << cuda.size()
-                           << " CUDA devices, here are " << generators.size();
+  const auto generators = accelerator_generators();
+  if (state.contains(key) && of_devices.size() != generators.size()) {
+    LOCKSTEP_LOG(kWarning) << "the random numbers' state is that of " << of_devices.size() << " " << key
+                           << " devices, here are " << generators.size();
   }
   const auto before = get_rng_state();
   try {
     set_state_of(cpu_generator(), cpu);  // checks the bytes
-    for (size_t i = 0; i < std::min(cuda.size(), generators.size()); ++i) {
-      set_state_of(generators[i], cuda[i]);
+    for (size_t i = 0; i < std::min(of_devices.size(), generators.size()); ++i) {
+      set_state_of(generators[i], of_devices[i]);
     }
   } catch (const std::exception& error) {
     set_state_of(cpu_generator(), before.at("cpu").toTensor());
-    if (before.contains("cuda")) {
-      const auto states = from_object<std::vector<at::Tensor>>(before.at("cuda"));
+    if (before.contains(key)) {
+      const auto states = from_object<std::vector<at::Tensor>>(before.at(key));
       for (size_t i = 0; i < generators.size(); ++i) set_state_of(generators[i], states[i]);
     }
     const auto* ours = dynamic_cast<const c10::Error*>(&error);
@@ -106,7 +102,7 @@ int64_t rng_fingerprint() {
 void derive_rng_state(int64_t fingerprint, int64_t rank, int64_t world_size) {
   const uint64_t place = mix(static_cast<uint64_t>(world_size)) ^ static_cast<uint64_t>(rank);
   const uint64_t seed = mix(static_cast<uint64_t>(fingerprint) ^ mix(place));
-  auto generators = cuda_generators();
+  auto generators = accelerator_generators();
   generators.insert(generators.begin(), cpu_generator());
   for (at::Generator& generator : generators) {
     const std::lock_guard lock(generator.mutex());

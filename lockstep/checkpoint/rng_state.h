@@ -7,13 +7,13 @@
 namespace lockstep {
 
 /// The states of torch's default random number generators: "cpu", the bytes of Python's
-/// torch.get_rng_state(), and, where there are CUDA devices, "cuda", a list like
-/// torch.cuda.get_rng_state_all(). Generators that a program has made itself are its own to save.
-/// Thread-safe.
+/// torch.get_rng_state(), and, where this process uses CUDA devices, "cuda", a list like
+/// torch.cuda.get_rng_state_all() (of another accelerator, the list under its name). Generators that a
+/// program has made itself are its own to save. Thread-safe.
 StateDict get_rng_state();
 
 /// Takes what get_rng_state() returned, here or (as {"cpu": torch.get_rng_state()}) in Python. A state of
-/// other CUDA devices than there are is taken as far as it goes; without "cuda" those stay. Throws
+/// other devices than there are is taken as far as it goes; without "cuda" those stay. Throws
 /// c10::ValueError for what is no such state; nothing has changed then. Thread-safe.
 void set_rng_state(const StateDict& state);
 

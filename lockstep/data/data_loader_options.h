@@ -30,8 +30,8 @@ struct DataLoaderOptions {
   /// Keep the worker threads, idle, from one epoch to the next. Then a begin() ends an epoch under way.
   bool persistent_workers = false;
   /// Hand out batches in page-locked memory (at::Tensor::pin_memory), from which copies to a GPU can run
-  /// beside the training: batch.data.to(device, /*non_blocking=*/true). Where there is no CUDA device: a
-  /// warning, once, and plain memory.
+  /// beside the training: batch.data.to(device, /*non_blocking=*/true), or a DeviceLoader. Where there is no
+  /// accelerator (for CUDA: before set_device()): a warning, once, and plain memory.
   bool pin_memory = false;
   /// With workers: how long to wait for a batch before it is an error that names the batch. 0: for ever.
   std::chrono::milliseconds timeout{0};

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <concepts>
 #include <map>
 #include <optional>
 #include <string>
@@ -16,12 +17,19 @@
 
 namespace lockstep::data {
 
+namespace internal {
+/// A copy in page-locked memory. Throws c10::Error where there is no accelerator.
+at::Tensor pinned(const at::Tensor& tensor);
+}  // namespace internal
+
 /// What pin_memory() does with a value of type T: nothing, unless it is or holds tensors. Specialise it for a
 /// batch type of your own, or give the type a method `T pin_memory() const`, as in Python.
 template <class T>
 struct PinMemory {
   static T pin(T value) {
-    if constexpr (requires { value.pin_memory(); }) {
+    if constexpr (std::derived_from<T, at::Tensor>) {
+      return internal::pinned(value);
+    } else if constexpr (requires { value.pin_memory(); }) {
       return value.pin_memory();
     } else {
       return value;
@@ -30,8 +38,8 @@ struct PinMemory {
 };
 
 /// The value with its tensors in page-locked memory: of at::Tensor, Example, and pairs, tuples, arrays,
-/// optionals, vectors and maps of such. torch/utils/data/_utils/pin_memory.py. Throws what
-/// at::Tensor::pin_memory() throws where there is no CUDA device. Thread-safe.
+/// optionals, vectors and maps of such. torch/utils/data/_utils/pin_memory.py. Page-locked for the
+/// accelerator that this process uses; throws c10::Error where there is none. Thread-safe.
 template <class T>
 T pin_memory(T value) {
   return PinMemory<T>::pin(std::move(value));
@@ -40,8 +48,8 @@ T pin_memory(T value) {
 template <>
 struct PinMemory<Example> {
   static Example pin(const Example& value) {
-    return {value.data.defined() ? value.data.pin_memory() : value.data,
-            value.target.defined() ? value.target.pin_memory() : value.target};
+    return {value.data.defined() ? internal::pinned(value.data) : value.data,
+            value.target.defined() ? internal::pinned(value.target) : value.target};
   }
 };
 template <class A, class B>
@@ -81,8 +89,8 @@ struct PinMapped {
   }
 };
 
-/// The device whose driver shall pin: the calling thread's current one. Nothing where there is no CUDA
-/// device, after a warning, once per process.
+/// The device whose driver shall pin: the calling thread's current one. Nothing where there is no
+/// accelerator, after a warning, once per process.
 std::optional<c10::Device> device_for_pinning();
 
 /// Makes a device the calling thread's current one while it lives: a worker must not wake up device 0 in a

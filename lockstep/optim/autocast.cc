@@ -1,10 +1,10 @@
 #include <exception>
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/ones.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <lockstep/device/cuda_library.h>
 #include <lockstep/optim/autocast.h>
 
 namespace lockstep {
@@ -39,7 +39,7 @@ DeviceType checked(DeviceType device_type) {
 /// Whether a scope that is to be enabled can be.
 bool can_enable(DeviceType device_type, ScalarType dtype) {
   if (device_type == at::kCUDA) {
-    if (!at::hasCUDA()) {
+    if (cuda_device_count() == 0) {
       TORCH_WARN_ONCE("CUDA is not available. Disabling autocast.");
       return false;
     }

@@ -21,6 +21,11 @@ void check_decay(double decay) {
                     " provided. Please provide a value in [0,1] range.");
 }
 
+/// _get_foreach_kernels_supported_devices() of torch/utils/_foreach_utils.py.
+bool has_foreach_kernels(c10::DeviceType type) {
+  return type == c10::kCUDA || type == c10::kXPU || type == c10::kMTIA || type == c10::kPrivateUse1;
+}
+
 }  // namespace
 
 AvgFn get_ema_avg_fn(double decay) {
@@ -168,7 +173,7 @@ void WeightAverage::average(const std::vector<at::Tensor>& averaged, const std::
     const auto& [of_average, of_model] = tensors;
     if (options_.multi_avg_fn) {
       options_.multi_avg_fn(of_average, of_model, num_averaged);
-    } else if (std::get<c10::DeviceType>(kind) == c10::kCUDA) {
+    } else if (has_foreach_kernels(std::get<c10::DeviceType>(kind))) {
       get_swa_multi_avg_fn()(of_average, of_model, num_averaged);
     } else {
       average_each(get_swa_avg_fn(), of_average, of_model);  // as Python, to the last bit

@@ -2,7 +2,6 @@
 #include <array>
 #include <cstring>
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
@@ -14,6 +13,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/gradient_list.h>
+#include <lockstep/device/cuda_library.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
@@ -52,7 +52,7 @@ GradScaler::GradScaler(const GradScalerOptions& options)
       backoff_factor_(options.backoff_factor),
       growth_interval_(options.growth_interval),
       process_group_(options.process_group) {
-  if (enabled_ && device_ == at::kCUDA && !at::hasCUDA()) {
+  if (enabled_ && device_ == at::kCUDA && cuda_device_count() == 0) {
     LOCKSTEP_LOG(kWarning) << "GradScaler is enabled, but CUDA is not available.  Disabling. On a CPU, give "
                               "{.device = at::kCPU}.";
     enabled_ = false;
@@ -62,6 +62,20 @@ GradScaler::GradScaler(const GradScalerOptions& options)
   TORCH_CHECK_VALUE(backoff_factor_ < 1.0, "The backoff factor must be < 1.0. It is ", backoff_factor_);
   TORCH_CHECK_VALUE(!process_group_ || is_member(*process_group_),
                     "GradScaler: this rank is not in the process group");
+}
+
+at::Tensor& GradScaler::DeviceCopies::on(const c10::Device& device) {
+  for (auto& [known, copy] : copies_) {
+    if (known == device) return copy;
+  }
+  at::Tensor copy = original_.to(device, original_.scalar_type(), /*non_blocking=*/true, /*copy=*/true);
+  return copies_.emplace_back(device, std::move(copy)).second;
+}
+
+std::vector<at::Tensor> GradScaler::DeviceCopies::copies() const {
+  std::vector<at::Tensor> copies;
+  for (const auto& [device, copy] : copies_) copies.push_back(copy);
+  return copies;
 }
 
 void GradScaler::check_owned(int64_t foreign) {
@@ -79,16 +93,19 @@ void GradScaler::check_scale(const char* function) const {
 at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!enabled_) return outputs;
   TORCH_CHECK_VALUE(outputs.defined(), "outputs must be a Tensor or an iterable of Tensors; it is undefined");
-  if (!scale_.defined()) {
-    at::NoGradGuard no_grad;
-    const auto options = at::TensorOptions(outputs.device());
-    scale_ = at::full({}, init_scale_, options.dtype(at::kFloat));
-    growth_tracker_ = at::full({}, init_growth_tracker_, options.dtype(at::kInt));
-  }
+  start_at(outputs.device());
   return outputs * scale_.to(outputs.device(), scale_.scalar_type(), /*non_blocking=*/true);
 }
 
-/// Whether a gradient was not finite: a number for each kind of gradients that there is.
+void GradScaler::start_at(const at::Device& device) {
+  if (scale_.defined()) return;
+  at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions(device);
+  scale_ = at::full({}, init_scale_, options.dtype(at::kFloat));
+  growth_tracker_ = at::full({}, init_growth_tracker_, options.dtype(at::kInt));
+}
+
+/// Whether a gradient was not finite: a number for each device that has gradients.
 std::vector<at::Tensor> GradScaler::unscale_gradients(const Optimizer& optimizer) const {
   std::vector<at::Tensor> values;
   for (const at::Tensor& gradient : gradients_of(parameters_of(optimizer))) {
@@ -100,13 +117,13 @@ std::vector<at::Tensor> GradScaler::unscale_gradients(const Optimizer& optimizer
   }
   // The reciprocal in float64, as the division of float32 may be imprecise on some devices.
   const at::Tensor inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
-  std::vector<at::Tensor> found_infs;
+  DeviceCopies inverses(inverse);
+  DeviceCopies found_infs(at::zeros({}, inverse.options()));
   for (const auto& [key, gradients] : group_by_device_and_dtype(values)) {
     const at::Device device = gradients[0].device();
-    found_infs.push_back(at::zeros({}, at::TensorOptions(device).dtype(at::kFloat)));
-    at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_infs.back(), inverse.to(device));
+    at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_infs.on(device), inverses.on(device));
   }
-  return found_infs;
+  return found_infs.copies();
 }
 
 /// The ranks that must skip the steps of this optimizer together, if that needs a word.
@@ -127,10 +144,10 @@ std::optional<ProcessGroup> GradScaler::group_of(const Optimizer& optimizer) con
 std::vector<at::Tensor> GradScaler::agree(const std::vector<at::Tensor>& found_infs,
                                           const ProcessGroup& process_group) const {
   const ProcessGroup group = process_group ? process_group : default_group();
-  // A group may be able to reduce on CPUs alone.
+  // On the CPU, where the answer is wanted, unless the group can reduce on devices alone.
   const auto types = group->getDeviceTypes();
-  const bool reduces_here = std::find(types.begin(), types.end(), scale_.device()) != types.end();
-  at::Tensor flags = at::zeros({2}, at::TensorOptions(reduces_here ? scale_.device() : at::Device(at::kCPU)));
+  const bool on_cpu = std::any_of(types.begin(), types.end(), [](const auto& type) { return type.is_cpu(); });
+  at::Tensor flags = at::zeros({2}, at::TensorOptions(on_cpu ? at::Device(at::kCPU) : scale_.device()));
   at::Tensor found = flags[0];
   for (const at::Tensor& found_inf : found_infs) found += found_inf.to(flags.device());
   flags[1].fill_(!found_infs.empty());

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/base/state_dict.h>
@@ -19,7 +20,7 @@ namespace lockstep {
 
 /// torch.amp.GradScaler's arguments, with its names and defaults, and one more.
 struct GradScalerOptions {
-  c10::DeviceType device = c10::DeviceType::CUDA;  ///< where the losses are: at::kCPU or at::kCUDA
+  c10::DeviceType device = c10::DeviceType::CUDA;  ///< where the losses are
   double init_scale = 65536.0;
   double growth_factor = 2.0;      ///< of the scale, after growth_interval steps without overflow
   double backoff_factor = 0.5;     ///< of the scale, after a step with one
@@ -73,7 +74,12 @@ class GradScaler {
     for_each_tensor(std::as_const(outputs), [&](const at::Tensor&) { ++foreign; });
     for_each_owned_tensor(std::as_const(outputs), [&](const at::Tensor&) { --foreign; });
     check_owned(foreign);
-    for_each_owned_tensor(outputs, [&](at::Tensor& tensor) { tensor = scale(tensor); });
+    std::optional<DeviceCopies> scales;
+    for_each_owned_tensor(outputs, [&](at::Tensor& tensor) {
+      start_at(tensor.device());
+      if (!scales) scales.emplace(scale_);
+      tensor = tensor * scales->on(tensor.device());
+    });
     return outputs;
   }
 
@@ -120,6 +126,18 @@ class GradScaler {
   void update_process_group(const ProcessGroup& process_group);
 
  private:
+  /// Copies of a number on the devices where it is wanted, made at the first wish; _MultiDeviceReplicator.
+  class DeviceCopies {
+   public:
+    explicit DeviceCopies(at::Tensor original) : original_(std::move(original)) {}
+    at::Tensor& on(const c10::Device& device);
+    std::vector<at::Tensor> copies() const;
+
+   private:
+    at::Tensor original_;
+    std::vector<std::pair<c10::Device, at::Tensor>> copies_;
+  };
+
   enum class Stage { kReady, kUnscaled, kStepped };
   struct OptimizerState {
     Stage stage = Stage::kReady;
@@ -127,6 +145,7 @@ class GradScaler {
   };
 
   static void check_owned(int64_t foreign);
+  void start_at(const c10::Device& device);
   void check_scale(const char* function) const;
   int64_t growth_tracker() const;
   std::vector<at::Tensor> unscale_gradients(const torch::optim::Optimizer& optimizer) const;

@@ -1,4 +1,5 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
 #include <lockstep/base/log.h>
@@ -34,7 +35,9 @@ void average_parameters(const std::vector<at::Tensor>& params, const ProcessGrou
     numel += parameter.numel();
     type = c10::promoteTypes(type, parameter.scalar_type());
   }
-  const at::Tensor flat = empty_shared({numel}, at::TensorOptions(type), process_group);
+  const at::Device device = params.front().device();
+  const at::Tensor flat = device.is_cpu() ? empty_shared({numel}, at::TensorOptions(type), process_group)
+                                          : at::empty({numel}, at::TensorOptions(type).device(device));
   int64_t offset = 0;
   for (const at::Tensor& parameter : params) {
     flat.narrow(0, offset, parameter.numel()).view(parameter.sizes()).copy_(parameter);

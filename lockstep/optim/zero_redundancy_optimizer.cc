@@ -11,6 +11,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/optim/internal/optimizer_formats.h>
 #include <lockstep/optim/internal/parameter_broadcast.h>
 #include <lockstep/optim/internal/sync_options.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
@@ -53,10 +54,33 @@ at::Tensor serialised(const Optimizer& optimizer) {
   return tensor;
 }
 
+/// Moves each parameter's state to the parameter's device.
+void move_state(Optimizer& optimizer) {
+  const OptimizerFormat& format = format_of(optimizer);
+  if (!format.has_state_per_parameter()) return;
+  for (const auto& group : std::as_const(optimizer).param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (state == optimizer.state().end()) continue;
+      auto moved = format.make_state(format.get_state(*state->second), parameter, group.options());
+      if (moved) state->second = std::move(moved);
+    }
+  }
+}
+
+/// Another rank's state, on the devices of this rank's parameters: they may have other numbers there.
 void deserialise(const at::Tensor& bytes, Optimizer& optimizer) {
   torch::serialize::InputArchive archive;
-  archive.load_from(reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>()), bytes.nbytes());
+  std::optional<at::Device> device;
+  bool several = false;
+  for_each_parameter(optimizer.param_groups(), [&](const at::Tensor& parameter) {
+    several = several || (device && *device != parameter.device());
+    device = parameter.device();
+  });
+  if (several) device = at::Device(at::kCPU);
+  archive.load_from(reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>()), bytes.nbytes(), device);
   optimizer.load(archive);
+  if (several) move_state(optimizer);
 }
 
 class ZeroJoinHook : public JoinHook {
@@ -128,14 +152,18 @@ void ZeroRedundancyOptimizer::check_groups(const std::vector<OptimizerParamGroup
         "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but "
         "got ",
         parameter.toString());
-    TORCH_CHECK_VALUE(parameter.device().is_cpu(), "ZeroRedundancyOptimizer: a parameter is on ",
-                      parameter.device(), "; it supports CPU parameters for now");
     if (!first) first = &parameter;
     TORCH_CHECK_VALUE(
         parameter.scalar_type() == first->scalar_type(),
         "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but "
         "got both ",
         first->toString(), " and ", parameter.toString());
+    // A bucket is one tensor.
+    TORCH_CHECK_VALUE(!options_.parameters_as_bucket_view || options_.overlap_with_ddp ||
+                          parameter.device() == first->device(),
+                      "ZeroRedundancyOptimizer: with parameters_as_bucket_view all parameters must be on one "
+                      "device, but they are on ",
+                      first->device(), " and ", parameter.device(), "; leave parameters_as_bucket_view out");
   });
   TORCH_CHECK_VALUE(first, "ZeroRedundancyOptimizer got an empty parameter list");
 }
@@ -228,7 +256,9 @@ void ZeroRedundancyOptimizer::build_buckets() {
     }
     at::Tensor& bucket = buckets_.emplace_back();
     if (numel == 0) continue;
-    bucket = empty_shared({numel}, members.front().options().requires_grad(false), options_.process_group);
+    const auto layout = members.front().options().requires_grad(false);
+    bucket = layout.device().is_cpu() ? empty_shared({numel}, layout, options_.process_group)
+                                      : at::empty({numel}, layout);
     int64_t offset = 0;
     for (at::Tensor& parameter : members) {
       const at::Tensor place = parameter.is_non_overlapping_and_dense()

@@ -32,7 +32,7 @@ OptimizerFactory optimizer_class(Defaults... defaults) {
 struct ZeroRedundancyOptions {
   ProcessGroup process_group = {};  ///< empty: the default group
   /// Parameters are moved into flat tensors, one for each rank's share, in shared memory: a step sends them
-  /// without copies. They keep their sizes and strides.
+  /// without copies. They keep their sizes and strides, and must be on one device.
   bool parameters_as_bucket_view = false;
   /// Steps are made by the communication hooks of zero_hook.h, bucket by bucket, and step() does nothing.
   bool overlap_with_ddp = false;
@@ -63,7 +63,8 @@ struct ZeroRedundancyOptions {
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
  public:
   /// Throws c10::ValueError for no parameters, for parameters that are undefined, no leaves, sparse, in two
-  /// groups, or of several types, and on ranks that are no member of the group.
+  /// groups, or of several types, with parameters_as_bucket_view on several devices, and on ranks that are no
+  /// member of the group.
   ZeroRedundancyOptimizer(std::vector<at::Tensor> params, OptimizerFactory optimizer_class,
                           const ZeroRedundancyOptions& options = {});
   ZeroRedundancyOptimizer(std::vector<torch::optim::OptimizerParamGroup> params,
@@ -79,7 +80,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   /// must not be called through a reference to the base: the next step() would say so.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  /// Brings the state of all ranks to group rank `to`, for save(). Collective.
+  /// Brings the state of all ranks to group rank `to`, for save(). Collective. Where parameters are on
+  /// several devices, an optimizer that is not LibTorch's needs an OptimizerFormat (optimizer_format.h).
   void consolidate_state_dict(int to = 0);
   /// Python's state_dict(): the whole state, as of the last consolidate_state_dict(), and the options of now,
   /// in the local optimizer's own format. Throws c10::Error without a consolidation to this rank.

@@ -15,6 +15,7 @@
 #include <lockstep/base/memory.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/ddp/recovery.h>
+#include <lockstep/device/accelerator.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>
@@ -75,11 +76,34 @@ double largest(double number) {
   return tensor.item<double>();
 }
 
+/// What a trial takes on top of what there was, at most: of the process's memory, or of its device's.
+class Peak {
+ public:
+  explicit Peak(c10::Device device) : device_(device) {
+    if (device_.is_cpu()) {
+      reset_peak();
+      before_ = status_bytes("VmRSS");
+    } else {
+      reset_peak_device_memory(device_);  // the peak is what is taken now
+      before_ = peak_device_memory(device_).value_or(0);
+    }
+  }
+
+  int64_t bytes() const {
+    const int64_t peak = device_.is_cpu() ? status_bytes("VmHWM") : peak_device_memory(device_).value_or(0);
+    return std::max<int64_t>(peak - before_, 0);
+  }
+
+ private:
+  c10::Device device_;
+  int64_t before_ = 0;
+};
+
 class Finder {
  public:
   Finder(const std::function<void(int64_t)>& step, const std::function<void(const ProcessGroup&)>& move_to,
-         const BatchSizeFinderOptions& options)
-      : step_(step), move_to_(move_to), options_(options) {}
+         c10::Device device, const BatchSizeFinderOptions& options)
+      : step_(step), move_to_(move_to), device_(device), options_(options) {}
 
   BatchSizeReport find() {
     int64_t good = 0, bad = 0;  // the largest that fits, the smallest that does not (0: none known)
@@ -120,7 +144,7 @@ class Finder {
 
   /// Bytes on this rank, by a straight line through the last two sizes that fitted.
   int64_t predicted(int64_t size) const {
-    if (own_.empty()) return 0;
+    if (own_.empty() || !device_.is_cpu()) return 0;
     const auto& [last_size, last_bytes] = own_.back();
     const auto& [before_size, before_bytes] =
         own_.size() > 1 ? own_[own_.size() - 2] : std::pair<int64_t, int64_t>{};
@@ -130,14 +154,15 @@ class Finder {
   }
 
   void measure(int64_t size, BatchSizeTrial& trial) {
-    reset_peak();
-    const int64_t before = status_bytes("VmRSS");
+    const Peak peak(device_);
     std::exception_ptr failure;
     double seconds = 0;
     try {
       step_(size);  // warms up
+      synchronize(device_);
       const auto begin = std::chrono::steady_clock::now();
       for (int64_t i = 0; i < options_.steps_per_trial; ++i) step_(size);
+      synchronize(device_);
       seconds = largest(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
     } catch (...) {
       failure = std::current_exception();
@@ -146,7 +171,7 @@ class Finder {
       trial.reason = agree_on_out_of_memory(failure, size);
       return;
     }
-    const int64_t bytes = std::max<int64_t>(status_bytes("VmHWM") - before, 0);
+    const int64_t bytes = peak.bytes();
     own_.emplace_back(size, bytes);
     std::sort(own_.begin(), own_.end());
     const int ranks = in_group() ? get_world_size() : 1;
@@ -174,6 +199,7 @@ class Finder {
 
   const std::function<void(int64_t)>& step_;
   const std::function<void(const ProcessGroup&)>& move_to_;
+  const c10::Device device_;
   const BatchSizeFinderOptions& options_;
   std::vector<std::pair<int64_t, int64_t>> own_;  // sizes that fitted, and this rank's bytes
   BatchSizeReport report_;
@@ -189,10 +215,17 @@ TrialState::TrialState(std::vector<NamedTensor> tensors, torch::optim::Optimizer
       "that failed; find the batch size with a plain optimizer");
   optimizer_state_ = Recoverable(optimizer).save();
   at::NoGradGuard no_grad;
-  for (const auto& [name, tensor] : tensors) tensors_.emplace_back(tensor, tensor.detach().clone());
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  random_ = generator.get_state();
+  // In the host's memory: a device's is what the trials try.
+  for (const auto& [name, tensor] : tensors) {
+    tensors_.emplace_back(tensor, tensor.detach().to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
+                                                     /*copy=*/true));
+  }
+  auto generators = accelerator_generators();
+  generators.push_back(at::detail::getDefaultCPUGenerator());
+  for (auto& generator : generators) {
+    const std::lock_guard lock(generator.mutex());
+    random_.emplace_back(generator, generator.get_state());
+  }
 }
 
 void TrialState::restore() {
@@ -201,9 +234,10 @@ void TrialState::restore() {
   optimizer_.zero_grad();
   optimizer_.state().clear();  // what load() does not, of parameters that had none
   Recoverable(optimizer_).load(optimizer_state_);
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(random_);
+  for (auto& [generator, state] : random_) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
 }
 
 std::vector<int64_t> RoundRobin::indices() {
@@ -213,10 +247,10 @@ std::vector<int64_t> RoundRobin::indices() {
 }
 
 BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& step,
-                                const std::function<void(const ProcessGroup&)>& move_to,
+                                const std::function<void(const ProcessGroup&)>& move_to, c10::Device device,
                                 const BatchSizeFinderOptions& options) {
   check(options);
-  return Finder(step, move_to, options).find();
+  return Finder(step, move_to, device, options).find();
 }
 
 }  // namespace train

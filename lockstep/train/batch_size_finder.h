@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -13,6 +15,7 @@
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/sampler.h>
 #include <lockstep/ddp/options.h>
+#include <lockstep/ddp/output_tensors.h>
 
 namespace lockstep {
 
@@ -26,8 +29,9 @@ struct BatchSizeFinderOptions {
   int64_t steps_per_trial = 3;  ///< one more goes before, untimed
   int64_t init_val = 2;         ///< the first batch size tried
   int64_t max_trials = 25;
-  int64_t max_val = 8192;      ///< none larger is tried; Lightning's default
-  double memory_share = 0.75;  ///< of the machine's available memory that all ranks together may take
+  int64_t max_val = 8192;  ///< none larger is tried; Lightning's default
+  double memory_share =
+      0.75;  ///< of the machine's available memory that all ranks together may take; CPU only
 };
 
 /// What was found out about one batch size.
@@ -57,7 +61,7 @@ class TrialState {
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;  // the tensor, its values
   torch::optim::Optimizer& optimizer_;
   std::string optimizer_state_;
-  at::Tensor random_;
+  std::vector<std::pair<at::Generator, at::Tensor>> random_;  // torch's generators, their states
 };
 
 /// The indices 0, 1, …, again and again, `count` of them.
@@ -72,10 +76,10 @@ class RoundRobin final : public data::Sampler {
   int64_t count_;
 };
 
-/// The search. `step(batch_size)` does an optimizer step; `move_to` takes the model to another group. Pure of
-/// the user's types.
+/// The search. `step(batch_size)` does an optimizer step on `device`; `move_to` takes the model to another
+/// group. Pure of the user's types.
 BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& step,
-                                const std::function<void(const ProcessGroup&)>& move_to,
+                                const std::function<void(const ProcessGroup&)>& move_to, c10::Device device,
                                 const BatchSizeFinderOptions& options);
 
 }  // namespace train
@@ -98,6 +102,9 @@ BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& s
 /// new default one are gone, so call this before making others. Sizes that are fast stop growing long before
 /// those that fit do: look at the table.
 ///
+/// On a GPU an allocation that is too large fails, so there sizes are simply tried, and the memory told is
+/// the device's. Batches are brought to the device of the model's first parameter.
+///
 /// Throws c10::ValueError for options that make no sense, an empty data set, and a ZeroRedundancyOptimizer,
 /// whose group would be gone after a trial that failed; and what loss_of throws.
 /// lightning/pytorch/tuner/batch_size_scaling.py.
@@ -106,11 +113,15 @@ BatchSizeReport scale_batch_size(Model& model, torch::optim::Optimizer& optimize
                                  LossFunction loss_of, const BatchSizeFinderOptions& options = {},
                                  Collate collate = {}) {
   TORCH_CHECK_VALUE(dataset.size() > 0, "scale_batch_size: the data set is empty");
+  const auto parameters = model.parameters();
+  const auto device = parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().device();
   const auto step = [&](int64_t batch_size) {
     train::RoundRobin sampler(static_cast<int64_t>(dataset.size()), batch_size);
     data::DataLoader<Dataset, Collate> loader(dataset, {.batch_size = batch_size, .sampler = &sampler},
                                               collate);
     for (auto& batch : loader) {
+      for_each_owned_tensor(batch,
+                            [&](at::Tensor& tensor) { tensor = tensor.to(tensor.options().device(device)); });
       optimizer.zero_grad();
       auto output = loss_of(model, batch);
       if constexpr (requires { output.loss; }) {
@@ -132,7 +143,7 @@ BatchSizeReport scale_batch_size(Model& model, torch::optim::Optimizer& optimize
     train::TrialState& state;
     ~Restore() { state.restore(); }
   } restore{state};
-  return train::find_batch_size(step, move_to, options);
+  return train::find_batch_size(step, move_to, device, options);
 }
 
 }  // namespace lockstep

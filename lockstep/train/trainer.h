@@ -38,7 +38,10 @@ namespace lockstep {
 /// in validation what that wraps, so it is best a generic lambda that calls forward(). `loader`: a
 /// data::DataLoader, or anything else that one can iterate (with its own state_dict(unseen_batches), the
 /// state before the last so many, and load_state_dict(), if training is to be resumed within an epoch). All
-/// must outlive the Trainer. For a model on a GPU, loss_of takes the batch there.
+/// must outlive the Trainer. Batches are brought to the model's device (TrainerOptions::device) when they are
+/// computed on, but for those of types that can't be copied, which the loader must bring there; a
+/// data::DeviceLoader around a loader with pin_memory lets the copies run beside the computation. The loss is
+/// read in each step, which waits for the device.
 ///
 /// A step's batches are held until it is done. Its gradients are those of the mean over all samples of all
 /// ranks, also where the last batches are smaller on some ranks, or some ranks have fewer batches: before
@@ -123,7 +126,8 @@ class Trainer final : public TrainerCore {
     call(&TrainerCallbacks::before_validation);
     const bool training = model_.is_training();
     share_buffers();
-    StepSnapshot random;  // one that was interrupted is done again, and draws the same numbers
+    // One that was interrupted is done again, and draws the same numbers.
+    StepSnapshot random(random_devices());
     random.take({});
     model_.eval();
     MetricAverages averages;
@@ -146,7 +150,8 @@ class Trainer final : public TrainerCore {
 
   void update_process_group(const ProcessGroup& group) override {
     if constexpr (kSynchronises) {
-      StepSnapshot random;  // the model puts back those of its forward, the step begins before that
+      // The model puts back those of its forward, the step begins before that.
+      StepSnapshot random(random_devices());
       random.take({});
       model_.update_process_group(group);
       random.restore();
@@ -261,7 +266,7 @@ class Trainer final : public TrainerCore {
   void borrow_batch(std::optional<Batches>& batches) {
     if constexpr (kResumes) {
       batches.reset();
-      StepSnapshot random;
+      StepSnapshot random(random_devices());
       random.take({});
       const StateDict place = loader_state(unseen_batches_);
       {
@@ -324,9 +329,28 @@ class Trainer final : public TrainerCore {
   requires(!std::same_as<AnyBatch, Piece>) StepOutput
       run(Function& function, AnyModel& model, const AnyBatch& batch)
   const {
+    if constexpr (std::copy_constructible<AnyBatch>) {
+      // Here, so that no more is on the device than what is computed on, and a lack of memory for it is one
+      // of the step.
+      if (!options_.device->is_cpu()) return compute(function, model, on_device(batch));
+    }
+    return compute(function, model, batch);
+  }
+
+  /// What lies behind pointers is not the batch's own and stays where it is.
+  template <class AnyBatch>
+  AnyBatch on_device(AnyBatch batch) const {
+    for_each_owned_tensor(batch, [&](at::Tensor& tensor) {
+      tensor = tensor.to(tensor.options().device(*options_.device), /*non_blocking=*/true);
+    });
+    return batch;
+  }
+
+  template <class Function, class AnyModel, class AnyBatch>
+  StepOutput compute(Function& function, AnyModel& model, const AnyBatch& batch) const {
     std::optional<Autocast> scope;
     if (options_.autocast_dtype) {
-      scope.emplace(options_.device, AutocastOptions{.dtype = options_.autocast_dtype});
+      scope.emplace(options_.device->type(), AutocastOptions{.dtype = options_.autocast_dtype});
     }
     auto output = function(model, batch);
     if constexpr (std::convertible_to<decltype(output), at::Tensor>) {

@@ -5,6 +5,7 @@
 #include <variant>
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
@@ -19,9 +20,21 @@ namespace {
 
 constexpr const char* kOwner = "Trainer";
 
+/// The options with the device that they mean.
+TrainerOptions with_device(TrainerOptions options, const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    if (!options.device && !group.params().empty()) options.device = group.params().front().device();
+  }
+  if (!options.device) options.device = c10::Device(c10::kCPU);
+  if (!options.device->is_cpu() && !options.device->has_index()) {
+    options.device = c10::impl::getDeviceGuardImpl(options.device->type())->getDevice();
+  }
+  return options;
+}
+
 GradScalerOptions scaler_options(const TrainerOptions& options) {
   GradScalerOptions answer = options.scaler;
-  answer.device = options.device;
+  answer.device = options.device->type();
   answer.enabled = options.autocast_dtype == c10::kHalf;
   return answer;
 }
@@ -113,9 +126,10 @@ struct TrainerCore::RankPart {
 };
 
 TrainerCore::TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options)
-    : options_(std::move(options)),
+    : options_(with_device(std::move(options), optimizer)),
       optimizer_(optimizer),
       scaler_(scaler_options(options_)),
+      snapshot_(random_devices()),
       shared_part_(std::make_unique<SharedPart>(SharedPart{*this})),
       rank_part_(std::make_unique<RankPart>(RankPart{*this})),
       // Rank 0's, whatever the user has given the others.
@@ -126,6 +140,19 @@ TrainerCore::TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions opti
 }
 
 TrainerCore::~TrainerCore() = default;
+
+std::vector<at::Device> TrainerCore::random_devices() const {
+  std::vector<at::Device> devices;
+  const auto add = [&](const at::Device& device) {
+    if (device.is_cpu() || std::find(devices.begin(), devices.end(), device) != devices.end()) return;
+    devices.push_back(device);
+  };
+  add(*options_.device);
+  for (const auto& group : optimizer_.param_groups()) {
+    for (const auto& parameter : group.params()) add(parameter.device());
+  }
+  return devices;
+}
 
 /// The Trainer itself has added model and optimizer.
 void TrainerCore::add_parts() {

@@ -45,7 +45,7 @@ class TrainerCore {
   int rank() const { return rank_; }               ///< in process_group()
   int world_size() const { return world_size_; }
   const ProcessGroup& process_group() const { return group_; }
-  const TrainerOptions& options() const { return options_; }
+  const TrainerOptions& options() const { return options_; }  ///< with `device` told
   torch::optim::Optimizer& optimizer() const { return optimizer_; }
 
   /// What a checkpoint holds: model, optimizer, scheduler, scaler, random numbers, the loader's and the
@@ -113,6 +113,9 @@ class TrainerCore {
     bool begun = false;  // on all ranks
   };
   StepPlan agree(const StepNote& mine);
+
+  /// Those whose random numbers a step may draw, besides the CPU: the parameters' and options().device.
+  std::vector<at::Device> random_devices() const;
 
   void begin_training();
   void end_training(std::string_view status);

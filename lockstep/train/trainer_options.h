@@ -50,7 +50,9 @@ struct TrainerOptions {
   /// Batches of each rank that make one optimizer step; the epoch's last step may have fewer.
   int64_t accumulate_grad_batches = 1;
 
-  c10::DeviceType device = c10::DeviceType::CPU;       ///< where the model is: for autocast and scaler
+  /// Where batches are brought before loss_of gets them, and whose autocast and scaler are used. None: where
+  /// the optimizer's first parameter is. The model must be there already.
+  std::optional<c10::Device> device = {};
   std::optional<c10::ScalarType> autocast_dtype = {};  ///< of forward and loss: kBFloat16, kHalf
   /// With kHalf losses are scaled; its device and enabled are set by the Trainer.
   GradScalerOptions scaler = {};

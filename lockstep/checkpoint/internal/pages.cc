@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdint>
 #include <sys/mman.h>
 #include <utility>
@@ -6,6 +7,7 @@
 
 #include <lockstep/base/memory.h>
 #include <lockstep/checkpoint/internal/pages.h>
+#include <lockstep/device/host_memory.h>
 
 namespace lockstep::internal {
 namespace {
@@ -20,11 +22,14 @@ Pages::Pages(size_t bytes) {
 }
 
 Pages::Pages(Pages&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : locked_for_(std::exchange(other.locked_for_, {})),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
 
 Pages& Pages::operator=(Pages&& other) noexcept {
   if (this != &other) {
     release();
+    locked_for_ = std::exchange(other.locked_for_, {});
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
   }
@@ -35,7 +40,15 @@ Pages::~Pages() {
   release();
 }
 
+void Pages::lock_for(c10::DeviceType type) {
+  if (data_ == nullptr || std::find(locked_for_.begin(), locked_for_.end(), type) != locked_for_.end())
+    return;
+  HostMemoryRegistrar* registrar = host_memory_registrar(type);
+  if (registrar != nullptr && registrar->lock(data_, size_)) locked_for_.push_back(type);
+}
+
 void Pages::release() {
+  for (const auto type : std::exchange(locked_for_, {})) host_memory_registrar(type)->unlock(data_);
   if (data_ != nullptr) ::munmap(data_, size_);
   data_ = nullptr;
   size_ = 0;

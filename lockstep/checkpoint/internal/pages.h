@@ -1,6 +1,9 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
+
+#include <c10/core/DeviceType.h>
 
 namespace lockstep::internal {
 
@@ -17,10 +20,14 @@ class Pages {
 
   /// Has at least so many bytes from now on; what was in it is lost if they are more than before.
   void reserve(size_t bytes);
+  /// Has it page-locked for this kind of device from now on, so that copies from there are fast, and can run
+  /// beside the program. Nothing for the CPU, and where it can't be, which the log says.
+  void lock_for(c10::DeviceType type);
   char* data() const { return static_cast<char*>(data_); }
 
  private:
   void release();
+  std::vector<c10::DeviceType> locked_for_;
   void* data_ = nullptr;
   size_t size_ = 0;
 };

@@ -1,11 +1,14 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <set>
 #include <tuple>
 #include <utility>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/object_conversion.h>
@@ -64,6 +67,66 @@ void copy_parts(const std::vector<Copy>& copies, int64_t bytes) {
   });
 }
 
+/// For destructors: what copies write into is somebody else's soon. A device that fails copies nothing more.
+void await_events(const std::vector<c10::Event>& events) noexcept {
+  try {
+    for (const auto& event : events) event.synchronize();
+  } catch (...) {
+  }
+}
+
+/// Copies of tensors on devices into the host's memory, many at once. They take the values that the current
+/// stream of each device will have made by now.
+class DeviceCopies {
+ public:
+  DeviceCopies() = default;
+  DeviceCopies(const DeviceCopies&) = delete;
+  DeviceCopies& operator=(const DeviceCopies&) = delete;
+  ~DeviceCopies() {
+    if (!finished_) await_events(finish());
+  }
+
+  /// `beside`: on a stream beside the current one, which goes on meanwhile and must leave `from` alone.
+  void copy(const at::Tensor& from, at::Tensor& to, bool beside) {
+    const c10::StreamGuard current(stream_for(from.device(), beside));
+    to.copy_(from, /*non_blocking=*/true);
+  }
+
+  /// What marks the copies' ends.
+  std::vector<c10::Event> finish() {
+    std::vector<c10::Event> ends;
+    for (const Lane& lane : lanes_) ends.emplace_back(lane.stream.device_type()).record(lane.stream);
+    finished_ = true;
+    return ends;
+  }
+
+ private:
+  struct Lane {
+    bool beside;
+    c10::Stream stream;
+  };
+
+  static const c10::impl::DeviceGuardImplInterface* devices_of(c10::Device device) {
+    return c10::impl::getDeviceGuardImpl(device.type());
+  }
+
+  c10::Stream stream_for(c10::Device device, bool beside) {
+    for (const Lane& lane : lanes_) {
+      if (lane.stream.device() == device && lane.beside == beside) return lane.stream;
+    }
+    const c10::Stream current = devices_of(device)->getStream(device);
+    if (!beside) return lanes_.emplace_back(beside, current).stream;
+    const c10::Stream stream = devices_of(device)->getStreamFromGlobalPool(device);
+    c10::Event now(device.type());
+    now.record(current);
+    now.block(stream);
+    return lanes_.emplace_back(beside, stream).stream;
+  }
+
+  std::vector<Lane> lanes_;
+  bool finished_ = false;
+};
+
 /// "rank00003" names what is a rank's own.
 void check_part_name(const std::string& part) {
   const bool reserved = part.size() >= 9 && part.starts_with("rank") &&
@@ -92,6 +155,10 @@ Failure Failure::of_current_exception(const MemberRanks& ranks) {
 void Failure::raise() const {
   TORCH_CHECK_VALUE(kind != kValue, text);
   LOCKSTEP_CHECK_FILE(kind == kNone, text);
+}
+
+SaveJob::~SaveJob() {
+  await_events(device_copies_);
 }
 
 SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state, const StateDict& rank_state,
@@ -173,11 +240,17 @@ void SaveJob::stage(Pages& memory, const MemberRanks& ranks, bool later) {
 void SaveJob::copy_tensors(Pages& memory, bool later) {
   const auto padded = [](int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; };
   int64_t needed = 0;
+  std::set<c10::DeviceType> types;
   for (const File& file : files_) {
-    for (const StateTensor& each : file.tensors) needed += padded(static_cast<int64_t>(each.tensor.nbytes()));
+    for (const StateTensor& each : file.tensors) {
+      needed += padded(static_cast<int64_t>(each.tensor.nbytes()));
+      types.insert(each.tensor.device().type());
+    }
   }
   memory.reserve(static_cast<size_t>(needed));
+  for (const auto type : types) memory.lock_for(type);
   char* to = memory.data();
+  DeviceCopies from_devices;
   std::vector<Copy> copies;
   std::vector<at::Tensor> originals;  // must live until they are copied
   int64_t bytes = 0;
@@ -186,15 +259,17 @@ void SaveJob::copy_tensors(Pages& memory, bool later) {
       at::Tensor& tensor = each.tensor;
       const auto size = static_cast<int64_t>(tensor.nbytes());
       if (size == 0) continue;
+      const bool can_wait = later && size > kSmall && !tensor.is_inference();
       const bool plain = tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-      if (plain && later && size > kSmall && !tensor.is_inference()) {
+      at::Tensor copy = blob_like(to, tensor);
+      if (!tensor.is_cpu()) from_devices.copy(tensor.detach(), copy, /*beside=*/can_wait);
+      if (can_wait && (plain || !tensor.is_cpu())) {
         rest_.push_back({&each, to, static_cast<uint32_t>(tensor._version())});
       } else {
-        at::Tensor copy = blob_like(to, tensor);
         if (plain) {
           copies.push_back({to, static_cast<const char*>(tensor.const_data_ptr()), size, bytes});
           bytes += size;
-        } else {
+        } else if (tensor.is_cpu()) {
           copy.copy_(tensor.detach());
         }
         originals.push_back(std::exchange(tensor, std::move(copy)));
@@ -203,14 +278,23 @@ void SaveJob::copy_tensors(Pages& memory, bool later) {
     }
   }
   copy_parts(copies, bytes);
+  device_copies_ = from_devices.finish();
+  if (!later) await_device_copies();
+}
+
+void SaveJob::await_device_copies() {
+  for (const auto& copy : device_copies_) copy.synchronize();
+  device_copies_.clear();
 }
 
 void SaveJob::copy_rest(const MemberRanks& ranks) {
+  const Failure copied = Failure::of(ranks, [&] { await_device_copies(); });
+  if (staging_.kind == Failure::kNone) staging_ = copied;
   if (staging_.kind != Failure::kNone) return;
   staging_ = Failure::of(ranks, [&] {
     for (const Rest& rest : rest_) {
       at::Tensor& tensor = rest.tensor->tensor;
-      std::memcpy(rest.to, tensor.const_data_ptr(), tensor.nbytes());
+      if (tensor.is_cpu()) std::memcpy(rest.to, tensor.const_data_ptr(), tensor.nbytes());
       TORCH_CHECK_VALUE(static_cast<uint32_t>(tensor._version()) == rest.version, "tensor '",
                         rest.tensor->name, "' of ", rest.tensor->part,
                         " was changed while it was copied; with copy_later call finish_copy() before the "

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Event.h>
+
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
@@ -59,8 +61,12 @@ class SaveJob {
 
   /// Copies into `memory`, which must stay as it is until write() has returned. With `later`, large tensors
   /// in the CPU's memory are left to copy_rest(). What goes wrong is thrown by write(), on all ranks: the
-  /// others are about to call it.
+  /// others are about to call it. Of tensors on devices it takes the values that the current streams will
+  /// have made; their copies are done when this returns, with `later` when copy_rest() does.
   void stage(Pages& memory, const MemberRanks& ranks, bool later = false);
+  ~SaveJob();
+  SaveJob(const SaveJob&) = delete;
+  SaveJob& operator=(const SaveJob&) = delete;
   /// Copies what stage() left, in any thread. A tensor that was changed in between fails the checkpoint.
   void copy_rest(const MemberRanks& ranks);
 
@@ -79,6 +85,7 @@ class SaveJob {
   };
 
   void copy_tensors(Pages& memory, bool later);
+  void await_device_copies();
   Results write_files(const std::atomic<bool>* cancelled) const;
   void write_text(const std::string& name, const std::string& text, Results& results) const;
   void finish(const std::vector<c10::IValue>& reports);
@@ -86,16 +93,17 @@ class SaveJob {
   CheckpointInfo info_;
   SaveOptions options_;
   bool managed_;
-  /// A copy that is made later: to where, and in which version the tensor must be then.
+  /// A copy that is made, or ends, later: to where, and in which version the tensor must be then.
   struct Rest {
     StateTensor* tensor;
     char* to;
     uint32_t version;
   };
   std::vector<Rest> rest_;
-  Failure staging_;          // what went wrong in stage()
-  std::vector<File> files_;  // that this rank writes
-  std::string own_name_;     // "rank00003"; empty if it has no state of its own
+  std::vector<c10::Event> device_copies_;  // the ends of copies that are under way
+  Failure staging_;                        // what went wrong in stage()
+  std::vector<File> files_;                // that this rank writes
+  std::string own_name_;                   // "rank00003"; empty if it has no state of its own
   std::string own_json_;
   std::string state_json_;                         // on the leader
   std::vector<int64_t> ranks_with_own_;            // on the leader

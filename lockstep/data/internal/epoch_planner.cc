@@ -172,7 +172,7 @@ bool EpochPlanner::start_at(int64_t position) {
   return true;
 }
 
-StateDict EpochPlanner::state_dict(int64_t unseen_batches) const {
+StateDict EpochPlanner::state_dict(int64_t unseen_batches, bool end_unseen) const {
   StateDict state;
   if (generator_) state["generator"] = generator_->get_state();
   if (base_seed_) state["base_seed"] = *base_seed_;
@@ -190,8 +190,9 @@ StateDict EpochPlanner::state_dict(int64_t unseen_batches) const {
                     "DataLoader::state_dict: ", unseen_batches, " batches are to come again, but ", given,
                     " have been given in this epoch");
   const bool again = unseen_batches > 0;
-  const bool under_way = plan_ != nullptr && (!progress_->finished || again);
-  const bool finished = plan_ != nullptr ? progress_->finished && !again : loaded_finished_;
+  const bool at_end = plan_ != nullptr && progress_->finished && !again && !end_unseen;
+  const bool under_way = plan_ != nullptr && !at_end;
+  const bool finished = plan_ != nullptr ? at_end : loaded_finished_;
   state["epoch_under_way"] = under_way;
   state["epoch_finished"] = finished;
   state["sampler"] = to_object(under_way || finished ? sampler_state_ : sampler_state());

@@ -31,7 +31,7 @@ class EpochPlanner {
   /// Samples of the epoch that the next start_epoch() continues, which were seen before; 0 for a new one.
   int64_t seen_before() const { return resume_ ? resume_->samples : 0; }
 
-  StateDict state_dict(int64_t unseen_batches) const;
+  StateDict state_dict(int64_t unseen_batches, bool end_unseen) const;
   void load_state_dict(const StateDict& state);
 
   void set_epoch(int64_t epoch);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <new>
 #include <string_view>
 
@@ -11,17 +12,33 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/lockstep_backend.h>
 #include <lockstep/collectives/objects.h>
+#include <lockstep/device/accelerator.h>
 #include <lockstep/train/internal/failure_agreement.h>
 
 namespace lockstep::train {
 namespace {
 
-/// What LibTorch's CPU allocator says (c10/core/impl/alloc_cpu.cpp), which has no type of its own; and
-/// CUDA's.
+/// What LibTorch's CPU allocator says (c10/core/impl/alloc_cpu.cpp), which has no type of its own; CUDA's;
+/// and the driver and cuBLAS, which ask for memory of their own.
 bool says_out_of_memory(std::string_view text) {
-  return text.find("DefaultCPUAllocator: can't allocate memory") != std::string_view::npos ||
-         text.find("DefaultCPUAllocator: not enough memory") != std::string_view::npos ||
-         text.find("CUDA out of memory") != std::string_view::npos;
+  static constexpr std::string_view kTexts[] = {
+      "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory",
+      "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"};
+  return std::any_of(std::begin(kTexts), std::end(kTexts),
+                     [&](auto known) { return text.find(known) != std::string_view::npos; });
+}
+
+/// What NCCL says when this rank's card has no memory left for it; c10d makes it a DistBackendError.
+bool says_nccl_is_out_of_memory(std::string_view text) {
+  return text.find("Cuda failure 2 'out of memory'") != std::string_view::npos;
+}
+
+/// A rank's report of having no memory is every rank's reason to keep none back: ranks may share a card.
+void make_room(const FailureAgreement& agreement) {
+  const bool needed = std::any_of(agreement.reports.begin(), agreement.reports.end(), [](const auto& report) {
+    return report.kind == FailureKind::kOutOfMemory;
+  });
+  if (needed) empty_device_cache();
 }
 
 template <class Error>
@@ -66,6 +83,7 @@ FailureKind kind_of(const std::exception_ptr& failure) {
   } catch (const std::bad_alloc&) {
     return FailureKind::kOutOfMemory;
   } catch (const c10::DistBackendError& error) {
+    if (says_nccl_is_out_of_memory(error.what_without_backtrace())) return FailureKind::kOutOfMemory;
     return kind_of_nested(error, FailureKind::kPeer);
   } catch (const c10::Error& error) {
     if (says_out_of_memory(error.what_without_backtrace())) return FailureKind::kOutOfMemory;
@@ -92,10 +110,12 @@ std::string text_of(const std::exception_ptr& failure) {
 
 FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout) {
   if (!is_initialized() || get_world_size() == 1) {
-    return {.group = is_initialized() ? default_group() : ProcessGroup(),
-            .reports = {mine},
-            .former_ranks = {0},
-            .somebody_died = false};
+    FailureAgreement alone{.group = is_initialized() ? default_group() : ProcessGroup(),
+                           .reports = {mine},
+                           .former_ranks = {0},
+                           .somebody_died = false};
+    make_room(alone);
+    return alone;
   }
   const int former_rank = get_rank();
   const int former_size = get_world_size();
@@ -121,6 +141,7 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
             static_cast<int>(state_value<int64_t>(state, "rank", "FailureReport")));
       }
       agreement.somebody_died = size < former_size;
+      make_room(agreement);
       return agreement;
     } catch (const DistTimeoutError&) {
       throw;

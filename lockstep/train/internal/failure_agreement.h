@@ -17,8 +17,9 @@ enum class FailureKind {
   kOther,
 };
 
-/// c10::OutOfMemoryError, std::bad_alloc, and what LibTorch's CPU allocator throws, also where they are
-/// nested in another error, are kOutOfMemory; a c10::DistBackendError is kPeer.
+/// c10::OutOfMemoryError (a device's), std::bad_alloc, what LibTorch's CPU allocator throws, and what cuBLAS
+/// and NCCL say of a device without memory, also where they are nested in another error, are kOutOfMemory;
+/// any other c10::DistBackendError is kPeer.
 FailureKind kind_of(const std::exception_ptr& failure);
 /// Its message, without a backtrace.
 std::string text_of(const std::exception_ptr& failure);
@@ -42,8 +43,9 @@ struct FailureAgreement {
 
 /// To be called by all living ranks after a failure, each with its own report, wherever it struck them: ends
 /// what the others wait for, makes a new default group of those who live, and gathers their reports. Destroys
-/// all groups. Without a process group, and with one rank, there is only the own report. Throws
-/// DistTimeoutError when a rank that lives does not come within `timeout`.
+/// all groups. When a rank has run out of memory, all give back what torch keeps of their devices' memory
+/// (empty_device_cache()), as ranks may share a device. Without a process group, and with one rank, there is
+/// only the own report. Throws DistTimeoutError when a rank that lives does not come within `timeout`.
 FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep::train

@@ -1,0 +1,232 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/state_dict.h>
+#include <lockstep/data/internal/copy_stream.h>
+#include <lockstep/data/to_device.h>
+
+namespace lockstep::data {
+
+struct DeviceLoaderOptions {
+  /// Batches that are on their way to the device before they are asked for. 0: each is copied when it is
+  /// asked for.
+  int prefetch = 1;
+};
+
+namespace internal {
+
+/// How far a DeviceLoader is ahead of its user.
+struct Ahead {
+  int64_t batches = 0;  // taken from the other loader, not handed out
+  bool end = false;     // the other loader's, which the user has not seen
+};
+
+/// An epoch of a DeviceLoader: the other loader's iterator, and what was taken from it ahead.
+template <class Loader>
+class DeviceEpoch {
+  using Batch = typename Loader::Batch;
+
+ public:
+  DeviceEpoch(Loader& loader, c10::Device device, int64_t prefetch, std::shared_ptr<Ahead> ahead)
+      : loader_(loader), iterator_(loader.begin()), prefetch_(prefetch), ahead_(std::move(ahead)) {
+    if (!device.is_cpu()) copies_.emplace(device);
+  }
+  DeviceEpoch(const DeviceEpoch&) = delete;
+  DeviceEpoch& operator=(const DeviceEpoch&) = delete;
+  ~DeviceEpoch() {
+    for (auto* entries : {&ahead_entries_, &handed_out_}) {
+      for (const Entry& entry : *entries) {
+        try {
+          entry.done->synchronize();  // the host's memory is still read
+        } catch (...) {
+          // The device is broken, and reads no more; an exception may be on its way that says so.
+        }
+      }
+    }
+  }
+
+  /// The next batch; null at the end.
+  std::unique_ptr<Batch> next() {
+    fetch_until(1);
+    std::unique_ptr<Batch> batch;
+    if (!ready_.empty()) {
+      batch = std::make_unique<Batch>(std::move(ready_.front()));
+      ready_.pop_front();
+      if (copies_) hand_out(*batch);
+      fetch_until(prefetch_);
+      if (uncopied_) failure_ = nullptr;  // there may be memory for it when it is asked for
+    }
+    *ahead_ = {static_cast<int64_t>(ready_.size()) + (uncopied_ ? 1 : 0), ended_ && batch};
+    if (!batch && failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    return batch;
+  }
+
+ private:
+  struct Entry {
+    Batch host;
+    std::optional<c10::Event> done;  // copying
+  };
+
+  void fetch_until(int64_t count) {
+    while (static_cast<int64_t>(ready_.size()) < count && !ended_ && !failure_) {
+      try {
+        if (!uncopied_) {
+          if (std::exchange(begun_, true)) ++iterator_;
+          ended_ = iterator_ == loader_.end();
+          uncopied_ = !ended_;
+        }
+        if (uncopied_) fetch(*iterator_);
+        uncopied_ = false;
+      } catch (...) {
+        failure_ = std::current_exception();  // for whoever asks for that batch
+      }
+    }
+  }
+
+  void fetch(const Batch& host) {
+    Batch batch = host;
+    if (copies_) {
+      auto done = copies_->run([&] { batch = to_device(std::move(batch), copies_->device(), true); });
+      ahead_entries_.push_back({host, std::move(done)});
+    }
+    ready_.push_back(std::move(batch));
+  }
+
+  void hand_out(Batch& batch) {
+    Entry entry = std::move(ahead_entries_.front());
+    ahead_entries_.pop_front();
+    copies_->let_current_stream_wait(*entry.done);
+    for_each_batch_tensor(batch, [&](at::Tensor& tensor) { copies_->used_by_current_stream(tensor); });
+    handed_out_.push_back(std::move(entry));
+    // What was handed out two batches ago is long copied, unless the program is far ahead of the device.
+    while (handed_out_.size() > 2) {
+      handed_out_.front().done->synchronize();
+      handed_out_.pop_front();
+    }
+  }
+
+  Loader& loader_;
+  decltype(std::declval<Loader&>().begin()) iterator_;
+  const int64_t prefetch_;
+  const std::shared_ptr<Ahead> ahead_;
+  std::optional<CopyStream> copies_;  // none on the CPU
+  std::deque<Batch> ready_;
+  std::deque<Entry> ahead_entries_;  // with copies_, of the batches in ready_
+  std::deque<Entry> handed_out_;     // with copies_, whose copies may still run
+  bool begun_ = false;
+  bool ended_ = false;
+  bool uncopied_ = false;  // the iterator's batch: its copy has failed, and is to be tried again
+  std::exception_ptr failure_;
+};
+
+}  // namespace internal
+
+/// Another loader's batches, on a device: the copy of the next batch runs there beside the computation on
+/// this one, on a stream of its own. (What NVIDIA's examples do by hand, as data_prefetcher.)
+///
+///     DataLoader host(train, {.batch_size = 64, .sampler = &sampler, .num_workers = 2, .pin_memory = true});
+///     DeviceLoader loader(host, device);
+///     for (auto& batch : loader) step(batch.data, batch.target);   // on the device
+///
+/// Only copies from pinned memory run beside anything (DataLoaderOptions::pin_memory); others are right too,
+/// and the program waits for them. A batch may be used on the stream that is current in the thread that asked
+/// for it, at once, and kept; its memory serves nobody else before that stream is done with it. On the CPU
+/// batches pass through, so that a program need not tell devices apart.
+///
+/// `Loader`: a DataLoader, or what has its Batch, begin() and end(). The other members are the other
+/// loader's, as far as it has them; state_dict() counts batches that were fetched ahead as unseen. An error
+/// is thrown where its batch is asked for; if only its copy has failed, for lack of memory say, the next ++
+/// tries that again, so no batch is lost. The other loader must outlive this one and its iterators, of which
+/// there is one at a time. One thread at a time.
+template <class Loader>
+class DeviceLoader {
+ public:
+  using Batch = typename Loader::Batch;
+
+  /// Throws c10::ValueError for a negative prefetch.
+  DeviceLoader(Loader& loader, c10::Device device, const DeviceLoaderOptions& options = {})
+      : loader_(loader), device_(device), prefetch_(device.is_cpu() ? 0 : options.prefetch) {
+    TORCH_CHECK_VALUE(options.prefetch >= 0, "DeviceLoader: prefetch is ", options.prefetch,
+                      "; it must not be negative");
+  }
+
+  /// The current batch and those to come. Move-only; the end is std::default_sentinel.
+  class Iterator {
+   public:
+    using value_type = Batch;
+    using difference_type = std::ptrdiff_t;
+    using iterator_concept = std::input_iterator_tag;
+
+    Batch& operator*() const { return *batch_; }
+    Batch* operator->() const { return batch_.get(); }
+    Iterator& operator++() {
+      batch_.reset();  // its memory may serve the next one
+      batch_ = epoch_->next();
+      return *this;
+    }
+    void operator++(int) { ++*this; }
+    friend bool operator==(const Iterator& iterator, std::default_sentinel_t /*end*/) {
+      return !iterator.batch_;
+    }
+
+   private:
+    friend class DeviceLoader;
+    explicit Iterator(std::unique_ptr<internal::DeviceEpoch<Loader>> epoch) : epoch_(std::move(epoch)) {
+      ++*this;
+    }
+
+    std::unique_ptr<internal::DeviceEpoch<Loader>> epoch_;
+    std::unique_ptr<Batch> batch_;
+  };
+
+  /// Starts an epoch of the other loader, and waits for its first batches.
+  Iterator begin() {
+    auto ahead = std::make_shared<internal::Ahead>();
+    auto epoch = std::make_unique<internal::DeviceEpoch<Loader>>(loader_, device_, prefetch_, ahead);
+    ahead_ = std::move(ahead);
+    return Iterator(std::move(epoch));
+  }
+  std::default_sentinel_t end() const { return {}; }
+
+  c10::Device device() const { return device_; }
+
+  int64_t size() const requires requires(const Loader& loader) { loader.size(); }
+  { return loader_.size(); }
+  double waited() const requires requires(const Loader& loader) { loader.waited(); }
+  { return loader_.waited(); }
+  void set_epoch(int64_t epoch) requires requires(Loader& loader) { loader.set_epoch(epoch); }
+  { loader_.set_epoch(epoch); }
+  bool start_at(int64_t position) requires requires(Loader& loader) { loader.start_at(position); }
+  { return loader_.start_at(position); }
+  StateDict state_dict(int64_t unseen_batches = 0) const requires requires(const Loader& loader) {
+    loader.state_dict(int64_t{}, bool{});
+  }
+  { return loader_.state_dict(unseen_batches + ahead_->batches, ahead_->end); }
+  void load_state_dict(const StateDict& state) requires requires(Loader& loader, const StateDict& loaded) {
+    loader.load_state_dict(loaded);
+  }
+  {
+    loader_.load_state_dict(state);
+    ahead_ = std::make_shared<internal::Ahead>();
+  }
+
+ private:
+  Loader& loader_;
+  c10::Device device_;
+  int64_t prefetch_;
+  std::shared_ptr<internal::Ahead> ahead_ = std::make_shared<internal::Ahead>();  // in the latest epoch
+};
+
+}  // namespace lockstep::data

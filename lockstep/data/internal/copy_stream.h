@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/util/FunctionRef.h>
+
+namespace lockstep::data::internal {
+
+/// The process's stream for copies to a device (copy_stream()), beside the one that computes: enqueues them
+/// there, and orders their users behind them. Of any kind of device that has streams. Used by one thread at a
+/// time.
+class CopyStream {
+ public:
+  /// Of `device`, or of the current one of its kind if it names none.
+  explicit CopyStream(c10::Device device);
+
+  c10::Device device() const { return stream_.device(); }
+  /// Runs `enqueue` with this stream current; the event comes when all of it is done.
+  c10::Event run(c10::function_ref<void()> enqueue) const;
+  /// The calling thread's current stream goes on after the event only.
+  void let_current_stream_wait(const c10::Event& event) const;
+  /// Memory that was allocated on this stream is not given to others before the calling thread's current
+  /// stream is done with what it has when the tensor goes. Nothing for tensors on other devices.
+  void used_by_current_stream(const at::Tensor& tensor) const;
+
+ private:
+  c10::Stream current_stream() const;
+  c10::Stream stream_;
+};
+
+}  // namespace lockstep::data::internal
