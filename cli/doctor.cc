@@ -8,6 +8,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <lockstep/doctor/cuda_probe.h>
 #include <lockstep/doctor/doctor.h>
 #include <lockstep/doctor/job.h>
 
@@ -31,6 +32,7 @@ struct Arguments {
   bool strict = false;
   bool self_test_only = false;
   bool no_self_test = false;
+  bool cuda_probe = false;
   std::optional<double> timeout;
   std::string program;
 };
@@ -57,6 +59,7 @@ int examine_machine(const Arguments& arguments) {
   if (arguments.timeout) options.timeout = to_milliseconds(*arguments.timeout);
   options.self_test_argv = {"lockstep", "doctor", "--self-test", "--timeout",
                             std::to_string(std::chrono::duration<double>(options.timeout).count())};
+  options.cuda_probe_argv = {"lockstep", "doctor", "--cuda-probe"};
   return doctor::examine(options, std::cout);
 }
 
@@ -84,7 +87,13 @@ void add_doctor(CLI::App& program, int& status) {
                    "Of the self-test [60], or until a rank of the job that does not answer is named [20]")
       ->type_name("SECONDS")
       ->check(CLI::Range(1.0, 86400.0));
+  // What the doctor starts in a process of its own; empty: not listed.
+  doctor->add_flag("--cuda-probe", arguments->cuda_probe)->group("");
   doctor->callback([arguments, &status] {
+    if (arguments->cuda_probe) {
+      doctor::print_cuda_probe(std::cout);
+      return;
+    }
     status = arguments->job ? examine_job(*arguments) : examine_machine(*arguments);
   });
 }

@@ -44,6 +44,22 @@ def test_this_machine_is_fine(programs):
         assert ("; do: " in line) == (not line.startswith("ok")), line
 
 
+def test_nccl_is_tried_in_a_process_of_its_own(programs, tmp_path):
+    library = pathlib.Path(programs.find("lockstep")).parent.parent / "lib/liblockstep_cuda.so"
+    if not library.exists():
+        pytest.skip("the component cuda is not built")
+    done = programs.run("lockstep", "doctor", "--no-self-test", TORCH_NCCL_TRACE_BUFFER_SIZE=100, NCCL_BLOCKING_WAIT=1)
+    assert done.status == 0, done.text
+    found = findings(done, "ok", "nccl")
+    assert found.startswith("NCCL 2.") and "with NCCL_BLOCKING_WAIT=1, TORCH_NCCL_TRACE_BUFFER_SIZE=100" in found, done.text
+    assert "call it TORCH_NCCL_BLOCKING_WAIT" in findings(done, "warning", "variables"), done.text
+    # A library that is not where it belongs.
+    (tmp_path / "liblockstep.so").symlink_to(library.with_name("liblockstep.so"))
+    done = programs.run("lockstep", "doctor", "--no-self-test", LD_PRELOAD=tmp_path / "liblockstep.so")
+    lost = findings(done, "note", "nccl") + findings(done, "warning", "nccl")
+    assert f"does not load: CUDA was asked for, but Lockstep's part for it can't be loaded: {tmp_path}/liblockstep_cuda.so" in lost, done.text
+
+
 def test_json_for_scripts(programs):
     done = programs.run("lockstep", "doctor", "--json", "--no-self-test")
     report = json.loads(done.stdout)

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/doctor/cuda_probe.h>
 #include <lockstep/doctor/doctor.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/judge.h>
@@ -14,7 +15,13 @@ int examine(const Options& options, std::ostream& out) {
                     " ms; it must be at least 1 second");
   TORCH_CHECK_VALUE(options.machine || options.self_test, "there is nothing to do without the self-test");
   Findings findings;
-  if (options.machine) findings = judge(gather_facts());
+  if (options.machine) {
+    Facts facts = gather_facts();
+    if (!facts.software.torch_cuda.empty() && !options.cuda_probe_argv.empty()) {
+      facts.cuda = probe_cuda(options.cuda_probe_argv);
+    }
+    findings = judge(facts);
+  }
   if (options.self_test) {
     findings.push_back(run_self_test({.argv = options.self_test_argv, .timeout = options.timeout}));
   }

@@ -115,6 +115,16 @@ struct Gpu {
   std::vector<std::string> smi_names = {};  ///< "NVIDIA H200, 143771 MiB"
 };
 
+/// Lockstep's part for CUDA, as a child process found it: loading it takes 270 MB, and may end a process.
+struct CudaPart {
+  bool asked = false;                     ///< torch is a CUDA build
+  bool loads = false;                     ///< liblockstep_cuda, and torch's CUDA library with it
+  std::string error = {};                 ///< why not
+  std::string nccl = {};                  ///< version of the NCCL library: "2.29.7"
+  std::string problem = {};               ///< why no card can be used; empty: one can
+  std::vector<std::string> devices = {};  ///< "NVIDIA H100 80GB HBM3 (GPU-8a5c…)"
+};
+
 struct Facts {
   Software software;
   Kernel kernel;
@@ -128,6 +138,7 @@ struct Facts {
   Network network;
   Ucx ucx;
   Gpu gpu;
+  CudaPart cuda;
   std::map<std::string, std::string> environment;  ///< the variables of is_relevant_variable()
 };
 

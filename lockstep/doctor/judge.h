@@ -35,6 +35,7 @@ Findings judge(const Facts& facts);
 
 // Its parts, by file.
 Findings judge_software(const Facts& facts);     // Lockstep, torch, compiler, UCX, GPU
+Findings judge_cuda(const Facts& facts);         // Lockstep's part for CUDA, NCCL and its variables
 Findings judge_machine(const Facts& facts);      // kernel, cores, memory, limits, network
 Findings judge_environment(const Facts& facts);  // variables
 

@@ -172,7 +172,7 @@ INSTANTIATE_TEST_SUITE_P(
                for (auto& rank : job.ranks) rank->gpus = 4;
                job.ranks[3]->local_rank = 1;
              },
-             kProblem, "devices", "ranks 1 and 3 would share GPU 1 of box"},
+             kWarning, "devices", "ranks 1 and 3 would share GPU 1 of box: NCCL refuses that"},
         Case{"one visible device",
              [](auto& job) {
                for (auto& rank : job.ranks) {
@@ -180,7 +180,7 @@ INSTANTIATE_TEST_SUITE_P(
                  rank->environment["CUDA_VISIBLE_DEVICES"] = std::to_string(rank->rank / 2);
                }
              },
-             kProblem, "devices", "ranks 0 and 1 would share GPU 0", 2},
+             kWarning, "devices", "ranks 0 and 1 would share GPU 0", 2},
         Case{"too few devices",
              [](auto& job) {
                for (auto& rank : job.ranks) rank->gpus = 3;

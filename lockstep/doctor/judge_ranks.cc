@@ -215,11 +215,12 @@ void judge_devices(const Ranks& ranks, Findings& findings) {
           "start no more ranks on a host than it has GPUs, and see LOCAL_RANK and "
           "CUDA_VISIBLE_DEVICES"));
     } else {
-      findings.push_back(problem(
+      findings.push_back(warning(
           "devices",
-          name_ranks(numbers(there)) + " would share GPU " + device + " of " + there.front()->hostname,
-          "let the launcher set LOCAL_RANK, and CUDA_VISIBLE_DEVICES to a GPU for each "
-          "rank, or for none"));
+          name_ranks(numbers(there)) + " would share GPU " + device + " of " + there.front()->hostname +
+              ": NCCL refuses that, and Lockstep sends their tensors through shared memory",
+          "start no more ranks on a host than it has GPUs, let the launcher set LOCAL_RANK, and "
+          "CUDA_VISIBLE_DEVICES to a GPU for each rank, or for none"));
     }
   }
   if (any && good) findings.push_back(ok("devices", "each rank has a GPU of its own"));

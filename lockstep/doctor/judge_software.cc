@@ -150,7 +150,7 @@ Findings judge_software(const Facts& facts) {
 
 Findings judge(const Facts& facts) {
   Findings all;
-  for (auto part : {judge_software, judge_machine, judge_environment}) {
+  for (auto part : {judge_software, judge_cuda, judge_machine, judge_environment}) {
     for (Finding& finding : part(facts)) all.push_back(std::move(finding));
   }
   return all;

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <sched.h>
 #include <signal.h>
+#include <sstream>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -71,6 +72,7 @@ void say(const std::string& text) {
 
 int visible_gpus() {
   int devices = 0;
+  bool wsl = false;
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator("/dev", ignored)) {
     const std::string name = entry.path().filename();
@@ -78,12 +80,19 @@ int visible_gpus() {
         std::all_of(name.begin() + 6, name.end(), [](unsigned char c) { return std::isdigit(c) != 0; })) {
       ++devices;
     }
+    wsl = wsl || name == "dxg";
   }
+  if (wsl && devices == 0) devices = 1;                    // at least; WSL has one node for all
   const char* visible = ::getenv("CUDA_VISIBLE_DEVICES");  // empty means none, unset means all
   if (visible == nullptr) return devices;
   const std::string list(visible);
-  if (list.empty() || list.starts_with("-1")) return 0;
-  return std::min(devices, 1 + static_cast<int>(std::count(list.begin(), list.end(), ',')));
+  int named = 0;
+  std::istringstream entries(list);
+  // As the driver reads it: up to the first entry that is none.
+  for (std::string entry;
+       std::getline(entries, entry, ',') && !entry.empty() && entry[0] != '-' && entry != "NoDevFiles";)
+    ++named;
+  return std::min(devices, named);
 }
 
 std::optional<std::string> read_error(const std::string& path) {
