@@ -7,7 +7,7 @@
 // 1 MiB, then 25); alone (the same processes at the same time, without communication); abreast (as alone,
 // with a barrier after each step, which shows what waiting for the slower rank costs); single (as alone, but
 // only the rank that is told so works). The argument is a network of networks.h. ddp and fixed answer with
-// what get_ddp_logging_data() says, too.
+// what get_ddp_logging_data() says, too. LOCKSTEP_BENCH_DEVICE=cuda:0 puts the networks there.
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,6 +18,7 @@
 
 #include <lockstep/lockstep.h>
 
+#include "bench_device.h"
 #include "command_loop.h"
 #include "init_options.h"
 #include "networks.h"
@@ -50,12 +51,15 @@ Mode find_mode(const std::string& name) {
 
 class Trainers {
  public:
+  explicit Trainers(c10::Device device) : device_(device) {}
+
   Timings measure(const Command& command) {
     const Mode mode = find_mode(command.operation);
     // What runs without communication is one trainer, whoever else runs beside it.
     auto& trainer = trainers_[{command.argument, mode.options ? command.operation : "alone"}];
     if (!trainer) {
-      trainer = std::make_unique<Trainer>(lockstep::bench::find_network(command.argument), mode.options);
+      trainer =
+          std::make_unique<Trainer>(lockstep::bench::find_network(command.argument), mode.options, device_);
       if (mode.options) settle(*trainer);
     }
     Timings timings = time_steps(*trainer, command, mode.company);
@@ -67,6 +71,7 @@ class Trainers {
   }
 
  private:
+  c10::Device device_;
   std::map<std::pair<std::string, std::string>, std::unique_ptr<Trainer>> trainers_;
 };
 
@@ -74,10 +79,11 @@ class Trainers {
 
 int main(int argc, char** argv) {
   return lockstep::bench::run([&] {
+    const auto device = lockstep::bench::use_device();
     at::set_num_threads(1);
     auto world = lockstep::init_process_group(lockstep::bench::init_options());
     torch::manual_seed(world.rank());  // each rank has its own data
-    Trainers trainers;
+    Trainers trainers(device);
     return lockstep::bench::serve(argc, argv, world.rank(),
                                   [&](const Command& command) { return trainers.measure(command); });
   });

@@ -15,6 +15,7 @@ namespace lockstep::bench {
 inline InitOptions init_options() {
   InitOptions options;
   options.timeout = std::chrono::minutes(2);
+  if (const auto backend = environment::text("LOCKSTEP_BENCH_BACKEND")) options.backend = *backend;
   if (const auto channel = environment::text(kChannel)) {
     options.init_method = "file://" + *channel + "/rendezvous";
     options.rank = static_cast<int>(environment::integer("RANK", 0).value_or(-1));

@@ -10,6 +10,7 @@
 
 #include <torch/torch.h>
 
+#include <lockstep/device/accelerator.h>
 #include <lockstep/lockstep.h>
 
 #include "command_loop.h"
@@ -24,9 +25,11 @@ class Trainer {
  public:
   /// With options it is wrapped by DistributedDataParallel, which is collective; without there is no
   /// communication.
-  Trainer(const Network& network, const std::optional<lockstep::DistributedDataParallelOptions>& options)
+  Trainer(const Network& network, const std::optional<lockstep::DistributedDataParallelOptions>& options,
+          c10::Device device = c10::Device(c10::kCPU))
       : network_(network),
-        net_(network.make()),
+        device_(device),
+        net_(on_device(network.make(), device)),
         ddp_(options ? std::make_unique<DdpModel>(net_, *options) : nullptr),
         optimizer_(net_->parameters(), torch::optim::SGDOptions(0.01)) {
     // So that the logging data tell of the last step, whichever it was: some clock readings.
@@ -45,8 +48,9 @@ class Trainer {
         return sizes;
       };
       inputs_ =
-          torch::empty(batches(network_.input_sizes), network_.tokens > 0 ? torch::kLong : torch::kFloat);
-      targets_ = torch::empty(batches(network_.target_sizes), torch::kLong);
+          torch::empty(batches(network_.input_sizes),
+                       torch::device(device_).dtype(network_.tokens > 0 ? torch::kLong : torch::kFloat));
+      targets_ = torch::empty(batches(network_.target_sizes), torch::device(device_).dtype(torch::kLong));
     }
     network_.tokens > 0 ? inputs_.random_(0, network_.tokens) : inputs_.normal_();
     targets_.random_(0, network_.classes);
@@ -65,9 +69,16 @@ class Trainer {
   void rest() { optimizer_.zero_grad(); }
 
   float loss() const { return loss_.item<float>(); }
+  c10::Device device() const { return device_; }
 
  private:
+  static std::shared_ptr<Model> on_device(std::shared_ptr<Model> net, c10::Device device) {
+    net->to(device);
+    return net;
+  }
+
   Network network_;
+  c10::Device device_;
   std::shared_ptr<Model> net_;
   std::unique_ptr<DdpModel> ddp_;
   torch::optim::SGD optimizer_;
@@ -94,6 +105,7 @@ enum class Company {
 inline Timings time_steps(Trainer& trainer, const Command& command, Company company) {
   trainer.prepare_batches(command.warmup + command.iterations);
   for (int64_t i = 0; i < command.warmup; ++i) trainer.step(i);
+  lockstep::synchronize(trainer.device());
   if (company != Company::kNone) lockstep::barrier();
   Timings timings;
   timings.wall.reserve(command.iterations);
@@ -105,6 +117,14 @@ inline Timings time_steps(Trainer& trainer, const Command& command, Company comp
     const int64_t now = wall_clock();
     timings.wall.push_back(now - before);
     before = now;
+  }
+  if (!trainer.device().is_cpu()) {
+    // The program runs ahead of the device: only all of them together have a time.
+    const int64_t last_call = before;
+    lockstep::synchronize(trainer.device());
+    int64_t all = wall_clock() - last_call;
+    for (const int64_t each : timings.wall) all += each;
+    timings.wall.assign(timings.wall.size(), all / command.iterations);
   }
   timings.cpu = {(cpu_clock() - cpu_before) / command.iterations};
   TORCH_CHECK(std::isfinite(trainer.loss()), "the loss is ", trainer.loss(),

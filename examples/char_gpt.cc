@@ -12,6 +12,8 @@
 
 #include <lockstep/lockstep.h>
 
+#include "device_option.h"
+
 namespace {
 
 namespace nn = torch::nn;
@@ -36,6 +38,7 @@ struct Settings {
   std::string prompt = "\n";
   double temperature = 0.8;
   int64_t seed = 0;
+  std::string device = "auto";
 };
 
 /// Each character looks at those before it: B×T×width to B×T×width.
@@ -101,7 +104,7 @@ struct Gpt : nn::Module {
   }
 
   Tensor forward(const Tensor& text) {
-    auto x = characters(text) + positions(torch::arange(text.size(1)));
+    auto x = characters(text) + positions(torch::arange(text.size(1), text.options()));
     for (const auto& block : *blocks) x = block->as<Block>()->forward(x);
     return scores(norm(x));
   }
@@ -134,17 +137,19 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const nn::Module
 std::string write(Gpt& gpt, const TextVocabulary& vocabulary, const Settings& settings) {
   torch::NoGradGuard no_grad;
   gpt.eval();
-  auto text = vocabulary.encode(settings.prompt).unsqueeze(0);
+  const auto device = gpt.parameters().front().device();
+  auto text = vocabulary.encode(settings.prompt).unsqueeze(0).to(device);
   for (int64_t written = 0; written < settings.sample; ++written) {
     const auto recent = text.slice(1, std::max<int64_t>(0, text.size(1) - settings.block_size));
     const auto scores = gpt.forward(recent).select(1, -1) / settings.temperature;
     text = torch::cat({text, torch::multinomial(scores.softmax(-1), 1)}, 1);
   }
   gpt.train();
-  return vocabulary.decode(text.squeeze(0));
+  return vocabulary.decode(text.squeeze(0).cpu());
 }
 
 void train(const Settings& settings) {
+  const auto device = use_device(settings.device);  // first of all
   auto world = lockstep::init_process_group();
   TORCH_CHECK(settings.batch_size % world.size() == 0, "--batch-size ", settings.batch_size,
               " is for the whole job and must be a multiple of its ", world.size(), " ranks");
@@ -162,15 +167,18 @@ void train(const Settings& settings) {
   const TextVocabulary& vocabulary = text.vocabulary();
   vocabulary.encode(settings.prompt);  // an unknown character had better be found now
   lockstep::data::DistributedSampler sampler(text.size(), {.seed = settings.seed, .drop_last = true});
-  lockstep::data::DataLoader loader(text, {.batch_size = settings.batch_size / world.size(),
-                                           .sampler = &sampler,
-                                           .num_workers = 1,
-                                           .drop_last = true});
+  lockstep::data::DataLoader host_loader(text, {.batch_size = settings.batch_size / world.size(),
+                                                .sampler = &sampler,
+                                                .num_workers = 1,
+                                                .drop_last = true,
+                                                .pin_memory = device.is_cuda()});
+  lockstep::data::DeviceLoader loader(host_loader, device);
   TORCH_CHECK(loader.size() > 0, "the text's ", text.size(), " blocks don't fill one batch of ",
               settings.batch_size, "; give a smaller --batch-size or --block-size");
 
   torch::manual_seed(settings.seed);
   auto gpt = std::make_shared<Gpt>(vocabulary.size(), settings);
+  gpt->to(device);
   lockstep::DistributedDataParallel<Gpt> model(gpt);
   torch::optim::AdamW optimizer(parameter_groups(*gpt, settings.learning_rate),
                                 torch::optim::AdamWOptions(settings.learning_rate));
@@ -189,7 +197,7 @@ void train(const Settings& settings) {
                 static_cast<long long>(numbers));
   }
   const int64_t report_every = std::max<int64_t>(1, settings.steps / 10);
-  auto losses = torch::zeros({1});  // since the last report, this rank's
+  auto losses = torch::zeros({1}, device);  // since the last report, this rank's
   double loss_of_all = 0;
   auto start = std::chrono::steady_clock::now();
   int64_t step = 0;
@@ -259,6 +267,7 @@ int main(int argc, char** argv) try {
   app.add_option("--seed", settings.seed, "of the weights, the shuffle and the sample")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  add_device_option(app, settings.device);
   CLI11_PARSE(app, argc, argv);
   train(settings);
 } catch (const c10::Error& error) {

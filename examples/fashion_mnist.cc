@@ -10,6 +10,8 @@
 
 #include <lockstep/lockstep.h>
 
+#include "device_option.h"
+
 namespace {
 
 namespace nn = torch::nn;
@@ -22,6 +24,7 @@ struct Settings {
   std::string data = "data";
   int64_t seed = 0;
   double learning_rate = 1e-3;
+  std::string device = "auto";
 };
 
 /// 784-256-10.
@@ -51,17 +54,17 @@ struct Net : nn::Module {
 /// The share of all test images that are classified right. Each rank takes every N-th image, so that each
 /// image counts exactly once (a DistributedSampler would repeat some to make the shares equal); the counts
 /// are summed over the ranks.
-double test_accuracy(Net& net, FashionMnist& test, int rank, int world_size) {
+double test_accuracy(Net& net, FashionMnist& test, torch::Device device, int rank, int world_size) {
   torch::NoGradGuard no_grad;
   net.eval();
-  auto counts = torch::zeros({2}, torch::kLong);  // right, seen
+  auto counts = torch::zeros({2}, torch::device(device).dtype(torch::kLong));  // right, seen
   constexpr int64_t kBatch = 500;
   const int64_t size = test.size();
   for (int64_t begin = rank; begin < size; begin += kBatch * world_size) {
     std::vector<int64_t> indices;
     for (int64_t i = begin; i < std::min(size, begin + kBatch * world_size); i += world_size)
       indices.push_back(i);
-    const auto batch = test.get_batch(indices);
+    const auto batch = lockstep::data::to_device(test.get_batch(indices), device);
     counts[0] += net.forward(batch.data).argmax(1).eq(batch.target).sum();
     counts[1] += static_cast<int64_t>(indices.size());
   }
@@ -71,6 +74,7 @@ double test_accuracy(Net& net, FashionMnist& test, int rank, int world_size) {
 }
 
 void train(const Settings& settings) {
+  const auto device = use_device(settings.device);  // first of all
   auto world = lockstep::init_process_group();
   const int rank = world.rank();
   const int world_size = world.size();
@@ -80,14 +84,19 @@ void train(const Settings& settings) {
 
   torch::manual_seed(settings.seed);
   auto net = std::make_shared<Net>(settings.model);
+  net->to(device);
   lockstep::DistributedDataParallel<Net> model(net);
   torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(settings.learning_rate));
 
   FashionMnist train_set(settings.data, /*train=*/true);
   FashionMnist test_set(settings.data, /*train=*/false);
   lockstep::data::DistributedSampler sampler(train_set.size(), {.seed = settings.seed, .drop_last = true});
-  lockstep::data::DataLoader loader(
-      train_set, {.batch_size = batch_size, .sampler = &sampler, .num_workers = 1, .drop_last = true});
+  lockstep::data::DataLoader host_loader(train_set, {.batch_size = batch_size,
+                                                     .sampler = &sampler,
+                                                     .num_workers = 1,
+                                                     .drop_last = true,
+                                                     .pin_memory = device.is_cuda()});
+  lockstep::data::DeviceLoader loader(host_loader, device);  // on the CPU it hands on what it gets
 
   TORCH_CHECK(loader.size() > 0, "the ", train_set.size(), " training images don't fill one batch of ",
               settings.batch_size, "; give a smaller --batch-size");
@@ -113,7 +122,7 @@ void train(const Settings& settings) {
       }
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    accuracy = test_accuracy(*net, test_set, rank, world_size);
+    accuracy = test_accuracy(*net, test_set, device, rank, world_size);
     if (rank == 0) {
       std::printf("epoch %lld: %.1f s, %.0f images/s, test accuracy %.4f\n",
                   static_cast<long long>(epoch + 1), seconds, static_cast<double>(images) / seconds,
@@ -146,6 +155,7 @@ int main(int argc, char** argv) try {
   app.add_option("--learning-rate", settings.learning_rate, "Adam's")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  add_device_option(app, settings.device);
   CLI11_PARSE(app, argc, argv);
   train(settings);
 } catch (const c10::Error& error) {

@@ -12,6 +12,8 @@
 
 #include <lockstep/lockstep.h>
 
+#include "device_option.h"
+
 namespace {
 
 namespace nn = torch::nn;
@@ -19,7 +21,7 @@ using lockstep::data::FashionMnist;
 
 struct Settings {
   at::ScalarType dtype = at::kBFloat16;
-  at::DeviceType device = at::kCPU;
+  at::Device device = at::kCPU;
   int64_t epochs = 3;
   int64_t batch_size = 128;
   int64_t samples = 60000;
@@ -45,8 +47,8 @@ struct Net : nn::Module {
 
 /// For a forward and its loss. float32 needs no autocast.
 lockstep::Autocast mixed_precision(const Settings& settings) {
-  if (settings.dtype == at::kFloat) return lockstep::autocast(settings.device, {.enabled = false});
-  return lockstep::autocast(settings.device, {.dtype = settings.dtype});
+  if (settings.dtype == at::kFloat) return lockstep::autocast(settings.device.type(), {.enabled = false});
+  return lockstep::autocast(settings.device.type(), {.dtype = settings.dtype});
 }
 
 /// The share of all test images that are classified right, in the dtype of the training.
@@ -55,15 +57,15 @@ double test_accuracy(const Settings& settings, Net& net, int rank, int world_siz
   auto guard = mixed_precision(settings);
   net.eval();
   FashionMnist test(settings.data, /*train=*/false);
-  auto counts = torch::zeros({2}, torch::kLong);  // right, seen
+  auto counts = torch::zeros({2}, torch::device(settings.device).dtype(torch::kLong));  // right, seen
   constexpr int64_t kBatch = 500;
   const int64_t size = test.size();
   for (int64_t begin = rank; begin < size; begin += kBatch * world_size) {
     std::vector<int64_t> indices;
     for (int64_t i = begin; i < std::min(size, begin + kBatch * world_size); i += world_size)
       indices.push_back(i);
-    const auto batch = test.get_batch(indices);
-    counts[0] += net.forward(batch.data.to(settings.device)).argmax(1).cpu().eq(batch.target).sum();
+    const auto batch = lockstep::data::to_device(test.get_batch(indices), settings.device);
+    counts[0] += net.forward(batch.data).argmax(1).eq(batch.target).sum();
     counts[1] += static_cast<int64_t>(indices.size());
   }
   net.train();
@@ -71,23 +73,25 @@ double test_accuracy(const Settings& settings, Net& net, int rank, int world_siz
   return counts[0].item<double>() / counts[1].item<double>();
 }
 
-/// `model` is the net, or what makes it data-parallel.
-template <class Model>
-void train(const Settings& settings, Net& net, Model& model) {
+void train(const Settings& settings, const std::shared_ptr<Net>& net) {
   const int rank = lockstep::get_rank();
   const int world_size = lockstep::get_world_size();
-  torch::optim::Adam optimizer(net.parameters(), torch::optim::AdamOptions(settings.learning_rate));
+  lockstep::DistributedDataParallel<Net> model(net);
+  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(settings.learning_rate));
   // Only float16 is so narrow that gradients need a scale.
-  lockstep::GradScaler scaler(
-      {.device = settings.device, .init_scale = settings.init_scale, .enabled = settings.dtype == at::kHalf});
+  lockstep::GradScaler scaler({.device = settings.device.type(),
+                               .init_scale = settings.init_scale,
+                               .enabled = settings.dtype == at::kHalf});
 
   FashionMnist train_set(settings.data, /*train=*/true);
   lockstep::data::DistributedSampler sampler(std::min(settings.samples, train_set.size()),
                                              {.seed = settings.seed, .drop_last = true});
-  lockstep::data::DataLoader loader(train_set, {.batch_size = settings.batch_size / world_size,
-                                                .sampler = &sampler,
-                                                .num_workers = 1,
-                                                .drop_last = true});
+  lockstep::data::DataLoader host_loader(train_set, {.batch_size = settings.batch_size / world_size,
+                                                     .sampler = &sampler,
+                                                     .num_workers = 1,
+                                                     .drop_last = true,
+                                                     .pin_memory = settings.device.is_cuda()});
+  lockstep::data::DeviceLoader loader(host_loader, settings.device);
   TORCH_CHECK(loader.size() > 0, "the ", std::min(settings.samples, train_set.size()),
               " training images don't fill one batch of ", settings.batch_size,
               "; give a smaller --batch-size");
@@ -103,8 +107,7 @@ void train(const Settings& settings, Net& net, Model& model) {
       torch::Tensor loss;
       {
         auto guard = mixed_precision(settings);
-        const auto output = model.forward(batch.data.to(settings.device));
-        loss = nn::functional::cross_entropy(output, batch.target.to(settings.device));
+        loss = nn::functional::cross_entropy(model.forward(batch.data), batch.target);
       }
       scaler.scale(loss).backward();
       scaler.step(optimizer);
@@ -114,7 +117,7 @@ void train(const Settings& settings, Net& net, Model& model) {
       images += settings.batch_size;
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    accuracy = test_accuracy(settings, net, rank, world_size);
+    accuracy = test_accuracy(settings, *net, rank, world_size);
     if (rank != 0) continue;
     std::printf("epoch %lld: %.0f images/s, test accuracy %.4f, scale %.12g, skipped steps %lld\n",
                 static_cast<long long>(epoch + 1), static_cast<double>(images) / seconds, accuracy,
@@ -130,19 +133,8 @@ void run(const Settings& settings) {
               " is for the whole job and must be a multiple of its ", world.size(), " ranks");
   torch::manual_seed(settings.seed);
   auto net = std::make_shared<Net>();
-  if (settings.device == at::kCPU) {
-    lockstep::DistributedDataParallel<Net> model(net);
-    train(settings, *net, model);
-    return;
-  }
-  TORCH_CHECK(torch::cuda::is_available(),
-              "--device cuda: torch finds no CUDA device here; use --device cpu");
-  TORCH_CHECK(world.size() == 1,
-              "--device cuda: DistributedDataParallel is for CPUs so far, so this takes one "
-              "rank; there are ",
-              world.size());
   net->to(settings.device);
-  train(settings, *net, *net);
+  train(settings, net);
 }
 
 }  // namespace
@@ -152,13 +144,11 @@ int main(int argc, char** argv) try {
   CLI::App app(
       "Trains in mixed precision on Fashion-MNIST. Start it with: lockstep run --nproc-per-node N "
       "mixed_precision …");
-  std::string dtype = "bf16", device = "cpu";
+  std::string dtype = "bf16", device = "auto";
   app.add_option("--dtype", dtype, "what convolutions and products compute in: float32, bf16 or fp16")
       ->check(CLI::IsMember({"float32", "bf16", "fp16"}))
       ->capture_default_str();
-  app.add_option("--device", device, "cpu, or cuda with one rank")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
-      ->capture_default_str();
+  add_device_option(app, device);
   app.add_option("--epochs", settings.epochs, "passes over the data")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -180,7 +170,7 @@ int main(int argc, char** argv) try {
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   settings.dtype = dtype == "float32" ? at::kFloat : dtype == "bf16" ? at::kBFloat16 : at::kHalf;
-  settings.device = device == "cpu" ? at::kCPU : at::kCUDA;
+  settings.device = use_device(device);  // before anything else of torch's
   run(settings);
 } catch (const c10::Error& error) {
   std::cerr << "mixed_precision: " << error.what_without_backtrace() << std::endl;

@@ -15,6 +15,8 @@
 #include <lockstep/mlflow/mlflow_writer.h>
 #endif
 
+#include "device_option.h"
+
 namespace {
 
 namespace nn = torch::nn;
@@ -28,6 +30,7 @@ struct Settings {
   int64_t epochs = 5;
   int64_t batch_size = 128;
   double learning_rate = 1e-3;
+  std::string device = "auto";
 };
 
 /// 784-256-10.
@@ -47,21 +50,26 @@ lockstep::StepOutput loss_of(const torch::Tensor& scores, const torch::Tensor& l
 }
 
 int train(const Settings& settings) {
+  const auto device = use_device(settings.device);  // first of all
   auto world = lockstep::init_process_group();
   TORCH_CHECK(settings.batch_size % world.size() == 0, "--batch-size ", settings.batch_size,
               " is for the whole job and must be a multiple of its ", world.size(), " ranks");
   const int64_t batch_size = settings.batch_size / world.size();
 
   torch::manual_seed(0);
-  lockstep::DistributedDataParallel model(std::make_shared<Net>());
+  auto net = std::make_shared<Net>();
+  net->to(device);
+  lockstep::DistributedDataParallel model(net);
   torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(settings.learning_rate));
   lockstep::lr_scheduler::CosineAnnealingLR schedule(optimizer,
                                                      /*T_max=*/static_cast<double>(settings.epochs));
 
   FashionMnist images(settings.data, /*train=*/true);
   lockstep::data::DistributedSampler sampler(images.size());
-  lockstep::data::DataLoader loader(images,
-                                    {.batch_size = batch_size, .sampler = &sampler, .num_workers = 1});
+  // The Trainer brings batches to the model's device.
+  lockstep::data::DataLoader loader(
+      images,
+      {.batch_size = batch_size, .sampler = &sampler, .num_workers = 1, .pin_memory = device.is_cuda()});
   FashionMnist test_images(settings.data, /*train=*/false);
   lockstep::data::DistributedEvalSampler test_sampler(test_images.size());
   lockstep::data::DataLoader test_loader(test_images, {.batch_size = 500, .sampler = &test_sampler});
@@ -118,6 +126,7 @@ int main(int argc, char** argv) try {
   app.add_option("--learning-rate", settings.learning_rate, "AdamW's, at the begin")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  add_device_option(app, settings.device);
   CLI11_PARSE(app, argc, argv);
   return train(settings);
 } catch (const c10::Error& error) {

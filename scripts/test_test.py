@@ -16,7 +16,7 @@ def load(name):
     return module
 
 
-select_tests, summarize_tests = load("select_tests"), load("summarize_tests")
+select_tests, summarize_tests, describe_gpu = map(load, ("select_tests", "summarize_tests", "describe_gpu"))
 
 LISTING = """Running main() from main.cc
 Deadline.
@@ -32,14 +32,14 @@ def test_case_names():
 
 
 @pytest.mark.parametrize("text, selected", [
-    ("base", [("program", "base_tests")]),
-    ("Grows", [("cases", "base_tests"), ("cases", "data_tests")]),
-    ("Arena.Grows", [("cases", "base_tests"), ("cases", "data_tests")]),
+    ("base", [("program", "base_tests"), ("program", "base_gpu")]),
+    ("Grows", [("cases", "base_tests"), ("cases", "data_tests"), ("cases", "base_gpu")]),
+    ("Arena.Grows", [("cases", "base_tests"), ("cases", "data_tests"), ("cases", "base_gpu")]),
     ("one_step", [("program", "example_one_step")]),
     ("nonesuch", []),
 ])
 def test_select(text, selected):
-    tests = [("base_tests", ["b"]), ("data_tests", ["d"]), ("example_one_step", ["e"])]
+    tests = [("base_tests", ["b"]), ("data_tests", ["d"]), ("example_one_step", ["e"]), ("base_gpu", ["b"])]
 
     def list_cases(command):
         assert command != ["e"], "an example knows no --gtest_list_tests"
@@ -82,7 +82,7 @@ def case(name, output="", inner=""):
 ])
 def test_summary(tmp_path, cases, counts, names):
     report(tmp_path, "ctest.xml", *cases)
-    total, failed, _ = summarize_tests.summarize(tmp_path)
+    total, failed, *_ = summarize_tests.summarize(tmp_path)
     assert (total["passed"], total["failed"], total["skipped"]) == counts
     assert failed == names
 
@@ -93,6 +93,49 @@ def test_the_slowest_are_named(tmp_path):
               f"<system-out>{output}</system-out></testcase></testsuite>")
     (tmp_path / "x.xml").write_text(report)
     assert summarize_tests.summarize(tmp_path)[2] == [(20.4, "a_test.test_b"), (9.5, "arena_tests: Arena.Grows")]
+
+
+def test_those_that_wait_for_a_second_gpu_are_named(tmp_path):
+    output = """[ RUN      ] DdpOnCuda.TwoCards
+ddp_test.cc:7: Skipped
+needs 2 GPUs
+[  SKIPPED ] DdpOnCuda.TwoCards (0 ms)
+[ RUN      ] DdpOnCuda.Sixteen
+ddp_test.cc:9: Skipped
+needs 16 cores
+[  SKIPPED ] DdpOnCuda.Sixteen (0 ms)
+[==========] 2 tests from 1 test suite ran. (1 ms total)
+[  SKIPPED ] 2 tests, listed below:
+[  SKIPPED ] DdpOnCuda.TwoCards
+[  SKIPPED ] DdpOnCuda.Sixteen
+"""
+    skipped = '<skipped message="needs 2 GPUs"/>'
+    report(tmp_path, "x.xml", case("ddp_gpu", output), case("test_x", inner=skipped), case("test_y", inner="<skipped/>"))
+    assert summarize_tests.summarize(tmp_path)[3] == ["ddp_gpu: DdpOnCuda.TwoCards", "test_x"]
+
+
+class FakeTorch:
+    """What describe_gpu asks of torch."""
+
+    __version__ = "2.13.0+cu130"
+
+    class version:
+        cuda = "13.0"
+
+    class cuda:
+        class nccl:
+            version = staticmethod(lambda: (2, 29, 7))
+
+    class distributed:
+        is_nccl_available = staticmethod(lambda: True)
+
+
+def test_what_the_gpu_tests_ran_on():
+    cards = describe_gpu.cards_of("0, NVIDIA RTX A6000, 49140 MiB, 570.86.10\n1, NVIDIA T4, 15360 MiB, 570.86.10\n")
+    lines = describe_gpu.describe(cards, FakeTorch)
+    assert lines[:2] == ["ran on: card 0: NVIDIA RTX A6000, 49140 MiB", "ran on: card 1: NVIDIA T4, 15360 MiB"]
+    assert lines[2].startswith("ran on: driver 570.86.10, torch 2.13.0+cu130, CUDA 13.0, NCCL 2.29.7, Linux ")
+    assert describe_gpu.describe([], FakeTorch) == ["ran on: no card that nvidia-smi or torch can see"]
 
 
 def test_summary_over_several_reports(tmp_path):

@@ -1,5 +1,6 @@
 """The examples do what their first lines promise, and refuse what they can't do."""
 
+import pathlib
 import re
 
 import pytest
@@ -218,3 +219,26 @@ def test_accumulation_makes_the_steps_of_one_large_batch(programs, nprocs, steps
     assert (int(saved[1]), int(saved[2])) == (10 * steps, round(100 * (1 - 1 / steps))), done.text
     difference = float(re.search(r"^largest difference of a weight: (\S+)$", done.stdout, re.M)[1])
     assert difference < 1e-12 and (steps == 1 or difference > 0), done.text
+
+
+@pytest.mark.parametrize("device, words", [("cuda", "cuda:0"), ("cuda:7", "cuda:7"), ("tpu", "it takes auto, cpu, cuda")])
+def test_a_device_that_is_not_there_is_refused_with_a_reason(programs, small_data, device, words):
+    if device != "tpu" and any(pathlib.Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")):
+        pytest.skip("this machine has a GPU")
+    done = programs.run("fashion_mnist", "--data", small_data, "--device", device)
+    assert done.status > 0 and words in done.stderr, done.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks on one card"])
+def test_examples_train_on_a_card(programs, small_data, ranks):
+    done = programs.lockstep_run(ranks, "--no-prefix", "fashion_mnist", "--data", small_data, "--epochs", 3,
+                                 "--batch-size", 32, "--device", "cuda:0")
+    assert done.status == 0, done.text
+    on_cpu = programs.lockstep_run(ranks, "--no-prefix", "fashion_mnist", "--data", small_data, "--epochs", 3,
+                                   "--batch-size", 32, "--device", "cpu")
+    accuracy, expected = (float(re.findall(r"^test accuracy: (\S+)$", each.stdout, re.M)[0]) for each in (done, on_cpu))
+    assert abs(accuracy - expected) < 0.05, (accuracy, expected)
+    done = programs.lockstep_run(ranks, "--no-prefix", "mixed_precision", "--data", small_data, "--dtype", "fp16",
+                                 "--epochs", 3, "--batch-size", 32, "--device", "cuda:0")
+    assert done.status == 0, done.text

@@ -8,23 +8,24 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, machine, report, results,
-                               training)
+from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, machine, report,
+                               results, startup, training)
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
-          "checkpoint": checkpoint.checkpoint}
+          "checkpoint": checkpoint.checkpoint, "gpu": gpu.gpu, "startup": startup.startup}
 # They share no contender with the suites before, which hold memory that these need.
-BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint")
+BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup")
 ROUNDS, QUICK_ROUNDS = 15, 3
 BUSY_LOAD = 0.7
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__.partition(";")[0] + ".", epilog="""
-        Exit status: 0, or 1 if --compare found something slower, or 2 if a measurement failed.""")
+        Exit status: 0, or 1 if --compare found something slower, 2 if a measurement failed, or 3
+        if the suite gpu was named and there is no GPU.""")
     parser.add_argument("--quick", action="store_true",
                         help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}: some minutes, and more noise")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds in which each contender has a turn ({ROUNDS})")
@@ -37,6 +38,7 @@ def parse(arguments):
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown, for documents")
     parser.add_argument("--bin", type=pathlib.Path, default=contenders.ROOT / "build/release/bin", metavar="FOLDER",
                         help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda:0", help=argparse.SUPPRESS)  # of the suite gpu
     options = parser.parse_args(arguments)
     if options.rounds is None:
         options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
@@ -53,12 +55,14 @@ def run(options):
         print(f"== [{time.monotonic() - begin:4.0f} s] {text}", flush=True)
 
     suites = options.only or list(SUITES)
+    if options.only and "gpu" in options.only and (reason := gpu.why_not(options.device)):
+        raise gpu.NoGpu(reason)
     seed = random.SystemRandom().randrange(1 << 32)
     answer = results.Results(machine.describe(), {"suites": suites, "rounds": options.rounds, "seed": seed})
     if answer.machine["load_at_start"] > BUSY_LOAD:
         say(f"note: the machine is busy (load {answer.machine['load_at_start']:.1f}); measure when it is quiet")
     generator = random.Random(seed)
-    with contenders.Fleet(options.bin, say) as fleet:
+    with contenders.Fleet(options.bin, say, options.device) as fleet:
         for suite in suites:
             if suite in BY_THEMSELVES:
                 fleet.stop()
@@ -84,6 +88,9 @@ def main():
             answer = run(options)
             output.write_text(answer.to_json() + "\n")
             print(f"results: {output}")
+    except gpu.NoGpu as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 3
     except (BenchmarkError, ValueError, OSError) as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2

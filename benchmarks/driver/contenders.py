@@ -21,7 +21,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # training step more than its communication, are then paid once.
 KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 # The user's shell may say something else for these; a contender has its own word for them, or none.
-DEFAULT_ENVIRONMENT = ("LOCKSTEP_BENCH_BACKEND", "LOCKSTEP_REPLACE_GLOO", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_",
+DEFAULT_ENVIRONMENT = ("LOCKSTEP_BENCH_BACKEND", "LOCKSTEP_BENCH_DEVICE", "LOCKSTEP_REPLACE_GLOO", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_",
                        "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX",
                        "LD_PRELOAD")
 
@@ -42,15 +42,23 @@ KINDS = {
     "checkpoint": ("bench_checkpoint", {}),
     "python_checkpoint": ("python_checkpoint.py", {}),
     "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
+    # On the fleet's device.
+    "gpu_nccl": ("bench_ddp_step", {"LOCKSTEP_BENCH_BACKEND": "nccl"}),
+    "gpu_staged": ("bench_ddp_step", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),
+    "gpu_staging": ("bench_staging", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),
+    "gpu_python_nccl": ("python_ddp_step.py", {"LOCKSTEP_BENCH_BACKEND": "nccl"}),
+    "gpu_python_gloo": ("python_ddp_step.py", {"LOCKSTEP_BENCH_BACKEND": "gloo"}),
 }
+# What takes the place of NCCL where the device is the CPU.
+WITHOUT_NCCL = {"gpu_nccl": "gpu_staged", "gpu_python_nccl": "gpu_python_gloo"}
 NEED_PACKAGE = ("python_lockstep", "python_groups")
 
 
 class Fleet:
     """Starts jobs when they are first asked for, and ends them all. Use it in a `with` statement."""
 
-    def __init__(self, bin_dir, say):
-        self.bin_dir, self.say = pathlib.Path(bin_dir), say
+    def __init__(self, bin_dir, say, device="cuda:0"):
+        self.bin_dir, self.say, self.device = pathlib.Path(bin_dir), say, device
         self.jobs = {}
 
     def __enter__(self):
@@ -84,7 +92,7 @@ class Fleet:
             if reason := self.why_not(kind):
                 raise BenchmarkError(f"{reason}; do: scripts/bench builds it")
             self.say(f"starting {kind} with {ranks} ranks")
-            self.jobs[key] = Job(f"{kind} with {ranks} ranks", ranks, processes(kind, ranks, self.bin_dir))
+            self.jobs[key] = Job(f"{kind} with {ranks} ranks", ranks, processes(kind, ranks, self.bin_dir, self.device))
         return self.jobs[key]
 
     def stop(self, in_peace=True):
@@ -99,9 +107,11 @@ def has_package():
     return spec is not None and spec.origin is not None
 
 
-def processes(kind, ranks, bin_dir):
+def processes(kind, ranks, bin_dir, device="cuda:0"):
     """[(command, environment)] of the processes that make up a contender."""
-    program, environment = KINDS[kind]
+    program, environment = KINDS[WITHOUT_NCCL.get(kind, kind) if device == "cpu" else kind]
+    if kind.startswith("gpu_"):
+        environment = {**environment, "LOCKSTEP_BENCH_DEVICE": device}
     # The system's env undoes what the user's shell may have set for malloc, or to put us where Gloo is measured.
     clean = ["env", *(word for name in DEFAULT_ENVIRONMENT if name not in environment for word in ("-u", name))]
     if kind == "bare":

@@ -2,9 +2,9 @@
 
 import statistics
 
-from benchmarks.driver import checkpoint, data, from_python, stats, targets, training_report
+from benchmarks.driver import checkpoint, data, from_python, gpu, startup, stats, targets, training_report
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
-from benchmarks.driver.tables import Table, as_markdown, as_text, duration, ratio, spaced, times
+from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
 
 TENSORS = {"lockstep": "plain tensors", "arena": "tensors in shared memory"}
@@ -14,7 +14,8 @@ def report(results, markdown=False):
     """All tables of what was measured, as one text."""
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
-               *training_report.tables(results), *python(results), loading(results), checkpoints(results), promises(results)]
+               *training_report.tables(results), *python(results), loading(results), checkpoints(results),
+               gpu_steps(results), gpu_staging(results), startups(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
 
@@ -168,6 +169,35 @@ def checkpoints(results):
         rows.append([f"{checkpoint.ASYNC}, as long as it holds up", duration(held_up), "", "", "", ""])
     return Table(f"Checkpoints of {checkpoint.MEBIBYTES} MiB",
                  ["", "Lockstep", "torch", "faster (quartiles)", "safetensors", "faster (quartiles)"], rows)
+
+
+def gpu_steps(results):
+    rows = []
+    for ranks in gpu.RANKS:
+        for network in NETWORKS:
+            cell = f"gpu_step.{ranks}.{network}"
+            if f"{cell}.vs_python" in results.figures:
+                rows.append([f"{network}, {ranks} rank{'s' * (ranks > 1)}",
+                             *(duration(results.median(f"{cell}.{who}")) for who in gpu.STEPS[ranks]),
+                             ratio(results, f"{cell}.over_alone"), ratio(results, f"{cell}.vs_python")])
+    return Table("Training step on one card: one rank over NCCL, two ranks staged (Python: Gloo)",
+                 ["", "DDP", "without DDP", "Python DDP", "DDP, of without (quartiles)", "faster than Python (quartiles)"], rows)
+
+
+def gpu_staging(results):
+    rows = [[spaced(size), *(duration(results.median(f"{cell}.{what}")) for what in ("all_reduce", "copies")),
+             ratio(results, f"{cell}.of_bus")]
+            for size in gpu.SIZES if f"{(cell := f'gpu_staging.2.{size}')}.of_bus" in results.figures]
+    return Table("all_reduce of device memory by two ranks on one card, staged, and the copies that it needs at least",
+                 ["", "all_reduce", "copies both ways", "of the bus's limit (quartiles)"], rows)
+
+
+def startups(results):
+    rows = [[words, duration(results.median(f"startup.time.{who}")), mebibytes(results.median(f"startup.memory.{who}")),
+             *(ratio(results, f"startup.{what}.vs_{who}") if who != "lockstep" else "" for what in ("time", "memory"))]
+            for who, (_, words) in startup.PROGRAMS.items() if f"startup.time.{who}" in results.series]
+    return Table("A program of one rank that does one all_reduce, from start to end",
+                 ["", "time", "resident at most", "time, of ours (quartiles)", "memory, of ours (quartiles)"], rows)
 
 
 def promises(results):

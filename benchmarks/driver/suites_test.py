@@ -255,7 +255,9 @@ def test_targets_are_judged_in_the_right_direction():
 def test_every_target_is_measured_by_a_suite(monkeypatch):
     monkeypatch.setattr(collectives.machine, "available_memory", lambda: 64 << 30)
     answer = results.Results(machine={}, options={"suites": list(SUITES)})
-    for suite in SUITES.values():
+    for name, suite in SUITES.items():
+        if name in ("gpu", "startup"):  # they promise nothing; see gpu_test.py
+            continue
         suite(FakeFleet(), answer, 4, random.Random(1))
     assert [target for target, *_ in targets.judge(answer)] == list(targets.TARGETS)
 

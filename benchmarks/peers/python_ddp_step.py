@@ -3,6 +3,7 @@
 By hand: torchrun --nproc-per-node 2 benchmarks/peers/python_ddp_step.py ddp large 20 2
 
 LOCKSTEP_BENCH_BACKEND names the backend of torch.distributed, gloo unless told; nothing else differs between backends.
+LOCKSTEP_BENCH_DEVICE is where the networks are: cpu unless told, or cuda:0.
 """
 
 import math
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import command_loop
 
+DEVICE = torch.device(os.environ.get("LOCKSTEP_BENCH_DEVICE") or "cpu")
 NETWORKS = {"small": ((784, 256, 10), 64), "large": ((1024, 2048, 2048, 10), 128),
             "huge": ((*[4096] * 7, 10), 32)}  # widths, batch size
 
@@ -26,7 +28,7 @@ class Trainer:
         layers = []
         for inputs, outputs in zip(self.widths, self.widths[1:]):
             layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-        self.model = torch.nn.Sequential(*layers[:-1])
+        self.model = torch.nn.Sequential(*layers[:-1]).to(DEVICE)
         if distributed:
             self.model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
@@ -34,8 +36,8 @@ class Trainer:
 
     def prepare_batches(self, count):
         if self.inputs.shape[0] < count:
-            self.inputs = torch.empty(count, self.batch_size, self.widths[0])
-            self.targets = torch.empty(count, self.batch_size, dtype=torch.long)
+            self.inputs = torch.empty(count, self.batch_size, self.widths[0], device=DEVICE)
+            self.targets = torch.empty(count, self.batch_size, dtype=torch.long, device=DEVICE)
         self.inputs.normal_()
         self.targets.random_(0, self.widths[-1])
 
@@ -52,6 +54,11 @@ class Trainer:
         return {name: value for name, value in self.model._get_ddp_logging_data().items() if isinstance(value, int)}
 
 
+def synchronize():
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
 class Trainers:
     def __init__(self):
         self.trainers = {}
@@ -66,6 +73,7 @@ class Trainers:
         trainer.prepare_batches(warmup + iterations)
         for i in range(warmup):
             trainer.step(i)
+        synchronize()
         if mode != "single":
             dist.barrier()
         cpu_before = time.process_time_ns()
@@ -75,6 +83,9 @@ class Trainers:
             now = time.perf_counter_ns()
             wall.append(now - before)
             before = now
+        if DEVICE.type == "cuda":  # the program runs ahead of the device: only all of them together have a time
+            synchronize()
+            wall = [(sum(wall) + time.perf_counter_ns() - before) // iterations] * iterations
         cpu = (time.process_time_ns() - cpu_before) / iterations
         if not math.isfinite(trainer.loss.item()):
             raise AssertionError(f"the loss is {trainer.loss.item()}: these steps computed nothing of use")
@@ -83,6 +94,8 @@ class Trainers:
 
 
 if __name__ == "__main__":
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
     command_loop.start(os.environ.get(command_loop.BACKEND) or "gloo")
     torch.manual_seed(dist.get_rank())  # each rank has its own data
     command_loop.serve(Trainers().measure)

@@ -1,9 +1,10 @@
-"""Lockstep's engine as a backend of torch.distributed, for CPU tensors of processes on one host.
+"""Lockstep's engine as a backend of torch.distributed, for processes on one host.
 
     import lockstep
     torch.distributed.init_process_group("lockstep")
 
-`import lockstep` registers the backend "lockstep"; everything of torch.distributed that runs on Gloo runs on it.
+`import lockstep` registers the backend "lockstep"; everything of torch.distributed that runs on Gloo runs on it: CPU tensors
+where they lie, CUDA tensors by way of the host's memory.
 replace_gloo(), the variable LOCKSTEP_REPLACE_GLOO=1 and `python -m lockstep SCRIPT` put it where programs ask for "gloo".
 """
 

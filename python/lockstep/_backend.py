@@ -52,7 +52,7 @@ def _keep_handler_in_dataloader_workers():
     signal_handling._set_worker_signal_handlers = set_handlers
 
 
-dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu", "cuda"])
 distributed_c10d._create_process_group_wrapper = _without_wrapper(distributed_c10d._create_process_group_wrapper)
 _keep_handler_in_dataloader_workers()
 # Before the interpreter takes its modules apart: no thread of ours may call Python then. Runs after the handlers that

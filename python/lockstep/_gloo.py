@@ -41,8 +41,8 @@ def replace_gloo():
     """From now on every process group that asks for "gloo" gets Lockstep's engine.
 
     Groups that exist already stay what they are. Tensors on other devices than the CPU keep what they have in
-    "cpu:gloo,cuda:nccl"; a group "gloo" that is given CUDA tensors gets an error, where Gloo would copy them. May be
-    called again. Call it in every process, before its first process group.
+    "cpu:gloo,cuda:nccl"; a group "gloo" takes them too, as Gloo does, by way of the host's memory. May be called again.
+    Call it in every process, before its first process group.
     """
     global _replaced
     if _replaced:

@@ -3,7 +3,7 @@
 usage: select_tests.py BUILD_DIR TEXT
 
 Prints a line "program NAME" for each test of ctest whose own name contains the text, and "cases NAME" for each other
-GoogleTest program (by convention ROOM_tests) that has a case of such a name. Case matters in neither.
+GoogleTest program (by convention ROOM_tests, and ROOM_gpu for its part on a card) that has a case of such a name. Case matters in neither.
 """
 
 import json
@@ -29,7 +29,7 @@ def select(tests, text, list_cases):
     for name, command in tests:
         if text.lower() in name.lower():
             selected.append(("program", name))
-        elif name.endswith("_tests"):
+        elif name.endswith(("_tests", "_gpu")):
             if any(text in case for case in case_names(list_cases(command))):
                 selected.append(("cases", name))
     return selected

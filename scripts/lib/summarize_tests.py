@@ -3,7 +3,7 @@
 usage: summarize_tests.py REPORTS_DIR SECONDS
 
 ctest counts programs; a GoogleTest program's own last words say how many cases passed, failed and were skipped.
-Prints the slowest, the failed, and then one line of counts. Exit status: 0, 1 if a test failed, 2 if there was none.
+Prints the slowest, the failed, those that need a second GPU, and then one line of counts. Exit status: 0, 1 if a test failed, 2 if there was none.
 """
 
 import pathlib
@@ -16,6 +16,9 @@ GTEST_SUMMARY = re.compile(r"^\[  (PASSED|FAILED|SKIPPED) +\] (\d+) tests?[.,]",
 GTEST_TIME = re.compile(r"^\[       OK \] ([\w/]+\.[\w/]+) \((\d+) ms\)", re.MULTILINE)
 SLOW = 8.0  # seconds
 SHOWN = 12  # of the slow ones
+# A case that was skipped for want of cards: its reason comes before GoogleTest's line with its name.
+NEEDS_GPUS = "needs 2 GPUs"
+GTEST_SKIPPED = re.compile(r"needs 2 GPUs(?:(?!\[  SKIPPED \]).)*?\[  SKIPPED \] ([\w/]+\.[\w/]+) \(", re.DOTALL)
 GTEST_FAILED = re.compile(r"^\[  FAILED  \] ([\w/]+\.[\w/]+)", re.MULTILINE)
 
 
@@ -55,6 +58,15 @@ def times(case):
     return inner or [(float(case.get("time") or 0), ".".join(filter(None, (case.get("classname"), program))))]
 
 
+def waiting_for_gpus(case):
+    """Names of the tests in one JUnit test case that were skipped because they need two GPUs."""
+    skipped = case.find("skipped")
+    if skipped is not None and NEEDS_GPUS in (skipped.get("message") or "") + (skipped.text or ""):
+        return [".".join(filter(None, (case.get("classname"), case.get("name"))))]
+    program = case.get("name")
+    return [f"{program}: {test}" for test in dict.fromkeys(GTEST_SKIPPED.findall(case.findtext("system-out") or ""))]
+
+
 def cases_of(reports):
     """All test cases of all *.xml in the folder."""
     for path in sorted(reports.glob("*.xml")):
@@ -62,24 +74,27 @@ def cases_of(reports):
 
 
 def summarize(reports):
-    """Counts, names of the failed, and [(seconds, name)] of the slowest."""
-    total, names, slow = {"passed": 0, "failed": 0, "skipped": 0}, [], []
+    """Counts, names of the failed, [(seconds, name)] of the slowest, and names of those that wait for a second GPU."""
+    total, names, slow, waiting = {"passed": 0, "failed": 0, "skipped": 0}, [], [], []
     for case in cases_of(reports):
         counts, failed = count_case(case)
         for key, number in counts.items():
             total[key] += number
         names += failed
         slow += [entry for entry in times(case) if entry[0] >= SLOW]
-    return total, names, sorted(slow, reverse=True)[:SHOWN]
+        waiting += waiting_for_gpus(case)
+    return total, names, sorted(slow, reverse=True)[:SHOWN], waiting
 
 
 def main():
     reports, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    total, names, slow = summarize(reports)
+    total, names, slow, waiting = summarize(reports)
     for duration, name in slow:
         print(f"slow: {duration:.0f} s {name}")
     for name in names:
         print("failed:", name)
+    for name in waiting:
+        print("needs 2 GPUs:", name)
     print("tests: {passed} passed, {failed} failed, {skipped} skipped".format(**total),
           f"in {seconds // 60} min {seconds % 60} s")
     if not any(total.values()):

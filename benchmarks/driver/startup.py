@@ -1,0 +1,75 @@
+"""The suite `startup`: what a CPU program pays before and beside its work, for the libraries that it links.
+
+Each program joins a group of one rank, does one all_reduce and ends. Its time is that from its start to its end, and its
+memory the most that was resident, pages of libraries that others share included; both as the kernel tells the parent.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.driver.collectives import leave_out
+from benchmarks.driver.contenders import DEFAULT_ENVIRONMENT, ONE_THREAD, PEERS
+from benchmarks.driver.job import BenchmarkError
+
+# Who: (program, what it is in words)
+PROGRAMS = {"lockstep": ("bench_startup", "C++, links Lockstep::lockstep"),
+            "lockstep_cuda": ("bench_startup_cuda", "C++, links Lockstep::cuda"),
+            "python": ("python_startup.py", "Python, import torch, Gloo")}
+WARMUP = 1  # start of each, which brings the libraries into the page cache
+SECONDS = 60
+
+
+def startup(fleet, results, rounds, generator):
+    """Time and resident memory of a program of one rank, with CUDA and without, and of its Python original."""
+    here = [who for who in PROGRAMS if present(fleet, results, who)]
+    fleet.say("starting programs of one rank")
+    seen = {who: [] for who in here}
+    for number in range(WARMUP + rounds):
+        for who in generator.sample(here, len(here)):
+            answer = start(command(fleet, who))
+            if number >= WARMUP:
+                seen[who].append(answer)
+    for who, answers in seen.items():
+        results.add_series(f"startup.time.{who}", "ns", [nanoseconds for nanoseconds, _ in answers])
+        results.add_series(f"startup.memory.{who}", "bytes", [size for _, size in answers])
+    for who in here:
+        if who != "lockstep" and "lockstep" in here:
+            for what in ("time", "memory"):
+                results.add_ratio(f"startup.{what}.vs_{who}", f"startup.{what}.{who}", f"startup.{what}.lockstep")
+
+
+def present(fleet, results, who):
+    program = path_of(fleet, who)
+    if not program.exists():
+        leave_out(fleet, results, f"{PROGRAMS[who][1]} is left out: there is no {program} (torch's build has no CUDA?)")
+    return program.exists()
+
+
+def path_of(fleet, who):
+    program = PROGRAMS[who][0]
+    return PEERS / program if program.endswith(".py") else fleet.bin_dir / program
+
+
+def command(fleet, who):
+    program = path_of(fleet, who)
+    return [sys.executable, str(program)] if program.suffix == ".py" else [str(program)]
+
+
+def start(words):
+    """(nanoseconds from its start to its end, bytes that were resident at most) of one run of the program."""
+    environment = {name: value for name, value in os.environ.items() if name not in DEFAULT_ENVIRONMENT}
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder, open(f"{folder}/output", "wb") as output:
+        before = time.perf_counter_ns()
+        process = subprocess.Popen([*words, f"{folder}/rendezvous"], env={**environment, **ONE_THREAD},
+                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        took = time.perf_counter_ns() - before
+        process.returncode = os.waitstatus_to_exitcode(status)  # or Popen would wait for it again
+        if status != 0:
+            words_at_end = pathlib.Path(folder, "output").read_text(errors="replace")[-2000:]
+            raise BenchmarkError(f"{words[-1]} ended with status {process.returncode}; it printed:\n{words_at_end}")
+    return took, usage.ru_maxrss * 1024
