@@ -1,7 +1,7 @@
 """The suite `startup`: what a CPU program pays before and beside its work, for the libraries that it links.
 
 Each program joins a group of one rank, does one all_reduce and ends. Its time is that from its start to its end, and its
-memory the most that was resident, pages of libraries that others share included; both as the kernel tells the parent.
+memory the most that was resident, pages of libraries that others share included; both as the kernel tells its parent.
 """
 
 import os
@@ -9,7 +9,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 
 from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.contenders import DEFAULT_ENVIRONMENT, ONE_THREAD, PEERS
@@ -59,17 +58,28 @@ def command(fleet, who):
     return [sys.executable, str(program)] if program.suffix == ".py" else [str(program)]
 
 
+# A process's memory at most counts that of the process it was forked from, so a small one starts the program.
+STARTER = """
+import os, sys, time
+before = time.perf_counter_ns()
+child = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
+_, status, usage = os.wait4(child, 0)
+took = time.perf_counter_ns() - before
+with open(sys.argv[1], "w") as file:
+    print(took, usage.ru_maxrss * 1024, os.waitstatus_to_exitcode(status), file=file)
+"""
+
+
 def start(words):
     """(nanoseconds from its start to its end, bytes that were resident at most) of one run of the program."""
     environment = {name: value for name, value in os.environ.items() if name not in DEFAULT_ENVIRONMENT}
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder, open(f"{folder}/output", "wb") as output:
-        before = time.perf_counter_ns()
-        process = subprocess.Popen([*words, f"{folder}/rendezvous"], env={**environment, **ONE_THREAD},
-                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        took = time.perf_counter_ns() - before
-        process.returncode = os.waitstatus_to_exitcode(status)  # or Popen would wait for it again
-        if status != 0:
-            words_at_end = pathlib.Path(folder, "output").read_text(errors="replace")[-2000:]
-            raise BenchmarkError(f"{words[-1]} ended with status {process.returncode}; it printed:\n{words_at_end}")
-    return took, usage.ru_maxrss * 1024
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        run = subprocess.run([sys.executable, "-S", "-E", "-c", STARTER, f"{folder}/usage", *words, f"{folder}/rendezvous"],
+                             env={**environment, **ONE_THREAD}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, timeout=SECONDS, check=False)
+        usage = pathlib.Path(folder, "usage")
+        took, resident, status = map(int, usage.read_text().split()) if usage.exists() else (0, 0, run.returncode)
+    if status != 0:
+        raise BenchmarkError(f"{words[-1]} ended with status {status}; it printed:\n"
+                             f"{run.stdout.decode(errors='replace')[-2000:]}")
+    return took, resident

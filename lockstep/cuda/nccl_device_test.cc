@@ -227,7 +227,7 @@ TEST(NcclOnCuda, ItsOperationsAreInTheFlightRecord) {
     const auto& entry = record.entries.back();
     EXPECT_EQ(entry.operation, "all_reduce");
     EXPECT_EQ(entry.sequence, 1U);
-    EXPECT_THAT(entry.file, HasSubstr("nccl_test.cc"));
+    EXPECT_THAT(entry.file, HasSubstr("nccl_device_test.cc"));
     EXPECT_TRUE(std::filesystem::exists(std::filesystem::path(path).parent_path() / "nccl_trace_rank_0"));
   });
 }
