@@ -17,7 +17,8 @@
 #include <lockstep/testing/multi_rank.h>
 
 // How groups make, keep and end the backend that they have for CUDA. A stand-in for liblockstep_cuda gives
-// them one that only notes what it is told, so no card is needed; what NCCL does is in cuda/nccl_device_test.cc.
+// them one that only notes what it is told, so no card is needed; what NCCL does is in
+// cuda/nccl_device_test.cc.
 namespace lockstep {
 namespace {
 

@@ -11,7 +11,8 @@
 #include <lockstep/testing/multi_rank.h>
 
 // What another backend's operations leave in the flight recorder. The works are stand-ins, which end when and
-// as a test wants; NCCL's are tested in nccl_device_test.cc. Each test has a process of its own, for the recorder.
+// as a test wants; NCCL's are tested in nccl_device_test.cc. Each test has a process of its own, for the
+// recorder.
 namespace lockstep {
 namespace {
 
