@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: Sources that use those of torch's interfaces that change most: c10d's classes, autograd's nodes and hooks, allocators,
 #: devices, optimizers' states.
 SENSITIVE = re.compile(
-    r"lockstep/(cuda/nccl_backend|collectives/(operation_queue|lockstep_backend|memory_source)"
+    r"lockstep/(cuda/nccl_backend|collectives/(operation_queue|lockstep_backend|memory_source|internal/device_copies)"
     r"|ddp/(reducer|convert_sync_batchnorm|sync_batch_norm_function|internal/replica_graphs)"
     r"|optim/(autocast|internal/optimizer_formats)|checkpoint/rng_state)\.cc$")
 

@@ -68,11 +68,21 @@ c10::impl::VirtualGuardImpl backend_of(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
+/// Torch 2.11 can't tell; the device itself then refuses what a graph can't capture, in its own words.
+template <class Guard>
+bool is_capturing(const Guard& guard, const c10::Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
+  } else {
+    return false;
+  }
+}
+
 c10::Stream uncaptured_current_stream(c10::Device device) {
   const auto backend = backend_of(device);
   const c10::Stream stream = backend.getStream(device);
   TORCH_CHECK_VALUE(
-      !backend.isStreamCapturing(stream), "the lockstep backend takes tensors on ", device,
+      !is_capturing(backend, stream), "the lockstep backend takes tensors on ", device,
       " by way of the host, which a graph can't capture; leave the collective out of the capture, "
       "or use the backend \"nccl\"");
   return stream;
