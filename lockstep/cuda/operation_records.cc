@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/collectives/lockstep_backend.h>
 #include <lockstep/cuda/operation_records.h>
 
@@ -31,18 +32,6 @@ std::string title_of(const flight::Group& group, const flight::Operation& operat
   }
   text << ") failed on rank " << global(group.rank) << " of group '" << group.name << "'";
   return text.str();
-}
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& other) {
-    return other.what();
-  } catch (...) {
-    return "an unknown error";
-  }
 }
 
 }  // namespace

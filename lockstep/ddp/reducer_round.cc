@@ -6,24 +6,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/ddp/reducer.h>
 
 namespace lockstep {
-namespace {
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an unknown error";
-  }
-}
-
-}  // namespace
 
 void Reducer::queue_finish() {
   if (finish_queued_ || is_first_static_round()) return;

@@ -1,4 +1,3 @@
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -6,16 +5,17 @@
 
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/device/device.h>
+#include <lockstep/testing/folder_test.h>
 
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
 
-TEST(CudaLibrary, LooksForDeviceNodesOfEveryKind) {
-  std::string pattern = (fs::temp_directory_path() / "device_nodes_XXXXXX").string();
-  ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-  const fs::path folder = pattern;
+using CudaDeviceNodes = testing::FolderTest;
+
+TEST_F(CudaDeviceNodes, OfEveryKindAreLookedFor) {
+  const fs::path& folder = folder_;
   EXPECT_FALSE(cuda_loading::has_device_node(folder));
   EXPECT_FALSE(cuda_loading::has_device_node(folder / "nowhere"));
   for (const char* node : {"nvidiactl", "dxg", "nvhost-gpu"}) {
@@ -25,7 +25,6 @@ TEST(CudaLibrary, LooksForDeviceNodesOfEveryKind) {
   }
   std::ofstream(folder / "nvidia-caps").close();
   EXPECT_FALSE(cuda_loading::has_device_node(folder)) << "not the driver's own node";
-  fs::remove_all(folder);
 }
 
 TEST(CudaLibrary, ReadsVisibleDevicesAsTheDriverDoes) {

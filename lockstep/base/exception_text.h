@@ -1,0 +1,11 @@
+#pragma once
+
+#include <exception>
+#include <string>
+
+namespace lockstep {
+
+/// What an exception says, c10's without the backtrace. Not null. Thread-safe.
+std::string text_of(const std::exception_ptr& error);
+
+}  // namespace lockstep
