@@ -11,7 +11,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kBenchExamples = R"(
 Examples:
   lockstep bench                                        everything, two ranks, 1 KiB to 16 MiB
   lockstep bench all_reduce -b 4K -e 100M -f 4          one collective, from 4 KiB to at most 100 MiB
@@ -24,7 +24,7 @@ Sizes take K, M, G and T (powers of 1024). Every result is checked: the exit sta
 docs/bench.md explains the columns and how it is measured.)";
 
 /// What needs more than CLI11 to become an option.
-struct Arguments {
+struct BenchArguments {
   benchmark::Options options;
   std::string begin, end;
   std::string nproc_per_node;
@@ -33,7 +33,7 @@ struct Arguments {
   double timeout = 300;
 };
 
-benchmark::Options options_from(const Arguments& arguments) {
+benchmark::Options options_from(const BenchArguments& arguments) {
   benchmark::Options options = arguments.options;
   if (!arguments.begin.empty()) options.min_bytes = benchmark::parse_size(arguments.begin, "--begin");
   if (!arguments.end.empty()) options.max_bytes = benchmark::parse_size(arguments.end, "--end");
@@ -48,7 +48,7 @@ benchmark::Options options_from(const Arguments& arguments) {
   return options;
 }
 
-void add_what_to_measure(CLI::App& bench, Arguments& arguments) {
+void add_what_to_measure(CLI::App& bench, BenchArguments& arguments) {
   benchmark::Options& options = arguments.options;
   bench.add_option("COLLECTIVE", options.collectives,
                    "What to measure: " + benchmark::known_collectives() + "; all if none is named");
@@ -77,7 +77,7 @@ void add_what_to_measure(CLI::App& bench, Arguments& arguments) {
       ->capture_default_str();
 }
 
-void add_how_to_measure(CLI::App& bench, Arguments& arguments) {
+void add_how_to_measure(CLI::App& bench, BenchArguments& arguments) {
   bench
       .add_option("--nproc-per-node,--nproc_per_node", arguments.nproc_per_node,
                   "Ranks to start, a number, auto, cpu or gpu as for lockstep run; not within a job [2]")
@@ -100,10 +100,10 @@ void add_how_to_measure(CLI::App& bench, Arguments& arguments) {
 }  // namespace
 
 void add_bench(CLI::App& program, int& status) {
-  auto arguments = std::make_shared<Arguments>();
+  auto arguments = std::make_shared<BenchArguments>();
   CLI::App* bench =
       program.add_subcommand("bench", "Time the collectives between ranks, and check their results");
-  bench->footer(kExamples);
+  bench->footer(kBenchExamples);
   add_what_to_measure(*bench, *arguments);
   add_how_to_measure(*bench, *arguments);
   bench->callback([arguments, &status] { status = benchmark::run(options_from(*arguments)); });

@@ -15,7 +15,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kDoctorExamples = R"(
 Examples:
   lockstep doctor                                           this machine, and two ranks on it
   lockstep doctor --json > doctor.json                      for scripts
@@ -26,7 +26,7 @@ One line for each thing that was looked at: ok, note, warning or problem, what w
 Exit status: 0 if there is no problem, 1 if there is one (with --strict: or a warning), 2 for a wrong
 command line. docs/doctor.md explains each line.)";
 
-struct Arguments {
+struct DoctorArguments {
   bool job = false;
   bool json = false;
   bool strict = false;
@@ -41,7 +41,7 @@ std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
 }
 
-int examine_job(const Arguments& arguments) {
+int examine_job(const DoctorArguments& arguments) {
   doctor::JobOptions options;
   options.json = arguments.json;
   options.strict = arguments.strict;
@@ -50,7 +50,7 @@ int examine_job(const Arguments& arguments) {
   return doctor::examine_job(options, std::cout);
 }
 
-int examine_machine(const Arguments& arguments) {
+int examine_machine(const DoctorArguments& arguments) {
   doctor::Options options;
   options.json = arguments.json;
   options.strict = arguments.strict;
@@ -66,10 +66,10 @@ int examine_machine(const Arguments& arguments) {
 }  // namespace
 
 void add_doctor(CLI::App& program, int& status) {
-  auto arguments = std::make_shared<Arguments>();
+  auto arguments = std::make_shared<DoctorArguments>();
   CLI::App* doctor =
       program.add_subcommand("doctor", "Find out what is wrong with this machine, or with a job");
-  doctor->footer(kExamples);
+  doctor->footer(kDoctorExamples);
   CLI::Option* job = doctor->add_flag(
       "--job", arguments->job, "Check the job in which this is started: all ranks, and each pair of them");
   doctor->add_option("--program", arguments->program, "A file that must be the same for all ranks of the job")

@@ -12,7 +12,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kExamples = R"(
+constexpr const char* kRunExamples = R"(
 Examples:
   lockstep run --nproc-per-node 2 ./train --epochs 5    two processes on this machine
   lockstep run --nproc-per-node auto ./train            one for each GPU, or else for each core
@@ -30,14 +30,14 @@ class RunFormatter : public CLI::Formatter {
   }
 };
 
-struct Arguments {
+struct RunArguments {
   std::string nproc_per_node = "1";
   uint16_t master_port = 0;
   bool no_prefix = false;
   double grace_period = 30;
 };
 
-launch::RunOptions options_from(const Arguments& arguments, const std::vector<std::string>& command) {
+launch::RunOptions options_from(const RunArguments& arguments, const std::vector<std::string>& command) {
   launch::RunOptions options;
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
   options.command = command;
@@ -51,11 +51,11 @@ launch::RunOptions options_from(const Arguments& arguments, const std::vector<st
 }  // namespace
 
 void add_run(CLI::App& program, int& status) {
-  auto arguments = std::make_shared<Arguments>();
+  auto arguments = std::make_shared<RunArguments>();
   CLI::App* run =
       program.add_subcommand("run", "Start a program in several processes and see them to their end");
   run->formatter(std::make_shared<RunFormatter>());
-  run->footer(kExamples);
+  run->footer(kRunExamples);
   run->prefix_command();  // parsing stops at PROGRAM
   run->add_option("--nproc-per-node,--nproc_per_node", arguments->nproc_per_node,
                   "Processes to start: a number, auto, cpu or gpu")

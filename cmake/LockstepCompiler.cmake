@@ -27,6 +27,8 @@ add_compile_options(-Wall -Wextra -Werror -fno-math-errno)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Precompiled headers of ccache and GCC need it; and GCC 12 warns wrongly about inlined standard containers.
   add_compile_options(-fpch-preprocess -Wno-stringop-overflow -Wno-array-bounds -Wno-restrict -Wno-maybe-uninitialized -Wno-dangling-pointer)
+  # In a batch of files (LockstepBatches.cmake) a class's private parts look as if they stood in a header.
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-Wno-subobject-linkage>)
 endif()
 
 if(LOCKSTEP_SANITIZER STREQUAL "address")

@@ -1,7 +1,6 @@
 # lockstep_room(NAME
 #   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with a dependency that not everybody has; without it
 #                the room's files belong to Lockstep::lockstep
-#   [PRECOMPILED]  most of its files include c10d's headers: compiled with the library's precompiled header
 #   MAY_INCLUDE  rooms below this one; scripts/check-includes holds every #include against this list
 #   SOURCES      files of the library
 #   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name; with a
@@ -10,19 +9,18 @@
 #   TEST_TIMEOUT seconds; 300 unless told
 #   LINK         libraries that a COMPONENT links
 function(lockstep_room name)
-  cmake_parse_arguments(ROOM "COMPONENT;PRECOMPILED" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS;LINK" ${ARGN})
+  cmake_parse_arguments(ROOM "COMPONENT" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS;LINK" ${ARGN})
   list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   if(ROOM_COMPONENT)
     add_library(lockstep_${name} SHARED ${ROOM_SOURCES})
     add_library(Lockstep::${name} ALIAS lockstep_${name})
     set_target_properties(lockstep_${name} PROPERTIES EXPORT_NAME ${name})
     target_link_libraries(lockstep_${name} PUBLIC lockstep PRIVATE ${ROOM_LINK})
+    lockstep_compile_in_batches(lockstep_${name} ${name} 8 ${ROOM_SOURCES})
     set_property(GLOBAL APPEND PROPERTY LOCKSTEP_COMPONENTS lockstep_${name})
   else()
     target_sources(lockstep PRIVATE ${ROOM_SOURCES})
-    if(NOT ROOM_PRECOMPILED)  # loading the header costs more than it saves where few files need what is in it
-      set_source_files_properties(${ROOM_SOURCES} TARGET_DIRECTORY lockstep PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
-    endif()
+    lockstep_compile_in_batches(lockstep ${name} 8 ${ROOM_SOURCES})
   endif()
   if(LOCKSTEP_BUILD_TESTS AND ROOM_TESTS)
     list(TRANSFORM ROOM_TESTS PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
@@ -48,9 +46,13 @@ function(lockstep_add_test_programs)
       target_link_libraries(${program} PRIVATE lockstep_${room})
     endif()
     target_precompile_headers(${program} REUSE_FROM lockstep_testing)
+    lockstep_compile_in_batches(${program} tests 8 ${sources})
     add_test(NAME ${program} COMMAND ${program})
     set(environment "LOCKSTEP_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY};TSAN_OPTIONS=halt_on_error=1 second_deadlock_stack=1 suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp;ASAN_OPTIONS=detect_leaks=0;UBSAN_OPTIONS=halt_on_error=1 print_stacktrace=1")
     set_tests_properties(${program} PROPERTIES TIMEOUT ${timeout} ENVIRONMENT "${environment}")
+    if(TARGET lockstep_cuda)  # loaded when a test asks for CUDA
+      add_dependencies(${program} lockstep_cuda)
+    endif()
     if(sources MATCHES "_device_test\\.cc")
       add_test(NAME ${room}_gpu COMMAND ${program} "--gtest_filter=*OnDevice*:*OnCuda*")
       set_tests_properties(${room}_gpu PROPERTIES TIMEOUT ${timeout} LABELS gpu

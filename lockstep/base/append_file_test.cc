@@ -9,7 +9,7 @@
 #include <lockstep/base/append_file.h>
 #include <lockstep/testing/folder_test.h>
 
-namespace lockstep {
+namespace lockstep::append_file_test {
 namespace {
 
 class AppendFileTest : public testing::FolderTest {
@@ -124,4 +124,4 @@ TEST_F(AppendFileTest, ANameThatCannotBeOpenedIsToldOnceAndTriedAgain) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::append_file_test

@@ -7,7 +7,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
 
-namespace lockstep {
+namespace lockstep::base_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -55,4 +55,4 @@ TEST(Failpoint, StrikesAtTheCountedPass) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::base_test

@@ -7,7 +7,7 @@
 
 #include <lockstep/base/interrupt.h>
 
-namespace lockstep {
+namespace lockstep::interrupt_test {
 namespace {
 
 struct Pressed final : std::runtime_error, Interruption {
@@ -67,4 +67,4 @@ TEST(Interrupt, WithoutACheckAWaitEndsAtItsDeadline) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::interrupt_test

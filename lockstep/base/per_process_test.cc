@@ -8,7 +8,7 @@
 
 #include <lockstep/base/per_process.h>
 
-namespace lockstep {
+namespace lockstep::per_process_test {
 namespace {
 
 TEST(PerProcess, IsTheSameInAllThreads) {
@@ -43,4 +43,4 @@ TEST(PerProcess, AForkedChildHasItsOwn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::per_process_test

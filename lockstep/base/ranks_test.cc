@@ -4,7 +4,7 @@
 
 #include <lockstep/base/ranks.h>
 
-namespace lockstep {
+namespace lockstep::ranks_test {
 namespace {
 
 TEST(Ranks, JoinsNeighboursAndSorts) {
@@ -33,4 +33,4 @@ TEST(Ranks, NamesOneAndMany) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ranks_test

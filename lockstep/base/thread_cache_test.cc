@@ -10,7 +10,7 @@
 
 #include <lockstep/base/thread_cache.h>
 
-namespace lockstep {
+namespace lockstep::thread_cache_test {
 namespace {
 
 TEST(ThreadCache, TasksThatWaitForEachOtherAllRun) {
@@ -61,4 +61,4 @@ TEST(ThreadCache, AForkedChildHasThreadsOfItsOwn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::thread_cache_test

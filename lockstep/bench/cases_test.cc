@@ -6,7 +6,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::benchmark::cases_test {
 namespace {
 
 using lockstep::testing::run_ranks;
@@ -124,4 +124,4 @@ TEST(BenchCases, ASingleWrongElementOnOneRankIsCountedOnAll) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::benchmark::cases_test

@@ -3,7 +3,7 @@
 
 #include <lockstep/bench/internal/pattern.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::benchmark::pattern_test {
 namespace {
 
 constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
@@ -116,4 +116,4 @@ TEST(Contributions, BitOperationsAreWhatTorchComputes) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::benchmark::pattern_test

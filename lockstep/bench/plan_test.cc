@@ -4,7 +4,7 @@
 
 #include <lockstep/bench/internal/plan.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::benchmark::plan_test {
 namespace {
 
 using ::testing::AllOf;
@@ -142,4 +142,4 @@ TEST(MemoryObjection, ComparesWithTheTighterLimitAndNamesTheRemedy) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::benchmark::plan_test

@@ -8,7 +8,7 @@
 #include <lockstep/bench/internal/report.h>
 #include <lockstep/bench/internal/status_line.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::benchmark::report_test {
 namespace {
 
 using ::testing::AllOf;
@@ -176,4 +176,4 @@ TEST(StatusLineTest, AppearsAfterASecondAndIsTakenAway) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::benchmark::report_test

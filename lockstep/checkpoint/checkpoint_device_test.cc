@@ -15,7 +15,7 @@
 #include <lockstep/testing/simulated_device/simulated_device.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep {
+namespace lockstep::checkpoint_device_test {
 namespace {
 
 using testing::current_stream;
@@ -213,4 +213,4 @@ TEST(CheckpointOnDevice, LoadsOntoTheDevice) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint_device_test

@@ -30,7 +30,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::checkpoint_failure_test {
 namespace {
 
 using ::testing::AnyOf;
@@ -325,4 +325,4 @@ TEST_F(Damage, FilesThatAreNoneOfOurs) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint_failure_test

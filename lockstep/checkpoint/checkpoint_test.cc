@@ -20,7 +20,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::checkpoint_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -379,4 +379,4 @@ TEST(Checkpoint, OneRankSavesAlone) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint_test

@@ -14,7 +14,7 @@
 #include <lockstep/checkpoint/testing/states.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep {
+namespace lockstep::inspect_checkpoint_test {
 namespace {
 
 using nlohmann::json;
@@ -110,4 +110,4 @@ TEST(InspectCheckpoint, TellsInWhatTwoDiffer) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::inspect_checkpoint_test

@@ -17,7 +17,7 @@
 #include <lockstep/testing/folder_test.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep {
+namespace lockstep::python_checkpoint_test {
 namespace {
 
 using c10::IValue;
@@ -134,4 +134,4 @@ TEST_F(PythonCheckpoint, WhatCannotBeWrittenLeavesTheOldFile) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::python_checkpoint_test

@@ -11,7 +11,7 @@
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep {
+namespace lockstep::safetensors_test {
 namespace {
 
 using testing::message_of;
@@ -200,4 +200,4 @@ TEST_F(Safetensors, TakesWhatTheFormatAllows) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::safetensors_test

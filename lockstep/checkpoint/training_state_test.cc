@@ -24,7 +24,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::training_state_test {
 namespace {
 
 namespace optim = torch::optim;
@@ -584,4 +584,4 @@ TEST(RngState, AnotherNumberOfRanksDrawsOtherNumbers) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::training_state_test

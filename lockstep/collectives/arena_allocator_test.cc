@@ -9,7 +9,7 @@
 
 #include <lockstep/collectives/arena_allocator.h>
 
-namespace lockstep {
+namespace lockstep::arena_allocator_test {
 namespace {
 
 std::shared_ptr<transport::Arena> make_arena() {
@@ -118,4 +118,4 @@ TEST(ArenaAllocator, AForkedChildLeavesTheParentsMemoryAlone) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::arena_allocator_test

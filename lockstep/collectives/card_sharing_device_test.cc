@@ -11,7 +11,7 @@
 #include <lockstep/testing/test_device.h>
 
 // What groups make of the devices that their ranks have chosen. device_agreement_test.cc has the decisions.
-namespace lockstep {
+namespace lockstep::card_sharing_device_test {
 namespace {
 
 using ::testing::AllOf;
@@ -101,4 +101,4 @@ TEST(CardSharingOnDevice, AGroupForTheCpuAloneRefusesDeviceTensors) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::card_sharing_device_test

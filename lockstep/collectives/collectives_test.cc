@@ -10,7 +10,7 @@
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::collectives_test {
 namespace {
 
 using testing::run_ranks;
@@ -314,4 +314,4 @@ TEST(Collectives, MoreThanTwoGibibytes) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::collectives_test

@@ -8,7 +8,7 @@
 #include <lockstep/testing/message_of.h>
 
 // Which backend a group gets, decided from what the ranks say. Needs no device.
-namespace lockstep::device_agreement {
+namespace lockstep::device_agreement::device_agreement_test {
 namespace {
 
 using ::testing::AllOf;
@@ -144,4 +144,4 @@ TEST(BackendNames, SayWhichBackendServesWhichDevice) {
 }
 
 }  // namespace
-}  // namespace lockstep::device_agreement
+}  // namespace lockstep::device_agreement::device_agreement_test

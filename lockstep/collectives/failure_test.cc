@@ -16,7 +16,7 @@
 
 // What goes wrong with real processes: every rank that lives must say who failed, in which operation, and end
 // cleanly.
-namespace lockstep {
+namespace lockstep::failure_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -254,4 +254,4 @@ TEST(Failure, UnwaitedOperationsDoNotHangTheEnd) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::failure_test

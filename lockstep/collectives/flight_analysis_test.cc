@@ -7,7 +7,7 @@
 #include <lockstep/collectives/flight_analysis.h>
 
 // Situations of a job, as its ranks would record them, and what the analysis says.
-namespace lockstep::flight {
+namespace lockstep::flight::flight_analysis_test {
 namespace {
 
 using ::testing::AllOf;
@@ -448,4 +448,4 @@ TEST(FlightAnalysis, OfNothingIsRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::flight_analysis_test

@@ -20,7 +20,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // The recorder and its files. Each test has a process of its own, because there is one recorder for each.
-namespace lockstep::flight {
+namespace lockstep::flight::flight_recorder_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -434,4 +434,4 @@ TEST(FlightDirectory, IsMadeWhereTheUserWantsItAndAFailureIsToldNotThrown) {
 }
 
 }  // namespace
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::flight_recorder_test

@@ -10,7 +10,7 @@
 #include <lockstep/collectives/testing/record_folder.h>
 
 // Files from elsewhere: whatever they hold, the reader says what is wrong and in which.
-namespace lockstep::flight {
+namespace lockstep::flight::flight_records_test {
 namespace {
 
 using ::testing::AllOf;
@@ -143,4 +143,4 @@ TEST(FlightRecords, ADirectoryIsReadByRankAndItsFaultsAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::flight_records_test

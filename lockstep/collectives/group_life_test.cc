@@ -15,7 +15,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // What groups cost, how they end, and what becomes of them when something goes wrong while they are made.
-namespace lockstep {
+namespace lockstep::group_life_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -309,4 +309,4 @@ TEST(GroupLife, MadeInTwoThreadsByAllRanksTogether) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::group_life_test

@@ -13,7 +13,7 @@
 
 // Making groups and asking about them. What is expected of names, counts and errors was read from
 // torch/distributed/distributed_c10d.py.
-namespace lockstep {
+namespace lockstep::groups_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -452,4 +452,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::groups_test

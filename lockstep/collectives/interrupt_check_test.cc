@@ -13,7 +13,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // What ends a wait when the embedding program's interrupt check throws: Python's Ctrl-C.
-namespace lockstep {
+namespace lockstep::interrupt_check_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -128,4 +128,4 @@ TEST(InterruptCheck, AWaitGoesOnThatIsNotInterrupted) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::interrupt_check_test

@@ -17,7 +17,7 @@
 
 // Every kind of waiting is ended by abort() and by the timeout, and every pair of operations that don't
 // belong together is explained to all ranks, before any tensor is written.
-namespace lockstep {
+namespace lockstep::interruption_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -294,4 +294,4 @@ TEST(Mismatch, PremulSumAgainstSumIsExplainedAndFactorsMayDiffer) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::interruption_test

@@ -22,11 +22,12 @@
 #include <lockstep/collectives/internal/staging.h>
 #include <lockstep/collectives/testing/operation_stream.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/rank_server.h>
 
 // Random ranks are killed at random moments, in the midst of random operations of all kinds. Survivors must
 // be told who it was, must never be told anything wrong, and go on: in groups without the dead, and in a new
 // world.
-namespace lockstep {
+namespace lockstep::kill_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -256,6 +257,7 @@ TEST(Kill, IsNamedToAllOthersWhoWereToldNothingWrongAndGoOn) {
         EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << why;
       }
     }
+    testing::stop_rank_server();
     EXPECT_TRUE(::waitpid(-1, nullptr, WNOHANG) == -1 && errno == ECHILD) << "a process is left";
     if (HasFailure()) break;
   }
@@ -263,4 +265,4 @@ TEST(Kill, IsNamedToAllOthersWhoWereToldNothingWrongAndGoOn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::kill_test

@@ -19,7 +19,7 @@
 // How groups make, keep and end the backend that they have for CUDA. A stand-in for liblockstep_cuda gives
 // them one that only notes what it is told, so no card is needed; what NCCL does is in
 // cuda/nccl_device_test.cc.
-namespace lockstep {
+namespace lockstep::nccl_groups_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -257,4 +257,4 @@ TEST(NcclGroups, ThatShrinkGetANewOne) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::nccl_groups_test

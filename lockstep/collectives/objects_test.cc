@@ -9,7 +9,7 @@
 #include <lockstep/collectives/objects.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::objects_test {
 namespace {
 
 using c10::IValue;
@@ -295,4 +295,4 @@ TEST(Objects, RefuseConversionsThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::objects_test

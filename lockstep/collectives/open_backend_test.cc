@@ -12,7 +12,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::open_backend_test {
 namespace {
 
 using ::testing::AllOf;
@@ -148,4 +148,4 @@ TEST(OpenBackend, ClosingAllWaitsForNobody) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::open_backend_test

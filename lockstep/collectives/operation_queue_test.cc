@@ -8,7 +8,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // Futures: their callbacks may wait for further operations, as torch's PowerSGD hook does.
-namespace lockstep {
+namespace lockstep::operation_queue_test {
 namespace {
 
 using testing::run_ranks;
@@ -146,4 +146,4 @@ TEST_F(Futures, AnAllGathersValueIsOneTensorOfAll) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::operation_queue_test

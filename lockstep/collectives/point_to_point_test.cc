@@ -14,7 +14,7 @@
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/thread_ranks.h>
 
-namespace lockstep {
+namespace lockstep::point_to_point_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -479,4 +479,4 @@ TEST(MonitoredBarrier, TimeoutsThatMakeNoSenseAreRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::point_to_point_test

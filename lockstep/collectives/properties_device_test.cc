@@ -8,7 +8,7 @@
 
 // Random calls of every operation with tensors on devices and on the CPU, each rank choosing for itself,
 // against what a single process computes on the CPU.
-namespace lockstep {
+namespace lockstep::properties_device_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -44,4 +44,4 @@ TEST_P(PropertiesOnDevice, EveryOperationEqualsOneProcess) {
 INSTANTIATE_TEST_SUITE_P(Ranks, PropertiesOnDevice, ::testing::Values(1, 2, 3));
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::properties_device_test

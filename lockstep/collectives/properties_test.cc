@@ -13,7 +13,7 @@
 
 // Random calls of every operation against what a single process computes. The table of operations and what is
 // drawn at random: testing/random_cases.h.
-namespace lockstep {
+namespace lockstep::properties_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -265,4 +265,4 @@ TEST(Properties, ListsOnRanksThatHaveNoneAreRefusedAndTheGroupGoesOn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::properties_test

@@ -19,7 +19,7 @@
 
 #include <lockstep/collectives/reduce_kernels.h>
 
-namespace lockstep {
+namespace lockstep::reduce_kernels_test {
 namespace {
 
 using Operation = ReduceOperation;
@@ -200,7 +200,7 @@ T random_value(std::mt19937_64& random) {
 }
 
 template <class T>
-class ReduceKernelsOf : public testing::Test {
+class ReduceKernelsOf : public ::testing::Test {
  public:
   static constexpr at::ScalarType type() {
     if constexpr (std::is_same_v<T, Bool>) {
@@ -312,8 +312,8 @@ class ReduceKernelsOf : public testing::Test {
   std::mt19937_64 random{20240607};
 };
 
-using Types = testing::Types<Bool, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t,
-                             c10::Half, c10::BFloat16, float, double>;
+using Types = ::testing::Types<Bool, int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t,
+                               c10::Half, c10::BFloat16, float, double>;
 TYPED_TEST_SUITE(ReduceKernelsOf, Types);
 
 TYPED_TEST(ReduceKernelsOf, ReduceEqualsTheReference) {
@@ -526,17 +526,17 @@ TEST(ReduceKernels, RefusesWhatHasNoMeaning) {
 TEST(ReduceKernelsDeathTest, TheEnvironmentChoosesTheCapability) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const std::vector<const char*> have = capabilities();
-  EXPECT_EXIT(report_capability(""), testing::ExitedWithCode(0), std::string("capability ") + have.back());
+  EXPECT_EXIT(report_capability(""), ::testing::ExitedWithCode(0), std::string("capability ") + have.back());
   for (const char* name : {"default", "avx2", "avx512"}) {
     if (std::find(have.begin(), have.end(), std::string(name)) != have.end()) {
-      EXPECT_EXIT(report_capability(name), testing::ExitedWithCode(0), std::string("capability ") + name);
+      EXPECT_EXIT(report_capability(name), ::testing::ExitedWithCode(0), std::string("capability ") + name);
     } else {
-      EXPECT_EXIT(report_capability(name), testing::ExitedWithCode(2), "this machine does not have");
+      EXPECT_EXIT(report_capability(name), ::testing::ExitedWithCode(2), "this machine does not have");
     }
   }
-  EXPECT_EXIT(report_capability("sse9"), testing::ExitedWithCode(2),
+  EXPECT_EXIT(report_capability("sse9"), ::testing::ExitedWithCode(2),
               "LOCKSTEP_CPU_CAPABILITY.*'sse9'.*default");
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::reduce_kernels_test

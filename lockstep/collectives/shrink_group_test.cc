@@ -29,7 +29,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // Ranks of a job die, stop, or stay away, and the others go on as a smaller group in the same processes.
-namespace lockstep {
+namespace lockstep::shrink_group_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -556,4 +556,4 @@ TEST(ShrinkGroup, BackendOfAProgramThatKeepsGroupsItselfShrinksToo) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::shrink_group_test

@@ -16,7 +16,7 @@
 
 // How the lockstep backend treats a device's streams and memory: gates in streams show what waits for what.
 // That all operations compute what they should is in properties_device_test.cc.
-namespace lockstep {
+namespace lockstep::staging_device_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -466,4 +466,4 @@ TEST(StagingOnDevice, SparseTensors) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::staging_device_test

@@ -14,7 +14,7 @@
 
 // The whole backend with ranks as threads of one process, so that ThreadSanitizer sees both sides of each
 // exchange.
-namespace lockstep {
+namespace lockstep::threads_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -171,4 +171,4 @@ TEST(BackendOnThreads, FailedOperationsReachTheFuture) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::threads_test

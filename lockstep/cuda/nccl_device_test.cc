@@ -17,7 +17,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // The backend "nccl". Without a card only what it says of that is tested.
-namespace lockstep {
+namespace lockstep::nccl_device_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -333,4 +333,4 @@ TEST(NcclOnCuda, ALatePeerIsATimeoutThatNamesTheOperation) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::nccl_device_test

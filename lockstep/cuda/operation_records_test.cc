@@ -13,7 +13,7 @@
 // What another backend's operations leave in the flight recorder. The works are stand-ins, which end when and
 // as a test wants; NCCL's are tested in nccl_device_test.cc. Each test has a process of its own, for the
 // recorder.
-namespace lockstep {
+namespace lockstep::operation_records_test {
 namespace {
 
 using ::testing::AllOf;
@@ -187,4 +187,4 @@ TEST(OperationRecords, WorkWithTheRecorderOff) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::operation_records_test

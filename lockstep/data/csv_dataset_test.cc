@@ -9,7 +9,7 @@
 #include <lockstep/testing/message_of.h>
 
 // How files are split into numbers is compared with Python's csv module in csv_dataset_test.py.
-namespace lockstep::data {
+namespace lockstep::data::csv_dataset_test {
 namespace {
 
 using ::testing::AllOf;
@@ -149,4 +149,4 @@ TEST_F(CsvDatasetTest, ReadsMoreThanABuffer) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::csv_dataset_test

@@ -12,7 +12,7 @@
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/data/testing/value_error.h>
 
-namespace lockstep::data {
+namespace lockstep::data::data_loader_state_test {
 namespace {
 
 using ::testing::AllOf;
@@ -291,4 +291,4 @@ TEST(DataLoaderState, RefusesWhatNoLoaderHasSaved) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::data_loader_state_test

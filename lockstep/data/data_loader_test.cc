@@ -17,7 +17,7 @@
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/data/testing/value_error.h>
 
-namespace lockstep::data {
+namespace lockstep::data::data_loader_test {
 namespace {
 
 using ::testing::AllOf;
@@ -391,4 +391,4 @@ TEST(DataLoader, RefusesOptionsThatAreWrong) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::data_loader_test

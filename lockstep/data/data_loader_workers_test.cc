@@ -13,7 +13,7 @@
 #include <lockstep/data/data_loader.h>
 #include <lockstep/device/accelerator.h>
 
-namespace lockstep::data {
+namespace lockstep::data::data_loader_workers_test {
 namespace {
 
 using ::testing::AllOf;
@@ -347,4 +347,4 @@ TEST(DataLoaderWorkers, PinWhereThereIsADevice) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::data_loader_workers_test

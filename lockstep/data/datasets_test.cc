@@ -14,7 +14,7 @@
 #include <lockstep/data/subset.h>
 #include <lockstep/data/tensor_dataset.h>
 
-namespace lockstep::data {
+namespace lockstep::data::datasets_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -264,4 +264,4 @@ TEST(RankShare, RefusesWhatMakesNoSense) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::datasets_test

@@ -10,7 +10,7 @@
 #include <lockstep/testing/simulated_device/simulated_device.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep::data {
+namespace lockstep::data::device_loader_device_test {
 namespace {
 
 using testing::current_stream;
@@ -216,4 +216,4 @@ TEST(DeviceLoaderOnDevice, FetchesLaterWhatHadNoMemoryAhead) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::device_loader_device_test

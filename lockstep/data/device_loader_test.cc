@@ -9,7 +9,7 @@
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/device_loader.h>
 
-namespace lockstep::data {
+namespace lockstep::data::device_loader_test {
 namespace {
 
 /// Sample i is the number i.
@@ -97,4 +97,4 @@ TEST(ToDevice, FindsTheTensorsOfABatch) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::device_loader_test

@@ -10,7 +10,7 @@
 #include <lockstep/data/distributed_sampler.h>
 #include <lockstep/data/testing/value_error.h>
 
-namespace lockstep::data {
+namespace lockstep::data::distributed_sampler_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -106,4 +106,4 @@ TEST(RandomSampler, PermutesAnewEachEpoch) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::distributed_sampler_test

@@ -7,7 +7,7 @@
 #include <lockstep/data/fashion_mnist.h>
 #include <lockstep/data/testing/test_files.h>
 
-namespace lockstep::data {
+namespace lockstep::data::fashion_mnist_test {
 namespace {
 
 using ::testing::AllOf;
@@ -129,4 +129,4 @@ TEST_F(FashionMnistTest, ReadsTheRealSet) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::fashion_mnist_test

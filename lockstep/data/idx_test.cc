@@ -8,7 +8,7 @@
 #include <lockstep/data/idx.h>
 #include <lockstep/data/testing/test_files.h>
 
-namespace lockstep::data {
+namespace lockstep::data::idx_test {
 namespace {
 
 using ::testing::AllOf;
@@ -149,4 +149,4 @@ TEST_F(IdxTest, NamesAFileThatCannotBeRead) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::idx_test

@@ -7,7 +7,7 @@
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/data/data_loader.h>
 
-namespace lockstep::data {
+namespace lockstep::data::iterable_dataset_test {
 namespace {
 
 using ::testing::AllOf;
@@ -228,4 +228,4 @@ TEST(IterableDataset, HasNoOrderToChoose) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::iterable_dataset_test

@@ -9,7 +9,7 @@
 #include <lockstep/data/text_dataset.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::data {
+namespace lockstep::data::text_dataset_test {
 namespace {
 
 using lockstep::testing::message_of;
@@ -177,4 +177,4 @@ TEST_F(TextDatasetTest, FeedsALoader) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::text_dataset_test

@@ -10,7 +10,7 @@
 #include <lockstep/data/torch_sampler.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::data {
+namespace lockstep::data::torch_sampler_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -121,4 +121,4 @@ TEST(TorchSampler, RefusesWhatItCannotDo) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::torch_sampler_test

@@ -7,7 +7,7 @@
 
 #include <lockstep/ddp/bucket_assignment.h>
 
-namespace lockstep {
+namespace lockstep::bucket_assignment_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -65,4 +65,4 @@ TEST(BucketAssignment, HoldsItsPropertiesForRandomModels) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::bucket_assignment_test

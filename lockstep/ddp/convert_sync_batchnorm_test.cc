@@ -11,7 +11,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::convert_sync_batchnorm_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -288,4 +288,4 @@ TEST(ConvertSyncBatchnorm, TorchsOwnCheckRefusesASingleValue) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::convert_sync_batchnorm_test

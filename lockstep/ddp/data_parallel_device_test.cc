@@ -10,7 +10,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep {
+namespace lockstep::data_parallel_device_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -118,4 +118,4 @@ TEST(DataParallelOnDevice, RefusesDevicesThatDoNotExist) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::data_parallel_device_test

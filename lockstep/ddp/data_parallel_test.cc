@@ -12,7 +12,7 @@
 #include <lockstep/ddp/data_parallel.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep {
+namespace lockstep::data_parallel_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -689,4 +689,4 @@ TEST(DataParallel, FollowsOnCudaDevices) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::data_parallel_test

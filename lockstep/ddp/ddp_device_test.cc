@@ -21,7 +21,7 @@
 #include <lockstep/testing/simulated_device/simulated_device.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep {
+namespace lockstep::ddp_device_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -426,4 +426,4 @@ TEST(FingerprintOnDevice, LooksAtBytesWhereItCouldKeepThem) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp_device_test

@@ -14,7 +14,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::ddp_failure_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -226,4 +226,4 @@ TEST(DdpFailure, AMismatchFailsAllAndAnotherGroupGoesOn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp_failure_test

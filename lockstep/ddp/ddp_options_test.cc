@@ -9,7 +9,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::ddp_options_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -675,4 +675,4 @@ TEST(DdpOptions, WrapsWhatLibTorchUsersHave) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp_options_test

@@ -11,7 +11,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::ddp_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -307,4 +307,4 @@ TEST(DistributedDataParallel, ErrorInBackwardLeavesThroughBackward) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp_test

@@ -10,7 +10,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::grad_norm_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -208,4 +208,4 @@ TEST(GradNorm, AParameterUnderTwoNamesCountsOnce) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::grad_norm_test

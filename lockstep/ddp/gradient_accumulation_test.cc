@@ -10,7 +10,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::gradient_accumulation_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -282,4 +282,4 @@ TEST(GradientAccumulation, MisuseIsNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::gradient_accumulation_test

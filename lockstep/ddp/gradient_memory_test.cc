@@ -6,7 +6,7 @@
 #include <lockstep/ddp/testing/fixtures.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::gradient_memory_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -276,4 +276,4 @@ TEST(GradientMemory, DoubleBackwardThroughAGradient) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::gradient_memory_test

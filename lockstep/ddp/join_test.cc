@@ -11,7 +11,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::join_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -261,4 +261,4 @@ TEST(Join, RefusesWhatMakesNoSense) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::join_test

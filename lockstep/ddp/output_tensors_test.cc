@@ -51,7 +51,7 @@ struct Declared;
 
 }  // namespace users
 
-namespace lockstep {
+namespace lockstep::output_tensors_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -215,4 +215,4 @@ TEST(ForEachTensor, AsksTheUsersTypes) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::output_tensors_test

@@ -7,7 +7,7 @@
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep {
+namespace lockstep::sync_batch_norm_device_test {
 namespace {
 
 using testing::close;
@@ -55,4 +55,4 @@ TEST(SyncBatchNormOnDevice, NormalisesAsOnTheCpu) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::sync_batch_norm_device_test

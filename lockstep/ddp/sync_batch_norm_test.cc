@@ -12,7 +12,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::sync_batch_norm_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -430,4 +430,4 @@ TEST(SyncBatchNormModule, InsideDistributedDataParallelTrainsAsOneProcess) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::sync_batch_norm_test

@@ -6,7 +6,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // Validation with unequal numbers of batches per rank, as docs/distributed_data_parallel.md tells to do it.
-namespace lockstep {
+namespace lockstep::uneven_validation_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -103,4 +103,4 @@ TEST(UnevenValidation, CountsEachImageOnceWithBatchNormOnThreeRanks) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::uneven_validation_test

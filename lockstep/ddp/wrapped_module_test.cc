@@ -7,7 +7,7 @@
 
 #include <lockstep/ddp/wrapped_module.h>
 
-namespace lockstep {
+namespace lockstep::wrapped_module_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -271,4 +271,4 @@ TEST(WrappedModule, SavesAsThePlainModule) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::wrapped_module_test

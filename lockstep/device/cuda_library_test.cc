@@ -7,7 +7,7 @@
 #include <lockstep/device/device.h>
 #include <lockstep/testing/folder_test.h>
 
-namespace lockstep {
+namespace lockstep::cuda_library_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -45,4 +45,4 @@ TEST(CudaLibrary, ACardIsNamedByWhoKnowsIt) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::cuda_library_test

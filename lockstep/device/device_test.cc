@@ -3,7 +3,7 @@
 
 #include <lockstep/device/device.h>
 
-namespace lockstep {
+namespace lockstep::device_test {
 namespace {
 
 std::string chosen(int rank, int world_size, int local_rank, int devices) {
@@ -30,4 +30,4 @@ TEST(Device, CudaWhereThereIsNoneIsAnError) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::device_test

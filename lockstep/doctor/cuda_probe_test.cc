@@ -7,7 +7,7 @@
 #include <lockstep/doctor/judge.h>
 
 // The doctor's look at CUDA and NCCL. That it survives a library that does not is in tests/doctor_test.py.
-namespace lockstep::doctor {
+namespace lockstep::doctor::cuda_probe_test {
 namespace {
 
 using ::testing::AllOf;
@@ -103,4 +103,4 @@ TEST(JudgeCuda, JudgesVariables) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::cuda_probe_test

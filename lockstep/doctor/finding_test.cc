@@ -5,7 +5,7 @@
 
 #include <lockstep/doctor/finding.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::finding_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -46,4 +46,4 @@ TEST(Finding, JsonHasEverythingAndSurvivesBytesThatAreNoText) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::finding_test

@@ -13,7 +13,7 @@
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::gather_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -245,4 +245,4 @@ TEST(Command, KillsWhatTakesTooLong) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::gather_test

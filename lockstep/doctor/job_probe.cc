@@ -48,9 +48,9 @@ class PairTest {
   void check_values() {
     const std::vector<int> members = {pair_.first, pair_.second};
     for (int64_t numel : kExerciseSizes) {
-      for (Memory memory : {Memory::kStaged, Memory::kArena}) {
+      for (Placement placement : {Placement::kStaged, Placement::kArena}) {
         begin_step();
-        exercise_collectives(numel, memory, members, rank_, members, group_);
+        exercise_collectives(numel, placement, members, rank_, members, group_);
       }
       begin_step();
       exercise_messages(numel, rank_, rank_ == pair_.first ? pair_.second : pair_.first, group_);
@@ -127,8 +127,8 @@ void LockstepProbe::test_all() {
   std::vector<int> roots = {0};
   if (world_.world_size > 1) roots.push_back(world_.world_size - 1);
   for (int64_t numel : kExerciseSizes) {
-    for (Memory memory : {Memory::kStaged, Memory::kArena}) {
-      exercise_collectives(numel, memory, everybody(world_), world_.rank, roots, {});
+    for (Placement placement : {Placement::kStaged, Placement::kArena}) {
+      exercise_collectives(numel, placement, everybody(world_), world_.rank, roots, {});
     }
   }
 }

@@ -18,7 +18,7 @@
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::job_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -346,9 +346,9 @@ TEST(Exercise, WrongValuesAreErrors) {
   // The ranks do not agree on who they are, so that the sums come out as other ranks' would.
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
-    EXPECT_NO_THROW(exercise_collectives(100, Memory::kStaged, {0, 1}, rank, {0, 1}, {}));
+    EXPECT_NO_THROW(exercise_collectives(100, Placement::kStaged, {0, 1}, rank, {0, 1}, {}));
     try {
-      exercise_collectives(100, Memory::kStaged, {0, 2}, rank, {0}, {});
+      exercise_collectives(100, Placement::kStaged, {0, 2}, rank, {0}, {});
       ADD_FAILURE() << "should have thrown";
     } catch (const c10::DistBackendError& error) {
       EXPECT_THAT(error.what_without_backtrace(),
@@ -358,4 +358,4 @@ TEST(Exercise, WrongValuesAreErrors) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::job_test

@@ -6,7 +6,7 @@
 #include <lockstep/doctor/judge_job.h>
 
 // Each finding is provoked by changing one thing of a healthy job.
-namespace lockstep::doctor {
+namespace lockstep::doctor::judge_job_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -321,4 +321,4 @@ TEST(RankFacts, OfAnotherVersionAreReadAsFarAsTheyGo) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::judge_job_test

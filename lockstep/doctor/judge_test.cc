@@ -6,7 +6,7 @@
 #include <lockstep/doctor/judge.h>
 
 // Each finding is provoked by changing one thing of a healthy machine.
-namespace lockstep::doctor {
+namespace lockstep::doctor::judge_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -378,4 +378,4 @@ TEST(Judge, SaysWhichGpusThereAre) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::judge_test

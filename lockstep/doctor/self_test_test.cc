@@ -8,7 +8,7 @@
 #include <lockstep/doctor/doctor.h>
 #include <lockstep/doctor/self_test.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::self_test_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -73,4 +73,4 @@ TEST(Doctor, RefusesToDoNothing) {
 }
 
 }  // namespace
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::self_test_test

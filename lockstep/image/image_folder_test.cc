@@ -10,7 +10,7 @@
 #include <lockstep/image/testing/encode.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::image {
+namespace lockstep::image::image_folder_test {
 namespace {
 
 using ::testing::AllOf;
@@ -126,4 +126,4 @@ TEST_F(ImageFolderTest, ErrorsNameWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace lockstep::image
+}  // namespace lockstep::image::image_folder_test

@@ -6,7 +6,7 @@
 #include <lockstep/image/testing/encode.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::image {
+namespace lockstep::image::read_image_test {
 namespace {
 
 using ::testing::AllOf;
@@ -161,4 +161,4 @@ TEST(ExifOrientation, TakesDamageForUpright) {
 }
 
 }  // namespace
-}  // namespace lockstep::image
+}  // namespace lockstep::image::read_image_test

@@ -6,7 +6,7 @@
 #include <lockstep/image/transforms.h>
 
 // Values are compared with torchvision's in image_test.py; here is what Python has no word for.
-namespace lockstep::image {
+namespace lockstep::image::transforms_test {
 namespace {
 
 at::Tensor picture() {
@@ -76,4 +76,4 @@ TEST(Crop, FillsWithZeroWhatLiesOutside) {
 }
 
 }  // namespace
-}  // namespace lockstep::image
+}  // namespace lockstep::image::transforms_test

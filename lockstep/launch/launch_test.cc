@@ -24,7 +24,7 @@
 #include <lockstep/launch/failure_report.h>
 #include <lockstep/launch/worker_environment.h>
 
-namespace lockstep::launch {
+namespace lockstep::launch::launch_test {
 namespace {
 
 using ::testing::AllOf;
@@ -457,4 +457,4 @@ TEST(Run, OutputGoesOnWhenItsReaderIsGone) {
 }
 
 }  // namespace
-}  // namespace lockstep::launch
+}  // namespace lockstep::launch::launch_test

@@ -2,7 +2,7 @@
 
 #include <lockstep/launch/line_forwarder.h>
 
-namespace lockstep::launch {
+namespace lockstep::launch::line_forwarder_test {
 namespace {
 
 TEST(LineForwarder, EmitsWholeLinesWithTheirPrefix) {
@@ -104,4 +104,4 @@ TEST(LineTail, KeepsTheLastLines) {
 }
 
 }  // namespace
-}  // namespace lockstep::launch
+}  // namespace lockstep::launch::line_forwarder_test

@@ -225,7 +225,8 @@ SpawnResult run_children(const SpawnRequest& request, const std::string& call) {
                       .arguments = arguments,
                       .environment = environment.strings(),
                       .standard = {nothing.get(), output, output},
-                      .inherited = {pipe.get()}});
+                      .inherited = {pipe.get()},
+                      .make_process = request.make_process});
   }
   const auto& endings = supervisor.run(messages);
   SpawnResult result = result_of(endings, messages.told());

@@ -7,6 +7,7 @@
 
 #include <lockstep/launch/spawn.h>
 #include <lockstep/launch/supervisor.h>
+#include <lockstep/launch/worker_process.h>
 
 namespace lockstep::launch {
 
@@ -18,6 +19,7 @@ struct SpawnRequest {
   Deadline deadline = Deadline::never();
   // By rank: the descriptor that becomes its standard output and error. Empty: it has this process's.
   std::vector<int> outputs = {};
+  MakeProcess make_process = {};  // see WorkerSpec
 };
 
 struct SpawnOutcome {

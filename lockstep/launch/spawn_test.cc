@@ -20,7 +20,7 @@
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/rendezvous/exit_board.h>
 
-namespace lockstep {
+namespace lockstep::spawn_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -235,4 +235,4 @@ TEST(Spawn, APeersEndStandsOnTheExitBoard) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::spawn_test

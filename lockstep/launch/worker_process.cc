@@ -59,6 +59,12 @@ void close_on_exec(int fd, bool yes) {
 }  // namespace
 
 WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guardian) {
+  if (spec.make_process) {
+    WorkerProcess made(spec.make_process(spec), UniqueFd());
+    guardian.enlist(made.pid_);
+    made.pidfd_ = open_pidfd(made.pid_);
+    return made;
+  }
   int ends[2] = {-1, -1};
   TORCH_CHECK_WITH(DistBackendError, ::pipe2(ends, O_CLOEXEC) == 0,
                    "can't make a pipe: ", std::strerror(errno));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <optional>
 #include <string>
 #include <sys/types.h>
@@ -11,6 +12,12 @@
 
 namespace lockstep::launch {
 
+struct WorkerSpec;
+
+/// Makes a worker's process by other means than fork(2) and execve(2): a child of the calling process, the
+/// leader of a process group of its own. Returns its pid, or throws.
+using MakeProcess = std::function<pid_t(const WorkerSpec&)>;
+
 /// What to start, and with what.
 struct WorkerSpec {
   std::string program;                         // a path for execve(2); see find_program
@@ -18,6 +25,7 @@ struct WorkerSpec {
   std::vector<std::string> environment;        // "NAME=value"
   std::array<int, 3> standard = {-1, -1, -1};  // become descriptors 0, 1, 2; -1: as this process has it
   std::vector<int> inherited = {};  // stay open under their numbers (3 or more); all others are closed
+  MakeProcess make_process = {};    // empty: fork and execve
 };
 
 /// One started worker. It leads a process group of its own, has default signal dispositions and an empty

@@ -15,7 +15,7 @@
 #include <lockstep/testing/folder_test.h>
 
 // What arrives at a server is mlflow_test.py's subject.
-namespace lockstep {
+namespace lockstep::mlflow_test {
 namespace {
 
 using internal::Journal;
@@ -241,4 +241,4 @@ TEST_F(MlflowFiles, APasswordInTheUriIsRefusedAndNotShown) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::mlflow_test

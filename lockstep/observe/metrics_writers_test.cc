@@ -17,7 +17,7 @@
 #include <lockstep/observe/json_lines_writer.h>
 #include <lockstep/testing/folder_test.h>
 
-namespace lockstep {
+namespace lockstep::metrics_writers_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -284,4 +284,4 @@ TEST_F(MetricsWriters, AWriterOfAUsersOwnNeedNotKnowItsRank) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::metrics_writers_test

@@ -10,7 +10,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/observe/progress_bar.h>
 
-namespace lockstep {
+namespace lockstep::progress_bar_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -332,4 +332,4 @@ TEST_F(ProgressBarTest, SurvivesAClosedDescriptorAndAnEmptyTotal) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::progress_bar_test

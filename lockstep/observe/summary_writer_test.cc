@@ -19,7 +19,7 @@
 #include <lockstep/testing/folder_test.h>
 
 // What stands in the files is observe_test.py's subject.
-namespace lockstep {
+namespace lockstep::summary_writer_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -229,4 +229,4 @@ TEST_F(SummaryWriterTest, RefusesWhatMakesNoSense) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::summary_writer_test

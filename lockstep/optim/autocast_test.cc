@@ -11,7 +11,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::autocast_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -249,4 +249,4 @@ TEST(Autocast, GradientsUnderDdpAreThoseOfOneProcess) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::autocast_test

@@ -14,7 +14,7 @@
 
 // The numbers are compared with Python's in averaged_model_test.py; here are modules of all kinds, and
 // errors.
-namespace lockstep::swa_utils {
+namespace lockstep::swa_utils::averaged_model_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -246,4 +246,4 @@ TEST(UpdateBn, LeavesModelsWithoutBatchNormAloneAndRestoresAfterErrors) {
 }
 
 }  // namespace
-}  // namespace lockstep::swa_utils
+}  // namespace lockstep::swa_utils::averaged_model_test

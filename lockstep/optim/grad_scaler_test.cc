@@ -18,7 +18,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::grad_scaler_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -406,4 +406,4 @@ TEST(GradScaler, RecoveryBringsItsStateToWhoIsBehindAndCountsASkippedStep) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::grad_scaler_test

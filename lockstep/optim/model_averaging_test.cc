@@ -10,7 +10,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::model_averaging_test {
 namespace {
 
 namespace optim = torch::optim;
@@ -214,4 +214,4 @@ TEST(PostLocalSGDOptimizer, CheckpointsHaveTheAveragersStep) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::model_averaging_test

@@ -25,7 +25,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 }  // namespace
 
-namespace lockstep {
+namespace lockstep::optim_device_test {
 namespace {
 
 using testing::run_ranks;
@@ -171,4 +171,4 @@ TEST(AveragedModelOnDevice, AveragesThere) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::optim_device_test

@@ -7,7 +7,7 @@
 
 #include <lockstep/optim/partition.h>
 
-namespace lockstep {
+namespace lockstep::partition_test {
 namespace {
 
 TEST(PartitionParameters, LargestFirstToTheRankThatHasLeast) {
@@ -74,4 +74,4 @@ TEST(PartitionParameters, EveryParameterHasOneOwnerAndNoRankCarriesMuchMore) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::partition_test

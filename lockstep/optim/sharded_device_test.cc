@@ -14,7 +14,7 @@
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep {
+namespace lockstep::sharded_device_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -120,4 +120,4 @@ TEST(ShardedOptimizersOnDevice, TakeParametersOnSeveralDevicesUnlessAsBucketView
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::sharded_device_test

@@ -9,7 +9,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // The sharded optimizer together with DistributedDataParallel: overlapped with it, and in a Join beside it.
-namespace lockstep {
+namespace lockstep::zero_ddp_test {
 namespace {
 
 namespace optim = torch::optim;
@@ -114,4 +114,4 @@ TEST(ZeroWithDdp, JoinsBesideTheModel) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::zero_ddp_test

@@ -9,7 +9,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::zero_hook_test {
 namespace {
 
 namespace optim = torch::optim;
@@ -185,4 +185,4 @@ TEST(ZeroHook, RefusesMisuse) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::zero_hook_test

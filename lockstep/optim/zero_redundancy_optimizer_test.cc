@@ -11,7 +11,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::zero_redundancy_optimizer_test {
 namespace {
 
 namespace optim = torch::optim;
@@ -488,4 +488,4 @@ TEST(ZeroRedundancyOptimizer, AStepNamesTheRankThatDied) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::zero_redundancy_optimizer_test

@@ -21,7 +21,7 @@
 #include <lockstep/parquet/row_group_collate.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::data {
+namespace lockstep::data::parquet_test {
 namespace {
 
 using ::testing::AllOf;
@@ -306,4 +306,4 @@ TEST_F(ParquetTest, FoldersHoldTheFilesThatEndInParquet) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::parquet_test

@@ -9,7 +9,7 @@
 #include <lockstep/parquet/row_group_sampler.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::data {
+namespace lockstep::data::row_group_sampler_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -121,4 +121,4 @@ TEST(RowGroupSampler, RefusesWhatItCannotDo) {
 }
 
 }  // namespace
-}  // namespace lockstep::data
+}  // namespace lockstep::data::row_group_sampler_test

@@ -28,11 +28,11 @@ constexpr int kMaxWorkers = 1 << 20;
 // A wait status fits into 16 bits; this bit tells "ended with status 0" from "still running".
 constexpr uint32_t kEnded = 1u << 31;
 
-struct Entry {
+struct Worker {
   std::atomic<int32_t> pid;      // 0: no worker yet
   std::atomic<uint32_t> status;  // the futex word; 0 while the worker runs, else kEnded | wait status
 };
-static_assert(sizeof(Entry) == 8 && std::atomic<uint32_t>::is_always_lock_free);
+static_assert(sizeof(Worker) == 8 && std::atomic<uint32_t>::is_always_lock_free);
 
 void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
   auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
@@ -50,9 +50,9 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 struct ExitBoard::Layout {
   uint64_t magic;
   uint64_t count;
-  Entry entries[];  // NOLINT: as many as `count` says, after the header in the mapping
+  Worker entries[];  // NOLINT: as many as `count` says, after the header in the mapping
 
-  static size_t bytes_for(uint64_t count) { return sizeof(Layout) + count * sizeof(Entry); }
+  static size_t bytes_for(uint64_t count) { return sizeof(Layout) + count * sizeof(Worker); }
 };
 
 std::string describe_wait_status(int wait_status) {
@@ -151,13 +151,13 @@ size_t ExitBoard::checked_index(int local_rank) const {
 
 void ExitBoard::record_start(int local_rank, pid_t pid) {
   TORCH_CHECK_VALUE(pid > 0, "a worker's pid is positive, not ", pid);
-  Entry& entry = layout_->entries[checked_index(local_rank)];
+  Worker& entry = layout_->entries[checked_index(local_rank)];
   entry.status.store(0, std::memory_order_relaxed);
   entry.pid.store(pid, std::memory_order_release);  // whoever finds the pid sees the fresh status word
 }
 
 void ExitBoard::record_end(int local_rank, int wait_status) {
-  Entry& entry = layout_->entries[checked_index(local_rank)];
+  Worker& entry = layout_->entries[checked_index(local_rank)];
   entry.status.store(kEnded | static_cast<uint32_t>(wait_status), std::memory_order_release);
   futex_wake_all(entry.status);
 }
@@ -165,7 +165,7 @@ void ExitBoard::record_end(int local_rank, int wait_status) {
 std::optional<std::string> ExitBoard::describe_end(pid_t pid, Deadline deadline) const {
   if (pid <= 0) return std::nullopt;
   for (uint64_t i = 0; i < layout_->count; ++i) {
-    const Entry& entry = layout_->entries[i];
+    const Worker& entry = layout_->entries[i];
     if (entry.pid.load(std::memory_order_acquire) != pid) continue;
     while (true) {
       const uint32_t status = entry.status.load(std::memory_order_acquire);

@@ -10,7 +10,7 @@
 
 #include <lockstep/rendezvous/exit_board.h>
 
-namespace lockstep {
+namespace lockstep::exit_board_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -111,4 +111,4 @@ TEST(ExitBoard, RefusesMisuse) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::exit_board_test

@@ -5,7 +5,7 @@
 
 #include <lockstep/rendezvous/internal/hostlist.h>
 
-namespace lockstep::rendezvous_internal {
+namespace lockstep::rendezvous_internal::hostlist_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -51,4 +51,4 @@ TEST(TasksPerNode, Expands) {
 }
 
 }  // namespace
-}  // namespace lockstep::rendezvous_internal
+}  // namespace lockstep::rendezvous_internal::hostlist_test

@@ -7,7 +7,7 @@
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/launch_environment.h>
 
-namespace lockstep {
+namespace lockstep::launch_environment_test {
 namespace {
 
 using ::testing::AllOf;
@@ -200,4 +200,4 @@ TEST(HostIdentity, SameBootAndNetworkNamespace) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::launch_environment_test

@@ -6,7 +6,7 @@
 
 #include <lockstep/rendezvous/internal/plan.h>
 
-namespace lockstep::rendezvous_internal {
+namespace lockstep::rendezvous_internal::plan_test {
 namespace {
 
 using ::testing::AllOf;
@@ -116,4 +116,4 @@ TEST(Plan, RefusesWhatIsWrong) {
 }
 
 }  // namespace
-}  // namespace lockstep::rendezvous_internal
+}  // namespace lockstep::rendezvous_internal::plan_test

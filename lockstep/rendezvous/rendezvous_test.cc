@@ -17,7 +17,7 @@
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/rendezvous.h>
 
-namespace lockstep {
+namespace lockstep::rendezvous_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -246,4 +246,4 @@ TEST_F(Rendezvous, JobFileLiesInAPrivateDirectoryAndTellsJobsApart) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::rendezvous_test

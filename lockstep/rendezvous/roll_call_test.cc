@@ -7,7 +7,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/rendezvous/roll_call.h>
 
-namespace lockstep {
+namespace lockstep::roll_call_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -114,4 +114,4 @@ TEST(RollCall, ForeignValuesInTheStoreAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::roll_call_test

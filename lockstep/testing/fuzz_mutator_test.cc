@@ -5,7 +5,7 @@
 
 #include <lockstep/testing/fuzz_mutator.h>
 
-namespace lockstep::testing {
+namespace lockstep::testing::fuzz_mutator_test {
 namespace {
 
 using ::testing::AllOf;
@@ -58,4 +58,4 @@ TEST(FuzzMutator, ReachesWhatParsersGetWrong) {
 }
 
 }  // namespace
-}  // namespace lockstep::testing
+}  // namespace lockstep::testing::fuzz_mutator_test

@@ -15,6 +15,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/rank_server.h>
 
 namespace lockstep::testing {
 namespace {
@@ -108,6 +109,7 @@ launch::SpawnRequest request_for(int nprocs, const RunRanksOptions& options, boo
         "TESTBRIDGE_TEST_ONLY", "XML_OUTPUT_FILE", "TEST_PREMATURE_EXIT_FILE"}) {
     request.options.environment.emplace_back(name, std::nullopt);
   }
+  if (can_fork_rank(options.environment)) request.make_process = fork_rank;
   request.options.environment.insert(request.options.environment.end(), options.environment.begin(),
                                      options.environment.end());
   return request;

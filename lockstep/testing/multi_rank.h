@@ -21,8 +21,9 @@
 /// Each rank is the test program started again for the current test alone; it runs the test up to the same
 /// call (calls are counted within a test) and ends behind the body. So what stands before the call runs in
 /// every rank too; earlier calls of run_ranks return at once there, and earlier run_ranks_collect return
-/// outcomes without content: don't ASSERT on them before another call. OMP_NUM_THREADS is 1 in the ranks.
-/// Call from the test's main thread.
+/// outcomes without content: don't ASSERT on them before another call. OMP_NUM_THREADS is 1 in the ranks. A
+/// rank is forked from a process that has loaded the program, where that makes no difference (rank_server.h),
+/// else executed. Call from the test's main thread.
 namespace lockstep::testing {
 
 struct RunRanksOptions {

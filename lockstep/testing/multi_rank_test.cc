@@ -11,7 +11,7 @@
 
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep::testing {
+namespace lockstep::testing::multi_rank_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -129,4 +129,4 @@ TEST_P(Parametrised, RunsItsOwnParameterOnly) {
 INSTANTIATE_TEST_SUITE_P(Numbers, Parametrised, ::testing::Values(3, 4));
 
 }  // namespace
-}  // namespace lockstep::testing
+}  // namespace lockstep::testing::multi_rank_test

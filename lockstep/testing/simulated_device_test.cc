@@ -13,7 +13,7 @@
 #include <lockstep/testing/simulated_device/simulated_device.h>
 #include <lockstep/testing/test_device.h>
 
-namespace lockstep::testing {
+namespace lockstep::testing::simulated_device_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -314,4 +314,4 @@ TEST_F(SimulatedDevice, TrainsAsTheCpuDoes) {
 }
 
 }  // namespace
-}  // namespace lockstep::testing
+}  // namespace lockstep::testing::simulated_device_test

@@ -9,7 +9,7 @@
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/testing/fixtures.h>
 
-namespace lockstep {
+namespace lockstep::batch_size_finder_test {
 namespace {
 
 using data::Example;
@@ -121,4 +121,4 @@ TEST(BatchSizeFinder, DoesNotTryWhatTheMachineHasNoMemoryFor) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::batch_size_finder_test

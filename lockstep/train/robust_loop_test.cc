@@ -16,7 +16,7 @@
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
 
-namespace lockstep {
+namespace lockstep::robust_loop_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -370,4 +370,4 @@ TEST(RobustLoop, EndsAtTheDeadlineWithTheStopStatus) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::robust_loop_test

@@ -20,7 +20,7 @@
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
 
-namespace lockstep {
+namespace lockstep::train_device_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -300,4 +300,4 @@ TEST(FailureKind, KnowsWhatTheDriverAndItsLibrariesSay) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::train_device_test

@@ -19,7 +19,7 @@
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
 
-namespace lockstep {
+namespace lockstep::trainer_test {
 namespace {
 
 namespace nn = torch::nn;
@@ -538,4 +538,4 @@ TEST(Trainer, AnotherNumberOfRanksSeesTheRestOfTheEpoch) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::trainer_test

@@ -11,7 +11,7 @@
 #include <lockstep/base/pickle/format.h>
 #include <lockstep/base/pickle/object_pickle.h>
 
-namespace lockstep {
+namespace lockstep::object_pickle_test {
 namespace {
 
 using c10::IValue;
@@ -322,4 +322,4 @@ TEST(ObjectPickle, ReadsAllBinaryProtocols) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::object_pickle_test

@@ -13,7 +13,7 @@
 #include <lockstep/base/pickle/format.h>
 #include <lockstep/base/pickle/object_pickle.h>
 
-namespace lockstep {
+namespace lockstep::object_unpickle_test {
 namespace {
 
 using c10::IValue;
@@ -280,4 +280,4 @@ TEST(ObjectUnpickle, SurvivesRandomBytes) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::object_unpickle_test

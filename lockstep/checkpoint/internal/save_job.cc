@@ -20,7 +20,6 @@
 namespace lockstep::internal {
 namespace {
 
-constexpr int64_t kAlignment = 64;
 // Up to this size tensors are copied at once in any case: a forward changes the buffers of BatchNorm.
 constexpr int64_t kSmall = int64_t{1} << 20;
 // What a thread copies at least, so that small models are not handed around.
@@ -238,7 +237,9 @@ void SaveJob::stage(Pages& memory, const MemberRanks& ranks, bool later) {
 }
 
 void SaveJob::copy_tensors(Pages& memory, bool later) {
-  const auto padded = [](int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; };
+  const auto padded = [](int64_t size) {
+    return (size + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+  };
   int64_t needed = 0;
   std::set<c10::DeviceType> types;
   for (const File& file : files_) {

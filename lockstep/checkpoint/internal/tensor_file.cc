@@ -20,7 +20,6 @@ namespace {
 
 // What two checksums and a write go over one after the other stays in the processor's cache.
 constexpr int64_t kChunk = 256 << 10;
-constexpr int64_t kAlignment = 64;
 
 template <class Action>
 void for_chunks(int64_t bytes, const Action& action) {
@@ -117,7 +116,7 @@ std::map<std::string, at::Tensor> read_tensors(const InputFile& file, const Open
   std::vector<int64_t> places;
   for (const SafetensorsEntry& entry : open.header.tensors) {
     places.push_back(needed);
-    needed += (entry.end - entry.begin + kAlignment - 1) / kAlignment * kAlignment;
+    needed += (entry.end - entry.begin + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
   }
   const auto pages = std::make_shared<Pages>(static_cast<size_t>(needed));
 

@@ -15,6 +15,9 @@
 /// Safetensors files as a whole: writing tensors with their checksums, and reading them.
 namespace lockstep::internal {
 
+/// In bytes: where the tensors of one buffer begin, so that vector instructions and caches like them.
+constexpr int64_t kTensorAlignment = 64;
+
 /// A tensor and the name that it gets in its file.
 struct NamedTensor {
   std::string name;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <set>
 #include <stdlib.h>
 #include <string>
@@ -15,9 +16,13 @@ class RecordFolder {
   RecordFolder() {
     path_ = (std::filesystem::temp_directory_path() / "lockstep-flight-test-XXXXXX").string();
     TORCH_CHECK(::mkdtemp(path_.data()) != nullptr, "cannot make a temporary folder");
-    ::setenv("LOCKSTEP_FLIGHT_DIR", path_.c_str(), 1);
+    if (const char* value = std::getenv(kVariable)) before_ = value;
+    ::setenv(kVariable, path_.c_str(), 1);
   }
-  ~RecordFolder() { std::filesystem::remove_all(path_); }
+  ~RecordFolder() {
+    before_ ? ::setenv(kVariable, before_->c_str(), 1) : ::unsetenv(kVariable);
+    std::filesystem::remove_all(path_);
+  }
   RecordFolder(const RecordFolder&) = delete;
   RecordFolder& operator=(const RecordFolder&) = delete;
 
@@ -30,7 +35,10 @@ class RecordFolder {
   }
 
  private:
+  static constexpr const char* kVariable = "LOCKSTEP_FLIGHT_DIR";
+
   std::string path_;
+  std::optional<std::string> before_;
 };
 
 }  // namespace lockstep::flight

@@ -14,7 +14,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep {
+namespace lockstep::hooks_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -395,4 +395,4 @@ TEST(Hooks, OfTwoModelsWorkInTwoThreads) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::hooks_test

@@ -12,7 +12,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // hooks_parity_test.py compares the numbers with PyTorch's.
-namespace lockstep {
+namespace lockstep::powersgd_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -310,4 +310,4 @@ TEST(PowerSgd, DrawsNumpysNumbers) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::powersgd_test

@@ -14,7 +14,7 @@
 #include <lockstep/testing/multi_rank.h>
 
 // The numbers are compared with Python's in lr_scheduler_test.py; here are errors, warnings and neighbours.
-namespace lockstep::lr_scheduler {
+namespace lockstep::lr_scheduler::lr_scheduler_test {
 namespace {
 
 namespace optim = torch::optim;
@@ -343,4 +343,4 @@ TEST(SchedulersOfWrappers, LeadTheLocalOptimizersOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace lockstep::lr_scheduler
+}  // namespace lockstep::lr_scheduler::lr_scheduler_test

@@ -5,7 +5,7 @@
 
 #include <lockstep/transport/internal/peer_address.h>
 
-namespace lockstep::transport {
+namespace lockstep::transport::peer_address_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -47,4 +47,4 @@ TEST(PeerAddress, RefusesWhatNoRankWrote) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::peer_address_test

@@ -8,7 +8,7 @@
 #include <lockstep/base/memory.h>
 #include <lockstep/transport/shared_memory/arena.h>
 
-namespace lockstep::transport {
+namespace lockstep::transport::arena_test {
 namespace {
 
 constexpr size_t kSegment = size_t{1} << 20;
@@ -81,4 +81,4 @@ TEST(Arena, RefusesWhatTheMachineDoesNotHave) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::arena_test

@@ -13,7 +13,7 @@
 #include <lockstep/transport/shared_memory/forked_memory.h>
 #include <lockstep/transport/shared_memory/segment.h>
 
-namespace lockstep::transport {
+namespace lockstep::transport::forked_memory_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -121,4 +121,4 @@ TEST(ForkedMemory, MemoryThatIsGoneIsNotKept) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::forked_memory_test

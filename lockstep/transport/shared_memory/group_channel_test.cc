@@ -12,7 +12,7 @@
 
 // The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real
 // processes (deaths, forks, sockets) is tested in collectives/failure_test.cc.
-namespace lockstep::transport {
+namespace lockstep::transport::group_channel_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -239,4 +239,4 @@ TEST(WaitPolicy, SpinsOnlyOnCoresThatNobodyNeeds) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::group_channel_test

@@ -5,7 +5,7 @@
 
 #include <lockstep/transport/shared_memory/host_transport.h>
 
-namespace lockstep::transport {
+namespace lockstep::transport::host_transport_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -34,4 +34,4 @@ TEST(HostTransport, RefusesReferencesOutsideOfASegment) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::host_transport_test

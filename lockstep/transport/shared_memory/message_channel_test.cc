@@ -13,7 +13,7 @@
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 // Messages with ranks as threads of one process, where ThreadSanitizer sees both sides.
-namespace lockstep::transport {
+namespace lockstep::transport::message_channel_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -361,4 +361,4 @@ TEST(MessageChannel, CloseEndsWhatIsPending) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::message_channel_test

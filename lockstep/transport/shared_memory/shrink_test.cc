@@ -20,7 +20,7 @@
 
 // The recovery board with ranks as threads of one process, where ThreadSanitizer sees both sides. Here nobody
 // can die, but members leave, stay away, or are interrupted; deaths are in collectives/shrink_group_test.cc.
-namespace lockstep::transport {
+namespace lockstep::transport::shrink_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -254,4 +254,4 @@ TEST(Shrink, InterruptedRankIsNamedOnAllAndMayComeAgain) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::shrink_test
