@@ -11,7 +11,8 @@
 # Defines LibTorch::torch, LibTorch_DIR_FOUND, LibTorch_VERSION and LibTorch_HAS_CUDA, and for a CUDA build whose CUDA and
 # NCCL headers are at hand LibTorch::cuda. The wheel has them in the packages "nvidia-*" beside it, so no toolkit is needed;
 # for an unpacked libtorch they come from CUDAToolkit_ROOT, CUDA_HOME, /usr/local/cuda or the system. Where they are
-# missing, LibTorch_CUDA_MISSING names them.
+# missing, or libraries that torch's CUDA part loads are, as after scripts/quickstart without a card, LibTorch_CUDA_MISSING
+# names them.
 
 set(_libtorch_roots "")
 if(LOCKSTEP_TORCH)
@@ -88,6 +89,15 @@ if(LibTorch_FOUND AND LibTorch_HAS_CUDA AND NOT TARGET LibTorch::cuda)
   set(_cuda_roots "${CUDAToolkit_ROOT}" "$ENV{CUDAToolkit_ROOT}" "$ENV{CUDA_HOME}" "$ENV{CUDA_PATH}" /usr/local/cuda)
   list(FILTER _cuda_roots EXCLUDE REGEX "^$")
   set(LibTorch_CUDA_MISSING "")
+  # A library that can't be loaded is of no use, whatever headers there are.
+  execute_process(COMMAND ldd "${LibTorch_DIR_FOUND}/lib/libtorch_cuda.so" OUTPUT_VARIABLE _cuda_libraries ERROR_QUIET)
+  string(REGEX MATCHALL "[^ \t\n]+ => not found" _cuda_libraries "${_cuda_libraries}")
+  foreach(_library IN LISTS _cuda_libraries)
+    string(REPLACE " => not found" "" _library "${_library}")
+    if(NOT _library STREQUAL "libcuda.so.1")  # the driver's
+      list(APPEND LibTorch_CUDA_MISSING "${_library}")
+    endif()
+  endforeach()
   set(_cuda_includes "")
   # ATen's and c10d's headers for CUDA include all of these.
   foreach(_header IN ITEMS cuda_runtime_api.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h nccl.h)

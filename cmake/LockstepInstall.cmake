@@ -2,6 +2,11 @@
 include(CMakePackageConfigHelpers)
 
 get_property(components GLOBAL PROPERTY LOCKSTEP_COMPONENTS)
+# What `cmake --install` needs to have been built; scripts/quickstart builds no more, but for its example.
+add_custom_target(lockstep_installable DEPENDS lockstep ${components})
+if(TARGET lockstep_cli)
+  add_dependencies(lockstep_installable lockstep_cli)
+endif()
 install(TARGETS lockstep ${components} EXPORT LockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/lockstep" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}

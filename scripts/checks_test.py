@@ -26,7 +26,9 @@ def test_includes_follow_the_arrows():
 
 
 def test_shell_scripts():
-    scripts = [ROOT / "scripts/quickstart", ROOT / "scripts/test", ROOT / "scripts/check-format", ROOT / ".ci/run"]
+    names = ("scripts/quickstart", "scripts/test", "scripts/bench", "scripts/check-format", "scripts/offline-kit",
+             "scripts/oldest-torch", ".ci/run")
+    scripts = [ROOT / name for name in names]
     for script in [*scripts, *(ROOT / "scripts/lib").glob("*.sh")]:
         status, output = run("bash", "-n", script)
         assert status == 0, output

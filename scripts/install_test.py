@@ -1,7 +1,8 @@
-"""Installs the build, and builds and runs scripts/consumer, a project of its own, against what was installed."""
+"""Builds what scripts/quickstart builds, installs that, and builds and runs scripts/consumer, a project of its own, against it."""
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -21,13 +22,38 @@ def run(*command, **environment):
     return result.returncode, result.stdout
 
 
+# Stands where ccache stands: takes an object file from the build that is there, where it has it.
+LAUNCHER = """#!/usr/bin/env bash
+words=("$@")
+for ((i = 0; i < $#; ++i)); do
+  case ${words[i]} in -o) object=${words[i + 1]} ;; -MF) dependencies=${words[i + 1]} ;; esac
+done
+[[ -e BUILD/$object ]] || exec "$@"
+cp "BUILD/$object" "$object" && echo "$object:" >"$dependencies"
+"""
+
+
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """The folder that Lockstep was installed to."""
+    """The folder that Lockstep was installed to, of a build of its own of the targets of scripts/quickstart, configured as there."""
     if not (BUILD / "cmake_install.cmake").exists():
         pytest.fail(f"there is no build in {BUILD}; do: scripts/test, or set LOCKSTEP_BUILD_DIR")
+    targets = re.search(r"^  build release (.+)$", (ROOT / "scripts/quickstart").read_text(), re.MULTILINE).group(1).split()
+    options = re.search(r"-D(\w+)\{([A-Z,]+)\}=OFF", (ROOT / "scripts/lib/build.sh").read_text())
+    torch = re.search(r"-isystem (\S+)/include/torch/csrc/api/include", (BUILD / "compile_commands.json").read_text()).group(1)
+    build, launcher = tmp_path_factory.mktemp("build"), tmp_path_factory.mktemp("launcher") / "launcher"
+    launcher.write_text(LAUNCHER.replace("BUILD", str(BUILD)))
+    launcher.chmod(0o755)
+    status, output = run("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+                         *(f"-D{options.group(1)}{part}=OFF" for part in options.group(2).split(",")),
+                         f"-DLOCKSTEP_TORCH={torch}", f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}",
+                         # Of an offline kit.
+                         "-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON", CMAKE_PREFIX_PATH=os.environ.get("CMAKE_PREFIX_PATH", ""))
+    assert status == 0, output
+    status, output = run("ninja", "-C", build, *targets)
+    assert status == 0, output
     folder = tmp_path_factory.mktemp("installed")
-    status, output = run("cmake", "--install", BUILD, "--prefix", folder)
+    status, output = run("cmake", "--install", build, "--prefix", folder)
     assert status == 0, output
     return folder
 

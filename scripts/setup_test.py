@@ -27,7 +27,7 @@ exec {python} "$@"
 # What a virtual environment's python does here: pip's calls are counted, and fail with the words in FAKE_PIP.
 FAKE_VENV_PYTHON = """
 if [[ $* == "-m pip install"* ]]; then
-  echo install >>"$FAKE_CALLS"
+  echo "$@" >>"$FAKE_CALLS"
   while (($#)); do [[ $1 != --log ]] || log=$2; [[ $1 != -r ]] || cat "$2" >>"$FAKE_CALLS"; shift; done
   [[ -z $FAKE_PIP ]] || {{ echo "$FAKE_PIP" >>"$log"; exit 1; }}
   exit 0
@@ -48,7 +48,8 @@ class Tree:
         self.root.mkdir()
         self.bin.mkdir()
         shutil.copytree(ROOT / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "requirements.txt", self.root)
+        for list_of_packages in ROOT.glob("requirements*.txt"):
+            shutil.copy(list_of_packages, self.root)
         for tool in TOOLS:
             if shutil.which(tool):
                 (self.bin / tool).symlink_to(shutil.which(tool))
@@ -72,7 +73,7 @@ class Tree:
         (bin_folder / "python").write_text(f"#!{shutil.which('bash')}\n" + FAKE_VENV_PYTHON.format(python=sys.executable))
         (bin_folder / "python").chmod(0o755)
         if complete:
-            self.run("find_given_torch; choose_python; ensure_venv")
+            self.run("find_given_torch; choose_python; ensure_venv tests")
             self.calls.unlink()
 
     def run(self, functions=None, *arguments, **environment):
@@ -177,7 +178,9 @@ def test_python_without_venv(tree):
 
 def test_no_disk(tree):
     tree.fake("df", "echo head; echo 'disk 100 50 3145728 50% /'")
-    assert_one_line(tree.run(), "3 GiB are free", "needs 12", "free some space")
+    for card, needed in ((False, 5), (True, 12)):
+        result = tree.run(f"has_card() {{ {str(card).lower()}; }}; find_given_torch; choose_python; ensure_venv training")
+        assert_one_line(result, "3 GiB are free", f"needs {needed}", "free some space")
 
 
 @pytest.mark.parametrize("words, part", [
@@ -194,7 +197,7 @@ def test_pip_fails(tree, words, part):
 
 def test_complete_environment_is_left_alone(tree):
     tree.fake_venv(complete=True)
-    result = tree.run("find_given_torch; choose_python; ensure_venv")
+    result = tree.run("find_given_torch; choose_python; ensure_venv tests")
     assert result.returncode == 0 and not tree.calls.exists() and "==" not in result.stdout
 
 
@@ -202,17 +205,39 @@ def test_changed_requirements_are_installed(tree):
     tree.fake_venv(complete=True)
     with open(tree.root / "requirements.txt", "a") as file:
         file.write("rich==1.0\n")
-    assert tree.run("find_given_torch; choose_python; ensure_venv").returncode == 0
+    assert tree.run("find_given_torch; choose_python; ensure_venv tests").returncode == 0
     assert "rich==1.0" in tree.calls.read_text()
+
+
+def test_training_without_a_card_leaves_out_what_only_cards_need(tree):
+    tree.fake_venv()
+    training = "find_given_torch; choose_python; ensure_venv training"
+    assert tree.run(f"has_card() {{ false; }}; {training}").returncode == 0
+    installed = tree.calls.read_text()
+    assert "torch==" in installed and "nvidia-cuda-cupti==" in installed and "--no-deps" in installed
+    assert "pytest==" not in installed and "mlflow==" not in installed
+    tree.calls.unlink()
+    assert tree.run(f"has_card() {{ true; }}; {training}").returncode == 0
+    installed = tree.calls.read_text()
+    assert "torch==" in installed and "--no-deps" not in installed and "nvidia-" not in installed
+
+
+def test_an_environment_for_tests_serves_training_but_not_the_reverse(tree):
+    tree.fake_venv()
+    for purpose, installs in (("training", True), ("training", False), ("tests", True), ("training", False), ("tests", False)):
+        tree.calls.unlink(missing_ok=True)
+        assert tree.run(f"find_given_torch; choose_python; ensure_venv {purpose}").returncode == 0
+        assert tree.calls.exists() == installs, purpose
+        assert not installs or ("pytest==" in tree.calls.read_text()) == (purpose == "tests")
 
 
 def test_interrupted_install_is_made_anew(tree):
     tree.fake_venv(complete=True)
     (tree.root / ".venv/.installing").touch()
     (tree.root / ".venv/half").touch()
-    result = tree.run("find_given_torch; choose_python; ensure_venv", FAKE_PYTHON="no-venv")
+    result = tree.run("find_given_torch; choose_python; ensure_venv tests", FAKE_PYTHON="no-venv")
     assert_one_line(result, "has no venv module")  # it wanted to make a new one
-    result = tree.run("install_requirements() { :; }; find_given_torch; choose_python; ensure_venv")
+    result = tree.run("install_requirements() { :; }; find_given_torch; choose_python; ensure_venv tests")
     assert result.returncode == 0, result.stderr
     assert not (tree.root / ".venv/half").exists() and not (tree.root / ".venv/.installing").exists()
 
@@ -236,12 +261,12 @@ def test_given_torch_is_not_installed(tree, tmp_path):
         tree.fake_venv()
         tree.calls.unlink(missing_ok=True)
         (tree.root / ".venv/.lockstep-stamp").unlink(missing_ok=True)
-        result = tree.run('find_given_torch; choose_python; ensure_venv; echo "given $given_torch"', **environment)
+        result = tree.run('find_given_torch; choose_python; ensure_venv tests; echo "given $given_torch"', **environment)
         assert result.returncode == 0, result.stderr
         assert f"given {torch}" in result.stdout
         assert "torch==" not in tree.calls.read_text() and "cmake==" in tree.calls.read_text()
     tree.calls.unlink()
-    assert tree.run("find_given_torch; choose_python; ensure_venv").returncode == 0
+    assert tree.run("find_given_torch; choose_python; ensure_venv tests").returncode == 0
     assert "torch==" in tree.calls.read_text()
 
 
@@ -258,7 +283,7 @@ def test_wrong_compiler(tree):
 def test_cmake_error_is_told(tree):
     tree.fake_venv(complete=True)
     tree.fake("cmake", r"printf 'CMake Error at a.cmake:1 (message):\n  Could NOT\n  find it\n\nmore\n' >&2; exit 1")
-    assert_one_line(tree.run("find_given_torch; configure release", CXX="any-g++"), "could not configure: Could NOT find it;")
+    assert_one_line(tree.run("find_given_torch; purpose=tests; configure release", CXX="any-g++"), "could not configure: Could NOT find it;")
 
 
 @pytest.mark.parametrize("words, part", [
@@ -274,7 +299,7 @@ def test_build_fails(tree, words, part):
 def test_configures_once_for_each_compiler_and_torch(tree):
     tree.fake("cmake", 'echo "$@" >>"$FAKE_CALLS"; mkdir -p build/release; touch build/release/{build.ninja,CMakeCache.txt}')
     for compiler in ("any-g++", "any-g++", "env any-g++", "env any-g++"):
-        result = tree.run("find_given_torch; configure release", CXX=compiler)
+        result = tree.run("find_given_torch; purpose=tests; configure release", CXX=compiler)
         assert result.returncode == 0, result.stderr
     calls = tree.calls.read_text().splitlines()
     assert len(calls) == 2 and "--fresh" not in calls[0] and "--fresh" in calls[1]

@@ -18,34 +18,63 @@ def load(name):
 
 select_tests, summarize_tests, describe_gpu = map(load, ("select_tests", "summarize_tests", "describe_gpu"))
 
-LISTING = """Running main() from main.cc
-Deadline.
-  Expires
-  NeverComes  # GetParam() = 3
-Sizes/Arena.
-  Grows/0  # GetParam() = (1, 2)
+SOURCE = """
+TEST(Deadline, Expires) {
+TEST_F(Deadline, NeverComes) {
+TEST_P(Arena, Grows) {
+INSTANTIATE_TEST_SUITE_P(Sizes, Arena, Values(1, 2));
+TYPED_TEST_SUITE(Kernels, Types);
+TYPED_TEST(Kernels, Add) {
+TEST_P(Bare, Works) {
+INSTANTIATE_TEST_SUITE_P(, Bare, Values(1));
 """
 
 
 def test_case_names():
-    assert select_tests.case_names(LISTING) == ["Deadline.Expires", "Deadline.NeverComes", "Sizes/Arena.Grows/0"]
+    assert select_tests.case_names([SOURCE]) == ["Deadline.Expires", "Deadline.NeverComes", "Sizes/Arena.Grows/N",
+                                                 "Kernels/N.Add", "Bare.Works/N"]
 
 
 @pytest.mark.parametrize("text, selected", [
     ("base", [("program", "base_tests"), ("program", "base_gpu")]),
-    ("Grows", [("cases", "base_tests"), ("cases", "data_tests"), ("cases", "base_gpu")]),
-    ("Arena.Grows", [("cases", "base_tests"), ("cases", "data_tests"), ("cases", "base_gpu")]),
-    ("one_step", [("program", "example_one_step")]),
+    ("Grows", [("cases", "base_tests"), ("cases", "base_gpu")]),
+    ("Arena.Grows/1", [("cases", "base_tests"), ("cases", "base_gpu")]),
+    ("Sizes/Arena", [("cases", "base_tests"), ("cases", "base_gpu")]),
+    ("Kernels/0.Add", [("cases", "base_tests"), ("cases", "base_gpu")]),
+    ("Bare.Works/named", [("cases", "base_tests"), ("cases", "base_gpu")]),
+    ("Kernels.Add", []),
+    ("idx", [("program", "idx_fuzz")]),
     ("nonesuch", []),
 ])
-def test_select(text, selected):
-    tests = [("base_tests", ["b"]), ("data_tests", ["d"]), ("example_one_step", ["e"]), ("base_gpu", ["b"])]
+def test_select_cpp(text, selected):
+    tests = ["base_tests", "data_tests", "idx_fuzz", "base_gpu"]
+    assert select_tests.select_cpp(tests, {"base": [SOURCE], "data": ["TEST(Idx, Reads) {"]}, text) == selected
 
-    def list_cases(command):
-        assert command != ["e"], "an example knows no --gtest_list_tests"
-        return LISTING
 
-    assert select_tests.select(tests, text, list_cases) == selected
+FILES = {"lockstep/data/csv_test.py": 'def test_reads_rows(bin_dir):\n    run(bin_dir / "csv_driver")\n',
+         "tests/cli_test.py": 'def test_help(programs):\n    programs.run("lockstep", "run")\n',
+         "python/tests/ddp_test.py": "class TestBuckets:\n    def test_tail(self):\n        pass\n"}
+
+
+@pytest.mark.parametrize("text, chosen", [
+    ("lockstep/data", [("file", "lockstep/data/csv_test.py")]), ("CSV", [("file", "lockstep/data/csv_test.py")]),
+    ("help", [("tests", "tests/cli_test.py")]), ("Buckets", [("tests", "python/tests/ddp_test.py")]),
+    ("tail", [("tests", "python/tests/ddp_test.py")]), ("driver", []),
+])
+def test_select_python(text, chosen):
+    assert select_tests.select_python(FILES, text) == chosen
+
+
+def test_only_what_the_selected_need_is_built():
+    programs = ["lockstep", "csv_driver", "idx_fuzz"]
+
+    def targets_of(*python):
+        return select_tests.targets_of([], [("file", path) for path in python], FILES, programs)
+
+    assert select_tests.targets_of([("program", "data_tests"), ("program", "data_gpu")], [], FILES, programs) == ["data_tests"]
+    assert targets_of("lockstep/data/csv_test.py") == ["bin/csv_driver", "bin/lockstep"]
+    assert targets_of("tests/cli_test.py") == ["bin/lockstep"]
+    assert targets_of("python/tests/ddp_test.py") == ["python/all"]
 
 
 GTEST = """[==========] Running 4 tests from 2 test suites.

@@ -3,9 +3,10 @@
 import random
 import re
 
-import numpy
 import pytest
-from PIL import Image
+
+numpy = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image", reason="makes the images")
 
 CLASSES = ("disc", "ring", "square")
 

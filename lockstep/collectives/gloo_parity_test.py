@@ -142,7 +142,7 @@ def rounded(case, expected, actual):
     return expected
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def sides(request, run_lockstep, run_pytorch, tmp_path_factory):
     """{"gloo", "private": Lockstep with tensors in private memory, "shared": in shared memory}"""
     size, folder = request.param, tmp_path_factory.mktemp("parity")

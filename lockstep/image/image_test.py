@@ -4,13 +4,15 @@ import io
 import os
 import subprocess
 
-import numpy
 import pytest
 import torch
-import torchvision.transforms as T
-from PIL import Image
-from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_image
+
+numpy = pytest.importorskip("numpy")
+pytest.importorskip("PIL", reason="compares with Pillow")
+T = pytest.importorskip("torchvision.transforms", reason="compares with torchvision")
+from PIL import Image  # noqa: E402
+from torchvision.datasets import ImageFolder  # noqa: E402
+from torchvision.io import ImageReadMode, decode_image  # noqa: E402
 
 CLOSE = 1  # levels of 255 by which a pixel resized with bilinear weights may differ from Pillow's
 CLOSE_BICUBIC = 2

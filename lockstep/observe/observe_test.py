@@ -7,13 +7,14 @@ import os
 import pty
 import subprocess
 
-import numpy as np
 import pytest
 import torch
-from google.protobuf.json_format import MessageToDict
-from PIL import Image
 
+np = pytest.importorskip("numpy")
+pytest.importorskip("PIL", reason="reads the images that SummaryWriter wrote")
 pytest.importorskip("tensorboard", reason="reads what SummaryWriter wrote")
+from google.protobuf.json_format import MessageToDict  # noqa: E402
+from PIL import Image  # noqa: E402
 from tensorboard.backend.event_processing import event_accumulator, event_file_loader  # noqa: E402
 from tensorboard.compat.proto import event_pb2  # noqa: E402
 from tensorboard.plugins.hparams import plugin_data_pb2  # noqa: E402

@@ -30,7 +30,7 @@ def make_jobs(world_size):
     return jobs
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def trained(request, run_lockstep, run_pytorch, tmp_path_factory):
     """(jobs, our results by rank, PyTorch's by rank)"""
     world_size = request.param

@@ -113,7 +113,7 @@ def load(configuration):
     try:
         import expecttest  # noqa: F401 (PyTorch's test classes do)
     except ImportError as error:
-        raise SuiteError("PyTorch's tests need the package expecttest; pip install -r requirements.txt") from error
+        raise SuiteError("PyTorch's tests need the package expecttest; pip install -r requirements-test.txt") from error
     engage(configuration)
     if configuration.tests_from:
         return tests_of_file(configuration.tests_from)

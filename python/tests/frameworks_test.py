@@ -64,32 +64,38 @@ def run_after_a_call(rank, world, name, port, *arguments):
 
 
 def test_accelerate_by_a_call(tmp_path, plain):
+    pytest.importorskip("accelerate")
     run_ranks(run_after_a_call, 2, "accelerate_training", free_port(), str(tmp_path), backend=None)
     check_accelerate(tmp_path, plain)
 
 
 def test_accelerate_by_a_variable(tmp_path, plain):
+    pytest.importorskip("accelerate")
     run_python(*TORCHRUN, ACCELERATE, tmp_path, environment=REPLACE)
     check_accelerate(tmp_path, plain)
 
 
 def test_accelerate_by_our_runner(tmp_path, plain):
+    pytest.importorskip("accelerate")
     run_python(*TORCHRUN, *RUNNER, ACCELERATE, tmp_path)
     check_accelerate(tmp_path, plain)
 
 
 def test_lightning_by_a_call(tmp_path, plain):
+    pytest.importorskip("lightning")
     run_ranks(run_after_a_call, 2, "lightning_training", free_port(), str(tmp_path), "ddp", backend=None)
     check_lightning(tmp_path, plain)
 
 
 def test_lightning_by_a_variable(tmp_path, plain):
+    pytest.importorskip("lightning")
     """Lightning spawns the processes."""
     run_python(LIGHTNING, tmp_path, "ddp_spawn", environment=REPLACE)
     check_lightning(tmp_path, plain)
 
 
 def test_lightning_by_our_runner(tmp_path, plain):
+    pytest.importorskip("lightning")
     """Lightning runs the script once more for the second rank, without our runner."""
     run_python(*RUNNER, LIGHTNING, tmp_path, "ddp")
     check_lightning(tmp_path, plain)

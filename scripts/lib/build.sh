@@ -26,19 +26,22 @@ compile_jobs() {
   jobs=${LOCKSTEP_JOBS:-$jobs}
 }
 
-# configure PRESET: runs cmake if the build folder is new, or was made for another compiler or torch.
-# Changed CMake files need nothing from here: ninja sees them.
+# configure PRESET: runs cmake for $purpose (training, or tests, which is everything) if the build folder is new, or was made
+# for less, or for another compiler or torch. Changed CMake files need nothing from here: ninja sees them.
 configure() {
-  local folder=$root/build/$1
+  local folder=$root/build/$1 made_for="" options=()
   local key="torch=$given_torch CC=${CC:-} CXX=${CXX:-} CXXFLAGS=${CXXFLAGS:-} LDFLAGS=${LDFLAGS:-} prefix=${CMAKE_PREFIX_PATH:-} venv=$venv"
-  if [[ -e $folder/build.ninja && -e $folder/.lockstep-key && $(<"$folder/.lockstep-key") == "$key" ]]; then return 0; fi
-  headline "configuring the $1 preset"
+  if is_lean "$purpose"; then key+=" lean"; fi
+  if [[ -e $folder/build.ninja && -e $folder/.lockstep-key ]]; then made_for=$(<"$folder/.lockstep-key"); fi
+  if [[ $made_for == "tests $key" || $made_for == "$purpose $key" ]]; then return 0; fi
+  headline "configuring the $1 preset, some seconds"
   check_compiler
-  local fresh=()
-  if [[ -e $folder/CMakeCache.txt ]]; then fresh=(--fresh); fi
-  (cd "$root" && run_logged cmake --preset "$1" ${fresh[@]+"${fresh[@]}"} -DLOCKSTEP_TORCH="$given_torch") ||
+  if [[ -e $folder/CMakeCache.txt ]]; then options=(--fresh); fi
+  options+=(${kit_options[@]+"${kit_options[@]}"})
+  if [[ $purpose == training ]]; then options+=(-DLOCKSTEP_BUILD_{TESTS,BENCHMARKS,PYTHON}=OFF); fi
+  (cd "$root" && run_logged cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch") ||
     die "cmake could not configure: $(cmake_error)" "read the log; after mending it run scripts/$program again"
-  printf '%s\n' "$key" >"$folder/.lockstep-key"
+  printf '%s\n' "$purpose $key" >"$folder/.lockstep-key"
 }
 
 # The text of CMake's first error in the log, in one line.

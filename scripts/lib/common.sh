@@ -41,8 +41,20 @@ stopped() {
 }
 
 # headline TEXT: says what happens now, and how long the script has been running.
+step_names=() step_starts=()
 headline() {
+  step_names+=("$1")
+  step_starts+=("$SECONDS")
   printf '== [%4d s] %s\n' "$SECONDS" "$1" | tee -ia "$log"
+}
+
+# show_steps: how long each step since the script's start took, but for those of a moment.
+show_steps() {
+  local index end
+  for index in "${!step_names[@]}"; do
+    end=${step_starts[index + 1]:-$SECONDS}
+    ((end - step_starts[index] < 2)) || printf 'step: %4d s %s\n' "$((end - step_starts[index]))" "${step_names[index]}"
+  done | tee -ia "$log"
 }
 
 # run_logged COMMAND...: output to the terminal and the log; returns the command's status.

@@ -18,7 +18,7 @@ ensure_data() {
     return
   fi
   local prefix=${LOCKSTEP_DATASETS:-/usr/share/datasets}
-  for data in "$prefix/fashion-mnist" "$root/data/fashion-mnist"; do
+  for data in "$prefix/fashion-mnist" "$root/data/fashion-mnist" ${kit:+"$kit/fashion-mnist"}; do
     if has_fashion_mnist "$data"; then return 0; fi
   done
   headline "fetching Fashion-MNIST: Debian's ${packages_data[0]}, 31 MB, unpacked into data/"

@@ -49,45 +49,59 @@ find_given_torch() {
     "point it to a libtorch folder, a torch package or a virtual environment with torch, or unset it"
 }
 
-# needed_requirements: requirements.txt on standard output, without torch where one is given.
+# has_card: whether this machine has an NVIDIA GPU, natively, under WSL or on a Jetson.
+has_card() { [[ -e /dev/nvidiactl || -e /dev/dxg || -e /dev/nvhost-ctrl-gpu ]]; }
+
+# is_lean PURPOSE: whether torch comes without those of CUDA's libraries that only a card needs. Python can't import it then.
+is_lean() { [[ $1 == training && -z $given_torch ]] && ! has_card; }
+
+# needed_requirements PURPOSE: the lists for it on standard output, without torch where one is given.
 needed_requirements() {
-  if [[ -n $given_torch ]]; then grep -v '^torch==' "$root/requirements.txt"; else cat "$root/requirements.txt"; fi
+  local lists=("$root/requirements.txt")
+  if [[ -n $kit ]]; then
+    cat "$kit/requirements.txt"
+    return
+  fi
+  if is_lean "$1"; then lists+=("$root/requirements-cpu.txt"); fi
+  if [[ $1 == tests ]]; then lists+=("$root/requirements-test.txt"); fi
+  if [[ -n $given_torch ]]; then grep -hv '^torch==' "${lists[@]}"; else cat "${lists[@]}"; fi
 }
 
-# venv_stamp: what a complete .venv was made of: requirements, Python, place (its programs hold absolute paths), torch.
+# venv_stamp PURPOSE VERSION: what a complete .venv was made of: requirements, Python, place (its programs hold absolute
+# paths), torch.
 venv_stamp() {
-  local version=${1:-}
-  printf '%s\n' "$(needed_requirements | sha256sum | cut -d' ' -f1)" "$version" "$venv" "$given_torch"
+  printf '%s\n' "$(needed_requirements "$1" | sha256sum | cut -d' ' -f1)" "$2" "$venv" "$given_torch"
 }
 
-# ensure_venv: makes or completes .venv; returns in milliseconds when it is complete. Puts it first in PATH.
+# ensure_venv PURPOSE: makes or completes .venv for training or for tests, which need more; returns in milliseconds when it
+# is complete. Puts it first in PATH.
 ensure_venv() {
-  local marker=$venv/.installing stamp=$venv/.lockstep-stamp version=""
+  local purpose=$1 marker=$venv/.installing stamp=$venv/.lockstep-stamp version="" made_of
   export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv
   if [[ -x $venv/bin/python ]]; then version=$("$venv/bin/python" -V 2>/dev/null) || version=""; fi
-  if [[ -n $version && ! -e $marker && -e $stamp && $(<"$stamp") == "$(venv_stamp "$version")" ]]; then return 0; fi
+  if [[ -n $version && ! -e $marker && -e $stamp ]]; then
+    made_of=$(<"$stamp")
+    if [[ $made_of == "$(venv_stamp tests "$version")" || $made_of == "$(venv_stamp "$purpose" "$version")" ]]; then return 0; fi
+  fi
 
   # An install that was cut short may look complete to pip, and programs of a moved tree have the old path inside.
   local broken=0
   if [[ -z $version || -e $marker ]] || ! "$venv/bin/python" -m pip --version >>"$log" 2>&1; then broken=1; fi
   if [[ -e $stamp && $(sed -n 3p "$stamp") != "$venv" ]]; then broken=1; fi
   if ((broken)); then
-    check_disk "$([[ -n $given_torch ]] && echo 3 || echo 12)" "the Python environment and the build"
-    headline "making the Python environment .venv with $("$python" -V)"
-    ensure_venv_module
+    local disk=12 without_pip=()
+    if [[ -n $given_torch ]]; then disk=3; elif is_lean "$purpose"; then disk=5; fi
+    check_disk "$disk" "the Python environment and the build"
+    headline "making the Python environment .venv, some seconds, with $("$python" -V)"
+    if [[ -z $kit ]]; then ensure_venv_module; else without_pip=(--without-pip); fi
     if ! { rm -rf "$venv" && mkdir "$venv" && : >"$marker"; }; then die "$venv could not be made" "make $root writable"; fi
-    run_logged "$python" -m venv "$venv" || die "python -m venv failed" "read why in the log"
+    run_logged "$python" -m venv ${without_pip[@]+"${without_pip[@]}"} "$venv" || die "python -m venv failed" "read why in the log"
   fi
   : >"$marker"
   rm -f "$stamp"
-  if [[ -n $given_torch ]]; then
-    headline "installing what requirements.txt lists, but torch: that is $given_torch"
-  else
-    headline "installing what requirements.txt lists (torch is some gigabytes; this can take minutes)"
-  fi
-  install_requirements
+  install_requirements "$purpose"
   show_given_torch_to_python
-  venv_stamp "$("$venv/bin/python" -V)" >"$stamp"
+  venv_stamp "$purpose" "$("$venv/bin/python" -V)" >"$stamp"
   rm -f "$marker"
 }
 
@@ -103,17 +117,26 @@ ensure_venv_module() {
     die "$python has no venv module" "install $version-venv, or name another Python in LOCKSTEP_PYTHON"
 }
 
-# pip writes to the terminal itself, for its progress bars; the details go to the log.
+# install_requirements PURPOSE: pip writes to the terminal itself, for its progress bars; the details go to the log. What
+# is installed is compiled to bytecode when it is first imported, which for most of it is never.
 install_requirements() {
-  local list=$venv/.requirements.txt
-  needed_requirements >"$list"
-  if "$venv/bin/python" -m pip install --disable-pip-version-check --log "$log" -r "$list" 2>&1; then return 0; fi
+  local list=$venv/.requirements.txt options=() beside="" size="0.7 GB to fetch, about 1 min"
+  needed_requirements "$1" >"$list"
+  if is_lean "$1"; then options=(--no-deps); else size="3 GB to fetch, about 3 min"; fi
+  if [[ -n $given_torch ]]; then beside=", beside the torch in $given_torch" size="about 1 min"; fi
+  local pip=(-m pip)
+  if [[ -n $kit ]]; then
+    pip=("$(echo "$kit"/wheels/pip-*.whl)/pip") options=(--no-index --find-links "$kit/wheels" pip) size="out of the offline kit"
+  fi
+  headline "installing the Python packages for $1$beside ($size)"
+  if "$venv/bin/python" "${pip[@]}" install --disable-pip-version-check --no-compile --log "$log" \
+      ${options[@]+"${options[@]}"} -r "$list" 2>&1; then return 0; fi
   if log_has 'No space left on device'; then
     die "no disk space for the Python packages" "free some space on the disks of $root and ${TMPDIR:-/tmp}, then run scripts/$program again"
   elif log_has 'Failed to establish a new connection|Temporary failure|Network is unreachable|Max retries|timed out|ProxyError|SSLError'; then
     die "pip could not reach the package index" "check the network (or pip's index settings), then run scripts/$program again"
   fi
-  die "pip could not install requirements.txt" "read why in the log; to use a torch that is there, set LOCKSTEP_TORCH"
+  die "pip could not install what requirements*.txt list" "read why in the log; to use a torch that is there, set LOCKSTEP_TORCH"
 }
 
 # Lets the tests that compare with Python's torch import a given Python torch: it must fit this Python.

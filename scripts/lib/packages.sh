@@ -1,8 +1,10 @@
 # The Debian packages Lockstep needs, all in one place, and how they are installed. Ubuntu's have the same names.
 # shellcheck shell=bash
 
-# To configure and build the release preset (its tests and benchmarks too); ccache and mold only make it faster.
-packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libxxhash-dev libisal-dev libprotozero-dev libcurl4-openssl-dev libcli11-dev nlohmann-json3-dev libgtest-dev libgmock-dev python3-dev)
+# To build the libraries, the lockstep program and the examples; ccache and mold only make it faster.
+packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libxxhash-dev libisal-dev libprotozero-dev libcurl4-openssl-dev libcli11-dev nlohmann-json3-dev)
+# To build everything else: the tests, the benchmarks and the Python module.
+packages_develop=(libgtest-dev libgmock-dev python3-dev)
 # The 60,000 images that quickstart trains on and some tests read.
 packages_data=(dataset-fashion-mnist)
 # To run the tests: one of them starts under mpirun, and one trains on the King James text.

@@ -2,9 +2,10 @@
 
 import pathlib
 
-import numpy as np
 import pytest
 import torch
+
+np = pytest.importorskip("numpy")
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 6
@@ -93,7 +94,7 @@ def make_jobs(world_size):
     return jobs
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3])
 def ran(request, run_lockstep, run_pytorch, tmp_path_factory):
     """(world size, jobs, our results by rank, PyTorch's)"""
     world_size = request.param

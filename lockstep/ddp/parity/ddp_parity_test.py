@@ -39,7 +39,8 @@ class Trained:
             assert set(results) == set(self.jobs)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.long)], ids=lambda count: f"{count} ranks")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)],
+                ids=lambda count: f"{count} ranks")
 def trained(request, run_lockstep, run_pytorch, tmp_path_factory):
     return Trained(request.param, run_lockstep, run_pytorch, tmp_path_factory.mktemp("parity"))
 
