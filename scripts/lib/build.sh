@@ -56,7 +56,9 @@ build() {
   shift
   configure "$preset"
   compile_jobs
-  headline "building the $preset preset with $jobs compilers at once"
+  local minutes=13  # of one compiler, for what training needs
+  [[ $purpose == training ]] || minutes=35
+  headline "building the $preset preset with $jobs compilers at once (some $(((minutes + jobs - 1) / jobs)) min, if all is to be built)"
   if run_logged ninja -C "$root/build/$preset" -j "$jobs" "$@"; then return 0; fi
   if log_has 'No space left on device'; then
     die "no disk space for the build" "free some space, then run scripts/$program again"

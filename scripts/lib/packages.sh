@@ -46,7 +46,7 @@ ensure_packages() {
   fi
   missing_of "$@"
   ((${#missing[@]})) || return 0
-  headline "installing Debian packages: ${missing[*]}"
+  headline "installing Debian packages, less than a minute: ${missing[*]}"
   find_root || die "packages are missing and there is no root or sudo" "as root: apt-get install ${missing[*]}"
   local environment=(env DEBIAN_FRONTEND=noninteractive)
   local options=(-o DPkg::Lock::Timeout=120 -o Acquire::Retries=2)
