@@ -57,7 +57,7 @@ build() {
   configure "$preset"
   compile_jobs
   local minutes=13  # of one compiler, for what training needs
-  [[ $purpose == training ]] || minutes=35
+  [[ ${purpose:-tests} == training ]] || minutes=35
   headline "building the $preset preset with $jobs compilers at once (some $(((minutes + jobs - 1) / jobs)) min, if all is to be built)"
   if run_logged ninja -C "$root/build/$preset" -j "$jobs" "$@"; then return 0; fi
   if log_has 'No space left on device'; then
