@@ -34,12 +34,7 @@ void close_on_exec(int fd, bool yes) {
   ::setpgid(0, 0);
   guardian.enlist(::getpid());
 
-  struct sigaction standard = {};
-  standard.sa_handler = SIG_DFL;
-  for (int signal = 1; signal < NSIG; ++signal) ::sigaction(signal, &standard, nullptr);
-  sigset_t none;
-  ::sigemptyset(&none);
-  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  reset_signals();
 
   for (int target = 0; target < 3; ++target) {
     const int source = spec.standard[static_cast<size_t>(target)];
@@ -57,6 +52,15 @@ void close_on_exec(int fd, bool yes) {
 }
 
 }  // namespace
+
+void reset_signals() {
+  struct sigaction standard = {};
+  standard.sa_handler = SIG_DFL;
+  for (int signal = 1; signal < NSIG; ++signal) ::sigaction(signal, &standard, nullptr);
+  sigset_t none;
+  ::sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+}
 
 WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guardian) {
   if (spec.make_process) {

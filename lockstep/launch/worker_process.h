@@ -28,6 +28,9 @@ struct WorkerSpec {
   MakeProcess make_process = {};    // empty: fork and execve
 };
 
+/// Gives all signals their default dispositions, and blocks none. Async-signal-safe.
+void reset_signals();
+
 /// One started worker. It leads a process group of its own, has default signal dispositions and an empty
 /// mask, dies with the thread that started it (PR_SET_PDEATHSIG), and is in the guardian's care before its
 /// program begins.

@@ -170,12 +170,7 @@ Request receive_request(int socket, std::vector<int>& descriptors) {
 void become_rank(const Request& request, const std::vector<int>& descriptors, pid_t test_program) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != test_program) ::_exit(127);
-  struct sigaction standard = {};
-  standard.sa_handler = SIG_DFL;
-  for (int signal = 1; signal < NSIG; ++signal) ::sigaction(signal, &standard, nullptr);
-  sigset_t none;
-  ::sigemptyset(&none);
-  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  launch::reset_signals();
 
   std::vector<int> aside;
   for (int fd : descriptors) aside.push_back(::fcntl(fd, F_DUPFD_CLOEXEC, kAside));
