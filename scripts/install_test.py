@@ -68,6 +68,8 @@ def test_headers_and_program_are_installed_but_no_test_harness(prefix):
     assert (prefix / "include/lockstep/base/deadline.h").exists()
     assert not list((prefix / "include").rglob("testing"))
     assert len(list(prefix.rglob("LICENSE"))) == 1
+    assert (prefix / "share/man/man1/lockstep.1").read_text().startswith(".TH LOCKSTEP 1")
+    assert "complete " in (prefix / "share/bash-completion/completions/lockstep").read_text()
     installed = [path.relative_to(prefix) for path in prefix.rglob("*") if path.is_file()]
     assert not [path for path in installed if path.suffix == ".cc" or path.name == "CMakeLists.txt"]
     assert not list(prefix.rglob("__pycache__")) and not list(prefix.rglob("*.py")), "the Python package is pip's to install"

@@ -46,6 +46,13 @@ def test_without_arguments_the_help_is_shown(programs):
         (["run", "--nproc-per-node", "abc", "true"], ["--nproc-per-node", "'abc'", "auto"]),
         (["run", "--nproc-per-node", "2.5", "true"], ["--nproc-per-node", "'2.5'"]),
         (["run", "--nproc_per_node=0", "true"], ["--nproc-per-node", " 0"]),
+        (["run", "-np", "0", "true"], ["--nproc-per-node", " 0"]),
+        (["run", "--nnodes", "2", "true"], ["--nnodes", "'2'", "this host"]),
+        (["run", "-n", "2", "--"], ["PROGRAM"]),
+        (["help", "rnu"], ["'lockstep rnu'", "run"]),
+        (["help", "run", "rnu"], ["'lockstep run rnu'", "'lockstep run' has none"]),
+        (["inspect"], ["flight", "checkpoint"]),
+        (["completion", "tcsh"], ["tcsh", "bash"]),
         (["run", "--master-port", "65536", "true"], ["--master-port", "65536"]),
         (["run", "--grace-period", "-1", "true"], ["--grace-period", "-1"]),
         (["run", "no-such-program"], ["'no-such-program'", "PATH"]),
@@ -58,6 +65,12 @@ def test_misuse_is_named_and_the_help_pointed_at(programs, arguments, words):
     done = programs.run("lockstep", *arguments)
     assert done.status == MISUSE and done.stdout == "", done.text
     assert all(word in done.stderr for word in [*words, "--help"]), done.text
+
+
+def test_help_lists_the_commands_below_the_one_that_is_named(programs):
+    done = programs.run("lockstep", "help", "inspect", "rnu")
+    assert done.status == MISUSE and "'lockstep inspect rnu'" in done.stderr, done.text
+    assert "flight" in done.stderr and "bench" not in done.stderr, done.text
 
 
 @pytest.mark.parametrize("name, remedy", [("train", "chmod +x"), ("train.py", "python")])
@@ -74,6 +87,67 @@ def test_both_spellings(programs, spelling, glue):
     done = programs.run("lockstep", "run", *options, "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.status == 0, done.text
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {rank} of 3" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["-n 3", "-n3", "-np 3", "--np 3", "--np=3", "--standalone --nnodes 1 --nproc-per-node 3", "--nnodes=1:1 -np 3"],
+)
+@pytest.mark.parametrize("end", [[], ["--"]])
+def test_habits_of_other_launchers(programs, options, end):
+    done = programs.run("lockstep", "run", *options.split(), *end, "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert done.status == 0, done.text
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {rank} of 3" for rank in range(3)]
+
+
+def test_only_words_before_the_program_are_read(programs):
+    done = programs.run("lockstep", "run", "--no-prefix", "echo", "-np", "7", "--", "-n")
+    assert done.status == 0 and done.stdout == "-np 7 -- -n\n", done.text
+    done = programs.run("lockstep", "run", "-n", "1", "--", "echo", "--", "-np", "run")
+    assert done.status == 0 and done.stdout == "-- -np run\n", done.text
+
+
+def test_a_program_may_have_the_name_of_a_command(programs):
+    for name in ["doctor", "help"]:
+        program = programs.folder / name
+        program.write_text("#!/bin/sh\necho $0 $*\n")
+        program.chmod(0o755)
+        done = programs.run("lockstep", "run", name, "--help", PATH=f"{programs.folder}:{os.environ['PATH']}")
+        assert done.status == 0 and done.stdout == f"{program} --help\n", done.text
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["inspect", "flight"], ["bench"]])
+def test_help_of_a_command_is_what_its_option_prints(programs, command):
+    done = programs.run("lockstep", "help", *command)
+    assert done.status == 0 and done.stdout == programs.run("lockstep", *command, "--help").stdout, done.text
+    assert done.stdout.count("Usage: ") == 1, done.text
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["ins"], ["inspect"]),
+        (["inspect", ""], ["flight", "checkpoint"]),
+        (["inspect", "checkpoint", "--comp"], ["--compare"]),
+        (["run", "--nproc"], ["--nproc-per-node"]),
+        (["run", "-np", "2", "--grace"], ["--grace-period"]),
+        (["run", "./tr"], []),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_bash_completes_commands_and_options(programs, words, expected):
+    complete = 'source <("$0" completion bash); COMP_WORDS=(lockstep "$@"); COMP_CWORD=$#; _lockstep'
+    done = programs.run("bash", "-c", f'{complete}; echo "${{COMPREPLY[@]}}"', "lockstep", *words)
+    assert done.status == 0 and done.stdout.split() == expected, done.text
+
+
+def test_the_manual_page_has_the_help_of_every_command(programs):
+    page = programs.run("lockstep", "man").stdout
+    assert page.startswith(".TH LOCKSTEP 1"), page
+    shown = page.replace("\\&", "").replace("\\e", "\\").replace("\\-", "-")
+    for command in ["run", "inspect checkpoint", "doctor", "completion"]:
+        assert f'.SH "lockstep {command}"' in shown
+        assert programs.run("lockstep", *command.split(), "--help").stdout in shown
 
 
 @pytest.mark.parametrize("word", ["auto", "cpu"])

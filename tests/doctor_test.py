@@ -248,3 +248,10 @@ def test_versions_of_the_program_that_differ(programs):
     assert done.status == 1 and "the program differs" in done.stdout, done.text
     done = programs.lockstep_run(2, "sh", "-c", f"{command} {programs.folder}/train0")
     assert done.status == 0 and "train0" in done.stdout, done.text
+
+
+def test_a_temporary_folder_that_is_not_there_fails_the_self_test(programs):
+    done = programs.run("lockstep", "doctor", "--self-test", TMPDIR=programs.folder / "missing")
+    assert done.status == 1, done.text
+    assert f"no folder can be made in {programs.folder}/missing" in findings(done, "problem", "self-test"), done.text
+    assert "set TMPDIR" in findings(done, "problem", "self-test"), done.text

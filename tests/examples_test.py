@@ -2,8 +2,10 @@
 
 import pathlib
 import re
+import socket
 
 import pytest
+import support
 
 ACCURACY = r"test accuracy: ([01]\.\d{4})"
 
@@ -40,6 +42,25 @@ def test_one_step_prints_each_ranks_loss(programs, nprocs):
     assert set(losses) == {str(rank) for rank in range(nprocs)}, done.text
     assert all(0 < float(loss) < 100 for loss in losses.values())
     assert len(set(losses.values())) == nprocs, "each rank has its own samples"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_spawn_trains_where_the_program_itself_sets_the_address(programs, world_size):
+    options = ["--world-size", world_size, "--epochs", 3, "--master-port", support.free_port()]
+    done = programs.run("spawn", *options)
+    assert done.status == 0, done.text
+    losses = re.findall(r"^epoch (\d): loss (\d\S*)$", done.stdout, re.M)
+    assert [epoch for epoch, _ in losses] == ["1", "2", "3"], done.text
+    assert float(losses[2][1]) < float(losses[0][1]), done.text
+
+
+def test_spawn_passes_a_failed_process_on(programs):
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        done = programs.run("spawn", "--master-port", port)
+    assert done.status == 1 and f"port {port} is in use" in done.stderr, done.text
 
 
 def train(programs, data, *options, nprocs=2):
@@ -138,6 +159,12 @@ def test_bad_options_are_refused(programs, options, words):
     done = programs.run("fashion_mnist", *options)
     assert done.status > 0 and done.stdout == "", done.text
     assert all(word in done.stderr for word in words), done.text
+
+
+@pytest.mark.parametrize("example", ["fashion_mnist", "mixed_precision", "trainer"])
+def test_without_data_the_folder_is_that_of_debians_package(programs, example):
+    done = programs.run(example, "--help")
+    assert done.status == 0 and "/usr/share/datasets/fashion-mnist" in done.stdout, done.text
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

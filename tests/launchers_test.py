@@ -140,6 +140,49 @@ def test_an_explicit_tcp_method_wins_over_the_launchers_variables(programs):
     assert len(meet(programs, f"tcp://127.0.0.1:{support.free_port()}", 2, **launched)) == 2
 
 
+# The start of PyTorch's tutorials: the program itself sets MASTER_ADDR and MASTER_PORT. No launcher's agent listens there.
+
+SUMS = [f"rank {rank} of 2 has the sum 1" for rank in range(2)]
+
+
+def own_address(host="localhost"):
+    """Options with which the driver sets an address of its own. A wait for a store that is not there fails the test."""
+    return ["--set", f"MASTER_ADDR={host}", "--set", f"MASTER_PORT={support.free_port()}", "--timeout", 20]
+
+
+def sums_of(done) -> list:
+    return [re.sub(r" \(pid \d+\)", "", line) for line in lines_of([done])]
+
+
+@pytest.mark.parametrize("numbered", [[], ["--numbered"]], ids=["variables", "rank= and world_size= too"])
+def test_spawned_processes_meet_where_they_set_the_address(programs, numbered):
+    assert sums_of(programs.run("meeting_driver", "--spawn", 2, *numbered, *own_address())) == SUMS
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2"])
+def test_under_lockstep_run_a_program_may_set_the_address(programs, host):
+    assert sums_of(programs.lockstep_run(2, "meeting_driver", *own_address(host))) == SUMS
+
+
+def test_a_script_between_lockstep_run_and_the_program_may_set_the_address(programs):
+    script = f'export MASTER_PORT={support.free_port()}; exec "$0" --timeout 20'
+    assert sums_of(programs.lockstep_run(2, "sh", "-c", script, programs.find("meeting_driver"))) == SUMS
+
+
+def test_the_launchers_own_address_under_another_name_is_the_launchers(programs):
+    options = ["--set", "MASTER_ADDR=localhost", "--timeout", 20]
+    assert sums_of(programs.lockstep_run(2, "meeting_driver", *options)) == SUMS
+
+
+def test_torchrun_under_lockstep_run_has_its_own_store(programs):
+    """What lockstep run said of its store is about another one."""
+    command = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
+    if not command:
+        pytest.skip("no torchrun beside this Python")
+    inner = [command, "--no-python", "--nproc-per-node", 2, "--master-port", support.free_port()]
+    assert sums_of(programs.lockstep_run(1, *inner, programs.find("meeting_driver"), "--timeout", 20)) == SUMS
+
+
 def test_alone_without_any_environment(programs):
     done = programs.run("meeting_driver", "--rank", 0, "--world-size", 1)
     assert done.status == 0 and "rank 0 of 1 " in done.stdout and done.stderr == "", done.text

@@ -198,6 +198,39 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, which has no such heading"
 
 
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_tables_are_whole(page):
+    """Behind an empty line the rows of a table are text."""
+    lines = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.M).splitlines()
+    for before, line, behind in zip(["", *lines], lines, [*lines[1:], ""]):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|[ :|-]+\|", behind.strip()), f"{page.name}: a row without a table: {line}"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_headers_that_a_page_names_exist(page):
+    for header in set(re.findall(r"\blockstep/[a-z]\w*/[\w/]+\.h\b", page.read_text())):
+        assert (REPOSITORY / header).is_file(), f"{page.name} names {header}, which is not there"
+
+
+def included_by(header: str, found: set) -> set:
+    """`header` and the headers of Lockstep that it includes, with what those include."""
+    if header not in found:
+        found.add(header)
+        for included in re.findall(r"#include <(lockstep/[^>]+)>", (REPOSITORY / header).read_text()):
+            included_by(included, found)
+    return found
+
+
+def test_what_the_common_header_leaves_out_is_what_the_guide_says():
+    common = included_by("lockstep/lockstep.h", set())
+    for header in ["ddp/hooks/default_hooks.h", "ddp/hooks/powersgd_hook.h", "ddp/data_parallel.h", "data/idx.h",
+                   "data/csv_dataset.h", "data/torch_sampler.h", "checkpoint/python_checkpoint.h"]:
+        assert f"lockstep/{header}" not in common, f"docs/getting_started.md says that lockstep.h lacks {header}"
+    for header in ["ddp/join.h", "checkpoint/training_state.h", "train/trainer.h", "observe/summary_writer.h"]:
+        assert f"lockstep/{header}" in common
+
+
 def test_the_index_leads_to_each_entry():
     text = (PAGES / "README.md").read_text()
     for entry in ENTRIES:

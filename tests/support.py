@@ -8,12 +8,13 @@ import pathlib
 import re
 import select
 import signal
-import socket
 import struct
 import subprocess
 import threading
 import time
 import uuid
+
+from ports import free_port
 
 HANG = 60  # seconds: nothing here takes that long unless it hangs
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH")
@@ -176,13 +177,6 @@ class Programs:
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(HANG)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for_end(pid: int, deadline: float) -> bool:

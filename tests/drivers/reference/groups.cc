@@ -104,7 +104,7 @@ void asking(int rank) {
   // [end]
   // [is_available, is_initialized, is_backend_available, is_nccl_available, is_torchelastic_launched]
   TORCH_CHECK(lockstep::is_available() && lockstep::is_initialized());
-  TORCH_CHECK(lockstep::is_backend_available("lockstep") && !lockstep::is_backend_available("gloo"));
+  TORCH_CHECK(lockstep::is_backend_available("lockstep") && !lockstep::is_backend_available("mpi"));
   TORCH_CHECK(lockstep::is_backend_available("cpu:lockstep,cuda:nccl") == lockstep::is_nccl_available());
   const bool has_launcher = lockstep::is_torchelastic_launched();  // true under lockstep run and torchrun
   // [end]
