@@ -1,6 +1,8 @@
 #pragma once
 
-/// Everything that a training program needs. Include <torch/torch.h> beside it for modules and optimizers.
+/// What most training programs use. Include <torch/torch.h> beside it for modules and optimizers. Headers of
+/// their own have communication hooks, DataParallel, IDX and CSV files, TorchSampler, files of torch.save,
+/// and the components (image, parquet, mlflow, cuda).
 
 #include <lockstep/base/errors.h>
 #include <lockstep/checkpoint/checkpoint.h>

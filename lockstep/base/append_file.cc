@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <lockstep/base/append_file.h>
+#include <lockstep/base/file_size_signal.h>
 #include <lockstep/base/log.h>
 
 namespace lockstep {
@@ -52,19 +53,33 @@ bool AppendFile::open() {
   if (!fd_) return fail("open");
   struct stat status {};
   is_regular_ = ::fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  return !taken_over_ || cut_partial_line();
+}
+
+bool AppendFile::take_over() {
+  if (taken_over_) return open();
+  if (!open() || !cut_partial_line()) return false;
+  taken_over_ = true;
+  return true;
+}
+
+bool AppendFile::cut_partial_line() {
   if (!is_regular_ || kind_ == Kind::kBinary) return true;  // a pipe has no end to cut
+  const off_t size = ::lseek(fd_.get(), 0, SEEK_END);
   const off_t end = end_of_lines(fd_.get());
-  if (end < 0 || (end != status.st_size && ::ftruncate(fd_.get(), end) != 0)) {
+  if (size < 0 || end < 0 || (end != size && ::ftruncate(fd_.get(), end) != 0)) {
     fd_.reset();
     return fail("read");
   }
   return true;
 }
 
-std::optional<std::string> AppendFile::first_line() {
-  std::string line;
-  if (!open() || !is_regular_ || !std::getline(std::ifstream(path_, std::ios::binary), line))
-    return std::nullopt;
+std::optional<AppendFile::Line> AppendFile::first_line() {
+  if (!open() || !is_regular_) return std::nullopt;
+  std::ifstream file(path_, std::ios::binary);
+  Line line;
+  if (!std::getline(file, line.text)) return std::nullopt;
+  line.ended = !file.eof();
   return line;
 }
 
@@ -73,6 +88,7 @@ bool AppendFile::append(std::string_view record) {
     ++lost_;
     return false;
   }
+  const FileSizeSignalBlock block;
   // One write(2), but where a signal or a full disk cuts it short: the next one tells which.
   size_t written = 0;
   while (written < record.size()) {
@@ -101,8 +117,9 @@ bool AppendFile::sync() {
 
 bool AppendFile::rewrite_lines(
     const std::function<std::optional<std::string>(std::string_view line)>& change) {
-  if (!open()) return false;
+  if (!take_over()) return false;
   if (!is_regular_) return true;
+  const FileSizeSignalBlock block;
   const std::filesystem::path fresh_path = path_.string() + ".new";
   const auto give_up = [&] {
     const int why = errno;

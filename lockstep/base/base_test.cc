@@ -48,6 +48,10 @@ TEST(Failpoint, StrikesAtTheCountedPass) {
   EXPECT_NO_THROW(failpoint::here("a"));
   EXPECT_NO_THROW(failpoint::here("b"));
   EXPECT_NO_THROW(failpoint::here("elsewhere"));
+  failpoint::configure("read=errno(5)@2");
+  EXPECT_EQ(failpoint::fails_with("read"), 0);
+  EXPECT_EQ(failpoint::fails_with("read"), 5);
+  EXPECT_EQ(failpoint::fails_with("read"), 0);
   EXPECT_THROW(failpoint::configure("a"), c10::ValueError);
   EXPECT_THROW(failpoint::configure("a=explode(1)"), c10::ValueError);
   EXPECT_THROW(failpoint::configure("a=exit(x)"), c10::ValueError);

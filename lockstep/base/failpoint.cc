@@ -44,12 +44,12 @@ Action parse_action(std::string_view text) {
   }
   auto open = text.find('(');
   TORCH_CHECK_VALUE(open != std::string_view::npos && text.back() == ')', "LOCKSTEP_FAILPOINTS: '", whole,
-                    "' is not of the form exit(N), kill(N), error(TEXT) or delay(N)");
+                    "' is not of the form exit(N), kill(N), error(TEXT), delay(N) or errno(N)");
   action.verb = text.substr(0, open);
   action.argument = text.substr(open + 1, text.size() - open - 2);
-  TORCH_CHECK_VALUE(
-      action.verb == "exit" || action.verb == "kill" || action.verb == "error" || action.verb == "delay",
-      "LOCKSTEP_FAILPOINTS: unknown action '", action.verb, "'");
+  TORCH_CHECK_VALUE(action.verb == "exit" || action.verb == "kill" || action.verb == "error" ||
+                        action.verb == "delay" || action.verb == "errno",
+                    "LOCKSTEP_FAILPOINTS: unknown action '", action.verb, "'");
   if (action.verb != "error") number_of(action.argument, whole);
   return action;
 }
@@ -70,26 +70,27 @@ namespace detail {
 
 std::atomic<bool> armed{false};
 
-void pass(std::string_view name) {
+int pass(std::string_view name) {
   std::optional<Action> due;
   {
     std::lock_guard lock(mutex);
     auto found = actions.find(name);
-    if (found == actions.end()) return;
+    if (found == actions.end()) return 0;
     Action& action = found->second;
     ++action.passes;
     if (action.at_pass == 0 || action.at_pass == action.passes) due = action;
   }
-  if (!due) return;
+  if (!due) return 0;
   if (due->verb == "exit") ::_exit(static_cast<int>(number_of(due->argument, due->argument)));
   if (due->verb == "kill") {
     ::kill(::getpid(), static_cast<int>(number_of(due->argument, due->argument)));
-    return;
+    return 0;
   }
   if (due->verb == "delay") {
     std::this_thread::sleep_for(std::chrono::milliseconds(number_of(due->argument, due->argument)));
-    return;
+    return 0;
   }
+  if (due->verb == "errno") return static_cast<int>(number_of(due->argument, due->argument));
   TORCH_CHECK(false, "failpoint ", name, ": ", due->argument);
 }
 

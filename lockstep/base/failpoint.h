@@ -10,18 +10,25 @@
 ///   kill(SIGNAL)          sends itself the signal (9: crash, 19: stop)
 ///   error(TEXT)           throws c10::Error with the text
 ///   delay(MILLISECONDS)   waits
+///   errno(NUMBER)         the system call at that place fails with this error number
 /// and optionally "@COUNT" behind it: acts at the COUNT-th pass (from 1) only. A malformed
 /// variable ends the program at its start. With the variable unset a failpoint costs one relaxed load.
 namespace lockstep::failpoint {
 
 namespace detail {
 extern std::atomic<bool> armed;
-void pass(std::string_view name);
+int pass(std::string_view name);
 }  // namespace detail
 
 /// Call where the failure should strike. Thread-safe.
 inline void here(std::string_view name) {
   if (detail::armed.load(std::memory_order_relaxed)) detail::pass(name);
+}
+
+/// Call in front of a system call: the error number with which it shall fail, by errno(NUMBER); 0: make the
+/// call. Other actions act as in here(). Thread-safe.
+inline int fails_with(std::string_view name) {
+  return detail::armed.load(std::memory_order_relaxed) ? detail::pass(name) : 0;
 }
 
 /// Replaces the configuration (tests with ranks as threads or after start). Same syntax; empty disarms.

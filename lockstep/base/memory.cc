@@ -11,61 +11,70 @@
 namespace lockstep {
 namespace {
 
-/// The number in a file such as memory.max; nothing for "max" or a file that isn't there.
-int64_t read_number(const std::string& path, int64_t otherwise) {
+constexpr int64_t kNone = MemoryLimits::kNone;
+
+/// The number in a file such as memory.max; kNone for "max", for what version 1 writes instead (a huge
+/// number), and for a file that isn't there.
+int64_t read_limit(const std::string& path) {
   std::ifstream file(path);
   int64_t number = 0;
-  return file >> number ? number : otherwise;
+  return file >> number && number <= (int64_t{1} << 60) ? number : kNone;
 }
 
-/// Bytes left below the limits of this process's control group and its ancestors (version 2, then version 1).
-int64_t read_cgroup_left() {
-  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  int64_t left = kNone;
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    std::string root;
-    const char* limit_name = nullptr;
-    const char* usage_name = nullptr;
-    if (line.rfind("0::", 0) == 0) {
-      root = "/sys/fs/cgroup", limit_name = "/memory.max", usage_name = "/memory.current";
-    } else if (line.find(":memory:") != std::string::npos) {
-      root = "/sys/fs/cgroup/memory", limit_name = "/memory.limit_in_bytes",
-      usage_name = "/memory.usage_in_bytes";
-    } else {
-      continue;
-    }
-    std::string path = line.substr(line.rfind(':') + 1);
-    while (true) {
-      const std::string folder = root + (path == "/" ? "" : path);
-      const int64_t limit = read_number(folder + limit_name, kNone);
-      if (limit != kNone) left = std::min(left, limit - read_number(folder + usage_name, 0));
-      const auto slash = path.rfind('/');
-      if (path.empty() || slash == std::string::npos) break;
-      path.resize(slash);
+/// What a control group of version 2 or 1 uses, less the page cache of files. Unlike shared memory, which the
+/// kernel counts as cache, too, it is on the lists of files, and can be taken back.
+int64_t read_usage(const std::string& folder, bool version_2) {
+  int64_t usage = 0;
+  std::ifstream(folder + (version_2 ? "/memory.current" : "/memory.usage_in_bytes")) >> usage;
+  std::ifstream statistics(folder + "/memory.stat");
+  std::string name;
+  for (int64_t bytes = 0; statistics >> name >> bytes;) {
+    // Version 1 counts a group's children under total_ only.
+    if (name == (version_2 ? "inactive_file" : "total_inactive_file") ||
+        name == (version_2 ? "active_file" : "total_active_file")) {
+      usage -= bytes;
     }
   }
-  return std::max<int64_t>(left, 0);
+  return std::max<int64_t>(usage, 0);
+}
+
+/// Reads the limits of this process's control group and its ancestors (version 2, and version 1).
+void read_control_groups(const std::string& root, MemoryLimits& limits) {
+  std::ifstream groups(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const bool version_2 = line.starts_with("0::");
+    if (!version_2 && line.find(":memory:") == std::string::npos) continue;
+    const std::string mount = root + (version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
+    for (std::string path = line.substr(line.rfind(':') + 1);; path.resize(path.rfind('/'))) {
+      const std::string folder = mount + (path == "/" ? "" : path);
+      const int64_t limit = read_limit(folder + (version_2 ? "/memory.max" : "/memory.limit_in_bytes"));
+      if (limit != kNone) {
+        limits.cgroup_limit = std::min(limits.cgroup_limit, limit);
+        limits.cgroup_left =
+            std::min(limits.cgroup_left, std::max<int64_t>(limit - read_usage(folder, version_2), 0));
+      }
+      if (path.rfind('/') == std::string::npos) break;
+    }
+  }
 }
 
 }  // namespace
 
-MemoryLimits read_memory_limits() {
+MemoryLimits read_memory_limits(const std::string& root) {
   MemoryLimits limits;
-  std::ifstream meminfo("/proc/meminfo");
+  std::ifstream meminfo(root + "/proc/meminfo");
   for (std::string line; std::getline(meminfo, line);) {
     std::istringstream words(line);
     std::string name;
     int64_t kibibytes = 0;
     if (words >> name >> kibibytes && name == "MemAvailable:") limits.available = kibibytes * 1024;
   }
-  limits.cgroup_left = read_cgroup_left();
+  read_control_groups(root, limits);
   return limits;
 }
 
 void check_memory_available(int64_t bytes, std::string_view purpose) {
-  // What is left for everybody else: a machine that is filled to the last page is of no use to a training
-  // run.
+  // A machine that is filled to the last page is of no use to a training run.
   constexpr int64_t kReserve = 64 << 20;
   const MemoryLimits limits = read_memory_limits();
   const int64_t room = std::min(limits.available, limits.cgroup_left);

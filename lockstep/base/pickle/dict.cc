@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <utility>
 
 #include <ATen/core/Dict.h>
 
@@ -37,12 +38,24 @@ const char* find_key_problem(const std::vector<c10::IValue>& keys_and_values) {
     hashes.push_back(kFibonacci * c10::detail::DictKeyHash()(key));
   }
   std::sort(hashes.begin(), hashes.end());
-  // At most half full; up to eight times more places than that, for chance.
+  // At most half full. More places for chance, which is the greater the fewer the keys are: what is refused
+  // then are keys that were chosen.
   const int smallest = std::bit_width(2 * hashes.size() + 1);
-  for (int bits = smallest; bits <= smallest + 3; ++bits) {
+  const int doublings = hashes.size() < 8 ? 3 : hashes.size() < 256 ? 2 : 1;
+  for (int bits = smallest; bits <= smallest + doublings; ++bits) {
     if (fits(hashes, bits)) return nullptr;
   }
   return "a dict whose keys collide, which would take unreasonable memory";
+}
+
+const char* fill_dict(c10::impl::GenericDict& dict, std::vector<c10::IValue> keys_and_values) {
+  if (const char* problem = find_key_problem(keys_and_values)) return problem;
+  for (size_t i = 0; i + 1 < keys_and_values.size(); i += 2) {
+    if (!dict.insert(std::move(keys_and_values[i]), std::move(keys_and_values[i + 1])).second) {
+      return "a dict with a key twice";
+    }
+  }
+  return nullptr;
 }
 
 }  // namespace lockstep::pickle

@@ -13,4 +13,8 @@ namespace lockstep::pickle {
 /// chance explains are refused. (c10/util/order_preserving_flat_hash_map.h, emplace_new_key)
 const char* find_key_problem(const std::vector<c10::IValue>& keys_and_values);
 
+/// Puts values[1], values[3], … into an empty dict, under the keys before them. Returns what is wrong with
+/// the keys, nullptr if nothing is.
+const char* fill_dict(c10::impl::GenericDict& dict, std::vector<c10::IValue> keys_and_values);
+
 }  // namespace lockstep::pickle

@@ -30,7 +30,10 @@ constexpr std::array kGlobals{
     NamedGlobal{"torch._utils", "_rebuild_tensor_v3", Global::kRebuildTensorV3},
     NamedGlobal{"torch._utils", "_rebuild_parameter", Global::kRebuildParameter},
     NamedGlobal{"torch._utils", "_rebuild_parameter_with_state", Global::kRebuildParameterWithState},
+    NamedGlobal{"torch._tensor", "_rebuild_from_type_v2", Global::kRebuildFromType},
+    NamedGlobal{"torch", "Tensor", Global::kTensor},
     NamedGlobal{"_codecs", "encode", Global::kEncode},
+    NamedGlobal{"__builtin__", "bytes", Global::kBytes},
     NamedGlobal{"collections", "OrderedDict", Global::kOrderedDict},
     NamedGlobal{"collections", "Counter", Global::kCounter},
     NamedGlobal{"builtins", "complex", Global::kComplex},
@@ -38,6 +41,14 @@ constexpr std::array kGlobals{
     NamedGlobal{"torch", "Size", Global::kSize},
     NamedGlobal{"torch", "device", Global::kDevice},
 };
+
+// The memory of a container and of what the machine notes of it, without the elements but for a dict's first.
+constexpr size_t kDictBytes = 768;
+constexpr size_t kListBytes = 256;
+// Together, containers may take so much, whatever the input's size, and so much for each of its bytes. What
+// Python writes stays below: a dict of one small number is 7 bytes at least.
+constexpr size_t kFreeContainerBytes = size_t{64} << 20;
+constexpr size_t kContainerBytesPerByte = 128;
 
 constexpr Global offset_by(Global base, size_t index) {
   return static_cast<Global>(static_cast<uint32_t>(base) + static_cast<uint32_t>(index));
@@ -391,6 +402,11 @@ std::vector<Slot> Machine::pop_to_mark() {
 // ---- Containers ----
 
 uint32_t Machine::push_container(Container::Type type) {
+  // A byte makes a container, and c10's dict takes hundreds, with one item more than an empty one.
+  container_bytes_ += type == Container::Type::kDict ? kDictBytes : kListBytes;
+  if (container_bytes_ > kFreeContainerBytes + kContainerBytesPerByte * bytes_.size()) {
+    fail("lists, dicts and tuples that take too much memory for " + std::to_string(bytes_.size()) + " bytes");
+  }
   containers_.emplace_back().type = type;
   const auto index = static_cast<uint32_t>(containers_.size() - 1);
   push_slot({Slot::Kind::kContainer, index, {}});
@@ -403,10 +419,11 @@ const std::vector<Slot>* Machine::elements_of_tuple(const Slot& slot) const {
   return container.type == Container::Type::kTuple ? &container.slots : nullptr;
 }
 
-/// A tuple may hold what is no value, as long as it serves only for the arguments of a call.
+/// A tuple may hold what is no value, as long as it serves only for the arguments of a call; so may a tuple
+/// in it.
 void Machine::push_tuple(std::vector<Slot> slots) {
   for (const Slot& slot : slots) {
-    if (slot.kind == Slot::Kind::kContainer) value_of(slot);
+    if (slot.kind == Slot::Kind::kContainer && elements_of_tuple(slot) == nullptr) value_of(slot);
   }
   Container& tuple = containers_[push_container(Container::Type::kTuple)];
   for (const Slot& slot : slots) deepen(tuple, slot);
@@ -424,8 +441,10 @@ void Machine::extend(Container::Type type, std::vector<Slot> slots) {
   if (container.sealed) fail("a container that contains itself, or changes after it was used");
   for (Slot& slot : slots) {
     deepen(container, slot);
-    container.slots.push_back({Slot::Kind::kValue, 0, std::move(slot.value)});
+    slot.kind = Slot::Kind::kValue;
   }
+  container.slots.insert(container.slots.end(), std::make_move_iterator(slots.begin()),
+                         std::make_move_iterator(slots.end()));
 }
 
 void Machine::deepen(Container& container, const Slot& element) const {
@@ -458,7 +477,8 @@ IValue Machine::value_of(const Slot& slot) {
 void Machine::seal(Container& container) {
   std::vector<IValue> values;
   values.reserve(container.slots.size());
-  for (const Slot& slot : container.slots) values.push_back(value_of(slot));  // sealed already: no recursion
+  // Lists and dicts are sealed already; tuples in tuples nest no deeper than kMaxObjectDepth.
+  for (const Slot& slot : container.slots) values.push_back(value_of(slot));
   container.sealed = true;
   if (container.type == Container::Type::kTuple) {
     container.value = c10::ivalue::Tuple::create(std::move(values));
@@ -472,11 +492,8 @@ void Machine::seal(Container& container) {
     container.value = std::move(list);
     return;
   }
-  if (const char* problem = find_key_problem(values)) fail(problem);
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
-  for (size_t i = 0; i < values.size(); i += 2) {
-    if (!dict.insert(std::move(values[i]), std::move(values[i + 1])).second) fail("a dict with a key twice");
-  }
+  if (const char* problem = fill_dict(dict, std::move(values))) fail(problem);
   container.value = std::move(dict);
 }
 

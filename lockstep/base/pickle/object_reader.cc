@@ -61,8 +61,13 @@ void ObjectReader::call(Global function, const std::vector<Slot>& arguments) {
       return push_parameter(arguments, 3);
     case Global::kRebuildParameterWithState:
       return push_parameter(arguments, 4);
+    case Global::kRebuildFromType:
+      return push_with_attributes(arguments);
     case Global::kEncode:
       return push_encoded(arguments);
+    case Global::kBytes:  // protocol 2's empty ones
+      if (!arguments.empty()) fail("bytes with arguments");
+      return push(std::string());
     case Global::kOrderedDict:
       if (!arguments.empty()) fail("an OrderedDict with arguments");
       container(push_container(Container::Type::kDict)).ordered = true;
@@ -104,6 +109,19 @@ void ObjectReader::push_device(const std::vector<Slot>& arguments) {
     fail("the device '" + name + "', which torch does not know");
   }
   push(*device);
+}
+
+/// Arguments: a function, a type, the function's arguments, attributes that Python code gave the tensor,
+/// which are left out.
+void ObjectReader::push_with_attributes(const std::vector<Slot>& arguments) {
+  const auto is_global = [&](size_t i, Global wanted) {
+    return arguments[i].kind == Slot::Kind::kGlobal && static_cast<Global>(arguments[i].index) == wanted;
+  };
+  const auto* elements = arguments.size() == 4 ? elements_of_tuple(arguments[2]) : nullptr;
+  if (!elements || !is_global(1, Global::kTensor)) fail("a tensor with attributes, of unknown form");
+  const bool is_v3 = is_global(0, Global::kRebuildTensorV3);
+  if (!is_v3 && !is_global(0, Global::kRebuildTensorV2)) fail("a tensor with attributes, of unknown form");
+  push_tensor(std::vector<Slot>(*elements), is_v3 ? 7 : 6);
 }
 
 void ObjectReader::push_parameter(const std::vector<Slot>& arguments, size_t count) {

@@ -29,6 +29,7 @@ class ObjectReader : public Machine {
   void push_complex(const std::vector<Slot>& arguments);
   void push_device(const std::vector<Slot>& arguments);
   void push_encoded(const std::vector<Slot>& arguments);
+  void push_with_attributes(const std::vector<Slot>& arguments);
   void push_parameter(const std::vector<Slot>& arguments, size_t count);
   void push_tensor(const std::vector<Slot>& arguments, size_t count);
   void check_properties(const std::vector<Slot>& arguments, size_t count);

@@ -1,10 +1,9 @@
 // Bytes that must not be read: hostile, malformed and mutated pickles. What is read as it was written:
 // object_pickle_test.cc.
-#include <cstdio>
 #include <cstring>
 #include <gmock/gmock.h>
+#include <map>
 #include <random>
-#include <sys/resource.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -12,12 +11,14 @@
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/base/pickle/format.h>
 #include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/testing/memory_bound.h>
 
 namespace lockstep::object_unpickle_test {
 namespace {
 
 using c10::IValue;
 using ::testing::HasSubstr;
+using testing::MemoryBound;
 using namespace std::string_literals;
 
 /// The message of the error that reading `bytes` must give.
@@ -106,36 +107,6 @@ TEST(ObjectUnpickle, RefusesDepthWithoutOverflowingTheStack) {
   EXPECT_THAT(read_error(counters + "."), HasSubstr("nested deeper than 200"));
 }
 
-/// Address space at most this much more than now, so that unreasonable allocations fail. Sanitizers need
-/// theirs.
-class MemoryBound {
- public:
-  explicit MemoryBound(rlim_t more) {
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-    getrlimit(RLIMIT_AS, &before_);
-    std::FILE* file = std::fopen("/proc/self/statm", "r");
-    unsigned long pages = 0;
-    EXPECT_EQ(std::fscanf(file, "%lu", &pages), 1);
-    std::fclose(file);
-    rlimit bound = before_;
-    bound.rlim_cur = pages * 4096 + more;
-    EXPECT_EQ(setrlimit(RLIMIT_AS, &bound), 0);
-  }
-  ~MemoryBound() {
-    setrlimit(RLIMIT_AS, &before_);
-  }
-#else
-    (void)more;
-  }
-  ~MemoryBound() = default;
-#endif
-  MemoryBound(const MemoryBound&) = delete;
-  MemoryBound& operator=(const MemoryBound&) = delete;
-
- private:
-  rlimit before_{};
-};
-
 TEST(ObjectUnpickle, RefusesKeysThatWouldFillTheMemory) {
   // Inverse of the hash's multiplier: key i lands on place i of 2^64, thus all on place 0 of any real table.
   constexpr uint64_t kInverse = 0xf1de83e19937733dull;
@@ -147,6 +118,22 @@ TEST(ObjectUnpickle, RefusesKeysThatWouldFillTheMemory) {
   }
   MemoryBound bound(256 << 20);
   EXPECT_THAT(read_error(bytes + "u."), HasSubstr("keys collide"));
+}
+
+TEST(ObjectUnpickle, RefusesContainersThatWouldFillTheMemory) {
+  MemoryBound bound(256 << 20);
+  for (const char* container : {"}", "]", ")", "}\x88Ns"}) {
+    std::string bytes = "](";
+    while (bytes.size() < (2 << 20)) bytes += container;
+    EXPECT_THAT(read_error(bytes + "e."), HasSubstr("lists, dicts and tuples that take too much memory"));
+  }
+}
+
+TEST(ObjectUnpickle, ReadsManySmallDicts) {
+  const std::vector<std::map<std::string, int64_t>> labels(100'000, {{"label", 3}});
+  const IValue read = unpickle_object(pickle_object(to_object(labels)));
+  ASSERT_EQ(read.toListRef().size(), labels.size());
+  EXPECT_EQ((from_object<std::map<std::string, int64_t>>(read.toListRef().back())), labels.back());
 }
 
 std::string replaced(std::string text, std::string_view from, std::string_view to) {
