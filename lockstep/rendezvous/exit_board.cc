@@ -1,6 +1,7 @@
 #include <atomic>
 #include <cerrno>
 #include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <fcntl.h>
@@ -9,6 +10,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <climits>
@@ -16,14 +18,10 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/rendezvous/exit_board.h>
 
-#ifndef F_SEAL_FUTURE_WRITE
-#define F_SEAL_FUTURE_WRITE 0x0010
-#endif
-
 namespace lockstep {
 namespace {
 
-constexpr uint64_t kMagic = 0x4c534558'49544231;  // "LSEXITB1"
+constexpr uint64_t kMagic = 0x4c534558'49544232;  // "LSEXITB2"
 constexpr int kMaxWorkers = 1 << 20;
 // A wait status fits into 16 bits; this bit tells "ended with status 0" from "still running".
 constexpr uint32_t kEnded = 1u << 31;
@@ -52,7 +50,17 @@ struct ExitBoard::Layout {
   uint64_t count;
   Worker entries[];  // NOLINT: as many as `count` says, after the header in the mapping
 
-  static size_t bytes_for(uint64_t count) { return sizeof(Layout) + count * sizeof(Worker); }
+  using Culprit = std::atomic<uint32_t>;  // 0: none, else its local rank + 1
+
+  /// The workers write on whole pages of their own, behind the entries: one word each.
+  static size_t culprits_at(uint64_t count) {
+    const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+    return (sizeof(Layout) + count * sizeof(Worker) + page - 1) / page * page;
+  }
+  static size_t bytes_for(uint64_t count) { return culprits_at(count) + count * sizeof(Culprit); }
+  Culprit* culprits(uint64_t checked_count) {
+    return reinterpret_cast<Culprit*>(reinterpret_cast<std::byte*>(this) + culprits_at(checked_count));
+  }
 };
 
 std::string describe_wait_status(int wait_status) {
@@ -76,14 +84,12 @@ ExitBoard ExitBoard::create(int nprocs) {
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   TORCH_CHECK_WITH(DistBackendError, memory != MAP_FAILED, "can't map the exit board (", bytes,
                    " bytes): ", std::strerror(errno));
-  // Nobody can make the workers' mappings fault by shrinking it; kernels from 5.1 also keep the workers from
-  // writing.
-  ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE);
+  // No process can make the workers' mappings fault by shrinking it.
   ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   auto* layout = static_cast<Layout*>(memory);  // zeroes: pid 0, running
   layout->magic = kMagic;
   layout->count = static_cast<uint64_t>(nprocs);
-  return ExitBoard(std::move(fd), layout, bytes);
+  return ExitBoard(std::move(fd), layout, bytes, static_cast<uint64_t>(nprocs));
 }
 
 std::optional<ExitBoard> ExitBoard::from_environment() {
@@ -105,9 +111,13 @@ std::optional<ExitBoard> ExitBoard::from_environment() {
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || bytes < Layout::bytes_for(1)) return std::nullopt;
   void* memory = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) return std::nullopt;
-  ExitBoard board(UniqueFd(), static_cast<Layout*>(memory), bytes);
-  const uint64_t count = board.layout_->count;
-  if (board.layout_->magic != kMagic || count > kMaxWorkers || Layout::bytes_for(count) != bytes)
+  auto* layout = static_cast<Layout*>(memory);
+  const uint64_t count = layout->count;
+  ExitBoard board(UniqueFd(), layout, bytes, count);
+  if (layout->magic != kMagic || count > kMaxWorkers || Layout::bytes_for(count) != bytes)
+    return std::nullopt;
+  const size_t own = Layout::culprits_at(count);
+  if (::mprotect(static_cast<std::byte*>(memory) + own, bytes - own, PROT_READ | PROT_WRITE) != 0)
     return std::nullopt;
   return board;
 }
@@ -115,7 +125,8 @@ std::optional<ExitBoard> ExitBoard::from_environment() {
 ExitBoard::ExitBoard(ExitBoard&& other) noexcept
     : fd_(std::move(other.fd_)),
       layout_(std::exchange(other.layout_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
+      bytes_(std::exchange(other.bytes_, 0)),
+      count_(std::exchange(other.count_, 0)) {}
 
 ExitBoard& ExitBoard::operator=(ExitBoard&& other) noexcept {
   if (this != &other) {
@@ -123,6 +134,7 @@ ExitBoard& ExitBoard::operator=(ExitBoard&& other) noexcept {
     fd_ = std::move(other.fd_);
     layout_ = std::exchange(other.layout_, nullptr);
     bytes_ = std::exchange(other.bytes_, 0);
+    count_ = std::exchange(other.count_, 0);
   }
   return *this;
 }
@@ -144,14 +156,16 @@ std::string ExitBoard::environment_value() const {
 
 size_t ExitBoard::checked_index(int local_rank) const {
   TORCH_CHECK(fd_, "only the launcher writes on the exit board");
-  TORCH_CHECK_VALUE(local_rank >= 0 && static_cast<uint64_t>(local_rank) < layout_->count, "local rank ",
-                    local_rank, " has no place on an exit board for ", layout_->count, " workers");
+  TORCH_CHECK_VALUE(local_rank >= 0 && static_cast<uint64_t>(local_rank) < count_, "local rank ", local_rank,
+                    " has no place on an exit board for ", count_, " workers");
   return static_cast<size_t>(local_rank);
 }
 
 void ExitBoard::record_start(int local_rank, pid_t pid) {
   TORCH_CHECK_VALUE(pid > 0, "a worker's pid is positive, not ", pid);
-  Worker& entry = layout_->entries[checked_index(local_rank)];
+  const size_t index = checked_index(local_rank);
+  Worker& entry = layout_->entries[index];
+  layout_->culprits(count_)[index].store(0, std::memory_order_relaxed);
   entry.status.store(0, std::memory_order_relaxed);
   entry.pid.store(pid, std::memory_order_release);  // whoever finds the pid sees the fresh status word
 }
@@ -162,20 +176,39 @@ void ExitBoard::record_end(int local_rank, int wait_status) {
   futex_wake_all(entry.status);
 }
 
-std::optional<std::string> ExitBoard::describe_end(pid_t pid, Deadline deadline) const {
-  if (pid <= 0) return std::nullopt;
-  for (uint64_t i = 0; i < layout_->count; ++i) {
-    const Worker& entry = layout_->entries[i];
-    if (entry.pid.load(std::memory_order_acquire) != pid) continue;
-    while (true) {
-      const uint32_t status = entry.status.load(std::memory_order_acquire);
-      if ((status & kEnded) != 0) return describe_wait_status(static_cast<int>(status & ~kEnded));
-      // A restarted worker took the place: how this one ended is no longer known.
-      if (entry.pid.load(std::memory_order_acquire) != pid || deadline.expired()) return std::nullopt;
-      futex_wait(entry.status, status, deadline.remaining());
-    }
+std::optional<size_t> ExitBoard::index_of(pid_t pid) const {
+  for (size_t i = 0; pid > 0 && i < count_; ++i) {
+    if (layout_->entries[i].pid.load(std::memory_order_acquire) == pid) return i;
   }
   return std::nullopt;
+}
+
+std::optional<std::string> ExitBoard::describe_end(pid_t pid, Deadline deadline) const {
+  const auto index = index_of(pid);
+  if (!index) return std::nullopt;
+  const Worker& entry = layout_->entries[*index];
+  while (true) {
+    const uint32_t status = entry.status.load(std::memory_order_acquire);
+    if ((status & kEnded) != 0) return describe_wait_status(static_cast<int>(status & ~kEnded));
+    // A restarted worker took the place: how this one ended is no longer known.
+    if (entry.pid.load(std::memory_order_acquire) != pid || deadline.expired()) return std::nullopt;
+    futex_wait(entry.status, status, deadline.remaining());
+  }
+}
+
+void ExitBoard::record_culprit(pid_t culprit) const {
+  const auto own = index_of(::getpid());
+  const auto other = index_of(culprit);
+  if (!own || !other || *own == *other) return;
+  layout_->culprits(count_)[*own].store(static_cast<uint32_t>(*other) + 1);
+}
+
+std::optional<int> ExitBoard::culprit_of(int local_rank) const {
+  const size_t index = checked_index(local_rank);
+  const uint32_t word = layout_->culprits(count_)[index].load();
+  // A worker wrote it.
+  if (word == 0 || word > count_ || word == index + 1) return std::nullopt;
+  return static_cast<int>(word) - 1;
 }
 
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <sys/types.h>
@@ -15,11 +16,13 @@ namespace lockstep {
 std::string describe_wait_status(int wait_status);
 
 /// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker
-/// looks when it notices that a peer is gone: only the parent of a process learns its exit status.
+/// looks when it notices that a peer is gone: only the parent of a process learns its exit status. In the
+/// other direction a worker notes which peer made its operations fail: the victim's process often ends before
+/// the culprit's does.
 ///
 /// The launcher creates the board, lets the workers inherit fd() under the same number, and puts
-/// environment_value() into their LOCKSTEP_EXIT_BOARD_FD. The workers' mappings are read-only. Every method
-/// may be called by any thread; one process writes. Movable; the mapping lives as long as the object.
+/// environment_value() into their LOCKSTEP_EXIT_BOARD_FD. The workers' mappings of what the launcher writes
+/// are read-only. Every method may be called by any thread. Movable; the mapping lives as long as the object.
 class ExitBoard {
  public:
   static constexpr const char* kVariable = "LOCKSTEP_EXIT_BOARD_FD";
@@ -53,15 +56,25 @@ class ExitBoard {
   /// deadline passes first.
   std::optional<std::string> describe_end(pid_t pid, Deadline deadline) const;
 
+  /// Notes that the worker `culprit` made this process's operations fail, in place of what was noted before:
+  /// the program may have caught that error and gone on. Nothing happens when one of the two is no worker of
+  /// this launcher. In a worker.
+  void record_culprit(pid_t culprit) const;
+  /// The local rank that this one has noted, if any. Launcher only.
+  std::optional<int> culprit_of(int local_rank) const;
+
  private:
   struct Layout;
-  ExitBoard(UniqueFd fd, Layout* layout, size_t bytes) : fd_(std::move(fd)), layout_(layout), bytes_(bytes) {}
+  ExitBoard(UniqueFd fd, Layout* layout, size_t bytes, uint64_t count)
+      : fd_(std::move(fd)), layout_(layout), bytes_(bytes), count_(count) {}
   void unmap() noexcept;
   size_t checked_index(int local_rank) const;
+  std::optional<size_t> index_of(pid_t pid) const;
 
   UniqueFd fd_;
   Layout* layout_ = nullptr;
   size_t bytes_ = 0;
+  uint64_t count_ = 0;  // not read again from the memory, which other processes can change
 };
 
 }  // namespace lockstep

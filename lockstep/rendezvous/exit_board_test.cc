@@ -80,6 +80,44 @@ TEST(ExitBoard, ServesThousandsAndOtherProcesses) {
   EXPECT_EQ(status, 0);
 }
 
+TEST(ExitBoard, AWorkerTellsTheLauncherWhoMadeItFail) {
+  auto board = ExitBoard::create(4096);
+  BoardVariable variable(board.environment_value());
+  int ready[2];
+  ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    char byte = 0;
+    if (::read(ready[0], &byte, 1) != 1) ::_exit(1);
+    auto seen = ExitBoard::from_environment();
+    if (!seen) ::_exit(2);
+    seen->record_culprit(101);  // the program catches this error and goes on
+    seen->record_culprit(100);
+    seen->record_culprit(77);  // no worker
+    seen->record_culprit(::getpid());
+    ::_exit(0);
+  }
+  board.record_start(0, 100);
+  board.record_start(1, 101);
+  board.record_start(4095, child);
+  EXPECT_EQ(board.culprit_of(4095), std::nullopt);
+  EXPECT_EQ(::write(ready[1], "x", 1), 1);
+  ::close(ready[0]);
+  ::close(ready[1]);
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(board.culprit_of(4095), 0);
+  EXPECT_EQ(board.culprit_of(0), std::nullopt);
+  board.record_start(4095, 102);  // restarted
+  EXPECT_EQ(board.culprit_of(4095), std::nullopt);
+  auto seen = ExitBoard::from_environment();
+  ASSERT_TRUE(seen);
+  seen->record_culprit(100);  // this process is no worker
+  for (int rank : {0, 1, 4095}) EXPECT_EQ(board.culprit_of(rank), std::nullopt);
+  EXPECT_THROW(seen->culprit_of(0), c10::Error) << "the launcher's alone";
+}
+
 TEST(ExitBoard, ForeignOrMalformedDescriptorsAreNoBoard) {
   EXPECT_FALSE(ExitBoard::from_environment());
   auto board = ExitBoard::create(1);

@@ -90,6 +90,30 @@ void check_leftovers(const Reader& reader, const Names& names, const LaunchEnvir
                     "; unset WORLD_SIZE, or set RANK too");
 }
 
+/// Whether a program that sets this host means the agent at 127.0.0.1. Other names may, too, but only their
+/// addresses would tell.
+bool names_loopback(const std::string& host) {
+  return host == "localhost" || host == "0.0.0.0" || host == "127.0.0.1" || host == "::1";
+}
+
+/// Sets agent_hosts where the launcher's agent serves the store at the meeting's address, as rendezvous.py's
+/// _torchelastic_use_agent_store; otherwise rank 0 does. Programs set MASTER_ADDR and MASTER_PORT themselves,
+/// and nothing listens there then: LOCKSTEP_AGENT_STORE, "HOST:PORT/RUN_ID", says where our launchers' agent
+/// does. With another run's id it is left over from a launcher that started the present one.
+void look_for_agent(const Reader& reader, TcpMeeting& meeting) {
+  if (reader.text("TORCHELASTIC_USE_AGENT_STORE") != "True") return;
+  const auto store = reader.text("LOCKSTEP_AGENT_STORE");
+  if (!store || !store->ends_with("/" + meeting.run_id)) {
+    meeting.agent_hosts = true;
+    return;
+  }
+  const std::string place = ":" + std::to_string(meeting.port) + "/" + meeting.run_id;
+  if (!store->ends_with(place)) return;
+  const std::string host = store->substr(0, store->size() - place.size());
+  meeting.agent_hosts = meeting.host == host || (names_loopback(meeting.host) && names_loopback(host));
+  if (meeting.agent_hosts) meeting.host = host;  // the agent does not listen at ::1
+}
+
 /// MASTER_ADDR and MASTER_PORT, where set; the store behind them is the agent's or rank 0's.
 Meeting given_address(const Reader& reader) {
   auto host = reader.text("MASTER_ADDR");
@@ -103,12 +127,11 @@ Meeting given_address(const Reader& reader) {
         "for all processes"};
   }
   TcpMeeting meeting{.host = *host, .port = static_cast<uint16_t>(*port)};
-  // As rendezvous.py's _torchelastic_use_agent_store. The agent keeps one store through restarts of its
-  // workers, so each attempt needs keys of its own.
-  meeting.agent_hosts = reader.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  // The agent keeps one store through restarts of its workers, so each attempt needs keys of its own.
   meeting.run_id = reader.text("TORCHELASTIC_RUN_ID").value_or("none");
   meeting.attempt =
       reader.integer("TORCHELASTIC_RESTART_COUNT", 0, std::numeric_limits<int64_t>::max()).value_or(0);
+  look_for_agent(reader, meeting);
   return meeting;
 }
 

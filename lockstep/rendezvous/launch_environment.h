@@ -16,7 +16,7 @@ struct NoMeeting {
 struct TcpMeeting {
   std::string host = {};
   uint16_t port = 0;
-  bool agent_hosts = false;   ///< TORCHELASTIC_USE_AGENT_STORE: rank 0 is a client too
+  bool agent_hosts = false;   ///< the launcher's agent serves the store: rank 0 is a client too
   bool port_derived = false;  ///< computed from the Slurm job, not given by anybody
   /// Set off this job, and this attempt of it, from others that use the same store.
   std::string run_id = "none";
@@ -52,9 +52,10 @@ using Lookup = std::function<std::optional<std::string>(const char* name)>;
 ///
 /// RANK with WORLD_SIZE comes first (lockstep run, torchrun, by hand), then Open MPI's OMPI_COMM_WORLD_*,
 /// then Slurm's (SLURM_PROCID inside of a step), then MPICH's PMI_* (Intel MPI and others use them too).
-/// MASTER_ADDR and MASTER_PORT are heeded under all of them. MPI launchers tell no address: without
-/// MASTER_ADDR their processes meet at a file if they are all on one host. Throws c10::ValueError that names
-/// the variable when one is malformed or contradicts another.
+/// MASTER_ADDR and MASTER_PORT are heeded under all of them; where they differ from the address of the
+/// launcher's store, because the program set them itself, rank 0 serves a store there. MPI launchers tell no
+/// address: without MASTER_ADDR their processes meet at a file if they are all on one host. Throws
+/// c10::ValueError that names the variable when one is malformed or contradicts another.
 LaunchEnvironment read_launch_environment(const Lookup& lookup);
 
 }  // namespace lockstep

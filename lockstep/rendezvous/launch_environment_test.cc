@@ -97,6 +97,24 @@ TEST(LaunchEnvironment, AnAddressIsHeededUnderEveryLauncher) {
   EXPECT_THAT(summary(with(kSlurm, {{"MASTER_ADDR", "h"}})), HasSubstr(" h:15377 derived"));
 }
 
+TEST(LaunchEnvironment, WhereTheProgramSetsTheAddressRankZeroHosts) {
+  const auto launched =
+      with(kTorchrun, {{"MASTER_ADDR", "127.0.0.1"}, {"LOCKSTEP_AGENT_STORE", "127.0.0.1:29500/abc"}});
+  EXPECT_EQ(summary(launched), "torchrun 1/4 1/2 127.0.0.1:29500 agent abc#3");
+  for (const char* same : {"localhost", "0.0.0.0", "::1"}) {
+    EXPECT_THAT(summary(with(launched, {{"MASTER_ADDR", same}})), HasSubstr(" 127.0.0.1:29500 agent"));
+  }
+  for (const Variables& own :
+       std::vector<Variables>{{{"MASTER_PORT", "12355"}},
+                              {{"MASTER_ADDR", "127.0.0.2"}},
+                              {{"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "12355"}}}) {
+    EXPECT_THAT(summary(with(launched, own)), ::testing::Not(HasSubstr("agent")));
+  }
+  EXPECT_THAT(summary(with(launched, {{"MASTER_PORT", "12355"}, {"TORCHELASTIC_RUN_ID", "inner"}})),
+              HasSubstr("127.0.0.1:12355 agent inner"))
+      << "torchrun inside of lockstep run";
+}
+
 TEST(LaunchEnvironment, OneLauncherInsideOfAnother) {
   EXPECT_EQ(read(with(kTorchrun, kOpenMpi)).rank, 1);
   EXPECT_EQ(read(with(kSlurm, kTorchrun)).launcher, "torchrun");

@@ -10,7 +10,6 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -18,6 +17,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/internal/file_store.h>
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/plan.h>
 #include <lockstep/rendezvous/internal/sockets.h>
@@ -37,7 +37,8 @@ using Entry = StoreCache::Entry;
 struct Call {
   int rank;
   int world_size;
-  bool peers_are_local;  ///< all processes of the job are on this host
+  bool peers_are_local;    ///< all processes of the job are on this host
+  bool locality_is_known;  ///< a launcher has said so; else it is a guess
   std::chrono::milliseconds timeout;
   Deadline deadline;
 };
@@ -76,8 +77,13 @@ Place meet(const TcpMeeting& meeting, const Call& call) {
   auto place = open_place(StoreCache::instance().entry(address, call.rank), [&]() -> StorePtr {
     if (call.rank == 0 && !meeting.agent_hosts) {
       try {
-        return host_store(listen_at(meeting.host, meeting.port, call.peers_are_local), call.timeout,
-                          call.deadline);
+        auto listener = listen_at(meeting.host, meeting.port, call.peers_are_local);
+        if (listener.name_is_loopback && !call.locality_is_known && call.world_size > 1) {
+          LOCKSTEP_LOG(kWarning) << "rank 0 listens on " << listener.address
+                                 << " only, to which this host maps the name '" << meeting.host
+                                 << "'; ranks on other hosts can't reach it";
+        }
+        return host_store(std::move(listener), call.timeout, call.deadline);
       } catch (const c10::DistNetworkError& error) {
         if (!meeting.port_derived) throw;
         C10_THROW_ERROR(DistNetworkError, c10::str(error.what_without_backtrace(),
@@ -148,9 +154,7 @@ Place meet(const FileMeeting& meeting, const Call& call) {
     if (entry->store && !is_same_file(entry->file, meeting.path)) entry->store.release();
   }
   return open_place(entry, [&]() -> StorePtr {
-    auto store = c10::make_intrusive<c10d::FileStore>(meeting.path, call.world_size);
-    store->setTimeout(call.timeout);
-    store->add("opened", 1);  // now the file is there
+    auto store = open_file_store(meeting.path, call.world_size, call.timeout, call.deadline);
     entry->file.reset(::open(meeting.path.c_str(), O_RDONLY | O_CLOEXEC));
     return store;
   });
@@ -167,6 +171,8 @@ Place meet_at(const StorePtr& given, const Call& call) {
                .until_joined = {}};
 }
 
+constexpr const char* kJoin = "join";
+
 /// Gives this initialisation keys of its own, and calls the roll.
 StorePtr join(const Place& place, const Call& call) {
   if (!place.entry) return c10::make_intrusive<c10d::PrefixStore>("lockstep", place.store);
@@ -178,7 +184,7 @@ StorePtr join(const Place& place, const Call& call) {
   auto prefix = c10::str("lockstep/", place.job, "/init_", number);
   auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, place.store);
   try {
-    exchange(*store, "join", call.rank, call.world_size, "", call.deadline);
+    exchange(*store, kJoin, call.rank, call.world_size, "", call.deadline);
   } catch (const c10::DistStoreError&) {
     // The connection may be dead; a further call shall make a new one. A server stays: others may be
     // connected to it.
@@ -199,11 +205,14 @@ World rendezvous(const RendezvousOptions& options) {
   using std::chrono::hours;
   using std::chrono::milliseconds;
   auto timeout = std::min<milliseconds>(options.timeout, hours(24 * 365));  // far from overflow
-  Call call{.rank = plan.rank,
-            .world_size = plan.world_size,
-            .peers_are_local = plan.world_size == 1 || environment.local_world_size == plan.world_size,
-            .timeout = timeout,
-            .deadline = Deadline::after(timeout)};
+  Call call{
+      .rank = plan.rank,
+      .world_size = plan.world_size,
+      // Where a launcher has not said it: ranks on several hosts can't make a group yet.
+      .peers_are_local = environment.local_world_size < 0 || environment.local_world_size == plan.world_size,
+      .locality_is_known = environment.local_world_size >= 0,
+      .timeout = timeout,
+      .deadline = Deadline::after(timeout)};
   auto place = options.store
                    ? meet_at(options.store, call)
                    : std::visit([&](const auto& meeting) { return meet(meeting, call); }, plan.meeting);
@@ -212,6 +221,7 @@ World rendezvous(const RendezvousOptions& options) {
               .local_rank = environment.local_rank,
               .local_world_size = environment.local_world_size,
               .store = join(place, call),
+              .met_at = kJoin,
               .launcher = environment.launcher};
   log::set_rank(world.rank);
   LOCKSTEP_LOG(kInfo) << "all " << world.world_size << " ranks are there (started by " << world.launcher

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <thread>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -16,6 +17,7 @@
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/rendezvous.h>
+#include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::rendezvous_test {
 namespace {
@@ -187,11 +189,44 @@ TEST_F(Rendezvous, SomethingElseListensAndIsSilent) {
   EXPECT_THAT(results[0], AllOf(StartsWith("network: "), HasSubstr("does not answer as a store")));
 }
 
+TEST_F(Rendezvous, SomethingElseListensAndAnswersOtherwise) {
+  auto foreign = listen_at("127.0.0.1", 0, true);
+  std::thread server([&] {
+    const std::string answer = "HTTP/1.1 400 Bad Request\r\n\r\n";
+    for (int fd = 0; (fd = ::accept(foreign.socket.get(), nullptr, nullptr)) >= 0; ::close(fd)) {
+      [[maybe_unused]] auto sent = ::send(fd, answer.data(), answer.size(), MSG_NOSIGNAL);
+    }
+  });
+  auto results = run({1}, 2, {.init_method = tcp(foreign.port), .timeout = 1s});
+  ::shutdown(foreign.socket.get(), SHUT_RDWR);  // ends accept()
+  server.join();
+  EXPECT_THAT(results[0], AllOf(StartsWith("network: rank 1 could not reach rank 0"),
+                                HasSubstr("does not answer as a store")));
+}
+
+TEST_F(Rendezvous, RankZeroSaysThatItsNameCannotBeResolved) {
+  ::testing::internal::CaptureStderr();
+  auto listener = listen_at("no-such-host.invalid", 0, true);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("'no-such-host.invalid' cannot be resolved"), HasSubstr("MASTER_ADDR")));
+  EXPECT_NE(listener.port, 0);
+}
+
 TEST_F(Rendezvous, BadFilesAreRefusedAtOnce) {
   TemporaryFile file;
   for (const auto& path : {file.directory + "/missing/meet", file.directory}) {
     EXPECT_THAT(run({0}, 2, {.init_method = "file://" + path, .timeout = 60s}), Each(HasSubstr(path)));
   }
+}
+
+// In a process of its own, for a thread of it goes on reading.
+TEST_F(Rendezvous, FileThatEndsInARecordIsNamedAtTheDeadline) {
+  testing::run_ranks(1, [](int) {
+    TemporaryFile file;
+    std::ofstream(file.path(), std::ios::binary) << std::string("\x14\0\0\0\0\0\0\0abc", 11);
+    EXPECT_THAT(run({0}, 2, {.init_method = "file://" + file.path(), .timeout = 300ms})[0],
+                AllOf(StartsWith("store: the file " + file.path()), HasSubstr("delete the file")));
+  });
 }
 
 TEST_F(Rendezvous, ListensOnAsFewInterfacesAsWillDo) {

@@ -1,43 +1,56 @@
 #include <algorithm>
+#include <charconv>
 #include <cstring>
+#include <map>
+#include <optional>
 #include <stdexcept>
 #include <thread>
-#include <unistd.h>
+#include <type_traits>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
-#include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/internal/call_by.h>
+#include <lockstep/rendezvous/internal/file_store.h>
+#include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/roll_call.h>
 
 /// Under KEY/ in the store:
 ///   claim/R   how many processes say that they are rank R; more than one is a conflict
-///   who/R     process and host of rank R, for messages
+///   who/R     the process of rank R; empty once it has given up
 ///   data/R    what rank R published; stays when R gives up, so that it does not count as missing
 ///   size      the world size, by the first that came; the others must agree
 ///   count     ranks that are present; a rank that gives up takes itself off
-///   seen      ranks that have read the outcome, good or bad
-///   verdict   set once: "complete" by the rank that brings count to world_size, "late: TEXT" by a rank 0
-///   that gives up,
-///             or the text of a conflict.
-///   The only
-///             key that waiting ranks look at.
+///   seen/R    rank R has read the outcome, good or bad
+///   verdict   set once: "complete" by a rank that finds count at world_size (the last to come, or another if
+///             that one ends at this moment), "late: TEXT" by a rank that gives up (rank 0; any, where all
+///             have met before), "failed: TEXT" by a rank that finds a peer ended or is interrupted, or the
+///             text of a conflict. The only key that waiting ranks look at all the time.
 namespace lockstep {
 namespace {
 
+using rendezvous_internal::as_file_store;
+using rendezvous_internal::call_by;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kComplete = "complete";
+constexpr const char* kLate = "late: ";
+constexpr const char* kFailed = "failed: ";
 /// What a wait for other ranks may take before it is worth a line.
 constexpr auto kPatience = std::chrono::seconds(30);
-constexpr const char* kLate = "late: ";
+/// How often a waiting rank looks for more than the verdict.
+constexpr auto kLookInterval = milliseconds(250);
+/// What a call of a FileStore may take behind the deadline.
+constexpr auto kStoreGrace = std::chrono::seconds(2);
 
 std::vector<uint8_t> to_bytes(const std::string& text) {
   return {text.begin(), text.end()};
@@ -48,80 +61,192 @@ std::string to_text(const std::vector<uint8_t>& bytes) {
 
 class RollCall {
  public:
-  RollCall(c10d::Store& store, const std::string& key, int rank, int world_size)
-      : store_(store), prefix_(key + "/"), rank_(rank), world_size_(world_size) {}
+  /// `met_at`: the exchange whose who/R tells the processes; empty: this one.
+  RollCall(c10d::Store& store, const std::string& key, int rank, int world_size, const std::string& met_at,
+           Deadline deadline)
+      : store_(store),
+        file_store_(as_file_store(store)),
+        prefix_(key + "/"),
+        rank_(rank),
+        world_size_(world_size),
+        who_prefix_((met_at.empty() ? key : met_at) + "/who/"),
+        have_met_(!met_at.empty()),
+        deadline_(deadline),
+        own_(this_process()) {}
 
-  std::vector<std::string> run(const std::string& mine, Deadline deadline,
-                               const std::function<void()>& while_waiting) {
+  std::vector<std::string> run(const std::string& mine, const std::function<void()>& while_waiting) {
     while_waiting_ = while_waiting;
     try {
-      auto all = meet(mine, deadline);
-      add(prefix_ + "seen", 1);
+      auto all = meet(mine);
+      set(at("seen", rank_), "1");
       return all;
-    } catch (const c10::DistNetworkError&) {
-      throw;  // the store is gone
+    } catch (const Interruption&) {
+      fail_for_others();
+      tell_and_keep_store();
+      throw;
+    } catch (const c10::DistNetworkError& error) {
+      fail_without_store(error);
     } catch (...) {
-      if (present_) add(prefix_ + "seen", 1);
-      keep_store_until_seen();
+      tell_and_keep_store();
       throw;
     }
   }
+
+  [[noreturn]] void fail(const std::string& text, bool late) {
+    std::string verdict = (late ? kLate : kFailed) + text;
+    try {
+      decide(verdict);
+      const auto decided = get(prefix_ + "verdict");
+      if (decided != kComplete) verdict = decided;
+      present_ = true;
+      tell_and_keep_store();
+    } catch (const c10::Error&) {
+      // The store is lost: what this rank knows must do.
+    }
+    throw_verdict(verdict);
+  }
+
+  bool is_decided() { return check(prefix_ + "verdict"); }
 
   /// Rank 0 may host the store: if its process ends at once after a failure, the others can't read why. Waits
   /// until all that came have read the outcome, but not for ever.
   void keep_store_until_seen() {
     if (rank_ != 0) return;
-    int64_t present = 0;
-    for (int rank = 0; rank < world_size_; ++rank) present += store_.check({at("data", rank)}) ? 1 : 0;
-    const auto deadline = Deadline::after(std::chrono::seconds(3));
-    while (add(prefix_ + "seen", 0) < present && !deadline.expired()) {
-      std::this_thread::sleep_for(milliseconds(2));
+    const auto patience = Deadline::after(std::chrono::seconds(3));
+    for (int peer = 1; peer < world_size_; ++peer) {
+      if (!have_met_ && !check(at("data", peer))) continue;
+      while (!check(at("seen", peer)) && !has_ended(peer) && !patience.expired()) {
+        check_interrupts();
+        std::this_thread::sleep_for(milliseconds(2));
+      }
     }
   }
 
  private:
-  std::vector<std::string> meet(const std::string& mine, Deadline deadline) {
-    auto begin = Clock::now();
+  std::vector<std::string> meet(const std::string& mine) {
+    const auto begin = Clock::now();
     claim();
+    failpoint::here("meet_claimed");
     agree_on_size();
-    store_.set(at("data", rank_), to_bytes(mine));
+    set(at("data", rank_), mine);
     present_ = true;
-    if (add(prefix_ + "count", 1) == world_size_) decide(kComplete);
-    if (!verdict_by(deadline)) give_up(Clock::now() - begin);
-    auto verdict = to_text(store_.get(prefix_ + "verdict"));
+    failpoint::here("meet_published");
+    if (rank_ != 0 && !while_waiting_) has_ended(0);  // known before the store that it may host is lost
+    const bool complete = add(prefix_ + "count", 1) == world_size_;
+    failpoint::here("meet_counted");
+    if (complete) decide(kComplete);
+    if (!verdict_by_deadline()) give_up(Clock::now() - begin);
+    const auto verdict = get(prefix_ + "verdict");
+    if (verdict != kComplete) throw_verdict(verdict);
+    auto all = collect();
+    failpoint::here("meet_met");
+    return all;
+  }
+
+  [[noreturn]] static void throw_verdict(const std::string& verdict) {
     if (verdict.starts_with(kLate)) LOCKSTEP_THROW_TIMEOUT(verdict.substr(std::strlen(kLate)));
-    if (verdict != kComplete) C10_THROW_ERROR(DistStoreError, verdict);
-    return collect();
+    if (verdict.starts_with(kFailed)) C10_THROW_ERROR(DistBackendError, verdict.substr(std::strlen(kFailed)));
+    C10_THROW_ERROR(DistStoreError, verdict);
+  }
+
+  // ---- the store
+
+  /// The store's answer to `call`, which owns what it uses.
+  template <class Call>
+  auto ask(Call call) {
+    if (!file_store_) return call(store_);
+    const auto patience =
+        Deadline::after(std::max<std::chrono::nanoseconds>(deadline_.remaining(), kStoreGrace));
+    std::optional<std::invoke_result_t<Call&, c10d::Store&>> answer;
+    if (!lost_) answer = call_by(patience, [call, store = file_store_]() mutable { return call(*store); });
+    lost_ = !answer;
+    if (lost_) C10_THROW_ERROR(DistStoreError, rendezvous_internal::describe_unreadable(store_));
+    return std::move(*answer);
+  }
+
+  bool check(const std::string& key) {
+    return ask([=](c10d::Store& store) { return store.check({key}); });
+  }
+  std::string get(const std::string& key) {
+    return to_text(ask([=](c10d::Store& store) { return store.get(key); }));
+  }
+  void set(const std::string& key, const std::string& value) {
+    ask([=](c10d::Store& store) {
+      store.set(key, to_bytes(value));
+      return true;
+    });
+  }
+  /// Sets the key, unless it is there already. What it holds then.
+  std::string set_first(const std::string& key, const std::string& value) {
+    return to_text(ask([=](c10d::Store& store) { return store.compareSet(key, {}, to_bytes(value)); }));
   }
 
   /// Store::add parses what is there, and says no more than "stoll" when that is no number.
   int64_t add(const std::string& key, int64_t amount) {
     try {
-      return store_.add(key, amount);
+      return ask([=](c10d::Store& store) { return store.add(key, amount); });
     } catch (const std::logic_error&) {
-      C10_THROW_ERROR(DistStoreError,
-                      c10::str("the store holds no number under '", key,
-                               "', which no rank of this job wrote; do not write there, and do "
-                               "not use a store again that another program left behind"));
+      throw_no_number(key);
     }
+  }
+
+  /// How many ranks are present, once this one has been. add(key, 0) would tell it too, but a FileStore then
+  /// takes an exclusive lock and appends a record.
+  int64_t count() {
+    const std::string key = prefix_ + "count";
+    const std::string text = get(key);
+    int64_t number = 0;
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number);
+    if (error != std::errc() || stop != end) throw_no_number(key);
+    return number;
+  }
+
+  [[noreturn]] static void throw_no_number(const std::string& key) {
+    C10_THROW_ERROR(DistStoreError, c10::str("the store holds no number under '", key,
+                                             "', which no rank of this job wrote; do not write there, and do "
+                                             "not use a store again that another program left behind"));
   }
 
   std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
 
   /// A verdict that is already there stays.
-  void decide(const std::string& verdict) { store_.compareSet(prefix_ + "verdict", {}, to_bytes(verdict)); }
+  void decide(const std::string& verdict) { set_first(prefix_ + "verdict", verdict); }
+
+  /// This rank is interrupted: the others must not wait for it, nor go on without it.
+  void fail_for_others() {
+    if (!present_ || lost_) return;
+    try {
+      decide(c10::str(kFailed, "rank ", rank_, " was interrupted"));
+    } catch (const c10::Error&) {
+      // The store is lost: the others find this out by themselves.
+    }
+  }
+
+  /// Behind a failure. What this rank throws is known already: an error here would only hide it. A further
+  /// interruption ends the wait.
+  void tell_and_keep_store() {
+    if (lost_) return;
+    try {
+      if (present_) set(at("seen", rank_), "1");
+      keep_store_until_seen();
+    } catch (const c10::Error&) {
+    }
+  }
+
+  // ---- coming
 
   void claim() {
-    auto me = c10::str("process ", ::getpid(), " on ", this_host().hostname);
+    const std::string mine = own_.to_string();
     if (add(at("claim", rank_), 1) == 1) {
-      store_.set(at("who", rank_), to_bytes(me));
+      set(at("who", rank_), mine);
       return;
     }
     // The first one's name may be a moment behind its claim; the message does not wait for it.
-    std::string other = "another process";
-    if (store_.check({at("who", rank_)})) other = to_text(store_.get(at("who", rank_)));
+    const std::string other = check(at("who", rank_)) ? get(at("who", rank_)) : "";
     auto conflict =
-        c10::str("rank ", rank_, " of ", world_size_, " is claimed twice, by ", other, " and by ", me,
+        c10::str("rank ", rank_, " of ", world_size_, " is claimed twice, by ", name_process(other),
+                 " and by ", name_process(mine),
                  "; give every process a rank of its own, let all of them initialise equally often, and "
                  "do not use a store again that an earlier job left behind (delete its file, or choose "
                  "another port)");
@@ -129,9 +254,18 @@ class RollCall {
     C10_THROW_ERROR(DistStoreError, conflict);
   }
 
+  static std::string name_process(const std::string& who) {
+    try {
+      const auto process = ProcessIdentity::parse(who);
+      return c10::str("process ", process.pid, " on ", process.host.hostname);
+    } catch (const c10::ValueError&) {
+      return "another process";
+    }
+  }
+
   void agree_on_size() {
     auto mine = std::to_string(world_size_);
-    auto first = to_text(store_.compareSet(prefix_ + "size", {}, to_bytes(mine)));
+    auto first = set_first(prefix_ + "size", mine);
     if (first == mine) return;
     auto conflict = c10::str("rank ", rank_, " was started with world size ", mine,
                              ", but another rank with ", first, "; give all processes the same");
@@ -139,57 +273,122 @@ class RollCall {
     C10_THROW_ERROR(DistStoreError, conflict);
   }
 
+  // ---- waiting
+
   /// Polls with pauses that grow to a bound at which the store sees some 10,000 questions a second from all
   /// ranks.
-  bool verdict_by(Deadline deadline) {
+  bool verdict_by_deadline() {
     const auto longest =
         std::clamp(microseconds(100) * world_size_, microseconds(5000), microseconds(100'000));
     auto pause = microseconds(50);
     auto complain = Deadline::after(kPatience);
-    while (!store_.check({prefix_ + "verdict"})) {
-      if (deadline.expired()) return false;
+    auto look = Deadline::after(kLookInterval);
+    while (!is_decided()) {
+      if (deadline_.expired()) return false;
       if (complain.expired()) {
         complain = Deadline::never();
         LOCKSTEP_LOG(kWarning) << "rank " << rank_ << " has waited " << kPatience.count() << " s for "
                                << name_ranks(missing()) << " to join; are they started, with Lockstep?";
       }
       check_interrupts();
-      if (while_waiting_) while_waiting_();
-      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
+      if (while_waiting_) {
+        try {
+          while_waiting_();
+        } catch (const c10::Error& error) {
+          decide(kFailed + std::string(error.what_without_backtrace()));
+          continue;
+        }
+      }
+      if (look.expired()) {
+        look = Deadline::after(kLookInterval);
+        look_around();
+      }
+      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline_.remaining()));
       pause = std::min(pause * 3 / 2, longest);
     }
     return true;
+  }
+
+  /// Sets the verdict where it is due.
+  void look_around() {
+    // The last to come may have ended between its count and its verdict.
+    if (count() == world_size_) return decide(kComplete);
+    if (while_waiting_) return;
+    if (const auto end = find_end()) {
+      decide(c10::str(kFailed, "joining the job failed on rank ", rank_, ": ", *end));
+    }
+  }
+
+  /// A rank that has come.
+  struct Known {
+    std::string who;
+    ProcessWatch watch;
+  };
+
+  /// Each rank is watched by the one before it that lives: this one looks at those behind it, up to the first
+  /// that has come and lives. "rank 2 (pid 42) killed by signal 9 (SIGKILL)"
+  std::optional<std::string> find_end() {
+    for (int step = 1; step < world_size_; ++step) {
+      const int peer = (rank_ + step) % world_size_;
+      if (has_ended(peer)) return c10::str("rank ", peer, " ", known_.at(peer).watch.describe_end());
+      const auto found = known_.find(peer);
+      if (found != known_.end() && found->second.watch.can_tell()) break;
+    }
+    return std::nullopt;
+  }
+
+  /// Whether the process of a rank has come, and has ended without giving up.
+  bool has_ended(int peer) {
+    const std::string key = who_prefix_ + std::to_string(peer);
+    auto found = known_.find(peer);
+    if (found == known_.end()) {
+      if (!check(key)) return false;
+      const auto who = get(key);
+      try {
+        found = known_.emplace(peer, Known{who, ProcessWatch(ProcessIdentity::parse(who), own_)}).first;
+      } catch (const c10::ValueError&) {
+        return false;  // the rank has given up, or no rank wrote this
+      }
+    }
+    if (!found->second.watch.has_ended()) return false;
+    if (get(key) == found->second.who) return true;
+    known_.erase(found);  // it had given up, and another process may come in its place
+    return false;
   }
 
   /// Ranks that have not published anything.
   std::vector<int> missing() {
     std::vector<int> ranks;
     for (int rank = 0; rank < world_size_; ++rank) {
-      if (!store_.check({at("data", rank)})) ranks.push_back(rank);
+      if (!check(at("data", rank))) ranks.push_back(rank);
     }
     return ranks;
   }
 
-  /// Takes this rank off the count and throws, unless the count had become full in the meantime.
+  /// Takes this rank off the count and throws, unless there is a verdict then.
   void give_up(std::chrono::nanoseconds waited) {
-    if (add(prefix_ + "count", -1) == world_size_ - 1) {
-      // Complete after all: the rank that completed it is about to set the verdict.
+    look_around();
+    if (is_decided()) return;
+    if (add(prefix_ + "count", -1) == world_size_ - 1) {  // complete at the last moment
       add(prefix_ + "count", 1);
-      if (verdict_by(Deadline::after(std::chrono::seconds(10)))) return;
+      decide(kComplete);
+      return;
     }
     add(at("claim", rank_), -1);
+    set(at("who", rank_), "");
     const std::vector<int> missing = this->missing();
     auto seconds = c10::str(to_seconds(std::chrono::duration_cast<milliseconds>(waited)), " s");
-    if (missing.empty()) {
-      LOCKSTEP_THROW_TIMEOUT(
-          c10::str("all ", world_size_, " ranks came, but not within ", seconds,
-                   " of each other; start them closer together, or give a longer timeout"));
-    }
-    auto text = c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
-                         "; see whether these processes were started, and what they printed last, or give a "
-                         "longer timeout");
-    // Without rank 0 nobody can go on: whoever still waits is told now, for the store may end with it.
-    if (rank_ == 0) decide(kLate + text);
+    const auto text =
+        missing.empty()
+            ? c10::str("all ", world_size_, " ranks came, but were not there together within ", seconds,
+                       ": one gave up, or ended, before the last came; see what they printed last, start "
+                       "them closer together, or give a longer timeout")
+            : c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
+                       "; see whether these processes were started, and what they printed last, or give a "
+                       "longer timeout");
+    // Those that still wait are told now where they can't go on: without rank 0, with which the store may
+    // end, or where the ranks have met before, so that no other process takes this one's place.
+    if (rank_ == 0 || have_met_) return decide(kLate + text);
     LOCKSTEP_THROW_TIMEOUT(text);
   }
 
@@ -197,16 +396,43 @@ class RollCall {
     std::vector<std::string> keys;
     for (int rank = 0; rank < world_size_; ++rank) keys.push_back(at("data", rank));
     std::vector<std::string> all;
-    for (const auto& bytes : store_.multiGet(keys)) all.push_back(to_text(bytes));
+    for (const auto& bytes : ask([=](c10d::Store& store) { return store.multiGet(keys); })) {
+      all.push_back(to_text(bytes));
+    }
     return all;
   }
 
+  /// The store's process has ended: says whose that was, where this can be known.
+  [[noreturn]] void fail_without_store(const c10::DistNetworkError& error) {
+    std::string host = "the process that hosts it (rank 0, or the launcher's agent) has ended";
+    const auto found = known_.find(0);
+    const auto patience = Deadline::after(milliseconds(200));
+    while (!patience.expired()) {
+      if (while_waiting_) while_waiting_();  // throws what it knows
+      if (found != known_.end() && found->second.watch.has_ended()) {
+        host = "rank 0 " + found->second.watch.describe_end();
+        break;
+      }
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    C10_THROW_ERROR(DistStoreError,
+                    c10::str("rank ", rank_, " of ", world_size_, " lost the store while it waited for its ",
+                             "peers; ", host, ": ", error.what_without_backtrace()));
+  }
+
   c10d::Store& store_;
+  c10::intrusive_ptr<c10d::Store> file_store_;  // the same, where calls may never return; else null
   std::string prefix_;
   int rank_;
   int world_size_;
+  std::string who_prefix_;
+  bool have_met_;  // all ranks have come to an earlier exchange
+  Deadline deadline_;
+  ProcessIdentity own_;
+  bool lost_ = false;     // a call did not return
   bool present_ = false;  // this rank's data are published
   std::function<void()> while_waiting_;
+  std::map<int, Known> known_;  // by rank
 };
 
 }  // namespace
@@ -214,17 +440,26 @@ class RollCall {
 void keep_store_until_seen(c10d::Store& store, const std::string& key, int rank, int world_size) {
   if (world_size == 1) return;
   try {
-    RollCall(store, key, rank, world_size).keep_store_until_seen();
+    RollCall(store, key, rank, world_size, "", Deadline::after(kStoreGrace)).keep_store_until_seen();
   } catch (const c10::Error&) {
     // The store is gone already; the caller's own error says more.
   }
 }
 
+void fail_exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
+                   const std::string& text, bool late, const std::string& met_at) {
+  RollCall(store, key, rank, world_size, met_at, Deadline::after(kStoreGrace)).fail(text, late);
+}
+
+bool exchange_is_decided(c10d::Store& store, const std::string& key, int rank, int world_size) {
+  return RollCall(store, key, rank, world_size, "", Deadline::after(kStoreGrace)).is_decided();
+}
+
 void forget_exchange(c10d::Store& store, const std::string& key, int world_size) {
   if (world_size == 1) return;
-  for (const char* name : {"size", "count", "seen", "verdict"}) store.deleteKey(key + "/" + name);
+  for (const char* name : {"size", "count", "verdict"}) store.deleteKey(key + "/" + name);
   for (int rank = 0; rank < world_size; ++rank) {
-    for (const char* kind : {"claim", "who", "data"}) {
+    for (const char* kind : {"claim", "who", "data", "seen"}) {
       store.deleteKey(key + "/" + kind + "/" + std::to_string(rank));
     }
   }
@@ -232,18 +467,10 @@ void forget_exchange(c10d::Store& store, const std::string& key, int world_size)
 
 std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
                                   const std::string& mine, Deadline deadline,
-                                  const std::function<void()>& while_waiting) {
+                                  const std::function<void()>& while_waiting, const std::string& met_at) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "rank ", rank, " is not in [0, ", world_size, ")");
   if (world_size == 1) return {mine};
-  try {
-    return RollCall(store, key, rank, world_size).run(mine, deadline, while_waiting);
-  } catch (const c10::DistNetworkError& error) {
-    C10_THROW_ERROR(
-        DistStoreError,
-        c10::str("rank ", rank, " of ", world_size, " lost the store while it waited for its peers; the ",
-                 "process that hosts it (rank 0, or the launcher's agent) has ended: ",
-                 error.what_without_backtrace()));
-  }
+  return RollCall(store, key, rank, world_size, met_at, deadline).run(mine, while_waiting);
 }
 
 }  // namespace lockstep

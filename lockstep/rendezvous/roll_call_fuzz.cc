@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/roll_call.h>
 #include <lockstep/testing/fuzz_driver.h>
 
@@ -46,6 +47,15 @@ void parse_identity(const std::string& text) {
   }
 }
 
+void parse_process(const std::string& text) {
+  try {
+    const auto process = ProcessIdentity::parse(text);
+    if (ProcessIdentity::parse(process.to_string()).to_string() != process.to_string()) std::abort();
+  } catch (const c10::ValueError&) {
+    // what is documented
+  }
+}
+
 }  // namespace
 
 std::vector<std::string> lockstep::testing::fuzz_seeds() {
@@ -56,6 +66,7 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
       "verdict=complete\ndata/0=bytes\ncount=2\nseen=2\n",
       "size=2\ncount=0\nclaim/1=0\nseen=0\n",
       "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
+      "4242 123456 4026531836 8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
   };
 }
 
@@ -63,5 +74,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   exchange_with(text);
   parse_identity(text);
+  parse_process(text);
   return 0;
 }

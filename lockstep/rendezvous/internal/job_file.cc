@@ -4,8 +4,6 @@
 #include <charconv>
 #include <cstring>
 #include <fcntl.h>
-#include <fstream>
-#include <sstream>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -16,35 +14,10 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/job_file.h>
+#include <lockstep/rendezvous/process_stat.h>
 
 namespace lockstep::rendezvous_internal {
 namespace {
-
-struct Process {
-  std::string name;
-  long parent = 0;
-  std::string start;  ///< in clock ticks since boot
-};
-
-/// From /proc/PID/stat: "pid (name) state parent …", the start time being field 22. Names may contain
-/// anything.
-std::optional<Process> read_process(long pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
-  auto open = line.find('(');
-  auto close = line.rfind(')');
-  if (open == std::string::npos || close == std::string::npos) return std::nullopt;
-  Process process{.name = line.substr(open + 1, close - open - 1), .parent = 0, .start = {}};
-  std::istringstream fields(line.substr(close + 1));
-  std::string field;
-  for (int i = 3; i <= 22 && fields >> field; ++i) {
-    if (i == 4) process.parent = std::stol(field);
-    if (i == 22) process.start = field;
-  }
-  if (process.start.empty()) return std::nullopt;
-  return process;
-}
 
 /// The nearest ancestor that is an MPI launcher or its daemon on this host, as "pid.start"; "" without one,
 /// as inside of a container that the launcher started.
@@ -53,13 +26,13 @@ std::string launcher_process() {
       "mpirun",        "mpiexec",      "orterun",         "orted",           "prterun",
       "prted",         "prte",         "mpiexec.hydra",   "hydra_pmi_proxy", "pmi_proxy",
       "mpiexec.mpich", "mpirun.mpich", "mpiexec.openmpi", "mpirun.openmpi"};
-  auto process = read_process(::getpid());
+  auto process = read_process_stat(::getpid());
   for (int depth = 0; process && process->parent > 0 && depth < 64; ++depth) {
-    long pid = process->parent;
-    process = read_process(pid);
+    const pid_t pid = process->parent;
+    process = read_process_stat(pid);
     if (!process) break;
     bool launcher = std::find(kLaunchers.begin(), kLaunchers.end(), process->name) != kLaunchers.end();
-    if (launcher) return std::to_string(pid) + "." + process->start;
+    if (launcher) return std::to_string(pid) + "." + std::to_string(process->start);
   }
   return "";
 }

@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 
 namespace lockstep::rendezvous_internal {
@@ -117,7 +118,8 @@ Listener finish(UniqueFd socket, const std::string& address) {
   Address bound;
   bound.size = sizeof(bound.storage);
   ::getsockname(socket.get(), bound.raw(), &bound.size);
-  return Listener{.socket = std::move(socket), .address = address, .port = bound.port()};
+  return Listener{
+      .socket = std::move(socket), .address = address, .port = bound.port(), .name_is_loopback = false};
 }
 
 /// A connection of a socket to itself, which the kernel makes when the port lies in the ephemeral range and
@@ -161,9 +163,17 @@ bool try_connect(const Address& address, Deadline deadline, std::string& why) {
 Listener listen_at(const std::string& host, uint16_t port, bool peers_are_local) {
   std::string why;
   auto addresses = resolve(host, port, why);
+  if (addresses.empty()) {
+    LOCKSTEP_LOG(kWarning) << "rank 0 listens on all interfaces: " << why
+                           << "; see MASTER_ADDR, or the tcp:// address, which the other ranks use";
+  }
   for (const auto& address : addresses) {
     if (address.is_loopback() && !peers_are_local && !is_numeric_or_localhost(host)) continue;
-    if (auto socket = try_listen(address, /*only_v6=*/true)) return finish(std::move(socket), address.text());
+    if (auto socket = try_listen(address, /*only_v6=*/true)) {
+      auto listener = finish(std::move(socket), address.text());
+      listener.name_is_loopback = address.is_loopback() && !is_numeric_or_localhost(host);
+      return listener;
+    }
     // Not an address of this machine, or of a family that it lacks: try the next one.
     if (errno != EADDRNOTAVAIL && errno != EAFNOSUPPORT) cannot_listen(address.text(), port, errno);
   }

@@ -13,6 +13,7 @@ struct Listener {
   UniqueFd socket = {};
   std::string address = {};  ///< numeric
   uint16_t port = 0;
+  bool name_is_loopback = false;  ///< on loopback only, to which this machine maps the host's name
 };
 
 /// Listens at host:port (0: any free port), on as few interfaces as will do: on loopback when `host` is

@@ -1,5 +1,10 @@
+#include <chrono>
+#include <exception>
+#include <utility>
+
 #include <c10/util/StringUtil.h>
 
+#include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/store_cache.h>
 
 namespace lockstep::rendezvous_internal {
@@ -11,6 +16,19 @@ StoreCache& StoreCache::instance() {
 
 StoreCache::~StoreCache() {
   forget_if_forked();
+  for (auto& [address, entry] : entries_) {
+    if (!entry->file) continue;
+    // A FileStore signs off in its file, which it may read for ever (file_store.h).
+    try {
+      auto sign_off = [store = std::exchange(entry->store, {})]() mutable {
+        store.reset();
+        return true;
+      };
+      call_by(Deadline::after(std::chrono::seconds(3)), std::move(sign_off), /*interruptible=*/false);
+    } catch (const std::exception&) {
+      // No thread can be started any more: the store has ended on this one.
+    }
+  }
 }
 
 void StoreCache::forget_if_forked() {

@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <future>
-#include <memory>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -8,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <lockstep/base/log.h>
+#include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
 
 namespace lockstep::rendezvous_internal {
@@ -17,25 +16,14 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// Constructs a TCPStore on a thread of its own: where something else than a store has accepted the
-/// connection, TCPStore's constructor waits for its answer for ever, and then the thread is left behind.
-/// Returns null when the deadline passed.
+/// Where something else than a store has accepted the connection, TCPStore's constructor waits for its answer
+/// for ever. Returns null when the deadline passed.
 StorePtr construct(const std::string& address, const c10d::TCPStoreOptions& options, Deadline deadline) {
-  auto promise = std::make_shared<std::promise<StorePtr>>();
-  auto result = promise->get_future();
-  std::thread([promise, address, options] {
-    try {
-      promise->set_value(c10::make_intrusive<c10d::TCPStore>(address, options));
-    } catch (...) {
-      promise->set_exception(std::current_exception());
-    }
-  }).detach();
   // The constructor's own connection deserves a moment even when the probe came at the last one.
-  if (result.wait_for(std::max<std::chrono::nanoseconds>(deadline.remaining(), milliseconds(200))) !=
-      std::future_status::ready) {
-    return {};
-  }
-  return result.get();
+  deadline = Deadline::after(std::max<std::chrono::nanoseconds>(deadline.remaining(), milliseconds(200)));
+  return call_by(deadline,
+                 [=]() -> StorePtr { return c10::make_intrusive<c10d::TCPStore>(address, options); })
+      .value_or(nullptr);
 }
 
 c10d::TCPStoreOptions store_options(uint16_t port, milliseconds timeout) {
@@ -72,7 +60,7 @@ StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const
     return to_seconds(std::chrono::duration_cast<milliseconds>(Deadline::Clock::now() - begin));
   };
   auto pause = milliseconds(5);
-  auto next_warning = Deadline::after(seconds(15));
+  auto next_warning = Deadline::after(seconds(3));  // processes start that far apart
   while (true) {
     std::string why = unknown;
     std::string place = "its address";
@@ -80,7 +68,12 @@ StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const
       place = c10::str(at->host, " port ", at->port);
       auto address = probe(at->host, at->port, deadline, why);
       if (!address.empty()) {
-        auto store = construct(address, store_options(at->port, timeout), deadline);
+        StorePtr store;
+        try {
+          store = construct(address, store_options(at->port, timeout), deadline);
+        } catch (const c10::Error& error) {
+          LOCKSTEP_LOG(kDebug) << "no store at " << place << ": " << error.what_without_backtrace();
+        }
         if (store) {
           store->setTimeout(timeout);
           return store;
@@ -91,10 +84,11 @@ StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const
       }
     }
     if (deadline.expired()) {
-      C10_THROW_ERROR(
-          DistNetworkError,
-          c10::str("rank ", rank, " could not reach ", who, " at ", place, " within ", waited(), " s: ", why,
-                   ". See whether ", who, " runs, and whether all processes were given its host and port"));
+      C10_THROW_ERROR(DistNetworkError,
+                      c10::str("rank ", rank, " could not reach ", who, " at ", place, " within ", waited(),
+                               " s: ", why, ". See whether ", who,
+                               " runs, and whether all processes were given its host and port; if ", who,
+                               " is on another host: groups across hosts are not supported yet"));
     }
     if (next_warning.expired()) {
       LOCKSTEP_LOG(kWarning) << "still trying to reach " << who << " at " << place << " after " << waited()

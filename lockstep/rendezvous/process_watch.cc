@@ -1,0 +1,115 @@
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/process_stat.h>
+#include <lockstep/rendezvous/process_watch.h>
+
+namespace lockstep {
+namespace {
+
+/// From linux/pidfd.h (6.15); Debian 12's headers are older than the kernels that people run.
+struct PidfdInfo {
+  uint64_t mask;
+  uint64_t cgroupid;
+  uint32_t ids[11];
+  int32_t exit_code;
+};
+constexpr uint64_t kPidfdInfoExit = 1 << 3;
+constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+
+/// The wait status that the kernel remembers once the process was reaped.
+std::optional<int> kernel_exit_status(int pidfd) {
+  PidfdInfo info{};
+  info.mask = kPidfdInfoExit;
+  if (pidfd < 0 || ::ioctl(pidfd, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0)
+    return std::nullopt;
+  return info.exit_code;
+}
+
+}  // namespace
+
+std::string ProcessIdentity::to_string() const {
+  return std::to_string(pid) + ' ' + std::to_string(start) + ' ' + std::to_string(pid_namespace) + ' ' +
+         host.to_string();
+}
+
+ProcessIdentity ProcessIdentity::parse(const std::string& text) {
+  ProcessIdentity process;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  const auto read = [&](auto& number) {
+    const auto [stop, error] = std::from_chars(at, end, number);
+    const bool good = error == std::errc() && stop != end && *stop == ' ';
+    if (good) at = stop + 1;
+    return good;
+  };
+  const bool good =
+      read(process.pid) && read(process.start) && read(process.pid_namespace) && process.pid > 0;
+  TORCH_CHECK_VALUE(good, "'", text, "' is not the identity of a process");
+  process.host = HostIdentity::parse(std::string(at, end));
+  return process;
+}
+
+ProcessIdentity this_process() {
+  ProcessIdentity process{.host = this_host(), .pid = ::getpid()};
+  struct stat status {};
+  if (::stat("/proc/self/ns/pid", &status) == 0) process.pid_namespace = status.st_ino;
+  if (auto stat = read_process_stat(process.pid)) process.start = stat->start;
+  return process;
+}
+
+ProcessWatch::ProcessWatch(const ProcessIdentity& process, const ProcessIdentity& own)
+    : pid_(process.pid),
+      start_(process.start),
+      can_tell_(process.host == own.host && process.pid_namespace == own.pid_namespace &&
+                own.pid_namespace != 0 && process.start != 0) {
+  if (!can_tell_) return;
+  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
+  // The descriptor was opened first: with the same start, it is of that process.
+  if (auto stat = read_process_stat(pid_); stat && stat->start != start_) pidfd_.reset();
+}
+
+bool ProcessWatch::has_ended() const {
+  if (!can_tell_) return false;
+  if (pidfd_) {
+    pollfd end{pidfd_.get(), POLLIN, 0};
+    return ::poll(&end, 1, 0) > 0;
+  }
+  const auto stat = read_process_stat(pid_);
+  if (!stat)
+    return errno == ENOENT || errno == ESRCH;  // else, without a free descriptor say, it is not known
+  return stat->start != start_ || stat->state == 'Z' || stat->state == 'X';
+}
+
+std::string ProcessWatch::describe_end() const {
+  const auto end = known_end(pid_, pidfd_.get(), std::chrono::milliseconds(500));
+  return "(pid " + std::to_string(pid_) + ") " +
+         end.value_or("has ended (SIGKILL, out of memory, or as its own output says)");
+}
+
+std::optional<std::string> known_end(pid_t pid, int pidfd, std::chrono::milliseconds patience) {
+  const Deadline deadline = Deadline::after(patience);
+  if (auto board = ExitBoard::from_environment()) {
+    if (auto words = board->describe_end(pid, deadline)) return words;
+  }
+  do {
+    if (auto status = kernel_exit_status(pidfd)) return describe_wait_status(*status);
+    if (auto stat = read_process_stat(pid); stat && stat->state == 'Z')
+      return describe_wait_status(stat->exit_code);
+    ::poll(nullptr, 0, 2);
+  } while (pidfd >= 0 && !deadline.expired());
+  return std::nullopt;
+}
+
+}  // namespace lockstep
