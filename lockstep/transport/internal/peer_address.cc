@@ -37,9 +37,9 @@ bool read_token(std::string_view word, Token& token) {
   return true;
 }
 
-bool read_host(const std::string& text, HostIdentity& host) {
+bool read_process_identity(const std::string& text, ProcessIdentity& process) {
   try {
-    host = HostIdentity::parse(text);
+    process = ProcessIdentity::parse(text);
     return true;
   } catch (const c10::ValueError&) {
     return false;  // parse() shows the whole address instead
@@ -59,18 +59,18 @@ std::string to_hex(const uint8_t* bytes, size_t count) {
 }
 
 std::string PeerAddress::to_string() const {
-  return std::to_string(pid) + ' ' + std::to_string(uid) + ' ' + socket_name + ' ' +
-         to_hex(token.data(), token.size()) + ' ' + host.to_string();
+  return std::to_string(uid) + ' ' + socket_name + ' ' + to_hex(token.data(), token.size()) + ' ' +
+         process.to_string();
 }
 
 PeerAddress PeerAddress::parse(const std::string& text) {
   PeerAddress address;
   std::string_view rest = text;
-  const bool numbers = read_number(take_word(rest), address.pid) && read_number(take_word(rest), address.uid);
+  const bool user = read_number(take_word(rest), address.uid);
   address.socket_name = take_word(rest);
   const bool name = !address.socket_name.empty() && address.socket_name.size() <= kLongestSocketName;
-  const bool good = numbers && address.pid > 0 && name && read_token(take_word(rest), address.token) &&
-                    read_host(std::string(rest), address.host);
+  const bool good = user && name && read_token(take_word(rest), address.token) &&
+                    read_process_identity(std::string(rest), address.process);
   TORCH_CHECK_WITH(DistBackendError, good, "malformed peer address '", text,
                    "'; do all ranks run the same version of Lockstep?");
   return address;

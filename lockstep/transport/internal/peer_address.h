@@ -5,7 +5,7 @@
 #include <string>
 #include <sys/types.h>
 
-#include <lockstep/rendezvous/host_identity.h>
+#include <lockstep/rendezvous/process_watch.h>
 
 namespace lockstep::transport {
 
@@ -14,13 +14,12 @@ using Token = std::array<uint8_t, 16>;
 
 /// What a rank puts into the store, so that the others can connect to it.
 struct PeerAddress {
-  HostIdentity host;
-  pid_t pid = 0;
+  ProcessIdentity process;
   uid_t uid = 0;
   std::string socket_name;  // of an abstract unix socket
   Token token{};
 
-  /// One line: "PID UID SOCKET TOKEN HOST", for a peer to parse().
+  /// One line: "UID SOCKET TOKEN PROCESS", for a peer to parse().
   std::string to_string() const;
   /// Throws c10::DistBackendError that shows the text when it is not from to_string().
   static PeerAddress parse(const std::string& text);

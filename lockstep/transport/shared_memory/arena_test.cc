@@ -1,11 +1,14 @@
+#include <algorithm>
 #include <cstring>
 #include <random>
+#include <unistd.h>
 #include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/memory.h>
+#include <lockstep/device/host_memory.h>
 #include <lockstep/transport/shared_memory/arena.h>
 
 namespace lockstep::transport::arena_test {
@@ -78,6 +81,99 @@ TEST(Arena, RefusesWhatTheMachineDoesNotHave) {
     EXPECT_NE(std::string(error.what()).find("shared memory"), std::string::npos);
   }
   EXPECT_NE(arena.allocate(100), nullptr) << "still usable";
+}
+
+// ---- memory that peers may write no more
+
+constexpr size_t kPage = 4096;
+
+TEST(Arena, OnlyMemoryWithPagesOfItsOwnIsWritable) {
+  Arena arena(kSegment, 64);
+  std::byte* block = arena.allocate(3 * kPage + 100);
+  EXPECT_TRUE(arena.find_writable(block, 3 * kPage + 100)) << "the rest of the last page is no one's";
+  EXPECT_TRUE(arena.find_writable(block, 2 * kPage));
+  EXPECT_TRUE(arena.find_writable(block + kPage, kPage));
+  EXPECT_FALSE(arena.find_writable(block, kPage + 64)) << "ends in the midst of a page";
+  EXPECT_FALSE(arena.find_writable(block + 64, 2 * kPage)) << "begins in the midst of a page";
+  EXPECT_TRUE(arena.find(block + 64, 2 * kPage));
+  std::byte* small = arena.allocate(kPage - 1);
+  EXPECT_FALSE(arena.find_writable(small, kPage - 1));
+}
+
+TEST(Arena, DetachedMemoryKeepsItsContentAndNoPeerReachesIt) {
+  Arena arena(kSegment, 64);
+  const size_t before = arena.bytes_in_use();
+  const auto own = arena.segment(0);
+  const auto peer = Segment::map(UniqueFd(::dup(own->fd())), own->size());
+  const auto at_peer = [&](const std::byte* memory) { return peer->data() + (memory - own->data()); };
+  for (int round = 0; round < 3; ++round) {
+    std::byte* block = arena.allocate(8 * kPage);
+    std::memset(block, 1, 8 * kPage);
+    arena.detach(block + 2 * kPage, 3 * kPage);
+    EXPECT_FALSE(arena.find(block, 8 * kPage));
+    EXPECT_FALSE(arena.find(block + 4 * kPage + 5, 1));
+    EXPECT_TRUE(arena.find(block, 2 * kPage));
+    EXPECT_TRUE(arena.find(block + 5 * kPage, 3 * kPage));
+    std::memset(at_peer(block), 7, 8 * kPage);
+    EXPECT_EQ(block[2 * kPage - 1], std::byte{7}) << "not detached";
+    for (size_t i = 2 * kPage; i < 5 * kPage; ++i) ASSERT_EQ(block[i], std::byte{1});
+    EXPECT_EQ(block[5 * kPage], std::byte{7}) << "not detached";
+    // Used again only once the owner has given it back and no peer writes any more, in either order.
+    if (round == 1) {
+      arena.reattach(block + 2 * kPage);
+      EXPECT_FALSE(arena.find(block + 2 * kPage, 1)) << "it stays away from the peers while it is in use";
+      arena.deallocate(block);
+    } else {
+      arena.deallocate(block);
+      std::byte* other = arena.allocate(8 * kPage);
+      EXPECT_NE(other, block);
+      arena.deallocate(other);
+      arena.reattach(block + 2 * kPage);
+    }
+    EXPECT_EQ(arena.bytes_in_use(), before);
+    std::byte* again = arena.allocate(8 * kPage);
+    ASSERT_EQ(again, block);
+    EXPECT_TRUE(arena.find(again, 8 * kPage));
+    std::memset(again, 9, 8 * kPage);
+    EXPECT_EQ(at_peer(again)[3 * kPage], std::byte{9}) << "shared again";
+    arena.deallocate(again);
+  }
+}
+
+TEST(Arena, GivesBackWholePages) {
+  struct Registrar final : HostMemoryRegistrar {
+    bool lock(void*, size_t) noexcept override { return true; }
+    void unlock(void*) noexcept override {}
+  } registrar;
+  constexpr size_t kPage = 4096, kPages = 10;
+  Arena arena(kSegment, 64);
+  std::byte* memory = arena.allocate(kPages * kPage);
+  const auto pages_given_back = [&](size_t from, size_t bytes) {
+    std::memset(memory, 1, kPages * kPage);
+    arena.give_back_pages(memory + from, bytes);
+    std::vector<size_t> given_back;
+    for (size_t page = 0; page < kPages; ++page) {
+      const std::byte* begin = memory + page * kPage;
+      const auto zeros = static_cast<size_t>(std::count(begin, begin + kPage, std::byte{0}));
+      EXPECT_TRUE(zeros == 0 || zeros == kPage) << "page " << page;
+      if (zeros == kPage) given_back.push_back(page);
+    }
+    return given_back;
+  };
+  using Pages = std::vector<size_t>;
+  EXPECT_EQ(pages_given_back(kPage, 2 * kPage), (Pages{1, 2}));
+  EXPECT_EQ(pages_given_back(100, 3 * kPage), (Pages{1, 2})) << "it ends within page 3";
+  EXPECT_EQ(pages_given_back(100, 100), Pages{});
+  EXPECT_EQ(pages_given_back(kPage - 100, 200), Pages{});
+  std::vector<std::byte> elsewhere(3 * kPage, std::byte{1});
+  arena.give_back_pages(elsewhere.data(), elsewhere.size());
+  EXPECT_EQ(std::count(elsewhere.begin(), elsewhere.end(), std::byte{0}), 0);
+
+  // A device copies from and to the pages that it has locked.
+  set_host_memory_registrar(c10::DeviceType::PrivateUse1, &registrar);
+  arena.page_lock(memory, c10::DeviceType::PrivateUse1);
+  set_host_memory_registrar(c10::DeviceType::PrivateUse1, nullptr);
+  EXPECT_EQ(pages_given_back(kPage, 2 * kPage), Pages{});
 }
 
 }  // namespace

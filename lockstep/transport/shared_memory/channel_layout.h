@@ -49,17 +49,18 @@ struct alignas(64) Flag {
   std::atomic<uint64_t> value;
 };
 
-/// All-or-none: see GroupChannel::commit. Group rank 0's is the group's; every member writes it.
+/// All-or-none: see OperationOutcome. Group rank 0's is the group's; every member writes it.
 struct alignas(64) Verdict {
-  std::atomic<uint64_t> proposal;  // highest sequence that anybody thinks of giving up
+  std::atomic<uint64_t> proposal;  // highest sequence that a member thinks of giving up
   std::atomic<uint64_t> decision;  // packed Decision; 0: none yet
+  std::atomic<uint64_t> abort;     // 1 + the member that has aborted the group; 0: none
 };
 
 /// Where a rank waits for messages. Everybody who has changed something that this rank may wait for counts an
 /// event; the waiter looks at everything again when the count has changed.
 struct alignas(64) MessageEvents {
   Doorbell doorbell;
-  alignas(64) std::atomic<uint32_t> count;
+  alignas(64) std::atomic<uint64_t> count;
 
   void notify() {
     // Release, and as a read-modify-write also the fence that Doorbell asks for: whoever sees the count sees

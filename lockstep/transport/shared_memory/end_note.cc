@@ -3,20 +3,15 @@
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
-#include <optional>
-#include <poll.h>
 #include <pthread.h>
-#include <sys/ioctl.h>
 
-#include <lockstep/base/deadline.h>
 #include <lockstep/base/end_hook.h>
 #include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/transport/shared_memory/end_note.h>
 
 namespace lockstep::transport {
 namespace {
-
-using namespace std::chrono_literals;
 
 constexpr uint32_t pack(EndKind kind, int code) {
   return static_cast<uint32_t>(kind) << 16 | (static_cast<uint32_t>(code) & 0xffff);
@@ -57,25 +52,6 @@ void install_handlers() {
   }
 }
 
-// From linux/pidfd.h (6.15); Debian 12's headers are older than the kernels that people run.
-struct PidfdInfo {
-  uint64_t mask;
-  uint64_t cgroupid;
-  uint32_t ids[11];
-  int32_t exit_code;
-};
-constexpr uint64_t kPidfdInfoExit = 1 << 3;
-constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
-
-/// The wait status that the kernel remembers once the process was reaped.
-std::optional<int> kernel_exit_status(int pidfd) {
-  PidfdInfo info{};
-  info.mask = kPidfdInfoExit;
-  if (pidfd < 0 || ::ioctl(pidfd, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0)
-    return std::nullopt;
-  return info.exit_code;
-}
-
 }  // namespace
 
 void leave_note(ProcessHeader& header, EndKind kind, int code) {
@@ -109,7 +85,8 @@ std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pid
   const int code = static_cast<int>(note & 0xffff);
   switch (note_kind(header)) {
     case EndKind::kLeft:
-      return "left the job in good order";
+      return "left the job in good order; it may have run out of data first (unequal numbers of batches: see "
+             "join())";
     case EndKind::kSignal:
       return describe_wait_status(code);  // a wait status below 128 is the signal's number
     case EndKind::kExit:
@@ -117,16 +94,8 @@ std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pid
     case EndKind::kRunning:
       break;
   }
-  // Both know only once the parent has reaped the process, which a launcher does at once.
-  const Deadline deadline = Deadline::after(50ms);
-  if (auto board = ExitBoard::from_environment()) {
-    if (auto words = board->describe_end(pid, deadline)) return *words;
-  }
-  do {
-    if (auto status = kernel_exit_status(pidfd)) return describe_wait_status(*status);
-    ::poll(nullptr, 0, 2);
-  } while (pidfd >= 0 && !deadline.expired());
-  return "ended without a note (SIGKILL, out of memory, or another signal)";
+  return known_end(pid, pidfd, std::chrono::milliseconds(50))
+      .value_or("ended without a note (_exit(), SIGKILL, out of memory, or another signal)");
 }
 
 }  // namespace lockstep::transport

@@ -5,15 +5,19 @@
 #include <string>
 #include <sys/types.h>
 
+#include <lockstep/transport/shared_memory/wait_record.h>
+
 namespace lockstep::transport {
 
-/// The first bytes of every process's first segment: who it is, and the note that it leaves when it ends.
+/// The first bytes of every process's first segment: who it is, the note that it leaves when it ends, and
+/// what it waits for.
 struct alignas(64) ProcessHeader {
   uint64_t magic = 0;
   int32_t pid = 0;
   std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
+  WaitRecords waits;
 };
-static_assert(sizeof(ProcessHeader) == 64 && std::atomic<uint32_t>::is_always_lock_free);
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
 enum class EndKind : uint32_t { kRunning = 0, kLeft = 1, kExit = 2, kSignal = 3 };
 
@@ -28,8 +32,8 @@ EndKind note_kind(const ProcessHeader& header);
 void watch_process_end(ProcessHeader& header);
 void unwatch_process_end(ProcessHeader& header);
 
-/// How the process ended, in words, from its note, the launcher's exit board, or the kernel (PIDFD_GET_INFO):
-/// whichever knows within about 50 ms. `pidfd` may be -1.
+/// How the process ended, in words, from its note, the launcher's exit board, or the kernel (PIDFD_GET_INFO,
+/// /proc): whichever knows within about 50 ms. `pidfd` may be -1.
 std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd);
 
 }  // namespace lockstep::transport

@@ -65,8 +65,7 @@ void GroupChannel::join(const Deadline& deadline) {
   block(rank_).joined.value.store(1, std::memory_order_release);
   publish_fence();
   members_->ring(0, size());
-  await_ranks(0, size(), 1,
-              [&](int rank) { return block(rank).joined.value.load(std::memory_order_acquire) != 0; });
+  await_ranks(0, size(), 1, 1, [&](int rank) { return &block(rank).joined.value; });
   sequence_.store(0, std::memory_order_relaxed);
   joining_ = false;
 }
@@ -85,11 +84,19 @@ void GroupChannel::begin(const Deadline& deadline, bool background) {
       "a process group of the parent can't be used in a forked child; start the child's own group, or "
       "start processes by lockstep::spawn instead of fork()");
   if (failure_) throw *failure_;
-  if (failed()) fail_as_decided({});
+  if (failed()) {
+    // An abort decides nothing by itself. This rank has not announced the operation, so that no rank can have
+    // succeeded in it; but a failure there would hide whether the one before has failed, if that is open.
+    if (const int aborter = members_->aborted_by(); aborter >= 0 && concluded_) {
+      members_->fail(FailureKind::kAborted, members_->transport_rank(aborter), sequence() + 1);
+    }
+    fail_as_decided({});
+  }
   deadline_ = deadline;
   timeout_ = deadline.remaining();
   policy_ = background ? background_policy_ : foreground_policy_;
   sequence_.store(sequence() + 1, std::memory_order_relaxed);
+  concluded_ = false;
 }
 
 std::byte* GroupChannel::own_payload() {
@@ -130,9 +137,7 @@ void GroupChannel::await_announcements(const PayloadCombiner* combiner) {
 }
 
 void GroupChannel::await_flat() {
-  const uint64_t sequence = this->sequence();
-  await_ranks(0, size(), 1,
-              [&](int rank) { return slot(rank).sequence.load(std::memory_order_acquire) >= sequence; });
+  await_ranks(0, size(), 1, sequence(), [&](int rank) { return &slot(rank).sequence; });
   all_have_memory_ = true;
   bool mismatch = false;
   for (int rank = 0; rank < size(); ++rank) {
@@ -148,11 +153,9 @@ void GroupChannel::await_flat() {
 void GroupChannel::await_tree(const PayloadCombiner* combiner) {
   const uint64_t sequence = this->sequence();
   const size_t parity = sequence & 1;
-  auto announced = [&](int rank) { return slot(rank).sequence.load(std::memory_order_acquire) >= sequence; };
-
   if (rank_ % kFlatRanks == 0) {
     const int last = std::min(rank_ + kFlatRanks, size());
-    await_ranks(rank_, last, 1, announced);
+    await_ranks(rank_, last, 1, sequence, [&](int rank) { return &slot(rank).sequence; });
     layout::Summary& combined = block(rank_).combined[parity];
     combined.mismatch = 0;
     combined.all_have_memory = 1;
@@ -168,9 +171,8 @@ void GroupChannel::await_tree(const PayloadCombiner* combiner) {
     members_->ring(0, 1);
   }
   if (rank_ == 0) {
-    await_ranks(0, size(), kFlatRanks, [&](int leader) {
-      return block(leader).combined[parity].sequence.load(std::memory_order_acquire) >= sequence;
-    });
+    await_ranks(0, size(), kFlatRanks, sequence,
+                [&](int leader) { return &block(leader).combined[parity].sequence; });
     layout::Summary& result = block(0).result[parity];
     result.mismatch = 0;
     result.all_have_memory = 1;
@@ -186,9 +188,7 @@ void GroupChannel::await_tree(const PayloadCombiner* combiner) {
     publish_fence();
     members_->ring(0, size());
   }
-  await_ranks(0, 1, 1, [&](int) {
-    return block(0).result[parity].sequence.load(std::memory_order_acquire) >= sequence;
-  });
+  await_ranks(0, 1, 1, sequence, [&](int) { return &block(0).result[parity].sequence; });
   const layout::Summary& result = block(0).result[parity];
   all_have_memory_ = result.all_have_memory != 0;
   if (result.mismatch != 0) refuse(kDifferentOperations);
@@ -216,7 +216,7 @@ std::byte* GroupChannel::memory(int rank, const MemoryReference& reference) {
 }
 
 void GroupChannel::refuse(const std::string& text) {
-  members_->decide(FailureKind::kMismatch, rank_, sequence());
+  members_->fail(FailureKind::kMismatch, members_->transport_rank(rank_), sequence());
   if (!failure_) failure_.emplace(FailureKind::kMismatch, text);
   throw *failure_;
 }
@@ -246,13 +246,11 @@ void GroupChannel::publish(Flag flag, uint64_t value) {
 }
 
 void GroupChannel::await_all(Flag flag, uint64_t value) {
-  await_ranks(0, size(), 1,
-              [&](int rank) { return flag_of(flag, rank).value.load(std::memory_order_acquire) >= value; });
+  await_ranks(0, size(), 1, value, [&](int rank) { return &flag_of(flag, rank).value; });
 }
 
 void GroupChannel::await_rank(Flag flag, int rank, uint64_t value) {
-  await_ranks(rank, rank + 1, 1,
-              [&](int peer) { return flag_of(flag, peer).value.load(std::memory_order_acquire) >= value; });
+  await_ranks(rank, rank + 1, 1, value, [&](int peer) { return &flag_of(flag, peer).value; });
 }
 
 std::byte* GroupChannel::scratch(size_t bytes) {
@@ -288,73 +286,94 @@ WaitPolicy GroupChannel::policy_for(int rank) const {
   return {0, policy_.yields, policy_.gives_up_yielding};
 }
 
-template <class Arrived>
-void GroupChannel::await_ranks(int first, int last, int step, Arrived&& arrived) {
+/// Waits until word(rank), which is in that rank's control block, is at least `value` for each of the ranks.
+template <class Word>
+void GroupChannel::await_ranks(int first, int last, int step, uint64_t value, Word&& word) {
   int next = first;
+  // Acquire: pairs with the release store of publish(), announce() and their like.
+  auto arrived = [&](int rank) { return word(rank)->load(std::memory_order_acquire) >= value; };
   auto complete = [&] {
     while (next < last && arrived(next)) next += step;
     return next >= last;
   };
   Doorbell& bell = block(rank_).doorbell;
+  std::optional<RecordedWait> recorded;
+  int recorded_rank = -1;
   while (!complete()) {
     const uint32_t endings = transport().endings();
     for (int rank = next; rank < last; rank += step) {
       // First look whether it is gone, then whether it arrived before it went.
       if (!members_->is_gone(rank) || arrived(rank)) continue;
       const bool ended = members_->has_ended(rank);
-      if (give_up(ended ? FailureKind::kPeerEnded : FailureKind::kPeerLeft, rank, complete)) return;
+      if (!ended && members_->aborted_by() >= 0) continue;  // it left because of that: see below
+      if (give_up(ended ? FailureKind::kPeerEnded : FailureKind::kPeerLeft, members_->transport_rank(rank),
+                  complete)) {
+        return;
+      }
     }
-    const bool woken = wait_until(bell, policy_for(next), deadline_, [&] {
-      return complete() || failed() || transport().endings() != endings ||
-             block(next).left.value.load(std::memory_order_relaxed) != 0;
-    });
+    bool woken = false;
+    try {
+      woken = wait_until(
+          bell, policy_for(next), deadline_,
+          [&] {
+            return complete() || failed() || transport().endings() != endings ||
+                   block(next).left.value.load(std::memory_order_relaxed) != 0;
+          },
+          [&] {
+            if (recorded_rank == next) return;
+            recorded_rank = next;
+            members_->record_wait(recorded, next, next, word(next), value);
+          });
+    } catch (...) {
+      // An interruption (base/interrupt.h). It ends the operation for all, unless all flags are set by now:
+      // then this wait is over, and the interruption reaches the caller behind the operation.
+      interruption_ = std::current_exception();
+      try {
+        if (give_up(FailureKind::kAborted, members_->transport_rank(rank_), complete)) return;
+      } catch (const ChannelError&) {
+        // What has failed for the others was interrupted here.
+      }
+      std::rethrow_exception(take_interruption());
+    }
     if (complete()) return;
-    if (failed()) {
-      auto late = not_announced();
-      fail_as_decided(late);
+    const Decision decided = members_->decision();
+    if (decided.is_failure() && decided.sequence <= sequence()) fail_as_decided(not_announced());
+    // A failure of a later operation was decided by a rank that had succeeded in this one.
+    if (decided.is_failure() && complete()) return;
+    const int aborter = members_->aborted_by();
+    if (aborter >= 0 && give_up(FailureKind::kAborted, members_->transport_rank(aborter), complete)) return;
+    if (!woken) {
+      const int cause = transport().cause_of_waiting(members_->transport_rank(next));
+      if (give_up(FailureKind::kTimeout, cause, complete)) return;
     }
-    if (!woken && give_up(FailureKind::kTimeout, next, complete)) return;
   }
 }
 
-// All or none. An operation has succeeded when all members' flags of its last wait are set. Whoever wants to
-// give up before that first says so (proposal), then looks at the flags again: if they are set after all, it
-// goes on. Whoever sees all flags looks whether anybody proposes to give up; only then both sides meet at the
-// compare-and-swap, and the first one decides. The fences make sure that not both can miss the other: either
-// the one sees the proposal, or the other sees all flags.
+/// True if what this rank waits for has come after all, so that it goes on.
 template <class Complete>
 bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
-  const uint64_t sequence = this->sequence();
-  members_->propose_to_give_up(sequence);
-  publish_fence();
-  if (complete()) return true;
-  failpoint::here("give_up");
-  auto late = not_announced();
-  if (!members_->decide(kind, culprit, sequence) && !failed()) {
-    // Somebody saw all flags between our look and our decision, and was first: the operation has succeeded.
-    TORCH_INTERNAL_ASSERT(complete());
-    return true;
+  using Phase = OperationOutcome::Phase;
+  std::vector<int> late;
+  OperationOutcome outcome(members_->verdict(), rank_, sequence());
+  outcome.give_up(kind, culprit);
+  while (outcome.is_stepping()) {
+    if (outcome.phase() == Phase::kDeciding) {
+      failpoint::here("give_up");
+      late = not_announced();
+    }
+    if (outcome.step(complete)) members_->tell_failure();
   }
-  if (late.empty()) late.push_back(culprit);
-  fail_as_decided(late);
+  if (outcome.phase() == Phase::kFailed) fail_as_decided(late);
+  TORCH_INTERNAL_ASSERT(complete());
+  return true;
 }
 
 void GroupChannel::commit() {
-  const uint64_t sequence = this->sequence();
-  publish_fence();
-  if (members_->is_proposed(sequence)) {
-    members_->decide(FailureKind::kNone, rank_, sequence);
-    // A decision on a later operation means that somebody went on from this one: it had succeeded.
-    const Decision decided = members_->decision();
-    if (decided.is_failure() && decided.sequence <= sequence) fail_as_decided({});
-  }
-  committed_.store(sequence, std::memory_order_relaxed);
-}
-
-void GroupChannel::abort() {
-  const uint64_t sequence = committed_.load(std::memory_order_relaxed) + 1;
-  members_->propose_to_give_up(sequence);
-  members_->decide(FailureKind::kAborted, rank_, sequence);
+  OperationOutcome outcome(members_->verdict(), rank_, sequence());
+  outcome.see_all();
+  while (outcome.is_stepping()) outcome.step([] { return true; });
+  if (outcome.phase() == OperationOutcome::Phase::kFailed) fail_as_decided({});
+  concluded_ = true;
 }
 
 std::vector<int> GroupChannel::not_announced() const {
@@ -368,6 +387,7 @@ std::vector<int> GroupChannel::not_announced() const {
 }
 
 void GroupChannel::fail_as_decided(const std::vector<int>& late) {
+  concluded_ = true;
   if (!failure_) failure_.emplace(members_->describe_failure(late, timeout_));
   throw *failure_;
 }

@@ -2,9 +2,11 @@
 
 #include <array>
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
@@ -32,8 +34,8 @@ class PayloadCombiner {
   virtual void finish(void* result, const std::vector<const void*>& partials) const = 0;
 };
 
-/// One process group's share of the host transport: announcements, flags, scratch. docs/shared_memory.md has
-/// the protocol and its proof.
+/// One process group's share of the host transport: announcements, flags, scratch.
+/// docs/shared_memory_protocol.md has the protocol and its proof.
 ///
 /// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] →
 /// commit(). All members run the same operations in the same order, each from one thread at a time; abort()
@@ -113,6 +115,11 @@ class GroupChannel {
   /// others have decided otherwise. Nothing may be waited for after it.
   void commit();
 
+  /// What interrupted a wait (base/interrupt.h) that turned out to be over, so that the operation has
+  /// succeeded all the same; once. Null if nothing did. An interruption of a wait that is not over is thrown
+  /// by the wait.
+  std::exception_ptr take_interruption() { return std::exchange(interruption_, nullptr); }
+
   /// This rank's scratch, at least `bytes`; grows at need, visible to others after the next publish().
   std::byte* scratch(size_t bytes);
   std::byte* scratch_of(int rank);
@@ -125,8 +132,9 @@ class GroupChannel {
   /// an operation is in progress. May be called again.
   void leave() { members_->leave(); }
 
-  /// Fails the group on all members; waits in progress throw. From any thread.
-  void abort();
+  /// Fails the group on all members: the operation in progress, unless it has succeeded already, or else the
+  /// next one. Waits in progress end. From any thread.
+  void abort() { members_->abort(); }
   bool failed() const { return members_->failed(); }
   /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have
   /// closed it).
@@ -147,8 +155,8 @@ class GroupChannel {
   void await_flat();
   void await_tree(const PayloadCombiner* combiner);
   WaitPolicy policy_for(int rank) const;
-  template <class Arrived>
-  void await_ranks(int first, int last, int step, Arrived&& arrived);
+  template <class Word>
+  void await_ranks(int first, int last, int step, uint64_t value, Word&& word);
   template <class Complete>
   bool give_up(FailureKind kind, int culprit, Complete&& complete);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
@@ -160,7 +168,6 @@ class GroupChannel {
 
   // The operation in progress; one thread at a time.
   std::atomic<uint64_t> sequence_{0};
-  std::atomic<uint64_t> committed_{0};
   Deadline deadline_ = Deadline::never();
   std::chrono::nanoseconds timeout_{};
   WaitPolicy policy_;
@@ -169,6 +176,10 @@ class GroupChannel {
   bool spin_apart_ = false;  // there is a core for each rank
   bool all_have_memory_ = false;
   bool joining_ = false;
+  /// Whether the last operation has succeeded here, or was decided to have failed. Otherwise this rank has
+  /// left it by an error of its own, and its flags may have let others succeed.
+  bool concluded_ = true;
+  std::exception_ptr interruption_;
 
   std::byte* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;

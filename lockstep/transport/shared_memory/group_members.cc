@@ -34,23 +34,6 @@ size_t block_bytes(int size) {
 
 }  // namespace
 
-uint64_t pack_decision(const Decision& decision) {
-  return decision.sequence << 24 | decision.kind << 20 | static_cast<uint64_t>(decision.culprit) << 10 |
-         static_cast<uint64_t>(decision.by);
-}
-Decision unpack_decision(uint64_t word) {
-  return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff), static_cast<int>(word & 0x3ff)};
-}
-
-uint64_t pack_reference(const MemoryReference& reference) {
-  // Offsets are multiples of a cache line.
-  return (uint64_t{reference.segment} << 44 | reference.offset >> 6) + 1;
-}
-MemoryReference unpack_reference(uint64_t word) {
-  --word;
-  return {static_cast<uint32_t>(word >> 44), (word & ((uint64_t{1} << 44) - 1)) << 6};
-}
-
 // ---- opening and closing
 
 GroupMembers::View GroupMembers::view_of(std::byte* block) const {
@@ -107,6 +90,7 @@ void GroupMembers::map_blocks(const std::vector<uint64_t>& words, const Deadline
                                      : transport_->address(members_[rank], unpack_reference(words[rank]),
                                                            deadline, block_bytes(size()));
     views_.push_back(view_of(block));
+    views_.back().place = unpack_reference(words[rank]);
   }
   transport_->add_group(this);
 }
@@ -155,6 +139,15 @@ void GroupMembers::leave() {
   }
 }
 
+void GroupMembers::record_wait(std::optional<RecordedWait>& record, int peer, int owner, const void* word,
+                               uint64_t value) const {
+  const View& view = views_[owner];
+  const auto offset = static_cast<const std::byte*>(word) - reinterpret_cast<const std::byte*>(view.block);
+  record.emplace(transport_->wait_records(), members_[peer], members_[owner],
+                 MemoryReference{view.place.segment, view.place.offset + static_cast<uint64_t>(offset)},
+                 value);
+}
+
 void GroupMembers::release_after_close(std::function<void()> release) {
   std::lock_guard lock(releases_mutex_);
   releases_.push_back(std::move(release));
@@ -174,38 +167,24 @@ void GroupMembers::wake_waiters() const {
 
 // ---- the verdict
 
-Decision GroupMembers::decision() const {
-  return unpack_decision(block(0).verdict.decision.load(std::memory_order_acquire));
+int GroupMembers::aborted_by() const {
+  return static_cast<int>(verdict().abort.load(std::memory_order_acquire)) - 1;
 }
 
-void GroupMembers::propose_to_give_up(uint64_t sequence) {
-  auto& proposal = block(0).verdict.proposal;
-  uint64_t proposed = proposal.load(std::memory_order_relaxed);
-  while (proposed < sequence &&
-         !proposal.compare_exchange_weak(proposed, sequence, std::memory_order_seq_cst)) {
-  }
+void GroupMembers::abort() {
+  uint64_t none = 0;
+  verdict().abort.compare_exchange_strong(none, static_cast<uint64_t>(rank_) + 1, std::memory_order_acq_rel);
+  tell_failure();
 }
 
-bool GroupMembers::is_proposed(uint64_t sequence) const {
-  return block(0).verdict.proposal.load(std::memory_order_acquire) >= sequence;
+void GroupMembers::fail(FailureKind kind, int culprit, uint64_t sequence) {
+  if (verdict::decide(verdict(), {sequence, static_cast<uint64_t>(kind), culprit, rank_})) tell_failure();
 }
 
-bool GroupMembers::decide(FailureKind kind, int culprit, uint64_t sequence) {
-  const Decision wanted{sequence,
-                        kind == FailureKind::kNone ? Decision::kSuccess : static_cast<uint64_t>(kind),
-                        culprit, rank_};
-  auto& word = block(0).verdict.decision;
-  uint64_t current = word.load(std::memory_order_acquire);
-  do {
-    const Decision decided = unpack_decision(current);
-    if (decided.is_failure() || decided.sequence >= sequence) return false;
-  } while (!word.compare_exchange_weak(current, pack_decision(wanted), std::memory_order_acq_rel));
+void GroupMembers::tell_failure() const {
   publish_fence();
   ring(0, size());
-  if (wanted.is_failure()) {
-    for (int rank = 0; rank < size(); ++rank) block(rank).messages.notify();
-  }
-  return true;
+  for (int rank = 0; rank < size(); ++rank) block(rank).messages.notify();
 }
 
 std::string GroupMembers::describe(const std::vector<int>& ranks) const {
@@ -221,41 +200,70 @@ std::string GroupMembers::describe(const std::vector<int>& ranks) const {
   return text.str();
 }
 
+std::string GroupMembers::describe_timeout(const Decision& decided, const std::vector<int>& late,
+                                           std::chrono::nanoseconds timeout) const {
+  std::ostringstream text;
+  const bool own = decided.by == rank_;
+  const bool cause_is_late =
+      std::any_of(late.begin(), late.end(), [&](int rank) { return members_[rank] == decided.culprit; });
+  if (own) {
+    text << "timed out after " << format_duration(timeout);
+  } else {
+    text << describe({decided.by}) << " timed out";
+  }
+  text << " waiting for ";
+  if (late.empty() || cause_is_late) {
+    text << transport_->describe(decided.culprit);
+  } else {
+    text << describe(late) << ", for which " << transport_->describe(decided.culprit) << " is the cause";
+  }
+  if (transport_->is_stopped(decided.culprit)) {
+    text << ", which is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT "
+         << transport_->pid_of(decided.culprit) << " continues it)";
+  } else {
+    text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
+  }
+  if (cause_is_late && late.size() > 1) text << "; late were " << describe(late);
+  return text.str();
+}
+
 ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
                                             std::chrono::nanoseconds timeout) const {
   const Decision decided = decision();
-  const auto kind = static_cast<FailureKind>(decided.kind);
+  const auto kind = decided.is_failure() ? static_cast<FailureKind>(decided.kind) : FailureKind::kAborted;
   std::ostringstream text;
   switch (kind) {
     case FailureKind::kPeerEnded:
-      text << describe_end(decided.culprit);
+      transport_->note_culprit(decided.culprit);
+      text << transport_->describe_end(decided.culprit);
       break;
     case FailureKind::kPeerLeft:
       if (RecoveryBoard(*this).left_behind()) {
-        text << describe({decided.culprit})
+        text << transport_->describe(decided.culprit)
              << " has gone on in a smaller group (shrink_group), which this rank is not in";
       } else {
-        text << describe({decided.culprit})
-             << " has left the group (destroyed it or ended) without this operation";
+        transport_->note_culprit(decided.culprit);
+        text << transport_->describe(decided.culprit)
+             << " has left the group (destroyed it or ended) without this operation; it may have met an "
+                "error, or "
+                "have run out of data first (unequal numbers of batches: see join())";
       }
       break;
     case FailureKind::kTimeout:
-      if (decided.by == rank_) {
-        text << "timed out after " << format_duration(timeout) << " waiting for "
-             << describe(late.empty() ? std::vector<int>{decided.culprit} : late);
-      } else {
-        text << describe({decided.by}) << " timed out";
-        if (!late.empty()) text << " waiting for " << describe(late);
-      }
-      text << "; the late ones may be stopped, slower than the timeout allows, or in another part of the "
-              "program";
+      transport_->note_culprit(decided.culprit);
+      text << describe_timeout(decided, late, timeout);
       break;
     case FailureKind::kMismatch:
       text << "the ranks called different operations";
       break;
-    case FailureKind::kAborted:
-      text << "aborted by " << describe({decided.by});
+    case FailureKind::kAborted: {
+      // No rank has met it in an operation yet, so that there is no decision.
+      const int aborter = decided.is_failure() ? decided.culprit : members_[aborted_by()];
+      transport_->note_culprit(aborter);
+      text << "aborted by " << transport_->describe(aborter);
+      if (aborter != transport_->rank()) text << ", by a call of abort() or by an exception there";
       break;
+    }
     case FailureKind::kLeftBehind:
     case FailureKind::kNone:
       text << "failed";

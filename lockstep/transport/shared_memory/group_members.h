@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -13,18 +14,9 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/transport/shared_memory/channel_layout.h>
 #include <lockstep/transport/shared_memory/host_transport.h>
+#include <lockstep/transport/shared_memory/operation_outcome.h>
 
 namespace lockstep::transport {
-
-enum class FailureKind : uint8_t {
-  kNone = 0,
-  kPeerEnded,
-  kPeerLeft,
-  kTimeout,
-  kMismatch,
-  kAborted,
-  kLeftBehind,  // the others went on without this rank; see RecoveryBoard
-};
 
 /// Why a channel failed. what() says it in words, without the operation, which only the layer above knows.
 class ChannelError : public std::runtime_error {
@@ -35,26 +27,6 @@ class ChannelError : public std::runtime_error {
  private:
   FailureKind kind_;
 };
-
-/// A group's verdict on one operation.
-struct Decision {
-  static constexpr uint64_t kSuccess = 15;
-  uint64_t sequence;  // 0: no verdict yet
-  uint64_t kind;      // FailureKind or kSuccess
-  int culprit;        // the rank that failed
-  int by;             // the rank that gave up
-
-  bool is_failure() const { return kind != 0 && kind != kSuccess; }
-};
-
-/// A verdict in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10 of
-/// each rank.
-uint64_t pack_decision(const Decision& decision);
-Decision unpack_decision(uint64_t word);
-
-/// A piece of arena memory as one word that fits into a flag or a store; 0 means none.
-uint64_t pack_reference(const MemoryReference& reference);
-MemoryReference unpack_reference(uint64_t word);
 
 /// The members of one group as one process sees them: their control blocks mapped, who is gone, and what the
 /// group has decided. The group's channels stand on it. Ranks here are group ranks. Thread-safe.
@@ -120,15 +92,26 @@ class GroupMembers {
   void ring(int first, int last) const;
   /// Makes this rank's waiters look again. From any thread.
   void wake_waiters() const;
+  /// Records that this rank waits for `peer`, until the word in the control block of `owner` is `value`.
+  void record_wait(std::optional<RecordedWait>& record, int peer, int owner, const void* word,
+                   uint64_t value) const;
 
-  // The verdict: all or none, see GroupChannel::commit.
-  Decision decision() const;
-  bool failed() const { return decision().is_failure(); }
-  void propose_to_give_up(uint64_t sequence);
-  bool is_proposed(uint64_t sequence) const;
-  /// Whether this call's failure (kNone: success) became the group's decision on the operation.
-  bool decide(FailureKind kind, int culprit, uint64_t sequence);
-  /// The decided failure. `late`: members that had not come; `timeout`: what they were given.
+  // How operations end, see OperationOutcome.
+  layout::Verdict& verdict() const { return block(0).verdict; }
+  Decision decision() const { return verdict::decision(verdict()); }
+  /// The member that has aborted the group, or −1.
+  int aborted_by() const;
+  /// Whether the group takes no further operations: one was decided to have failed, or it was aborted.
+  bool failed() const { return decision().is_failure() || aborted_by() >= 0; }
+  /// Decides that the operation has failed, unless there is a decision already. Only for an operation in
+  /// which no rank can have succeeded, by a rank that has concluded the one before. `culprit`: a rank of the
+  /// transport.
+  void fail(FailureKind kind, int culprit, uint64_t sequence);
+  /// Wakes all waiters of all members, for a failure or an abort.
+  void tell_failure() const;
+  /// Makes the operation in progress, or the next one, fail on all members, unless it has succeeded already.
+  void abort();
+  /// The group's failure. `late`: members that had not come; `timeout`: what they were given.
   ChannelError describe_failure(const std::vector<int>& late, std::chrono::nanoseconds timeout) const;
 
   /// "rank 2 (pid 4242)", in ranks of the job.
@@ -142,6 +125,7 @@ class GroupMembers {
 
  private:
   struct View {
+    MemoryReference place;  // of the block, in its owner's arena
     layout::ControlBlock* block;
     std::atomic<uint8_t>* closed;  // by member
     std::atomic<uint64_t>* inbox;  // by member
@@ -151,6 +135,8 @@ class GroupMembers {
   GroupMembers(std::shared_ptr<HostTransport> transport, std::vector<int> members);
   void map_blocks(const std::vector<uint64_t>& words, const Deadline& deadline);
   View view_of(std::byte* block) const;
+  std::string describe_timeout(const Decision& decided, const std::vector<int>& late,
+                               std::chrono::nanoseconds timeout) const;
 
   std::shared_ptr<HostTransport> transport_;
   std::vector<int> members_;

@@ -9,7 +9,10 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
+#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/transport/shared_memory/end_note.h>
 #include <lockstep/transport/shared_memory/group_members.h>
 #include <lockstep/transport/shared_memory/host_transport.h>
@@ -17,7 +20,7 @@
 namespace lockstep::transport {
 namespace {
 
-constexpr uint64_t kHeaderMagic = 0x504554534b434f4cULL;  // "LOCKSTEP"
+constexpr uint64_t kHeaderMagic = 0x325054534b434f4cULL;  // "LOCKSTP2"
 
 ProcessHeader& header_of(std::byte* first_segment) {
   return *reinterpret_cast<ProcessHeader*>(first_segment);
@@ -40,7 +43,8 @@ HostTransport::HostTransport(int rank, int world_size, const Options& options)
 std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int rank, int world_size,
                                                       const Deadline& deadline, const Options& options) {
   std::shared_ptr<HostTransport> transport(new HostTransport(rank, world_size, options));
-  auto links = connect_peers(store, rank, world_size, *transport->arena_->segment(0), deadline);
+  auto links =
+      connect_peers(store, rank, world_size, *transport->arena_->segment(0), deadline, options.met_at);
   for (int peer = 0; peer < world_size; ++peer) {
     if (peer == rank) continue;
     TORCH_CHECK_WITH(DistBackendError, header_of(links[peer].segment->data()).magic == kHeaderMagic, "rank ",
@@ -55,6 +59,7 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
     self->publish_segment(index, segment);
   });
   transport->start_monitor();
+  failpoint::here("transport_connected");
   return transport;
 }
 
@@ -113,6 +118,14 @@ void HostTransport::publish_segment(uint32_t index, const std::shared_ptr<Segmen
   }
 }
 
+std::byte* HostTransport::mapped_address(int rank, const MemoryReference& reference) const {
+  const Peer& peer = *peers_[rank];
+  if (reference.segment >= Arena::kMaxSegments) return nullptr;
+  std::byte* base = peer.bases[reference.segment].load(std::memory_order_acquire);
+  if (base == nullptr || reference.offset + sizeof(uint64_t) > peer.sizes[reference.segment]) return nullptr;
+  return base + reference.offset;
+}
+
 std::byte* HostTransport::address(int rank, const MemoryReference& reference, const Deadline& deadline,
                                   size_t bytes) {
   Peer& peer = *peers_[rank];
@@ -130,9 +143,13 @@ std::byte* HostTransport::address(int rank, const MemoryReference& reference, co
   if (std::byte* mapped = base.load(std::memory_order_acquire)) return within(mapped);
   std::unique_lock lock(segments_mutex_);
   const bool arrived = segments_changed_.wait_for(lock, deadline.remaining(), [&] {
-    return base.load(std::memory_order_acquire) != nullptr || peer.ended.load(std::memory_order_acquire);
+    return base.load(std::memory_order_acquire) != nullptr || peer.ended.load(std::memory_order_acquire) ||
+           peer.unmapped.count(segment) != 0;
   });
   if (std::byte* mapped = base.load(std::memory_order_acquire)) return within(mapped);
+  const auto unmapped = peer.unmapped.find(segment);
+  TORCH_CHECK_WITH(DistBackendError, unmapped == peer.unmapped.end(), "rank ", job_rank(rank_),
+                   " can't use the memory of rank ", job_rank(rank), ": ", unmapped->second);
   TORCH_CHECK_WITH(DistBackendError, !arrived, describe_end(rank));
   LOCKSTEP_THROW_TIMEOUT("segment " + std::to_string(segment) + " of rank " + std::to_string(rank) +
                          " did not arrive within the timeout");
@@ -141,8 +158,57 @@ std::byte* HostTransport::address(int rank, const MemoryReference& reference, co
 std::string HostTransport::describe_end(int rank) const {
   const Peer& peer = *peers_[rank];
   std::byte* first = peer.bases[0].load(std::memory_order_acquire);
-  return "rank " + std::to_string(job_rank(rank)) + of_the_job() + " (pid " + std::to_string(peer.link.pid) +
-         ") " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
+  return describe(rank) + " " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
+}
+
+std::string HostTransport::describe(int rank) const {
+  return "rank " + std::to_string(job_rank(rank)) + of_the_job() + " (pid " + std::to_string(pid_of(rank)) +
+         ")";
+}
+
+bool HostTransport::is_stopped(int rank) const {
+  const auto stat = read_process_stat(pid_of(rank));
+  return stat && (stat->state == 'T' || stat->state == 't');
+}
+
+WaitRecords& HostTransport::wait_records() const {
+  return header_of(arena_->segment(0)->data()).waits;
+}
+
+int HostTransport::cause_of_waiting(int rank) {
+  int waits_for_none = -1;
+  std::vector<bool> seen(world_size());
+  std::vector<int> open{rank};
+  while (!open.empty()) {
+    const int at = open.back();
+    open.pop_back();
+    if (seen[at]) continue;
+    seen[at] = true;
+    // Threads that play ranks are stopped all or none.
+    if (at != rank_ && fellow_threads_.empty() && (has_ended(at) || is_stopped(at))) return at;
+    bool waits = at == rank_;  // who asks waits
+    const ProcessHeader& header = header_of(peers_[at]->bases[0].load(std::memory_order_acquire));
+    for (const WaitRecord& record : header.waits) {
+      const uint64_t reference = record.word.load(std::memory_order_acquire);
+      const int peer = record.peer.load(std::memory_order_relaxed);
+      const int owner = record.owner.load(std::memory_order_relaxed);
+      if (reference == 0 || peer < 0 || peer >= world_size() || owner < 0 || owner >= world_size()) continue;
+      std::byte* word = mapped_address(owner, unpack_reference(reference));
+      // What it waits for has come, and it has not gone on: it is not held up by others.
+      if (word == nullptr || reinterpret_cast<const std::atomic<uint64_t>*>(word)->load(
+                                 std::memory_order_acquire) >= record.value.load(std::memory_order_relaxed)) {
+        continue;
+      }
+      waits = true;
+      open.push_back(peer);
+    }
+    if (!waits && waits_for_none < 0) waits_for_none = at;
+  }
+  return waits_for_none < 0 ? rank : waits_for_none;
+}
+
+void HostTransport::note_culprit(int rank) const {
+  if (const auto board = ExitBoard::from_environment()) board->record_culprit(pid_of(rank));
 }
 
 void HostTransport::add_group(GroupMembers* group) {
@@ -195,21 +261,28 @@ void HostTransport::monitor() {
     for (size_t i = 1; i < polls.size(); i += 2) {
       bool ended = polls[i + 1].revents != 0;
       if (polls[i].revents != 0) {
-        try {
-          // All that has come, for a peer that has ended sends no second wake-up.
-          bool open = true;
-          while (auto received = receive_segment(peers_[ranks[i]]->link, open)) {
+        bool open = true;
+        // All that has come, for a peer that has ended sends no second wake-up.
+        while (auto received = receive_segment(peers_[ranks[i]]->link, open)) {
+          if (received->segment) {
             install(ranks[i], received->index, std::move(received->segment));
+          } else {
+            note_unmapped(ranks[i], received->index, received->problem);
           }
-          ended |= !open;
-        } catch (const std::exception& error) {
-          LOCKSTEP_LOG(kError) << "memory of rank " << ranks[i] << " can't be mapped: " << error.what();
-          ended = true;
         }
+        ended |= !open;
       }
       if (ended) mark_ended(ranks[i]);
     }
   }
+}
+
+/// The peer lives all the same. What needs the memory fails, with this reason.
+void HostTransport::note_unmapped(int rank, uint32_t index, const std::string& reason) {
+  LOCKSTEP_LOG(kError) << "rank " << rank_ << " can't use memory of rank " << rank << ": " << reason;
+  std::lock_guard lock(segments_mutex_);
+  peers_[rank]->unmapped[index] = reason;
+  segments_changed_.notify_all();
 }
 
 void HostTransport::mark_ended(int rank) {

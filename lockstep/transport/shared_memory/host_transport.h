@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +17,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/transport/shared_memory/arena.h>
 #include <lockstep/transport/shared_memory/peer_links.h>
+#include <lockstep/transport/shared_memory/wait_record.h>
 
 namespace c10d {
 class Store;
@@ -36,6 +38,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Options {
     size_t segment_bytes = size_t{64} << 20;  // arena growth step; pages cost nothing until touched
     std::vector<int> job_ranks = {};  // what messages call the ranks; empty: 0, 1, … as everywhere else
+    std::string met_at = {};          // an exchange to which all ranks have come: see exchange()
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does.
@@ -62,8 +65,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
 
   /// Where `bytes` of a rank's memory are mapped here. Waits for a segment that is on its way; throws
-  /// DistTimeoutError if it does not arrive, c10::DistBackendError if its owner has ended or the bytes lie
-  /// outside of it.
+  /// DistTimeoutError if it does not arrive, c10::DistBackendError if its owner has ended, the bytes lie
+  /// outside of it, or this process could not map it.
   std::byte* address(int rank, const MemoryReference& reference, const Deadline& deadline, size_t bytes = 1);
 
   /// Counts the peers that have ended or left so far: changes whenever has_ended() of any peer does.
@@ -72,6 +75,17 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended.
   std::string describe_end(int rank) const;
   int pid_of(int rank) const { return peers_[rank]->link.pid; }
+  /// "rank 2 (pid 4242)".
+  std::string describe(int rank) const;
+  /// Whether the rank's process is stopped by a signal or a debugger, as far as /proc says.
+  bool is_stopped(int rank) const;
+  /// The rank that keeps `rank` from going on: one that has ended or is stopped, if it waits for such a one
+  /// by way of others, in whatever groups; else one that waits for no rank; `rank` itself if that is one. A
+  /// guess when several threads of a rank wait at once, or ranks move meanwhile.
+  int cause_of_waiting(int rank);
+  WaitRecords& wait_records() const;
+  /// Tells the launcher that this rank made an operation fail, for its report.
+  void note_culprit(int rank) const;
 
   /// Groups register to have their sleeping waiters woken when a peer ends; GroupMembers does this itself.
   void add_group(GroupMembers* group);
@@ -92,6 +106,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
     std::array<size_t, Arena::kMaxSegments> sizes{};  // in bytes; written before the base
     std::vector<std::shared_ptr<Segment>> segments;   // keeps the mappings; monitor thread only
+    std::map<uint32_t, std::string>
+        unmapped;  // segments that could not be mapped, and why; under segments_mutex_
   };
   struct Retired {
     std::function<bool()> unused;
@@ -100,9 +116,12 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   HostTransport(int rank, int world_size, const Options& options);
   void install(int rank, uint32_t index, std::shared_ptr<Segment> segment);
+  /// Of a word; null unless it lies in a segment that is mapped.
+  std::byte* mapped_address(int rank, const MemoryReference& reference) const;
   void publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment);
   void start_monitor();
   void monitor();
+  void note_unmapped(int rank, uint32_t index, const std::string& reason);
   void mark_ended(int rank);
   void sweep_retired();
 

@@ -16,8 +16,12 @@
 namespace lockstep::transport {
 namespace {
 
+using layout::MessageEvents;
 using layout::Transfer;
 using layout::TransferState;
+
+/// Whose tell_in_background() this thread serves.
+thread_local const MessageChannel* telling_here = nullptr;
 
 /// Whoever has started a request mostly waits for it soon: until then the background thread keeps away.
 constexpr auto kGrace = std::chrono::microseconds(100);
@@ -80,6 +84,7 @@ MessageChannel::Handle MessageChannel::start(Handle request) {
   TORCH_CHECK_WITH(DistBackendError, !closed_, "the process group was destroyed");
   requests_.push_back(request);
   if (!request->is_send) {
+    for (Peer& peer : peers_) peer.unreadable = nullptr;
     // Among the messages that came before; matched messages leave the list.
     for (auto arrived = arrived_.begin(); arrived != arrived_.end() && !request->posted;) {
       arrived = match(*request, *arrived) ? arrived_.erase(arrived) : std::next(arrived);
@@ -133,7 +138,8 @@ int MessageChannel::source(const Handle& request) {
 void MessageChannel::close() {
   Lock lock(mutex_);
   closed_ = true;
-  const ChannelError error(FailureKind::kAborted, "the process group was destroyed before this was done");
+  const auto error = std::make_exception_ptr(
+      ChannelError(FailureKind::kAborted, "the process group was destroyed before this was done"));
   for (const Handle& request : requests_) give_up(*request, error);
   remove_done();
   run_callbacks(lock);
@@ -158,8 +164,10 @@ void MessageChannel::tell_in_background(std::function<void()> tell) {
     ++telling_;
   }
   const auto run = [this](std::function<void()>& tell) {
+    const auto before = std::exchange(telling_here, this);
     tell();
     tell = nullptr;  // what it holds goes without the lock
+    telling_here = before;
     Lock lock(mutex_);
     --telling_;
     changed_.notify_all();
@@ -170,6 +178,10 @@ void MessageChannel::tell_in_background(std::function<void()> tell) {
     LOCKSTEP_LOG(kWarning) << "a callback runs in the thread of a message: " << error.what();
     run(tell);
   }
+}
+
+bool MessageChannel::is_telling_here() const {
+  return telling_here == this;
 }
 
 void MessageChannel::serve() {
@@ -197,23 +209,33 @@ void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& u
     const bool moved = advance();
     run_callbacks(lock);
     if (request != nullptr ? request->done || until.expired() : !busy() || waiters_ > 0 || closed_) break;
-    if (!moved) sleep(lock, until, request == nullptr);
+    if (!moved) sleep(lock, until, request);
   }
 }
 
-void MessageChannel::sleep(Lock& lock, const Deadline& until, bool background) {
-  const uint32_t seen = seen_events_;
+/// `request`: the one that the caller waits for, if any.
+void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* request) {
+  const uint64_t seen = seen_events_;
+  const int peer = request != nullptr ? request->peer : kAnySource;
   Deadline nearest = until;
   for (const Handle& request : requests_) {
     if (request->deadline.remaining() < nearest.remaining()) nearest = request->deadline;
   }
   lock.unlock();
   const auto relock = c10::make_scope_exit([&lock] { lock.lock(); });
-  wait_until(members_->block(members_->rank()).messages.doorbell,
-             background ? background_policy_ : foreground_policy_, nearest, [&] { return events() != seen; });
+  MessageEvents& own = members_->block(members_->rank()).messages;
+  std::optional<RecordedWait> recorded;
+  wait_until(
+      own.doorbell, request == nullptr ? background_policy_ : foreground_policy_, nearest,
+      [&] { return events() != seen; },
+      [&] {
+        if (peer != kAnySource && !recorded) {
+          members_->record_wait(recorded, peer, members_->rank(), &own.count, seen + 1);
+        }
+      });
 }
 
-uint32_t MessageChannel::events() const {
+uint64_t MessageChannel::events() const {
   // Acquire: what was changed before an event was counted is visible to who sees the count.
   return members_->block(members_->rank()).messages.count.load(std::memory_order_acquire);
 }
@@ -233,11 +255,21 @@ bool MessageChannel::advance() {
   for (Peer& peer : peers_) peer.full = false;
   bool moved = take_arrivals();
   for (const Handle& request : requests_) {
-    if (!request->done) moved |= request->is_send ? advance_send(*request) : advance_receive(*request);
+    if (!request->done) moved |= advance(*request);
   }
   if (!moved) moved = end_hopeless();
   remove_done();
   return moved;
+}
+
+/// What this rank lacks for one message fails that message alone: not another one's caller, nor the thread.
+bool MessageChannel::advance(Request& request) {
+  try {
+    return request.is_send ? advance_send(request) : advance_receive(request);
+  } catch (...) {
+    give_up(request, std::current_exception());
+    return true;
+  }
 }
 
 void MessageChannel::remove_done() {
@@ -270,7 +302,7 @@ ChannelError MessageChannel::gone_error(int peer) const {
   return {FailureKind::kPeerEnded, members_->describe_end(peer)};
 }
 
-ChannelError MessageChannel::timeout_error(const Request& request) const {
+ChannelError MessageChannel::timeout_error(const Request& request, int cause) const {
   std::ostringstream text;
   text << "timed out after " << format_duration(request.timeout) << " waiting for ";
   if (request.peer == kAnySource) {
@@ -280,19 +312,32 @@ ChannelError MessageChannel::timeout_error(const Request& request) const {
     }
     text << "a message from any of " << members_->describe(others);
   } else {
+    const HostTransport& transport = members_->transport();
     text << members_->describe({request.peer});
+    if (cause >= 0 && cause != members_->transport_rank(request.peer)) {
+      text << ", which waits for " << transport.describe(cause);
+    }
+    if (cause >= 0 && transport.is_stopped(cause)) text << ", which is stopped";
   }
-  text << "; a late one may be stopped, slower than the timeout allows, or in another part of the program";
+  text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
   return {FailureKind::kTimeout, text.str()};
 }
 
+MessageChannel::Hopeless MessageChannel::gone(int peer) const {
+  return {std::make_exception_ptr(gone_error(peer)), members_->transport_rank(peer)};
+}
+
 /// Why the request can't be done any more, if so.
-std::optional<ChannelError> MessageChannel::why_hopeless(const Request& request) const {
-  if (members_->failed()) return members_->describe_failure({}, request.timeout);
+MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) const {
+  if (members_->failed()) return {std::make_exception_ptr(members_->describe_failure({}, request.timeout))};
   if (request.peer != kAnySource) {
-    if (request.peer != members_->rank() && members_->is_gone(request.peer)) return gone_error(request.peer);
+    if (request.peer != members_->rank() && members_->is_gone(request.peer)) return gone(request.peer);
+    if (!request.is_send && !request.posted && peers_[request.peer].unreadable) {
+      return {peers_[request.peer].unreadable};
+    }
   } else {
-    // Whoever left in good order will send nothing more, but others may; whoever died may have been the one.
+    // A rank that left in good order will send nothing more, but others may; one that died may have been the
+    // sender.
     int left = -1;
     bool all_left = members_->size() > 1;
     for (int peer = 0; peer < members_->size(); ++peer) {
@@ -300,36 +345,43 @@ std::optional<ChannelError> MessageChannel::why_hopeless(const Request& request)
       if (members_->has_left(peer)) {
         left = peer;
       } else if (members_->has_ended(peer)) {
-        return gone_error(peer);
+        return gone(peer);
+      } else if (!request.posted && peers_[peer].unreadable) {
+        return {peers_[peer].unreadable};
       } else {
         all_left = false;
       }
     }
-    if (all_left) return gone_error(left);
+    if (all_left) return gone(left);
   }
-  if (request.deadline.expired()) return timeout_error(request);
-  return std::nullopt;
+  if (!request.deadline.expired()) return {};
+  const int cause = request.peer == kAnySource || request.peer == members_->rank()
+                        ? -1
+                        : members_->transport().cause_of_waiting(members_->transport_rank(request.peer));
+  return {std::make_exception_ptr(timeout_error(request, cause)), cause};
 }
 
 bool MessageChannel::end_hopeless() {
   bool ended = false;
   for (const Handle& request : requests_) {
     if (request->done) continue;
-    auto why = why_hopeless(*request);
-    if (!why) continue;
+    const auto [error, culprit] = why_hopeless(*request);
+    if (!error) continue;
     // Look again: its part may have come just before the peer went.
     take_arrivals();
     if (!request->done) {
-      const bool moved =
-          request->is_send ? request->posted && advance_send(*request) : advance_receive(*request);
-      if (!moved && !request->done) give_up(*request, *why);
+      const bool moved = (!request->is_send || request->posted) && advance(*request);
+      if (!moved && !request->done) {
+        if (culprit >= 0) members_->transport().note_culprit(culprit);
+        give_up(*request, error);
+      }
     }
     ended = true;
   }
   return ended;
 }
 
-void MessageChannel::give_up(Request& request, const ChannelError& error) {
+void MessageChannel::give_up(Request& request, const std::exception_ptr& error) {
   if (request.done) return;
   if (request.transfer != nullptr) {
     Transfer& transfer = *request.transfer;
@@ -355,7 +407,7 @@ void MessageChannel::give_up(Request& request, const ChannelError& error) {
     }
     members_->block(request.peer).messages.notify();
   }
-  finish(request, std::make_exception_ptr(error));
+  finish(request, error);
 }
 
 }  // namespace lockstep::transport

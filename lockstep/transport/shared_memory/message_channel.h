@@ -34,7 +34,7 @@ class MessageMismatch : public ChannelError {
   MessageKind sent, expected;
 };
 
-/// Send and receive between the members of one group. docs/shared_memory.md, "Messages".
+/// Send and receive between the members of one group. docs/shared_memory_protocol.md, "Messages".
 ///
 /// Small messages travel in the sender's mailbox, one for each receiver; of larger ones only the description
 /// does. Once a receive matches, the receiver reads them where they lie, if that is in the sender's arena, or
@@ -90,12 +90,15 @@ class MessageChannel {
   /// Runs it in a thread of its own: what may wait, for messages or for whoever has advanced them. close()
   /// returns after it.
   void tell_in_background(std::function<void()> tell);
+  /// Whether this thread runs such a thing of this channel: close() would wait for itself.
+  bool is_telling_here() const;
   /// Returns when the request is done. False if `until` has passed first; the request goes on. Throws what an
   /// interrupt check throws (base/interrupt.h); the request goes on then, too.
   bool wait(const Handle& request, const Deadline& until = Deadline::never());
   bool is_done(const Handle& request);
   /// Of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has
-  /// passed, the group failed or was closed; MessageMismatch.
+  /// passed, the group failed or was closed; MessageMismatch; or what has kept this rank from moving it, such
+  /// as c10::OutOfMemoryError. A send that failed before the peer could receive it is never delivered.
   std::exception_ptr error(const Handle& request);
   /// Who sent what was received.
   int source(const Handle& request);
@@ -118,6 +121,7 @@ class MessageChannel {
     layout::Mailbox* outgoing = nullptr;  // ours, for it
     layout::Mailbox* incoming = nullptr;  // its, for us
     uint64_t taken = 0;                   // messages taken from `incoming`
+    std::exception_ptr unreadable;        // why no more can be taken now, if so; the next receive tries again
     bool full = false;                    // `outgoing` had no room in this round
   };
 
@@ -127,25 +131,32 @@ class MessageChannel {
   bool post(Request& request);
   bool advance_send(Request& request);
   bool fill_ring(Request& request);
+  bool advance(Request& request);
   bool take_arrivals();
   bool take_arrivals_from(int from);
+  bool take_arrivals_of(int from, Peer& peer);
   bool offer(Arrived& arrived);
   bool match(Request& request, Arrived& arrived);
   bool advance_receive(Request& request);
   bool end_hopeless();
-  std::optional<ChannelError> why_hopeless(const Request& request) const;
+  struct Hopeless {
+    std::exception_ptr error = nullptr;  // none: there is hope
+    int culprit = -1;                    // the transport's rank, where one is known
+  };
+  Hopeless why_hopeless(const Request& request) const;
+  Hopeless gone(int peer) const;
   ChannelError gone_error(int peer) const;
-  ChannelError timeout_error(const Request& request) const;
-  void give_up(Request& request, const ChannelError& error);
+  ChannelError timeout_error(const Request& request, int cause) const;
+  void give_up(Request& request, const std::exception_ptr& error);
   void finish(Request& request, std::exception_ptr error = nullptr);
   void release_transfer(Request& request);
   void remove_done();
   void run_callbacks(Lock& lock);
   void drive(Lock& lock, const Request* request, const Deadline& until);
-  void sleep(Lock& lock, const Deadline& until, bool background);
+  void sleep(Lock& lock, const Deadline& until, const Request* request);
   void serve();
   bool busy() const { return !requests_.empty(); }
-  uint32_t events() const;
+  uint64_t events() const;
 
   std::shared_ptr<GroupMembers> members_;
   WaitPolicy foreground_policy_;
@@ -159,7 +170,7 @@ class MessageChannel {
   std::vector<Handle> finished_;           // whose on_done is still to be called
   std::list<layout::Transfer*> given_up_;  // until the receiver has dropped them
   int rings_ = 0;
-  uint32_t seen_events_ = 0;
+  uint64_t seen_events_ = 0;
   bool driving_ = false;
   int waiters_ = 0;
   bool serving_ = false;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <cstring>
@@ -9,6 +10,8 @@
 
 #include <gtest/gtest.h>
 
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/failpoint.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
@@ -357,6 +360,63 @@ TEST(MessageChannel, CloseEndsWhatIsPending) {
     failure_of([&] { wait(messages, handle); }, FailureKind::kAborted);
     EXPECT_THROW(messages.receive(&value, {4, 1}, 0, 0, soon()), c10::Error);
     both_done.arrive_and_wait();
+  });
+}
+
+// ---- what this rank lacks
+
+TEST(MessageChannel, SendThatFailedIsNeverDeliveredAndDisturbsNoOther) {
+  failpoint::configure("send=error(no memory)@1");
+  std::atomic<bool> failed_once{false};
+  run_rank_threads(2, [&failed_once](const Channel& channel) {
+    MessageChannel& messages = channel->messages();
+    std::array<int, 3> values{};
+    if (channel->rank() == 0) {
+      values = {1, 2, 0};
+      const auto failed = messages.send(&values[0], {sizeof(int), 1}, 1, 0, soon());
+      failed_once = true;
+      EXPECT_TRUE(messages.is_done(failed));
+      EXPECT_NE(text_of(messages.error(failed)).find("no memory"), std::string::npos);
+      wait(messages, messages.receive(&values[2], {sizeof(int), 1}, 1, 0, soon()));
+      EXPECT_EQ(values[2], 3);
+      wait(messages, messages.send(&values[1], {sizeof(int), 1}, 1, 0, soon()));
+    } else {
+      // In its own time, so that rank 0's failed send would have come first.
+      const auto received = messages.receive(&values[1], {sizeof(int), 1}, 0, 0, soon());
+      values[0] = 3;
+      while (!failed_once) std::this_thread::yield();  // the failpoint is for rank 0
+      wait(messages, messages.send(&values[0], {sizeof(int), 1}, 0, 0, soon()));
+      wait(messages, received);
+      EXPECT_EQ(values[1], 2);
+    }
+  });
+  failpoint::configure("");
+}
+
+TEST(MessageChannel, FailureInTheBackgroundFailsTheMessageNotTheProcess) {
+  constexpr int kMessages = 3 * static_cast<int>(layout::kMailboxSlots);
+  std::atomic<bool> sent{false};
+  run_rank_threads(2, [&sent](const Channel& channel) {
+    MessageChannel& messages = channel->messages();
+    std::vector<int> values(kMessages);
+    std::vector<MessageChannel::Handle> handles;
+    if (channel->rank() == 0) {
+      // The mailbox is full long before, so that the background thread meets the failure.
+      failpoint::configure("send=error(no memory)@" + std::to_string(2 * layout::kMailboxSlots));
+      for (int& value : values) handles.push_back(messages.send(&value, {sizeof(int), 1}, 1, 0, soon()));
+      messages.advance_in_background();
+      sent = true;
+      while (!messages.is_done(handles.back())) std::this_thread::yield();
+      int failed = 0;
+      for (const auto& handle : handles) failed += messages.error(handle) != nullptr ? 1 : 0;
+      EXPECT_EQ(failed, 1);
+      failpoint::configure("");
+    } else {
+      while (!sent) std::this_thread::yield();
+      for (int i = 0; i + 1 < kMessages; ++i) {
+        wait(messages, messages.receive(&values[i], {sizeof(int), 1}, 0, 0, soon()));
+      }
+    }
   });
 }
 

@@ -139,6 +139,16 @@ bool MessageChannel::take_arrivals() {
 
 bool MessageChannel::take_arrivals_from(int from) {
   Peer& peer = peers_[from];
+  if (peer.unreadable) return false;
+  try {
+    return take_arrivals_of(from, peer);
+  } catch (...) {
+    peer.unreadable = std::current_exception();
+    return true;
+  }
+}
+
+bool MessageChannel::take_arrivals_of(int from, Peer& peer) {
   HostTransport& transport = members_->transport();
   if (peer.incoming == nullptr) {
     const uint64_t word = members_->inbox(members_->rank(), from).load(std::memory_order_acquire);

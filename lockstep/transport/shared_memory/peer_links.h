@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <sys/types.h>
 #include <vector>
 
@@ -26,23 +27,27 @@ struct PeerLink {
 /// Connects this process with every other of the job and exchanges first segments. The answer has one entry
 /// per rank; the own one is empty.
 ///
-/// Every rank listens on an abstract unix socket with a random name and puts {host, pid, name, random 128-bit
-/// token} into the store. It connects to each lower rank and shows that rank's token; the user id of whoever
-/// is at the other end must be ours. Throws c10::DistBackendError when ranks are on different hosts or a
-/// peer's socket can't be reached (another container, another user: the message says which), DistTimeoutError
-/// at the deadline, naming the missing ranks.
+/// Every rank listens on an abstract unix socket with a random name and puts {process, user, name, random
+/// 128-bit token} into the store. It connects to each lower rank and shows that rank's token; the user id of
+/// whoever is at the other end must be ours. `met_at`: an exchange to which all ranks have come, or empty.
+///
+/// Succeeds on all ranks or on none, as far as a store can tell. Throws c10::DistBackendError that names a
+/// rank whose process has ended, at once; or when ranks are on different hosts or a peer's socket can't be
+/// reached (another container, another user: the message says which); DistTimeoutError at the deadline,
+/// naming the missing ranks.
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
-                                    const Deadline& deadline);
+                                    const Deadline& deadline, const std::string& met_at = {});
 
 /// Sends a further segment to a peer. False if the peer is gone or has not read for ten seconds.
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment);
 
 /// The next message of send_segment(), mapped; nothing if there is none now, or none any more: then `open`
-/// becomes false.
-/// Throws c10::DistBackendError when the segment is not as announced, or has a number that no arena has.
+/// becomes false. No segment, but a problem, where it could not be mapped: it is not as announced, or this
+/// process has no descriptor or no address space left.
 struct ReceivedSegment {
   uint32_t index;
   std::shared_ptr<Segment> segment;
+  std::string problem = {};
 };
 std::optional<ReceivedSegment> receive_segment(const PeerLink& link, bool& open);
 

@@ -18,6 +18,7 @@ void confirm(GroupChannel& channel, const Deadline& deadline) {
   channel.announce({});
   channel.await_announcements();
   channel.commit();
+  if (const auto interruption = channel.take_interruption()) std::rethrow_exception(interruption);
 }
 
 /// The members of one of the new groups; `which` of each survivor's addresses it is.

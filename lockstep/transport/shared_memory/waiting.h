@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/interrupt.h>
@@ -58,9 +59,11 @@ void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
 }  // namespace detail
 
 /// Waits until `ready()` holds or the deadline has passed; returns the last ready(). `ready` must only read
-/// atomics. Throws what an interrupt check throws (base/interrupt.h), once it would sleep.
-template <class Ready>
-bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadline, Ready&& ready) {
+/// atomics. `before_sleep()` runs before each sleep. Throws what an interrupt check throws
+/// (base/interrupt.h), once it would sleep.
+template <class Ready, class BeforeSleep>
+bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadline, Ready&& ready,
+                BeforeSleep&& before_sleep) {
   for (int i = 0; i <= policy.spins; ++i) {
     if (ready()) return true;
     detail::pause();
@@ -71,6 +74,7 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
     if (for_long && policy.gives_up_yielding) break;
   }
   while (!deadline.expired()) {
+    before_sleep();
     const uint32_t seen = bell.rings.load(std::memory_order_relaxed);
     bell.sleeping.store(1, std::memory_order_relaxed);
     publish_fence();  // pairs with the ringer's
@@ -81,6 +85,11 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
     check_interrupts();
   }
   return ready();
+}
+
+template <class Ready>
+bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadline, Ready&& ready) {
+  return wait_until(bell, policy, deadline, std::forward<Ready>(ready), [] {});
 }
 
 }  // namespace lockstep::transport
