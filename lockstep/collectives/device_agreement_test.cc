@@ -135,6 +135,8 @@ TEST(BackendNames, SayWhichBackendServesWhichDevice) {
                                                  Pair(c10::kPrivateUse1, "lockstep")));
   EXPECT_EQ(backend_names::check(""), "");
   EXPECT_EQ(backend_names::check("CPU:Lockstep,cuda:NCCL"), "cpu:lockstep,cuda:nccl");
+  EXPECT_EQ(backend_names::check("Gloo"), "lockstep");
+  EXPECT_EQ(backend_names::check("cpu:gloo,cuda:nccl"), "cpu:lockstep,cuda:nccl");
   EXPECT_THAT(message_of<c10::ValueError>([] { backend_names::check("cpu:nccl"); }),
               HasSubstr("takes CUDA tensors alone"));
   EXPECT_THAT(message_of<c10::ValueError>([] { backend_names::check("tpu:lockstep"); }),

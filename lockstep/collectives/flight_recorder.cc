@@ -133,6 +133,10 @@ class Recorder {
 
   bool in_forked_child() const { return fork_guard_.in_forked_child(); }
   bool on() const { return !slots_.empty(); }
+  bool has_records() {
+    std::lock_guard lock(ring_mutex_);
+    return last_id_ > before_world_;
+  }
 
   uint64_t schedule(const std::shared_ptr<const Group>& group, const Operation& operation);
   void advance(uint64_t id, State state, const std::string* error);
@@ -310,7 +314,11 @@ std::string Recorder::dump(const std::string& reason, bool forced) {
   limit_.count(now);
   owed_.clear();
   const std::string path = write(reason);
-  if (forced || last_line_ns_ == 0 || now - last_line_ns_ > kQuietNs) {
+  // `lockstep run` tells once, behind the cause, where all ranks' records are.
+  const bool launcher_tells = !forced && environment::text("LOCKSTEP_RUN") == "1";
+  if (launcher_tells) {
+    LOCKSTEP_LOG(kInfo) << "flight record (" << reason << ") written to " << path;
+  } else if (forced || last_line_ns_ == 0 || now - last_line_ns_ > kQuietNs) {
     last_line_ns_ = now;
     LOCKSTEP_LOG(kWarning) << "flight record (" << reason << ") written to " << path
                            << "; read it with: lockstep inspect flight " << path.substr(0, path.rfind('/'));
@@ -398,6 +406,10 @@ void completed(uint64_t id) {
 
 void failed(uint64_t id, const std::string& error) {
   if (id != 0) recorder().advance(id, State::kFailed, &error);
+}
+
+bool has_records() {
+  return recorder().has_records();
 }
 
 std::string dump(const std::string& reason) {

@@ -52,7 +52,11 @@ void started(uint64_t id);
 void completed(uint64_t id);
 void failed(uint64_t id, const std::string& error);
 
-/// Writes all records to this rank's file (a temporary one, then renamed) and says in the log where; returns
+/// Whether this process has submitted an operation since it joined its world.
+bool has_records();
+
+/// Writes all records to this rank's file (a temporary one, then renamed) and says in the log where, unless
+/// `lockstep run` started this process and will say it (SIGUSR1's line comes always); returns
 /// its path, or an empty string if that was not possible (logged, never thrown: it is called on the way out
 /// of failures) or the recorder is off. `reason`: "timeout", "abort", "SIGUSR1", …
 ///

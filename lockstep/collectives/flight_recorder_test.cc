@@ -377,6 +377,33 @@ TEST(FlightDirectory, IsPrivateAndOfThisJob) {
   });
 }
 
+TEST(FlightDirectory, OldOnesOfOtherJobsGoAsANewOneIsMade) {
+  alone([] {
+    namespace fs = std::filesystem;
+    RecordFolder temporary;
+    ::unsetenv("LOCKSTEP_FLIGHT_DIR");
+    ::setenv("TMPDIR", temporary.path().c_str(), 1);
+    const fs::path ours = temporary.path("lockstep-" + std::to_string(::geteuid()));
+    ASSERT_EQ(::mkdir(ours.c_str(), 0700), 0);
+    const auto now = fs::file_time_type::clock::now();
+    const auto make = [&](const std::string& name, std::chrono::hours age) {
+      fs::create_directory(ours / name);
+      std::ofstream(ours / name / "rank_0.json") << "{}";
+      fs::last_write_time(ours / name, now - age);
+    };
+    for (int i = 1; i <= 20; ++i) make("flight-old-" + std::to_string(i), std::chrono::hours(24 * i));
+    for (int i = 1; i <= 5; ++i) make("flight-new-" + std::to_string(i), std::chrono::hours(0));
+    make("not-a-record", std::chrono::hours(24 * 100));
+    write_record("rank_0.json", "text");
+    std::set<std::string> left;
+    for (const auto& entry : fs::directory_iterator(ours)) left.insert(entry.path().filename());
+    EXPECT_EQ(left.size(), 1U + 15U + 1U) << "its own, the newest others, and what is none";
+    EXPECT_TRUE(left.contains("flight-new-5") && left.contains("flight-old-10"));
+    EXPECT_FALSE(left.contains("flight-old-11"));
+    EXPECT_TRUE(fs::exists(record_directory() + "/rank_0.json"));
+  });
+}
+
 TEST(FlightDirectory, RefusesOneThatOthersCouldHavePlaced) {
   alone([] {
     RecordFolder temporary;

@@ -156,7 +156,8 @@ TEST(Timeout, EndsEveryKindOfWaitingAndNamesWhoIsMissing) {
       if (rank == 0) {
         const auto text = message_of<DistTimeoutError>([&] { waiting.wait(group); });
         EXPECT_THAT(text, HasSubstr("rank 1"));
-        EXPECT_THAT(text, AnyOf(HasSubstr("after 0.0"), HasSubstr("60 ms"))) << "how long it waited";
+        // Less where an earlier step of the operation has taken some of it.
+        EXPECT_THAT(text, ::testing::ContainsRegex("after (0\\.0|[1-6]?[0-9] ms)")) << "how long it waited";
       }
       barrier();
       destroy_process_group(group);

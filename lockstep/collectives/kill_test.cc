@@ -83,11 +83,13 @@ size_t entries_of(const char* folder) {
   return static_cast<size_t>(std::distance(begin(entries), end(entries)));
 }
 
-/// Our files in /dev/shm. Other programs may come and go there.
+/// Our files in /dev/shm, but for the directory at which the processes of other programs' MPI jobs meet.
 std::set<std::string> shared_files() {
+  const std::string meeting_place = "lockstep-" + std::to_string(::geteuid());
   std::set<std::string> files;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator("/dev/shm")) {
-    if (entry.path().string().find("lockstep") != std::string::npos) files.insert(entry.path());
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    const std::string name = entry.path().filename();
+    if (name.find("lockstep") != std::string::npos && name != meeting_place) files.insert(name);
   }
   return files;
 }

@@ -4,6 +4,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/thread_cache.h>
 #include <lockstep/collectives/internal/monitored_barrier.h>
 #include <lockstep/collectives/internal/planned_operation.h>
 #include <lockstep/collectives/internal/shared_tensor.h>
@@ -102,7 +103,7 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
 }
 
 LockstepBackend::~LockstepBackend() {
-  shutdown();
+  end();
 }
 
 std::chrono::milliseconds LockstepBackend::timeout_or_default(std::chrono::milliseconds timeout) const {
@@ -169,6 +170,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
       flight::failed(identity->record, error.what());
       throw;
     }
+    if (auto interruption = channel->take_interruption()) throw InterruptedBehind{std::move(interruption)};
   };
   const auto numbered = [&](uint64_t number) {
     identity->number = number;
@@ -279,31 +281,56 @@ at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options)
 void LockstepBackend::abort() {
   const bool first = !channel_->failed();
   channel_->abort();
-  if (first) flight::dump("abort");
+  // An error before the first operation is none that a record could explain.
+  if (first && flight::has_records()) flight::dump("abort");
 }
 
 void LockstepBackend::finish() {
   queue_->finish();
 }
 
-void LockstepBackend::close_at_exit() {
+void LockstepBackend::close_at_exit(bool by_exception) {
   if (channel_->transport().in_forked_child()) return;
-  if (queue_->busy()) {
+  if (by_exception) channel_->abort();
+  if (queue_->busy() && !by_exception) {
     LOCKSTEP_LOG(kWarning) << "the process ends while operations of group '" << settings_.name
                            << "' are not done, and they fail on all ranks; wait() for them, or call "
                               "destroy_process_group() first";
     abort();
   }
-  shutdown();
+  end();
+}
+
+bool LockstepBackend::is_in_callback() const {
+  return queue_->is_telling_here() || channel_->messages().is_telling_here();
+}
+
+void LockstepBackend::check_not_in_callback() const {
+  TORCH_CHECK_WITH(DistBackendError, !is_in_callback(), "process group '", settings_.name,
+                   "' can't be destroyed in a callback of one of its own futures, which the end of the group "
+                   "waits for; destroy it where the future is waited for");
 }
 
 void LockstepBackend::shutdown() {
   if (channel_->transport().in_forked_child()) return;
-  queue_->stop();
-  channel_->messages().close();
-  channel_->leave();
-  // Copies to devices, which nothing but the devices can hold up.
-  staging_->close(Deadline::after(kDevicePatience));
+  check_not_in_callback();
+  end();
+}
+
+void LockstepBackend::end() {
+  if (channel_->transport().in_forked_child()) return;
+  const auto end = [queue = queue_, channel = channel_, staging = staging_] {
+    queue->stop();
+    channel->messages().close();
+    channel->leave();
+    // Copies to devices, which nothing but the devices can hold up.
+    staging->close(Deadline::after(kDevicePatience));
+  };
+  if (is_in_callback()) {
+    run_in_background(end);
+  } else {
+    end();
+  }
 }
 
 }  // namespace lockstep

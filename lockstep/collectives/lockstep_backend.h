@@ -147,9 +147,15 @@ class LockstepBackend final : public c10d::Backend {
   /// Finishes the collectives submitted so far (as Gloo does), ends sends and receives that are not done;
   /// further ones fail. After abort() it returns at once.
   void shutdown() override;
+  /// The same for callers that can't be refused: in a callback it goes on in a thread of its own.
+  void end();
+  /// Throws c10::DistBackendError in a callback of one of this group's futures, which shutdown() would wait
+  /// for.
+  void check_not_in_callback() const;
+  bool is_in_callback() const;
   /// For a process that ends: like shutdown(), but does not wait for collectives that are not done: they
-  /// fail, on all ranks.
-  void close_at_exit();
+  /// fail, on all ranks. `by_exception`: aborts the group.
+  void close_at_exit(bool by_exception);
 
   /// Throws c10::DistBackendError in a child that was forked since the group was made.
   void check_not_forked() const;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include <lockstep/collectives/internal/planning.h>
@@ -21,6 +22,9 @@ PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& 
                                 const at::Tensor& buffer) {
   // Of a reduction to one rank, the others' data are only read.
   auto* data = const_cast<void*>(buffer.const_data_ptr());
+  const bool users = std::any_of(tensors.begin(), tensors.end(),
+                                 [&](const at::Tensor& tensor) { return tensor.is_alias_of(buffer); });
+  const auto owner = users ? algorithms::MemoryOwner::kUser : algorithms::MemoryOwner::kOperation;
   return {signature,
           type,
           tensors,
@@ -28,8 +32,8 @@ PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& 
           operands,
           options.timeout,
           options.asyncOp,
-          [channel, signature, data](const Terms& terms) {
-            algorithms::reduce(*channel, terms, signature, data);
+          [channel, signature, data, owner](const Terms& terms) {
+            algorithms::reduce(*channel, terms, signature, data, owner);
           }};
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -80,6 +81,9 @@ std::vector<std::pair<uint64_t, int>> parse_mappings(const std::string& text, in
   return mappings;
 }
 
+/// The exchange at which the members meet.
+constexpr const char* kMeeting = "lockstep/mappings";
+
 /// The oldest mapping that all members have.
 SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const Deadline& deadline) {
   const auto living = living_mappings();
@@ -87,7 +91,7 @@ SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const 
   for (const auto& [token, transport] : living) {
     mine << (mine.tellp() > 0 ? " " : "") << token << ':' << transport->rank();
   }
-  const auto texts = exchange(store, "lockstep/mappings", rank, size, mine.str(), deadline);
+  const auto texts = exchange(store, kMeeting, rank, size, mine.str(), deadline);
   std::vector<std::vector<std::pair<uint64_t, int>>> all;
   for (int member = 0; member < size; ++member) all.push_back(parse_mappings(texts[member], member));
   for (const auto& candidate : all.front()) {
@@ -111,12 +115,14 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
   SharedMapping made;
   auto transport_options = lockstep::transport_options();
   transport_options.job_ranks = options.global_ranks;
+  transport_options.met_at = kMeeting;
   made.transport = HostTransport::connect(store, rank, size, deadline, transport_options);
   made.members.resize(size);
   std::iota(made.members.begin(), made.members.end(), 0);
   uint64_t token = 0;
   TORCH_CHECK(::getrandom(&token, sizeof token, 0) == sizeof token, "getrandom failed");
-  const auto tokens = exchange(store, "lockstep/token", rank, size, std::to_string(token), deadline);
+  const auto tokens =
+      exchange(store, "lockstep/token", rank, size, std::to_string(token), deadline, {}, kMeeting);
   Opened& all = opened();
   std::lock_guard lock(all.mutex);
   all.mappings.push_back({std::stoull(tokens.front()), made.transport});
@@ -135,9 +141,18 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
                     "lockstep: ", options.global_ranks.size(), " global ranks for a group of ", size);
   if (options.global_ranks.empty()) log::set_rank(rank);
   const Deadline deadline = Deadline::after(options.timeout);
-  auto mapping = find_shared_mapping(*store, rank, size, deadline);
-  const bool is_new = mapping.transport == nullptr;
-  if (is_new) mapping = make_mapping(*store, rank, size, options, deadline);
+  SharedMapping mapping;
+  bool is_new = false;
+  try {
+    mapping = find_shared_mapping(*store, rank, size, deadline);
+    is_new = mapping.transport == nullptr;
+    if (is_new) mapping = make_mapping(*store, rank, size, options, deadline);
+  } catch (c10::Error& error) {
+    if (options.global_ranks.empty()) throw;
+    error.add_context(c10::str("while the members of a group met: its ranks 0 to ", size - 1, " are ranks ",
+                               c10::Join(", ", options.global_ranks), " of the job"));
+    throw;
+  }
   const auto exchange = group_making::exchange_through_store(store, mapping.transport, mapping.members,
                                                              "lockstep/addresses", "open_backend", deadline);
   auto channel = GroupChannel::open(mapping.transport, mapping.members, exchange, deadline);
@@ -191,7 +206,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::shrink(const std::vector<int6
   return backend;
 }
 
-void close_all_backends() {
+void close_all_backends(bool by_exception) {
   Opened& all = opened();
   std::vector<c10::intrusive_ptr<LockstepBackend>> living;
   {
@@ -200,7 +215,7 @@ void close_all_backends() {
       if (auto backend = one.lock()) living.push_back(std::move(backend));
     }
   }
-  for (const auto& backend : living) backend->close_at_exit();
+  for (const auto& backend : living) backend->close_at_exit(by_exception);
 }
 
 }  // namespace lockstep

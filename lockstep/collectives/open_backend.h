@@ -35,7 +35,9 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
                                                  int size, const OpenBackendOptions& options);
 
 /// Ends all backends of open_backend() that are still alive, for a process that ends without having destroyed
-/// its groups: operations that are not done fail, on all ranks, instead of keeping this process. Thread-safe.
-void close_all_backends();
+/// its groups: operations that are not done fail, on all ranks, instead of keeping this process. With
+/// `by_exception` the groups are aborted, as at the end of a DefaultGroup: the other ranks shall not hear
+/// that this one has left in good order. Thread-safe.
+void close_all_backends(bool by_exception = false);
 
 }  // namespace lockstep

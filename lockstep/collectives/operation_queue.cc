@@ -1,3 +1,4 @@
+#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -16,6 +17,20 @@
 
 namespace lockstep {
 namespace {
+
+/// Whose future's callbacks this thread runs, or destroys.
+thread_local const OperationQueue* telling_here = nullptr;
+
+class TellingHere {
+ public:
+  explicit TellingHere(const OperationQueue* queue) : before_(std::exchange(telling_here, queue)) {}
+  TellingHere(const TellingHere&) = delete;
+  TellingHere& operator=(const TellingHere&) = delete;
+  ~TellingHere() { telling_here = before_; }
+
+ private:
+  const OperationQueue* before_;
+};
 
 std::exception_ptr stopped_error() {
   return std::make_exception_ptr(c10::DistBackendError(
@@ -112,6 +127,8 @@ c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
 std::exception_ptr OperationWork::run(bool background) {
   try {
     body_(background);
+  } catch (const InterruptedBehind& behind) {
+    return behind.interruption;
   } catch (const Interruption&) {
     error_ = std::make_exception_ptr(c10::DistBackendError(
         {__func__, __FILE__, __LINE__}, "this operation was interrupted half-way by a signal on this rank"));
@@ -172,6 +189,8 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
   work->done_ = true;
   work->duration_ = duration;
   changed_.notify_all();
+  std::optional<TellingHere> here;
+  if (serving != nullptr && work->future_) here.emplace(this);
   if (work->future_) tell_future(lock, work, serving);
   lock.unlock();
   work = nullptr;  // may be the last reference to tensors, too
@@ -187,8 +206,11 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
     try {
       run_in_background(
           [self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
-            work->complete(*work->future_, work->error_);  // neither changes any more
-            work = nullptr;
+            {
+              const TellingHere here(self.get());
+              work->tell();
+              work = nullptr;
+            }
             std::lock_guard lock(self->mutex_);
             --self->telling_;
             self->changed_.notify_all();
@@ -197,7 +219,8 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
     } catch (const std::system_error& error) {
       LOCKSTEP_LOG(kWarning) << "callbacks run in the thread that waits: " << error.what();
       lock.unlock();
-      work->complete(*work->future_, work->error_);  // neither changes any more
+      const TellingHere here(this);
+      work->tell();
       lock.lock();
     }
     return;
@@ -206,12 +229,20 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
   serving_ = false;
   if (!queue_.empty()) start_thread();
   lock.unlock();
-  work->complete(*work->future_, work->error_);  // neither changes any more
+  work->tell();
   lock.lock();
   --telling_;
   *serving = !serving_;
   serving_ = true;
   changed_.notify_all();
+}
+
+void OperationWork::tell() const {
+  complete(*future_, error_);
+}
+
+bool OperationQueue::is_telling_here() const {
+  return telling_here == this;
 }
 
 void OperationWork::complete(c10::ivalue::Future& future, const std::exception_ptr& error) const {

@@ -16,6 +16,12 @@ namespace lockstep {
 class DeviceResults;
 class OperationQueue;
 
+/// What a body throws when its operation has succeeded, but the caller's wait was interrupted
+/// (base/interrupt.h).
+struct InterruptedBehind {
+  std::exception_ptr interruption;
+};
+
 /// One operation of a group: the handle that users wait on. Thread-safe.
 class OperationWork final : public c10d::Work {
  public:
@@ -54,6 +60,8 @@ class OperationWork final : public c10d::Work {
   std::shared_ptr<OperationQueue> queue_;
   c10::IValue future_value() const;
   void complete(c10::ivalue::Future& future, const std::exception_ptr& error) const;
+  /// Completes the future, whose callbacks run then. Neither it nor the error changes any more.
+  void tell() const;
 
   std::vector<at::Tensor> outputs_;
   const bool outputs_are_one_;
@@ -86,6 +94,9 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
               const std::function<void(uint64_t number)>& numbered);
   /// Whether anything submitted is not done yet.
   bool busy() const;
+  /// Whether this thread runs, or destroys, the callbacks of one of the queue's futures: stop() would wait
+  /// for itself.
+  bool is_telling_here() const;
   /// Operations submitted so far.
   uint64_t submitted() const;
   /// Runs or awaits everything submitted so far; errors stay in the works. Throws the Interruption that ended

@@ -32,7 +32,7 @@ void end_group(Group& group, bool abort) {
   LOCKSTEP_LOG(kInfo) << (abort ? "aborts" : "destroys") << " group '" << group.name << "'";
   if (abort) group.backend->abort();  // first: the others learn of it at once, and NCCL's takes its time
   device_backends::end(group, abort);
-  group.backend->shutdown();
+  group.backend->end();
 }
 
 void destroy_all(bool abort) {
@@ -65,7 +65,9 @@ std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline de
                              .timeout = options.timeout});
   const auto& [rank, size] = std::pair(world->world.rank, world->world.world_size);
   log::set_rank(rank);
-  world->transport = HostTransport::connect(*world->world.store, rank, size, deadline, transport_options());
+  auto to_connect = transport_options();
+  to_connect.met_at = world->world.met_at;
+  world->transport = HostTransport::connect(*world->world.store, rank, size, deadline, to_connect);
   world->members.resize(size);
   std::iota(world->members.begin(), world->members.end(), 0);
   world->control = group_making::open_control(*world, deadline);
@@ -131,7 +133,11 @@ DefaultGroup init_process_group(const InitOptions& options) {
 
 void destroy_process_group(const ProcessGroup& group) {
   if (!is_member(group) || !is_initialized()) return;
-  if (!group || group == default_group()) return destroy_all(/*abort=*/false);
+  if (!group || group == default_group()) {
+    for (const auto& one : registry::all(*registry::require_world())) one->backend->check_not_in_callback();
+    return destroy_all(/*abort=*/false);
+  }
+  registry::find(group)->backend->check_not_in_callback();
   end_group(*registry::remove(group), /*abort=*/false);
 }
 

@@ -33,6 +33,7 @@ struct InitOptions {
   /// all else over "lockstep"; the same as "cpu:lockstep,cuda:nccl". Empty: "cpu:lockstep,cuda:nccl" where
   /// every rank has chosen a card of its own by set_device() and NCCL works, else "lockstep", with a warning
   /// that names the ranks where cards are shared or missing. "DEVICE:lockstep,…" serves these devices only.
+  /// "gloo" is taken as "lockstep".
   std::string backend = {};
   /// env:// (default), tcp://HOST:PORT or file:///PATH; see RendezvousOptions.
   std::string init_method = {};
@@ -170,8 +171,8 @@ ProcessGroup shrink_group(const std::vector<int>& ranks_to_exclude = {}, const P
 bool is_available();
 /// Whether the default group exists.
 bool is_initialized();
-/// Whether this build has the backend: "lockstep", "nccl", "cpu:lockstep,cuda:nccl". Throws c10::ValueError
-/// for a malformed list of DEVICE:BACKEND pairs.
+/// Whether this build has the backend: "lockstep" (or "gloo"), "nccl", "cpu:lockstep,cuda:nccl". Throws
+/// c10::ValueError for a malformed list of DEVICE:BACKEND pairs.
 bool is_backend_available(const std::string& backend);
 /// Whether this build has NCCL, with or without a card: torch is a CUDA build and the component
 /// Lockstep::cuda is there. Loads nothing. torch.distributed.is_nccl_available.

@@ -58,7 +58,7 @@ void abort_other_groups(DefaultWorld& world, const Group& shrunk) {
     names += (names.empty() ? "'" : ", '") + group->name + "'";
     group->backend->channel().abort();
     device_backends::end(*group, /*aborting=*/true);
-    group->backend->shutdown();
+    group->backend->end();
   }
   if (names.empty()) return;
   LOCKSTEP_LOG(kWarning) << "shrinking the default group destroyed all other process groups: " << names
@@ -100,7 +100,7 @@ ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<Gro
   world.ended = true;
   abort_other_groups(world, *old);
   device_backends::end(*old, /*aborting=*/true);
-  old->backend->shutdown();
+  old->backend->end();
   world.control->leave();
   return group->handle;
 }
@@ -119,7 +119,7 @@ ProcessGroup shrink_further_group(DefaultWorld& world, const std::shared_ptr<Gro
   log_shrunk(world, *old, *group, channels);
   registry::remove(old->handle);
   device_backends::end(*old, /*aborting=*/true);
-  old->backend->shutdown();
+  old->backend->end();
   return group->handle;
 }
 

@@ -21,9 +21,14 @@ struct Terms {
   bool background = false;  // by a communication thread beside a computing one
 };
 
+/// Whose memory an operation works on: what a peer that is late writes there matters to the user alone.
+enum class MemoryOwner { kUser, kOperation };
+
 /// `data`: signature.numel elements of signature.dtype, reduced in rank order; complex numbers as pairs of
-/// real ones. The result replaces the data on all ranks, or if signature.root is a rank, on that one.
-void reduce(transport::GroupChannel& channel, const Terms& terms, const Signature& signature, void* data);
+/// real ones. The result replaces the data on all ranks, or if signature.root is a rank, on that one. Memory
+/// of the operation's own must stay until the group is closed, should the operation fail.
+void reduce(transport::GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
+            MemoryOwner owner);
 
 void barrier(transport::GroupChannel& channel, const Terms& terms);
 

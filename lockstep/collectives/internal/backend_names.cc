@@ -1,9 +1,11 @@
 #include <algorithm>
 #include <cctype>
+#include <mutex>
 #include <sstream>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/collectives/internal/backend_names.h>
 #include <lockstep/device/cuda_library.h>
 
@@ -18,10 +20,16 @@ std::string lower(std::string text) {
   return text;
 }
 
+std::string without_gloo(const std::string& name) {
+  return name == kGloo ? kLockstep : name;
+}
+
 /// A plain name stands for the devices that the backend is for.
 Pairs parse(const std::string& backend) {
   if (backend == kNccl) return {{"cuda", backend}};
-  if (backend.find(':') == std::string::npos) return {{"cpu", backend}, {"cuda", backend}};
+  if (backend.find(':') == std::string::npos) {
+    return {{"cpu", without_gloo(backend)}, {"cuda", without_gloo(backend)}};
+  }
   Pairs pairs;
   std::istringstream list(backend + ",");
   for (std::string pair; std::getline(list, pair, ',');) {
@@ -34,9 +42,20 @@ Pairs parse(const std::string& backend) {
     const bool twice =
         std::any_of(pairs.begin(), pairs.end(), [&](const auto& one) { return one.first == device; });
     TORCH_CHECK_VALUE(!twice, "Duplicate device type ", device, " in backend string: '", backend, "'");
-    pairs.emplace_back(device, pair.substr(colon + 1));
+    pairs.emplace_back(device, without_gloo(pair.substr(colon + 1)));
   }
   return pairs;
+}
+
+std::string join(const Pairs& pairs) {
+  std::string text;
+  for (const auto& [device, name] : pairs) {
+    if (!text.empty()) text += ',';
+    text += device;
+    text += ':';
+    text += name;
+  }
+  return text;
 }
 
 /// "privateuseone" is torch's name for a device that is not its own.
@@ -56,13 +75,10 @@ bool serves(const std::string& backend, const std::string& device) {
 }  // namespace
 
 std::string check(const std::string& backend) {
-  std::string name = lower(backend);
+  const std::string name = lower(backend);
   if (name.empty()) return name;
-  for (const auto& [device, one] : parse(name)) {
-    TORCH_CHECK_VALUE(
-        one != "gloo",
-        "backend 'gloo' is not part of Lockstep; leave the backend out, or say \"lockstep\", which does the "
-        "same for CPU tensors, faster");
+  const Pairs pairs = parse(name);
+  for (const auto& [device, one] : pairs) {
     TORCH_CHECK_VALUE(
         one == kLockstep || one == kNccl, "unknown backend '", backend,
         "'; Lockstep has \"lockstep\" (tensors on the CPU and on devices), \"nccl\" (CUDA tensors) and "
@@ -72,7 +88,15 @@ std::string check(const std::string& backend) {
     TORCH_CHECK_VALUE(serves(one, device), "backend '", backend, "' gives ", device,
                       " tensors to NCCL, which takes CUDA tensors alone; write \"cpu:lockstep,cuda:nccl\"");
   }
-  return name;
+  const std::string known = name.find(':') == std::string::npos ? without_gloo(name) : join(pairs);
+  if (known != name) {
+    static std::once_flag once;
+    std::call_once(once, [&] {
+      LOCKSTEP_LOG(kInfo) << "backend '" << backend << "' is taken as '" << known
+                          << "': Lockstep's own engine does Gloo's work";
+    });
+  }
+  return known;
 }
 
 bool is_available(const std::string& backend) {
@@ -100,14 +124,7 @@ bool uses_nccl(const std::string& backend) {
 }
 
 std::string config(const std::string& backend) {
-  std::string text;
-  for (const auto& [device, name] : parse(backend)) {
-    if (!text.empty()) text += ',';
-    text += device;
-    text += ':';
-    text += name;
-  }
-  return text;
+  return join(parse(backend));
 }
 
 }  // namespace lockstep::backend_names

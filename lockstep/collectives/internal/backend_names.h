@@ -11,11 +11,13 @@ namespace lockstep::backend_names {
 
 constexpr const char* kLockstep = "lockstep";
 constexpr const char* kNccl = "nccl";
+constexpr const char* kGloo = "gloo";  // another name for kLockstep
 /// What an empty name becomes where each rank has a card of its own.
 constexpr const char* kBoth = "cpu:lockstep,cuda:nccl";
 
 /// The name in lower case, if groups can be made with it; an empty one, which leaves the choice to us, stays
-/// empty. Whether NCCL works here is another question. Throws c10::ValueError with the remedy otherwise.
+/// empty. "gloo", which PyTorch's programs name for the CPU, becomes "lockstep", and the log says so. Whether
+/// NCCL works here is another question. Throws c10::ValueError with the remedy otherwise.
 std::string check(const std::string& backend);
 
 /// torch.distributed.is_backend_available: NCCL is where this build has it, with or without a card. Throws

@@ -1,51 +1,27 @@
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
 #include <sys/stat.h>
+#include <system_error>
 #include <unistd.h>
-#include <variant>
+#include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/collectives/internal/flight_directory.h>
-#include <lockstep/rendezvous/launch_environment.h>
+#include <lockstep/rendezvous/flight_directory.h>
 
 namespace lockstep::flight {
 namespace {
 
 constexpr const char* kRemedy = "; set LOCKSTEP_FLIGHT_DIR to a directory that can be written";
-
-/// A name for this job that its processes on this host agree on.
-std::string job_name() {
-  Meeting meeting;
-  try {
-    meeting = read_launch_environment(environment::text).meeting;
-  } catch (const c10::ValueError&) {
-    // A malformed environment was reported when the process wanted to join; here it only costs the name.
-  }
-  if (const auto* tcp = std::get_if<TcpMeeting>(&meeting)) {
-    std::string name = tcp->run_id == "none" ? "" : tcp->run_id + "-";
-    name += tcp->host + "-" + std::to_string(tcp->port);
-    return tcp->attempt > 0 ? name + "-attempt-" + std::to_string(tcp->attempt) : name;
-  }
-  if (const auto* job = std::get_if<JobMeeting>(&meeting); job != nullptr && !job->job.empty())
-    return job->job;
-  if (const auto* file = std::get_if<FileMeeting>(&meeting)) return file->path;
-  return ::program_invocation_short_name;
-}
-
-/// Letters, digits and - . _ of the name; not too long for a file system.
-std::string as_file_name(std::string name) {
-  for (char& c : name) {
-    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
-                       c == '-' || c == '.' || c == '_';
-    if (!plain) c = '_';
-  }
-  return name.substr(0, 100);
-}
 
 std::string temporary_root() {
   return environment::text("TMPDIR").value_or("/tmp");
@@ -76,6 +52,30 @@ UniqueFd chosen_directory(const std::string& path) {
   return directory;
 }
 
+/// Removes what earlier jobs have left beside `own`: keeps some of the newest, and all of the last hour.
+void remove_old_records(const std::filesystem::path& own) {
+  namespace fs = std::filesystem;
+  constexpr size_t kMostFolders = 16;
+  constexpr uintmax_t kMostBytes = uintmax_t{64} << 20;
+  std::error_code ignored;  // other ranks do the same now
+  std::vector<std::pair<fs::file_time_type, fs::path>> folders;
+  for (const auto& entry : fs::directory_iterator(own.parent_path(), ignored)) {
+    const bool records = entry.path().filename().string().starts_with("flight-") && entry.path() != own;
+    if (records) folders.emplace_back(entry.last_write_time(ignored), entry.path());
+  }
+  std::sort(folders.rbegin(), folders.rend());
+  const auto recent = fs::file_time_type::clock::now() - std::chrono::hours(1);
+  uintmax_t bytes = 0;
+  for (size_t i = 0; i < folders.size(); ++i) {
+    for (const auto& file : fs::directory_iterator(folders[i].second, ignored)) {
+      const uintmax_t size = file.file_size(ignored);
+      if (size != static_cast<uintmax_t>(-1)) bytes += size;
+    }
+    const bool many = i + 1 >= kMostFolders || bytes > kMostBytes;
+    if (many && folders[i].first < recent) fs::remove_all(folders[i].second, ignored);
+  }
+}
+
 UniqueFd open_record_directory() {
   if (auto chosen = environment::text("LOCKSTEP_FLIGHT_DIR")) return chosen_directory(*chosen);
   const std::string path = record_directory();
@@ -84,6 +84,8 @@ UniqueFd open_record_directory() {
   TORCH_CHECK(parent, "can't open ", root, ": ", std::strerror(errno), kRemedy);
   const std::filesystem::path below = std::filesystem::path(path).parent_path();
   UniqueFd ours = private_directory(parent.get(), below.filename(), below);
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) remove_old_records(path);
   return private_directory(ours.get(), std::filesystem::path(path).filename(), path);
 }
 
@@ -100,9 +102,7 @@ bool write_all(int file, const std::string& text) {
 }  // namespace
 
 std::string record_directory() {
-  if (auto chosen = environment::text("LOCKSTEP_FLIGHT_DIR")) return *chosen;
-  return temporary_root() + "/lockstep-" + std::to_string(::geteuid()) + "/flight-" +
-         as_file_name(job_name());
+  return flight_directory(environment::text);
 }
 
 std::string write_record(const std::string& name, const std::string& text) {

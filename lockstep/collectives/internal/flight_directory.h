@@ -4,9 +4,7 @@
 
 namespace lockstep::flight {
 
-/// Where this process's flight records go: LOCKSTEP_FLIGHT_DIR; else lockstep-UID/flight-JOB below TMPDIR or
-/// /tmp, where JOB is what the launcher calls the job, or else the program's name. All ranks of a host get
-/// the same answer.
+/// Where this process's flight records go; see flight_directory() in rendezvous/.
 std::string record_directory();
 
 /// Writes the file `name` of record_directory(), which is made when it is not there, as a whole or not at

@@ -180,6 +180,7 @@ Gather over_control(DefaultWorld& world, std::string call, Deadline deadline) {
       if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
       C10_THROW_ERROR(DistBackendError, text);
     }
+    if (const auto interruption = channel.take_interruption()) std::rethrow_exception(interruption);
     return all;
   };
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/log.h>
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/collectives/internal/staging.h>
 
@@ -53,6 +54,37 @@ class ReduceCombiner final : public transport::PayloadCombiner {
   size_t count_;
 };
 
+/// A tensor that peers may write, from its announcement on. If the operation does not succeed it is detached
+/// from them, before the error reaches the caller: a peer that was stopped half-way, or has not heard of the
+/// failure yet, goes on to write, and what it then writes into is no one's tensor any more. No check before a
+/// store could give that, for a peer may be stopped between the two. docs/shared_memory_protocol.md, "After
+/// an error".
+class ExposedMemory {
+ public:
+  ExposedMemory(GroupChannel& channel, void* data, size_t bytes)
+      : channel_(channel), data_(data), bytes_(bytes) {}
+  ExposedMemory(const ExposedMemory&) = delete;
+  ExposedMemory& operator=(const ExposedMemory&) = delete;
+  ~ExposedMemory() {
+    if (data_ == nullptr || channel_.size() == 1) return;
+    auto arena = channel_.transport().shared_arena();
+    try {
+      arena->detach(data_, bytes_);
+      channel_.release_after_close([arena, data = data_] { arena->reattach(data); });
+    } catch (const std::exception& error) {
+      LOCKSTEP_LOG(kError) << "a tensor of a failed reduction may still be changed by late ranks until they "
+                              "have left the group: "
+                           << error.what();
+    }
+  }
+  void succeeded() { data_ = nullptr; }
+
+ private:
+  GroupChannel& channel_;
+  void* data_;
+  size_t bytes_;
+};
+
 /// One reduction on its way.
 class Reduction {
  public:
@@ -65,6 +97,7 @@ class Reduction {
         root_(signature.root) {}
 
   size_t bytes() const { return bytes_; }
+  bool wants_result() const { return root_ < 0 || root_ == channel_.rank(); }
   ReduceCombiner combiner() const { return {kernels_, channel_.size(), count_}; }
 
   /// From the announcements' payloads.
@@ -164,7 +197,6 @@ class Reduction {
   }
 
  private:
-  bool wants_result() const { return root_ < 0 || root_ == channel_.rank(); }
   size_t chunk_of(size_t bytes) const { return bytes / kernels_.element_size * kernels_.element_size; }
   void reduce_into(void* output, const void* const* inputs, size_t count) const {
     kernels_.reduce(&output, 1, inputs, channel_.size(), count);
@@ -196,24 +228,38 @@ void finish(GroupChannel& channel) {
   channel.commit();
 }
 
-void reduce(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data) {
+void reduce(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
+            MemoryOwner owner) {
   Reduction reduction(channel, signature, data);
   channel.begin(terms.deadline, terms.background);
   auto announcement = announcement_of(signature);
   const bool small = reduction.bytes() <= GroupChannel::kPayloadBytes;
+  bool exposing = false;
   if (small) {
     announcement.payload = data;
     announcement.payload_bytes = reduction.bytes();
   } else {
-    announcement.memory = channel.transport().arena().find(data, reduction.bytes());
+    const transport::Arena& arena = channel.transport().arena();
+    exposing = owner == MemoryOwner::kUser && reduction.wants_result();
+    announcement.memory =
+        exposing ? arena.find_writable(data, reduction.bytes()) : arena.find(data, reduction.bytes());
   }
+  ExposedMemory exposed(channel, exposing && announcement.memory ? data : nullptr, reduction.bytes());
   channel.announce(announcement);
   const auto combiner = reduction.combiner();
   channel.await_announcements(small ? &combiner : nullptr);
-  if (channel.size() == 1) return channel.commit();  // a single value is its own sum, average and maximum
-  if (small) return reduction.small();
-  if (channel.all_have_memory()) return reduction.in_place();
-  return channel.size() <= kDirectRanks ? reduction.staged_direct() : reduction.staged_slices();
+  if (channel.size() == 1) {
+    channel.commit();  // a single value is its own sum, average and maximum
+  } else if (small) {
+    reduction.small();
+  } else if (channel.all_have_memory()) {
+    reduction.in_place();
+  } else if (channel.size() <= kDirectRanks) {
+    reduction.staged_direct();
+  } else {
+    reduction.staged_slices();
+  }
+  exposed.succeeded();
 }
 
 void barrier(GroupChannel& channel, const Terms& terms) {

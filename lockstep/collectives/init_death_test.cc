@@ -1,0 +1,111 @@
+#include <chrono>
+#include <gmock/gmock.h>
+#include <regex>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/testing/random_cases.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+
+// A rank ends while the ranks meet: each of the others says which one and how, long before the timeout.
+namespace lockstep::init_death_test {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::RankOutcome;
+using testing::run_ranks_collect;
+
+/// A failpoint, at a pass of it. Each init_process_group() holds four exchanges: that all are there, where
+/// they are, that all are connected, and where their first group lies.
+struct Place {
+  const char* failpoint;
+  int pass;
+};
+
+void PrintTo(const Place& place, std::ostream* out) {
+  *out << place.failpoint << "@" << place.pass;
+}
+
+/// Whether a rank comes there: it connects to lower ranks, and higher ones connect to it.
+bool passes(const Place& place, int rank, int ranks) {
+  const std::string name = place.failpoint;
+  if (name == "peer_connected") return rank > 0;
+  if (name == "hello_received" || name == "peer_accepted") return rank < ranks - 1;
+  return true;
+}
+
+void kill_there(const Place& place, int victim, int ranks) {
+  SCOPED_TRACE("rank " + std::to_string(victim) + " of " + std::to_string(ranks));
+  const auto outcomes = run_ranks_collect(
+      ranks,
+      [&](int rank) {
+        if (rank == victim) {
+          failpoint::configure(std::string(place.failpoint) + "=kill(9)@" + std::to_string(place.pass));
+        }
+        const auto text = message_of<c10::Error>([] { auto world = init_process_group({.timeout = 5min}); });
+        for (int other = 0; other < ranks; ++other) {
+          const std::regex named("rank " + std::to_string(other) + R"( \(pid [0-9]+\) )");
+          EXPECT_EQ(std::regex_search(text, named), other == victim) << text;
+        }
+        EXPECT_THAT(text, HasSubstr(") killed by signal 9"));
+      },
+      {.deadline = 40s, .expected_failures = {victim}});
+  for (const RankOutcome& outcome : outcomes) {
+    if (outcome.rank == victim) {
+      EXPECT_EQ(outcome.signal.value_or(0), 9) << outcome.exception.value_or("") << outcome.output;
+    } else {
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
+class DeathInInit : public ::testing::TestWithParam<Place> {};
+
+TEST_P(DeathInInit, IsNamedByAllOthers) {
+  kill_there(GetParam(), 1, 3);
+}
+
+TEST_P(DeathInInit, OfAnyRankOfSeveralIsNamedByAllOthers) {
+  if (!testing::long_run()) GTEST_SKIP() << "a long test: set LOCKSTEP_TEST_ALL";
+  for (int ranks = 2; ranks <= 5; ++ranks) {
+    for (int victim = 0; victim < ranks; ++victim) {
+      if (passes(GetParam(), victim, ranks)) kill_there(GetParam(), victim, ranks);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Places, DeathInInit,
+    ::testing::Values(Place{"meet_claimed", 1}, Place{"meet_published", 1}, Place{"meet_counted", 1},
+                      Place{"meet_met", 1}, Place{"meet_claimed", 2}, Place{"meet_published", 2},
+                      Place{"meet_counted", 2}, Place{"meet_met", 2}, Place{"peer_connected", 1},
+                      Place{"peers_connected", 1}, Place{"hello_received", 1}, Place{"peer_accepted", 1},
+                      Place{"meet_claimed", 3}, Place{"meet_counted", 3}, Place{"meet_met", 3},
+                      Place{"transport_connected", 1}, Place{"agree_on_group", 1}, Place{"meet_claimed", 4},
+                      Place{"meet_counted", 4}, Place{"meet_met", 4}, Place{"join_group", 1},
+                      Place{"announce", 1}, Place{"allocate_group", 1}, Place{"announce", 2},
+                      Place{"join_group", 2}));
+
+TEST(FailureInInit, OfOneRankIsTheErrorOfAll) {
+  const auto outcomes = run_ranks_collect(
+      3,
+      [](int rank) {
+        if (rank == 1) failpoint::configure("peers_connected=error(no luck)");
+        EXPECT_THAT(message_of<c10::Error>([] { auto world = init_process_group({.timeout = 5min}); }),
+                    HasSubstr("failed on rank 1: failpoint peers_connected: "
+                              "no luck"));
+      },
+      {.deadline = 40s});
+  for (const RankOutcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::init_death_test
