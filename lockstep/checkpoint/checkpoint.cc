@@ -5,11 +5,11 @@
 #include <utility>
 
 #include <lockstep/base/log.h>
+#include <lockstep/base/printable.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/internal/state_json.h>
 
@@ -96,12 +96,7 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& directory, const L
 
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& directory, bool tensors) {
   try {
-    CheckpointReader reader(directory);
-    reader.check_sizes();
-    for (const FileRecord& file : reader.manifest().files) {
-      if (tensors || file.name.ends_with(".json")) reader.check_file(file);
-    }
-    return reader.problems();
+    return internal::problems_of(directory, tensors);
   } catch (const CheckpointError& error) {
     return {error.what_without_backtrace()};
   }

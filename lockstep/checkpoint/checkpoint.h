@@ -92,20 +92,23 @@ struct LoadedCheckpoint {
 };
 
 /// Reads a checkpoint; no collective. Lists and dicts come with elements of any type. Throws CheckpointError
-/// that names each damaged file and tensor, and what is wrong with it; nothing is trusted before it was
-/// checked, and no more memory is taken than a small multiple of the files' sizes. Thread-safe.
+/// that names each damaged file and tensor, and what is wrong with it; CheckpointIoError when something can't
+/// be read, which is no damage. Nothing is trusted before it was checked, and no more memory is taken than a
+/// small multiple of the files' sizes. Thread-safe.
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& directory, const LoadOptions& options = {});
 
 /// What is wrong with a checkpoint, a line each: missing files, sizes, checksums of files and tensors, form.
-/// Empty: nothing. `tensors` false leaves out reading the files with tensors (their sizes are checked).
-/// Thread-safe.
+/// Empty: nothing. `tensors` false leaves out reading the files with tensors (their sizes are checked). What
+/// can't be read is told as well. Thread-safe.
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& directory, bool tensors = true);
 
 /// What the checkpoint in `directory` says of itself. Reads the manifest alone. Throws CheckpointError.
 CheckpointInfo read_checkpoint_info(const std::filesystem::path& directory);
 
-/// All directories directly below `root` with an intact manifest, by step, then by time. Temporary ones are
-/// none. Empty when there is no `root`. Thread-safe.
+/// All directories directly below `root` with an intact manifest, by step. Of one step those come last that
+/// have more ranks' own states, then more epochs, then those saved later. Temporary ones are none. Empty when
+/// there is no `root`. Throws CheckpointIoError when `root`, or a directory with a CheckpointManager's name,
+/// can't be looked at, after some attempts; other directories are passed over then. Thread-safe.
 std::vector<CheckpointInfo> list_checkpoints(const std::filesystem::path& root);
 
 /// How find_latest_checkpoint() looks.
@@ -114,11 +117,16 @@ struct FindOptions {
   ProcessGroup group = {};
   /// Reads all of a checkpoint and checks the checksums. Without it only the manifest and the sizes of files.
   bool verify = true;
+  /// Answer "nothing" also when there are checkpoints and all are damaged. Without it that is an error, so
+  /// that no training begins at step 0 by mistake.
+  bool none_if_all_damaged = false;
 };
 
 /// The checkpoint with the highest step below `root` that is complete and undamaged, also when it was saved
-/// in an emergency; of equal steps the one saved last. Logs a warning for each that it skips, with the
-/// reason. Nothing when there is none, or no `root`. Throws CheckpointError when `root` can't be read.
+/// in an emergency; of equal steps the last in the order of list_checkpoints(). Logs a warning for each that
+/// it skips, with the reason. Nothing when there is none, or no `root`. Throws CheckpointError when there are
+/// some and all are damaged, and CheckpointIoError when `root` or a checkpoint can't be read, after some
+/// attempts: whether that one is good is not known.
 std::optional<CheckpointInfo> find_latest_checkpoint(const std::filesystem::path& root,
                                                      const FindOptions& options = {});
 

@@ -13,6 +13,12 @@ class CheckpointError : public c10::DistBackendError {
   using DistBackendError::DistBackendError;
 };
 
+/// The system refused a read, a write or a look: an I/O error, a stale handle, a permission. It tells nothing
+/// about what is on the disk, so a checkpoint that can't be read is not taken for a damaged one.
+class CheckpointIoError : public CheckpointError {
+  using CheckpointError::CheckpointError;
+};
+
 }  // namespace lockstep
 
 /// Throws CheckpointError unless `condition`; what follows is put together to the message.

@@ -124,7 +124,6 @@ TEST(CheckpointFailure, AFileThatMayNotGrow) {
             [&](int rank) {
               const auto group = init_process_group();
               if (rank == 1) {
-                std::signal(SIGXFSZ, SIG_IGN);
                 const rlimit limit{5000, 5000};
                 ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
               }
@@ -137,6 +136,103 @@ TEST(CheckpointFailure, AFileThatMayNotGrow) {
             },
             {.environment = scratch.environment()});
   EXPECT_THAT(scratch.entries(), ElementsAre("good"));
+}
+
+constexpr const char* kNoFlags = "checkpoint.rename_flags=errno(22)";  // EINVAL, as on NFS
+
+TEST(CheckpointFailure, AFileSystemThatCannotExchangeNames) {
+  const Scratch scratch;
+  const auto directory = scratch.path() / "step-00000007";
+  failpoint::configure(kNoFlags);
+  for (const int64_t epoch : {1, 2, 3}) {  // as a step's checkpoint is replaced by that of the epoch's end
+    CheckpointManager manager({.directory = scratch.path(), .async = false});
+    manager.save_state(training_state(static_cast<double>(epoch)), {}, {.step = 7, .epoch = epoch});
+    EXPECT_THAT(scratch.entries(), ElementsAre(directory.filename().string()));
+    EXPECT_EQ(load_checkpoint(directory).info.epoch, epoch);
+  }
+  EXPECT_THAT(message_of<CheckpointError>([&] { save_checkpoint(directory, training_state(4), {}, {}); }),
+              HasSubstr("exists already"));
+  fs::create_directory(scratch.path() / "notes");
+  std::ofstream(scratch.path() / "notes" / "text") << "mine";
+  EXPECT_THAT(message_of<CheckpointError>([&] {
+                save_checkpoint(scratch.path() / "notes", training_state(4), {}, {}, {.overwrite = true});
+              }),
+              HasSubstr("is no checkpoint"));
+  failpoint::configure("");
+  EXPECT_THAT(scratch.entries(), ElementsAre("notes", "step-00000007"));
+}
+
+TEST(CheckpointFailure, DirectoriesOfOthersStay) {
+  for (const char* failpoints : {"", kNoFlags}) {
+    const Scratch scratch;
+    const auto put = [&](const std::string& name, const std::string& file) {
+      fs::create_directory(scratch.path() / name);
+      std::ofstream(scratch.path() / name / file) << "mine";
+    };
+    const auto save = [&](const std::string& name, bool overwrite) {
+      save_checkpoint(scratch.path() / name, training_state(1), {}, {.step = 1}, {.overwrite = overwrite});
+    };
+    failpoint::configure(failpoints);
+    put("data", "manifest.json");
+    EXPECT_THAT(message_of<CheckpointError>([&] { save("data", true); }), HasSubstr("is no checkpoint"));
+    // Names that this library gives to what it moves away.
+    put("a.replaced", "manifest.json");
+    put("b.replaced", "text");
+    fs::create_directory(scratch.path() / "c.replaced");
+    save("d.replaced", false);
+    for (const char* name : {"a", "b", "c", "d"}) {
+      save(name, false);
+      EXPECT_TRUE(fs::exists(scratch.path() / (std::string(name) + ".replaced"))) << name;
+    }
+    for (const char* name : {"a", "b", "c"}) {
+      if (*failpoints == '\0') {
+        save(name, true);
+      } else {
+        EXPECT_THAT(message_of<CheckpointError>([&] { save(name, true); }), HasSubstr("is in the way of"));
+      }
+    }
+    save("d", true);
+    failpoint::configure("");
+    EXPECT_THAT(scratch.entries(),
+                ElementsAre("a", "a.replaced", "b", "b.replaced", "c", "c.replaced", "d", "data"));
+    EXPECT_TRUE(fs::exists(scratch.path() / "data" / "manifest.json"));
+    EXPECT_TRUE(fs::exists(scratch.path() / "b.replaced" / "text"));
+  }
+}
+
+TEST(CheckpointFailure, AWriterKilledBetweenTwoRenamesLeavesAGoodOne) {
+  const Scratch scratch;
+  const auto save = [&](int64_t step, double seed) {
+    CheckpointManager manager({.directory = scratch.path(), .keep_last = 1, .async = false});
+    manager.save_state(training_state(seed), {}, {.step = step});
+  };
+  const auto kill_between = [&](double seed) {
+    return run_ranks_collect(1,
+                             [&](int) {
+                               failpoint::configure(std::string(kNoFlags) + ";checkpoint.moved=kill(9)");
+                               save(1, seed);
+                             },
+                             {.environment = scratch.environment()});
+  };
+  if (!Scratch::in_rank()) save(1, 1);
+  auto outcomes = kill_between(2);
+  if (!Scratch::in_rank()) {
+    ASSERT_EQ(outcomes[0].signal, SIGKILL) << outcomes[0].output;
+    const auto found = find_latest_checkpoint(scratch.path());
+    ASSERT_TRUE(found);
+    EXPECT_EQ(found->directory.filename(), "step-00000001.replaced");
+    EXPECT_TRUE(same(load_checkpoint(found->directory).state, training_state(1)));
+    // Saved again, it is of no use any more.
+    save(1, 3);
+    EXPECT_THAT(scratch.entries(), ElementsAre("step-00000001"));
+    EXPECT_TRUE(same(load_checkpoint(scratch.path() / "step-00000001").state, training_state(3)));
+  }
+  outcomes = kill_between(4);
+  if (Scratch::in_rank()) return;
+  ASSERT_EQ(outcomes[0].signal, SIGKILL) << outcomes[0].output;
+  // Or it goes when enough newer ones are there.
+  save(2, 5);
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000002"));
 }
 
 /// A mount namespace of this process's own; false where that is not allowed.

@@ -4,7 +4,9 @@
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <mutex>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -14,6 +16,9 @@
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 #include <lockstep/checkpoint/internal/candidates.h>
+#include <lockstep/checkpoint/internal/checkpoint_reader.h>
+#include <lockstep/checkpoint/internal/file_io.h>
+#include <lockstep/checkpoint/internal/folder_lock.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/pages.h>
@@ -55,6 +60,31 @@ std::string name_of(const CheckpointInfo& info) {
   return name.data();
 }
 
+/// On the leader the lock; what goes wrong is thrown on all ranks. The others wait meanwhile, within the
+/// group's timeout.
+std::unique_ptr<internal::FolderLock> lock_together(const std::filesystem::path& directory,
+                                                    const MemberRanks& ranks) {
+  std::unique_ptr<internal::FolderLock> lock;
+  Failure failure;
+  std::exception_ptr interruption;
+  if (ranks.leads()) {
+    failure = Failure::of(ranks, [&] {
+      try {
+        lock = internal::FolderLock::acquire(directory, ranks.timeout() / 2);
+      } catch (const Interruption&) {
+        interruption = std::current_exception();
+        throw;
+      }
+    });
+  }
+  using Outcome = std::tuple<int64_t, std::string>;
+  const auto [kind, text] =
+      from_object<Outcome>(ranks.broadcast(to_object(Outcome{failure.kind, failure.text})));
+  if (interruption) std::rethrow_exception(interruption);
+  Failure{static_cast<Failure::Kind>(kind), text}.raise();
+  return lock;
+}
+
 /// The group for the thread that writes: its messages must not mix with the program's.
 MemberRanks own_ranks(const MemberRanks& ranks, bool async) {
   if (ranks.size() == 1 || !async) return ranks;
@@ -78,6 +108,7 @@ class CheckpointManager::Implementation {
   Implementation(CheckpointManagerOptions options, ProcessGroup group)
       : options_(std::move(options)),
         ranks_(std::move(group)),
+        lock_(lock_together(options_.directory, ranks_)),
         writing_ranks_(own_ranks(ranks_, options_.async)),
         schedule_(options_, ranks_.leads(),
                   [this](const SaveSchedule::Look& look) { return agree_on(ranks_, look); }) {}
@@ -137,34 +168,48 @@ class CheckpointManager::Implementation {
     schedule_.also_held_up(Clock::now() - begin);
   }
 
-  void save_alone(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
+  bool save_alone(const StateDict& state, const StateDict& rank_state, const CheckpointInfo& info) {
     wait_and_forget_error();
+    const auto last = last_saved();
+    if (last && last->emergency.empty() && last->step == info.step && last->epoch == info.epoch) return false;
     const MemberRanks alone(ranks_.rank(), ranks_.group_size());
     SaveJob job(options_.directory / name_of(info), state, rank_state, info, save_options(), /*managed=*/true,
                 alone);
     note(job.write(alone));
+    return true;
   }
 
   std::optional<LoadedCheckpoint> load_latest(LoadOptions options) {
     writer_.wait();
     if (!options.rank) options.rank = ranks_.rank();
     if (!options.world_size) options.world_size = ranks_.group_size();
-    std::vector<CheckpointInfo> candidates;
+    internal::Candidates candidates;
     Failure failure;
     if (ranks_.leads()) {
       failure = Failure::of(ranks_, [&] { candidates = internal::candidates(options_.directory); });
     }
+    std::vector<CheckpointInfo>& checkpoints = candidates.checkpoints;
+    std::vector<std::string>& damaged = candidates.damaged;
     for (;;) {
+      if (ranks_.leads() && failure.kind == Failure::kNone && checkpoints.empty() && !damaged.empty()) {
+        failure = Failure::of(ranks_, [&] { check_from_scratch(damaged); });
+      }
       // The leader's directory, or none; or what it could not do.
       using Choice = std::tuple<int64_t, std::string, std::string>;
       Choice choice{failure.kind, failure.text,
-                    candidates.empty() ? "" : candidates.back().directory.string()};
+                    checkpoints.empty() ? "" : checkpoints.back().directory.string()};
       choice = from_object<Choice>(ranks_.broadcast(to_object(choice)));
       Failure{static_cast<Failure::Kind>(std::get<0>(choice)), std::get<1>(choice)}.raise();
       const std::filesystem::path directory = std::get<2>(choice);
       if (directory.empty()) return {};
-      if (auto loaded = load_together(directory, options)) return loaded;
-      if (!candidates.empty()) candidates.pop_back();
+      std::string damage;
+      auto loaded = load_together(directory, options, damage);
+      if (damage.empty()) {
+        if (options.verify) good_.insert(directory);
+        return loaded;
+      }
+      damaged.push_back(damage);
+      if (!checkpoints.empty()) checkpoints.pop_back();
     }
   }
 
@@ -210,30 +255,52 @@ class CheckpointManager::Implementation {
     }
     copied_.notify_all();
     try {
-      completed(job.write(writing_ranks_, &writer_.cancelled()));
+      const CheckpointInfo info = job.write(writing_ranks_, &writer_.cancelled());
+      {
+        const std::lock_guard lock(mutex_);
+        took_ = Clock::now() - begin;  // without what is removed and checked afterwards
+      }
+      completed(info);
     } catch (...) {
       const std::lock_guard lock(mutex_);
       error_ = std::current_exception();
     }
-    const std::lock_guard lock(mutex_);
-    took_ = Clock::now() - begin;
   }
 
+  /// In an emergency nothing is removed: checking what earlier runs have left takes time that there may not
+  /// be.
   void completed(const CheckpointInfo& info) {
     note(info);
-    if (ranks_.leads()) remove_old(info);
+    if (!ranks_.leads()) return;
+    written_[info.directory] = ++writes_;
+    if (info.emergency.empty()) remove_old(info);
+  }
+
+  void check_from_scratch(const std::vector<std::string>& damaged) const {
+    const std::string text = internal::all_damaged_text(
+        options_.directory, damaged, "CheckpointManagerOptions::from_scratch_if_all_damaged");
+    LOCKSTEP_CHECK_FILE(options_.from_scratch_if_all_damaged, text);
+    LOCKSTEP_LOG(kWarning) << "all checkpoints in " << options_.directory.string()
+                           << " are damaged; training from scratch, as from_scratch_if_all_damaged says";
   }
 
   /// What can't be removed is a nuisance, and no reason to end a training.
   void remove_old(const CheckpointInfo& newest) {
     try {
-      std::vector<CheckpointInfo> managed;
-      for (const CheckpointInfo& info : list_checkpoints(options_.directory)) {
+      std::vector<internal::ManagedCheckpoint> managed;
+      for (const CheckpointInfo& info : internal::list_managed(options_.directory)) {
         const std::string name = info.directory.filename().string();
-        if (name == name_of(info) && internal::read_manifest(info.directory).managed) managed.push_back(info);
+        const bool named = name == name_of(info) || name == internal::replaced_name(name_of(info));
+        if (!named) continue;
+        const auto manifest = internal::with_retries([&] { return internal::read_manifest(info.directory); });
+        if (!manifest.managed) continue;
+        const auto written = written_.find(info.directory);
+        managed.push_back({info, written == written_.end() ? 0 : written->second});
       }
-      for (const CheckpointInfo& info :
-           internal::checkpoints_to_remove(managed, options_, {newest.directory})) {
+      for (const CheckpointInfo& info : internal::checkpoints_to_remove(
+               managed, options_, {newest.directory},
+               [this](const CheckpointInfo& each) { return condition_of(each); })) {
+        if (writer_.cancelled()) return;
         LOCKSTEP_LOG(kInfo) << "removing the checkpoint " << info.directory.string();
         internal::remove_checkpoint_directory(info.directory);
       }
@@ -244,16 +311,53 @@ class CheckpointManager::Implementation {
     }
   }
 
-  /// Nothing if any rank finds damage. Whatever else goes wrong on any rank is thrown on all.
+  /// Whether it may take the place of an older one. Of what this manager has not written all is read, once.
+  internal::Condition condition_of(const CheckpointInfo& info) {
+    using internal::Condition;
+    const std::filesystem::path& directory = info.directory;
+    const auto problems_of = [&](bool tensors) {
+      return internal::with_retries([&] { return internal::problems_of(directory, tensors); });
+    };
+    try {
+      if (written_.contains(directory)) {
+        return problems_of(/*tensors=*/false).empty() ? Condition::kGood : Condition::kDamaged;
+      }
+      if (good_.contains(directory)) return Condition::kGood;
+      if (damaged_.contains(directory)) return Condition::kDamaged;
+      if (writer_.cancelled()) return Condition::kUnknown;
+      const auto problems = problems_of(/*tensors=*/true);
+      if (!problems.empty()) {
+        LOCKSTEP_LOG(kWarning) << "the checkpoint " << directory.string()
+                               << " is damaged, so an older one is kept: " << problems.front();
+      }
+      (problems.empty() ? good_ : damaged_).insert(directory);
+      return problems.empty() ? Condition::kGood : Condition::kDamaged;
+    } catch (const CheckpointIoError& error) {
+      LOCKSTEP_LOG(kWarning) << "the checkpoint " << directory.string()
+                             << " can't be checked, so it is kept, and an older one, too: "
+                             << error.what_without_backtrace();
+      return Condition::kUnknown;
+    }
+  }
+
+  /// Nothing, and in `found` what is wrong, if any rank finds damage. Whatever else goes wrong on any rank is
+  /// thrown on all.
   std::optional<LoadedCheckpoint> load_together(const std::filesystem::path& directory,
-                                                const LoadOptions& options) {
+                                                const LoadOptions& options, std::string& found) {
     std::optional<LoadedCheckpoint> loaded;
     Failure damage;
     const Failure failure = Failure::of(ranks_, [&] {
       try {
-        loaded = load_checkpoint(directory, options);
+        loaded = internal::with_retries([&] { return load_checkpoint(directory, options); });
+      } catch (const CheckpointIoError& error) {
+        throw CheckpointIoError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                c10::str(error.what_without_backtrace(),
+                                         "; the checkpoint may be good, so no other one is loaded. Make it "
+                                         "readable, or move ",
+                                         directory.string(), " away to go on without it"));
       } catch (const CheckpointError&) {
         damage = Failure::of_current_exception(ranks_);
+        damaged_.insert(directory);  // by this rank's own reading: another rank's may have another reason
       }
     });
     using Outcome = std::tuple<std::string, int64_t, std::string>;
@@ -263,6 +367,7 @@ class CheckpointManager::Implementation {
       if (damage.text.empty()) damage.text = damaged;
     }
     if (damage.text.empty()) return loaded;
+    found = damage.text;
     if (ranks_.leads()) {
       LOCKSTEP_LOG(kWarning) << "skipping the checkpoint " << directory.string() << ": " << damage.text;
     }
@@ -271,6 +376,7 @@ class CheckpointManager::Implementation {
 
   const CheckpointManagerOptions options_;
   const MemberRanks ranks_;
+  const std::unique_ptr<internal::FolderLock> lock_;  // on the leader
   const MemberRanks writing_ranks_;
   SaveSchedule schedule_;
   internal::Pages memory_;
@@ -280,7 +386,12 @@ class CheckpointManager::Implementation {
   std::exception_ptr error_;
   std::optional<CheckpointInfo> last_saved_;
   std::optional<std::chrono::nanoseconds> took_;
-  internal::AsyncWriter writer_;  // last: its thread uses the rest
+  // What is known of checkpoints, by directory. The writer's thread uses it, and load_latest(), which waits
+  // for that thread first.
+  std::map<std::filesystem::path, int64_t> written_;  // on the leader: the number of the save
+  int64_t writes_ = 0;
+  std::set<std::filesystem::path> good_, damaged_;  // of those that this manager has not written
+  internal::AsyncWriter writer_;                    // last: its thread uses the rest
 };
 
 CheckpointManager::CheckpointManager(CheckpointManagerOptions options, ProcessGroup group) {
@@ -307,9 +418,9 @@ void CheckpointManager::save_state(const StateDict& state, const StateDict& rank
   implementation_->save(state, rank_state, info);
 }
 
-void CheckpointManager::save_state_alone(const StateDict& state, const StateDict& rank_state,
+bool CheckpointManager::save_state_alone(const StateDict& state, const StateDict& rank_state,
                                          CheckpointInfo info) {
-  implementation_->save_alone(state, rank_state, info);
+  return implementation_->save_alone(state, rank_state, info);
 }
 
 std::optional<LoadedCheckpoint> CheckpointManager::load_latest(const LoadOptions& options) {

@@ -36,6 +36,11 @@ struct CheckpointManagerOptions {
   Mode mode = Mode::min;       ///< NaN is never best
   int64_t keep_emergency = 2;  ///< beside them, the last ones saved in an emergency; at least 1
 
+  // ---- What restore() does
+  /// When there are checkpoints and all are damaged: train from scratch, as if there were none. Without it
+  /// that is an error. What can't be read is an error in any case.
+  bool from_scratch_if_all_damaged = false;
+
   // ---- How
   bool async = true;  ///< save() returns after copying the tensors, and a thread writes them
   /// With `async`: save() returns before tensors of more than 1 MiB are copied, and the thread copies them
@@ -62,9 +67,15 @@ struct CheckpointManagerOptions {
 /// empty group is the default group, or this process alone if there is none. For asynchronous saving it makes
 /// a group of its own at its construction, so that its thread and the program's collectives don't mix. The
 /// destructor waits for the thread; an error that nobody asked for by then is logged. Not thread-safe.
+///
+/// While it lives the folder belongs to this job: rank 0 holds a lock on it, which ends with its process at
+/// the latest. To only read checkpoints beside a running job, take find_latest_checkpoint() and
+/// load_checkpoint().
 class CheckpointManager {
  public:
-  /// Throws c10::ValueError for options that make no sense.
+  /// Makes the directory. Throws c10::ValueError for options that make no sense, and on all ranks
+  /// CheckpointError when another job has the directory, with its host and process, after waiting for it: 20
+  /// seconds, or two minutes for a job of another host, but at most half of the group's timeout.
   explicit CheckpointManager(CheckpointManagerOptions options, ProcessGroup group = {});
   CheckpointManager(const CheckpointManager&) = delete;
   CheckpointManager& operator=(const CheckpointManager&) = delete;
@@ -90,13 +101,14 @@ class CheckpointManager {
     save_state(training_state.state_dict(), training_state.rank_state_dict(), std::move(info));
   }
   /// save() of this process alone, at once, with no collective: for the one that survives its peers. What
-  /// other ranks alone have is missing then, so this is not for sharded optimizers.
+  /// other ranks alone have is missing then, so this is not for sharded optimizers. False, and nothing is
+  /// written, when the last save was by plan, of the same step and epoch: that checkpoint is complete.
   template <class S>
-  void save_alone(S& training_state, CheckpointInfo info) {
-    save_state_alone(training_state.state_dict(), training_state.rank_state_dict(), std::move(info));
+  bool save_alone(S& training_state, CheckpointInfo info) {
+    return save_state_alone(training_state.state_dict(), training_state.rank_state_dict(), std::move(info));
   }
   void save_state(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
-  void save_state_alone(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
+  bool save_state_alone(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
 
   /// Waits until the tensors of the last save() are copied, and may change; nothing without `copy_later`.
   /// Costs nothing when they are. torch.distributed.checkpoint's synchronize_staging().
@@ -104,7 +116,10 @@ class CheckpointManager {
 
   /// Loads the latest good checkpoint into `training_state`: load_state_dict(), then load_rank_state_dict()
   /// of what is this rank's own (empty if another number of ranks wrote it). Nothing when there is none. All
-  /// ranks load the same one: if any can't, all take the one before, and say so in the log.
+  /// ranks load the same one: if it is damaged for any, all take the one before, and say so in the log.
+  /// Throws on all ranks CheckpointError when there are some and all are damaged (see
+  /// from_scratch_if_all_damaged), and CheckpointIoError when one can't be read, after some attempts: it may
+  /// be good.
   template <class S>
   std::optional<CheckpointInfo> restore(S& training_state) {
     std::optional<LoadedCheckpoint> loaded = load_latest();

@@ -3,8 +3,11 @@
 #include <cmath>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <string>
+#include <sys/stat.h>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -12,6 +15,8 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
+#include <lockstep/checkpoint/internal/checksum.h>
+#include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/retention.h>
@@ -27,6 +32,7 @@ namespace lockstep::checkpoint_manager_test {
 namespace {
 
 using namespace std::chrono_literals;
+using internal::Condition;
 using internal::SaveSchedule;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -46,6 +52,10 @@ std::vector<int64_t> steps_of(const std::vector<CheckpointInfo>& infos) {
   return steps;
 }
 
+Condition all_good(const CheckpointInfo&) {
+  return Condition::kGood;
+}
+
 TEST(Retention, KeepsTheLastTheBestAndEmergencies) {
   const auto one = [](int64_t step, double loss, const std::string& emergency = "") {
     CheckpointInfo info{.step = step, .metrics = {{"loss", loss}}, .emergency = emergency};
@@ -56,7 +66,9 @@ TEST(Retention, KeepsTheLastTheBestAndEmergencies) {
                                              one(5, 0.1),      one(6, NAN),     one(7, 0.8), one(7, 0.7, "e"),
                                              one(8, 0.6, "e"), one(2, 0.6, "e")};
   const auto removed = [&](CheckpointManagerOptions options, std::vector<std::filesystem::path> also = {}) {
-    return steps_of(internal::checkpoints_to_remove(there, options, also));
+    std::vector<internal::ManagedCheckpoint> managed;
+    for (const auto& info : there) managed.push_back({info});
+    return steps_of(internal::checkpoints_to_remove(managed, options, also, all_good));
   };
   EXPECT_THAT(removed({.keep_last = 1, .keep_best = 0}), ElementsAre(1, 2, 2, 3, 4, 5, 6));
   EXPECT_THAT(removed({.keep_last = 1, .keep_best = 1, .metric = "loss"}), ElementsAre(1, 2, 2, 3, 4, 6));
@@ -68,6 +80,74 @@ TEST(Retention, KeepsTheLastTheBestAndEmergencies) {
   EXPECT_THAT(removed({.keep_last = 2, .keep_best = 0, .keep_emergency = 1}, {"1", "2"}),
               ElementsAre(2, 3, 4, 5, 7));
   EXPECT_THAT(removed({.keep_last = 100, .keep_best = 0, .keep_emergency = 3}), IsEmpty());
+}
+
+internal::ManagedCheckpoint one(int64_t step, int64_t written, double loss = 1) {
+  CheckpointInfo info{.step = step, .metrics = {{"loss", loss}}, .directory = std::to_string(step)};
+  return {info, written};
+}
+
+bool contains(const std::vector<int64_t>& steps, const CheckpointInfo& info) {
+  return std::find(steps.begin(), steps.end(), info.step) != steps.end();
+}
+
+TEST(Retention, ADamagedOneTakesNoGoodOnesPlace) {
+  const auto removed = [&](const std::vector<internal::ManagedCheckpoint>& there,
+                           const std::vector<int64_t>& damaged, const CheckpointManagerOptions& options) {
+    return steps_of(internal::checkpoints_to_remove(there, options, {}, [&](const CheckpointInfo& info) {
+      return contains(damaged, info) ? Condition::kDamaged : Condition::kGood;
+    }));
+  };
+  const CheckpointManagerOptions options{.keep_last = 3, .keep_best = 0};
+  // 100 is good and stays until three good ones are newer, and so do the damaged ones.
+  const std::vector<int64_t> damaged = {101, 102, 103};
+  std::vector<internal::ManagedCheckpoint> there = {one(99, 0), one(100, 0), one(101, 0), one(102, 0),
+                                                    one(103, 0)};
+  there.push_back(one(110, 1));
+  EXPECT_THAT(removed(there, damaged, options), IsEmpty());
+  there.push_back(one(120, 2));
+  EXPECT_THAT(removed(there, damaged, options), ElementsAre(99));
+  there.push_back(one(130, 3));
+  EXPECT_THAT(removed(there, damaged, options), ElementsAre(99, 100, 101, 102, 103));
+  // The best, too.
+  EXPECT_THAT(removed({one(1, 0, 0.1), one(2, 0, 0.2), one(3, 0, 0.3), one(4, 1)}, {1},
+                      {.keep_last = 1, .keep_best = 1, .metric = "loss"}),
+              ElementsAre(1, 3));
+  // A run that went back removes neither what has higher steps nor what it has written last.
+  EXPECT_THAT(
+      removed({one(5, 1), one(6, 2), one(7, 3), one(8, 4), one(300, 0), one(200, 0), one(100, 0), one(90, 0)},
+              {}, options),
+      ElementsAre(5, 90));
+}
+
+TEST(Retention, OneThatMayBeGoodIsKeptAndNotCounted) {
+  const auto removed = [&](const std::vector<internal::ManagedCheckpoint>& there,
+                           const std::vector<int64_t>& unknown, const CheckpointManagerOptions& options) {
+    return steps_of(internal::checkpoints_to_remove(there, options, {}, [&](const CheckpointInfo& info) {
+      return contains(unknown, info) ? Condition::kUnknown : Condition::kGood;
+    }));
+  };
+  const std::vector<internal::ManagedCheckpoint> there = {one(1, 0, 0.1), one(2, 0, 0.2), one(3, 0, 0.3),
+                                                          one(4, 0, 0.4), one(5, 1, 0.5)};
+  const CheckpointManagerOptions best{.keep_last = 1, .keep_best = 1, .metric = "loss"};
+  EXPECT_THAT(removed(there, {}, best), ElementsAre(2, 3, 4));
+  EXPECT_THAT(removed(there, {1}, best), ElementsAre(3, 4));
+  EXPECT_THAT(removed(there, {1, 2, 3, 4, 5}, best), IsEmpty());
+  const CheckpointManagerOptions last{.keep_last = 2, .keep_best = 0};
+  EXPECT_THAT(removed(there, {4}, last), ElementsAre(1, 2));
+  // Behind enough good ones its condition does not matter.
+  EXPECT_THAT(removed(there, {1}, last), ElementsAre(1, 2, 3));
+}
+
+TEST(Retention, TheClockHasNoSay) {
+  std::vector<internal::ManagedCheckpoint> there;
+  for (int64_t step = 1; step <= 4; ++step) {
+    CheckpointInfo info{.step = step, .directory = std::to_string(step)};
+    info.saved_at = std::chrono::system_clock::time_point(std::chrono::hours(1000 - step));  // it jumped back
+    there.push_back({info, step > 2 ? step : 0});
+  }
+  EXPECT_THAT(steps_of(internal::checkpoints_to_remove(there, {.keep_last = 2}, {}, all_good)),
+              ElementsAre(1, 2));
 }
 
 /// A schedule whose leader asks a clock of the test's.
@@ -321,6 +401,272 @@ TEST(CheckpointManager, RanksRestoreTheSameThoughOnlyOneSeesDamage) {
               EXPECT_EQ(training.own.empty(), rank == 0);
             },
             {.environment = scratch.environment()});
+}
+
+TEST(CheckpointManager, RetentionChecksWhatAnEarlierRunHasLeft) {
+  const Scratch scratch;
+  const auto save = [&](std::vector<int64_t> steps) {
+    CheckpointManager manager({.directory = scratch.path(), .keep_last = 3, .async = false});
+    Training training;
+    for (const int64_t step : steps) manager.save(training, {.step = step});
+  };
+  save({99, 100, 101});
+  for (const char* name : {"step-00000101", "step-00000102"}) {
+    if (!std::filesystem::exists(scratch.path() / name)) save({102});
+    std::ofstream(scratch.path() / name / "model.safetensors", std::ios::in) << "damage";
+  }
+  EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 100);
+  save({110});
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000099", "step-00000100", "step-00000101",
+                                             "step-00000102", "step-00000110"))
+      << "three good ones";
+  save({120});
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000100", "step-00000101", "step-00000102",
+                                             "step-00000110", "step-00000120"));
+}
+
+/// An earlier run's checkpoints of steps 1 to 3, the first of which is the best.
+void save_three(const std::filesystem::path& folder) {
+  CheckpointManager manager({.directory = folder, .metric = "loss", .async = false, .fsync = false});
+  Training training;
+  for (const int64_t step : {1, 2, 3}) {
+    manager.save(training, {.step = step, .metrics = {{"loss", 0.1 * static_cast<double>(step)}}});
+  }
+}
+
+/// One more, and what is left then by keep_last = 1 and keep_best = 1.
+std::vector<std::string> left_by_the_fourth(const Scratch& scratch) {
+  CheckpointManager manager(
+      {.directory = scratch.path(), .keep_last = 1, .metric = "loss", .async = false, .fsync = false});
+  Training training;
+  manager.save(training, {.step = 4, .metrics = {{"loss", 0.4}}});
+  return scratch.entries();
+}
+
+TEST(CheckpointManager, RetentionKeepsABestOneThatCannotBeRead) {
+  const Scratch scratch;
+  save_three(scratch.path());
+  // Opening a socket fails with ENXIO, root's too.
+  const auto unreadable = scratch.path() / "step-00000001" / "model.safetensors";
+  std::filesystem::remove(unreadable);
+  ASSERT_EQ(::mknod(unreadable.c_str(), S_IFSOCK | 0600, 0), 0);
+  EXPECT_THAT(left_by_the_fourth(scratch), ElementsAre("step-00000001", "step-00000002", "step-00000004"));
+}
+
+TEST(CheckpointManager, RetentionTriesAReadThatFailsOnceAgain) {
+  for (int pass = 1; pass < 40; pass += 3) {  // in the listing, in the new one, in the best
+    const Scratch scratch;
+    save_three(scratch.path());
+    failpoint::configure("checkpoint.open=errno(5)@" + std::to_string(pass));
+    EXPECT_THAT(left_by_the_fourth(scratch), ElementsAre("step-00000001", "step-00000004")) << pass;
+    failpoint::configure("");
+  }
+}
+
+TEST(CheckpointManager, AnEmergencyRemovesNothing) {
+  const Scratch scratch;
+  CheckpointManager manager(
+      {.directory = scratch.path(), .keep_last = 1, .keep_emergency = 1, .async = false});
+  Training training;
+  manager.save(training, {.step = 1});
+  manager.save(training, {.step = 2, .emergency = "a signal"});
+  manager.save(training, {.step = 3, .emergency = "another"});
+  EXPECT_THAT(scratch.entries(),
+              ElementsAre("step-00000001", "step-00000002-emergency", "step-00000003-emergency"));
+  manager.save(training, {.step = 4});
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000003-emergency", "step-00000004"));
+}
+
+/// The folder's checkpoints of steps 1 and 2, the second of which is to be tried first.
+void save_two(const std::filesystem::path& folder) {
+  CheckpointManager manager({.directory = folder, .async = false});
+  Training training;
+  for (const int64_t step : {1, 2}) manager.save(training, {.step = step});
+}
+
+TEST(CheckpointManager, AReadThatFailsOnceIsTriedAgain) {
+  const Scratch scratch;
+  save_two(scratch.path());
+  CheckpointManager manager({.directory = scratch.path()});
+  Training training;
+  // EIO, ESTALE; in the listing, in a manifest, in a tensor file.
+  for (const char* place : {"look=errno(5)@2", "look=errno(116)@4", "open=errno(116)@1", "open=errno(5)@4",
+                            "read=errno(5)@2", "read=errno(116)@6"}) {
+    failpoint::configure(std::string("checkpoint.") + place);
+    EXPECT_EQ(manager.restore(training)->step, 2) << place;
+    failpoint::configure(std::string("checkpoint.") + place);
+    EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 2) << place;
+  }
+  failpoint::configure("");
+}
+
+TEST(CheckpointManager, AReadThatFailsForEverIsAnErrorAndNoDamage) {
+  const Scratch scratch;
+  save_two(scratch.path());
+  Training training;
+  CheckpointManager manager(
+      {.directory = scratch.path(), .from_scratch_if_all_damaged = true, .async = false});
+  for (const auto& [place, reason] : {std::pair{"look=errno(13)", "Permission denied"},
+                                      {"open=errno(116)", "Stale file handle"},
+                                      {"read=errno(5)", "Input/output error"}}) {
+    failpoint::configure(std::string("checkpoint.") + place);
+    EXPECT_THAT(message_of<CheckpointIoError>([&] { manager.restore(training); }), HasSubstr(reason));
+  }
+  EXPECT_THAT(message_of<CheckpointIoError>([&] { find_latest_checkpoint(scratch.path()); }),
+              HasSubstr("Input/output error"));
+  failpoint::configure("");
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000001", "step-00000002"));
+}
+
+TEST(CheckpointManager, ARankThatCannotReadFailsAll) {
+  const Scratch scratch;
+  if (!Scratch::in_rank()) save_two(scratch.path());
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              CheckpointManager manager({.directory = scratch.path(), .async = false});
+              Training training;
+              if (rank == 1) failpoint::configure("checkpoint.read=errno(5)");
+              EXPECT_THAT(message_of<CheckpointIoError>([&] { manager.restore(training); }),
+                          ::testing::AllOf(HasSubstr("rank 1: cannot read"), HasSubstr("step-00000002"),
+                                           HasSubstr("Input/output error")));
+              failpoint::configure("");
+              EXPECT_EQ(manager.restore(training)->step, 2);
+            },
+            {.environment = scratch.environment()});
+}
+
+TEST(CheckpointManager, TrainsFromScratchBesideDamagedOnesOnlyWhenAsked) {
+  const Scratch scratch;
+  save_two(scratch.path());
+  std::ofstream(scratch.path() / "step-00000001" / "model.safetensors", std::ios::in) << "damage";
+  std::filesystem::remove(scratch.path() / "step-00000002" / "manifest.json");
+  Training training;
+  {
+    CheckpointManager manager({.directory = scratch.path()});
+    const auto text = message_of<CheckpointError>([&] { manager.restore(training); });
+    for (const char* part : {"all checkpoints in", "step-00000001/model.safetensors", "step-00000002",
+                             "there is no manifest.json", "from_scratch_if_all_damaged"}) {
+      EXPECT_THAT(text, HasSubstr(part));
+    }
+  }
+  EXPECT_THAT(message_of<CheckpointError>([&] { find_latest_checkpoint(scratch.path()); }),
+              HasSubstr("none_if_all_damaged"));
+  EXPECT_FALSE(find_latest_checkpoint(scratch.path(), {.none_if_all_damaged = true}));
+  CheckpointManager manager({.directory = scratch.path(), .from_scratch_if_all_damaged = true});
+  EXPECT_FALSE(manager.restore(training));
+}
+
+void write(const std::filesystem::path& path, const std::string& text) {
+  std::filesystem::create_directories(path.parent_path());
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+TEST(CheckpointManager, DirectoriesOfOthersAreNoCheckpoints) {
+  const Scratch scratch;
+  write(scratch.path() / "data" / "manifest.json", R"({"format": "something else", "files": []})");
+  write(scratch.path() / "page" / "state.json", "{}");
+  // Two that can't be looked into: opening a socket fails with ENXIO, root's too.
+  std::filesystem::create_directory(scratch.path() / "service");
+  ASSERT_EQ(::mknod((scratch.path() / "service" / "manifest.json").c_str(), S_IFSOCK | 0600, 0), 0);
+  std::filesystem::create_directory(scratch.path() / "private");
+  ASSERT_EQ(::chmod((scratch.path() / "private").c_str(), 0), 0);
+  {
+    CheckpointManager manager({.directory = scratch.path(), .keep_last = 1, .async = false});
+    Training training;
+    EXPECT_FALSE(manager.restore(training)) << "from scratch";
+    for (const int64_t step : {1, 2}) manager.save(training, {.step = step});
+    EXPECT_THAT(scratch.entries(), ElementsAre("data", "page", "private", "service", "step-00000002"));
+    EXPECT_EQ(manager.restore(training)->step, 2);
+  }
+  ASSERT_EQ(::chmod((scratch.path() / "private").c_str(), 0700), 0);
+}
+
+TEST(CheckpointManager, AManifestThatNamesOurFormatIsACheckpoints) {
+  const Scratch scratch;
+  const auto path = scratch.path() / "best" / "manifest.json";
+  save_checkpoint(scratch.path() / "best", training_state(1), {}, {.step = 1});
+  const std::string text = internal::read_file(path, 1 << 20);
+  write(path, text.substr(0, text.size() / 2));
+  EXPECT_THAT(message_of<CheckpointError>([&] { find_latest_checkpoint(scratch.path()); }),
+              ::testing::AllOf(HasSubstr("all checkpoints in"), HasSubstr("best/manifest.json is damaged")));
+  // A later format, as far as it is known by now.
+  std::string body = text.substr(0, text.find(",\n\"checksum\""));
+  const std::string version = "\"version\": 1";
+  body.replace(body.find(version), version.size(), "\"version\": 2");
+  write(path, body + ",\n\"checksum\": \"" + internal::checksum_of(body) + "\"\n}\n");
+  EXPECT_THAT(message_of<CheckpointError>([&] { find_latest_checkpoint(scratch.path()); }),
+              HasSubstr("best/manifest.json was written by a newer version of Lockstep: its format is 2"));
+}
+
+TEST(CheckpointManager, TheLatestIsFoundBesideAJobThatRemovesOldOnes) {
+  const Scratch scratch;
+  std::atomic<bool> done = false;
+  std::thread job([&] {
+    CheckpointManager manager({.directory = scratch.path(), .keep_last = 1, .async = false, .fsync = false});
+    Training training;
+    for (int64_t step = 1; step <= 200; ++step) manager.save(training, {.step = step});
+    done = true;
+  });
+  // With one checkpoint at a time most listings are out of date when they are read.
+  while (!done) EXPECT_NO_THROW(find_latest_checkpoint(scratch.path()));
+  job.join();
+  EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 200);
+}
+
+TEST(CheckpointManager, OneRankSaysThatItTrainsFromScratch) {
+  const Scratch scratch;
+  if (!Scratch::in_rank()) {
+    save_two(scratch.path());
+    for (const char* name : {"step-00000001", "step-00000002"}) {
+      std::filesystem::remove(scratch.path() / name / "model.safetensors");
+    }
+  }
+  const auto outcomes = run_ranks_collect(
+      2,
+      [&](int) {
+        const auto group = init_process_group();
+        CheckpointManager manager(
+            {.directory = scratch.path(), .from_scratch_if_all_damaged = true, .async = false});
+        Training training;
+        EXPECT_FALSE(manager.restore(training));
+      },
+      {.environment = scratch.environment()});
+  if (Scratch::in_rank()) return;
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.output;
+    const auto said = HasSubstr("training from scratch");
+    if (outcome.rank == 0) {
+      EXPECT_THAT(outcome.output, said);
+    } else {
+      EXPECT_THAT(outcome.output, ::testing::Not(said));
+    }
+  }
+}
+
+TEST(CheckpointManager, OfOneStepTheMoreCompleteIsRestored) {
+  const Scratch scratch;
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              CheckpointManager manager({.directory = scratch.path(), .async = false});
+              Training training;
+              training.own = {{"rank", rank}};
+              manager.save(training, {.step = 1});
+              if (rank == 1) {
+                EXPECT_FALSE(manager.save_alone(training, {.step = 1, .emergency = "rank 0 is gone"}))
+                    << "there is a complete one";
+                // By one that does not know of it: saved later, and it lacks rank 0's own state.
+                save_checkpoint(scratch.path() / "step-00000001-emergency", training.state, training.own,
+                                {.step = 1, .emergency = "rank 0 is gone"}, {.alone = true});
+              }
+              barrier();
+              const auto info = manager.restore(training);
+              EXPECT_EQ(info->emergency, "");
+              EXPECT_EQ(training.own.at("rank").toInt(), rank);
+            },
+            {.environment = scratch.environment()});
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000001", "step-00000001-emergency"));
 }
 
 TEST(CheckpointManager, TheProcessEndsCleanlyWhileItWrites) {

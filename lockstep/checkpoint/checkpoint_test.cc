@@ -1,4 +1,5 @@
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -17,6 +18,7 @@
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/checkpoint/testing/states.h>
+#include <lockstep/testing/memory_bound.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
@@ -25,6 +27,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::MemoryBound;
 using testing::message_of;
 using testing::model_state;
 using testing::run_ranks;
@@ -210,6 +213,52 @@ TEST(StateJson, UnionsOfRanks) {
              encoded({{"m", to_object(StateDict{{"a", to_object(StateDict{{"b", torch::ones({1})}})}})}})});
       }),
       HasSubstr("'a.b'"));
+}
+
+StateDict without_tensors(const std::string& json) {
+  return internal::decode_state(
+      json, [](const std::string&, const std::string&) { return at::Tensor(); }, "state.json");
+}
+
+TEST(StateJson, RefusesKeysThatWouldFillTheMemory) {
+  std::string colliding, nans;
+  // The inverse of c10's multiplier: all keys belong to one place of the dict's table.
+  for (uint64_t i = 0; i < 64; ++i) {
+    const auto key = static_cast<int64_t>(i * 0xf1de83e19937733dULL);
+    colliding += (i == 0 ? "[" : ",[") + std::to_string(key) + ",0]";
+  }
+  for (int i = 0; i < 40; ++i) nans += std::string(i == 0 ? "" : ",") + R"([{"$float":"nan"},0])";
+  MemoryBound bound(256 << 20);
+  for (const std::string& pairs : {colliding, nans}) {
+    EXPECT_THAT(
+        message_of<CheckpointError>([&] { without_tensors(R"({"part":{"$dict":[)" + pairs + "]}}"); }),
+        HasSubstr("a dict whose keys collide, which would take unreasonable memory, at ['part']"));
+  }
+  auto dict = detail::make_object_dict();
+  for (int i = 0; i < 10; ++i) dict.insert(std::nan(""), i);
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                internal::encode_state({{"part", dict}}, "state");
+              }),
+              HasSubstr("state['part'] is a dict whose keys collide"));
+}
+
+TEST(StateJson, ManySmallDictsTakeTheirSpace) {
+  const auto text_of = [](int dicts) {
+    std::string text = "{\"part\":[0";
+    for (int i = 0; i < dicts; ++i) text += ",{}";
+    return text + "]}";
+  };
+  // As older versions have written it, without spaces at the end.
+  EXPECT_EQ(without_tensors(text_of(100'000)).at("part").toListRef().size(), 100'001U);
+  EXPECT_THAT(message_of<CheckpointError>([&] { without_tensors(text_of(1'700'000)); }),
+              HasSubstr("state.json is damaged: it has more dicts than 5100012 bytes"));
+  // What is written has them. Braces count in strings, too.
+  const std::string braces(1'700'000, '{');
+  const std::string one = internal::encode_state({{"one", braces}}, "state").json;
+  const std::string two = internal::encode_state({{"two", braces}}, "state").json;
+  for (const std::string& text : {one, internal::merge_states({one, two})}) {
+    EXPECT_EQ(without_tensors(text).at("one").toStringRef(), braces);
+  }
 }
 
 TEST(StateJson, RefusesWhatNobodyWrote) {

@@ -1,14 +1,14 @@
 #include <algorithm>
-#include <exception>
-#include <functional>
 #include <system_error>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/candidates.h>
+#include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
@@ -19,84 +19,183 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What was found, and what was skipped with the reason.
-struct Listing {
-  std::vector<CheckpointInfo> checkpoints;
-  std::vector<std::string> skipped;
+// Every volume has one, and only root may look into it.
+constexpr const char* kLostAndFound = "lost+found";
+constexpr size_t kDamagedShown = 10;
+// A job that saves and removes beside find_latest_checkpoint() may take away what was listed.
+constexpr int kMostListings = 5;
+
+/// A checkpoint with what decides between several of one step.
+struct Found {
+  CheckpointInfo info;
+  int64_t missing_ranks = 0;  // of which it has no state of their own
 };
 
-Listing list(const fs::path& root) {
-  Listing listing;
+/// What was found, what is damaged, and what else there is to warn of.
+struct Listing {
+  std::vector<Found> found;
+  std::vector<std::string> damaged;
+  std::vector<std::string> passed_over;
+};
+
+std::vector<fs::path> entries_of(const fs::path& root) {
+  std::vector<fs::path> entries;
+  if (!internal::exists(root)) return entries;
   std::error_code error;
-  const auto status = fs::status(root, error);
-  if (status.type() == fs::file_type::not_found) return listing;
   auto entry = fs::directory_iterator(root, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error))
+    entries.push_back(entry->path());
   if (error) internal::throw_system_error("read the directory", root, error.value());
-  for (; entry != fs::directory_iterator(); entry.increment(error)) {
-    std::error_code ignored;
-    if (!entry->is_directory(ignored) || entry->path().filename().string().front() == '.') continue;
-    if (!fs::exists(entry->path() / internal::kManifestName, ignored)) {
-      // Of other people's directories nothing is to be said; of a checkpoint's there is.
-      if (fs::exists(entry->path() / internal::kStateName, ignored)) {
-        listing.skipped.push_back(entry->path().string() + ": it is incomplete: there is no " +
-                                  internal::kManifestName);
-      }
-      continue;
+  return entries;
+}
+
+/// Adds to the listing what a directory is. Throws CheckpointIoError, and has added nothing then.
+void look_into(const fs::path& directory, Listing& listing) {
+  if (!internal::is_directory(directory)) return;
+  const bool named = internal::is_managers_name(directory);
+  if (!internal::exists(directory / internal::kManifestName)) {
+    // Of other people's directories nothing is to be said; of a checkpoint's there is.
+    if (internal::exists(directory / internal::kStateName)) {
+      (named ? listing.damaged : listing.passed_over)
+          .push_back(directory.string() + ": it is incomplete: there is no " + internal::kManifestName);
     }
+    return;
+  }
+  try {
+    const internal::Manifest manifest = internal::read_manifest(directory);
+    listing.found.push_back(
+        {manifest.info, manifest.info.world_size - static_cast<int64_t>(manifest.ranks.size())});
+  } catch (const CheckpointIoError&) {
+    throw;
+  } catch (const CheckpointError& problem) {
+    if (!internal::exists(directory)) return;  // a job has removed it meanwhile
+    const bool ours = named || internal::names_our_format(directory);
+    (ours ? listing.damaged : listing.passed_over)
+        .push_back(directory.string() + ": " + problem.what_without_backtrace());
+  }
+}
+
+/// Throws CheckpointIoError rather than leave out a manager's checkpoint that it could not look at.
+Listing list(const fs::path& root, bool managed_only) {
+  Listing listing;
+  for (const fs::path& directory : internal::with_retries([&] { return entries_of(root); })) {
+    const std::string name = directory.filename().string();
+    const bool named = internal::is_managers_name(directory);
+    if (name.front() == '.' || name == kLostAndFound || (managed_only && !named)) continue;
     try {
-      listing.checkpoints.push_back(read_checkpoint_info(entry->path()));
-    } catch (const CheckpointError& problem) {
-      listing.skipped.push_back(entry->path().string() + ": " + problem.what_without_backtrace());
+      internal::with_retries([&] { look_into(directory, listing); });
+    } catch (const CheckpointIoError& error) {
+      if (named) throw;
+      listing.passed_over.push_back(directory.string() + ": " + error.what_without_backtrace());
     }
   }
-  if (error) internal::throw_system_error("read the directory", root, error.value());  // ends the loop, too
-  std::sort(listing.checkpoints.begin(), listing.checkpoints.end(), [](const auto& a, const auto& b) {
-    return std::tie(a.step, a.saved_at, a.directory) < std::tie(b.step, b.saved_at, b.directory);
+  // Of one step the more complete is later: what a rank saved alone lacks the others' own states. The time
+  // comes last, for clocks jump.
+  std::sort(listing.found.begin(), listing.found.end(), [](const Found& a, const Found& b) {
+    return std::tie(a.info.step, b.missing_ranks, a.info.epoch, a.info.saved_at, a.info.directory) <
+           std::tie(b.info.step, a.missing_ranks, b.info.epoch, b.info.saved_at, b.info.directory);
   });
   return listing;
 }
 
-void warn_of(const std::string& skipped) {
-  LOCKSTEP_LOG(kWarning) << "skipping the checkpoint " << skipped;
+std::vector<CheckpointInfo> infos_of(Listing& listing) {
+  std::vector<CheckpointInfo> infos;
+  for (Found& found : listing.found) infos.push_back(std::move(found.info));
+  return infos;
 }
 
-std::optional<CheckpointInfo> find(const fs::path& root, bool verify) {
-  const auto candidates = internal::candidates(root);
-  for (auto info = candidates.rbegin(); info != candidates.rend(); ++info) {
-    const auto problems = verify_checkpoint(info->directory, verify);
-    if (problems.empty()) return *info;
-    for (const std::string& problem : problems) warn_of(info->directory.string() + ": " + problem);
+void warn_of(const std::string& damaged) {
+  LOCKSTEP_LOG(kWarning) << "skipping " << damaged;
+}
+
+std::optional<CheckpointInfo> find(const fs::path& root, const FindOptions& options) {
+  for (int listings = 1;; ++listings) {
+    internal::Candidates candidates = internal::candidates(root);
+    bool list_anew = false;
+    for (auto info = candidates.checkpoints.rbegin(); !list_anew && info != candidates.checkpoints.rend();
+         ++info) {
+      const auto problems =
+          internal::with_retries([&] { return internal::problems_of(info->directory, options.verify); });
+      if (problems.empty()) return *info;
+      // A job that saves there removes old ones meanwhile.
+      if (!internal::with_retries([&] { return internal::exists(info->directory); })) {
+        list_anew = listings < kMostListings;
+        continue;
+      }
+      for (const std::string& problem : problems) {
+        candidates.damaged.push_back(info->directory.string() + ": " + problem);
+        warn_of(candidates.damaged.back());
+      }
+    }
+    if (list_anew) continue;
+    LOCKSTEP_CHECK_FILE(
+        candidates.damaged.empty() || options.none_if_all_damaged,
+        internal::all_damaged_text(root, candidates.damaged, "FindOptions::none_if_all_damaged"));
+    return {};
   }
-  return {};
 }
 
 }  // namespace
 
-std::vector<CheckpointInfo> internal::candidates(const fs::path& root) {
-  Listing listing = list(root);
-  std::for_each(listing.skipped.begin(), listing.skipped.end(), warn_of);
-  return std::move(listing.checkpoints);
+internal::Candidates internal::candidates(const fs::path& root) {
+  Listing listing = list(root, /*managed_only=*/false);
+  std::for_each(listing.damaged.begin(), listing.damaged.end(), warn_of);
+  std::for_each(listing.passed_over.begin(), listing.passed_over.end(), warn_of);
+  return {infos_of(listing), std::move(listing.damaged)};
+}
+
+std::string internal::all_damaged_text(const fs::path& root, const std::vector<std::string>& damaged,
+                                       const std::string& option) {
+  std::string text = "all checkpoints in " + root.string() +
+                     " are damaged, or of a newer version of Lockstep, so there is none to go on from: ";
+  for (size_t i = 0; i < std::min(damaged.size(), kDamagedShown); ++i) {
+    text += (i > 0 ? "; " : "") + damaged[i];
+  }
+  if (damaged.size() > kDamagedShown) {
+    text += "; and " + std::to_string(damaged.size() - kDamagedShown) + " more";
+  }
+  return text + ". Put back what they lack, name another directory, or set " + option + " to begin at step 0";
+}
+
+bool internal::is_managers_name(const fs::path& directory) {
+  std::string name = directory.filename().string();
+  for (const std::string end : {".replaced", "-emergency"}) {
+    if (name.ends_with(end)) name.resize(name.size() - end.size());
+  }
+  const size_t digits = name.starts_with("step--") ? 6 : 5;  // steps may be negative
+  return name.starts_with("step-") && name.size() > digits &&
+         name.find_first_not_of("0123456789", digits) == std::string::npos;
+}
+
+std::vector<CheckpointInfo> internal::list_managed(const fs::path& root) {
+  Listing listing = list(root, /*managed_only=*/true);
+  return infos_of(listing);
+}
+
+fs::path internal::replaced_name(const fs::path& directory) {
+  return directory.string() + ".replaced";
 }
 
 std::vector<CheckpointInfo> list_checkpoints(const fs::path& root) {
-  return list(root).checkpoints;
+  Listing listing = list(root, /*managed_only=*/false);
+  return infos_of(listing);
 }
 
 std::optional<CheckpointInfo> find_latest_checkpoint(const fs::path& root, const FindOptions& options) {
-  if (!options.group) return find(root, options.verify);
+  if (!options.group) return find(root, options);
   const internal::MemberRanks ranks(options.group);
   // The directory that rank 0 has chosen; empty for none.
   using Answer = std::tuple<int64_t, std::string, std::string>;
   std::optional<CheckpointInfo> found;
   Answer answer;
   if (ranks.leads()) {
-    const auto failure = internal::Failure::of(ranks, [&] { found = find(root, options.verify); });
+    const auto failure = internal::Failure::of(ranks, [&] { found = find(root, options); });
     answer = {failure.kind, failure.text, found ? found->directory.string() : ""};
   }
   const auto [kind, text, directory] = from_object<Answer>(ranks.broadcast(to_object(answer)));
   internal::Failure{static_cast<internal::Failure::Kind>(kind), text}.raise();
   if (ranks.leads() || directory.empty()) return found;
-  return read_checkpoint_info(directory);
+  return internal::with_retries([&] { return read_checkpoint_info(directory); });
 }
 
 }  // namespace lockstep

@@ -16,11 +16,11 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/memory.h>
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/inspect_checkpoint.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/state_json.h>
 #include <lockstep/checkpoint/safetensors.h>
 

@@ -273,6 +273,7 @@ void save_python_object(const IValue& object, const std::filesystem::path& path)
     std::filesystem::remove(temporary, ignored);
     throw;
   }
+  internal::remove_old_temporaries(path);
   internal::sync_directory(path.has_parent_path() ? path.parent_path() : ".");
 }
 

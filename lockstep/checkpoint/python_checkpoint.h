@@ -19,9 +19,9 @@
 /// at::Tensor, on the CPU | | torch.device | c10::Device |
 ///
 /// Tensors that share memory in Python share it here. Nothing in a file is run, looked up or believed: sizes
-/// are checked before memory is taken, which is never more than a small multiple of the file's bytes, and
-/// checksums before bytes are used. Anything else in a file (objects of classes, numpy's numbers, sets,
-/// dtypes) is an error that names it.
+/// are checked before memory is taken: for tensors never more than the file's bytes, for the rest at most
+/// 64 MiB and 300 times the bytes of the archive's data.pkl; and checksums before bytes are used. Anything
+/// else in a file (objects of classes, numpy's numbers, sets, dtypes) is an error that names it.
 namespace lockstep {
 
 /// What torch.save(object, path) wrote, whatever it is. Throws CheckpointError that says what is wrong and
@@ -39,7 +39,8 @@ c10::IValue parse_python_object(std::string_view bytes, std::string_view name = 
 StateDict load_python_checkpoint(const std::filesystem::path& path);
 
 /// Writes what torch.load(path, weights_only=True) reads, in place of a file that is there: under a temporary
-/// name that is synced and renamed at the end. Tensors come from any device, and are CPU tensors in the file;
+/// name that is synced and renamed at the end; such names that killed processes left an hour ago or earlier
+/// are removed. Tensors come from any device, and are CPU tensors in the file;
 /// views carry only what they show. Throws c10::ValueError, with the place within the object, for what the
 /// table above doesn't have, and CheckpointError when the file can't be written. Thread-safe.
 void save_python_object(const c10::IValue& object, const std::filesystem::path& path);

@@ -1,10 +1,11 @@
 // torch.save's files as bytes: what is damaged, hostile or can't be written. What Python makes of them:
 // python_checkpoint_test.py.
-#include <csignal>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <iterator>
+#include <map>
 #include <random>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -112,7 +113,6 @@ TEST_F(PythonCheckpoint, WhatCannotBeWrittenLeavesTheOldFile) {
       HasSubstr("No such file or directory"));
 
   // A file system without space.
-  const auto old_action = std::signal(SIGXFSZ, SIG_IGN);
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   for (const rlim_t most : {rlim_t{0}, rlim_t{100}, rlim_t{5000}, rlim_t{100000}}) {
@@ -127,10 +127,26 @@ TEST_F(PythonCheckpoint, WhatCannotBeWrittenLeavesTheOldFile) {
     ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
     EXPECT_THAT(text, HasSubstr("File too large")) << most;
   }
-  std::signal(SIGXFSZ, old_action);
   EXPECT_EQ(load_python_checkpoint(path).size(), 5U);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1)
       << "a temporary file is left over";
+}
+
+TEST_F(PythonCheckpoint, WhatKilledProcessesLeftIsRemoved) {
+  const auto now = std::filesystem::file_time_type::clock::now();
+  const std::map<std::string, std::chrono::hours> ages{
+      {"net.pt.tmp-0123456789abcdef", std::chrono::hours(2)},
+      {"net.pt.tmp-0123456789abcdee", std::chrono::hours(0)},
+      {"net.pt.tmp-0123456789abcdeg", std::chrono::hours(2)},
+      {"old.pt.tmp-0123456789abcdef", std::chrono::hours(2)}};
+  for (const auto& [name, age] : ages) {
+    std::ofstream(folder_ / name) << "part";
+    std::filesystem::last_write_time(folder_ / name, now - age);
+  }
+  save_python_checkpoint(example(), folder_ / "net.pt");
+  for (const auto& [name, age] : ages) {
+    EXPECT_EQ(std::filesystem::exists(folder_ / name), name != "net.pt.tmp-0123456789abcdef") << name;
+  }
 }
 
 }  // namespace

@@ -262,6 +262,17 @@ def test_objects_of_all_kinds(bin_dir, tmp_path):
     assert (tmp_path / "small.pt").stat().st_size < 3000
 
 
+def test_attributes_of_tensors_are_left_out_and_bytes_may_be_empty(bin_dir, tmp_path):
+    tensor, parameter, small = torch.arange(3.0), torch.nn.Parameter(torch.ones(2)), torch.ones(2).to(torch.float8_e5m2)
+    tensor.note, parameter.axes, small.scale = "of Python", ("in", "out"), 2.0
+    torch.save({"tensor": tensor, "parameter": parameter, "small": small, "empty": b""}, tmp_path / "python.pt")
+    drive(bin_dir, "copy", tmp_path / "python.pt", tmp_path / "ours.pt")
+    read = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert torch.equal(read["tensor"], tensor) and torch.equal(read["parameter"], parameter)
+    assert read["small"].dtype == small.dtype and torch.equal(read["small"].float(), small.float())
+    assert read["empty"] == "", "in C++ a string, like other bytes that are UTF-8"
+
+
 def test_what_cannot_be_read_says_what_to_do(bin_dir, tmp_path):
     class Thing:
         pass

@@ -6,8 +6,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/file_io.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
 #include <lockstep/checkpoint/safetensors.h>
 
@@ -27,6 +27,7 @@ void save_file(const std::map<std::string, at::Tensor>& tensors, const std::file
     ::unlink(temporary.c_str());
     throw;
   }
+  internal::remove_old_temporaries(filename);
 }
 
 std::map<std::string, at::Tensor> load_file(const std::filesystem::path& filename, c10::Device device) {
@@ -70,8 +71,9 @@ at::Tensor SafeOpen::get_tensor(const std::string& name) const {
                     internal::printable(name), "'");
   const internal::SafetensorsEntry& entry = file_->open.header.tensors[found->second];
   at::Tensor tensor = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
-  file_->input.read(tensor.mutable_data_ptr(), static_cast<size_t>(entry.end - entry.begin),
-                    file_->open.data_begin + entry.begin);
+  const auto bytes = static_cast<size_t>(entry.end - entry.begin);
+  file_->input.read(tensor.mutable_data_ptr(), bytes, file_->open.data_begin + entry.begin);
+  internal::normalize_bools(static_cast<char*>(tensor.mutable_data_ptr()), bytes, entry.dtype);
   return device_.is_cpu() ? tensor : tensor.to(device_);
 }
 

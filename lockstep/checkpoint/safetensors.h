@@ -15,8 +15,8 @@
 /// writes and writes what this reads. https://github.com/huggingface/safetensors describes the format.
 ///
 /// dtypes: all of the format that torch has: bool, uint8 to uint64, int8 to int64, float16, bfloat16,
-/// float32, float64, complex64, the five float8 types and float4_e2m1fn_x2. Not complex32 and complex128, nor
-/// quantized ones.
+/// float32, float64, complex64, the five float8 types and float4_e2m1fn_x2; a bool whose byte is neither 0
+/// nor 1 is read as true. Not complex32 and complex128, nor quantized ones.
 namespace lockstep::safetensors {
 
 /// Writes a new file, in place of one that is there: under a temporary name that is renamed at the end.

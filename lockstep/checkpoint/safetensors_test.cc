@@ -52,6 +52,14 @@ std::string entry(const std::string& name, const std::string& dtype, const std::
 
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
+TEST_F(Safetensors, EveryBoolIsZeroOrOneInMemory) {
+  const auto path = file_of("{" + entry("flags", "BOOL", "[3]", 0, 3) + "}", 3);  // each byte is an 'x'
+  for (const at::Tensor& flags :
+       {safetensors::load_file(path).at("flags"), safetensors::SafeOpen(path).get_tensor("flags")}) {
+    EXPECT_EQ(std::string(static_cast<const char*>(flags.const_data_ptr()), 3), "\1\1\1");
+  }
+}
+
 TEST_F(Safetensors, ComesBack) {
   std::map<std::string, at::Tensor> tensors;
   for (const auto dtype :

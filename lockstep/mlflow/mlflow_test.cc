@@ -113,6 +113,18 @@ TEST_F(MlflowFiles, WhateverWasCutOffAJournalOpensOrSaysWhyNot) {
   }
 }
 
+TEST_F(MlflowFiles, ARunIdIsANameAndNoPath) {
+  Journal journal(path_, kRun);
+  const std::vector<std::string> paths = {"",     "../evil/x", "a/b",     "..",
+                                          "a\nb", "a\"b",      "\x1b[2J", std::string(65, 'a')};
+  for (const std::string& id : paths) {
+    EXPECT_THROW(journal.set_run_id(id), c10::Error) << id;
+  }
+  EXPECT_EQ(journal.run_id(), "");
+  journal.set_run_id("0123456789abcdef0123456789ABCDEF-_");
+  EXPECT_EQ(journal.run_id(), "0123456789abcdef0123456789ABCDEF-_");
+}
+
 TEST_F(MlflowFiles, OtherFilesAreRefused) {
   for (const char* text : {"\n", "{}\n{}\n", "[1]\n2\n", "{\"sent\":\"x\"}\n\n", "{\"sent\":1e999}\n{}\n",
                            "\xff\xfe\n\n", "half a line"}) {

@@ -20,18 +20,13 @@ import urllib.parse
 import urllib.request
 
 import pytest
+from ports import free_port
 
 DEADLINE = 180
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_TOKEN",
              "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "RANK", "WORLD_SIZE", "http_proxy", "https_proxy", "HTTPS_PROXY",
              "all_proxy", "ALL_PROXY")
 CLEAN = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def wait_for(what, check):
@@ -482,6 +477,104 @@ def test_a_server_that_takes_no_artifacts_holds_nothing_up(start, tmp_path, stat
         driver("finalize")
         assert driver("state")["rejected"] == 1 and driver.spooled() == ["abc.rejected.jsonl"]
         assert [method for method, *_ in proxy.requests].count("PUT") == 1
+
+
+def test_a_run_id_from_the_server_leads_nowhere_else(start, tmp_path):
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            return 200, b'{"run": {"info": {"run_id": "../evil/x"}}}'
+
+    (tmp_path / "evil").mkdir()
+    with Server() as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open", close_timeout=100)
+        driver("metrics", metrics={"loss": 1}, step=1)
+        assert driver("wait")["sent"] is False
+        driver("finalize")
+        assert "'../evil/x' is no run id of MLflow" in driver.stderr()
+        assert len(driver.spooled()) == 1 and not any((tmp_path / "evil").iterdir())
+
+
+@pytest.mark.parametrize("uri", ["file://{}/elsewhere", "{}/abc/../elsewhere", "mlflow-artifacts:/0/abc/../../../../api"])
+def test_artifacts_go_only_into_a_folder_of_the_run(start, tmp_path, uri):
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            info = {"run_id": "abc", "artifact_uri": uri.format(tmp_path)}
+            return 200, json.dumps({"run": {"info": info}}).encode()
+
+    (tmp_path / "model").write_text("weights")
+    with Server() as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open")
+        driver("artifact", file=str(tmp_path / "model"))
+        assert driver("wait")["sent"], driver.stderr()
+        driver("finalize")
+        assert driver("state")["rejected"] == 1 and "which is no folder of the run abc" in driver.stderr()
+        assert not (tmp_path / "elsewhere").exists() and all(method != "PUT" for method, *_ in proxy.requests)
+
+
+def test_artifacts_are_copied_into_a_folder_of_the_run(start, tmp_path):
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            info = {"run_id": "abc", "artifact_uri": f"file://{tmp_path}/store/0/abc/artifacts"}
+            return 200, json.dumps({"run": {"info": info}}).encode()
+
+    (tmp_path / "model").write_text("weights")
+    with Server() as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open")
+        driver("artifact", file=str(tmp_path / "model"), folder="best")
+        assert driver("wait")["sent"], driver.stderr()
+        driver("finalize")
+    assert (tmp_path / "store/0/abc/artifacts/best/model").read_text() == "weights"
+
+
+@pytest.mark.parametrize("body, said", [
+    (b'{"message": "\\u001b[2J\\nroot: all is well"}', "status 503: ?[2J?root: all is well"),
+    (b" " * (5 << 20), "the answer has more than 4 MiB"),
+], ids=["escape sequences", "length"])
+def test_what_a_server_says_does_no_harm(start, body, said):
+    class Server(Proxy):
+        def forward(self, method, path, headers, body_of_request):
+            return 503, body
+
+    with Server() as proxy:
+        driver = start(MLFLOW_TRACKING_URI=proxy.url)
+        driver("open", close_timeout=100)
+        driver("metrics", metrics={"loss": 1}, step=1)
+        assert driver("wait")["sent"] is False
+        driver("finalize")
+        assert said in driver.stderr() and "\x1b" not in driver.stderr()
+
+
+def test_an_answer_that_trickles_is_given_up(start):
+    ended = threading.Event()
+
+    def serve(listener):
+        while not ended.is_set():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                while not ended.wait(0.05):
+                    connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        try:
+            driver = start(MLFLOW_TRACKING_URI=f"http://127.0.0.1:{listener.getsockname()[1]}")
+            # The first request asks for the experiment's id, by GET.
+            driver("open", experiment_name="trickle", timeout=500, close_timeout=100)
+            driver("tag", key="a", value="b")
+            driver("flush")
+            deadline = time.monotonic() + 60
+            while driver("state")["failures"] == 0:
+                assert time.monotonic() < deadline, "the request had no end"
+            driver("finalize")
+        finally:
+            ended.set()
+            server.join()
 
 
 @pytest.mark.parametrize("variables, header", [

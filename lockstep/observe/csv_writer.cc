@@ -15,6 +15,8 @@ namespace {
 
 constexpr std::string_view kStep = "step";
 constexpr std::string_view kWallTime = "wall_time";
+constexpr std::string_view kHeader = "step,wall_time";  // how it begins
+constexpr size_t kShown = 200;                          // of a line that is none of ours
 
 /// As many digits as it takes to read the same number again.
 std::string shortest(double value) {
@@ -71,7 +73,7 @@ CsvWriter::CsvWriter(std::filesystem::path file, CsvWriterOptions options)
 }
 
 std::string CsvWriter::header() const {
-  std::string line = std::string(kStep) + "," + std::string(kWallTime);
+  std::string line(kHeader);
   for (const auto& name : columns_) line += "," + quoted(name);
   return line;
 }
@@ -81,13 +83,17 @@ bool CsvWriter::prepare() {
   if (prepared_) return true;
   if (!file_.open()) return false;
   const auto first = file_.first_line();
-  if (!first) {
+  const auto fields = first ? split(first->text) : std::vector<std::string>();
+  const bool table = fields.size() >= 2 && fields[0] == kStep && fields[1] == kWallTime;
+  // A machine that crashed may have left a part of the header and nothing else.
+  const bool begun = !first || (!first->ended && (table || kHeader.starts_with(first->text)));
+  TORCH_CHECK_VALUE(table || begun, "CsvWriter: ", file_.path().string(), " begins with '",
+                    first->text.substr(0, kShown),
+                    "', so it is no table that a CsvWriter can continue; give it another path");
+  if (!file_.take_over()) return false;
+  if (begun) {
     if (!file_.append(header() + "\n")) return false;
   } else {
-    auto fields = split(*first);
-    TORCH_CHECK_VALUE(fields.size() >= 2 && fields[0] == kStep && fields[1] == kWallTime,
-                      "CsvWriter: ", file_.path().string(), " begins with '", *first,
-                      "', so it is no table that a CsvWriter can continue; give it another path");
     Metrics wanted;
     for (const auto& name : columns_) wanted.emplace(name, 0.0);
     columns_.assign(fields.begin() + 2, fields.end());

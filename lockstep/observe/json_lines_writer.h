@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <mutex>
 #include <optional>
@@ -25,13 +26,15 @@ struct JsonLinesWriterOptions {
 /// `wall_time` is in seconds since 1970. JSON has no NaN and no infinities: they are the strings "NaN",
 /// "Infinity" and "-Infinity", as in protobuf's JSON; Python's float() takes them.
 ///
-/// An existing file is continued; give each run a file of its own. Each line is one write(2) in the caller: a
-/// crash of the process loses none and leaves no half of one, and flush() makes them safe from a crash of the
-/// machine. Thread-safe.
+/// An existing file is continued if its first line is such an object; give each run a file of its own. Each
+/// line is one write(2) in the caller: a crash of the process loses none and leaves no half of one, and
+/// flush() makes them safe from a crash of the machine. Thread-safe.
 class JsonLinesWriter : public MetricsWriter {
  public:
   /// The file is made at the first line, by the rank that writes.
   explicit JsonLinesWriter(std::filesystem::path file, JsonLinesWriterOptions options = {});
+
+  // All of these throw c10::ValueError when the file holds something else, and leave it as it is.
 
   void log_metrics(const Metrics& metrics, int64_t step) override;
   void log_hyperparameters(const Hyperparameters& hyperparameters) override;
@@ -46,9 +49,14 @@ class JsonLinesWriter : public MetricsWriter {
   int64_t lost() const;
 
  private:
+  bool prepare();
+  void append(const std::string& line);
+
   mutable std::mutex mutex_;
   WritingRank rank_;
   AppendFile file_;
+  bool prepared_ = false;
+  int64_t lost_ = 0;
 };
 
 }  // namespace lockstep

@@ -2,15 +2,18 @@
 #include <fcntl.h>
 #include <filesystem>
 #include <fstream>
+#include <gmock/gmock.h>
 #include <limits>
 #include <regex>
 #include <sstream>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <gtest/gtest.h>
 
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/csv_writer.h>
@@ -97,6 +100,47 @@ TEST_F(MetricsWriters, CsvRefusesNamesOfItsOwnAndFilesOfOthers) {
   EXPECT_THAT(lines(folder_ / "other.csv"), ElementsAre("time,value", "1,2")) << "left as it was";
 }
 
+TEST_F(MetricsWriters, WhatOthersWroteStaysAsItIs) {
+  // None of them ends with a newline, as editors and programs leave files.
+  const std::vector<std::string> texts = {
+      "note: buy milk", "a,b\n1,2\n3,4",      "{\"step\":7}\n{\"step\":8}",
+      "[1,2,3]",        "steps,wall_time\n1", "{\"wall\":1"};
+  const auto content = [](const std::filesystem::path& path) {
+    std::ostringstream text;
+    text << std::ifstream(path, std::ios::binary).rdbuf();
+    return text.str();
+  };
+  for (const std::string& text : texts) {
+    const auto path = folder_ / "notes";
+    std::ofstream(path, std::ios::binary) << text;
+    CsvWriter csv(path);
+    EXPECT_THROW(csv.log_metrics({{"loss", 1}}, 1), c10::ValueError) << text;
+    EXPECT_THROW(csv.resume(1), c10::ValueError) << text;
+    csv.finalize("finished");
+    JsonLinesWriter json(path);
+    EXPECT_THROW(json.log_hyperparameters({}), c10::ValueError) << text;
+    EXPECT_THROW(json.log_metrics({{"loss", 1}}, 1), c10::ValueError) << text;
+    EXPECT_THROW(json.resume(1), c10::ValueError) << text;
+    EXPECT_THROW(json.finalize("finished"), c10::ValueError) << text;
+    EXPECT_EQ(content(path), text);
+  }
+}
+
+TEST_F(MetricsWriters, APartOfTheFirstLineIsBegunAnew) {
+  const auto csv = folder_ / "metrics.csv";
+  for (const char* part : {"st", "step,wall_time", "step,wall_time,los"}) {
+    std::ofstream(csv, std::ios::binary) << part;
+    CsvWriter(csv).log_metrics({{"loss", 1}}, 1);
+    EXPECT_THAT(lines(csv), ElementsAre("step,wall_time,loss", "1,W,1")) << part;
+  }
+  const auto json = folder_ / "log.jsonl";
+  for (const char* part : {"{\"m", "{\"metrics\":{\"lo"}) {
+    std::ofstream(json, std::ios::binary) << part;
+    JsonLinesWriter(json).log_metrics({}, 1);
+    EXPECT_THAT(lines(json), ElementsAre(R"({"metrics":{},"step":1,"wall_time":W})")) << part;
+  }
+}
+
 TEST_F(MetricsWriters, JsonLinesHoldEverything) {
   const auto path = folder_ / "log.jsonl";
   JsonLinesWriter writer(path);
@@ -148,6 +192,21 @@ TEST_F(MetricsWriters, RowsThatFindNoFileAreCounted) {
   for (int step = 0; step < 2; ++step) writer.log_metrics({{"loss", 1}}, step);
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("CsvWriter: cannot open "));
   EXPECT_EQ(writer.lost(), 2);
+}
+
+TEST_F(MetricsWriters, AHalfLineThatCannotBeCutOffGetsNothingBehindIt) {
+  // A file that may grow and not shrink.
+  const UniqueFd file(::memfd_create("log", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_TRUE(file);
+  const std::string text = "{\"status\":\"killed\",\"wall_time\":1.0}\n{\"metr";
+  ASSERT_EQ(::write(file.get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  ASSERT_EQ(::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
+  JsonLinesWriter writer("/proc/self/fd/" + std::to_string(file.get()));
+  ::testing::internal::CaptureStderr();
+  for (int step = 0; step < 2; ++step) writer.log_metrics({{"loss", 1}}, step);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("JsonLinesWriter: cannot "));
+  EXPECT_EQ(writer.lost(), 2);
+  EXPECT_EQ(::lseek(file.get(), 0, SEEK_END), static_cast<off_t>(text.size()));
 }
 
 TEST_F(MetricsWriters, APipeIsWrittenToAndNeverRead) {

@@ -148,10 +148,12 @@ ProgressBar::ProgressBar(int64_t total, std::string description, ProgressBarOpti
     : options_(std::move(options)) {
   TORCH_CHECK_VALUE(total >= 0, "ProgressBar: total is ", total, "; give 0 when it is not known");
   const bool is_terminal = ::isatty(options_.fd) == 1;
+  // One that knows no escape sequences: an editor's, say.
+  const bool is_dumb = environment::text("TERM") == "dumb";
   // Behind a launcher's pipe: it forwards redraws to its terminal and says how wide that is.
   const auto launcher_columns =
       is_terminal ? std::nullopt : environment::integer("LOCKSTEP_TERMINAL_COLUMNS", 1, 100'000);
-  terminal_ = options_.terminal.value_or(is_terminal || launcher_columns.has_value());
+  terminal_ = options_.terminal.value_or(!is_dumb && (is_terminal || launcher_columns.has_value()));
   if (!options_.width && launcher_columns) options_.width = static_cast<int>(*launcher_columns);
   state_.total = total;
   state_.description = std::move(description);

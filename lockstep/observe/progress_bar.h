@@ -71,7 +71,7 @@ struct ProgressBarOptions {
 ///       bar.update(batch.data.size(0));
 ///     }                                         // finished by its destructor
 ///
-/// On a terminal it redraws its line, at most every 100 ms. Elsewhere (a file, a launcher's pipe) it writes a
+/// On a terminal it redraws its line, at most every 100 ms. Elsewhere (a file, a pipe, TERM=dumb) it writes a
 /// line at every tenth of the total, but not within a second of the last, and at least one a minute; and
 /// always the final one. An update costs one look at the clock between redraws, some 30 ns. Write errors are
 /// ignored: a progress bar stops no training. Not thread-safe.

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <thread>
 #include <unistd.h>
 
@@ -172,6 +173,25 @@ TEST_F(ProgressBarTest, RedrawsATerminalEvery100Milliseconds) {
   EXPECT_THAT(frames[6], HasSubstr(" 50/100 [00:00<00:00, 100 images/s, loss=0.1235]\x1b[K"));
   EXPECT_THAT(frames[12], HasSubstr("100/100 [00:01<00:00, 100 images/s, loss=0.1235]\x1b[K\n"));
   EXPECT_EQ(std::count(frames[12].begin(), frames[12].end(), '\n'), 1);
+}
+
+TEST_F(ProgressBarTest, ADumbTerminalGetsNoEscapeSequences) {
+  const char* before = std::getenv("TERM");
+  const std::string kept = before == nullptr ? "" : before;
+  ::setenv("LOCKSTEP_TERMINAL_COLUMNS", "80", 1);  // as a launcher on a terminal sets it
+  for (const bool dumb : {true, false}) {
+    ::setenv("TERM", dumb ? "dumb" : "xterm", 1);
+    auto default_options = options(false);
+    default_options.terminal.reset();
+    ProgressBar(100, "train", default_options).update(100);
+    EXPECT_EQ(written().find('\x1b') == std::string::npos, dumb) << written();
+  }
+  ::unsetenv("LOCKSTEP_TERMINAL_COLUMNS");
+  if (before == nullptr) {
+    ::unsetenv("TERM");
+  } else {
+    ::setenv("TERM", kept.c_str(), 1);
+  }
 }
 
 TEST_F(ProgressBarTest, WritesALogLineAtEachTenth) {

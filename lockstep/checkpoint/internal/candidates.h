@@ -1,13 +1,39 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 #include <vector>
 
 #include <lockstep/checkpoint/checkpoint.h>
 
 namespace lockstep::internal {
 
-/// list_checkpoints(), with a warning in the log for each that has to be skipped, and why.
-std::vector<CheckpointInfo> candidates(const std::filesystem::path& root);
+/// What a run may go on from.
+struct Candidates {
+  /// With an intact manifest, in the order of list_checkpoints(): the last is to be tried first.
+  std::vector<CheckpointInfo> checkpoints;
+  /// Those without, a line each that says what is wrong. They have a manager's name, or their manifest names
+  /// our format.
+  std::vector<std::string> damaged;
+};
+
+/// All checkpoints below `root`, with a warning in the log for each damaged one and for other directories
+/// that can't be looked into. Throws CheckpointIoError when `root` or a directory with a manager's name can't
+/// be read, after some attempts.
+Candidates candidates(const std::filesystem::path& root);
+
+/// list_checkpoints() of those with a manager's name alone; the others are not looked into.
+std::vector<CheckpointInfo> list_managed(const std::filesystem::path& root);
+
+/// What to say when there are candidates and all of them are `damaged`; `option` allows to go on without.
+std::string all_damaged_text(const std::filesystem::path& root, const std::vector<std::string>& damaged,
+                             const std::string& option);
+
+/// Whether a manager calls its checkpoints so: step-00000100, with -emergency behind it, and with .replaced.
+bool is_managers_name(const std::filesystem::path& directory);
+
+/// Where a checkpoint is moved while another takes its name, on file systems that can't exchange names. It is
+/// as good as any, so it is listed like any; it stays when the writer is killed in between.
+std::filesystem::path replaced_name(const std::filesystem::path& directory);
 
 }  // namespace lockstep::internal

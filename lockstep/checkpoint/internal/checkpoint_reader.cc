@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <utility>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/checksum.h>
-#include <lockstep/checkpoint/internal/printable.h>
 
 namespace lockstep::internal {
 namespace {
@@ -47,6 +47,8 @@ template <class Action>
 void CheckpointReader::guarded(const Action& action) {
   try {
     action();
+  } catch (const CheckpointIoError&) {
+    throw;
   } catch (const CheckpointError& error) {
     add_problem(error.what_without_backtrace());
   }
@@ -151,12 +153,29 @@ std::map<std::string, at::Tensor> CheckpointReader::read_tensors(const FileRecor
       LOCKSTEP_CHECK_FILE(!verify || checksum == file.checksum, input.path().string(),
                           " is damaged: its checksum is wrong");
       tensors = std::move(read);
+    } catch (const CheckpointIoError&) {
+      throw;
     } catch (const CheckpointError& error) {
       add_problem(error.what_without_backtrace());
       if (verify) name_damaged_tensors(file);
     }
   });
   return tensors;
+}
+
+std::vector<std::string> problems_of(const std::filesystem::path& directory, bool tensors) {
+  try {
+    CheckpointReader reader(directory);
+    reader.check_sizes();
+    for (const FileRecord& file : reader.manifest().files) {
+      if (tensors || file.name.ends_with(".json")) reader.check_file(file);
+    }
+    return reader.problems();
+  } catch (const CheckpointIoError&) {
+    throw;
+  } catch (const CheckpointError& error) {
+    return {error.what_without_backtrace()};
+  }
 }
 
 }  // namespace lockstep::internal

@@ -15,7 +15,8 @@
 namespace lockstep::internal {
 
 /// Reads the files of one checkpoint, and gathers what is wrong with them instead of throwing: who restores
-/// from a damaged one wants to know all of it. Not thread-safe.
+/// from a damaged one wants to know all of it. What can't be read is not damage: all functions that read
+/// throw CheckpointIoError for it. Not thread-safe.
 class CheckpointReader {
  public:
   /// Reads the manifest. Throws CheckpointError when there is none, or it is damaged.
@@ -51,5 +52,8 @@ class CheckpointReader {
   std::map<std::string, std::vector<const TensorRecord*>> tensors_of_;  // by file
   std::vector<std::string> problems_;
 };
+
+/// verify_checkpoint(), but throws CheckpointIoError for what can't be read.
+std::vector<std::string> problems_of(const std::filesystem::path& directory, bool tensors);
 
 }  // namespace lockstep::internal

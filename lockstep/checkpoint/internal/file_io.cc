@@ -1,14 +1,20 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
+#include <optional>
 #include <random>
 #include <sys/stat.h>
+#include <thread>
 #include <unistd.h>
 #include <utility>
 
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/file_size_signal.h>
+#include <lockstep/base/log.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 
@@ -17,11 +23,48 @@ namespace {
 
 // One call of the kernel moves at most 2 GiB.
 constexpr size_t kMostAtOnce = size_t{1} << 30;
+constexpr std::string_view kTemporary = ".tmp-";
+constexpr size_t kTemporaryDigits = 16;
+constexpr std::array kRetryWaits = {std::chrono::milliseconds(100), std::chrono::milliseconds(500)};
+
+/// The name leads nowhere.
+bool is_missing(int error) {
+  return error == ENOENT || error == ENOTDIR || error == ELOOP || error == ENAMETOOLONG;
+}
+
+/// Nothing when there is nothing of that name.
+std::optional<struct stat> look_at(const std::filesystem::path& path) {
+  struct stat status {};
+  int error = failpoint::fails_with("checkpoint.look");
+  if (error == 0 && ::stat(path.c_str(), &status) != 0) error = errno;
+  if (error == 0) return status;
+  if (is_missing(error)) return std::nullopt;
+  throw_system_error("look at", path, error);
+}
 
 }  // namespace
 
 void throw_system_error(std::string_view what, const std::filesystem::path& path, int error) {
-  LOCKSTEP_CHECK_FILE(false, "cannot ", what, " ", path.string(), ": ", std::strerror(error));
+  const std::string text = c10::str("cannot ", what, " ", path.string(), ": ", std::strerror(error));
+  LOCKSTEP_CHECK_FILE(!is_missing(error), text);
+  throw CheckpointIoError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+}
+
+bool exists(const std::filesystem::path& path) {
+  return look_at(path).has_value();
+}
+
+bool is_directory(const std::filesystem::path& path) {
+  const auto status = look_at(path);
+  return status && S_ISDIR(status->st_mode);
+}
+
+bool try_again(int attempts, const CheckpointIoError& error) {
+  if (attempts > static_cast<int>(kRetryWaits.size())) return false;
+  const auto wait = kRetryWaits.at(static_cast<size_t>(attempts - 1));
+  LOCKSTEP_LOG(kWarning) << error.what_without_backtrace() << "; trying again in " << wait.count() << " ms";
+  std::this_thread::sleep_for(wait);
+  return true;
 }
 
 OutputFile::OutputFile(std::filesystem::path path)
@@ -30,6 +73,7 @@ OutputFile::OutputFile(std::filesystem::path path)
 }
 
 void OutputFile::write(const void* data, size_t bytes) {
+  const FileSizeSignalBlock block;
   const char* from = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t wrote = ::write(fd_.get(), from, std::min(bytes, kMostAtOnce));
@@ -51,6 +95,7 @@ InputFile::InputFile(std::filesystem::path path)
     // Not blocking: a named pipe in a file's place must not make us wait for its writer.
     : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
   if (!fd_) throw_system_error("open", path_, errno);
+  if (const int error = failpoint::fails_with("checkpoint.open")) throw_system_error("open", path_, error);
   struct stat status {};
   if (::fstat(fd_.get(), &status) != 0) throw_system_error("look at", path_, errno);
   LOCKSTEP_CHECK_FILE(S_ISREG(status.st_mode), path_.string(), " is no regular file");
@@ -59,6 +104,7 @@ InputFile::InputFile(std::filesystem::path path)
 
 void InputFile::read(void* data, size_t bytes, int64_t offset) const {
   char* to = static_cast<char*>(data);
+  if (const int error = failpoint::fails_with("checkpoint.read")) throw_system_error("read", path_, error);
   while (bytes > 0) {
     const ssize_t got = ::pread(fd_.get(), to, std::min(bytes, kMostAtOnce), offset);
     if (got < 0 && errno == EINTR) continue;
@@ -81,9 +127,26 @@ std::string read_file(const std::filesystem::path& path, int64_t most) {
 
 std::filesystem::path temporary_name(const std::filesystem::path& path) {
   std::random_device source;
-  std::array<char, 32> suffix{};
-  std::snprintf(suffix.data(), suffix.size(), ".tmp-%08x%08x", source(), source());
-  return path.string() + suffix.data();
+  std::array<char, kTemporaryDigits + 1> digits{};
+  std::snprintf(digits.data(), digits.size(), "%08x%08x", source(), source());
+  return path.string() + std::string(kTemporary) + digits.data();
+}
+
+void remove_old_temporaries(const std::filesystem::path& path) {
+  const std::string begin = path.filename().string() + std::string(kTemporary);
+  const auto is_temporary = [&](const std::string& name) {
+    return name.starts_with(begin) && name.size() == begin.size() + kTemporaryDigits &&
+           name.find_first_not_of("0123456789abcdef", begin.size()) == std::string::npos;
+  };
+  const auto oldest = std::filesystem::file_time_type::clock::now() - std::chrono::hours(1);
+  std::error_code error;
+  std::filesystem::directory_iterator file(path.has_parent_path() ? path.parent_path() : ".", error);
+  for (; !error && file != std::filesystem::directory_iterator(); file.increment(error)) {
+    std::error_code ignored;
+    if (!is_temporary(file->path().filename().string())) continue;
+    const auto written = std::filesystem::last_write_time(file->path(), ignored);
+    if (!ignored && written < oldest) std::filesystem::remove(file->path(), ignored);
+  }
 }
 
 void sync_directory(const std::filesystem::path& directory) {

@@ -7,12 +7,35 @@
 #include <string_view>
 
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/checkpoint/checkpoint_error.h>
 
 /// Files with errors that say what could not be done to which path, and why.
 namespace lockstep::internal {
 
-/// Throws CheckpointError: "cannot WHAT PATH: No space left on device".
+/// Throws "cannot WHAT PATH: No space left on device": CheckpointError for a name that leads nowhere (a part
+/// of a checkpoint is missing), CheckpointIoError for any other reason.
 [[noreturn]] void throw_system_error(std::string_view what, const std::filesystem::path& path, int error);
+
+/// Whether there is something of that name, or a directory. Throws CheckpointIoError when the system refuses
+/// to tell.
+bool exists(const std::filesystem::path& path);
+bool is_directory(const std::filesystem::path& path);
+
+/// Logs the error, waits, and says whether to try again after so many attempts.
+bool try_again(int attempts, const CheckpointIoError& error);
+
+/// What `read` returns. It is tried again, twice within a second, when it throws CheckpointIoError: a
+/// server may have been away, a handle stale. Then the last error is thrown.
+template <class Read>
+auto with_retries(const Read& read) {
+  for (int attempts = 1;; ++attempts) {
+    try {
+      return read();
+    } catch (const CheckpointIoError& error) {
+      if (!try_again(attempts, error)) throw;
+    }
+  }
+}
 
 /// A new file, written from its beginning. Not thread-safe.
 class OutputFile {
@@ -53,6 +76,10 @@ std::string read_file(const std::filesystem::path& path, int64_t most);
 
 /// A name beside `path` that nobody else uses, on no host that shares the disk.
 std::filesystem::path temporary_name(const std::filesystem::path& path);
+
+/// Removes what killed processes have left of writing `path` under a temporary_name(): files that nothing was
+/// written to for an hour. What can't be removed stays.
+void remove_old_temporaries(const std::filesystem::path& path);
 
 /// Makes renames, creations and removals in a directory last.
 void sync_directory(const std::filesystem::path& directory);

@@ -9,10 +9,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/safetensors_header.h>
 
 namespace lockstep::internal {
@@ -22,6 +22,7 @@ using nlohmann::json;
 using nlohmann::ordered_json;
 
 constexpr const char* kFormat = "lockstep-checkpoint";
+constexpr const char* kFormatMember = "\"format\": \"lockstep-checkpoint\"";  // as to_text() writes it
 constexpr int64_t kVersion = 1;
 constexpr const char* kBeforeChecksum = ",\n\"checksum\": \"";
 constexpr const char* kAfterChecksum = "\"\n}\n";
@@ -189,8 +190,7 @@ std::string to_text(const Manifest& manifest) {
   const CheckpointInfo& info = manifest.info;
   ordered_json metrics = ordered_json::object();
   for (const auto& [name, value] : info.metrics) metrics[name] = metric_to_json(value);
-  std::string text =
-      "{\n\"format\": \"" + std::string(kFormat) + "\",\n\"version\": " + std::to_string(kVersion);
+  std::string text = "{\n" + std::string(kFormatMember) + ",\n\"version\": " + std::to_string(kVersion);
   text +=
       ",\n\"info\": {\"step\": " + std::to_string(info.step) + ", \"epoch\": " + std::to_string(info.epoch) +
       ", \"metrics\": " + metrics.dump(-1, ' ', false, ordered_json::error_handler_t::replace) +
@@ -228,9 +228,10 @@ Manifest parse_manifest(const std::string& text, const std::string& what) {
   const json tree = parse_json(text, what);
   const Value top(tree, what, "");
   LOCKSTEP_CHECK_FILE(top.at("format").text() == kFormat, what, " is no manifest of a checkpoint");
-  const int64_t version = top.at("version").integer();
-  LOCKSTEP_CHECK_FILE(version == kVersion, what, " has the version ", version, ", and this program knows ",
-                      kVersion, "; read it with a newer one");
+  const int64_t version = top.at("version").integer(1);
+  LOCKSTEP_CHECK_FILE(version <= kVersion, what,
+                      " was written by a newer version of Lockstep: its format is ", version,
+                      ", and this one reads ", kVersion, "; read it with the newer one");
   Manifest manifest;
   manifest.info = parse_info(top.at("info"));
   manifest.managed = top.at("managed").boolean();
@@ -258,6 +259,18 @@ Manifest read_manifest(const std::filesystem::path& directory) {
   Manifest manifest = parse_manifest(read_file(path, kMaxManifest), path.string());
   manifest.info.directory = directory;
   return manifest;
+}
+
+bool names_our_format(const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / kManifestName;
+  if (!internal::exists(path)) return false;
+  try {
+    return read_file(path, kMaxManifest).find(kFormatMember) != std::string::npos;
+  } catch (const CheckpointIoError&) {
+    throw;
+  } catch (const CheckpointError&) {  // no regular file, or gone
+    return false;
+  }
 }
 
 }  // namespace lockstep::internal

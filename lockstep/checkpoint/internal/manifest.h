@@ -56,4 +56,8 @@ Manifest parse_manifest(const std::string& text, const std::string& what);
 /// The manifest in `directory`. Throws CheckpointError.
 Manifest read_manifest(const std::filesystem::path& directory);
 
+/// Whether the manifest in `directory` names our format, damaged or not; programs of others call files so,
+/// too. False when there is none. Throws CheckpointIoError.
+bool names_our_format(const std::filesystem::path& directory);
+
 }  // namespace lockstep::internal

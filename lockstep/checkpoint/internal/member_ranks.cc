@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/checkpoint/internal/member_ranks.h>
+#include <lockstep/collectives/lockstep_backend.h>
 #include <lockstep/collectives/objects.h>
 
 namespace lockstep::internal {
@@ -14,6 +15,12 @@ MemberRanks::MemberRanks(ProcessGroup group, bool alone) : group_(std::move(grou
   group_size_ = get_world_size(group_);
   TORCH_CHECK_VALUE(rank_ >= 0, "this process is not in the group that saves or loads checkpoints");
   talks_ = !alone && group_size_ > 1;
+}
+
+std::chrono::nanoseconds MemberRanks::timeout() const {
+  if (!talks_) return std::chrono::nanoseconds::max();
+  const auto backend = c10::dynamic_intrusive_pointer_cast<LockstepBackend>(group_->getBackend(c10::kCPU));
+  return backend ? backend->timeout() : std::chrono::minutes(30);
 }
 
 std::vector<c10::IValue> MemberRanks::gather(const c10::IValue& object) const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -26,6 +27,8 @@ class MemberRanks {
   /// Whether this is the one that the others follow.
   bool leads() const { return !talks_ || rank_ == 0; }
   const ProcessGroup& group() const { return group_; }
+  /// How long the others wait for this one; without end if alone.
+  std::chrono::nanoseconds timeout() const;
 
   /// On the leader everybody's objects, by rank; elsewhere nothing.
   std::vector<c10::IValue> gather(const c10::IValue& object) const;

@@ -8,8 +8,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/safetensors_header.h>
 
 namespace lockstep::internal {

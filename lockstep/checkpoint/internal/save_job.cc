@@ -142,6 +142,8 @@ Failure Failure::of_current_exception(const MemberRanks& ranks) {
     throw;
   } catch (const c10::ValueError& error) {
     failure = {kValue, error.what_without_backtrace()};
+  } catch (const CheckpointIoError& error) {
+    failure = {kIo, error.what_without_backtrace()};
   } catch (const c10::Error& error) {
     failure = {kFile, error.what_without_backtrace()};
   } catch (const std::exception& error) {
@@ -153,6 +155,7 @@ Failure Failure::of_current_exception(const MemberRanks& ranks) {
 
 void Failure::raise() const {
   TORCH_CHECK_VALUE(kind != kValue, text);
+  if (kind == kIo) throw CheckpointIoError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
   LOCKSTEP_CHECK_FILE(kind == kNone, text);
 }
 

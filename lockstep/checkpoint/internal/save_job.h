@@ -21,7 +21,7 @@ namespace lockstep::internal {
 
 /// What went wrong on some rank, as it travels to the others.
 struct Failure {
-  enum Kind : int64_t { kNone, kValue, kFile };
+  enum Kind : int64_t { kNone, kValue, kFile, kIo };
   Kind kind = kNone;
   std::string text;
 
@@ -29,7 +29,7 @@ struct Failure {
   template <class Action>
   static Failure of(const MemberRanks& ranks, const Action& action);
   static Failure of_current_exception(const MemberRanks& ranks);
-  /// Throws c10::ValueError or CheckpointError; nothing if nothing went wrong.
+  /// Throws c10::ValueError, CheckpointError or CheckpointIoError; nothing if nothing went wrong.
   void raise() const;
 };
 

@@ -8,7 +8,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/checkpoint/internal/printable.h>
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
 
 namespace lockstep::internal {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <charconv>
@@ -11,8 +12,9 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/pickle/dict.h>
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/state_json.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
 
@@ -23,7 +25,24 @@ using nlohmann::json;
 
 // A dict with other keys is three levels of JSON.
 constexpr size_t kMaxJsonDepth = 3 * (kMaxStateDepth + 2);
+
+// c10's dict of one item takes 750 bytes, and its text 6. Up to 1 GiB of them any text may have: older
+// versions wrote no spaces at the end.
+constexpr size_t kTextOfDict = 24;
+constexpr size_t kFreeDicts = (size_t{1} << 30) / 750;
+
 constexpr const char* kDigits = "0123456789abcdef";
+
+/// How many bytes a state's text has at least, for the "{" that it has.
+size_t least_size(std::string_view text) {
+  const auto dicts = static_cast<size_t>(std::count(text.begin(), text.end(), '{'));
+  return (dicts - std::min(dicts, kFreeDicts)) * kTextOfDict;
+}
+
+std::string with_spaces_for_dicts(std::string text) {
+  text.resize(std::max(text.size(), least_size(text)), ' ');
+  return text;
+}
 
 std::string to_hex(std::string_view bytes) {
   std::string text;
@@ -89,7 +108,7 @@ class Encoder {
       separator = ",\n";
     }
     out_ += "\n}\n";
-    return {std::move(out_), std::move(tensors_)};
+    return {with_spaces_for_dicts(std::move(out_)), std::move(tensors_)};
   }
 
  private:
@@ -145,16 +164,22 @@ class Encoder {
 
   void add_dict(const c10::impl::GenericDict& dict, int depth) {
     bool plain = true;
-    for (const auto& item : dict) {
-      plain = plain && item.key().isString() && !item.key().toStringRef().starts_with('$') &&
-              json_string(item.key().toStringRef());
-    }
-    out_ += plain ? "{" : R"({"$dict":[)";
-    const char* separator = "";
+    std::vector<c10::IValue> keys_and_values;
     for (const auto& item : dict) {
       const c10::IValue& key = item.key();
       TORCH_CHECK_VALUE(key.isString() || key.isInt() || key.isBool() || key.isDouble(), place_,
                         " has a key of the kind ", key.tagKind(), "; known are string, int, bool and double");
+      plain =
+          plain && key.isString() && !key.toStringRef().starts_with('$') && json_string(key.toStringRef());
+      keys_and_values.push_back(key);
+      keys_and_values.emplace_back();
+    }
+    const char* problem = pickle::find_key_problem(keys_and_values);
+    TORCH_CHECK_VALUE(!problem, place_, " is ", problem);
+    out_ += plain ? "{" : R"({"$dict":[)";
+    const char* separator = "";
+    for (const auto& item : dict) {
+      const c10::IValue& key = item.key();
       std::string name;
       std::string shown;
       if (key.isString()) {
@@ -314,20 +339,18 @@ class Decoder : public nlohmann::json_sax<json> {
     Frame frame = std::move(stack_.back());
     stack_.pop_back();
     if (stack_.empty()) {
-      for (size_t i = 0; i < frame.keys.size(); ++i) {
-        check(result_.emplace(frame.keys[i], std::move(frame.values[i])).second, "a part is there twice");
+      for (size_t i = 0; i < frame.values.size(); i += 2) {
+        check(result_.emplace(frame.values[i].toStringRef(), std::move(frame.values[i + 1])).second,
+              "a part is there twice");
       }
       return true;
     }
-    if (frame.keys.size() == 1 && frame.keys[0].starts_with('$')) {
-      return put(tagged(frame.keys[0], frame.values[0]));
+    const auto is_tag = [&](size_t i) { return frame.values[i].toStringView().starts_with('$'); };
+    if (frame.values.size() == 2 && is_tag(0)) {
+      return put(tagged(frame.values[0].toStringRef(), frame.values[1]));
     }
-    auto dict = lockstep::detail::make_object_dict();
-    for (size_t i = 0; i < frame.keys.size(); ++i) {
-      check(!frame.keys[i].starts_with('$'), "a key begins with '$'");
-      insert(dict, std::move(frame.keys[i]), std::move(frame.values[i]));
-    }
-    return put(std::move(dict));
+    for (size_t i = 0; i < frame.values.size(); i += 2) check(!is_tag(i), "a key begins with '$'");
+    return put(dict_of(std::move(frame.values)));
   }
 
   bool parse_error(size_t position, const std::string&, const nlohmann::detail::exception& error) override {
@@ -339,8 +362,7 @@ class Decoder : public nlohmann::json_sax<json> {
   struct Frame {
     bool object = false;
     std::string key;
-    std::vector<std::string> keys;
-    std::vector<c10::IValue> values;
+    std::vector<c10::IValue> values;  // of an object: keys and values in turn
   };
 
   [[noreturn]] void fail(const std::string& problem) const {
@@ -358,14 +380,14 @@ class Decoder : public nlohmann::json_sax<json> {
 
   bool open(bool object) {
     check(stack_.size() < kMaxJsonDepth, "it is nested too deep");
-    stack_.push_back({object, {}, {}, {}});
+    stack_.push_back({object, {}, {}});
     return true;
   }
 
   bool put(c10::IValue value) {
     check(!stack_.empty(), "the state is no object");
     Frame& frame = stack_.back();
-    if (frame.object) frame.keys.push_back(frame.key);
+    if (frame.object) frame.values.emplace_back(frame.key);
     frame.values.push_back(std::move(value));
     return true;
   }
@@ -376,23 +398,26 @@ class Decoder : public nlohmann::json_sax<json> {
     return list;
   }
 
-  void insert(c10::impl::GenericDict& dict, c10::IValue key, c10::IValue value) const {
-    check(dict.insert(std::move(key), std::move(value)).second, "a dict has a key twice");
+  c10::IValue dict_of(std::vector<c10::IValue> keys_and_values) const {
+    auto dict = lockstep::detail::make_object_dict();
+    if (const char* problem = pickle::fill_dict(dict, std::move(keys_and_values))) fail(problem);
+    return dict;
   }
 
   c10::IValue tagged(const std::string& tag, const c10::IValue& value) const {
     if (tag == "$tensor") return tensor(value);
     if (tag == "$tuple" && value.isList()) return c10::ivalue::Tuple::create(value.toListRef().vec());
     if (tag == "$dict" && value.isList()) {
-      auto dict = lockstep::detail::make_object_dict();
+      std::vector<c10::IValue> keys_and_values;
       for (const c10::IValue& pair : value.toListRef()) {
         check(pair.isList() && pair.toListRef().size() == 2, "an element of a dict is no pair");
         const c10::IValue& key = pair.toListRef()[0];
         check(key.isString() || key.isInt() || key.isBool() || key.isDouble(),
               "a dict has a key of a wrong kind");
-        insert(dict, key, pair.toListRef()[1]);
+        keys_and_values.push_back(key);
+        keys_and_values.push_back(pair.toListRef()[1]);
       }
-      return dict;
+      return dict_of(std::move(keys_and_values));
     }
     if (tag == "$complex" && value.isList() && value.toListRef().size() == 2) {
       const auto parts = value.toListRef();
@@ -465,11 +490,13 @@ std::string merge_states(const std::vector<std::string>& states) {
     std::set<std::string> names;
     check_tensor_names(value, names, part);
   }
-  return merged.dump() + "\n";
+  return with_spaces_for_dicts(merged.dump() + "\n");
 }
 
 StateDict decode_state(std::string_view text, const TensorSource& tensors, const std::string& what,
                        const std::string& part) {
+  LOCKSTEP_CHECK_FILE(text.size() >= least_size(text), what, " is damaged: it has more dicts than ",
+                      text.size(), " bytes, with spaces at its end, stand for");
   Decoder decoder(tensors, what, part);
   json::sax_parse(text.begin(), text.end(), &decoder);
   return decoder.take();

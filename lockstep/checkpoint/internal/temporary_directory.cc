@@ -1,6 +1,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <fcntl.h>
 #include <random>
 #include <string>
@@ -12,6 +13,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
@@ -57,12 +59,40 @@ void remove_tree(const fs::path& path) {
   }
 }
 
+/// renameat2(2): 0, or the error.
+int rename_with(const fs::path& from, const fs::path& to, unsigned int flags) {
+  if (const int error = failpoint::fails_with("checkpoint.rename_flags")) return error;
+  return ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0 ? 0 : errno;
+}
+
+/// NFS, say, knows only rename(2).
+bool lacks_flags(int error) {
+  return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP;
+}
+
 /// Whether it is a checkpoint, or what is left of one: other people's directories are theirs.
 bool may_be_replaced(const fs::path& directory) {
   std::error_code error;
-  return fs::is_directory(directory, error) &&
-         (fs::is_empty(directory, error) || fs::exists(directory / kManifestName, error) ||
-          fs::exists(directory / kStateName, error));
+  if (!fs::is_directory(directory, error)) return false;
+  if (fs::is_empty(directory, error) || names_our_format(directory)) return true;
+  return is_managers_name(directory) &&
+         (fs::exists(directory / kManifestName, error) || fs::exists(directory / kStateName, error));
+}
+
+/// Removes a checkpoint, if there is one, so that nobody sees a part of it. What can't be removed is told.
+void discard(const fs::path& directory) {
+  try {
+    if (!names_our_format(directory)) return;
+  } catch (const CheckpointIoError& error) {
+    LOCKSTEP_LOG(kWarning) << "not removed: " << error.what_without_backtrace();
+    return;
+  }
+  const fs::path away = hidden_name(directory);
+  if (std::rename(directory.c_str(), away.c_str()) == 0) {
+    remove_tree(away);
+  } else {
+    LOCKSTEP_LOG(kWarning) << "cannot remove " << directory.string() << ": " << std::strerror(errno);
+  }
 }
 
 }  // namespace
@@ -104,33 +134,51 @@ TemporaryDirectory::~TemporaryDirectory() {
 void TemporaryDirectory::publish(bool overwrite, bool sync) {
   if (sync) sync_directory(path_);
   failpoint::here("checkpoint.before_rename");
+  const int error = rename_with(path_, destination_, RENAME_NOREPLACE);
+  if (error != 0 && error != EEXIST && !lacks_flags(error)) {
+    throw_system_error("rename a temporary directory to", destination_, error);
+  }
   fs::path old;
-  if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, destination_.c_str(), RENAME_NOREPLACE) == 0) {
-    path_.clear();
-  } else if (errno == EEXIST) {
-    LOCKSTEP_CHECK_FILE(overwrite, destination_.string(),
-                        " exists already; take another name, or say overwrite to replace it");
-    LOCKSTEP_CHECK_FILE(may_be_replaced(destination_), destination_.string(),
-                        " is no checkpoint, so it is not replaced; take another name");
-    if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, destination_.c_str(), RENAME_EXCHANGE) != 0) {
-      throw_system_error("replace (this file system may be unable to, so take another name)", destination_,
-                         errno);
-    }
-    old = std::exchange(path_, {});                 // which is the old one's name now
-  } else if (errno == EINVAL || errno == ENOSYS) {  // NFS, say, knows only rename(2)
-    std::error_code error;
-    LOCKSTEP_CHECK_FILE(!fs::exists(destination_, error), destination_.string(),
-                        " exists already, and this file system can't exchange names; take another one");
-    if (std::rename(path_.c_str(), destination_.c_str()) != 0) {
-      throw_system_error("rename a temporary directory to", destination_, errno);
-    }
+  if (error == 0) {
     path_.clear();
   } else {
-    throw_system_error("rename a temporary directory to", destination_, errno);
+    old = replace(overwrite);
   }
   failpoint::here("checkpoint.renamed");
   if (sync) sync_directory(destination_.parent_path());
-  if (!old.empty()) remove_tree(old);  // only now is the new one there for good
+  // Only now is the new one there for good. A writer that was killed may have left the one it moved away.
+  if (!old.empty()) remove_tree(old);
+  if (overwrite) discard(replaced_name(destination_));
+}
+
+/// Takes the destination's name without RENAME_NOREPLACE. Returns where the old one is, if it is to go.
+fs::path TemporaryDirectory::replace(bool overwrite) {
+  const bool there = internal::exists(destination_);
+  LOCKSTEP_CHECK_FILE(!there || overwrite, destination_.string(),
+                      " exists already; take another name, or say overwrite to replace it");
+  LOCKSTEP_CHECK_FILE(!there || may_be_replaced(destination_), destination_.string(),
+                      " is no checkpoint, so it is not replaced; take another name");
+  const fs::path moved = replaced_name(destination_);
+  if (there) {
+    const int error = rename_with(path_, destination_, RENAME_EXCHANGE);
+    if (error == 0) return std::exchange(path_, {});  // which is the old one's name now
+    if (!lacks_flags(error)) throw_system_error("replace", destination_, error);
+    discard(moved);
+    LOCKSTEP_CHECK_FILE(!internal::exists(moved), moved.string(), " is in the way of replacing ",
+                        destination_.string(), ", and is no checkpoint that could be removed; move it away");
+    if (std::rename(destination_.c_str(), moved.c_str()) != 0) {
+      throw_system_error("rename to " + moved.string() + " the checkpoint", destination_, errno);
+    }
+    failpoint::here("checkpoint.moved");
+  }
+  if (std::rename(path_.c_str(), destination_.c_str()) != 0) {
+    const int error = errno;
+    if (there)
+      std::rename(moved.c_str(), destination_.c_str());  // if that fails too, it is listed where it is
+    throw_system_error("rename a temporary directory to", destination_, error);
+  }
+  path_.clear();
+  return {};
 }
 
 void remove_checkpoint_directory(const fs::path& directory) {

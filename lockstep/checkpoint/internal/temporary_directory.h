@@ -22,12 +22,16 @@ class TemporaryDirectory {
 
   const std::filesystem::path& path() const { return path_; }
 
-  /// Renames it to its destination, in one step also when it replaces what is there (`overwrite`). With
-  /// `sync` the directory and its parent are synced before and after. Throws CheckpointError when there is
-  /// something already, and it must not or can't be replaced.
+  /// Renames it to its destination, in one step also when it replaces what is there (`overwrite`). Where the
+  /// file system can't exchange names (NFS), what is there is moved to replaced_name() first, which is listed
+  /// like any checkpoint: so a good one is there at any moment. With `sync` the directory and its parent are
+  /// synced before and after. Throws CheckpointError when there is something already, and it must not or
+  /// can't be replaced.
   void publish(bool overwrite, bool sync);
 
  private:
+  std::filesystem::path replace(bool overwrite);
+
   std::filesystem::path destination_;
   std::filesystem::path path_;
   UniqueFd lock_;

@@ -9,10 +9,10 @@
 #include <ATen/ops/from_blob.h>
 
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/pages.h>
-#include <lockstep/checkpoint/internal/printable.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
 
 namespace lockstep::internal {
@@ -138,12 +138,18 @@ std::map<std::string, at::Tensor> read_tensors(const InputFile& file, const Open
     for_chunks(entry.end - entry.begin, [&](int64_t at, int64_t bytes) {
       file.read(to + at, static_cast<size_t>(bytes), open.data_begin + entry.begin + at);
       if (checksum != nullptr) whole.update(to + at, static_cast<size_t>(bytes));
+      normalize_bools(to + at, static_cast<size_t>(bytes), entry.dtype);
     });
     tensors.emplace(entry.name, at::from_blob(
                                     to, entry.shape, [pages](void*) {}, options));
   }
   if (checksum != nullptr) *checksum = whole.hex();
   return tensors;
+}
+
+void normalize_bools(char* data, size_t bytes, at::ScalarType dtype) {
+  if (dtype != at::kBool) return;
+  for (size_t i = 0; i < bytes; ++i) data[i] = data[i] != 0 ? 1 : 0;
 }
 
 std::string checksum_of_range(const InputFile& file, int64_t offset, int64_t bytes) {

@@ -64,6 +64,10 @@ OpenTensorFile read_tensor_header(const InputFile& file);
 std::map<std::string, at::Tensor> read_tensors(const InputFile& file, const OpenTensorFile& open,
                                                std::string* checksum = nullptr);
 
+/// Makes each bool that a file's bytes hold 0 or 1, as memory of bools must be. Does nothing for other
+/// dtypes.
+void normalize_bools(char* data, size_t bytes, at::ScalarType dtype);
+
 /// The checksum of a part of a file. Throws CheckpointError when there is no such part.
 std::string checksum_of_range(const InputFile& file, int64_t offset, int64_t bytes);
 

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/checkpoint/internal/folder_lock.h>
+
 namespace lockstep::testing {
 
 /// A directory of the test's own, which goes with it. Ranks that are started with environment() share their
@@ -41,12 +43,13 @@ class Scratch {
     return {{kVariable, path_.string()}};
   }
 
-  /// What is in it, sorted.
+  /// What is in it, sorted, without the lock of managers.
   std::vector<std::string> entries() const { return entries_of(path_); }
   static std::vector<std::string> entries_of(const std::filesystem::path& directory) {
     std::vector<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator(directory)) {
-      names.push_back(entry.path().filename().string());
+      const std::string name = entry.path().filename().string();
+      if (name != internal::kLockName) names.push_back(name);
     }
     std::sort(names.begin(), names.end());
     return names;

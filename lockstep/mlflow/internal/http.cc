@@ -11,7 +11,7 @@
 namespace lockstep::internal {
 namespace {
 
-constexpr size_t kLargestAnswer = size_t{16} << 20;  // more is no tracking server's
+constexpr size_t kLargestAnswer = size_t{4} << 20;  // more is no tracking server's
 
 struct ListDeleter {
   void operator()(curl_slist* list) const { ::curl_slist_free_all(list); }
@@ -63,7 +63,9 @@ std::string HttpConnection::escape(const std::string& text) {
 }
 
 HttpAnswer HttpConnection::get(const std::string& path_and_query) {
-  ::curl_easy_reset(curl_->handle);
+  CURL* curl = curl_->handle;
+  ::curl_easy_reset(curl);
+  ::curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, static_cast<long>(options_.timeout.count()));
   return perform(path_and_query, options_.timeout);
 }
 
@@ -138,6 +140,8 @@ HttpAnswer HttpConnection::perform(const std::string& path, std::chrono::millise
     curl_off_t wait = 0;
     ::curl_easy_getinfo(curl, CURLINFO_RETRY_AFTER, &wait);
     answer.retry_after = std::chrono::seconds(wait);
+  } else if (code == CURLE_WRITE_ERROR) {
+    answer.error = "the answer has more than " + std::to_string(kLargestAnswer >> 20) + " MiB";
   } else {
     answer.error = error[0] != '\0' ? error.c_str() : ::curl_easy_strerror(code);
   }

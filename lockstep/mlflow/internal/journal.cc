@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/mlflow/internal/journal.h>
 
 namespace lockstep::internal {
@@ -19,8 +20,15 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kRunIdWidth = 64;  // MLflow's are 32 characters
+constexpr size_t kRunIdWidth = 64;  // MLflow's are 32 characters
 constexpr int64_t kLarge = int64_t{4} << 20;
+
+/// Run ids come from a server and become names of files.
+bool is_run_id(const std::string& text) {
+  return !text.empty() && text.size() <= kRunIdWidth && std::all_of(text.begin(), text.end(), [](char c) {
+    return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '-' || c == '_';
+  });
+}
 
 std::string without_blanks_behind(std::string text) {
   text.erase(text.find_last_not_of(' ') + 1);
@@ -31,11 +39,11 @@ std::string without_blanks_behind(std::string text) {
 
 std::string Journal::mark() const {
   std::array<char, 160> line{};
-  const int length =
-      std::snprintf(line.data(), line.size(),
-                    R"({"sent":%20lld,"create_tried":%d,"run_id":"%-*s"})"
-                    "\n",
-                    static_cast<long long>(sent_), create_tried_ ? 1 : 0, kRunIdWidth, run_id_.c_str());
+  const int length = std::snprintf(line.data(), line.size(),
+                                   R"({"sent":%20lld,"create_tried":%d,"run_id":"%-*s"})"
+                                   "\n",
+                                   static_cast<long long>(sent_), create_tried_ ? 1 : 0,
+                                   static_cast<int>(kRunIdWidth), run_id_.c_str());
   return {line.data(), static_cast<size_t>(length)};
 }
 
@@ -52,7 +60,7 @@ Journal::Journal(std::filesystem::path path, const std::string& run)
   if (size_ == 0) {
     sent_ = mark_length + static_cast<int64_t>(run.size()) + 1;
     run_ = run;
-    TORCH_CHECK(file_.append(mark() + run + "\n"), "cannot write to ", path_.string());
+    TORCH_CHECK(file_.take_over() && file_.append(mark() + run + "\n"), "cannot write to ", path_.string());
     size_ = sent_;
     return;
   }
@@ -67,9 +75,11 @@ Journal::Journal(std::filesystem::path path, const std::string& run)
               " is no journal of an MlflowWriter; give it another spool_directory, or remove the file");
   run_ = second[0].text;
   run_id_ = without_blanks_behind(mark["run_id"].get<std::string>());
+  TORCH_CHECK(run_id_.empty() || is_run_id(run_id_), path_.string(), " has '", printable(run_id_),
+              "' for a run, which is no run id of MLflow; remove the file");
   create_tried_ = mark["create_tried"].get<int>() != 0;
   // Cuts off half a line, now that it is certain whose file this is.
-  TORCH_CHECK(file_.open(), "cannot open ", path_.string());
+  TORCH_CHECK(file_.take_over(), "cannot open ", path_.string());
   size_ = ::lseek(fd_.get(), 0, SEEK_END);
   sent_ = std::clamp(mark["sent"].get<int64_t>(), second[0].end, size_);
 }
@@ -151,8 +161,7 @@ std::string Journal::run_id() const {
 
 void Journal::set_run_id(const std::string& run_id) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(run_id.size() <= kRunIdWidth && run_id.find_first_of("\"\\\n") == std::string::npos, "'",
-              run_id, "' is no run id of MLflow");
+  TORCH_CHECK(is_run_id(run_id), "'", printable(run_id), "' is no run id of MLflow");
   run_id_ = run_id;
   write_mark();
 }

@@ -319,8 +319,9 @@ void Sender::reject(const json& entry, const std::string& error) {
   const std::filesystem::path path =
       journal_->path().parent_path() / (journal_->run_id() + ".rejected.jsonl");
   const json line = {{"entry", entry}, {"error", error}};
-  AppendFile("MlflowWriter", path, AppendFile::Kind::kLines)
-      .append(line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n");
+  AppendFile file("MlflowWriter", path, AppendFile::Kind::kLines);
+  file.take_over();
+  file.append(line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n");
   const std::lock_guard lock(mutex_);
   if (counts_.rejected++ > 0) return;
   LOCKSTEP_LOG(kWarning) << "MlflowWriter: the server refuses "

@@ -1,8 +1,11 @@
+#include <algorithm>
 #include <fstream>
+#include <stdexcept>
 #include <string_view>
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/mlflow/internal/tracking_client.h>
 
 namespace lockstep::internal {
@@ -20,8 +23,17 @@ std::string dump(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
+/// No object when the body is no JSON, or nested deeper than any answer, which would take much memory.
 json parse(const HttpAnswer& answer) {
-  return json::parse(answer.body, nullptr, /*allow_exceptions=*/false);
+  const json::parser_callback_t check_depth = [](int depth, json::parse_event_t, json&) {
+    if (depth > 32) throw std::length_error("nested too deep");
+    return true;
+  };
+  try {
+    return json::parse(answer.body, check_depth, /*allow_exceptions=*/false);
+  } catch (const std::length_error&) {
+    return json();
+  }
 }
 
 /// A string at a path of keys; empty when there is none.
@@ -34,11 +46,10 @@ std::string text_at(const json& object, const char* pointer) {
 
 Result judge(const HttpAnswer& answer) {
   if (answer.ok()) return {};
-  if (answer.status == 0) return {Outcome::kNotNow, answer.error};
+  if (answer.status == 0) return {Outcome::kNotNow, printable(answer.error, kLongestError)};
   std::string error = text_at(parse(answer), "/message");
   if (error.empty()) error = answer.body;
-  if (error.size() > kLongestError) error.resize(kLongestError);
-  error = "status " + std::to_string(answer.status) + ": " + error;
+  error = "status " + std::to_string(answer.status) + ": " + printable(error, kLongestError);
   // A server that lets nobody in, does not know the run, or has another service in its place may be put
   // right; a request that is wrong stays wrong.
   const bool is_final = answer.status == 400 || answer.status == 405 || answer.status == 409 ||
@@ -58,7 +69,7 @@ Result judge_artifact(const HttpAnswer& answer) {
 
 /// An answer that says nothing of what it should.
 Result strange(const HttpAnswer& answer) {
-  return {Outcome::kNotNow, "the answer is no MLflow server's: " + answer.body.substr(0, kLongestError)};
+  return {Outcome::kNotNow, "the answer is no MLflow server's: " + printable(answer.body, kLongestError)};
 }
 
 std::string api(const char* name) {
@@ -78,6 +89,14 @@ std::string escape_path(const std::filesystem::path& path) {
     if (part != "/" && !part.empty()) result += "/" + HttpConnection::escape(part.string());
   }
   return result;
+}
+
+/// Whether a server may name the folder for what the run stores: MLflow's contain the run's id.
+bool is_folder_of(const std::filesystem::path& folder, const std::string& run_id) {
+  const auto has = [&](const std::filesystem::path& part) {
+    return std::find(folder.begin(), folder.end(), part) != folder.end();
+  };
+  return has(run_id) && !has("..");
 }
 
 bool remove_prefix(std::string_view& text, std::string_view prefix) {
@@ -185,6 +204,10 @@ Result TrackingClient::log_artifact(const std::string& run_id, const std::filesy
   if (!std::filesystem::is_regular_file(file, error) || !std::ifstream(file)) {
     return {Outcome::kRejected, "cannot read " + file.string()};
   }
+  if (!is_folder_of(artifact_uri_, run_id)) {
+    return {Outcome::kRejected, "the server names " + printable(artifact_uri_) +
+                                    " for the run's artifacts, which is no folder of the run " + run_id};
+  }
   const std::filesystem::path name = std::filesystem::path(folder) / file.filename();
   std::string_view uri = artifact_uri_;
   if (remove_prefix(uri, "mlflow-artifacts:/") && !uri.starts_with('/')) {
@@ -193,7 +216,7 @@ Result TrackingClient::log_artifact(const std::string& run_id, const std::filesy
   uri = artifact_uri_;
   if (!remove_prefix(uri, "file://") && !uri.starts_with('/')) {
     return {Outcome::kRejected,
-            "the run's artifacts are at " + artifact_uri_ +
+            "the run's artifacts are at " + printable(artifact_uri_) +
                 ", and only mlflow-artifacts:/ and file:// are known; "
                 "start the server with --artifacts-destination, which makes it pass them on"};
   }

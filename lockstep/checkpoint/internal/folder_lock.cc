@@ -1,0 +1,253 @@
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <ctime>
+#include <fcntl.h>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/interrupt.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/per_process.h>
+#include <lockstep/base/printable.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/checkpoint/internal/file_io.h>
+#include <lockstep/checkpoint/internal/folder_lock.h>
+
+namespace lockstep::internal {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A process that was killed has its lock until the kernel has taken back its memory.
+constexpr std::chrono::seconds kThisHostWait{20};
+// NFSv4 servers keep a silent host's locks for their lease time, 90 seconds unless told.
+constexpr std::chrono::seconds kOtherHostWait{120};
+constexpr size_t kMostLease = 4096;
+
+/// What this process holds. A lock of fcntl(2) is lost when its process closes any descriptor of the file, so
+/// there is one descriptor for each folder, closed when its last user goes.
+struct HeldLocks {
+  struct Entry {
+    UniqueFd file;
+    int64_t users = 0;
+  };
+  std::mutex mutex;
+  std::map<std::string, Entry> entries;  // by the folder's canonical path; guarded by mutex
+};
+
+PerProcess<HeldLocks> held_locks;
+
+/// Who has a lock, as its file says.
+struct Lease {
+  std::string host;
+  int64_t pid = 0;
+  std::string process_start;  // tells a process from a later one of that number
+  std::string since;
+};
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
+}
+
+/// When a process of this host began, in the kernel's words; empty when there is none, or a dead one that is
+/// not reaped yet.
+std::string start_of(int64_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::stringstream text;
+  text << file.rdbuf();
+  const std::string stat = text.str();
+  const size_t name_end = stat.rfind(')');  // the name before it may hold anything
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(stat.substr(name_end + 1));
+  std::string field;
+  for (int i = 3; i <= 22 && fields >> field; ++i) {
+    if (i == 3 && (field == "Z" || field == "X")) return {};
+  }
+  return field;
+}
+
+std::string now_text() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
+std::optional<Lease> read_lease(const UniqueFd& file) {
+  std::string text(kMostLease, '\0');
+  const ssize_t got = ::pread(file.get(), text.data(), text.size(), 0);
+  if (got <= 0) return std::nullopt;
+  text.resize(static_cast<size_t>(got));
+  const auto lease = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto string_at = [&](const char* key) {
+    const auto found = lease.find(key);
+    return found != lease.end() && found->is_string() ? printable(found->get<std::string>()) : std::string();
+  };
+  if (!lease.is_object() || !lease.contains("pid") || !lease["pid"].is_number_integer()) return std::nullopt;
+  return Lease{string_at("host"), lease["pid"].get<int64_t>(), string_at("process_start"),
+               string_at("since")};
+}
+
+/// A disk that is full keeps it from being written: then others are not told who has the lock.
+void write_lease(const UniqueFd& file) {
+  const nlohmann::json lease = {{"host", host_name()},
+                                {"pid", static_cast<int64_t>(::getpid())},
+                                {"process_start", start_of(::getpid())},
+                                {"since", now_text()}};
+  const std::string text = lease.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  if (::ftruncate(file.get(), 0) != 0 ||
+      ::pwrite(file.get(), text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
+    LOCKSTEP_LOG(kInfo) << "cannot say in " << kLockName << " who has the lock: " << std::strerror(errno);
+  }
+}
+
+bool lives_here(const Lease& lease) {
+  return lease.host == host_name() && !lease.process_start.empty() &&
+         start_of(lease.pid) == lease.process_start;
+}
+
+/// What an attempt at the lock has come to.
+struct Attempt {
+  enum Outcome { kMine, kInUse, kNotWritable };
+  Outcome outcome = kMine;
+  int error = 0;                     // of kNotWritable
+  std::optional<Lease> holder = {};  // of kInUse, where it is known
+  bool holder_is_here = false;       // it lives on this host
+};
+
+[[noreturn]] void throw_in_use(const fs::path& folder, const Attempt& attempt) {
+  const std::optional<Lease>& lease = attempt.holder;
+  const std::string holder = lease ? c10::str("process ", lease->pid, " on host '", lease->host,
+                                              "' saves its checkpoints there since ", lease->since)
+                                   : std::string("another process saves its checkpoints there");
+  LOCKSTEP_CHECK_FILE(false, "the folder ", folder.string(), " is in use: ", holder,
+                      ". Two jobs in one folder would remove each other's checkpoints; give this one another "
+                      "directory, or end that process first. ",
+                      attempt.holder_is_here
+                          ? std::string()
+                          : "If that host is gone, remove " + (folder / kLockName).string() + ". ",
+                      "To only read the checkpoints, take find_latest_checkpoint() and load_checkpoint()");
+}
+
+/// 0, or the error.
+int try_lock(const UniqueFd& file) {
+  if (const int error = failpoint::fails_with("checkpoint.lock")) return error;
+  struct flock whole {};
+  whole.l_type = F_WRLCK;
+  whole.l_whence = SEEK_SET;
+  while (::fcntl(file.get(), F_SETLK, &whole) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+std::unique_ptr<FolderLock> go_without(const fs::path& folder, int error) {
+  LOCKSTEP_LOG(kWarning) << "cannot lock the folder " << folder.string()
+                         << " for this job's checkpoints: " << std::strerror(error)
+                         << "; see to it that no other job saves there";
+  return nullptr;
+}
+
+bool may_not_write(int error) {
+  return error == EACCES || error == EPERM || error == EROFS;
+}
+
+/// One attempt, which waits for nothing. `key`: the folder's canonical path. Throws CheckpointIoError when
+/// the file can't be opened.
+Attempt try_to_hold(const std::string& key) {
+  HeldLocks& here = held_locks.get();
+  const std::lock_guard guard(here.mutex);
+  if (const auto found = here.entries.find(key); found != here.entries.end()) {
+    ++found->second.users;
+    return {};
+  }
+  const fs::path path = fs::path(key) / kLockName;
+  int error = failpoint::fails_with("checkpoint.lock_open");
+  UniqueFd file(error == 0 ? ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666) : -1);
+  if (!file && error == 0) error = errno;
+  if (may_not_write(error) || error == ENOSPC || error == EDQUOT) {
+    return {.outcome = Attempt::kNotWritable, .error = error};
+  }
+  if (!file) throw_system_error("open", path, error);
+  error = try_lock(file);
+  if (error != 0) {
+    auto lease = read_lease(file);
+    const bool by_other = lease && !(lease->host == host_name() && lease->pid == ::getpid());
+    const bool is_here = by_other && lives_here(*lease);
+    if (is_here || error == EAGAIN || error == EACCES) {
+      return {.outcome = Attempt::kInUse, .holder = std::move(lease), .holder_is_here = is_here};
+    }
+    LOCKSTEP_LOG(kWarning) << "the file system of " << key << " has no locks (" << std::strerror(error)
+                           << "); see to it that no job on another host saves into this folder";
+  }
+  write_lease(file);
+  here.entries.emplace(key, HeldLocks::Entry{std::move(file), 1});
+  return {};
+}
+
+void tell_of_waiting(const fs::path& folder, const Attempt& attempt, std::chrono::nanoseconds limit) {
+  const std::optional<Lease>& lease = attempt.holder;
+  LOCKSTEP_LOG(kWarning) << "the folder " << folder.string() << " is in use"
+                         << (lease ? " by process " + std::to_string(lease->pid) + " on host '" +
+                                         lease->host + "'"
+                                   : "")
+                         << "; waiting up to " << to_seconds(limit) << " s, for "
+                         << (attempt.holder_is_here ? "a process that was killed may need some seconds to end"
+                                                    : "a host that has crashed may seem to have it still");
+}
+
+}  // namespace
+
+std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder, std::chrono::nanoseconds most) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error && may_not_write(error.value())) return go_without(folder, error.value());
+  if (error) throw_system_error("create", folder, error.value());
+  const std::string key = fs::canonical(folder, error).string();
+  if (error) throw_system_error("look at", folder, error.value());
+
+  const auto begin = Deadline::Clock::now();
+  for (bool told = false;;) {
+    const Attempt attempt = with_retries([&] { return try_to_hold(key); });
+    if (attempt.outcome == Attempt::kNotWritable) return go_without(folder, attempt.error);
+    if (attempt.outcome == Attempt::kMine) return std::unique_ptr<FolderLock>(new FolderLock(key));
+    const auto limit =
+        std::min<std::chrono::nanoseconds>(attempt.holder_is_here ? kThisHostWait : kOtherHostWait, most);
+    if (Deadline::Clock::now() - begin >= limit) throw_in_use(folder, attempt);
+    if (!std::exchange(told, true)) tell_of_waiting(folder, attempt, limit);
+    check_interrupts();
+    std::this_thread::sleep_for(kInterruptInterval);
+  }
+}
+
+FolderLock::~FolderLock() {
+  if (fork_guard_.in_forked_child()) return;
+  HeldLocks& here = held_locks.get();
+  const std::lock_guard guard(here.mutex);
+  const auto found = here.entries.find(key_);
+  if (found == here.entries.end() || --found->second.users > 0) return;
+  // Where there are no locks, the text is the lock.
+  [[maybe_unused]] const int emptied = ::ftruncate(found->second.file.get(), 0);
+  here.entries.erase(found);
+}
+
+}  // namespace lockstep::internal
