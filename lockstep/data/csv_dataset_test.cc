@@ -100,6 +100,8 @@ TEST_F(CsvDatasetTest, ErrorsNameRowAndColumn) {
   EXPECT_THAT(error("a,b\n1,\"2\n3,4\n"), HasSubstr("line 2: a quote is opened and never closed"));
   EXPECT_THAT(error("a\n\"" + std::string(17 << 20, 'x') + "\"\n"),
               HasSubstr("the row has more than 16 MiB"));
+  EXPECT_THAT(error("a\n" + std::string(8 << 20, ',') + "\n"),
+              HasSubstr("line 2: the row has more than 8388608 fields"));
 }
 
 TEST_F(CsvDatasetTest, ErrorsNameWhatTheOptionsLack) {

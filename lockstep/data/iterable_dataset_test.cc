@@ -132,6 +132,36 @@ TEST(IterableDataset, ErrorsNameTheSample) {
   }
 }
 
+TEST(IterableDataset, AnErrorOfTheCollateFunctionCostsItsBatchAndOneOfTheStreamTheRest) {
+  for (const int workers : {0, 1, 3}) {
+    const DataLoaderOptions options = {.batch_size = 4, .num_workers = workers};
+    DataLoader collating(Counting{19}, options, [](const Numbers& samples) {
+      TORCH_CHECK_VALUE(samples[0] != 8 && samples[0] != 16, "no token");
+      return samples;
+    });
+    auto iterator = collating.begin();
+    ++iterator;
+    EXPECT_THROW(++iterator, c10::ValueError);
+    ++iterator;
+    EXPECT_THAT(*iterator, ElementsAre(12, 13, 14, 15));
+    DataLoader later(Counting{19}, options, kKeep);
+    later.load_state_dict(collating.state_dict());
+    EXPECT_THAT(epoch(later), ElementsAre(Numbers{16, 17, 18}));
+    EXPECT_THROW(++iterator, c10::ValueError);
+    ++iterator;
+    EXPECT_TRUE(iterator == collating.end());
+    EXPECT_TRUE(collating.state_dict().at("epoch_finished").toBool());
+
+    DataLoader torn(Counting{20, 9}, options, kKeep);
+    auto of_torn = torn.begin();
+    ++of_torn;
+    EXPECT_THROW(++of_torn, c10::ValueError);
+    ++of_torn;
+    EXPECT_TRUE(of_torn == torn.end());
+    EXPECT_FALSE(torn.state_dict().at("epoch_finished").toBool()) << "a state has the rest to come";
+  }
+}
+
 TEST(IterableDataset, RanksShareItWithoutOverlapOrLoss) {
   for (const int64_t count : {0, 1, 5, 6, 7, 100}) {
     for (const int64_t ranks : {1, 2, 3, 7}) {

@@ -81,16 +81,23 @@ void BatchPipeline::stop() {
 }
 
 BatchPipeline::Outcome BatchPipeline::make(int64_t batch) noexcept {
+  Outcome outcome;
   try {
-    return plan_->iterable ? make_from_stream(batch) : make_from_indices(batch);
+    if (plan_->iterable) {
+      make_from_stream(batch, outcome);
+    } else {
+      make_from_indices(batch, outcome);
+    }
   } catch (...) {
-    return {.failure = std::current_exception()};
+    outcome.failure = std::current_exception();
   }
+  return outcome;
 }
 
-BatchPipeline::Outcome BatchPipeline::make_from_indices(int64_t batch) {
+void BatchPipeline::make_from_indices(int64_t batch, Outcome& outcome) {
   const auto [begin, end] = plan_->slice(batch);
-  if (begin == end) return {};
+  outcome.samples = end - begin;
+  if (begin == end) return;
   const auto indices =
       std::span(plan_->indices).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
   const LoadingScope scope(plan_->base_seed, begin, end - begin, indices);
@@ -100,18 +107,18 @@ BatchPipeline::Outcome BatchPipeline::make_from_indices(int64_t batch) {
                         ", but the data set has ", plan_->dataset_size, " samples, 0 to ",
                         plan_->dataset_size - 1);
     }
-    return {.batch = recipe_.make(indices), .samples = end - begin};
+    outcome.batch = recipe_.make(indices);
   } catch (...) {
     rethrow_with_context("while loading " + name_of(*plan_, batch));
   }
 }
 
-BatchPipeline::Outcome BatchPipeline::make_from_stream(int64_t batch) {
+void BatchPipeline::make_from_stream(int64_t batch, Outcome& outcome) {
   int64_t position = 0;
   {
     std::unique_lock<std::mutex> lock(turn_mutex_);
     turn_changed_.wait(lock, [&] { return turns_over_ || turn_ == batch; });
-    if (turns_over_ || stream_ended_) return {};
+    if (turns_over_ || stream_ended_) return;
     position = drawn_;
   }
   // The turn is this thread's until it passes it on, whatever happens to the stream.
@@ -135,9 +142,10 @@ BatchPipeline::Outcome BatchPipeline::make_from_stream(int64_t batch) {
   turn_changed_.notify_all();
   try {
     if (failure) std::rethrow_exception(failure);
-    if (taken == 0 || (plan_->drop_last && taken < plan_->batch_size)) return {};
+    if (taken == 0 || (plan_->drop_last && taken < plan_->batch_size)) return;
+    outcome.samples = taken;
     const LoadingScope scope(plan_->base_seed, position, taken, {});
-    return {.batch = recipe_.finish(std::move(drawn)), .samples = taken};
+    outcome.batch = recipe_.finish(std::move(drawn));
   } catch (...) {
     const std::string where =
         failure ? "sample " + std::to_string(position + taken)
@@ -173,7 +181,7 @@ void BatchPipeline::run(Worker& worker) {
       if (lane.stop) return;
     }
     Outcome outcome = failure ? Outcome{.failure = failure} : make(batch);
-    const bool more = outcome.batch != nullptr;
+    const bool more = outcome.samples > 0;
     {
       const std::lock_guard<std::mutex> lock(lane.mutex);
       lane.ready.push_back(std::move(outcome));
@@ -211,6 +219,8 @@ BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
 
 std::shared_ptr<void> BatchPipeline::next() {
   if (over_) return nullptr;
+  // The caller goes on behind a batch that could not be made; until now it would have come again.
+  if (const int64_t failed = std::exchange(failed_samples_, 0); failed > 0) pass(failed);
   Outcome outcome;
   if (pool_ == nullptr) {
     const auto since = Clock::now();
@@ -219,16 +229,23 @@ std::shared_ptr<void> BatchPipeline::next() {
   } else {
     outcome = take(lanes_[static_cast<size_t>(next_batch_ % static_cast<int64_t>(lanes_.size()))]);
   }
-  over_ = outcome.batch == nullptr;
-  if (outcome.failure) std::rethrow_exception(std::move(outcome.failure));
+  over_ = outcome.samples == 0;
+  if (outcome.failure) {
+    failed_samples_ = outcome.samples;
+    std::rethrow_exception(std::move(outcome.failure));
+  }
   if (over_) {
     progress_->finished = true;
   } else {
-    ++next_batch_;
-    ++progress_->batches;
-    progress_->samples += outcome.samples;
+    pass(outcome.samples);
   }
   return std::move(outcome.batch);
+}
+
+void BatchPipeline::pass(int64_t samples) {
+  ++next_batch_;
+  ++progress_->batches;
+  progress_->samples += samples;
 }
 
 }  // namespace lockstep::data::internal

@@ -89,15 +89,17 @@ class BatchPipeline {
   BatchPipeline(const BatchPipeline&) = delete;
   BatchPipeline& operator=(const BatchPipeline&) = delete;
 
-  /// The next batch, or nothing after the last. Rethrows what went wrong when that batch was made; afterwards
-  /// the epoch is over. Not so after a timeout: the next call waits for the same batch again.
+  /// The next batch, or nothing after the last. Rethrows what went wrong when that batch was made; the next
+  /// call gives the batch after it, and only then does progress count the failed one. After a timeout the
+  /// next call waits for the same batch again. The epoch is over after an error of the stream itself, as
+  /// with a generator in Python, and after one of worker_init_fn.
   std::shared_ptr<void> next();
 
  private:
   struct Outcome {
-    std::shared_ptr<void> batch = {};  // none, and no failure either: the epoch is over
-    int64_t samples = 0;
-    std::exception_ptr failure = {};
+    std::shared_ptr<void> batch = {};
+    int64_t samples = 0;              // of the batch, also if it could not be made; 0: the epoch is over
+    std::exception_ptr failure = {};  // in place of a batch, or of the epoch's end
   };
   struct alignas(64) Lane {
     std::mutex mutex;
@@ -109,9 +111,10 @@ class BatchPipeline {
   void run(Worker& worker);
   void stop();
   Outcome make(int64_t batch) noexcept;
-  Outcome make_from_indices(int64_t batch);
-  Outcome make_from_stream(int64_t batch);
+  void make_from_indices(int64_t batch, Outcome& outcome);
+  void make_from_stream(int64_t batch, Outcome& outcome);
   Outcome take(Lane& lane);
+  void pass(int64_t samples);
 
   const std::shared_ptr<const EpochPlan> plan_;
   const BatchRecipe recipe_;
@@ -120,8 +123,9 @@ class BatchPipeline {
   const std::shared_ptr<std::atomic<int64_t>> waited_;  // nanoseconds
   const std::shared_ptr<WorkerPool> pool_;
 
-  int64_t next_batch_;  // next()'s own
-  bool over_ = false;   // next()'s own
+  int64_t next_batch_;          // next()'s own
+  int64_t failed_samples_ = 0;  // next()'s own: of the batch that it has thrown for; 0: it has not
+  bool over_ = false;           // next()'s own
   std::vector<Lane> lanes_;
   int64_t job_ = 0;
 

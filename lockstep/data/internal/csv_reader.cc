@@ -7,6 +7,8 @@ namespace {
 
 constexpr size_t kBufferSize = 256 * 1024;
 constexpr size_t kMostRowBytes = 16 * 1024 * 1024;
+// Each takes some 100 bytes of memory, and as little as a thousandth of a byte of a gzip file.
+constexpr size_t kMostFields = 8 * 1024 * 1024;
 
 }  // namespace
 
@@ -39,6 +41,12 @@ void CsvReader::append(std::string_view bytes) {
   TORCH_CHECK(bytes.size() <= kMostRowBytes - text_.size(), path(), ", line ", row_line_,
               ": the row has more than 16 MiB; a quote that is not closed would explain that");
   text_ += bytes;
+}
+
+void CsvReader::end_field() {
+  TORCH_CHECK(ends_.size() < kMostFields, path(), ", line ", row_line_, ": the row has more than ",
+              kMostFields, " fields");
+  ends_.push_back(text_.size());
 }
 
 /// Reads up to the delimiter, the line's end or the file's, which stays.

@@ -15,7 +15,7 @@ namespace lockstep::data::internal {
 /// order mark at the beginning is left out.
 ///
 /// Errors are c10::Errors that name the file and the line: a quote that is not closed, something else than a
-/// delimiter behind a closing one, a row of more than 16 MiB. Not thread-safe.
+/// delimiter behind a closing one, a row of more than 16 MiB or 8,388,608 fields. Not thread-safe.
 class CsvReader {
  public:
   CsvReader(const std::string& path, char delimiter, char quote);
@@ -36,7 +36,7 @@ class CsvReader {
   void end_line();
   void read_field();
   void append(std::string_view bytes);
-  void end_field() { ends_.push_back(text_.size()); }
+  void end_field();
 
   ByteReader file_;
   const char delimiter_;
