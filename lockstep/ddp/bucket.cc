@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -49,7 +50,13 @@ void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, cons
         view_of(buffer, static_cast<int64_t>(begins[position]), parameters[bucket.parameters[position]]));
     offsets.push_back(begins[position] * element);
   }
-  bucket.memory = std::make_shared<BucketMemory>(buffer, std::move(offsets));
+  bucket.memory = std::make_shared<BucketMemory>(buffer, std::move(offsets),
+                                                 buffer.is_cpu() ? arena_of(layout.group) : nullptr);
+}
+
+void abandon_memory(Bucket& bucket) {
+  bucket.views.clear();
+  if (auto memory = std::exchange(bucket.memory, {})) memory->abandon();
 }
 
 at::Tensor slot_tensor(Bucket& bucket, size_t position) {
@@ -77,6 +84,15 @@ bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradi
     if (view.size(i) != 1 && gradient.stride(i) != view.stride(i)) return false;
   }
   return true;
+}
+
+bool held_by_others(const at::Tensor& gradient, const at::Tensor& incoming) {
+  size_t autograds = 0;
+  if (incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(gradient.storage())) {
+    // A view holds its base, too: the gradient of a Linear's weight is one.
+    autograds = incoming.is_view() ? 2 : 1;
+  }
+  return gradient.use_count() > 1 || gradient.storage().use_count() > 1 + autograds;
 }
 
 std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work) {

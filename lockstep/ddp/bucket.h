@@ -29,7 +29,7 @@ struct Bucket {
   size_t pending = 0;                // parameters that are not ready
   internal::WritingStreams streams;  // that gradients came on
   at::Tensor sparse_gradient;        // sparse buckets
-  std::vector<size_t> copy_back;  // positions whose gradient stays where it is and gets the result's values
+  std::vector<size_t> copy_back;     // positions whose gradient stays that tensor and gets the values
   c10::intrusive_ptr<c10d::Work> work;
   HookFuture future;  // instead of work, with a hook
 };
@@ -46,6 +46,9 @@ struct BucketLayout {
 /// Memory, zeroed, and slots for the gradients of `parameters`, in shared memory where the group has it.
 void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, const BucketLayout& layout);
 
+/// Gives up a dense bucket's memory; see BucketMemory::abandon().
+void abandon_memory(Bucket& bucket);
+
 /// A tensor of its own in the position's slot, which must be free; like what autograd puts there.
 at::Tensor slot_tensor(Bucket& bucket, size_t position);
 
@@ -54,6 +57,11 @@ at::Tensor empty_sparse_gradient(const at::Tensor& parameter);
 
 /// Whether the gradient lies in the position's slot, element for element.
 bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradient);
+
+/// Whether others than its parameter hold this gradient, or a tensor that shares its storage. `incoming`, in
+/// a hook of autograd: what autograd has made the gradient of, which does not count. Gradients of parameters
+/// that forward concatenates are views of one storage, so they hold each other.
+bool held_by_others(const at::Tensor& gradient, const at::Tensor& incoming = {});
 
 /// The operation's own duration; zero for groups that do not measure it.
 std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work);

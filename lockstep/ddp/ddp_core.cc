@@ -199,7 +199,6 @@ std::vector<NamedTensor> DdpCore::current_buffers() const {
 
 void DdpCore::enter() {
   if (!reducer_) return;
-  if (mixed_precision_) mixed_precision_->restore();  // should a backward have ended by an exception
   try {
     before_forward();
     if (mixed_precision_) mixed_precision_->before_forward();
@@ -213,13 +212,17 @@ void DdpCore::before_forward() {
   const bool training = at::GradMode::is_enabled();
   if (training) take_snapshot();
   if (training && synchronise_) reducer_->prepare_forward();
-  if (const auto work = Join::notify_join_context(owner_); work && !divide_by_initial_world_size_) {
-    work->wait();
-    reducer_->set_divisor(static_cast<int64_t>(work->result().at(0).item<float>()));
-  }
+  Join::notify_join_context(owner_);
+  set_divisor();
   if (training) reducer_->rebuild_buckets();
   sync_buffers_at(BufferCommHookLocation::kPreForward);
   if (owner_.join_config().enable) agree_on_synchronising(/*joined=*/false);
+}
+
+/// On ranks that train and on those that shadow them, for these may have optimizers that step on, too.
+void DdpCore::set_divisor() {
+  const bool by_training = owner_.join_config().enable && !divide_by_initial_world_size_;
+  reducer_->set_divisor(by_training ? Join::training_ranks(owner_) : 0);
 }
 
 /// The step begins with its first forward after the last one's round was finished.
@@ -247,9 +250,14 @@ void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
   if (delayed_) delayed_->after_forward();
 }
 
+/// A forward behind a finished step, such as a validation's, is not a part of that step.
 void DdpCore::abandon() {
-  if (mixed_precision_) mixed_precision_->restore();
-  snapshot_->restore();
+  if (mixed_precision_ && at::GradMode::is_enabled()) {
+    mixed_precision_->restore();
+  } else if (mixed_precision_) {
+    mixed_precision_->after_forward(/*backward_follows=*/false);
+  }
+  if (reducer_ && reducer_->rounds() == snapshot_round_) snapshot_->restore();
 }
 
 bool DdpCore::joins_outputs() const {
@@ -374,6 +382,7 @@ class DdpCore::Shadow final : public JoinHook {
 
   void main_hook() override {
     if (!core_.reducer_) return;
+    core_.set_divisor();
     core_.reducer_->rebuild_buckets();
     core_.sync_buffers_at(BufferCommHookLocation::kPreForward, /*joined=*/true);
     const bool synchronise = core_.agree_on_synchronising(/*joined=*/true);
@@ -389,8 +398,6 @@ class DdpCore::Shadow final : public JoinHook {
     }
     broadcast_coalesced(state, core_.options_.process_group,
                         find_common_rank(core_.options_.process_group, is_last_joiner));
-    core_.divide_by_initial_world_size_ = true;
-    if (core_.reducer_) core_.reducer_->set_divisor(0);
   }
 
  private:
@@ -398,9 +405,12 @@ class DdpCore::Shadow final : public JoinHook {
 };
 
 std::unique_ptr<JoinHook> DdpCore::join_hook(const JoinOptions& options) {
-  divide_by_initial_world_size_ = options.divide_by_initial_world_size || !options.enable;
-  // All ranks must call the same reduction, also those that never get as far as a forward.
-  if (reducer_ && !divide_by_initial_world_size_) reducer_->set_divisor(options_.process_group->getSize());
+  TORCH_CHECK_VALUE(
+      !options.enable || !options_.skip_all_reduce_unused_params,
+      "skip_all_reduce_unused_params does not go together with join(): a rank without inputs does not know "
+      "which buckets the others skip; leave out skip_all_reduce_unused_params, or give all ranks equally "
+      "many inputs and leave out join()");
+  divide_by_initial_world_size_ = options.divide_by_initial_world_size;
   return std::make_unique<Shadow>(*this);
 }
 

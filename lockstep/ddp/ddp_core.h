@@ -59,8 +59,12 @@ class DdpCore final {
   bool prepares_inputs() const;
   at::Tensor prepare_input(const at::Tensor& tensor) const;
 
-  bool synchronises() const { return synchronise_; }
-  void set_synchronises(bool synchronise) { synchronise_ = synchronise; }
+  /// A scope of no_sync() begins. Scopes may overlap, and end in any order.
+  void enter_no_sync() {
+    ++no_sync_scopes_;
+    synchronise_ = false;
+  }
+  void leave_no_sync() { synchronise_ = --no_sync_scopes_ == 0; }
 
   void register_comm_hook(CommunicationHook hook, const std::string& name);
   OptimizerPerParameter register_fused_optim(const OptimizerPerParameter::Factory& optim,
@@ -91,6 +95,7 @@ class DdpCore final {
   void sync_buffers_at(BufferCommHookLocation location, bool joined = false);
   bool agree_on_synchronising(bool joined);
   void before_forward();
+  void set_divisor();
   void take_snapshot();
   void undo_step();
 
@@ -109,10 +114,11 @@ class DdpCore final {
   BufferCommHookLocation buffer_hook_location_ = BufferCommHookLocation::kPreForward;
   std::shared_ptr<StepSnapshot> snapshot_;
   int64_t snapshot_round_ = -1;
-  bool catching_up_ = false;        // another rank's state has come in part
-  bool synchronise_ = true;         // require_backward_grad_sync
-  bool buffers_may_differ_ = true;  // require_forward_param_sync
-  bool divide_by_initial_world_size_ = true;
+  int64_t no_sync_scopes_ = 0;                // that live
+  bool catching_up_ = false;                  // another rank's state has come in part
+  bool synchronise_ = true;                   // require_backward_grad_sync
+  bool buffers_may_differ_ = true;            // require_forward_param_sync
+  bool divide_by_initial_world_size_ = true;  // in the Join that it is in
 };
 
 }  // namespace lockstep

@@ -189,6 +189,45 @@ TEST(DdpFailure, AFinishedStepIsNotUndone) {
   });
 }
 
+TEST(DdpFailure, AnExceptionInAForwardUndoesItsOwnStepOnly) {
+  struct Failing : Noisy {
+    torch::Tensor forward(const torch::Tensor& x) {
+      auto output = Noisy::forward(x);
+      TORCH_CHECK(!fails, "bad sample");
+      return output;
+    }
+    bool fails = false;
+  };
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    auto net = make_double<Failing>();
+    DistributedDataParallel<Failing> model(net, {.restore_buffers_on_failure = true});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const auto x = data(7, {16, 32});  // the same on all ranks, so that rank 0's buffers change nothing
+    const auto expect_failure_leaves_all = [&] {
+      const auto buffers = copies(net->buffers());
+      const auto random = random_state();
+      net->fails = true;
+      EXPECT_THAT(message_of<c10::Error>([&] { model(x); }), HasSubstr("bad sample"));
+      net->fails = false;
+      EXPECT_TRUE(equal(buffers, net->buffers()));
+      EXPECT_TRUE(at::equal(random, random_state()));
+    };
+    expect_failure_leaves_all();  // of the first step
+    model(x).square().mean().backward();
+    {
+      torch::NoGradGuard no_grad;
+      model.eval();
+      expect_failure_leaves_all();  // of a validation, before the finished step is applied
+      optimizer.step();
+      expect_failure_leaves_all();  // and behind it
+      model.train();
+    }
+    expect_failure_leaves_all();  // of the second step
+    EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 1);
+  });
+}
+
 TEST(DdpFailure, AMismatchFailsAllAndAnotherGroupGoesOn) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();

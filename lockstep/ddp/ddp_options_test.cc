@@ -234,12 +234,15 @@ TEST(DdpOptions, ReentrantBackwardNeedsStaticGraphOnlyWhenALayerIsRepeated) {
         for (int i = 0; i < times; ++i) y = torch::tanh(net->shared(y));
         const auto expected = torch::autograd::grad(
             {net->last(y).square().sum()}, {net->first->weight, net->shared->weight, net->last->weight});
-        net->zero_grad();
+        net->zero_grad(/*set_to_none=*/step < 2);
         model(x).square().sum().backward();
         EXPECT_TRUE(close(net->first->weight.grad(), mean_over_ranks(expected[0]))) << times << ' ' << step;
         EXPECT_TRUE(close(net->shared->weight.grad(), mean_over_ranks(expected[1]))) << times << ' ' << step;
         EXPECT_TRUE(close(net->last->weight.grad(), mean_over_ranks(expected[2]))) << times << ' ' << step;
       }
+      const auto numbers = model.get_ddp_logging_data().ints_map;
+      EXPECT_EQ(numbers.at("gradient_bytes_in_place"), numbers.at("gradient_bytes"))
+          << "of nested passes, too, once they are in the bucket";
     }
     auto net = make_double<Reentrant>();
     DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4});
@@ -402,6 +405,29 @@ TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
           << "it was reduced in bfloat16";
       const auto expected = mean_over_ranks(x.sum(0).expand({4, 8}));
       EXPECT_TRUE(at::allclose(gradient, expected, 0.05, 0.05)) << step;
+    }
+  });
+}
+
+TEST(DdpOptions, MixedPrecisionTakesSeveralForwardsBeforeOneBackward) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    nn::Linear net(1, 1);
+    DistributedDataParallel model(net, {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+    for (int step = 0; step < 4; ++step) {
+      net->zero_grad();
+      if (step % 2 == 1) model(torch::ones({1, 1}));  // without a backward
+      auto loss = model(torch::full({1, 1}, rank + 1.0)).sum() + model(torch::full({1, 1}, 2.0)).sum();
+      {
+        torch::NoGradGuard no_grad;  // neither this forward nor one that throws ends what backward needs
+        model(torch::ones({1, 1}));
+        EXPECT_THROW(model(torch::ones({1, 3})), c10::Error);
+      }
+      EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16) << step;
+      loss.backward();
+      EXPECT_EQ(net->weight.scalar_type(), at::kFloat) << step;
+      EXPECT_EQ(net->weight.grad().item<float>(), 3.5) << step;
+      EXPECT_EQ(net->bias.grad().item<float>(), 2) << step;
     }
   });
 }
@@ -589,6 +615,15 @@ TEST(DdpOptions, SkipsBucketsThatNobodyUses) {
   });
 }
 
+TEST(DdpOptions, SkippingBucketsIsRefusedInsideAJoin) {
+  auto world = init_process_group({.rank = 0, .world_size = 1});
+  DistributedDataParallel model(make_double<Branching>(),
+                                {.find_unused_parameters = true, .skip_all_reduce_unused_params = true});
+  EXPECT_THAT(testing::message_of<c10::ValueError>([&] { auto join = model.join(); }),
+              HasSubstr("skip_all_reduce_unused_params does not go together with join()"));
+  auto disabled = model.join({.enable = false});
+}
+
 TEST(DdpOptions, UnevenInputsInsideJoin) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
@@ -625,6 +660,57 @@ TEST(DdpOptions, UnevenInputsInsideJoin) {
       join.finish();
     });
     EXPECT_THAT(text, HasSubstr("exhausted"));
+  });
+}
+
+TEST(DdpOptions, AStaticGraphIsLearnedInAJoinWithoutInputs) {
+  struct Twice : nn::Module {
+    Twice() { register_module("used", used), register_module("unused", unused); }
+    torch::Tensor forward(const torch::Tensor& x) { return used(x) + used(2 * x); }
+    nn::Linear used{1, 1}, unused{1, 1};
+  };
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = std::make_shared<Twice>();
+    DistributedDataParallel<Twice> model(net, {.static_graph = true});
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      const int batches = rank == 0 && epoch == 0 ? 0 : 2;
+      auto join = model.join();
+      for (int step = 0; step < batches; ++step) {
+        net->zero_grad();
+        model(torch::ones({1, 1})).sum().backward();
+        const float training = epoch == 0 ? 1 : 2;
+        EXPECT_EQ(net->used->weight.grad().item<float>(), 3 * training / 2) << epoch << ' ' << step;
+        EXPECT_EQ(net->used->bias.grad().item<float>(), 2 * training / 2) << epoch << ' ' << step;
+        EXPECT_FALSE(net->unused->weight.grad().defined()) << epoch << ' ' << step;
+      }
+      join.finish();
+      net->zero_grad();
+    }
+  });
+}
+
+TEST(DdpOptions, AllModelsOfAJoinDivideByTheRanksThatTrain) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    nn::Linear first(1, 1), second(1, 1);
+    DistributedDataParallel a(first), b(second);
+    {
+      Join join({&a, &b}, {.divide_by_initial_world_size = false});
+      for (int step = 0; step < 2 + 2 * rank; ++step) {
+        for (auto* model : {&a, &b}) {
+          model->zero_grad();
+          (*model)(torch::ones({1, 1})).sum().backward();
+        }
+        EXPECT_EQ(first->bias.grad().item<float>(), 1) << step;
+        EXPECT_EQ(second->bias.grad().item<float>(), 1) << step;
+      }
+    }
+    EXPECT_EQ(first->bias.grad().item<float>(), 1) << "the last shadowed step's";
+    EXPECT_EQ(second->bias.grad().item<float>(), 1) << "the last shadowed step's";
+    a.zero_grad();
+    a(torch::ones({1, 1}) * (2 + 2 * rank)).sum().backward();
+    EXPECT_EQ(first->weight.grad().item<float>(), 3) << "behind the Join by all ranks again";
   });
 }
 

@@ -1,4 +1,5 @@
 #include <gmock/gmock.h>
+#include <optional>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -104,6 +105,39 @@ TEST(DistributedDataParallel, NoSyncAccumulatesLocallyAndTheNextBackwardReducesT
       }
       EXPECT_TRUE(at::allclose(net->weight.grad(), mean_over_ranks(expected), 1e-12, 1e-12));
     }
+  });
+}
+
+TEST(DistributedDataParallel, ScopesOfNoSyncMoveAndEndInAnyOrder) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    using Model = DistributedDataParallel<nn::LinearImpl>;
+    auto net = std::make_shared<nn::LinearImpl>(4, 3);
+    net->to(at::kDouble);
+    Model model(net);
+    const auto x = data(rank, {5, 4}, 1);
+    const auto own = x.sum(0).expand({3, 4});
+    const auto is_synchronised = [&] {
+      net->zero_grad();
+      model(x).sum().backward();
+      const bool is_own = at::allclose(net->weight.grad(), own);
+      EXPECT_EQ(!is_own, at::allclose(net->weight.grad(), mean_over_ranks(own), 1e-12, 1e-12));
+      return !is_own;
+    };
+    EXPECT_TRUE(is_synchronised());
+    std::optional<Model::NoSync> guard;
+    for (int micro = 0; micro < 2; ++micro) {
+      guard = model.no_sync();  // the second time over one that lives
+      EXPECT_FALSE(is_synchronised());
+    }
+    std::optional<Model::NoSync> moved(std::move(guard));
+    guard.reset();
+    EXPECT_FALSE(is_synchronised()) << "the scope went along";
+    std::optional later(model.no_sync());
+    moved.reset();
+    EXPECT_FALSE(is_synchronised()) << "the later one still lives";
+    later.reset();
+    EXPECT_TRUE(is_synchronised());
   });
 }
 

@@ -94,19 +94,27 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   }
 
   /// While it lives, forwards are not synchronised: their gradients add up locally, and the next synchronised
-  /// backward reduces the sum. Covers forward and backward; may be nested.
+  /// backward reduces the sum. Covers forward and backward; several may live at once. Movable, for scopes
+  /// that depend on a condition:
+  ///
+  ///     std::optional<decltype(model.no_sync())> guard;
+  ///     if (is_not_last) guard = model.no_sync();
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(DdpCore& core) : core_(core), before_(core.synchronises()) {
-      core_.set_synchronises(false);
+    explicit NoSync(DdpCore& core) : core_(&core) { core.enter_no_sync(); }
+    NoSync(NoSync&& other) noexcept : core_(std::exchange(other.core_, nullptr)) {}
+    /// Ends the scope that it had.
+    NoSync& operator=(NoSync&& other) noexcept {
+      NoSync taken(std::move(other));
+      std::swap(core_, taken.core_);
+      return *this;
     }
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-    ~NoSync() { core_.set_synchronises(before_); }
+    ~NoSync() {
+      if (core_ != nullptr) core_->leave_no_sync();
+    }
 
    private:
-    DdpCore& core_;
-    bool before_;
+    DdpCore* core_;  // none when it was moved from
   };
   NoSync no_sync() { return NoSync(core_); }
 

@@ -29,14 +29,17 @@ struct GradientAccumulationOptions {
 ///
 ///     lockstep::GradientAccumulation accumulation(model, {.steps = 4, .micro_batches = loader.size()});
 ///     for (auto& batch : loader) {
-///       auto micro = accumulation.next();                     // under no_sync() unless the last of its
-///       group micro.backward(loss_of(model(batch.data), batch.target));   // scaled by this one's share if
-///       (micro.is_last()) {
+///       // Under no_sync() unless it is the last of its group:
+///       auto micro = accumulation.next();
+///       // Scaled by this one's share:
+///       micro.backward(loss_of(model(batch.data), batch.target));
+///       if (micro.is_last()) {
 ///         optimizer.step();
 ///         optimizer.zero_grad();
 ///       }
 ///     }
-///     accumulation.reset();                                    // before the next epoch
+///     // Before the next epoch:
+///     accumulation.reset();
 ///
 /// `loss` is a mean over the micro-batch. A group that ends early because the epoch does is a group of its
 /// own size; with `samples`, a last micro-batch of fewer samples counts for less. next(samples, of) is for
@@ -80,7 +83,7 @@ class GradientAccumulation {
   std::optional<int64_t> groups() const;
 
  private:
-  /// A guard that can be neither copied nor moved, on the heap.
+  /// A guard, on the heap; so it need be neither copyable nor movable.
   template <class Guard>
   struct Held {
     template <class Model>

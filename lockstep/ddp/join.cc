@@ -10,6 +10,10 @@
 namespace lockstep {
 namespace {
 
+int64_t counted(const at::Tensor& ones) {
+  return static_cast<int64_t>(ones.item<float>());
+}
+
 /// As many shadowed iterations are worth a warning.
 constexpr int kWarnThreshold = 1000;
 
@@ -38,7 +42,9 @@ Join::Join(std::vector<Joinable*> joinables, const JoinOptions& options)
                       "Using join context manager with multiple process groups");
   }
   for (Joinable* joinable : joinables_) hooks_.push_back(joinable->join_hook(options_));
+  training_ranks_ = group_->getSize();
   for (Joinable* joinable : joinables_) {
+    joinable->join_ = this;
     joinable->join_config_ = {.enable = options_.enable,
                               .throw_on_early_termination = options_.throw_on_early_termination,
                               .is_first_joinable = joinable == joinables_.front()};
@@ -69,7 +75,8 @@ void Join::shadow() {
   joinables_.front()->join_config_.is_first_joinable = false;
   const int rank = get_rank(group_);
   bool is_last_joiner = true;
-  for (int iteration = 0; count_nonjoined() > 0; ++iteration) {
+  counting_.reset();
+  for (int iteration = 0; (training_ranks_ = count_nonjoined()) > 0; ++iteration) {
     if (options_.throw_on_early_termination) {
       all_reduced(at::ones({1}), group_);  // the others throw, too
       TORCH_CHECK(false, "Rank ", rank, " exhausted all inputs.");
@@ -87,11 +94,24 @@ void Join::shadow() {
 }
 
 void Join::leave() {
-  for (Joinable* joinable : joinables_) joinable->join_config_ = {};
+  for (Joinable* joinable : joinables_) {
+    joinable->join_config_ = {};
+    joinable->join_ = nullptr;
+  }
 }
 
 int64_t Join::count_nonjoined() const {
-  return static_cast<int64_t>(all_reduced(at::zeros({1}), group_).item<float>());
+  return counted(all_reduced(at::zeros({1}), group_));
+}
+
+int64_t Join::training_ranks(const Joinable& joinable) {
+  Join* join = joinable.join_;
+  TORCH_CHECK(join != nullptr, "Join::training_ranks: the joinable is in no Join");
+  if (const Work counting = std::exchange(join->counting_, {})) {
+    counting->wait();
+    join->training_ranks_ = counted(counting->result().at(0));
+  }
+  return join->training_ranks_;
 }
 
 Work Join::notify_join_context(const Joinable& joinable) {
@@ -99,6 +119,7 @@ Work Join::notify_join_context(const Joinable& joinable) {
   if (!config.is_first_joinable || !config.enable) return {};
   const ProcessGroup group = joinable.join_process_group();
   Work work = all_reduce(at::ones({1}), ReduceOp::SUM, group, /*async_op=*/true);
+  joinable.join_->counting_ = work;
   if (config.throw_on_early_termination) {
     const bool should_throw = all_reduced(at::zeros({1}), group).item<float>() != 0;
     TORCH_CHECK(!should_throw,

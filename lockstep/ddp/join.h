@@ -21,6 +21,8 @@
 /// calls the post hooks.
 namespace lockstep {
 
+class Join;
+
 /// What a rank that has joined does on behalf of one joinable. torch.distributed.algorithms.JoinHook.
 class JoinHook {
  public:
@@ -79,6 +81,7 @@ class Joinable {
  private:
   friend class Join;
   JoinConfig join_config_;
+  Join* join_ = nullptr;  // that it is in, on this rank
 };
 
 /// The guard around a training loop. torch.distributed.algorithms.Join, a context manager there.
@@ -108,6 +111,11 @@ class [[nodiscard]] Join {
   /// one has run out of inputs and throw_on_early_termination is set.
   static Work notify_join_context(const Joinable& joinable);
 
+  /// How many ranks still train in this iteration, for joinables that divide by it: what this rank's last
+  /// notification counted, which it awaits, or what it counted before the iteration that it shadows. Throws
+  /// c10::Error for a joinable that is in no Join.
+  static int64_t training_ranks(const Joinable& joinable);
+
  private:
   void shadow();
   void leave();
@@ -117,6 +125,8 @@ class [[nodiscard]] Join {
   std::vector<std::unique_ptr<JoinHook>> hooks_;
   JoinOptions options_;
   ProcessGroup group_;
+  Work counting_;  // the last notification's all-reduce, until it is awaited
+  int64_t training_ranks_ = 0;
   const int exceptions_before_;
   bool finished_ = false;
 };

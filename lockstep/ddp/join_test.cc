@@ -45,6 +45,7 @@ class Counter : public Joinable {
   double count = 0;
   double max_count = 0;
   int shadowed = 0;
+  std::vector<int64_t> training;  // ranks, in each shadowed iteration
   std::optional<bool> last;
   Work notified;
   JoinOptions seen_options;
@@ -55,6 +56,7 @@ class Counter : public Joinable {
     explicit Hook(Counter& counter) : counter_(counter) {}
     void main_hook() override {
       ++counter_.shadowed;
+      counter_.training.push_back(Join::training_ranks(counter_));
       EXPECT_TRUE(counter_.join_config().enable);
       EXPECT_FALSE(Join::notify_join_context(counter_)) << "who has joined notifies nobody";
       for (int i = 0; i < counter_.collectives_; ++i)
@@ -93,6 +95,7 @@ TEST(Join, CountsInputsOfUnevenRanks) {
           counter.notified->wait();
           const int active = input < 5 ? ranks : ranks - (input - 4);
           EXPECT_EQ(counter.notified->result().at(0).item<float>(), active) << input;
+          EXPECT_EQ(Join::training_ranks(counter), active) << input;
         }
       }
       double all = 0;
@@ -102,9 +105,11 @@ TEST(Join, CountsInputsOfUnevenRanks) {
       EXPECT_EQ(counter.count, seen);
       EXPECT_EQ(counter.max_count, all);
       EXPECT_EQ(counter.shadowed, ranks - 1 - rank);
+      for (int i = 0; i < counter.shadowed; ++i) EXPECT_EQ(counter.training[i], counter.shadowed - i);
       EXPECT_EQ(counter.last, rank == ranks - 1);
       EXPECT_FALSE(counter.join_config().enable);
       EXPECT_FALSE(Join::notify_join_context(counter)) << "outside of a Join nobody is told";
+      EXPECT_THAT(message_of<c10::Error>([&] { Join::training_ranks(counter); }), HasSubstr("in no Join"));
     });
   }
 }

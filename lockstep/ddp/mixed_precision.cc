@@ -35,8 +35,9 @@ MixedPrecisionParameters::MixedPrecisionParameters(const MixedPrecision& precisi
 }
 
 void MixedPrecisionParameters::before_forward() {
-  if (!precision_.param_dtype) return;
-  restore();  // the graph of an earlier forward has what it needs
+  // Several forwards before one backward compute with the same data and share the AccumulateGrad nodes, so
+  // that each parameter gets one gradient.
+  if (!precision_.param_dtype || !full_.empty()) return;
   for (const at::Tensor& parameter : parameters_) {
     full_.push_back(parameter.variable_data());
     parameter.set_data(full_.back().to(*precision_.param_dtype));
@@ -45,14 +46,15 @@ void MixedPrecisionParameters::before_forward() {
 }
 
 void MixedPrecisionParameters::after_forward(bool backward_follows) {
-  accumulators_.clear();
-  if (!backward_follows) restore();
+  pending_ = pending_ || backward_follows;
+  if (!pending_) restore();
 }
 
 void MixedPrecisionParameters::restore() {
   for (size_t i = 0; i < full_.size(); ++i) parameters_[i].set_data(full_[i]);
   full_.clear();
   accumulators_.clear();
+  pending_ = false;
 }
 
 }  // namespace lockstep

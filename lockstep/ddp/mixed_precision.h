@@ -20,8 +20,11 @@ class MixedPrecisionParameters {
   MixedPrecisionParameters(const MixedPrecision& precision, const std::vector<NamedTensor>& parameters,
                            const std::vector<NamedTensor>& buffers, std::shared_ptr<Reducer> reducer);
 
+  /// The parameters hold the values in param_dtype from here, unless they do from a forward whose backward is
+  /// yet to come.
   void before_forward();
-  /// `backward_follows`: it will restore the parameters at its end.
+  /// `backward_follows`: it will restore the parameters at its end. A forward without one restores them,
+  /// unless it came between another and its backward.
   void after_forward(bool backward_follows);
   /// Gives the parameters their own values again.
   void restore();
@@ -30,8 +33,9 @@ class MixedPrecisionParameters {
   MixedPrecision precision_;
   std::vector<at::Tensor> parameters_;
   std::shared_ptr<Reducer> reducer_;
-  std::vector<at::Tensor> full_;  // the parameters' own data, while they hold others
-  std::vector<std::shared_ptr<void>> accumulators_;
+  bool pending_ = false;                             // a backward is yet to come
+  std::vector<at::Tensor> full_;                     // the parameters' own data, while they hold others
+  std::vector<std::shared_ptr<void>> accumulators_;  // of these others; the graphs of all forwards share them
 };
 
 /// The tensor in this dtype, if it is a floating-point one.

@@ -50,7 +50,8 @@ struct DistributedDataParallelOptions {
   /// The graph is the same in every iteration: what the first one shows about unused parameters and about
   /// parameters used in several nested passes holds for all.
   bool static_graph = false;
-  /// Buckets in which no parameter was used are not reduced. All ranks must use the same ones.
+  /// Buckets in which no parameter was used are not reduced. All ranks must use the same ones, so that it
+  /// can't be used inside a Join.
   bool skip_all_reduce_unused_params = false;
   std::optional<MixedPrecision> mixed_precision = {};
   /// Names of parameters and buffers to leave alone. (In torch: the module's

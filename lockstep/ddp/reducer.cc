@@ -16,12 +16,27 @@
 #include <lockstep/ddp/used_parameters.h>
 
 namespace lockstep {
-/// Called by autograd after a parameter's gradient was accumulated.
+/// Called by autograd before a parameter's gradient is accumulated.
+struct Reducer::PreHook : torch::autograd::FunctionPreHook {
+  PreHook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& inputs) override {
+    if (auto reducer = reducer_.lock()) reducer->before_gradient(index_);
+    return inputs;
+  }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+  size_t index_;
+};
+
+/// And after it was.
 struct Reducer::Hook : torch::autograd::FunctionPostHook {
   Hook(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    if (auto reducer = reducer_.lock()) reducer->on_gradient(index_);
+                                            const torch::autograd::variable_list& inputs) override {
+    if (auto reducer = reducer_.lock()) {
+      reducer->on_gradient(index_, inputs.empty() ? at::Tensor() : inputs.front());
+    }
     return outputs;
   }
 
@@ -44,7 +59,10 @@ Reducer::Reducer(std::vector<Parameter> parameters, const DistributedDataParalle
       options_(options),
       group_(options.process_group),
       on_failure_(std::move(on_failure)),
+      own_storage_(parameters_.size(),
+                   c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>())),
       static_graph_(options.static_graph),
+      had_gradient_(parameters_.size(), true),
       uses_(parameters_.size(), 0),
       ready_(parameters_.size(), false),
       used_(parameters_.size(), false),
@@ -60,6 +78,7 @@ Reducer::Reducer(std::vector<Parameter> parameters, const DistributedDataParalle
 
 Reducer::~Reducer() {
   slots_->disconnect();
+  for (Bucket& bucket : buckets_) abandon_memory(bucket);
 }
 
 void Reducer::add_hooks() {
@@ -69,12 +88,23 @@ void Reducer::add_hooks() {
     TORCH_INTERNAL_ASSERT(accumulator);
     auto* node = accumulator.get();
     accumulator_index_.emplace(node, index);
-    auto key = node->add_post_hook(std::make_unique<Hook>(weak_from_this(), index));
+    const auto hooks = watch(*node, index);
     // A hook lives as long as its node, so the node is held; both go with the reducer.
     accumulators_.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
-    hook_removers_.push_back(std::shared_ptr<void>(
-        nullptr, [node, key, keep = accumulators_.back()](void*) { node->del_post_hook(key); }));
+    hook_removers_.push_back(
+        std::shared_ptr<void>(nullptr, [node, hooks, keep = accumulators_.back()](void*) {
+          std::erase_if(node->pre_hooks(), [&](const auto& hook) { return hook.get() == hooks.first; });
+          node->del_post_hook(hooks.second);
+        }));
   }
+}
+
+/// Hooks this accumulator of the parameter. Returns what tells the hooks from others on it.
+std::pair<const void*, uintptr_t> Reducer::watch(torch::autograd::Node& accumulator, size_t index) {
+  auto before = std::make_unique<PreHook>(weak_from_this(), index);
+  const torch::autograd::FunctionPreHook* pre_hook = before.get();
+  accumulator.add_pre_hook(std::move(before));
+  return {pre_hook, accumulator.add_post_hook(std::make_unique<Hook>(weak_from_this(), index))};
 }
 
 std::vector<std::shared_ptr<void>> Reducer::watch_current_accumulators() {
@@ -84,7 +114,7 @@ std::vector<std::shared_ptr<void>> Reducer::watch_current_accumulators() {
   for (size_t index = 0; index < tensors_.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(tensors_[index]);
     accumulator_index_.emplace(accumulator.get(), index);
-    accumulator->add_post_hook(std::make_unique<Hook>(weak_from_this(), index));
+    watch(*accumulator, index);
     kept.push_back(std::make_shared<decltype(accumulator)>(std::move(accumulator)));
   }
   return kept;
@@ -188,11 +218,16 @@ void Reducer::begin_backward() {
   });
 }
 
-void Reducer::on_gradient(size_t index) {
+void Reducer::before_gradient(size_t index) {
   std::lock_guard lock(mutex_);
   if (!watching_outputs_) begin_backward();
-  const bool defined = tensors_[index].grad().defined();
-  if (!defined) {
+  had_gradient_[index] = tensors_[index].grad().defined();
+}
+
+/// `incoming`: what autograd has added to the gradient, or made it of, and still holds.
+void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
+  std::lock_guard lock(mutex_);
+  if (!tensors_[index].grad().defined()) {
     if (!synchronise_ || is_first_static_round() || static_graph_) return;
     open_round();
     if (ready_[index]) return;
@@ -201,17 +236,11 @@ void Reducer::on_gradient(size_t index) {
     return;
   }
   used_[index] = true;
+  if (!had_gradient_[index]) note_new_gradient(index);
   if (!synchronise_) {
     if (reduce_dtype_) {
       at::NoGradGuard no_grad;
       tensors_[index].mutable_grad() = tensors_[index].grad().to(own_dtypes_[index]);
-      return;
-    }
-    const Place place = places_[index];
-    const at::Tensor& gradient = tensors_[index].grad();
-    if (!parameters_[index].sparse && gradient.layout() == c10::kStrided) {
-      slots_->arrived(index, gradient.const_data_ptr(),
-                      lies_in_slot(buckets_[place.bucket], place.position, gradient));
     }
     return;
   }
@@ -236,7 +265,23 @@ void Reducer::on_gradient(size_t index) {
       "their first: it is used in several backward passes of one iteration that each cover only a part of "
       "the model (re-entrant checkpointing, say), or outside of forward(), or was taken for unused. Try "
       "static_graph = true if the graph does not change between iterations");
-  mark_ready(index, /*used=*/true);
+  mark_ready(index, /*used=*/true, incoming);
+}
+
+/// Autograd has made the gradient: nothing of the user's lies in its memory, and its kernel may write the
+/// next one into the slot.
+void Reducer::note_new_gradient(size_t index) {
+  const at::Tensor& gradient = tensors_[index].grad();
+  if (gradient.layout() != c10::kStrided) return;
+  own_storage_[index] = gradient.storage().getWeakStorageImpl();
+  // Nested passes get no slots.
+  if (parameters_[index].sparse || reduce_dtype_ ||
+      graph_task_ != torch::autograd::get_current_graph_task_id()) {
+    return;
+  }
+  const Place place = places_[index];
+  slots_->arrived(index, gradient.const_data_ptr(),
+                  lies_in_slot(buckets_[place.bucket], place.position, gradient));
 }
 
 void Reducer::open_round() {
@@ -246,9 +291,9 @@ void Reducer::open_round() {
   for (const size_t index : unused_) mark_ready(index, /*used=*/false);
 }
 
-void Reducer::mark_ready(size_t index, bool used) {
+void Reducer::mark_ready(size_t index, bool used, const at::Tensor& incoming) {
   if (used) {
-    take_gradient(index);
+    take_gradient(index, incoming);
   } else {
     take_nothing(index);
   }
@@ -272,7 +317,25 @@ void Reducer::queue_everything() {
   finish_round();
 }
 
-void Reducer::take_gradient(size_t index) {
+/// Whether the user may see the gradient's memory otherwise than through the parameter: a tensor shows it, or
+/// it is not what autograd or the reducer made, but a buffer of the user's.
+bool Reducer::known_to_others(size_t index, const at::Tensor& incoming) const {
+  const at::Tensor& gradient = tensors_[index].grad();
+  return held_by_others(gradient, incoming) ||
+         own_storage_[index]._unsafe_get_target() != gradient.storage().unsafeGetStorageImpl();
+}
+
+/// Makes a tensor in the parameter's slot its gradient.
+void Reducer::give_slot(size_t index) {
+  const Place place = places_[index];
+  Bucket& bucket = buckets_[place.bucket];
+  at::Tensor& gradient = tensors_[index].mutable_grad();
+  gradient =
+      options_.gradient_as_bucket_view ? bucket.views[place.position] : slot_tensor(bucket, place.position);
+  own_storage_[index] = gradient.storage().getWeakStorageImpl();
+}
+
+void Reducer::take_gradient(size_t index, const at::Tensor& incoming) {
   const Place place = places_[index];
   Bucket& bucket = buckets_[place.bucket];
   arrival_order_.push_back(index);
@@ -283,20 +346,21 @@ void Reducer::take_gradient(size_t index) {
               "sparse(true) may have sparse gradients");
   const at::Tensor& view = bucket.views[place.position];
   const bool in_slot = lies_in_slot(bucket, place.position, gradient);
-  if (!reduce_dtype_) slots_->arrived(index, gradient.const_data_ptr(), in_slot);
   clock_.gradient(view.nbytes(), in_slot);
   arrival_seconds_.push_back(std::chrono::duration<double>(clock_.since_backward()).count());
   at::NoGradGuard no_grad;
   if (!in_slot) {
-    if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
+    if (bucket.memory->taken(place.position)) move_to_new_memory(bucket, index);
     const at::Tensor& slot = bucket.views[place.position];
     slot.copy_(gradient);
-    // A gradient with a history (create_graph) keeps its identity; one of lower precision its type.
-    if (gradient.requires_grad() || gradient.scalar_type() != slot.scalar_type() || reduce_dtype_) {
+    // A gradient with a history (create_graph) keeps its identity; one of lower precision its type; one that
+    // others may know (a hook has kept it, say) its memory, except as a bucket view, as in PyTorch.
+    const bool stays = !options_.gradient_as_bucket_view && known_to_others(index, incoming);
+    if (stays || gradient.requires_grad() || gradient.scalar_type() != slot.scalar_type() || reduce_dtype_) {
       bucket.copy_back.push_back(place.position);
       return;
     }
-    gradient = options_.gradient_as_bucket_view ? slot : slot_tensor(bucket, place.position);
+    give_slot(index);
   } else if (options_.gradient_as_bucket_view) {
     gradient = view;
   }
@@ -306,6 +370,7 @@ void Reducer::take_sparse_gradient(Bucket& bucket, size_t index) {
   const at::Tensor& gradient = tensors_[index].grad();
   TORCH_CHECK(gradient.is_sparse(), "the gradient of parameter '", parameters_[index].name,
               "' is dense, although its module has sparse(true)");
+  if (gradient.use_count() > 1) bucket.copy_back.push_back(0);
   bucket.sparse_gradient = gradient;
   clock_.gradient(gradient._values().nbytes(), false);
   arrival_seconds_.push_back(std::chrono::duration<double>(clock_.since_backward()).count());
@@ -319,16 +384,17 @@ void Reducer::take_nothing(size_t index) {
   at::NoGradGuard no_grad;
   if (parameter.grad().defined()) {
     before_[index] = parameter.grad().clone();
-    if (!bucket.sparse) take_gradient(index);
+    if (!bucket.sparse) take_gradient(index, {});
     arrival_order_.erase(std::remove(arrival_order_.begin(), arrival_order_.end(), index),
                          arrival_order_.end());
     if (!bucket.sparse) arrival_seconds_.pop_back();
   } else if (!bucket.sparse) {
-    if (bucket.memory->taken(place.position)) move_to_new_memory(bucket);
+    if (bucket.memory->taken(place.position)) move_to_new_memory(bucket, index);
     bucket.views[place.position].zero_();
   }
   if (bucket.sparse) {
     bucket.sparse_gradient = parameter.grad().defined() ? parameter.grad() : empty_sparse_gradient(parameter);
+    if (parameter.grad().defined()) bucket.copy_back.push_back(0);
   }
 }
 

@@ -9,7 +9,11 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <lockstep/ddp/bucket.h>
 #include <lockstep/ddp/bucket_tuner.h>
@@ -30,7 +34,8 @@ namespace lockstep {
 /// kernels of backward() write gradients into their slots (GradientSlots); what lands elsewhere is copied
 /// there when autograd has accumulated it. A full bucket is all-reduced at once, strictly in bucket order, by
 /// the group's communication thread, or handed to a communication hook. The end of backward() waits for the
-/// last one; gradients are then the averages, where they are.
+/// last one; gradients are then the averages, where they are. A gradient that the user holds, or whose memory
+/// is the user's, stays the same tensor in the same memory, as in PyTorch.
 ///
 /// A *round* is one such reduction of all parameters. It opens with the first gradient after a synchronised
 /// forward and is finished by the callback that ends backward(). The first round uses one bucket and notes
@@ -102,7 +107,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// parameters' own.
   void set_reduce_dtype(at::ScalarType reduce);
   /// Watches the accumulators that the parameters have now, when their data were given another type: those of
-  /// this one forward. The answer keeps them until the forward has recorded them.
+  /// the forwards up to the next backward. Parameters have the same ones as long as the answer lives.
   [[nodiscard]] std::vector<std::shared_ptr<void>> watch_current_accumulators();
 
   /// The gradients' bytes in each bucket, in the order of their reduction.
@@ -141,12 +146,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     double seconds = 0;
     size_t bytes = 0;
   };
+  struct PreHook;
   struct Hook;
 
   Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
           std::function<void()> on_failure);
   void add_hooks();
-  void on_gradient(size_t index);
+  std::pair<const void*, uintptr_t> watch(torch::autograd::Node& accumulator, size_t index);
+  void before_gradient(size_t index);
+  void on_gradient(size_t index, const at::Tensor& incoming);
 
   // reducer_buckets.cc
   BucketCaps initial_caps() const;
@@ -158,13 +166,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void keep_gradient(size_t index, const Bucket& old, size_t old_position);
   void tune();
   BackwardProfile profile() const;
-  void move_to_new_memory(Bucket& bucket);
+  void move_to_new_memory(Bucket& bucket, size_t needed);
 
   void begin_round();
   void begin_backward();
   void open_round();
-  void mark_ready(size_t index, bool used);
-  void take_gradient(size_t index);
+  void note_new_gradient(size_t index);
+  void mark_ready(size_t index, bool used, const at::Tensor& incoming = {});
+  void take_gradient(size_t index, const at::Tensor& incoming);
+  bool known_to_others(size_t index, const at::Tensor& incoming) const;
+  void give_slot(size_t index);
   void take_sparse_gradient(Bucket& bucket, size_t index);
   void take_nothing(size_t index);
   void launch_ready();
@@ -175,6 +186,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void await(Bucket& bucket);
   std::vector<bool> agree_on_used();
   void give_gradients(Bucket& bucket);
+  void put_gradient(size_t index, const at::Tensor& values);
   void give_gradients_to_unused(const std::vector<bool>& globally_used);
   void abandon_round();
   [[noreturn]] void fail_round(std::exception_ptr error);
@@ -207,13 +219,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<GradientSlots> slots_;
   std::vector<size_t> initial_bucket_bytes_;
 
+  /// By parameter: the memory that autograd or the reducer last made for its gradient. Weak pointers keep
+  /// addresses from being used again.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> own_storage_;
+
   // What backward is to do:
   bool synchronise_ = false;
   bool static_graph_ = false;
-  bool watching_outputs_ = false;  // the last forward's outputs tell when backward begins
-  int graph_task_ = -1;            // of the backward in progress
-  std::vector<size_t> unused_;     // parameters that this forward did not use
-  std::vector<int> uses_;          // static graph: by parameter, gradients in the first round
+  bool watching_outputs_ = false;   // the last forward's outputs tell when backward begins
+  int graph_task_ = -1;             // of the backward in progress
+  std::vector<bool> had_gradient_;  // by parameter: when autograd last came to add to it
+  std::vector<size_t> unused_;      // parameters that this forward did not use
+  std::vector<int> uses_;           // static graph: by parameter, gradients in the first round
   int64_t divisor_ = 0;
   std::vector<HookFuture> post_backward_;
 
@@ -246,6 +263,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   internal::Fingerprint fingerprint_;  // of the parameters at the end of the last round
   bool steps_in_backward_ = false;
   size_t unused_bytes_ = 0;
+  int moves_ = 0;  // of buckets to new memory
   std::string error_;
   StepClock clock_;
 };

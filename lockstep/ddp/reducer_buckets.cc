@@ -9,6 +9,8 @@
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/cpu.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/memory.h>
 #include <lockstep/ddp/bucket_assignment.h>
 #include <lockstep/ddp/reducer.h>
 
@@ -21,6 +23,8 @@ constexpr BucketCaps kOneBucket{std::numeric_limits<size_t>::max(), std::numeric
 /// Rounds with rebuilt buckets from whose measurements sizes are chosen; the first of them still learns where
 /// gradients come from.
 constexpr int64_t kMeasuredRounds = 8;
+/// So many moves of buckets are worth a warning.
+constexpr int kMovesToWarn = 10;
 
 size_t bytes_of(double mib) {
   return static_cast<size_t>(mib * kMiB);
@@ -72,7 +76,7 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
     for (const double mib : options_.bucket_cap_mb_list) limits.push_back(bytes_of(mib));
   }
   if (slots_) slots_->disconnect();
-  const auto old_buckets = std::exchange(buckets_, {});
+  auto old_buckets = std::exchange(buckets_, {});
   const auto old_places = std::exchange(places_, std::vector<Place>(parameters_.size()));
   auto assignment = assign_buckets(sizes, order, limits);
   if (last_first) std::reverse(assignment.begin(), assignment.end());
@@ -96,6 +100,7 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
         keep_gradient(index, old_buckets[old_places[index].bucket], old_places[index].position);
       }
     }
+    for (Bucket& old : old_buckets) abandon_memory(old);
   }
   slots_ = std::make_shared<GradientSlots>(std::move(bytes), [this](size_t index) {
     const Place place = places_[index];
@@ -108,19 +113,19 @@ void Reducer::build_buckets(const std::vector<size_t>& order, const BucketCaps& 
   begin_round();
 }
 
-/// A gradient that lies in an old bucket (not zeroed, accumulated under no_sync) moves along.
+/// A gradient that lies in an old bucket (not zeroed, accumulated under no_sync) moves along, unless the user
+/// holds it: that one stays where it is, and is copied in and back.
 void Reducer::keep_gradient(size_t index, const Bucket& old, size_t old_position) {
   at::NoGradGuard no_grad;
-  at::Tensor& gradient = tensors_[index].mutable_grad();
+  const at::Tensor& gradient = tensors_[index].grad();
   if (!gradient.defined() || gradient.layout() != c10::kStrided || gradient.requires_grad() ||
-      !lies_in_slot(old, old_position, gradient)) {
+      !lies_in_slot(old, old_position, gradient) ||
+      (!options_.gradient_as_bucket_view && held_by_others(gradient))) {
     return;
   }
   const Place place = places_[index];
-  Bucket& bucket = buckets_[place.bucket];
-  bucket.views[place.position].copy_(gradient);
-  gradient =
-      options_.gradient_as_bucket_view ? bucket.views[place.position] : slot_tensor(bucket, place.position);
+  buckets_[place.bucket].views[place.position].copy_(gradient);
+  give_slot(index);
 }
 
 void Reducer::build_buckets_again() {
@@ -132,20 +137,35 @@ void Reducer::build_buckets_again() {
   build_buckets(order, caps_in_use());
 }
 
-/// Somebody holds a tensor in a slot that is needed. What has arrived in this round moves along.
-void Reducer::move_to_new_memory(Bucket& bucket) {
+/// A tensor outlives its step in the slot that `needed`, a parameter, needs. What has arrived in this round
+/// moves along.
+void Reducer::move_to_new_memory(Bucket& bucket, size_t needed) {
+  if (++moves_ == kMovesToWarn) {
+    LOCKSTEP_LOG(kWarning) << "memory of the gradient of '" << parameters_[needed].name
+                           << "' is still in use, so its bucket of "
+                           << format_bytes(static_cast<int64_t>(bucket.bytes)) << " moves to new memory; the "
+                           << kMovesToWarn
+                           << "th such move, each of which costs time and memory. If the program keeps "
+                              "gradients beyond their step, clone() them";
+  }
   bucket.streams.join(bucket.views.front().device());  // what has arrived may have come on others
   const auto old_memory = bucket.memory;
-  const auto old_views = bucket.views;
+  auto old_views = bucket.views;
   give_memory(bucket, tensors_, {group_, old_views.front().scalar_type(), /*aligned=*/!hook_});
   for (size_t position = 0; position < bucket.parameters.size(); ++position) {
     const size_t index = bucket.parameters[position];
     if (!ready_[index]) continue;
     bucket.views[position].copy_(old_views[position]);
-    at::Tensor& gradient = tensors_[index].mutable_grad();
+    const at::Tensor& gradient = tensors_[index].grad();
     if (!gradient.defined() || gradient.const_data_ptr() != old_views[position].const_data_ptr()) continue;
-    gradient = options_.gradient_as_bucket_view ? bucket.views[position] : slot_tensor(bucket, position);
+    if (!options_.gradient_as_bucket_view && held_by_others(gradient)) {
+      bucket.copy_back.push_back(position);
+      continue;
+    }
+    give_slot(index);
   }
+  old_views.clear();
+  old_memory->abandon();
 }
 
 void Reducer::rebuild_buckets() {
@@ -278,7 +298,9 @@ void Reducer::shadow_backward() {
     if (bucket.sparse) {
       bucket.sparse_gradient = empty_sparse_gradient(tensors_[bucket.parameters.front()]);
     } else if (bucket.memory->any_taken()) {
+      const auto old_memory = bucket.memory;
       give_memory(bucket, tensors_, {group_, bucket.views.front().scalar_type(), /*aligned=*/!hook_});
+      old_memory->abandon();
     } else {
       at::Tensor(bucket.memory->buffer()).zero_();
     }
@@ -293,11 +315,9 @@ void Reducer::shadow_backward() {
   // For an optimizer that steps on, on this rank, too: a ZeroRedundancyOptimizer beside the model in a Join.
   for (const Bucket& bucket : buckets_) {
     for (size_t position = 0; position < bucket.parameters.size(); ++position) {
-      at::Tensor& parameter = tensors_[bucket.parameters[position]];
-      parameter.mutable_grad() = bucket.sparse
-                                     ? bucket.sparse_gradient
-                                     : bucket.views[position].to(own_dtypes_[bucket.parameters[position]],
-                                                                 /*non_blocking=*/false, /*copy=*/true);
+      const size_t index = bucket.parameters[position];
+      if (!globally_used_.empty() && !globally_used_[index]) continue;  // it keeps what it had
+      put_gradient(index, bucket.sparse ? bucket.sparse_gradient : bucket.views[position]);
     }
   }
   ++rounds_;

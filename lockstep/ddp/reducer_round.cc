@@ -1,5 +1,6 @@
 // The end of the reducer's rounds: waiting, giving gradients, failing.
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -70,12 +71,17 @@ void Reducer::finish_round() {
   begin_round();
 }
 
-/// Which parameters any rank used.
+/// Which parameters any rank used; with a static graph the first round tells, and how often.
 std::vector<bool> Reducer::agree_on_used() {
   const bool dynamic = options_.find_unused_parameters && !static_graph_;
   if (!dynamic && !is_first_static_round()) return globally_used_;
   at::Tensor map = at::empty({static_cast<int64_t>(parameters_.size())}, at::kInt);
-  std::copy(used_.begin(), used_.end(), map.mutable_data_ptr<int>());
+  // One number tells both: how often a parameter gets a gradient in a static graph's first round, and whether
+  // it was used at all, which it may have been under no_sync().
+  int* own = map.mutable_data_ptr<int>();
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    own[index] = 2 * uses_[index] + (used_[index] ? 1 : 0);
+  }
   std::vector<at::Tensor> tensors{map};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
@@ -83,6 +89,13 @@ std::vector<bool> Reducer::agree_on_used() {
   group_->allreduce(tensors, options)->wait();
   const int* any = map.const_data_ptr<int>();
   globally_used_.assign(any, any + map.numel());
+  if (!dynamic && std::count(uses_.begin(), uses_.end(), 0) == std::ssize(uses_)) {
+    // A rank without inputs has a shadow round as the first; its own graph will be the others'.
+    for (size_t index = 0; index < uses_.size(); ++index) {
+      uses_[index] = any[index] / 2;
+      if (uses_[index] == 0) unused_.push_back(index);
+    }
+  }
   return globally_used_;
 }
 
@@ -93,18 +106,16 @@ void Reducer::give_gradients_to_unused(const std::vector<bool>& globally_used) {
   auto unused = unused_;
   unused.insert(unused.end(), silent_.begin(), silent_.end());
   for (const size_t index : unused) {
-    const Place place = places_[index];
-    Bucket& bucket = buckets_[place.bucket];
+    const bool sparse = parameters_[index].sparse;
     at::Tensor& gradient = tensors_[index].mutable_grad();
     if (!globally_used.empty() && !globally_used[index]) {
-      if (bucket.sparse) {
-        gradient = before_[index];
-      } else if (before_[index].defined()) {
-        gradient.detach().copy_(before_[index]);
+      if (before_[index].defined()) {
+        put_gradient(index, before_[index]);
+      } else if (sparse) {
+        gradient.reset();
       }
-    } else if (!gradient.defined() && !bucket.sparse) {
-      gradient = options_.gradient_as_bucket_view ? bucket.views[place.position]
-                                                  : slot_tensor(bucket, place.position);
+    } else if (!gradient.defined() && !sparse) {
+      give_slot(index);
       if (reduce_dtype_) gradient = gradient.to(own_dtypes_[index]);
     }
   }
@@ -113,20 +124,26 @@ void Reducer::give_gradients_to_unused(const std::vector<bool>& globally_used) {
 /// Results into the gradients that are not in the bucket.
 void Reducer::give_gradients(Bucket& bucket) {
   at::NoGradGuard no_grad;
-  if (bucket.sparse) {
-    if (bucket.sparse_gradient.defined()) {
-      tensors_[bucket.parameters[0]].mutable_grad() = bucket.sparse_gradient;
-    }
-    return;
+  if (bucket.sparse && bucket.copy_back.empty() && bucket.sparse_gradient.defined()) {
+    tensors_[bucket.parameters[0]].mutable_grad() = bucket.sparse_gradient;
   }
   for (const size_t position : bucket.copy_back) {
-    at::Tensor& gradient = tensors_[bucket.parameters[position]].mutable_grad();
-    if (reduce_dtype_) {
-      gradient = bucket.views[position].to(own_dtypes_[bucket.parameters[position]],
-                                           /*non_blocking=*/false, /*copy=*/true);
-    } else {
-      gradient.detach().copy_(bucket.views[position]);
-    }
+    put_gradient(bucket.parameters[position],
+                 bucket.sparse ? bucket.sparse_gradient : bucket.views[position]);
+  }
+}
+
+/// Gives a parameter's gradient these values. One that is there stays the same tensor, for the user may know
+/// it, unless it has another type than its parameter.
+void Reducer::put_gradient(size_t index, const at::Tensor& values) {
+  at::Tensor& gradient = tensors_[index].mutable_grad();
+  const bool dense = values.layout() == c10::kStrided;
+  if (gradient.defined() && (!reduce_dtype_ || gradient.scalar_type() == own_dtypes_[index])) {
+    // What detach() gives shares a dense tensor's memory, but not a sparse one's number of rows.
+    (dense ? gradient.detach() : gradient).copy_(values);
+  } else {
+    gradient = dense ? values.to(own_dtypes_[index], /*non_blocking=*/false, /*copy=*/true) : values;
+    if (dense) own_storage_[index] = gradient.storage().getWeakStorageImpl();
   }
 }
 

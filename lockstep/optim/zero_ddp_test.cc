@@ -39,16 +39,19 @@ torch::Tensor inputs(int step, int rank) {
 
 const DistributedDataParallelOptions kSmallBuckets{.bucket_cap_mb = 1e-3, .first_bucket_cap_mb = 1e-4};
 
-/// One process that does what `ranks` ranks do; rank r has the first counts[r] inputs.
-std::vector<torch::Tensor> expected_after(const std::vector<int>& counts) {
+/// One process that does what the ranks do; rank r has the first counts[r] inputs. Gradients are divided by
+/// the number of ranks, or by the number of those that still have inputs.
+std::vector<torch::Tensor> expected_after(const std::vector<int>& counts, bool by_initial_world_size = true) {
   auto net = make_net();
   optim::AdamW plain(net->parameters(), optim::AdamWOptions(0.01));
   for (int step = 0; step < *std::max_element(counts.begin(), counts.end()); ++step) {
     plain.zero_grad();
+    const auto training =
+        std::count_if(counts.begin(), counts.end(), [&](int count) { return step < count; });
+    const auto divisor = static_cast<double>(by_initial_world_size ? std::ssize(counts) : training);
     for (size_t rank = 0; rank < counts.size(); ++rank) {
       if (step >= counts[rank]) continue;
-      (net->forward(inputs(step, static_cast<int>(rank))).square().sum() / static_cast<double>(counts.size()))
-          .backward();
+      (net->forward(inputs(step, static_cast<int>(rank))).square().sum() / divisor).backward();
     }
     plain.step();
   }
@@ -97,19 +100,77 @@ TEST(ZeroWithDdp, StepsWithinBackward) {
 TEST(ZeroWithDdp, JoinsBesideTheModel) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    auto net = make_net();
-    DistributedDataParallel<Net> model(net, kSmallBuckets);
+    for (const bool by_initial_world_size : {true, false}) {
+      auto net = make_net();
+      DistributedDataParallel<Net> model(net, kSmallBuckets);
+      ZeroRedundancyOptimizer zero(model.parameters(),
+                                   optimizer_class<optim::AdamW>(optim::AdamWOptions(0.01)));
+      {
+        Join join({&model, &zero}, {.divide_by_initial_world_size = by_initial_world_size});
+        for (int step = 0; step < 3 + 2 * rank; ++step) {
+          zero.zero_grad();
+          model(inputs(step, rank)).square().sum().backward();
+          zero.step();
+        }
+      }
+      expect_equal(net->parameters(), expected_after({3, 5, 7}, by_initial_world_size));
+    }
+  });
+}
+
+TEST(ZeroWithDdp, RanksWithoutInputsLeaveParametersThatNoRankUsesAlone) {
+  struct Partial : torch::nn::Module {
+    Partial() { register_module("used", used), register_module("unused", unused); }
+    torch::Tensor forward(const torch::Tensor& x) { return used(x); }
+    torch::nn::Linear used{2, 1}, unused{2, 2};
+  };
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = std::make_shared<Partial>();
+    DistributedDataParallel<Partial> model(net, {.find_unused_parameters = true});
+    // Rank 0, which is the first without inputs, owns the largest parameter, an unused one.
     ZeroRedundancyOptimizer zero(model.parameters(),
-                                 optimizer_class<optim::AdamW>(optim::AdamWOptions(0.01)));
+                                 optimizer_class<optim::AdamW>(optim::AdamWOptions(0.1).weight_decay(0.5)));
+    const auto weight = net->unused->weight.clone(), bias = net->unused->bias.clone();
     {
       Join join({&model, &zero});
-      for (int step = 0; step < 3 + 2 * rank; ++step) {
+      for (int step = 0; step < 1 + 2 * rank; ++step) {
         zero.zero_grad();
-        model(inputs(step, rank)).square().sum().backward();
+        model(torch::ones({1, 2})).sum().backward();
         zero.step();
       }
     }
-    expect_equal(net->parameters(), expected_after({3, 5, 7}));
+    EXPECT_FALSE(net->unused->weight.grad().defined());
+    EXPECT_TRUE(at::equal(net->unused->weight, weight));
+    EXPECT_TRUE(at::equal(net->unused->bias, bias));
+  });
+}
+
+TEST(ZeroWithDdp, RanksWithoutInputsStepWithTheTrainingRanksAverage) {
+  // Each gradient is 1 and so is its mean over the ranks that train, so each of the three steps takes 1 away.
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    torch::nn::Linear net(1, 1);
+    auto gradients = torch::zeros({2});
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.zero_();
+    }
+    net->weight.mutable_grad() = gradients.narrow(0, 0, 1).view({1, 1});
+    net->bias.mutable_grad() = gradients.narrow(0, 1, 1);
+    DistributedDataParallel model(net);
+    ZeroRedundancyOptimizer zero(net->parameters(), optimizer_class<optim::SGD>(optim::SGDOptions(1.0)));
+    {
+      Join join({&model, &zero}, {.divide_by_initial_world_size = false});
+      for (int step = 0; step < 1 + 2 * rank; ++step) {
+        gradients.zero_();
+        model(torch::ones({1, 1})).sum().backward();
+        zero.step();
+      }
+    }
+    EXPECT_EQ(net->weight.item<float>(), -3);
+    EXPECT_EQ(net->bias.item<float>(), -3);
+    EXPECT_TRUE(at::equal(gradients, torch::ones({2}))) << "also on the rank that only took part";
   });
 }
 

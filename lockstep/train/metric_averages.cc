@@ -32,8 +32,13 @@ Metrics MetricAverages::local() const {
   return means;
 }
 
-Metrics MetricAverages::reduce(const ProcessGroup& group) const {
-  if (!group) return local();
+double MetricAverages::samples(const std::string& name) const {
+  const auto found = sums_.find(name);
+  return found == sums_.end() ? 0 : found->second.samples;
+}
+
+MetricAverages MetricAverages::of_all_ranks(const ProcessGroup& group) const {
+  if (!group) return *this;
   std::vector<std::string> own;
   for (const auto& [name, unused] : sums_) own.push_back(name);
   std::vector<c10::IValue> of_ranks(static_cast<size_t>(get_world_size(group)));
@@ -51,13 +56,17 @@ Metrics MetricAverages::reduce(const ProcessGroup& group) const {
     *next++ = found == sums_.end() ? 0 : found->second.samples;
   }
   all_reduce(sums, ReduceOp::SUM, group);
-  Metrics means;
+  MetricAverages all;
   const auto* sum = sums.const_data_ptr<double>();
   for (const auto& name : names) {
-    means[name] = sum[0] / sum[1];
+    all.sums_[name] = {sum[0], sum[1]};
     sum += 2;
   }
-  return means;
+  return all;
+}
+
+Metrics MetricAverages::reduce(const ProcessGroup& group) const {
+  return of_all_ranks(group).local();
 }
 
 StateDict MetricAverages::state_dict() const {

@@ -20,11 +20,15 @@ class MetricAverages {
   void add(const MetricAverages& other);
   void clear() { sums_.clear(); }
   bool empty() const { return sums_.empty(); }
+  /// This rank's samples of a metric; 0 for one that it does not have.
+  double samples(const std::string& name) const;
 
   /// This rank's means.
   Metrics local() const;
-  /// The means over all ranks' samples, on all ranks the same bits. Ranks may have different names.
-  /// Collective in `group`; without one the same as local().
+  /// What all ranks together hold, on all ranks the same bits. Ranks may have different names. Collective in
+  /// `group`; without one a copy.
+  MetricAverages of_all_ranks(const ProcessGroup& group) const;
+  /// The means over all ranks' samples: of_all_ranks(group).local().
   Metrics reduce(const ProcessGroup& group) const;
 
   /// {NAME: [sum, samples]}

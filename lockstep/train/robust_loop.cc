@@ -157,6 +157,7 @@ void RobustLoop::save_what_is_left() {
     if (!report.can_save) continue;
     if (saver < 0 || report.step > reports[static_cast<size_t>(saver)].step) saver = i;
   }
+  bool saved = true;
   try {
     if (together) {
       trainer_.set_group(agreement_->group);
@@ -164,7 +165,7 @@ void RobustLoop::save_what_is_left() {
     } else if (rank == saver) {
       TORCH_CHECK(dynamic_cast<ZeroRedundancyOptimizer*>(&trainer_.optimizer()) == nullptr,
                   "the optimizer is sharded, and a part of its state is gone");
-      trainer_.save_alone(cause);
+      saved = trainer_.save_alone(cause);
     }
   } catch (...) {
     LOCKSTEP_LOG(kError) << "RobustLoop: no emergency checkpoint: "
@@ -174,8 +175,10 @@ void RobustLoop::save_what_is_left() {
   if (saver < 0 && rank == 0) {
     LOCKSTEP_LOG(kError) << "RobustLoop: no emergency checkpoint: no rank is between two steps of this run";
   } else if (rank == (together ? 0 : saver)) {
-    LOCKSTEP_LOG(kWarning) << "RobustLoop: saved an emergency checkpoint of step " << trainer_.step()
-                           << ", because " << cause;
+    LOCKSTEP_LOG(kWarning) << "RobustLoop: "
+                           << (saved ? "saved an emergency checkpoint of step "
+                                     : "there is a checkpoint by plan of step ")
+                           << trainer_.step() << ", because " << cause;
   }
 }
 

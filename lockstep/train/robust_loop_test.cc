@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/testing/message_of.h>
@@ -339,6 +340,14 @@ TEST(RobustLoop, WorksInOneProcessWithoutAGroup) {
   EXPECT_THAT(find_latest_checkpoint(folder / "exception")->emergency,
               HasSubstr("rank 0 failed after step 4"));
   EXPECT_TRUE(equal(train("exception", 4, -1, 8), expected));
+
+  // A disk that can't be read is no reason to begin at step 0, nor to remove anything.
+  const auto there = list_checkpoints(folder / "exception").size();
+  failpoint::configure("checkpoint.read=errno(5)");
+  EXPECT_THAT(message_of<CheckpointIoError>([&] { train("exception", 4, -1, 8); }),
+              HasSubstr("Input/output error"));
+  failpoint::configure("");
+  EXPECT_EQ(list_checkpoints(folder / "exception").size(), there);
 
   // What can't be loaded is no reason to save what was not trained.
   torch::nn::Linear other(3, 1);

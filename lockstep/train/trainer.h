@@ -22,6 +22,10 @@
 
 namespace lockstep {
 
+/// What a Trainer calls for the loss of a batch of `Batch`.
+template <class Function, class Model, class Batch>
+concept TrainerFunction = std::invocable<Function&, Model&, const Batch&>;
+
 /// A training loop: epochs of steps, validation, learning-rate schedule, log, checkpoints. Everything in it
 /// could be written by hand from the library's public parts, and gives the same weights to the bit.
 ///
@@ -47,12 +51,13 @@ namespace lockstep {
 /// ranks, also where the last batches are smaller on some ranks, or some ranks have fewer batches: before
 /// each step the ranks tell each other what they have (one small all-gather), and one that has run out stands
 /// in with its last batch at weight 0. (That batch counts again in a BatchNorm's running statistics.) With
-/// equal batches each has the weight 1, so nothing is multiplied.
+/// equal batches each has the weight 1, so nothing is multiplied. Batches without a sample are passed over,
+/// in training and in validation.
 ///
-/// Metrics are means over samples of all ranks: "train/NAME" every log_every_n_steps, with "train/lr",
-/// "train/samples_per_second" and, when clipping, "train/grad_norm"; "epoch/NAME" and "validation/NAME" at an
-/// epoch's end. NAME is "loss", or what loss_of has named. Rank 0 alone draws the progress bar and calls the
-/// writers.
+/// Metrics are means over samples of all ranks: "train/NAME" every log_every_n_steps and at the end of
+/// train(), with "train/lr", "train/samples_per_second" and, when clipping, "train/grad_norm"; "epoch/NAME"
+/// and "validation/NAME" at an epoch's end. NAME is "loss", or what loss_of has named. Rank 0 alone draws the
+/// progress bar and calls the writers.
 ///
 /// Not for optimizers that need a closure (LBFGS). Callbacks and metrics: see TrainerCore, TrainerOptions.
 /// Failures are thrown as they come; RobustLoop survives some of them. Used by one thread.
@@ -163,20 +168,28 @@ class Trainer final : public TrainerCore {
   static constexpr bool kSynchronises = requires(Model & model) { model.no_sync(); };
   static constexpr bool kResumes = requires(const Loader& loader) { loader.state_dict(int64_t{1}); };
 
-  /// Goes through a loader. Asks for the next batch only when it is wanted.
+  /// Goes through a loader. Asks for the next batch only when it is wanted. Passes over batches without a
+  /// sample, so that a rank without samples in a step is always one whose loader has ended.
   template <class AnyLoader>
   class BatchesOf {
    public:
-    explicit BatchesOf(AnyLoader& loader) : loader_(loader), iterator_(loader.begin()) {}
+    /// Counts in `taken` the batches that it takes from the loader, with those that it passes over.
+    explicit BatchesOf(AnyLoader& loader, int64_t* taken = nullptr)
+        : loader_(loader), iterator_(loader.begin()), taken_(taken) {}
+    /// Null at the end.
     auto* next() {
-      if (std::exchange(begun_, true) && !ended_) ++iterator_;
-      ended_ = ended_ || iterator_ == loader_.end();
+      do {
+        if (std::exchange(begun_, true) && !ended_) ++iterator_;
+        ended_ = ended_ || iterator_ == loader_.end();
+        if (!ended_ && taken_ != nullptr) ++*taken_;
+      } while (!ended_ && BatchAccess<typename AnyLoader::Batch>::samples(*iterator_) == 0);
       return ended_ ? nullptr : &*iterator_;
     }
 
    private:
     AnyLoader& loader_;
     decltype(std::declval<AnyLoader&>().begin()) iterator_;
+    int64_t* taken_;
     bool begun_ = false;
     bool ended_ = false;
   };
@@ -195,7 +208,7 @@ class Trainer final : public TrainerCore {
     std::optional<StepPlan> plan;
     {
       std::optional<Batches> batches;
-      if (!loader_ended_) batches.emplace(loader_);
+      if (!loader_ended_) batches.emplace(loader_, &unseen_batches_);
       do {
         plan = train_step(batches);
       } while (plan->samples > 0 && !plan->stop && !out_of_steps());
@@ -242,11 +255,10 @@ class Trainer final : public TrainerCore {
   /// The step's batches; without any the last step's stay, to stand in with.
   bool fetch(std::optional<Batches>& batches) {
     std::vector<Batch> next;
-    while (static_cast<int64_t>(next.size()) < options_.accumulate_grad_batches) {
-      Batch* batch = loader_ended_ ? nullptr : batches->next();
+    while (static_cast<int64_t>(next.size()) < options_.accumulate_grad_batches && !loader_ended_) {
+      Batch* batch = batches->next();
       loader_ended_ = batch == nullptr;
       if (loader_ended_) break;
-      ++unseen_batches_;
       if constexpr (kResumes) {
         next.push_back(std::move(*batch));  // a loader's batch is nobody else's
       } else {
@@ -257,6 +269,7 @@ class Trainer final : public TrainerCore {
       held_ = std::move(next);
       return true;
     }
+    unseen_batches_ = 0;  // those behind the last sample need not come again
     if (held_.empty()) borrow_batch(batches);
     return false;
   }
@@ -348,15 +361,24 @@ class Trainer final : public TrainerCore {
 
   template <class Function, class AnyModel, class AnyBatch>
   StepOutput compute(Function& function, AnyModel& model, const AnyBatch& batch) const {
-    std::optional<Autocast> scope;
-    if (options_.autocast_dtype) {
-      scope.emplace(options_.device->type(), AutocastOptions{.dtype = options_.autocast_dtype});
-    }
-    auto output = function(model, batch);
-    if constexpr (std::convertible_to<decltype(output), at::Tensor>) {
-      return {.loss = std::move(output)};
+    constexpr bool kFits = TrainerFunction<Function, AnyModel, AnyBatch>;
+    static_assert(kFits,
+                  "Trainer: loss_of can't be called with this model and a const batch. It gets the model in "
+                  "training, what a DistributedDataParallel wraps in validation; a generic lambda takes "
+                  "both: [](auto& model, const auto& batch)");
+    if constexpr (!kFits) {
+      return {};  // so that there is no other error
     } else {
-      return output;
+      std::optional<Autocast> scope;
+      if (options_.autocast_dtype) {
+        scope.emplace(options_.device->type(), AutocastOptions{.dtype = options_.autocast_dtype});
+      }
+      auto output = function(model, batch);
+      if constexpr (std::convertible_to<decltype(output), at::Tensor>) {
+        return {.loss = std::move(output)};
+      } else {
+        return output;
+      }
     }
   }
 

@@ -88,7 +88,9 @@ struct TrainerCore::SharedPart {
                     {"position", core.position_},
                     {"epoch_trained", core.epoch_trained_},
                     {"max_micro_batch", core.max_micro_batch_},
-                    {"metrics", to_object(core.metrics_)}};
+                    {"metrics", to_object(core.metrics_)},
+                    {"averages", to_object(core.shared_averages_.state_dict())},
+                    {"averages_step", core.shared_step_}};
     if (core.early_stopping_) state["early_stopping"] = to_object(core.early_stopping_->state_dict());
     return state;
   }
@@ -99,6 +101,12 @@ struct TrainerCore::SharedPart {
     core.epoch_trained_ = state_value<bool>(state, "epoch_trained", kOwner);
     core.max_micro_batch_ = state_value<int64_t>(state, "max_micro_batch", kOwner);
     core.metrics_ = state_value<Metrics>(state, "metrics", kOwner);
+    core.shared_averages_.clear();
+    core.shared_step_ = -1;
+    if (state.count("averages_step") != 0) {  // older checkpoints have none
+      core.shared_step_ = state_value<int64_t>(state, "averages_step", kOwner);
+      core.shared_averages_.load_state_dict(state_value<StateDict>(state, "averages", kOwner));
+    }
     if (core.early_stopping_ && state.count("early_stopping") != 0) {
       core.early_stopping_->load_state_dict(state_value<StateDict>(state, "early_stopping", kOwner));
     }
@@ -188,12 +196,21 @@ CheckpointInfo TrainerCore::info(const std::string& emergency) const {
 
 void TrainerCore::save(const std::string& emergency) {
   if (!checkpoints_) return;
+  share_averages(epoch_averages_.of_all_ranks(group_));
   checkpoints_->save(training_state_, info(emergency));
   checkpoints_->wait();
 }
 
-void TrainerCore::save_alone(const std::string& emergency) {
-  if (checkpoints_) checkpoints_->save_alone(training_state_, info(emergency));
+bool TrainerCore::save_alone(const std::string& emergency) {
+  if (!checkpoints_) return false;
+  share_averages(epoch_averages_);
+  return checkpoints_->save_alone(training_state_, info(emergency));
+}
+
+/// What the next checkpoint holds of the epoch's metrics.
+void TrainerCore::share_averages(MetricAverages averages) {
+  shared_averages_ = std::move(averages);
+  shared_step_ = step_;
 }
 
 std::optional<CheckpointInfo> TrainerCore::restore() {
@@ -204,7 +221,9 @@ std::optional<CheckpointInfo> TrainerCore::restore() {
   auto loaded = checkpoints_->restore(training_state_);
   if (!loaded) return {};
   applying_ = false;
+  begin_window();
   saved_ = {step_, epoch_};
+  if (!loader_restored_) epoch_averages_.clear();  // what was trained here before
   const bool in_epoch = position_ > 0 && !epoch_trained_;
   // All ranks go on in the same way: of one that survived alone, only it has its own place.
   const bool has_place = loader_restored_ && !loader_state(0).empty();
@@ -213,6 +232,7 @@ std::optional<CheckpointInfo> TrainerCore::restore() {
     loader_ended_ = false;
     if (!fresh.empty()) load_loader(fresh);
     goes_on = on_all(start_loader_at(position_));
+    if (goes_on) resume_averages();
   }
   if (!goes_on) {
     if (!fresh.empty()) load_loader(fresh);
@@ -230,6 +250,20 @@ std::optional<CheckpointInfo> TrainerCore::restore() {
                         << (loaded->emergency.empty() ? "" : ", saved because " + loaded->emergency);
   }
   return loaded;
+}
+
+/// The epoch goes on with other ranks than it was begun by: rank 0 takes over the sums of them all. A
+/// checkpoint that the user has saved from state() may have those of an earlier step.
+void TrainerCore::resume_averages() {
+  epoch_averages_.clear();
+  if (rank() != 0) return;
+  if (shared_step_ == step_) epoch_averages_ = shared_averages_;
+  const auto missing = position_ - std::llround(epoch_averages_.samples("loss"));
+  if (missing <= 0) return;
+  LOCKSTEP_LOG(kWarning) << "Trainer: epoch/… metrics of epoch " << epoch_ + 1 << " leave out " << missing
+                         << " of the " << position_
+                         << " samples that were seen before; the checkpoint does not have their sums, which "
+                            "Trainer::save() and saves by plan put there";
 }
 
 void TrainerCore::set_group(const ProcessGroup& group) {
@@ -258,6 +292,11 @@ void TrainerCore::begin_training() {
 
 void TrainerCore::end_training(std::string_view status) {
   bar_.reset();
+  if (status == "failed") {
+    begin_window();  // ranks may have done unequally many steps
+  } else if (window_samples_ > 0) {
+    log_window();  // the steps since its last line
+  }
   if (checkpoints_ && status == "finished") {
     const auto& plan = *options_.checkpoint;
     const bool planned =
@@ -283,6 +322,7 @@ void TrainerCore::finalize_writers() {
 }
 
 void TrainerCore::save_by_plan(CheckpointInfo about) {
+  share_averages(epoch_averages_.of_all_ranks(group_));
   checkpoints_->save(training_state_, std::move(about));
   saved_ = {step_, epoch_};
 }
@@ -330,7 +370,7 @@ TrainerCore::StepPlan TrainerCore::agree(const StepNote& mine) {
   }
   if (plan.stop) stop_requested_ = false;
   TORCH_CHECK_VALUE(plan.stop || plan.samples == 0 || helpless.empty(), "Trainer: ", name_ranks(helpless),
-                    " got no batch in epoch ", epoch_ + 1,
+                    " got no sample in epoch ", epoch_ + 1,
                     ", and had none before, while others have some; deal out the samples evenly "
                     "(data::DistributedSampler), or take a smaller batch_size");
   return plan;
@@ -351,9 +391,10 @@ void TrainerCore::note(const StepOutput& output, int64_t samples) {
 }
 
 void TrainerCore::apply_gradients(const StepPlan& plan) {
-  std::optional<double> norm;
   if (options_.clip_grad_norm || options_.clip_grad_value) scaler_.unscale_(optimizer_);
-  if (options_.clip_grad_norm) norm = clip_grad_norm_(parameters_, *options_.clip_grad_norm).item<double>();
+  if (options_.clip_grad_norm) {
+    grad_norm_ = clip_grad_norm_(parameters_, *options_.clip_grad_norm).item<double>();
+  }
   if (options_.clip_grad_value) clip_grad_value_(parameters_, *options_.clip_grad_value);
   if (checkpoints_) checkpoints_->finish_copy();  // with copy_later parameters are copied until now
   applying_ = true;
@@ -370,7 +411,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   window_.add(step_averages_);
   window_samples_ += static_cast<double>(plan.samples);
   show_step(plan);
-  if (step_ % options_.log_every_n_steps == 0) log_window(norm);
+  if (step_ % options_.log_every_n_steps == 0) log_window();
   call(&TrainerCallbacks::after_step);
   if (checkpoints_ && checkpoints_->should_save(step_)) save_by_plan(info({}));
 }
@@ -448,17 +489,22 @@ double TrainerCore::learning_rate() const {
   return optimizer_.param_groups().front().options().get_lr();
 }
 
-void TrainerCore::log_window(const std::optional<double>& grad_norm) {
-  Metrics metrics;
-  for (const auto& [name, value] : window_.reduce(group_)) metrics["train/" + name] = value;
-  const auto now = std::chrono::steady_clock::now();
-  const double seconds = std::chrono::duration<double>(now - window_begin_).count();
-  metrics["train/samples_per_second"] = window_samples_ / seconds;
-  metrics["train/lr"] = learning_rate();
-  if (grad_norm) metrics["train/grad_norm"] = *grad_norm;
+/// The log's next line counts from here.
+void TrainerCore::begin_window() {
   window_.clear();
   window_samples_ = 0;
-  window_begin_ = now;
+  grad_norm_.reset();
+  window_begin_ = std::chrono::steady_clock::now();
+}
+
+void TrainerCore::log_window() {
+  Metrics metrics;
+  for (const auto& [name, value] : window_.reduce(group_)) metrics["train/" + name] = value;
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - window_begin_;
+  metrics["train/samples_per_second"] = window_samples_ / seconds.count();
+  metrics["train/lr"] = learning_rate();
+  if (grad_norm_) metrics["train/grad_norm"] = *grad_norm_;
+  begin_window();
   for (const auto& [name, value] : metrics) metrics_[name] = value;
   log(metrics);
 }

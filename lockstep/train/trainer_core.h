@@ -54,13 +54,16 @@ class TrainerCore {
   /// Goes on from the latest good checkpoint, if there is one; before train(). Collective. Written by as many
   /// ranks as there are now: exactly where it was, in the middle of an epoch too. By another number: exactly
   /// at the begin of an epoch; in the middle of one with the samples that nobody has seen yet, if the
-  /// loader's sampler can do that (DistributedSampler), else the epoch begins again, and the log says so.
+  /// loader's sampler can do that (DistributedSampler), else the epoch begins again, and the log says so. The
+  /// epoch's metrics are those of all its samples; where the checkpoint has left some out, as those of
+  /// save_alone() do, and the user's own of state(), the log says so.
   std::optional<CheckpointInfo> restore();
   /// Saves now, whatever the plan says, and returns when it is on the disk. Collective. Does nothing without
   /// options().checkpoint.
   void save(const std::string& emergency = {});
-  /// The same by this rank alone, without any communication.
-  void save_alone(const std::string& emergency);
+  /// The same by this rank alone, without any communication. False when nothing was written, for the
+  /// checkpoint by plan of this step is there, which is complete.
+  bool save_alone(const std::string& emergency);
 
   /// train() is to return, on all ranks, before the next step; any rank may say so.
   void stop() { stop_requested_ = true; }
@@ -156,10 +159,13 @@ class TrainerCore {
 
   void step_scheduler();
   void show_step(const StepPlan& plan);
-  void log_window(const std::optional<double>& grad_norm);
+  void begin_window();
+  void log_window();
   void log(const Metrics& metrics);
   bool on_all(bool mine) const;
   void save_by_plan(CheckpointInfo about);
+  void share_averages(MetricAverages averages);
+  void resume_averages();
   double learning_rate() const;
   CheckpointInfo info(const std::string& emergency) const;
 
@@ -177,8 +183,11 @@ class TrainerCore {
   int64_t position_ = 0;  // samples of this epoch that all ranks together have seen
   double step_loss_ = 0;
   MetricAverages step_averages_, epoch_averages_;
-  MetricAverages window_;  // since the last line of the log
-  double window_samples_ = 0;
+  MetricAverages shared_averages_;   // epoch_averages_ of all ranks, as saved or loaded with the shared part
+  int64_t shared_step_ = -1;         // behind which they were taken; -1: never
+  MetricAverages window_;            // since the last line of the log
+  double window_samples_ = 0;        // of all ranks, since then
+  std::optional<double> grad_norm_;  // of the last step, when it was clipped
   std::chrono::steady_clock::time_point window_begin_ = std::chrono::steady_clock::now();
   std::optional<std::pair<int64_t, int64_t>> saved_;  // the step and epoch of the last checkpoint
   std::string end_status_;                            // for the writers, which have not been told

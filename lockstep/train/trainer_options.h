@@ -71,8 +71,8 @@ struct TrainerOptions {
 
   std::vector<std::shared_ptr<MetricsWriter>> writers = {};  ///< called on rank 0 only
   Hyperparameters hyperparameters = {};                      ///< for the writers
-  int64_t log_every_n_steps = 50;
-  bool progress_bar = true;  ///< on rank 0's standard error
+  int64_t log_every_n_steps = 50;  ///< and once more when train() ends, unless it throws
+  bool progress_bar = true;        ///< on rank 0's standard error
   std::vector<TrainerCallbacks> callbacks = {};
 
   ProcessGroup process_group = {};  ///< the model's; empty: the default group, or one process without

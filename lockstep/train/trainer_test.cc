@@ -5,6 +5,9 @@
 #include <gmock/gmock.h>
 #include <map>
 #include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -123,6 +126,12 @@ TEST(Trainer, GivesTheWeightsOfALoopWrittenByHand) {
   });
 }
 
+using Wrapped = DistributedDataParallel<SmallNet>;
+using LossOfTheModule = torch::Tensor (*)(SmallNet&, const Example&);
+static_assert(TrainerFunction<decltype(loss_of), Wrapped, Example>);
+static_assert(TrainerFunction<LossOfTheModule, SmallNet, Example>);
+static_assert(!TrainerFunction<LossOfTheModule, Wrapped, Example>);
+
 /// What one process would compute on the same samples: step s has batch s of every rank.
 TEST(Trainer, UnevenRanksTakeTheStepsOfTheWholeBatch) {
   testing::run_ranks(3, [](int) {
@@ -165,7 +174,119 @@ TEST(Trainer, UnevenRanksTakeTheStepsOfTheWholeBatch) {
     Loader loader(Points{2}, {.sampler = &sampler});
     Trainer trainer(model, optimizer, loader, loss_of, {.progress_bar = false});
     EXPECT_THAT(message_of<c10::Error>([&] { trainer.train(); }),
-                HasSubstr("rank 2 got no batch in epoch 1"));
+                HasSubstr("rank 2 got no sample in epoch 1"));
+  });
+}
+
+/// Points but for some, so that batches may have fewer samples than indices, and none.
+struct Gaps {
+  Points points;
+  std::set<int64_t> left_out;
+  int64_t size() const { return points.size(); }
+  Example get_batch(std::span<const int64_t> indices) const {
+    std::vector<int64_t> kept;
+    for (const int64_t index : indices) {
+      if (left_out.count(index) == 0) kept.push_back(index);
+    }
+    return points.get_batch(kept);
+  }
+};
+
+const auto loss_and_index = [](auto& model, const Example& batch) {
+  return StepOutput{.loss = loss_of(model, batch),
+                    .metrics = {{"index", batch.data.select(1, 0).mean().item<double>()}}};
+};
+
+/// On two ranks of six batches each: rank 0 has 0 and 2, 4 and 6, …, rank 1 has 1 and 3, 5 and 7, …
+struct JobWithGaps {
+  static constexpr int64_t kCount = 24;
+  JobWithGaps(const CheckpointManagerOptions& checkpoint, const std::set<int64_t>& left_out,
+              int64_t accumulate, int64_t stop_after)
+      : loader(Gaps{{kCount}, left_out}, {.batch_size = 2, .sampler = &sampler, .num_workers = 1}),
+        validation(Gaps{{kCount}, left_out}, {.batch_size = 2, .sampler = &share}),
+        trainer(model, optimizer, loader, loss_and_index,
+                {.max_epochs = 2,
+                 .accumulate_grad_batches = accumulate,
+                 .checkpoint = checkpoint,
+                 .progress_bar = false,
+                 .callbacks = {{.after_step = [stop_after](TrainerCore& core) {
+                   if (core.step() == stop_after) core.stop();
+                 }}}}) {
+    trainer.validate_on(validation);
+    double sum = 0;
+    for (int64_t i = 0; i < kCount; ++i) sum += left_out.count(i) == 0 ? static_cast<double>(i) : 0.0;
+    mean_index = sum / static_cast<double>(kCount - static_cast<int64_t>(left_out.size()));
+  }
+  void expect_all_samples_seen() const {
+    EXPECT_NEAR(trainer.metrics().at("epoch/index"), mean_index, 1e-12);
+    EXPECT_NEAR(trainer.metrics().at("validation/index"), mean_index, 1e-12);
+  }
+
+  DistributedDataParallel<SmallNet> model{std::make_shared<SmallNet>()};
+  torch::optim::SGD optimizer{model.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9)};
+  DistributedSampler sampler{kCount, {.shuffle = false}};
+  data::DataLoader<Gaps> loader;
+  DistributedEvalSampler share{kCount};
+  data::DataLoader<Gaps> validation;
+  Trainer<DistributedDataParallel<SmallNet>, data::DataLoader<Gaps>,
+          std::remove_const_t<decltype(loss_and_index)>>
+      trainer;
+  double mean_index = 0;
+};
+
+TEST(Trainer, BatchesWithoutSamplesArePassedOver) {
+  const TestFolder folder("gaps");
+  testing::run_ranks(2, [&](int) {
+    auto world = init_process_group();
+    struct Case {
+      const char* name;
+      std::set<int64_t> left_out;
+      int64_t steps;
+    };
+    for (const Case& gaps : {Case{"both ranks' third", {8, 9, 10, 11}, 5}, Case{"rank 1's third", {9, 11}, 6},
+                             Case{"rank 0's first", {0, 2}, 6}, Case{"both ranks' last", {20, 21, 22, 23}, 5},
+                             Case{"three of rank 0", {4, 6, 8, 10, 12, 14}, 6}}) {
+      SCOPED_TRACE(gaps.name);
+      JobWithGaps job({.directory = folder / "none"}, gaps.left_out, /*accumulate=*/1, /*stop_after=*/-1);
+      job.trainer.train();
+      EXPECT_EQ(job.trainer.step(), 2 * gaps.steps);
+      job.expect_all_samples_seen();
+    }
+    JobWithGaps none({.directory = folder / "none"}, {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23}, 1, -1);
+    EXPECT_THAT(message_of<c10::Error>([&] { none.trainer.train(); }),
+                HasSubstr("rank 1 got no sample in epoch 1"));
+  });
+}
+
+TEST(Trainer, BatchesWithoutSamplesArePassedOverAfterAResumeToo) {
+  const TestFolder folder("gaps-resume");
+  testing::run_ranks(2, [&](int) {
+    auto world = init_process_group();
+    const std::set<int64_t> left_out = {8, 9, 10, 11, 13, 15};  // rank 1 has a batch less
+    JobWithGaps reference({.directory = folder / "reference"}, left_out, /*accumulate=*/2,
+                          /*stop_after=*/-1);
+    reference.trainer.train();
+    EXPECT_EQ(reference.trainer.step(), 6);
+    reference.expect_all_samples_seen();
+    for (const int64_t stop_after : {1, 2, 4}) {
+      const auto name = std::to_string(stop_after);
+      const auto go_on = [&](JobWithGaps& job) {
+        job.trainer.train();
+        EXPECT_EQ(job.trainer.step(), 6);
+        job.expect_all_samples_seen();
+        EXPECT_TRUE(equal(job.model.parameters(), reference.model.parameters())) << name;
+      };
+      {
+        JobWithGaps stopped({.directory = folder / name}, left_out, 2, stop_after);
+        stopped.trainer.train();
+        EXPECT_EQ(stopped.trainer.step(), stop_after);
+        stopped.trainer.save();
+        go_on(stopped);  // in the same process
+      }
+      JobWithGaps resumed({.directory = folder / name}, left_out, 2, -1);
+      ASSERT_TRUE(resumed.trainer.restore().has_value());
+      go_on(resumed);
+    }
   });
 }
 
@@ -276,6 +397,68 @@ TEST(Trainer, CallsBackInOrderAndWritesOnRankZeroAlone) {
     EXPECT_DOUBLE_EQ(notes->logged["epoch/lr"].back().second, 0.05)
         << "that with which the epoch was trained";
   });
+}
+
+TEST(Trainer, StepsBehindTheLogsLastLineAreLoggedAtTheEnd) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    using Steps = std::vector<int64_t>;
+    const auto train = [&](int64_t log_every, int64_t stop_after, const Steps& expected) {
+      DistributedDataParallel model(std::make_shared<SmallNet>());
+      torch::optim::SGD optimizer(model.parameters(), 0.1);
+      DistributedSampler sampler(10);
+      Loader loader(Points{10}, {.sampler = &sampler});
+      auto notes = std::make_shared<Notes>();
+      Trainer trainer(model, optimizer, loader, loss_of,
+                      {.clip_grad_norm = 1.0,
+                       .writers = {notes},
+                       .log_every_n_steps = log_every,
+                       .progress_bar = false,
+                       .callbacks = {{.after_step = [&](TrainerCore& core) {
+                         if (core.step() == stop_after) core.stop();
+                       }}}});
+      trainer.train();
+      if (trainer.stopped()) trainer.train();
+      if (log_every > 5 && stop_after < 0) {
+        EXPECT_DOUBLE_EQ(trainer.metrics().at("train/loss"), trainer.metrics().at("epoch/loss"));
+      }
+      if (rank != 0) return;
+      for (const char* name : {"train/loss", "train/lr", "train/grad_norm", "train/samples_per_second"}) {
+        Steps steps;
+        for (const auto& [step, unused] : notes->logged[name]) steps.push_back(step);
+        EXPECT_EQ(steps, expected) << name;
+      }
+    };
+    constexpr int64_t kNever = -1;
+    train(/*log_every=*/50, kNever, {5});
+    train(/*log_every=*/2, kNever, {2, 4, 5});
+    train(/*log_every=*/5, kNever, {5});
+    train(/*log_every=*/50, /*stop_after=*/3, {3, 5});
+  });
+}
+
+TEST(Trainer, TheLogsFirstLineAfterAResumeCountsFromThere) {
+  const TestFolder folder("failed-window");
+  SmallNet net;
+  torch::optim::SGD optimizer(net.parameters(), 0.1);
+  Loader loader(Points{10}, {.batch_size = 2});
+  std::vector<double> losses;
+  bool fails = true;
+  Trainer trainer(
+      net, optimizer, loader, loss_of,
+      {.max_epochs = 1,
+       .checkpoint = CheckpointManagerOptions{.directory = folder / "checkpoints", .every_steps = 2},
+       .progress_bar = false,
+       .callbacks = {{.after_step = [&](TrainerCore& core) {
+         losses.push_back(core.step_loss());
+         if (core.step() == 4 && std::exchange(fails, false)) throw std::runtime_error("mine");
+       }}}});
+  EXPECT_THROW(trainer.train(), std::runtime_error);
+  ASSERT_EQ(trainer.restore()->step, 2);
+  losses.clear();
+  trainer.train();
+  ASSERT_EQ(losses.size(), 3U);
+  EXPECT_NEAR(trainer.metrics().at("train/loss"), (losses[0] + losses[1] + losses[2]) / 3, 1e-12);
 }
 
 TEST(Trainer, EpochsWithoutValidationSayNothingAboutIt) {
@@ -394,9 +577,16 @@ struct Job {
   Trainer<DistributedDataParallel<SmallNet>, Loader, LossAndNote> trainer;
 };
 
+/// Without those that depend on where the log's windows begin, and on the clock.
+Metrics lasting_metrics(const TrainerCore& core) {
+  Metrics metrics = core.metrics();
+  std::erase_if(metrics, [](const auto& metric) { return metric.first.starts_with("train/"); });
+  return metrics;
+}
+
 void expect_same_ending(Job& job, Job& reference) {
   EXPECT_EQ(job.trainer.step(), reference.trainer.step());
-  EXPECT_EQ(job.trainer.metrics(), reference.trainer.metrics());
+  EXPECT_EQ(lasting_metrics(job.trainer), lasting_metrics(reference.trainer));
   EXPECT_TRUE(equal(job.model.parameters(), reference.model.parameters()));
   EXPECT_EQ(job.schedule.get_last_lr(), reference.schedule.get_last_lr());
 }
@@ -535,6 +725,51 @@ TEST(Trainer, AnotherNumberOfRanksSeesTheRestOfTheEpoch) {
       read_ids({part("before", 0), part("before", 1), part("after", 0), part("after", 1), part("after", 2)});
   EXPECT_EQ(ids.size(), 26U);
   EXPECT_EQ(std::set<int64_t>(ids.begin(), ids.end()).size(), 26U);
+}
+
+TEST(Trainer, EpochMetricsGoOnOnAnotherNumberOfRanks) {
+  const TestFolder folder("epoch-metrics");
+  testing::run_ranks(2, [&](int rank) {
+    auto world = init_process_group();
+    const auto train_two_steps = [&](const CheckpointManagerOptions& checkpoint) {
+      auto job = std::make_unique<JobWithGaps>(checkpoint, std::set<int64_t>{}, /*accumulate=*/1,
+                                               /*stop_after=*/2);
+      job->trainer.train();  // samples 0 to 7
+      return job;
+    };
+    train_two_steps({.directory = folder / "by-plan", .every_steps = 2});
+    train_two_steps({.directory = folder / "at-once"})->trainer.save();
+    auto survivor = train_two_steps({.directory = folder / "alone"});
+    if (rank == 0) survivor->trainer.save_alone("rank 1 is gone");
+    barrier();
+    JobWithGaps users({.directory = folder / "first-step"}, {}, /*accumulate=*/1, /*stop_after=*/1);
+    users.trainer.train();
+    users.trainer.save();
+    users.trainer.interrupted = [&users] { return users.trainer.step() == 2; };
+    users.trainer.train();
+    CheckpointManager manager({.directory = folder / "by-user"});
+    manager.save(users.trainer.state(), {.step = 2});
+    manager.wait();
+  });
+  for (const int ranks : {1, 4}) {
+    testing::run_ranks(ranks, [&](int) {
+      auto world = init_process_group();
+      for (const std::string name : {"by-plan", "at-once", "alone", "by-user"}) {
+        SCOPED_TRACE(name);
+        JobWithGaps job({.directory = folder / name}, {}, /*accumulate=*/1, /*stop_after=*/-1);
+        ASSERT_EQ(job.trainer.restore()->world_size, 2);
+        EXPECT_EQ(job.trainer.step(), 2);
+        job.trainer.train_epoch();
+        if (name == "alone") {  // of the first 8 samples rank 0 had 0, 2, 4 and 6
+          EXPECT_NEAR(job.trainer.metrics().at("epoch/index"), 260.0 / 20, 1e-12);
+        } else if (name == "by-user") {  // its sums are an earlier step's, and dropped
+          EXPECT_NEAR(job.trainer.metrics().at("epoch/index"), 248.0 / 16, 1e-12);
+        } else {
+          job.expect_all_samples_seen();
+        }
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ torch::Tensor backward(const Dictionary& job, Model& model, int64_t step, int ra
   torch::Tensor loss;
   for (int64_t index = step * count; index < (step + 1) * count; ++index) {
     std::optional<Model::NoSync> guard;
-    if (index + 1 < (step + 1) * count) guard.emplace(model.core());
+    if (index + 1 < (step + 1) * count) guard = model.no_sync();
     loss = loss_of(job, model, inputs[index].narrow(0, rank * batch, batch),
                    targets[index].narrow(0, rank * batch, batch),
                    job.tensor("branches")[index][rank].item<int64_t>());
