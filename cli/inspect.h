@@ -7,4 +7,7 @@ namespace lockstep::cli {
 /// Adds `lockstep inspect` to the program. `status` becomes its exit status when it was chosen.
 void add_inspect(CLI::App& program, int& status);
 
+/// Adds `checkpoint` to `lockstep inspect`.
+void add_inspect_checkpoint(CLI::App& inspect, int& status);
+
 }  // namespace lockstep::cli

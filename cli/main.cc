@@ -1,12 +1,17 @@
 // The `lockstep` program. Each subcommand stands in a file of its own and only translates its flags.
+#include <algorithm>
+#include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <string>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
 #include "bench.h"
 #include "doctor.h"
+#include "help.h"
 #include "inspect.h"
 #include "run.h"
 
@@ -14,19 +19,25 @@ namespace {
 
 constexpr int kUsageError = 2;
 
+/// The command of the Python package (python/_lockstep_command.py) puts torch's libraries into
+/// LD_LIBRARY_PATH, for this program alone.
+void restore_library_path() {
+  constexpr const char* kFormer = "LOCKSTEP_FORMER_LD_LIBRARY_PATH";
+  const char* former = std::getenv(kFormer);
+  if (former == nullptr) return;
+  if (*former == '\0') {
+    ::unsetenv("LD_LIBRARY_PATH");
+  } else {
+    ::setenv("LD_LIBRARY_PATH", former, 1);
+  }
+  ::unsetenv(kFormer);
+}
+
 int report(const CLI::App& program, const std::string& message) {
   const auto chosen = program.get_subcommands();
   const std::string name = chosen.empty() ? "lockstep" : "lockstep " + chosen.front()->get_name();
   std::cerr << name << ": error: " << message << "\nTry: " << name << " --help\n";
   return kUsageError;
-}
-
-std::string command_names(const CLI::App& program) {
-  std::string names;
-  for (const CLI::App* command : program.get_subcommands([](const CLI::App*) { return true; })) {
-    names += (names.empty() ? "" : ", ") + command->get_name();
-  }
-  return names;
 }
 
 }  // namespace
@@ -36,18 +47,26 @@ int main(int argc, char** argv) {
                    "lockstep");
   program.set_version_flag("--version", "lockstep " LOCKSTEP_VERSION);
   program.footer("\nlockstep COMMAND --help says more about each command.");
+  program.require_subcommand(0, 1);  // `lockstep run bench` runs a program of that name
   int status = 0;
   lockstep::cli::add_run(program, status);
   lockstep::cli::add_bench(program, status);
   lockstep::cli::add_inspect(program, status);
   lockstep::cli::add_doctor(program, status);
+  lockstep::cli::add_help(program);
 
   if (argc < 2) {
     std::cout << program.help();
     return kUsageError;
   }
   try {
-    program.parse(argc, argv);
+    std::vector<std::string> words(argv + 1, argv + argc);
+    if (words.front() == "run") {
+      words = lockstep::cli::run_words(program, words);
+      restore_library_path();  // bench and doctor start this program again, which needs the libraries
+    }
+    std::reverse(words.begin(), words.end());  // as CLI11 takes them
+    program.parse(std::move(words));
     if (program.get_subcommands().empty()) throw CLI::RequiredError("a command");
     return status;
   } catch (const CLI::Success& help_or_version) {
@@ -55,8 +74,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     const std::string first = argv[1];
     if (program.get_subcommands().empty() && !first.starts_with('-')) {
-      return report(program,
-                    "there is no command '" + first + "'; the commands are: " + command_names(program));
+      return report(program, "there is no command '" + first +
+                                 "'; the commands are: " + lockstep::cli::command_names(program));
     }
     return report(program, error.what());
   } catch (const c10::ValueError& error) {

@@ -1,8 +1,11 @@
 #include "run.h"
 
 #include <chrono>
+#include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
@@ -17,6 +20,7 @@ Examples:
   lockstep run --nproc-per-node 2 ./train --epochs 5    two processes on this machine
   lockstep run --nproc-per-node auto ./train            one for each GPU, or else for each core
   lockstep run --nproc-per-node 2 python train.py       any program that reads torchrun's environment
+  lockstep run -n 2 -- ./train                          the same option as mpirun has it
 
 Options for lockstep run stand before PROGRAM; everything behind it belongs to the program.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the rest of torchrun's
@@ -30,8 +34,16 @@ class RunFormatter : public CLI::Formatter {
   }
 };
 
+/// "1", or "1:1" (torchrun's from:to); an error message for any other.
+std::string check_one_host(const std::string& nnodes) {
+  if (nnodes == "1" || nnodes == "1:1") return {};
+  return "it is '" + nnodes + "', and lockstep run starts processes on this host alone; it takes 1";
+}
+
 struct RunArguments {
   std::string nproc_per_node = "1";
+  std::string nnodes = "1";
+  bool standalone = false;  // it always is
   uint16_t master_port = 0;
   bool no_prefix = false;
   double grace_period = 30;
@@ -57,7 +69,7 @@ void add_run(CLI::App& program, int& status) {
   run->formatter(std::make_shared<RunFormatter>());
   run->footer(kRunExamples);
   run->prefix_command();  // parsing stops at PROGRAM
-  run->add_option("--nproc-per-node,--nproc_per_node", arguments->nproc_per_node,
+  run->add_option("--nproc-per-node,--nproc_per_node,-n,--np", arguments->nproc_per_node,
                   "Processes to start: a number, auto, cpu or gpu")
       ->envname("PET_NPROC_PER_NODE")
       ->type_name("N")
@@ -75,6 +87,11 @@ void add_run(CLI::App& program, int& status) {
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
+  run->add_option("--nnodes", arguments->nnodes, "Hosts: 1, taken for torchrun's sake")
+      ->type_name("N")
+      ->check(check_one_host)
+      ->capture_default_str();
+  run->add_flag("--standalone", arguments->standalone, "One host with a store of its own: always so");
   run->callback([run, arguments, &status] {
     const std::vector<std::string> command = run->remaining();
     if (command.empty()) throw CLI::RequiredError("PROGRAM");
@@ -83,6 +100,20 @@ void add_run(CLI::App& program, int& status) {
     }
     status = launch::run(options_from(*arguments, command));
   });
+}
+
+std::vector<std::string> run_words(const CLI::App& program, std::vector<std::string> words) {
+  const CLI::App* run = program.get_subcommand("run");
+  for (size_t i = 1; i < words.size() && words[i].starts_with('-'); ++i) {
+    if (words[i] == "--") {
+      words.erase(words.begin() + static_cast<std::ptrdiff_t>(i));
+      break;
+    }
+    if (words[i] == "-np") words[i] = "--np";
+    const CLI::Option* option = run->get_option_no_throw(words[i]);
+    if (option != nullptr && option->get_items_expected_max() > 0) ++i;  // past its value
+  }
+  return words;
 }
 
 }  // namespace lockstep::cli

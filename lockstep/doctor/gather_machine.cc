@@ -6,6 +6,7 @@
 #include <sstream>
 #include <sys/statvfs.h>
 
+#include <lockstep/base/memory.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
 
@@ -111,13 +112,11 @@ Memory gather_memory(const std::string& root) {
   };
   memory.total = bytes("MemTotal");
   memory.available = bytes("MemAvailable");
-  visit_control_groups(root, "memory", [&](const std::string& group, bool version_2) {
-    const auto limit = read_integer(group + (version_2 ? "/memory.max" : "/memory.limit_in_bytes"));
-    const auto usage = read_integer(group + (version_2 ? "/memory.current" : "/memory.usage_in_bytes"));
-    if (!limit || *limit > (int64_t{1} << 60)) return;  // version 1 writes "none" as a huge number
-    keep_smaller(memory.cgroup_limit, limit);
-    keep_smaller(memory.cgroup_left, std::max<int64_t>(0, *limit - usage.value_or(0)));
-  });
+  const MemoryLimits limits = read_memory_limits(root);
+  if (limits.cgroup_limit != MemoryLimits::kNone) {
+    memory.cgroup_limit = limits.cgroup_limit;
+    memory.cgroup_left = limits.cgroup_left;
+  }
   return memory;
 }
 

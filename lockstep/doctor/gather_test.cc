@@ -50,7 +50,11 @@ TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
   tree.write("sys/fs/cgroup/kubepods/pod7/cpu.max", "250000 100000\n");
   tree.write("sys/fs/cgroup/kubepods/pod7/memory.max", "max\n");
   tree.write("sys/fs/cgroup/kubepods/memory.max", "4294967296\n");
-  tree.write("sys/fs/cgroup/kubepods/memory.current", "1073741824\n");
+  tree.write("sys/fs/cgroup/kubepods/memory.current", "4294967296\n");
+  // A data set that was read fills the cache up to the limit, and does not count; shared memory does.
+  tree.write(
+      "sys/fs/cgroup/kubepods/memory.stat",
+      "anon 1048576\nfile 3222274048\nshmem 1048576\ninactive_file 2147483648\nactive_file 1073741824\n");
   tree.write("sys/fs/cgroup/kubepods/pod7/pids.max", "300\n");
   tree.write("sys/devices/system/cpu/online", "0-7\n");
   for (int core = 0; core < 8; ++core) {
@@ -92,7 +96,8 @@ TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
   EXPECT_EQ(facts.memory.total, 16 << 20);
   EXPECT_EQ(facts.memory.available, 8 << 20);
   EXPECT_EQ(facts.memory.cgroup_limit, int64_t{4} << 30);
-  EXPECT_EQ(facts.memory.cgroup_left, int64_t{3} << 30);
+  EXPECT_EQ(facts.memory.cgroup_left, int64_t{3} << 30)
+      << "the limit less what is used, but for files' cache";
   EXPECT_EQ(facts.limits.open_files.soft, 256);
   EXPECT_EQ(facts.limits.open_files.hard, std::nullopt);
   EXPECT_EQ(facts.limits.processes.soft, 1000);
@@ -115,14 +120,16 @@ TEST(GatherMachine, ReadsVersion1Groups) {
   tree.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "150000\n");
   tree.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000\n");
   tree.write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "1048576\n");
-  tree.write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "2097152\n");
+  tree.write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "1048576\n");
+  tree.write("sys/fs/cgroup/memory/job/memory.stat",
+             "inactive_file 4096\nactive_file 4096\ntotal_inactive_file 65536\ntotal_active_file 32768\n");
   tree.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
   tree.write("sys/fs/cgroup/pids/pids.max", "max\n");
   std::filesystem::create_directories(tree.root() + "/dev/shm");
   const Facts facts = gather_machine(tree.root());
   EXPECT_EQ(facts.cores.quota, 1.5);
   EXPECT_EQ(facts.memory.cgroup_limit, 1 << 20);
-  EXPECT_EQ(facts.memory.cgroup_left, 0);
+  EXPECT_EQ(facts.memory.cgroup_left, 98304);
   EXPECT_EQ(facts.limits.pids_max, std::nullopt);
   EXPECT_TRUE(facts.dev_shm.mounted);
 }

@@ -16,6 +16,7 @@ using Environment = std::map<std::string, std::string>;
 
 /// Every variable with Lockstep's prefix that somebody reads; docs/launching.md says what for.
 constexpr std::string_view kOwnVariables[] = {
+    "LOCKSTEP_AGENT_STORE",
     "LOCKSTEP_BENCH_CHANNEL",
     "LOCKSTEP_BIN_DIR",
     "LOCKSTEP_BUILD_DIR",
@@ -27,6 +28,7 @@ constexpr std::string_view kOwnVariables[] = {
     "LOCKSTEP_FLIGHT_DIR",
     "LOCKSTEP_FLIGHT_RECORDS",
     "LOCKSTEP_FLIGHT_SIGNAL",
+    "LOCKSTEP_FORMER_LD_LIBRARY_PATH",
     "LOCKSTEP_JOBS",
     "LOCKSTEP_LOG",
     "LOCKSTEP_MAX_OBJECT_BYTES",

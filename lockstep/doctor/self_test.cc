@@ -1,14 +1,18 @@
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
 #include <optional>
 #include <signal.h>
+#include <string>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/internal/exercise.h>
@@ -77,9 +81,22 @@ Finding judge_result(const launch::SpawnResult& result, std::chrono::millisecond
             "right values");
 }
 
+/// What `lockstep run` writes there, and the flight recorder.
+std::optional<Finding> judge_temporary_folder() {
+  const std::string folder = environment::text("TMPDIR").value_or("/tmp");
+  std::string path = folder + "/lockstep_doctor_XXXXXX";
+  if (::mkdtemp(path.data()) != nullptr) {
+    ::rmdir(path.c_str());
+    return std::nullopt;
+  }
+  return problem(kCheck, "no folder can be made in " + folder + ": " + std::strerror(errno),
+                 "set TMPDIR to a folder that is there and can be written; lockstep run needs it");
+}
+
 }  // namespace
 
 Finding run_self_test(const SelfTestOptions& options) {
+  if (auto finding = judge_temporary_folder()) return *finding;
   UniqueFd output = output_file();
   launch::SpawnRequest request;
   request.options.argv = options.argv;

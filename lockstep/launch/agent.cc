@@ -25,6 +25,7 @@
 #include <lockstep/launch/output_router.h>
 #include <lockstep/launch/supervisor.h>
 #include <lockstep/launch/worker_environment.h>
+#include <lockstep/rendezvous/flight_directory.h>
 
 namespace lockstep::launch {
 namespace {
@@ -45,6 +46,13 @@ class TemporaryFolder {
     std::filesystem::remove_all(path_, ignored);
   }
   std::string error_file(int rank) const { return path_ + "/error_" + std::to_string(rank) + ".json"; }
+  /// What it may hold, and then itself.
+  std::vector<std::string> paths(int nprocs) const {
+    std::vector<std::string> all;
+    for (int rank = 0; rank < nprocs; ++rank) all.push_back(error_file(rank));
+    all.push_back(path_);
+    return all;
+  }
 
  private:
   std::string path_;
@@ -101,6 +109,17 @@ std::optional<std::string> read_error(const std::string& path) {
   return error_file_message(std::string(std::istreambuf_iterator<char>(file), {}));
 }
 
+/// Whether a rank has written a flight record in this folder since then.
+bool has_flight_records(const std::string& folder, std::filesystem::file_time_type since) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename();
+    const bool record = name.starts_with("rank_") && name.ends_with(".json");
+    if (record && entry.last_write_time(ignored) >= since) return true;
+  }
+  return false;
+}
+
 WorkerEnvironment common_environment(const RunOptions& options, const OutputRouter& output) {
   auto result = WorkerEnvironment::inherited();
   result.set("LOCKSTEP_RUN", "1");
@@ -145,6 +164,9 @@ int run(const RunOptions& options) {
   const std::string program = find_program(options.command.front());
   const bool prefix = options.prefix && options.nprocs > 1;
 
+  prepare_descriptors(options.nprocs);
+  const auto started_at = std::filesystem::file_time_type::clock::now();
+  std::string flight_folder;
   IgnoredBrokenPipe no_broken_pipe;
   TemporaryFolder folder;
   OutputRouter output({.nprocs = options.nprocs, .prefix = prefix});
@@ -152,16 +174,18 @@ int run(const RunOptions& options) {
   std::optional<int> interrupted_by;
   {
     // The guardian's fork comes before the store's threads; the store outlives the workers.
-    Supervisor supervisor(options.nprocs, {.grace_period = options.grace_period});
-    AgentStore store(options.master_port);
+    Supervisor supervisor(options.nprocs,
+                          {.grace_period = options.grace_period, .temporary = folder.paths(options.nprocs)});
+    const AgentStore store(options.master_port, [&] { return supervisor.interrupted(); });
     const WorkerEnvironment common = common_environment(options, output);
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     RankVariables variables{.nprocs = options.nprocs, .store_port = store.port(), .run_id = make_run_id()};
-    for (int rank = 0; rank < options.nprocs; ++rank) {
+    for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
       auto streams = output.open_next();
       WorkerEnvironment mine = common;
       variables.rank = rank;
       variables.apply(mine);
+      flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
       mine.set("TORCHELASTIC_ERROR_FILE", folder.error_file(rank));
       mine.set(ExitBoard::kVariable, supervisor.board().environment_value());
       const int input = rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
@@ -182,9 +206,12 @@ int run(const RunOptions& options) {
   }
   const std::string report = failure_report(endings, evidence);
   say(report);
+  if ((!report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
+    say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");
+  }
   // They were stopped and ask to be started again (RobustLoop): whoever started this job is to know.
   constexpr int kTryAgain = 75;  // EX_TEMPFAIL
-  if (std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
+  if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
         return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
       })) {
     return kTryAgain;

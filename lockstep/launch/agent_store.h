@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -15,8 +16,10 @@ namespace lockstep::launch {
 /// of it: no other program can take it in between. Lives as long as the object; serves on threads of its own.
 class AgentStore {
  public:
-  /// Port 0 takes a free one. Throws c10::DistNetworkError when the port is in use.
-  explicit AgentStore(uint16_t port = 0);
+  /// Port 0 takes a free one. Throws c10::DistNetworkError when the port is in use, when the loopback
+  /// interface is down, and when the store does not start within half a minute. While it starts, `cancelled`
+  /// is asked again and again; when it says so, there is no store.
+  explicit AgentStore(uint16_t port = 0, const std::function<bool()>& cancelled = {});
   AgentStore(const AgentStore&) = delete;
   AgentStore& operator=(const AgentStore&) = delete;
   ~AgentStore();

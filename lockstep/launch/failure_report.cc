@@ -28,6 +28,30 @@ std::string list(std::vector<int> ranks) {
   return result;
 }
 
+void describe_evidence(std::ostringstream& report, const RankEvidence& known) {
+  if (known.error) report << "  its error:\n" << indented(*known.error);
+  if (known.last_lines.empty()) {
+    report << "  it wrote nothing to standard error\n";
+  } else {
+    report << "  its last lines on standard error:\n";
+    for (const std::string& line : known.last_lines) report << indented(line);
+  }
+}
+
+void describe_cause(std::ostringstream& report, const Ending& cause, const RankEvidence& known) {
+  report << "lockstep run: rank " << cause.local_rank << " (pid " << cause.pid << ") ";
+  if (cause.asked_to_end) {
+    report << "is the cause, as the other ranks' errors say; it was still running and was ended\n";
+  } else if (cause.failed()) {
+    report << "failed first: " << describe_wait_status(cause.wait_status) << '\n';
+  } else {
+    report
+        << "ended before the others: " << describe_wait_status(cause.wait_status)
+        << ", and they waited for it; in training that comes from unequal numbers of batches: see join()\n";
+  }
+  describe_evidence(report, known);
+}
+
 }  // namespace
 
 std::optional<std::string> error_file_message(std::string_view json) {
@@ -41,37 +65,33 @@ std::optional<std::string> error_file_message(std::string_view json) {
 }
 
 std::string failure_report(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence) {
+  const auto first = std::find_if(endings.begin(), endings.end(), [](const Ending& ending) {
+    return ending.failed() && !ending.asked_to_end;
+  });
+  if (first == endings.end()) return {};
+  const int cause_rank = cause_of_failure(endings, first->local_rank);
+  const Ending& cause = *std::find_if(endings.begin(), endings.end(),
+                                      [&](const Ending& ending) { return ending.local_rank == cause_rank; });
   std::ostringstream report;
-  const Ending* first = nullptr;
+  describe_cause(report, cause, evidence.at(static_cast<size_t>(cause_rank)));
   std::vector<int> asked;
   for (const Ending& ending : endings) {
-    if (ending.asked_to_end) {
-      asked.push_back(ending.local_rank);
-      continue;
-    }
-    if (!ending.failed()) continue;
-    const std::string how = describe_wait_status(ending.wait_status);
+    if (&ending == &cause) continue;
+    if (ending.asked_to_end) asked.push_back(ending.local_rank);
+    if (ending.asked_to_end || !ending.failed()) continue;
+    report << "lockstep run: then rank " << ending.local_rank << " (pid " << ending.pid << ") "
+           << describe_wait_status(ending.wait_status);
+    const auto later = std::chrono::duration_cast<std::chrono::milliseconds>(ending.at - cause.at);
+    if (later.count() >= 0) report << ", " << later.count() << " ms later";
     const RankEvidence& known = evidence.at(static_cast<size_t>(ending.local_rank));
-    if (first != nullptr) {
-      const auto later = std::chrono::duration_cast<std::chrono::milliseconds>(ending.at - first->at);
-      report << "lockstep run: then rank " << ending.local_rank << " (pid " << ending.pid << ") " << how
-             << ", " << later.count() << " ms later";
-      if (known.error) report << ": " << known.error->substr(0, known.error->find('\n'));
+    if (&ending == &*first) {  // what it noted as its cause may be an error that the program caught
       report << '\n';
+      describe_evidence(report, known);
       continue;
     }
-    first = &ending;
-    report << "lockstep run: rank " << ending.local_rank << " (pid " << ending.pid
-           << ") failed first: " << how << '\n';
-    if (known.error) report << "  its error:\n" << indented(*known.error);
-    if (known.last_lines.empty()) {
-      report << "  it wrote nothing to standard error\n";
-    } else {
-      report << "  its last lines on standard error:\n";
-      for (const std::string& line : known.last_lines) report << indented(line);
-    }
+    if (known.error) report << ": " << known.error->substr(0, known.error->find('\n'));
+    report << '\n';
   }
-  if (first == nullptr) return {};
   if (!asked.empty())
     report << "lockstep run: " << list(asked) << (asked.size() == 1 ? " was" : " were") << " then ended\n";
   return report.str();

@@ -15,14 +15,14 @@ struct RankEvidence {
   std::vector<std::string> last_lines;  // of its standard error
 };
 
-/// The message in an error file as torch.distributed.elastic's ErrorHandler writes it: {"message":
-/// {"message": …}} or
-/// {"message": "…"}; nothing when the text is not of that form.
+/// The message in an error file as torch.distributed.elastic's ErrorHandler writes it:
+/// {"message": {"message": …}} or {"message": "…"}; nothing when the text is not of that form.
 std::optional<std::string> error_file_message(std::string_view json);
 
-/// The report of a failed run: the rank that failed first, with all that is known of it, then a line for each
-/// other that failed by itself, and one for those that the launcher ended. Empty when no rank failed by
-/// itself. `endings` in order, `evidence` by local rank. Pure.
+/// The report of a failed run: the rank that caused it (see cause_of_failure; the processes' ends may come in
+/// another order), with all that is known of it, then a line for each other that failed by itself, with all
+/// that is known of the first of these to end if it did so before the cause, and one for those that the
+/// launcher ended. Empty when no rank failed by itself. `endings` in order, `evidence` by local rank. Pure.
 std::string failure_report(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence);
 
 }  // namespace lockstep::launch

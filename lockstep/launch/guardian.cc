@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <unistd.h>
 #include <vector>
 
 #include <c10/util/Exception.h>
@@ -19,7 +20,8 @@ namespace {
 constexpr pid_t kGoodbye = 0;
 
 // The guardian's life. After a fork in a process with threads: async-signal-safe calls only, and no return.
-[[noreturn]] void keep_watch(int line, int launcher, pid_t* groups, size_t capacity) {
+[[noreturn]] void keep_watch(int line, int launcher, pid_t* groups, size_t capacity,
+                             const std::vector<std::string>& temporary) {
   ::prctl(PR_SET_NAME, "lockstep-guard");
   ::setsid();
   // Descriptors 0 and 1 become the two that are needed; everything else, the launcher's output above all, is
@@ -45,6 +47,9 @@ constexpr pid_t kGoodbye = 0;
     const bool hung_up = got == 0;
     if (!hung_up && waits[1].revents == 0) continue;
     for (size_t i = 0; i < count; ++i) ::kill(-groups[i], SIGKILL);
+    for (const std::string& path : temporary) {
+      if (::unlink(path.c_str()) != 0) ::rmdir(path.c_str());
+    }
     ::_exit(0);
   }
 }
@@ -58,7 +63,7 @@ UniqueFd open_pidfd(pid_t pid) {
   return fd;
 }
 
-Guardian::Guardian(int capacity) {
+Guardian::Guardian(int capacity, const std::vector<std::string>& temporary) {
   TORCH_CHECK_VALUE(capacity >= 1, "a guardian for ", capacity, " process groups");
   int ends[2] = {-1, -1};
   TORCH_CHECK_WITH(DistBackendError, ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0,
@@ -73,7 +78,7 @@ Guardian::Guardian(int capacity) {
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program may run in the guardian
   pid_ = ::fork();
-  if (pid_ == 0) keep_watch(other_end.get(), launcher.get(), groups.data(), groups.size());
+  if (pid_ == 0) keep_watch(other_end.get(), launcher.get(), groups.data(), groups.size(), temporary);
   const int error = errno;
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   TORCH_CHECK_WITH(DistBackendError, pid_ > 0, "can't fork the guardian process: ", std::strerror(error));

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <string>
 #include <sys/types.h>
+#include <vector>
 
 #include <lockstep/base/unique_fd.h>
 
@@ -13,14 +15,17 @@ UniqueFd open_pidfd(pid_t pid);
 /// A small process that outlives its launcher by an instant and then kills the process groups of all workers,
 /// so that nothing of a job stays behind even when the launcher gets SIGKILL: neither workers nor what they
 /// started in their groups. (PR_SET_PDEATHSIG, which the workers have too, reaches only the worker itself.)
+/// It removes the launcher's temporary files then, too.
 ///
 /// It is forked before the workers, has a session of its own (Ctrl-C does not reach it), no descriptors but
 /// its two, and sleeps until the launcher's process ends or says goodbye. It never writes to the launcher's
 /// memory, so it costs page tables only.
 class Guardian {
  public:
-  /// Starts it, for at most `capacity` process groups. Throws c10::DistBackendError when the system refuses.
-  explicit Guardian(int capacity);
+  /// Starts it, for at most `capacity` process groups. `temporary`: files and then their folders, which it
+  /// removes in this order when the launcher has not said goodbye. Throws c10::DistBackendError when the
+  /// system refuses.
+  explicit Guardian(int capacity, const std::vector<std::string>& temporary = {});
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
   /// Says goodbye: the guardian ends without touching anybody.

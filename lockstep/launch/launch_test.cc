@@ -165,6 +165,47 @@ TEST(FailureReport, NamesTheFirstThenTheOthers) {
   EXPECT_EQ(failure_report({{0, 100, 0, false, start}}, evidence), "");
 }
 
+TEST(FailureReport, NamesTheCauseThoughItsProcessEndsLater) {
+  const auto start = Deadline::Clock::now();
+  const std::vector<Ending> endings = {
+      {0, 100, 1 << 8, false, start, 2},
+      {1, 101, 1 << 8, false, start + std::chrono::milliseconds(2), 0},
+      {2, 102, 3 << 8, false, start + std::chrono::milliseconds(5), std::nullopt}};
+  const std::vector<RankEvidence> evidence = {
+      {"ValueError: x\nat line 3", {"Traceback", "ValueError: x"}}, {}, {std::nullopt, {"no such data"}}};
+  EXPECT_EQ(failure_report(endings, evidence),
+            "lockstep run: rank 2 (pid 102) failed first: exited with status 3\n"
+            "  its last lines on standard error:\n    no such data\n"
+            "lockstep run: then rank 0 (pid 100) exited with status 1\n"
+            "  its error:\n    ValueError: x\n    at line 3\n"
+            "  its last lines on standard error:\n    Traceback\n    ValueError: x\n"
+            "lockstep run: then rank 1 (pid 101) exited with status 1\n");
+  auto changed = endings;
+  changed[2] = {2, 102, SIGTERM, true, start + std::chrono::seconds(1), std::nullopt};
+  EXPECT_THAT(failure_report(changed, evidence),
+              AllOf(HasSubstr("rank 2 (pid 102) is the cause, as the other ranks' errors say"),
+                    HasSubstr("    no such data\n"), Not(HasSubstr("then ended"))));
+  changed[2] = {2, 102, 0, false, start, std::nullopt};
+  EXPECT_THAT(failure_report(changed, evidence),
+              AllOf(HasSubstr("rank 2 (pid 102) ended before the others: exited with status 0, and they"),
+                    HasSubstr("unequal numbers of batches: see join()")));
+}
+
+TEST(CauseOfFailure, FollowsTheCulpritsToTheirEnd) {
+  const auto now = Deadline::Clock::now();
+  std::vector<Ending> endings = {{0, 1, 1 << 8, false, now, 1},
+                                 {1, 2, SIGABRT, false, now, 2},
+                                 {2, 3, 1 << 8, true, now, 3},
+                                 {3, 4, 0, false, now, std::nullopt}};
+  EXPECT_EQ(cause_of_failure(endings, 0), 3);
+  endings[1].wait_status = SIGKILL;
+  EXPECT_EQ(cause_of_failure(endings, 0), 1) << "what killed it is no rank";
+  endings[1].wait_status = 1 << 8;
+  endings[3].culprit = 1;
+  EXPECT_EQ(cause_of_failure(endings, 0), 0) << "1, 2 and 3 blame each other";
+  EXPECT_EQ(cause_of_failure({endings[0]}, 0), 0) << "1 has not ended";
+}
+
 TEST(FailureReport, ReadsTorchsErrorFiles) {
   EXPECT_EQ(
       error_file_message(R"({"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1"}}})"),
@@ -227,7 +268,8 @@ TEST(Run, GivesTorchrunsEnvironment) {
       "$ROLE_WORLD_SIZE "
       "$ROLE_NAME $MASTER_ADDR $TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS "
       "$TORCHELASTIC_USE_AGENT_STORE "
-      "$LOCKSTEP_RUN; test $MASTER_PORT -gt 0 && test -n \"$TORCHELASTIC_RUN_ID$TORCHELASTIC_ERROR_FILE\" && "
+      "$LOCKSTEP_RUN; test $LOCKSTEP_AGENT_STORE = $MASTER_ADDR:$MASTER_PORT/$TORCHELASTIC_RUN_ID && "
+      "test $MASTER_PORT -gt 0 && test -n \"$TORCHELASTIC_RUN_ID$TORCHELASTIC_ERROR_FILE\" && "
       "test -e /proc/self/fd/${LOCKSTEP_EXIT_BOARD_FD%:*}");
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(lines_of(result.out),

@@ -196,19 +196,26 @@ SpawnResult result_of(const std::vector<Ending>& endings, const std::vector<Mess
   std::stable_sort(failures.begin(), failures.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   for (const auto& [at, rank] : failures) result.failed.push_back(rank);
+  if (failures.empty()) return result;
+  // The cause first, though a victim of its failure may have told of its own error before.
+  const int cause = cause_of_failure(endings, result.failed.front());
+  std::stable_partition(result.failed.begin(), result.failed.end(), [&](int rank) { return rank == cause; });
   return result;
 }
 
 SpawnResult run_children(const SpawnRequest& request, const std::string& call) {
   const SpawnOptions& options = request.options;
+  prepare_descriptors(request.nprocs);
   Messages messages;
-  Supervisor supervisor(request.nprocs, {options.grace_period, request.may_fail, request.deadline});
-  AgentStore store;
+  Supervisor supervisor(
+      request.nprocs,
+      {.grace_period = options.grace_period, .may_fail = request.may_fail, .deadline = request.deadline});
+  const AgentStore store(0, [&] { return supervisor.interrupted(); });
   const std::string program = own_program();
   const std::vector<std::string> arguments = options.argv.empty() ? own_arguments() : options.argv;
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   RankVariables variables{.nprocs = request.nprocs, .store_port = store.port(), .run_id = make_run_id()};
-  for (int rank = 0; rank < request.nprocs; ++rank) {
+  for (int rank = 0; rank < request.nprocs && !supervisor.interrupted(); ++rank) {
     auto environment = WorkerEnvironment::inherited();
     variables.rank = rank;
     variables.apply(environment);
@@ -230,6 +237,8 @@ SpawnResult run_children(const SpawnRequest& request, const std::string& call) {
   }
   const auto& endings = supervisor.run(messages);
   SpawnResult result = result_of(endings, messages.told());
+  // An interrupt may have come before all were started.
+  result.outcomes.resize(static_cast<size_t>(request.nprocs));
   result.deadline_passed = supervisor.deadline_passed();
   result.interrupted_by = supervisor.interrupted_by();
   return result;

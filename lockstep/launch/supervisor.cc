@@ -2,6 +2,9 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <filesystem>
+#include <iterator>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <utility>
@@ -13,17 +16,15 @@
 namespace lockstep::launch {
 namespace {
 
-// Ours must not get the numbers 0 to 2, which are given to the workers as their standard streams.
-void ensure_standard_descriptors() {
-  for (int fd = 0; fd < 3; ++fd) {
-    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);  // takes the lowest free number, which is fd
-  }
-}
-
 int checked_count(int nprocs) {
   TORCH_CHECK_VALUE(nprocs >= 1, "the number of processes must be at least 1, not ", nprocs);
-  ensure_standard_descriptors();
   return nprocs;
+}
+
+size_t open_descriptors() {
+  std::error_code ignored;
+  const std::filesystem::directory_iterator all("/proc/self/fd", ignored);
+  return static_cast<size_t>(std::distance(begin(all), end(all)));
 }
 
 Deadline earlier(Deadline a, Deadline b) {
@@ -31,6 +32,23 @@ Deadline earlier(Deadline a, Deadline b) {
 }
 
 }  // namespace
+
+void prepare_descriptors(int nprocs) {
+  for (int fd = 0; fd < 3; ++fd) {
+    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);  // takes the lowest free number, which is fd
+  }
+  // The store's server, the guardian and what is open for a moment only; then for each worker its output, its
+  // end and its connection to the store. c10d's store ends the process, or waits for minutes, where it gets
+  // none.
+  constexpr size_t kOwn = 24;
+  constexpr size_t kPerWorker = 4;
+  const size_t needed = open_descriptors() + kOwn + kPerWorker * static_cast<size_t>(checked_count(nprocs));
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= needed) return;
+  TORCH_CHECK_WITH(DistBackendError, false, "the limit on open files is ", limit.rlim_cur, ", and starting ",
+                   nprocs, nprocs == 1 ? " process" : " processes", " takes up to ", needed,
+                   "; raise it (ulimit -n ", needed, ")");
+}
 
 void order_simultaneous(std::vector<Ending>& endings) {
   auto rank_of = [](const Ending& ending) {
@@ -42,8 +60,24 @@ void order_simultaneous(std::vector<Ending>& endings) {
   });
 }
 
+int cause_of_failure(const std::vector<Ending>& endings, int local_rank) {
+  int cause = local_rank;
+  for (size_t step = 0; step < endings.size(); ++step) {
+    const auto ending = std::find_if(endings.begin(), endings.end(),
+                                     [&](const Ending& one) { return one.local_rank == cause; });
+    if (ending == endings.end()) break;
+    const int status = ending->wait_status;
+    const bool killed = !ending->asked_to_end && WIFSIGNALED(status) && WTERMSIG(status) != SIGABRT;
+    if (killed || !ending->culprit) return cause;
+    cause = *ending->culprit;
+  }
+  return local_rank;
+}
+
 Supervisor::Supervisor(int nprocs, Options options)
-    : options_(std::move(options)), board_(ExitBoard::create(checked_count(nprocs))), guardian_(nprocs) {
+    : options_(std::move(options)),
+      board_(ExitBoard::create(checked_count(nprocs))),
+      guardian_(nprocs, options_.temporary) {
   // With SIGCHLD ignored the kernel throws exit statuses away.
   struct sigaction present = {};
   ::sigaction(SIGCHLD, nullptr, &present);
@@ -120,7 +154,8 @@ void Supervisor::collect_endings() {
     worker.ended = true;
     const int local_rank = static_cast<int>(i);
     board_.record_end(local_rank, *status);
-    fresh.push_back({local_rank, worker.process.pid(), *status, worker.asked_to_end, now});
+    fresh.push_back(
+        {local_rank, worker.process.pid(), *status, worker.asked_to_end, now, board_.culprit_of(local_rank)});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());
@@ -136,6 +171,11 @@ void Supervisor::note_failure(int local_rank) {
   if (tolerated || interrupted_by_ || std::exchange(failure_noted_, true)) return;
   terminate_at_ = Deadline::after(std::min<std::chrono::nanoseconds>(kReactionTime, options_.grace_period));
   kill_at_ = Deadline::after(options_.grace_period);
+}
+
+bool Supervisor::interrupted() {
+  take_signals();
+  return interrupted_by_.has_value();
 }
 
 void Supervisor::take_signals() {

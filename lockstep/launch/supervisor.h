@@ -4,6 +4,7 @@
 #include <optional>
 #include <poll.h>
 #include <signal.h>
+#include <string>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
@@ -21,14 +22,25 @@ struct Ending {
   int wait_status = 0;
   bool asked_to_end = false;  // a signal was sent to it before it ended: its end says nothing about it
   Deadline::Clock::time_point at;
+  std::optional<int> culprit = {};  // the local rank that made its operations fail, by the exit board
 
   bool failed() const { return wait_status != 0; }
 };
+
+/// To be called before a launcher opens anything. Standard streams that are closed become /dev/null, for what
+/// is opened next would get their numbers, and the workers it as their standard streams. Throws
+/// c10::DistBackendError when the limit on open files is too low for `nprocs` workers.
+void prepare_descriptors(int nprocs);
 
 /// Of endings that were noticed at the same moment, in any order, which one is told as the cause? Sorts them:
 /// killed by a signal comes before an exit with an error (which may be the reaction to a peer's death),
 /// SIGABRT (how an uncaught exception ends) counts as the latter, and then the ranks' order decides. Pure.
 void order_simultaneous(std::vector<Ending>& endings);
+
+/// Follows the culprits from this local rank on, which failed: the one at which they end is the cause of its
+/// failure. A process that was killed by a signal has its cause outside; where ranks blame each other it is
+/// the given one. Pure.
+int cause_of_failure(const std::vector<Ending>& endings, int local_rank);
 
 /// What else the supervisor's loop serves beside the workers' ends: their output, their messages.
 class Streams {
@@ -51,15 +63,13 @@ class Streams {
 /// lockstep run and spawn() decide who is ended when.
 ///
 /// - The first failure gives the others kReactionTime to notice it by themselves and say so, then SIGTERM,
-/// and
-///   SIGKILL when the grace period, counted from the failure, is over.
+///   and SIGKILL when the grace period, counted from the failure, is over.
 /// - SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to the launcher are passed on; SIGKILL follows when the
-/// grace period is over or
-///   at the second signal.
+///   grace period is over or at the second signal.
 /// - At the deadline: SIGKILL.
 /// - What workers left running in their process groups is killed at the end, after kDrainTime for those that
-/// still hold
-///   an output stream open (a `tee` that writes its last lines).
+///   still hold an output stream open (a `tee` that writes its last lines).
+///
 /// The exit board is filled the moment an end is noticed.
 ///
 /// Use in one thread, which must live until the end: the workers die with it.
@@ -73,6 +83,8 @@ class Supervisor {
     // By local rank: a failure of this one leaves the others alone. Empty: every failure ends the rest.
     std::vector<bool> may_fail = {};
     Deadline deadline = Deadline::never();
+    // Files of the launcher's, and then their folders: removed when the launcher is killed.
+    std::vector<std::string> temporary = {};
   };
 
   Supervisor(int nprocs, Options options);
@@ -82,7 +94,9 @@ class Supervisor {
   /// Starts the next local rank, with LOCKSTEP_EXIT_BOARD_FD's descriptor inherited (the variable itself
   /// stands in the specification's environment). Throws as WorkerProcess::start.
   void start(WorkerSpec spec);
-  /// Waits for all of them. Returns how they ended, in order.
+  /// Whether a signal has come to the launcher, which begins to take them when this object is made.
+  bool interrupted();
+  /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);
 
   /// The first signal that came to the launcher, if any.

@@ -18,6 +18,10 @@ class WorkerEnvironment {
   void set(const std::string& name, const std::string& value) { variables_[name] = value; }
   void unset(const std::string& name) { variables_.erase(name); }
   bool has(const std::string& name) const { return variables_.count(name) != 0; }
+  std::optional<std::string> get(const std::string& name) const {
+    const auto found = variables_.find(name);
+    return found == variables_.end() ? std::nullopt : std::optional(found->second);
+  }
   /// "NAME=value" for execve(2).
   std::vector<std::string> strings() const;
 
@@ -26,8 +30,9 @@ class WorkerEnvironment {
 };
 
 /// What a worker of a job on one machine must know, under torchrun's names
-/// (torch/distributed/elastic/agent/server/ local_elastic_agent.py): RANK, LOCAL_RANK, WORLD_SIZE,
-/// MASTER_ADDR, MASTER_PORT, TORCHELASTIC_… and the rest.
+/// (torch/distributed/elastic/agent/server/local_elastic_agent.py): RANK, LOCAL_RANK, WORLD_SIZE,
+/// MASTER_ADDR, MASTER_PORT, TORCHELASTIC_… and the rest; and LOCKSTEP_AGENT_STORE, where the launcher's
+/// store is even when the program sets an address of its own (see read_launch_environment).
 struct RankVariables {
   int rank = 0;
   int nprocs = 1;
