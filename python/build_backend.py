@@ -28,6 +28,7 @@ from scikit_build_core import build as _skbuild
 NEWEST_TORCH = "2.13.0"  # what Lockstep is developed with
 OLDEST_TORCH = (2, 11)
 HERE = pathlib.Path(__file__).resolve().parent
+PARTS = ("lockstep", "_lockstep_autoload.py", "_lockstep_command.py")  # what the component "python" installs
 
 __all__ = ["build_sdist", "build_wheel", "dynamic_metadata", "get_requires_for_build_sdist",
            "get_requires_for_build_wheel", "get_requires_for_dynamic_metadata", "prepare_metadata_for_build_wheel"]
@@ -149,7 +150,7 @@ def settings_for(config_settings):
     settings = dict(config_settings or {})
     prebuilt = settings.pop("prebuilt", None)
     if prebuilt:
-        parts = [pathlib.Path(prebuilt).absolute() / name for name in ("lockstep", "_lockstep_autoload.py")]
+        parts = [pathlib.Path(prebuilt).absolute() / name for name in PARTS]
         if not all(part.exists() for part in parts):
             fail(f"prebuilt is {prebuilt}, and {' or '.join(part.name for part in parts)} is missing there",
                  "cmake --install BUILD --component python --prefix FOLDER, and name that folder")
@@ -171,6 +172,7 @@ PROBES = (
     ("#include <zlib.h>", "zlib.h is missing", "install it (Debian: apt-get install zlib1g-dev)"),
     ("#include <nlohmann/json_fwd.hpp>", "nlohmann/json_fwd.hpp is missing",
      "install it (Debian: apt-get install nlohmann-json3-dev)"),
+    ("#include <CLI/Version.hpp>", "CLI11's headers are missing", "install them (Debian: apt-get install libcli11-dev)"),
 )
 
 

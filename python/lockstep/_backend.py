@@ -1,20 +1,25 @@
 """Registers the engine with torch.distributed as backend "lockstep", and sees to its end and to forked children."""
 
 import atexit
+import sys
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lockstep import _C, _ddp
+from lockstep import _C, _agent_store, _ddp
 from lockstep._C import DistTimeoutError, ProcessGroupLockstep
 
 __all__ = ["NAME", "DistTimeoutError", "ProcessGroupLockstep", "create"]
 
 NAME = "lockstep"
 
+_excepthook = None  # ours, once there was a group
+_ended_by_exception = False
+
 
 def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in_for_gloo=False):
     """The engine of one process group of `size` ranks, who meet in `store`; collective. See _C.open_backend."""
+    _watch_excepthook()
     backend = _C.open_backend(store, rank, size, timeout, group_name, list(global_ranks), stands_in_for_gloo)
     _ddp.install()
     return backend
@@ -52,9 +57,32 @@ def _keep_handler_in_dataloader_workers():
     signal_handling._set_worker_signal_handlers = set_handlers
 
 
+def _watch_excepthook():
+    """Notes when an exception ends the program: sys.excepthook is called then. At a prompt it is called, too, but the
+    program goes on. Called for each group anew, for programs set a sys.excepthook of their own after their imports."""
+    global _excepthook
+    if sys.excepthook is _excepthook:
+        return
+    former = sys.excepthook
+
+    def excepthook(*exception):
+        global _ended_by_exception
+        if not sys.flags.interactive and not hasattr(sys, "ps1"):
+            _ended_by_exception = True
+        former(*exception)
+
+    sys.excepthook = _excepthook = excepthook
+
+
+def _close_all():
+    """Where an exception ends the program (it has been printed by now), the others hear of an abort, and whose."""
+    _C.close_all_backends(by_exception=_ended_by_exception)
+
+
 dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu", "cuda"])
 distributed_c10d._create_process_group_wrapper = _without_wrapper(distributed_c10d._create_process_group_wrapper)
 _keep_handler_in_dataloader_workers()
+_agent_store.install()
 # Before the interpreter takes its modules apart: no thread of ours may call Python then. Runs after the handlers that
 # the program registers later than this import.
-atexit.register(_C.close_all_backends)
+atexit.register(_close_all)

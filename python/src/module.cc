@@ -125,8 +125,10 @@ PYBIND11_MODULE(_C, module) {
       py::arg("group_name"), py::arg("global_ranks"), py::arg("stands_in_for_gloo"),
       py::call_guard<py::gil_scoped_release>(),
       "Joins `size` ranks, which meet in `store`, to a group; see lockstep/collectives/open_backend.h.");
-  module.def("close_all_backends", &lockstep::close_all_backends, py::call_guard<py::gil_scoped_release>(),
-             "Ends all groups that are still open, without waiting for peers.");
+  module.def("close_all_backends", &lockstep::close_all_backends, py::arg("by_exception"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Ends all groups that are still open, without waiting for peers; aborts them when an exception "
+             "ends the program.");
   module.def("install_forked_memory_handler", &lockstep::transport::install_forked_memory_handler,
              "In a forked child: see lockstep/transport/shared_memory/forked_memory.h.");
 

@@ -9,7 +9,8 @@ import os
 import pytest
 import torch
 import training
-from processes import PROGRAMS, free_port, run_python
+from ports import free_port
+from processes import PROGRAMS, run_python
 from ranks import BACKEND, run_ranks
 
 ENGINE = {"lockstep": "ProcessGroupLockstep", "gloo": "ProcessGroupGloo"}[BACKEND]

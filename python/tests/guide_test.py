@@ -5,6 +5,7 @@ import re
 
 import processes
 import pytest
+from ports import free_port
 
 GUIDE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "python.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -34,13 +35,13 @@ def test_the_program_learns(losses):
 
 
 def test_torchrun_gives_the_same_numbers(folder, losses):
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", processes.free_port(), "train.py")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port(), "train.py")
     assert processes.run_python(*command, cwd=folder) == losses
 
 
 @pytest.mark.long
 def test_processes_started_by_hand_give_the_same_numbers(folder, losses):
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     assert processes.run_python("train.py", cwd=folder, environment=meeting, processes=2) == losses
 
 

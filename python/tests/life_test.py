@@ -1,6 +1,7 @@
 """A process's life with the engine: signals while it waits, threads, forked children, failures, and its end."""
 
 import os
+import re
 import select
 import signal
 import socket
@@ -14,6 +15,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from ranks import BACKEND, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,9 +30,7 @@ class Program:
 
     def __init__(self, source):
         # Each rank has the end of a socket pair, over which it says how far it is and waits for what it is told.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.ranks, self.lines = [], []
         prelude = "import os, sys, socket\nline = socket.socket(fileno=int(os.environ['LINE']))\nrank = int(os.environ['RANK'])\n"
         for rank in range(2):
@@ -134,7 +134,78 @@ def test_an_exception_on_one_rank_is_not_waited_for():
         assert status == 1 and "RuntimeError: no such data" in err
         status, _, err = program.end(0)
         assert status == 1
-        assert "torch.distributed.DistBackendError: all_reduce" in err and "rank 1" in err
+        assert "torch.distributed.DistBackendError: all_reduce" in err
+        assert "aborted by rank 1" in err and "by an exception there" in err  # it has not "left in good order"
+
+
+def test_an_exception_ends_a_program_with_a_hook_of_its_own():
+    source = """
+        import torch, torch.distributed as dist, lockstep
+        sys.excepthook = lambda *exception: print("the program's hook:", exception[1])
+        dist.init_process_group("lockstep")
+        dist.barrier()
+        if rank == 1:
+            raise RuntimeError("no such data")
+        dist.all_reduce(torch.ones(1))
+    """
+    with Program(source) as program:
+        status, out, _ = program.end(1)
+        assert status == 1 and out == "the program's hook: no such data\n"
+        status, out, _ = program.end(0)
+        assert status == 1 and "aborted by rank 1" in out and "by an exception there" in out
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_an_exception_that_did_not_end_the_program_is_no_abort(prompt):
+    """Prompts and test runners leave what was raised last in sys.last_value; and a prompt calls sys.excepthook."""
+    source = f"""
+        import torch, torch.distributed as dist, lockstep
+        dist.init_process_group("lockstep")
+        dist.barrier()
+        if rank == 0:
+            dist.all_reduce(torch.ones(1))
+        sys.last_value = RuntimeError("shown")
+        if {prompt}:
+            sys.ps1 = ">>> "
+            sys.excepthook(RuntimeError, sys.last_value, None)
+    """
+    with Program(source) as program:
+        status, _, _ = program.end(1)
+        assert status == 0
+        status, _, err = program.end(0)
+        assert status == 1
+        assert "rank 1" in err and "has left the group" in err and "by an exception there" not in err
+
+
+def test_lockstep_run_names_the_rank_that_failed_though_its_interpreter_ends_last(bin_dir):
+    source = """
+        import atexit, os, select
+
+        def wait_for_rank_0():  # after Lockstep's own handler: those that are registered first run last
+            if peer is not None:
+                poll = select.poll()
+                poll.register(peer, select.POLLIN)
+                poll.poll()
+
+        peer = None
+        atexit.register(wait_for_rank_0)
+        import torch, torch.distributed as dist, lockstep
+        dist.init_process_group("lockstep")
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 1:
+            peer = os.pidfd_open(pids[0])
+            raise RuntimeError("no such data")
+        dist.all_reduce(torch.ones(1))
+    """
+    command = [bin_dir / "lockstep", "run", "--nproc-per-node", "2", sys.executable, "-c", textwrap.dedent(source)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1, done.stderr
+    report = done.stderr[done.stderr.index("lockstep run: "):]
+    assert re.match(r"lockstep run: rank 1 \(pid \d+\) failed first: exited with status 1\n", report), done.stderr
+    assert "RuntimeError: no such data\n" in report, done.stderr
+    assert re.search(r"^lockstep run: then rank 0 ", report, re.M), done.stderr
 
 
 # Signals

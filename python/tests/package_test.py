@@ -124,13 +124,13 @@ def check_wheel(wheel, folder):
     python_files = {f"lockstep/{path.name}" for path in (REPOSITORY / "python" / "lockstep").glob("*.py")}
     [extension] = {name for name in names if name.startswith("lockstep/_C.") and name.endswith(".so")}
     assert names == python_files | {extension, "lockstep/liblockstep.so", "lockstep/_build.py", "lockstep/py.typed",
-                                    "_lockstep_autoload.py"}
-    for name in (extension, "lockstep/liblockstep.so"):
+                                    "lockstep/lockstep", "_lockstep_autoload.py", "_lockstep_command.py"}
+    for name in (extension, "lockstep/liblockstep.so", "lockstep/lockstep"):
         section = dynamic_section(folder / name)
         paths = [entry for tag, value in section if tag in ("RPATH", "RUNPATH") for entry in value.split(":")]
         assert paths == ["$ORIGIN", "$ORIGIN/../torch/lib"], "paths of this machine mean nothing on another"
         needed = [value for tag, value in section if tag == "NEEDED"]
-        assert "libtorch_cpu.so" in needed and not [value for value in needed if "/" in value]
+        assert {"libtorch_cpu.so", "liblockstep.so"} & set(needed) and not [value for value in needed if "/" in value]
     return information
 
 
@@ -154,10 +154,12 @@ def test_wheel_holds_the_package_and_nothing_of_this_machine(wheel, tmp_path):
 
 
 @pytest.mark.long  # compiles the library anew
-def test_a_wheel_is_compiled_without_the_tests_and_the_program(tmp_path):
+def test_a_wheel_is_compiled_without_the_tests_and_examples(tmp_path):
     wheel = make_wheel(tmp_path / "wheel", "-C", f"build-dir={tmp_path / 'build'}", timeout=1500)
     check_wheel(wheel, tmp_path / "content")
-    assert not (tmp_path / "build" / "bin").exists()  # where programs go
+    assert [path.name for path in (tmp_path / "build" / "bin").iterdir()] == ["lockstep"]
+    output = succeed(tmp_path / "build" / "bin" / "lockstep", "inspect", "--help")
+    assert "flight" in output and "checkpoint" not in output
 
 
 # ---- How it runs
@@ -167,6 +169,44 @@ def test_it_runs_where_there_is_no_compiler(fresh, tmp_path):
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
     output = succeed(fresh, tmp_path / "two_ranks.py", tmp_path / "meeting", **path_of(fresh))
     assert output.strip().startswith(str(fresh.parents[1]))
+
+
+SUM_OF_RANKS = """
+import lockstep, torch, torch.distributed as dist
+dist.init_process_group("lockstep")
+tensor = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(tensor)
+if dist.get_rank() == 0:
+    print("sum", tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_the_command_starts_a_python_program(fresh, tmp_path):
+    (tmp_path / "train.py").write_text(SUM_OF_RANKS)
+    command = fresh.parent / "lockstep"
+    output = succeed(command, "run", "--nproc-per-node", 2, "python", tmp_path / "train.py", **path_of(fresh))
+    assert "[rank 0] sum [3.0, 3.0, 3.0]" in output
+
+
+@pytest.mark.parametrize("former", [{}, {"LD_LIBRARY_PATH": "/libraries/of/the/caller"}])
+def test_the_command_keeps_torchs_libraries_to_itself(fresh, former):
+    variables = path_of(fresh) | former
+    show = "import os; print([entry for entry in os.environ.items() if 'LD_LIBRARY_PATH' in entry[0]])"
+    output = succeed(fresh.parent / "lockstep", "run", "--no-prefix", "python", "-c", show, **variables)
+    assert output.strip() == str(list(former.items()))
+
+
+def test_the_command_starts_itself_again(fresh):
+    """The doctor's two ranks are processes of the program in the package, not of the script in PATH."""
+    output = succeed(fresh.parent / "lockstep", "doctor", "--self-test", **path_of(fresh))
+    assert "two ranks: all_reduce" in output
+
+
+def test_the_command_of_the_package_beside_torch():
+    command = pathlib.Path(sys.executable).parent / "lockstep"
+    version = re.search(r"project\(Lockstep VERSION (\S+)", (REPOSITORY / "CMakeLists.txt").read_text())[1]
+    assert succeed(command, "--version").strip() == f"lockstep {version}"
 
 
 def test_the_folder_of_the_library_is_not_taken_for_the_package(fresh):
@@ -219,6 +259,14 @@ def test_another_torch_is_refused_in_one_line(fresh, tmp_path):
     assert re.match(rf"ImportError: lockstep \S+ was built for torch {major}\.{minor}; this is torch 2\.11\.0",
                     last_line(output)), output
     assert f"pip install 'torch>={major}.{minor},<{major}.{minor + 1}'" in last_line(output)
+
+
+def test_the_command_refuses_another_torch_as_the_package_does(fresh, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.11.0+cpu"\n')
+    status, output = run(fresh.parent / "lockstep", "--version", PYTHONPATH=tmp_path, **path_of(fresh))
+    assert status == 1
+    assert re.fullmatch(r"lockstep: error: lockstep \S+ was built for torch .*; this is torch 2\.11\.0.*\n", output), output
 
 
 def test_without_torch_one_line_says_so(wheel, tmp_path):
@@ -308,7 +356,8 @@ def test_a_missing_compiler_has_the_last_word(tmp_path):
 
 @pytest.mark.parametrize("header, message", [
     ("semaphore", "cannot compile C++20"), ("Python.h", "apt-get install python3-dev"),
-    ("zlib.h", "apt-get install zlib1g-dev"), ("nlohmann/json_fwd.hpp", "apt-get install nlohmann-json3-dev")])
+    ("zlib.h", "apt-get install zlib1g-dev"), ("nlohmann/json_fwd.hpp", "apt-get install nlohmann-json3-dev"),
+    ("CLI/Version.hpp", "apt-get install libcli11-dev")])
 def test_a_missing_header_is_named(backend, monkeypatch, tmp_path, header, message):
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!{shutil.which('bash')}\n! grep -q 'include <{header}>'\n")

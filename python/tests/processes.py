@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -14,8 +13,13 @@ PROGRAMS = pathlib.Path(__file__).resolve().parent / "programs"
 TIMEOUT = 2 * ranks.TIMEOUT  # each process imports torch, on few cores one after the other
 
 
-def run_python(*arguments, environment=None, processes=1, cwd=None) -> str:
-    """What `python ARGUMENTS…` writes to stdout, in `processes` processes with RANK and WORLD_SIZE if more than one.
+def run_python(*arguments, **options) -> str:
+    """What `python ARGUMENTS…` writes to stdout; see run_program."""
+    return run_program(sys.executable, *arguments, **options)
+
+
+def run_program(*command, environment=None, processes=1, cwd=None) -> str:
+    """What the command writes to stdout, in `processes` processes with RANK and WORLD_SIZE if more than one.
 
     They have neither a launcher's variables nor a GPU, run in a folder that is not the repository, and fail the test
     with all their output if one fails or does not end in time.
@@ -23,7 +27,7 @@ def run_python(*arguments, environment=None, processes=1, cwd=None) -> str:
     base = {name: value for name, value in os.environ.items() if not ranks._of_a_launcher(name)}
     base |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     base |= {name: str(value) for name, value in (environment or {}).items()}
-    command = [sys.executable, *map(str, arguments)]
+    command = [str(word) for word in command]
     running = []
     try:
         for rank in range(processes):
@@ -55,10 +59,3 @@ def _kill(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -210,7 +210,7 @@ def _stop():
 
 def _of_a_launcher(name) -> bool:
     """Variables that torchrun sets for the ranks and that a test must not inherit."""
-    return name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
+    return name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_AGENT_STORE") or name.startswith(
         ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_")
     )
 

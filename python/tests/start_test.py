@@ -1,11 +1,13 @@
 """Every way to start: by hand with env://, tcp:// and file://, under torchrun, and by torch.multiprocessing."""
 
 import os
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import PROGRAMS, free_port, run_python
+from ports import free_port
+from processes import PROGRAMS, run_program, run_python
 from ranks import BACKEND, run_ranks
 
 ENGINE = {"lockstep": "ProcessGroupLockstep", "gloo": "ProcessGroupGloo"}[BACKEND]
@@ -69,6 +71,16 @@ def test_processes_by_hand(tmp_path):
 def test_torchrun():
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     assert sorted(run_python(*arguments, START, "env", BACKEND).splitlines()) == LINES
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="without `import lockstep` torch waits for the launcher's store")
+@pytest.mark.parametrize("way", ["env", "an address of its own", "tcp"])
+def test_lockstep_run(bin_dir, way):
+    """Also where the program sets MASTER_ADDR and MASTER_PORT: there no launcher's store is, so rank 0 serves one."""
+    place = {"env": "env", "tcp": f"tcp://localhost:{free_port()}"}.get(way, free_port())
+    launcher = [bin_dir / "lockstep", "run", "--nproc-per-node", 2, "--no-prefix"]
+    text = run_program(*launcher, sys.executable, START, place, BACKEND)
+    assert sorted(text.splitlines()) == LINES
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -1,6 +1,8 @@
 """Starts in the given way, adds the ranks up, and tells it: one line from each rank.
 
-    python start.py env|fork|spawn|tcp://…|file://… [BACKEND]
+    python start.py env|PORT|fork|spawn|tcp://…|file://… [BACKEND]
+
+PORT: the program itself sets MASTER_ADDR and MASTER_PORT, as PyTorch's tutorials do.
 """
 
 import os
@@ -31,5 +33,8 @@ if __name__ == "__main__":
             torch.multiprocessing.start_processes(main, arguments, nprocs=2, start_method=way)
     elif way == "env":
         main(-1, "env://", -1, backend)
+    elif way.isdigit():
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=way)
+        main(int(os.environ["RANK"]), "env://", int(os.environ["WORLD_SIZE"]), backend)
     else:
         main(int(os.environ["RANK"]), way, int(os.environ["WORLD_SIZE"]), backend)
