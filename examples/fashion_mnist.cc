@@ -1,6 +1,6 @@
 // Trains a classifier of clothes on Fashion-MNIST, data-parallel, with a test accuracy after each epoch.
 //
-//     lockstep run --nproc-per-node 2 ./fashion_mnist --data /usr/share/datasets/fashion-mnist
+//     lockstep run --nproc-per-node 2 ./fashion_mnist
 #include <chrono>
 #include <cstdio>
 #include <iostream>
@@ -21,7 +21,7 @@ struct Settings {
   std::string model = "mlp";
   int64_t epochs = 15;
   int64_t batch_size = 128;
-  std::string data = "data";
+  std::string data = "/usr/share/datasets/fashion-mnist";  // where Debian's dataset-fashion-mnist puts it
   int64_t seed = 0;
   double learning_rate = 1e-3;
   std::string device = "auto";
@@ -82,14 +82,15 @@ void train(const Settings& settings) {
               " is for the whole job and must be a multiple of its ", world_size, " ranks");
   const int64_t batch_size = settings.batch_size / world_size;
 
+  FashionMnist train_set(settings.data, /*train=*/true);
+  FashionMnist test_set(settings.data, /*train=*/false);
+
   torch::manual_seed(settings.seed);
   auto net = std::make_shared<Net>(settings.model);
   net->to(device);
   lockstep::DistributedDataParallel<Net> model(net);
   torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(settings.learning_rate));
 
-  FashionMnist train_set(settings.data, /*train=*/true);
-  FashionMnist test_set(settings.data, /*train=*/false);
   lockstep::data::DistributedSampler sampler(train_set.size(), {.seed = settings.seed, .drop_last = true});
   lockstep::data::DataLoader host_loader(train_set, {.batch_size = batch_size,
                                                      .sampler = &sampler,

@@ -1,7 +1,7 @@
 // Trains the convolutional network of fashion_mnist.cc in bfloat16, float16 or float32 with autocast and a
 // GradScaler, data-parallel, and prints what it cost: accuracy, images/s, the scale, skipped steps.
 //
-//     lockstep run --nproc-per-node 2 ./mixed_precision --dtype bf16 --data /usr/share/datasets/fashion-mnist
+//     lockstep run --nproc-per-node 2 ./mixed_precision --dtype bf16
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -25,7 +25,7 @@ struct Settings {
   int64_t epochs = 3;
   int64_t batch_size = 128;
   int64_t samples = 60000;
-  std::string data = "data";
+  std::string data = "/usr/share/datasets/fashion-mnist";  // where Debian's dataset-fashion-mnist puts it
   int64_t seed = 0;
   double learning_rate = 1e-3;
   double init_scale = 65536;

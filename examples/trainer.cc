@@ -2,7 +2,7 @@
 // validation, TensorBoard, MLflow, checkpoints. Started again with the same --run, it goes on where it was.
 // docs/trainer.md walks through it.
 //
-//     lockstep run --nproc-per-node 2 ./trainer --data /usr/share/datasets/fashion-mnist --run first
+//     lockstep run --nproc-per-node 2 ./trainer --run first
 #include <cstdio>
 #include <iostream>
 
@@ -24,7 +24,7 @@ using lockstep::data::Example;
 using lockstep::data::FashionMnist;
 
 struct Settings {
-  std::string data = "data";
+  std::string data = "/usr/share/datasets/fashion-mnist";  // where Debian's dataset-fashion-mnist puts it
   std::filesystem::path run = "run";
   std::string mlflow = {};
   int64_t epochs = 5;
@@ -61,8 +61,7 @@ int train(const Settings& settings) {
   net->to(device);
   lockstep::DistributedDataParallel model(net);
   torch::optim::AdamW optimizer(model.parameters(), torch::optim::AdamWOptions(settings.learning_rate));
-  lockstep::lr_scheduler::CosineAnnealingLR schedule(optimizer,
-                                                     /*T_max=*/static_cast<double>(settings.epochs));
+  lockstep::lr_scheduler::CosineAnnealingLR schedule(optimizer, /*T_max=*/settings.epochs);
 
   FashionMnist images(settings.data, /*train=*/true);
   lockstep::data::DistributedSampler sampler(images.size());
