@@ -1,22 +1,18 @@
 """Tests of scripts/test: its options, how --only picks C++ tests, and how results are counted."""
 
-import importlib.util
 import pathlib
+import re
 import subprocess
+import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/lib/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-select_tests, summarize_tests, describe_gpu = map(load, ("select_tests", "summarize_tests", "describe_gpu"))
+sys.path.append(str(ROOT / "scripts/lib"))
+import describe_gpu  # noqa: E402
+import record_tests  # noqa: E402
+import select_tests  # noqa: E402
+import summarize_tests  # noqa: E402
 
 SOURCE = """
 TEST(Deadline, Expires) {
@@ -173,6 +169,31 @@ def test_summary_over_several_reports(tmp_path):
     assert summarize_tests.summarize(tmp_path)[0]["passed"] == 3
 
 
+def test_what_has_passed_is_recorded_in_its_row(tmp_path):
+    rows = ["# Title", "| command | what | when | takes | last passed |", "|---|---|---|---|---|",
+            "| `scripts/test` | all | always | 44 min | once |", "| `scripts/test --all` | more | rarely | | never |", "End."]
+    document = tmp_path / "testing.md"
+    document.write_text("\n".join(rows) + "\n")
+    report(tmp_path / "reports", "x.xml", case("a"), case("b", inner="<skipped/>"))
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, ROOT / "scripts/lib/record_tests.py", *arguments]).returncode
+
+    assert run("check", document, "scripts/test --all") == 0
+    assert run("check", document, "scripts/test --only data") == 1
+    assert run("passed", document, "scripts/test --all", tmp_path / "reports", "3610", "abc1234") == 0
+    lines = document.read_text().splitlines()
+    assert lines[:4] + lines[5:] == rows[:4] + rows[5:]
+    assert re.fullmatch(r"\| `scripts/test --all` \| more \| rarely \| 60 min \| "
+                        r"\d{4}-\d\d-\d\d, `abc1234`: 1 tests passed, 1 skipped \|", lines[4])
+
+
+def test_the_document_has_a_row_for_each_whole_run():
+    text = (ROOT / "docs/testing.md").read_text().splitlines()
+    for options in ("", " --all", " --sanitizer address", " --sanitizer thread", " --gpu"):
+        assert record_tests.find_row(text, "scripts/test" + options) is not None
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--only"], "--only needs a value"),
     (["--only", "a b"], "--only is 'a b'"),
@@ -180,6 +201,8 @@ def test_summary_over_several_reports(tmp_path):
     (["--sanitizer", "thread", "--preset", "debug"], "exclude each other"),
     (["--preset", "fast"], "takes release or debug"),
     (["fast"], "unknown option 'fast'"),
+    (["--record", "--preset", "debug"], "--record takes the preset release"),
+    (["--record", "--only", "data"], "no row for 'scripts/test --only data'"),
 ])
 def test_misused_options(arguments, message):
     result = subprocess.run([ROOT / "scripts/test", *arguments], text=True, capture_output=True)

@@ -1,0 +1,58 @@
+"""Writes into docs/testing.md that a command of scripts/test has passed: how long it took, when, and at which commit.
+
+usage: record_tests.py check DOCUMENT COMMAND
+       record_tests.py passed DOCUMENT COMMAND REPORTS_DIR SECONDS COMMIT
+
+COMMAND is `scripts/test` with its options, as it stands in the table's first column. `check` says whether the table has
+a row for it, and ends with status 1 otherwise. `passed` fills in the last two columns of that row.
+"""
+
+import datetime
+import pathlib
+import sys
+
+import summarize_tests
+
+COLUMNS = 5  # command, what it runs, when, takes, last passed
+
+
+def cells_of(line):
+    """The cells of a row of the table that holds commands, or None for any other line."""
+    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+    return cells if line.startswith("| `") and len(cells) == COLUMNS else None
+
+
+def find_row(lines, command):
+    """Index of the row of `command`; None where the table has none."""
+    for index, line in enumerate(lines):
+        cells = cells_of(line)
+        if cells and cells[0] == f"`{command}`":
+            return index
+    return None
+
+
+def record(text, command, minutes, result):
+    """The document with that row's last two columns replaced. ValueError: it has no such row."""
+    lines = text.splitlines()
+    index = find_row(lines, command)
+    if index is None:
+        raise ValueError(f"no row for `{command}`")
+    cells = cells_of(lines[index])[:-2] + [f"{minutes} min", result]
+    lines[index] = f"| {' | '.join(cells)} |"
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    action, document, command = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+    text = document.read_text()
+    if action == "check":
+        sys.exit(find_row(text.splitlines(), command) is None)
+    reports, seconds, commit = pathlib.Path(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
+    total = summarize_tests.summarize(reports)[0]
+    result = (f"{datetime.date.today().isoformat()}, `{commit}`: "
+              f"{total['passed']:,} tests passed, {total['skipped']} skipped")
+    document.write_text(record(text, command, max(1, round(seconds / 60)), result))
+
+
+if __name__ == "__main__":
+    main()
