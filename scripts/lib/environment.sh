@@ -117,18 +117,31 @@ ensure_venv_module() {
     die "$python has no venv module" "install $version-venv, or name another Python in LOCKSTEP_PYTHON"
 }
 
-# install_requirements PURPOSE: pip writes to the terminal itself, for its progress bars; the details go to the log. What
-# is installed is compiled to bytecode when it is first imported, which for most of it is never.
+# ensure_uv: uv, which installs in less than half of pip's time, in .venv; fails where pip is told of another package index,
+# which uv would not ask, or where there is no uv for this machine.
+ensure_uv() {
+  [[ -z $kit ]] && ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE 'index-url|no-index' || return 1
+  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$(grep '^uv==' "$root/requirements.txt")" >>"$log" 2>&1
+  [[ -x $venv/bin/uv ]]
+}
+
+# install_requirements PURPOSE: by uv, and where uv can't, by pip, whose details go to the log. Both write to the terminal
+# themselves, for their progress bars. What is installed is compiled to bytecode when it is first imported, which for most
+# of it is never.
 install_requirements() {
   local list=$venv/.requirements.txt options=() beside="" size="0.7 GB to fetch, about 1 min"
   needed_requirements "$1" >"$list"
-  if is_lean "$1"; then options=(--no-deps); else size="3 GB to fetch, about 3 min"; fi
+  if is_lean "$1"; then options=(--no-deps); else size="3 GB to fetch, 1 to 3 min"; fi
   if [[ -n $given_torch ]]; then beside=", beside the torch in $given_torch" size="about 1 min"; fi
   local pip=(-m pip)
   if [[ -n $kit ]]; then
     pip=("$(echo "$kit"/wheels/pip-*.whl)/pip") options=(--no-index --find-links "$kit/wheels" pip) size="out of the offline kit"
   fi
   headline "installing the Python packages for $1$beside ($size)"
+  if ensure_uv; then
+    if "$venv/bin/uv" pip install --python "$venv/bin/python" ${options[@]+"${options[@]}"} -r "$list"; then return 0; fi
+    headline "uv could not install them; pip tries"
+  fi
   if "$venv/bin/python" "${pip[@]}" install --disable-pip-version-check --no-compile --log "$log" \
       ${options[@]+"${options[@]}"} -r "$list" 2>&1; then return 0; fi
   if log_has 'No space left on device'; then
