@@ -44,6 +44,7 @@ void check(const CheckpointManagerOptions& options) {
   TORCH_CHECK_VALUE(options.keep_best >= 0, "CheckpointManager: keep_best is ", options.keep_best);
   TORCH_CHECK_VALUE(options.keep_emergency >= 1, "CheckpointManager: keep_emergency is ",
                     options.keep_emergency, "; at least 1 is kept");
+  TORCH_CHECK_VALUE(options.keep_period >= 0, "CheckpointManager: keep_period is ", options.keep_period);
   TORCH_CHECK_VALUE(options.every_steps >= 0, "CheckpointManager: every_steps is ", options.every_steps);
   TORCH_CHECK_VALUE(options.every_epochs >= 0, "CheckpointManager: every_epochs is ", options.every_epochs);
   TORCH_CHECK_VALUE(options.every.count() >= 0, "CheckpointManager: every is ", options.every.count(), " ns");

@@ -35,6 +35,9 @@ struct CheckpointManagerOptions {
   std::string metric = {};     ///< a key of CheckpointInfo::metrics; empty: none is best
   Mode mode = Mode::min;       ///< NaN is never best
   int64_t keep_emergency = 2;  ///< beside them, the last ones saved in an emergency; at least 1
+  /// Beside them, for ever, those whose step is a multiple of it, whatever they were saved for; 0: none. It
+  /// saves none itself. Orbax's keep_period.
+  int64_t keep_period = 0;
 
   // ---- What restore() does
   /// When there are checkpoints and all are damaged: train from scratch, as if there were none. Without it

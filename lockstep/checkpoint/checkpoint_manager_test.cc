@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -5,6 +6,8 @@
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
+#include <map>
+#include <random>
 #include <string>
 #include <sys/stat.h>
 #include <thread>
@@ -139,6 +142,39 @@ TEST(Retention, OneThatMayBeGoodIsKeptAndNotCounted) {
   EXPECT_THAT(removed(there, {1}, last), ElementsAre(1, 2, 3));
 }
 
+TEST(Retention, EveryKthStepIsKeptForEver) {
+  std::mt19937 random(5);
+  const auto below = [&](int64_t end) { return std::uniform_int_distribution<int64_t>(0, end - 1)(random); };
+  for (int trial = 0; trial < 300; ++trial) {
+    std::vector<internal::ManagedCheckpoint> there;
+    std::map<int64_t, Condition> conditions;
+    const int64_t every = 1 + below(4);
+    const int64_t count = below(20);
+    for (int64_t i = 0; i < count; ++i) {
+      there.push_back(one(i * every, below(2) * (i + 1), static_cast<double>(below(5))));
+      if (below(4) == 0) there.back().info.emergency = "a signal";
+      conditions[i * every] = trial % 2 == 0 ? Condition::kGood : static_cast<Condition>(below(3));
+    }
+    CheckpointManagerOptions options{
+        .keep_last = 1 + below(4), .keep_best = below(3), .metric = "loss", .keep_emergency = 1 + below(2)};
+    const auto removed = [&] {
+      return steps_of(internal::checkpoints_to_remove(
+          there, options, {}, [&](const CheckpointInfo& info) { return conditions.at(info.step); }));
+    };
+    const auto without = removed();
+    options.keep_period = 1 + below(12);
+    std::vector<int64_t> expected;
+    for (const int64_t step : without) {
+      if (step % options.keep_period != 0) expected.push_back(step);
+    }
+    const auto with = removed();
+    // Where nothing would go if all were good, none is looked at, and a damaged one may stay.
+    EXPECT_TRUE(with == expected ||
+                (trial % 2 == 1 && std::includes(expected.begin(), expected.end(), with.begin(), with.end())))
+        << "keep_period " << options.keep_period << ", trial " << trial;
+  }
+}
+
 TEST(Retention, TheClockHasNoSay) {
   std::vector<internal::ManagedCheckpoint> there;
   for (int64_t step = 1; step <= 4; ++step) {
@@ -235,6 +271,7 @@ TEST(CheckpointManager, RefusesOptionsThatMakeNoSense) {
   EXPECT_THAT(refused({.directory = "x", .keep_last = 0}), HasSubstr("keep_last is 0"));
   EXPECT_THAT(refused({.directory = "x", .keep_best = -1}), HasSubstr("keep_best"));
   EXPECT_THAT(refused({.directory = "x", .keep_emergency = 0}), HasSubstr("keep_emergency"));
+  EXPECT_THAT(refused({.directory = "x", .keep_period = -1}), HasSubstr("keep_period"));
   EXPECT_THAT(refused({.directory = "x", .every_steps = -1}), HasSubstr("every_steps"));
   EXPECT_THAT(refused({.directory = "x", .every = -1s}), HasSubstr("every"));
   EXPECT_THAT(refused({.directory = "x", .automatic = true, .automatic_share = 0}),
@@ -423,6 +460,24 @@ TEST(CheckpointManager, RetentionChecksWhatAnEarlierRunHasLeft) {
   save({120});
   EXPECT_THAT(scratch.entries(), ElementsAre("step-00000100", "step-00000101", "step-00000102",
                                              "step-00000110", "step-00000120"));
+}
+
+TEST(CheckpointManager, EveryKthStepStaysAsLongAsItIsAskedFor) {
+  const Scratch scratch;
+  const auto save = [&](std::vector<int64_t> steps, int64_t keep_period) {
+    CheckpointManager manager(
+        {.directory = scratch.path(), .keep_last = 1, .keep_period = keep_period, .async = false});
+    Training training;
+    for (const int64_t step : steps) manager.save(training, {.step = step});
+  };
+  save({1, 2, 3, 4, 5}, 2);
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000002", "step-00000004", "step-00000005"));
+  std::ofstream(scratch.path() / "step-00000002" / "model.safetensors", std::ios::in) << "damage";
+  save({6, 7}, 2);
+  EXPECT_THAT(scratch.entries(),
+              ElementsAre("step-00000002", "step-00000004", "step-00000006", "step-00000007"));
+  save({8}, 0);
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000008"));
 }
 
 /// An earlier run's checkpoints of steps 1 to 3, the first of which is the best.

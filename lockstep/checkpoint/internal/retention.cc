@@ -55,6 +55,10 @@ void keep_the_best(const Order& order, const CheckpointManagerOptions& options,
   }
 }
 
+bool is_kept_for_ever(const CheckpointInfo& info, const CheckpointManagerOptions& options) {
+  return options.keep_period > 0 && info.step % options.keep_period == 0;
+}
+
 std::vector<CheckpointInfo> to_remove(const std::vector<ManagedCheckpoint>& there,
                                       const CheckpointManagerOptions& options,
                                       const std::vector<std::filesystem::path>& keep_also,
@@ -71,7 +75,8 @@ std::vector<CheckpointInfo> to_remove(const std::vector<ManagedCheckpoint>& ther
   keep_the_best(by_step, options, condition_of, keep);
   std::vector<CheckpointInfo> remove;
   for (const ManagedCheckpoint& each : there) {
-    if (!keep.contains(each.info.directory)) remove.push_back(each.info);
+    if (keep.contains(each.info.directory) || is_kept_for_ever(each.info, options)) continue;
+    remove.push_back(each.info);
   }
   return remove;
 }
