@@ -28,6 +28,7 @@ struct Settings {
   int64_t batch_size = 4;
   int64_t every_steps = 2;
   int64_t step_milliseconds = 0;
+  bool must_resume = false;
 };
 
 /// Sample i: eight numbers that follow from i. Its target is i itself, so that the program knows what it saw.
@@ -105,7 +106,8 @@ int train(const Settings& settings) {
        .clip_grad_norm = 1.0,
        .scheduler = &schedule,
        .checkpoint = lockstep::CheckpointManagerOptions{.directory = settings.checkpoints,
-                                                        .every_steps = settings.every_steps},
+                                                        .every_steps = settings.every_steps,
+                                                        .must_resume = settings.must_resume},
        .progress_bar = false,
        .callbacks = {
            {.before_step = [&](auto&) { seen.begin_step(), std::this_thread::sleep_for(step_time); },
@@ -144,6 +146,7 @@ int main(int argc, char** argv) try {
   app.add_option("--step-milliseconds", settings.step_milliseconds, "how much longer to make a step")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  app.add_flag("--must-resume", settings.must_resume, "an error where there is no checkpoint to go on from");
   CLI11_PARSE(app, argc, argv);
   std::printf("process %d\n", static_cast<int>(::getpid()));
   std::fflush(stdout);

@@ -13,8 +13,9 @@ OPTIONS = ("--epochs", 4, "--samples", 120, "--batch-size", 4, "--step-milliseco
 ONE_LIFE = 0.7  # seconds from the ranks' first line to the last moment of a kill; an undisturbed run takes longer
 
 
-def start(programs, folder):
-    return programs.start("lockstep", "run", "--nproc-per-node", RANKS, "resume", "--checkpoints", folder, *OPTIONS)
+def start(programs, folder, *more):
+    command = ("lockstep", "run", "--nproc-per-node", RANKS, "resume", "--checkpoints", folder)
+    return programs.start(*command, *OPTIONS, *more)
 
 
 def ending(done) -> str:
@@ -73,4 +74,11 @@ def test_a_signal_to_the_launcher_stops_it_with_the_status_for_another_try(progr
     done = job.finish()
     assert "stopped after step" in done.stderr and "the status is 75" in done.stderr, done.text
     assert done.status == 75, done.text
-    assert ending(start(programs, folder).finish()) == expected
+    assert ending(start(programs, folder, "--must-resume").finish()) == expected
+
+
+def test_where_it_must_resume_it_does_not_begin_anew(programs, tmp_path):
+    done = start(programs, tmp_path / "mistyped", "--must-resume").finish()
+    assert done.status == 1, done.text
+    assert f"resume: rank 0: there is no folder {tmp_path / 'mistyped'}" in done.stderr, done.text
+    assert not (tmp_path / "mistyped").exists()

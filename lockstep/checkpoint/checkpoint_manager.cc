@@ -51,6 +51,8 @@ void check(const CheckpointManagerOptions& options) {
   TORCH_CHECK_VALUE(options.automatic_share > 0 && options.automatic_share <= 1,
                     "CheckpointManager: automatic_share is ", options.automatic_share,
                     "; it is a part of the run time, above 0 and at most 1");
+  TORCH_CHECK_VALUE(!options.must_resume || !options.from_scratch_if_all_damaged,
+                    "CheckpointManager: must_resume and from_scratch_if_all_damaged contradict each other");
 }
 
 /// step-00000100, step-00000100-emergency
@@ -61,9 +63,16 @@ std::string name_of(const CheckpointInfo& info) {
   return name.data();
 }
 
+void check_is_there(const std::filesystem::path& directory) {
+  const bool there = internal::with_retries([&] { return internal::is_directory(directory); });
+  LOCKSTEP_CHECK_FILE(there, "there is no folder ", directory.string(),
+                      ", so no checkpoint to go on from, and must_resume is set. Name the folder that the "
+                      "checkpoints are in, or leave out must_resume to begin at step 0");
+}
+
 /// On the leader the lock; what goes wrong is thrown on all ranks. The others wait meanwhile, within the
 /// group's timeout.
-std::unique_ptr<internal::FolderLock> lock_together(const std::filesystem::path& directory,
+std::unique_ptr<internal::FolderLock> lock_together(const CheckpointManagerOptions& options,
                                                     const MemberRanks& ranks) {
   std::unique_ptr<internal::FolderLock> lock;
   Failure failure;
@@ -71,7 +80,8 @@ std::unique_ptr<internal::FolderLock> lock_together(const std::filesystem::path&
   if (ranks.leads()) {
     failure = Failure::of(ranks, [&] {
       try {
-        lock = internal::FolderLock::acquire(directory, ranks.timeout() / 2);
+        if (options.must_resume) check_is_there(options.directory);
+        lock = internal::FolderLock::acquire(options.directory, ranks.timeout() / 2);
       } catch (const Interruption&) {
         interruption = std::current_exception();
         throw;
@@ -109,7 +119,7 @@ class CheckpointManager::Implementation {
   Implementation(CheckpointManagerOptions options, ProcessGroup group)
       : options_(std::move(options)),
         ranks_(std::move(group)),
-        lock_(lock_together(options_.directory, ranks_)),
+        lock_(lock_together(options_, ranks_)),
         writing_ranks_(own_ranks(ranks_, options_.async)),
         schedule_(options_, ranks_.leads(),
                   [this](const SaveSchedule::Look& look) { return agree_on(ranks_, look); }) {}
@@ -192,8 +202,8 @@ class CheckpointManager::Implementation {
     std::vector<CheckpointInfo>& checkpoints = candidates.checkpoints;
     std::vector<std::string>& damaged = candidates.damaged;
     for (;;) {
-      if (ranks_.leads() && failure.kind == Failure::kNone && checkpoints.empty() && !damaged.empty()) {
-        failure = Failure::of(ranks_, [&] { check_from_scratch(damaged); });
+      if (ranks_.leads() && failure.kind == Failure::kNone && checkpoints.empty()) {
+        failure = Failure::of(ranks_, [&] { check_from_scratch(candidates); });
       }
       // The leader's directory, or none; or what it could not do.
       using Choice = std::tuple<int64_t, std::string, std::string>;
@@ -277,10 +287,18 @@ class CheckpointManager::Implementation {
     if (info.emergency.empty()) remove_old(info);
   }
 
-  void check_from_scratch(const std::vector<std::string>& damaged) const {
-    const std::string text = internal::all_damaged_text(
-        options_.directory, damaged, "CheckpointManagerOptions::from_scratch_if_all_damaged");
-    LOCKSTEP_CHECK_FILE(options_.from_scratch_if_all_damaged, text);
+  /// Throws unless training may begin at step 0, now that no candidate is left to try.
+  void check_from_scratch(const internal::Candidates& candidates) const {
+    if (candidates.damaged.empty()) {
+      LOCKSTEP_CHECK_FILE(!options_.must_resume,
+                          internal::none_there_text(options_.directory, candidates.passed_over));
+      return;
+    }
+    LOCKSTEP_CHECK_FILE(
+        options_.from_scratch_if_all_damaged,
+        internal::all_damaged_text(
+            options_.directory, candidates.damaged,
+            options_.must_resume ? "" : "CheckpointManagerOptions::from_scratch_if_all_damaged"));
     LOCKSTEP_LOG(kWarning) << "all checkpoints in " << options_.directory.string()
                            << " are damaged; training from scratch, as from_scratch_if_all_damaged says";
   }

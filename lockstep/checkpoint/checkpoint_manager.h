@@ -17,7 +17,7 @@ struct CheckpointManagerOptions {
   /// Whether a metric is best when it is lowest or highest.
   enum class Mode { min, max };
 
-  /// Checkpoints are step-00000100, step-00000200, … below it. Made where it is missing.
+  /// Checkpoints are step-00000100, step-00000200, … below it. Made where it is missing, but for must_resume.
   std::filesystem::path directory = {};
 
   // ---- When; several may be given. With none of them, every(…) and automatic included, only save() saves.
@@ -40,6 +40,10 @@ struct CheckpointManagerOptions {
   int64_t keep_period = 0;
 
   // ---- What restore() does
+  /// There must be a checkpoint to go on from: where there is none it is an error, which says what is in the
+  /// directory instead, and training does not begin at step 0. Then the directory is not made either, and
+  /// the construction throws when it is missing. Not with from_scratch_if_all_damaged.
+  bool must_resume = false;
   /// When there are checkpoints and all are damaged: train from scratch, as if there were none. Without it
   /// that is an error. What can't be read is an error in any case.
   bool from_scratch_if_all_damaged = false;
@@ -78,7 +82,8 @@ class CheckpointManager {
  public:
   /// Makes the directory. Throws c10::ValueError for options that make no sense, and on all ranks
   /// CheckpointError when another job has the directory, with its host and process, after waiting for it: 20
-  /// seconds, or two minutes for a job of another host, but at most half of the group's timeout.
+  /// seconds, or two minutes for a job of another host, but at most half of the group's timeout; or when
+  /// must_resume finds no directory.
   explicit CheckpointManager(CheckpointManagerOptions options, ProcessGroup group = {});
   CheckpointManager(const CheckpointManager&) = delete;
   CheckpointManager& operator=(const CheckpointManager&) = delete;
@@ -121,8 +126,8 @@ class CheckpointManager {
   /// of what is this rank's own (empty if another number of ranks wrote it). Nothing when there is none. All
   /// ranks load the same one: if it is damaged for any, all take the one before, and say so in the log.
   /// Throws on all ranks CheckpointError when there are some and all are damaged (see
-  /// from_scratch_if_all_damaged), and CheckpointIoError when one can't be read, after some attempts: it may
-  /// be good.
+  /// from_scratch_if_all_damaged) or when there is none and one must be there (see must_resume), and
+  /// CheckpointIoError when one can't be read, after some attempts: it may be good.
   template <class S>
   std::optional<CheckpointInfo> restore(S& training_state) {
     std::optional<LoadedCheckpoint> loaded = load_latest();

@@ -37,6 +37,7 @@ namespace {
 using namespace std::chrono_literals;
 using internal::Condition;
 using internal::SaveSchedule;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -276,6 +277,8 @@ TEST(CheckpointManager, RefusesOptionsThatMakeNoSense) {
   EXPECT_THAT(refused({.directory = "x", .every = -1s}), HasSubstr("every"));
   EXPECT_THAT(refused({.directory = "x", .automatic = true, .automatic_share = 0}),
               HasSubstr("automatic_share"));
+  EXPECT_THAT(refused({.directory = "x", .must_resume = true, .from_scratch_if_all_damaged = true}),
+              HasSubstr("contradict"));
   EXPECT_THAT(refused({.directory = "x", .automatic = true, .automatic_share = NAN}),
               HasSubstr("automatic_share"));
 }
@@ -615,6 +618,62 @@ TEST(CheckpointManager, TrainsFromScratchBesideDamagedOnesOnlyWhenAsked) {
 void write(const std::filesystem::path& path, const std::string& text) {
   std::filesystem::create_directories(path.parent_path());
   std::ofstream(path, std::ios::binary) << text;
+}
+
+TEST(CheckpointManager, WhereItMustResumeItSaysWhatIsThereInstead) {
+  const Scratch scratch;
+  const auto folder = scratch.path() / "run";
+  Training training;
+  const auto refused = [&] {
+    return message_of<CheckpointError>([&] {
+      CheckpointManager manager({.directory = folder, .must_resume = true});
+      manager.restore(training);
+    });
+  };
+  EXPECT_THAT(refused(), AllOf(HasSubstr("there is no folder " + folder.string()), HasSubstr("must_resume")));
+  EXPECT_FALSE(std::filesystem::exists(folder));
+
+  std::filesystem::create_directory(folder);
+  EXPECT_THAT(refused(), AllOf(HasSubstr("no checkpoint to go on from in " + folder.string()),
+                               HasSubstr("it is empty")));
+
+  std::filesystem::create_directories(folder / ".step-00000001.lockstep-tmp-0123");
+  write(folder / "half" / "state.json", "{}");
+  write(folder / "notes.txt", "");
+  EXPECT_THAT(refused(),
+              AllOf(HasSubstr("is one: .step-00000001.lockstep-tmp-0123 (a save that did not finish); half; "
+                              "notes.txt. Passed over: "),
+                    HasSubstr("half: it is incomplete: there is no manifest.json. Name the folder")));
+  for (int i = 0; i < 20; ++i) write(folder / ("other" + std::to_string(i)), "");
+  EXPECT_THAT(refused(), HasSubstr("; and 13 more"));
+
+  save_two(folder);
+  CheckpointManager manager({.directory = folder, .must_resume = true});
+  EXPECT_EQ(manager.restore(training)->step, 2);
+  for (const char* name : {"step-00000001", "step-00000002"}) {
+    std::filesystem::remove(folder / name / "model.safetensors");
+  }
+  EXPECT_THAT(refused(), AllOf(HasSubstr("all checkpoints in"), HasSubstr("step-00000001/model.safetensors"),
+                               HasSubstr("step-00000002/model.safetensors"),
+                               ::testing::Not(HasSubstr("begin at step 0"))));
+}
+
+TEST(CheckpointManager, AllRanksLearnThatThereIsNothingToResume) {
+  const Scratch scratch;
+  run_ranks(2,
+            [&](int) {
+              const auto group = init_process_group();
+              EXPECT_THAT(
+                  message_of<CheckpointError>([&] {
+                    CheckpointManager manager({.directory = scratch.path() / "missing", .must_resume = true});
+                  }),
+                  HasSubstr("rank 0: there is no folder"));
+              CheckpointManager manager({.directory = scratch.path(), .must_resume = true});
+              Training training;
+              EXPECT_THAT(message_of<CheckpointError>([&] { manager.restore(training); }),
+                          HasSubstr("rank 0: there is no checkpoint to go on from"));
+            },
+            {.environment = scratch.environment()});
 }
 
 TEST(CheckpointManager, DirectoriesOfOthersAreNoCheckpoints) {

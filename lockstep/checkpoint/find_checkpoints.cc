@@ -10,9 +10,11 @@
 #include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/file_io.h>
+#include <lockstep/checkpoint/internal/folder_lock.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/save_job.h>
+#include <lockstep/checkpoint/internal/temporary_directory.h>
 
 namespace lockstep {
 namespace {
@@ -21,7 +23,7 @@ namespace fs = std::filesystem;
 
 // Every volume has one, and only root may look into it.
 constexpr const char* kLostAndFound = "lost+found";
-constexpr size_t kDamagedShown = 10;
+constexpr size_t kMostShown = 10;
 // A job that saves and removes beside find_latest_checkpoint() may take away what was listed.
 constexpr int kMostListings = 5;
 
@@ -104,6 +106,14 @@ std::vector<CheckpointInfo> infos_of(Listing& listing) {
   return infos;
 }
 
+/// "a; b; and 3 more"
+std::string joined(const std::vector<std::string>& texts) {
+  std::string text;
+  for (size_t i = 0; i < std::min(texts.size(), kMostShown); ++i) text += (i > 0 ? "; " : "") + texts[i];
+  if (texts.size() > kMostShown) text += "; and " + std::to_string(texts.size() - kMostShown) + " more";
+  return text;
+}
+
 void warn_of(const std::string& damaged) {
   LOCKSTEP_LOG(kWarning) << "skipping " << damaged;
 }
@@ -141,20 +151,34 @@ internal::Candidates internal::candidates(const fs::path& root) {
   Listing listing = list(root, /*managed_only=*/false);
   std::for_each(listing.damaged.begin(), listing.damaged.end(), warn_of);
   std::for_each(listing.passed_over.begin(), listing.passed_over.end(), warn_of);
-  return {infos_of(listing), std::move(listing.damaged)};
+  return {infos_of(listing), std::move(listing.damaged), std::move(listing.passed_over)};
 }
 
 std::string internal::all_damaged_text(const fs::path& root, const std::vector<std::string>& damaged,
                                        const std::string& option) {
-  std::string text = "all checkpoints in " + root.string() +
-                     " are damaged, or of a newer version of Lockstep, so there is none to go on from: ";
-  for (size_t i = 0; i < std::min(damaged.size(), kDamagedShown); ++i) {
-    text += (i > 0 ? "; " : "") + damaged[i];
+  const std::string text =
+      "all checkpoints in " + root.string() +
+      " are damaged, or of a newer version of Lockstep, so there is none to go on from: " + joined(damaged) +
+      ". Put back what they lack, or name another directory";
+  return option.empty() ? text : text + ", or set " + option + " to begin at step 0";
+}
+
+std::string internal::none_there_text(const fs::path& root, const std::vector<std::string>& passed_over) {
+  std::vector<std::string> names;
+  for (const fs::path& entry : internal::with_retries([&] { return entries_of(root); })) {
+    std::string name = entry.filename().string();
+    if (name == internal::kLockName) continue;
+    if (internal::is_temporary_name(entry)) name += " (a save that did not finish)";
+    names.push_back(std::move(name));
   }
-  if (damaged.size() > kDamagedShown) {
-    text += "; and " + std::to_string(damaged.size() - kDamagedShown) + " more";
-  }
-  return text + ". Put back what they lack, name another directory, or set " + option + " to begin at step 0";
+  std::sort(names.begin(), names.end());
+  std::string text = "there is no checkpoint to go on from in " + root.string() +
+                     ", and must_resume is set; " +
+                     (names.empty() ? "it is empty" : "none of what is there is one: " + joined(names));
+  if (!passed_over.empty()) text += ". Passed over: " + joined(passed_over);
+  return text +
+         ". Name the folder that holds the checkpoints' folders (step-00000500, …), or leave out must_resume "
+         "to begin at step 0";
 }
 
 bool internal::is_managers_name(const fs::path& directory) {

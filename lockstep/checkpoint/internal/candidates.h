@@ -15,6 +15,9 @@ struct Candidates {
   /// Those without, a line each that says what is wrong. They have a manager's name, or their manifest names
   /// our format.
   std::vector<std::string> damaged;
+  /// Other directories that could be taken for one, or can't be looked into, a line each that says why it is
+  /// none.
+  std::vector<std::string> passed_over;
 };
 
 /// All checkpoints below `root`, with a warning in the log for each damaged one and for other directories
@@ -25,9 +28,14 @@ Candidates candidates(const std::filesystem::path& root);
 /// list_checkpoints() of those with a manager's name alone; the others are not looked into.
 std::vector<CheckpointInfo> list_managed(const std::filesystem::path& root);
 
-/// What to say when there are candidates and all of them are `damaged`; `option` allows to go on without.
+/// What to say when there are candidates and all of them are `damaged`; `option` allows to go on without, if
+/// it is not empty.
 std::string all_damaged_text(const std::filesystem::path& root, const std::vector<std::string>& damaged,
                              const std::string& option);
+
+/// What to say when there is no candidate and must_resume is set: what is in `root` instead. Throws
+/// CheckpointIoError when it can't be read.
+std::string none_there_text(const std::filesystem::path& root, const std::vector<std::string>& passed_over);
 
 /// Whether a manager calls its checkpoints so: step-00000100, with -emergency behind it, and with .replaced.
 bool is_managers_name(const std::filesystem::path& directory);

@@ -97,12 +97,16 @@ void discard(const fs::path& directory) {
 
 }  // namespace
 
+bool is_temporary_name(const fs::path& directory) {
+  const std::string name = directory.filename().string();
+  return name.starts_with('.') && name.find(kMark) != std::string::npos;
+}
+
 void remove_left_overs(const fs::path& parent) {
   std::error_code error;
   for (auto entry = fs::directory_iterator(parent, error); !error && entry != fs::directory_iterator();
        entry.increment(error)) {
-    const std::string name = entry->path().filename().string();
-    if (name.front() != '.' || name.find(kMark) == std::string::npos) continue;
+    if (!is_temporary_name(entry->path())) continue;
     const UniqueFd lock = lock_directory(entry->path(), LOCK_EX | LOCK_NB);
     if (!lock) continue;
     LOCKSTEP_LOG(kInfo) << "removing " << entry->path().string() << ", which a writer left that has ended";

@@ -38,6 +38,9 @@ class TemporaryDirectory {
   ForkGuard fork_guard_;  // a forked child must not remove what its parent writes
 };
 
+/// Whether a TemporaryDirectory calls itself so, one of a living writer or of a dead one.
+bool is_temporary_name(const std::filesystem::path& directory);
+
 /// Removes temporary directories in `parent` whose writers are dead. Never throws.
 void remove_left_overs(const std::filesystem::path& parent);
 
