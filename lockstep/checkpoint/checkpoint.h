@@ -82,19 +82,24 @@ struct LoadOptions {
   std::optional<int64_t> rank = {};
   /// How many ranks there are now; by default the default group's size, 1 without one.
   std::optional<int64_t> world_size = {};
+  /// The parts of `state` that are wanted, {"model"} say; empty: all, and the rank's own state. Files of
+  /// other parts are neither read nor looked at, and may be missing.
+  std::vector<std::string> parts = {};
 };
 
 struct LoadedCheckpoint {
   CheckpointInfo info;
   StateDict state;
-  /// Empty if it was written by another number of ranks, or if this rank wrote nothing of its own.
+  /// Empty if it was written by another number of ranks, if this rank wrote nothing of its own, or with
+  /// LoadOptions::parts.
   StateDict rank_state;
 };
 
 /// Reads a checkpoint; no collective. Lists and dicts come with elements of any type. Throws CheckpointError
 /// that names each damaged file and tensor, and what is wrong with it; CheckpointIoError when something can't
-/// be read, which is no damage. Nothing is trusted before it was checked, and no more memory is taken than a
-/// small multiple of the files' sizes. Thread-safe.
+/// be read, which is no damage; c10::ValueError for one of LoadOptions::parts that is not there. Nothing is
+/// trusted before it was checked, and no more memory is taken than a small multiple of the files' sizes.
+/// Thread-safe.
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& directory, const LoadOptions& options = {});
 
 /// What is wrong with a checkpoint, a line each: missing files, sizes, checksums of files and tensors, form.

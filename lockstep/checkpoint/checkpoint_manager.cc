@@ -216,7 +216,7 @@ class CheckpointManager::Implementation {
       std::string damage;
       auto loaded = load_together(directory, options, damage);
       if (damage.empty()) {
-        if (options.verify) good_.insert(directory);
+        if (options.verify && options.parts.empty()) good_.insert(directory);
         return loaded;
       }
       damaged.push_back(damage);

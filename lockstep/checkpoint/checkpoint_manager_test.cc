@@ -542,6 +542,17 @@ void save_two(const std::filesystem::path& folder) {
   for (const int64_t step : {1, 2}) manager.save(training, {.step = step});
 }
 
+TEST(CheckpointManager, WhatWasReadInPartIsNotTakenForGood) {
+  const Scratch scratch;
+  save_two(scratch.path());
+  std::ofstream(scratch.path() / "step-00000002" / "model.safetensors", std::ios::in) << "damage";
+  CheckpointManager manager({.directory = scratch.path(), .keep_last = 2, .async = false});
+  EXPECT_EQ(manager.load_latest({.parts = {"scheduler"}})->info.step, 2);
+  Training training;
+  manager.save(training, {.step = 3});
+  EXPECT_THAT(scratch.entries(), ElementsAre("step-00000001", "step-00000002", "step-00000003"));
+}
+
 TEST(CheckpointManager, AReadThatFailsOnceIsTriedAgain) {
   const Scratch scratch;
   save_two(scratch.path());

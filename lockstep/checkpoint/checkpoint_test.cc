@@ -161,6 +161,47 @@ TEST(Checkpoint, ReplacesOnlyWhenTold) {
   EXPECT_THAT(scratch.entries(), ElementsAre("a"));
 }
 
+TEST(Checkpoint, OnlyTheAskedForPartsAreRead) {
+  const Scratch scratch;
+  const auto directory = scratch.path() / "a";
+  StateDict state = training_state(1);
+  state["average"] = to_object(model_state(2));
+  state["optimizer"] = to_object(model_state(3));
+  save_checkpoint(directory, state, {{"place", torch::arange(3)}}, {.step = 5});
+  for (const char* own : {"rank00000.json", "rank00000.safetensors"})
+    std::filesystem::remove(directory / own);
+  for (unsigned subset = 1; subset < 1U << state.size(); ++subset) {
+    LoadOptions options;
+    StateDict expected;
+    unsigned bit = 0;
+    std::filesystem::create_directory(scratch.path() / "elsewhere");
+    for (const auto& [part, value] : state) {
+      const std::string file = part + ".safetensors";
+      if (((subset >> bit++) & 1U) != 0) {
+        options.parts.push_back(part);
+        expected.emplace(part, value);
+      } else if (std::filesystem::exists(directory / file)) {
+        std::filesystem::rename(directory / file, scratch.path() / "elsewhere" / file);
+      }
+    }
+    const LoadedCheckpoint loaded = load_checkpoint(directory, options);
+    EXPECT_TRUE(same(loaded.state, expected)) << subset;
+    EXPECT_TRUE(loaded.rank_state.empty());
+    EXPECT_EQ(loaded.info.step, 5);
+    for (const auto& file : scratch.entries_of(scratch.path() / "elsewhere")) {
+      std::filesystem::rename(scratch.path() / "elsewhere" / file, directory / file);
+    }
+  }
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                load_checkpoint(directory, {.parts = {"model", "modle"}});
+              }),
+              HasSubstr("has no part 'modle'; it has average, model, optimizer, scheduler"));
+  std::ofstream(directory / "model.safetensors", std::ios::in) << "damage";
+  EXPECT_THAT(message_of<CheckpointError>([&] { load_checkpoint(directory, {.parts = {"model"}}); }),
+              HasSubstr("model.safetensors"));
+  EXPECT_EQ(load_checkpoint(directory, {.parts = {"average"}}).state.size(), 1U);
+}
+
 TEST(Checkpoint, TheLatestGoodOneIsFound) {
   const Scratch scratch;
   EXPECT_FALSE(find_latest_checkpoint(scratch.path() / "none"));

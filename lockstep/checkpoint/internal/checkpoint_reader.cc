@@ -61,8 +61,9 @@ const FileRecord* CheckpointReader::find(const std::string& name) const {
   return nullptr;
 }
 
-void CheckpointReader::check_sizes() {
+void CheckpointReader::check_sizes(const std::function<bool(const FileRecord&)>& which) {
   for (const FileRecord& file : manifest_.files) {
+    if (which && !which(file)) continue;
     guarded([&] {
       const InputFile input(directory_ / file.name);
       if (input.size() == file.bytes) return;

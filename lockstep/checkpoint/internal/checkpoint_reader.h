@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -28,8 +29,8 @@ class CheckpointReader {
   /// Throws CheckpointError with all problems; nothing if there are none.
   void raise() const;
 
-  /// Compares all files' sizes with the manifest.
-  void check_sizes();
+  /// Compares all files' sizes with the manifest, or those of which `which` says yes.
+  void check_sizes(const std::function<bool(const FileRecord&)>& which = {});
   /// Reads a file, and compares checksums.
   void check_file(const FileRecord& file);
   /// The text of a file of JSON; empty when something is wrong with it.
