@@ -45,9 +45,8 @@ void describe_cause(std::ostringstream& report, const Ending& cause, const RankE
   } else if (cause.failed()) {
     report << "failed first: " << describe_wait_status(cause.wait_status) << '\n';
   } else {
-    report
-        << "ended before the others: " << describe_wait_status(cause.wait_status)
-        << ", and they waited for it; in training that comes from unequal numbers of batches: see join()\n";
+    report << "ended before the others: " << describe_wait_status(cause.wait_status)
+           << ", and they waited for it; in training that comes from " << kUnequalBatches << '\n';
   }
   describe_evidence(report, known);
 }

@@ -15,6 +15,9 @@ namespace lockstep {
 /// "killed by signal 9 (SIGKILL)".
 std::string describe_wait_status(int wait_status);
 
+/// Why, in training, a process ends in good order while the others still wait for it, and what helps.
+inline constexpr const char* kUnequalBatches = "unequal numbers of batches: see join()";
+
 /// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker
 /// looks when it notices that a peer is gone: only the parent of a process learns its exit status. In the
 /// other direction a worker notes which peer made its operations fail: the victim's process often ends before

@@ -85,8 +85,8 @@ std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pid
   const int code = static_cast<int>(note & 0xffff);
   switch (note_kind(header)) {
     case EndKind::kLeft:
-      return "left the job in good order; it may have run out of data first (unequal numbers of batches: see "
-             "join())";
+      return std::string("left the job in good order; it may have run out of data first (") +
+             kUnequalBatches + ")";
     case EndKind::kSignal:
       return describe_wait_status(code);  // a wait status below 128 is the signal's number
     case EndKind::kExit:

@@ -8,6 +8,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/rendezvous/exit_board.h>
 #include <lockstep/transport/shared_memory/group_members.h>
 #include <lockstep/transport/shared_memory/recovery_board.h>
 
@@ -245,8 +246,8 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
         transport_->note_culprit(decided.culprit);
         text << transport_->describe(decided.culprit)
              << " has left the group (destroyed it or ended) without this operation; it may have met an "
-                "error, or "
-                "have run out of data first (unequal numbers of batches: see join())";
+                "error, or have run out of data first ("
+             << kUnequalBatches << ")";
       }
       break;
     case FailureKind::kTimeout:
