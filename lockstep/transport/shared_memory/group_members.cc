@@ -232,39 +232,38 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
                                             std::chrono::nanoseconds timeout) const {
   const Decision decided = decision();
   const auto kind = decided.is_failure() ? static_cast<FailureKind>(decided.kind) : FailureKind::kAborted;
+  // Without a decision no rank has met the abort in an operation yet.
+  const int culprit = decided.is_failure() ? decided.culprit : members_[aborted_by()];
+  const bool left_behind = kind == FailureKind::kPeerLeft && RecoveryBoard(*this).left_behind();
+  const bool has_culprit = kind == FailureKind::kPeerEnded || kind == FailureKind::kPeerLeft ||
+                           kind == FailureKind::kTimeout || kind == FailureKind::kAborted;
+  if (has_culprit && !left_behind) transport_->note_culprit(culprit);
   std::ostringstream text;
   switch (kind) {
     case FailureKind::kPeerEnded:
-      transport_->note_culprit(decided.culprit);
-      text << transport_->describe_end(decided.culprit);
+      text << transport_->describe_end(culprit);
       break;
     case FailureKind::kPeerLeft:
-      if (RecoveryBoard(*this).left_behind()) {
-        text << transport_->describe(decided.culprit)
+      if (left_behind) {
+        text << transport_->describe(culprit)
              << " has gone on in a smaller group (shrink_group), which this rank is not in";
       } else {
-        transport_->note_culprit(decided.culprit);
-        text << transport_->describe(decided.culprit)
+        text << transport_->describe(culprit)
              << " has left the group (destroyed it or ended) without this operation; it may have met an "
                 "error, or have run out of data first ("
              << kUnequalBatches << ")";
       }
       break;
     case FailureKind::kTimeout:
-      transport_->note_culprit(decided.culprit);
       text << describe_timeout(decided, late, timeout);
       break;
     case FailureKind::kMismatch:
       text << "the ranks called different operations";
       break;
-    case FailureKind::kAborted: {
-      // No rank has met it in an operation yet, so that there is no decision.
-      const int aborter = decided.is_failure() ? decided.culprit : members_[aborted_by()];
-      transport_->note_culprit(aborter);
-      text << "aborted by " << transport_->describe(aborter);
-      if (aborter != transport_->rank()) text << ", by a call of abort() or by an exception there";
+    case FailureKind::kAborted:
+      text << "aborted by " << transport_->describe(culprit);
+      if (culprit != transport_->rank()) text << ", by a call of abort() or by an exception there";
       break;
-    }
     case FailureKind::kLeftBehind:
     case FailureKind::kNone:
       text << "failed";
