@@ -5,6 +5,7 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <netinet/in.h>
+#include <stdexcept>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <thread>
@@ -14,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/interrupt.h>
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/rendezvous.h>
@@ -162,6 +164,16 @@ TEST_F(Rendezvous, MissingHostIsNamed) {
                                 HasSubstr(std::to_string(port)), HasSubstr("connection refused")));
   results = run({1}, 2, {.init_method = "tcp://no-such-host.invalid:1", .timeout = 300ms});
   EXPECT_THAT(results[0], AllOf(StartsWith("network: "), HasSubstr("cannot be resolved")));
+}
+
+TEST_F(Rendezvous, AnInterruptionEndsTheWaitForRankZero) {
+  struct Stop : std::runtime_error, Interruption {
+    Stop() : std::runtime_error("stop") {}
+  };
+  set_interrupt_check([] { throw Stop(); });
+  EXPECT_THROW(rendezvous({.init_method = tcp(free_port()), .rank = 1, .world_size = 2, .timeout = 60s}),
+               Stop);
+  set_interrupt_check(nullptr);
 }
 
 TEST_F(Rendezvous, TwoProcessesWithOneRank) {

@@ -5,6 +5,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
@@ -95,8 +96,9 @@ StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const
                              << " s: " << why;
       next_warning = Deadline::after(seconds(60));
     }
+    check_interrupts();
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, deadline.remaining()));
-    pause = std::min(pause * 2, milliseconds(250));
+    pause = std::min<milliseconds>(pause * 2, kInterruptInterval);
   }
 }
 
