@@ -1,11 +1,16 @@
+#include <algorithm>
 #include <arpa/inet.h>
 #include <cerrno>
 #include <cstdlib>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <netinet/in.h>
+#include <numeric>
+#include <random>
 #include <stdexcept>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <thread>
@@ -16,6 +21,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/interrupt.h>
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/rendezvous.h>
@@ -44,8 +50,30 @@ class Rendezvous : public ::testing::Test {
   }
 };
 
+/// A free port below those that the kernel gives to others, which no other test program gets until this
+/// process ends: tests/ports.py takes the same locks.
 uint16_t free_port() {
-  return listen_at("127.0.0.1", 0, true).port;
+  constexpr uint16_t kLowest = 20000;
+  uint16_t end = 0;
+  std::ifstream("/proc/sys/net/ipv4/ip_local_port_range") >> end;
+  std::vector<uint16_t> ports(static_cast<size_t>(std::max(end, kLowest) - kLowest));
+  std::iota(ports.begin(), ports.end(), kLowest);
+  std::shuffle(ports.begin(), ports.end(), std::mt19937(std::random_device()()));
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("lockstep-ports-" + std::to_string(::getuid()));
+  ::mkdir(folder.c_str(), 0700);
+  for (const uint16_t port : ports) {
+    UniqueFd lock(::open((folder / std::to_string(port)).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    if (!lock || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) continue;
+    try {
+      listen_at("127.0.0.1", port, true);
+    } catch (const c10::DistNetworkError&) {
+      continue;
+    }
+    lock.release();  // held until this process ends
+    return port;
+  }
+  throw std::runtime_error("no port from 20000 to those of ip_local_port_range is free");
 }
 
 std::string tcp(uint16_t port) {
