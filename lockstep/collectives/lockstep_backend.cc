@@ -106,6 +106,13 @@ LockstepBackend::~LockstepBackend() {
   end();
 }
 
+c10::intrusive_ptr<LockstepBackend> LockstepBackend::make(std::shared_ptr<GroupChannel> channel,
+                                                          Settings settings) {
+  if (settings.make_subclass != nullptr)
+    return settings.make_subclass(std::move(channel), std::move(settings));
+  return c10::make_intrusive<LockstepBackend>(std::move(channel), std::move(settings));
+}
+
 std::chrono::milliseconds LockstepBackend::timeout_or_default(std::chrono::milliseconds timeout) const {
   if (timeout > std::chrono::milliseconds(0)) return timeout;
   return std::chrono::milliseconds(timeout_ms_.load(std::memory_order_relaxed));
@@ -191,7 +198,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
   };
   auto work = c10::make_intrusive<OperationWork>(
       queue_, rank_, operation.type, profiling_title(signature.kind, settings_.stands_in_for_gloo),
-      operation.inputs, operation.outputs, operation.outputs_are_one, std::move(run),
+      operation.inputs, operation.outputs, operation.future_form, std::move(run),
       operation.operands ? operation.operands->device_results() : nullptr);
   queue_->submit(work, operation.asynchronous, numbered);
   return work;

@@ -41,20 +41,31 @@ class CallSite {
 /// of submission; reductions in rank order, so all ranks and all runs get the same bits. Sends and receives
 /// have an order of their own, per pair of ranks and tag. After a failure every further operation fails with
 /// the first cause. What each operation takes and gives: functional.h. Thread-safe.
-class LockstepBackend final : public c10d::Backend {
+class LockstepBackend : public c10d::Backend {
  public:
+  struct Settings;
+  using Make = c10::intrusive_ptr<LockstepBackend> (*)(std::shared_ptr<transport::GroupChannel>, Settings);
   struct Settings {
     std::string name;  // of the group, for messages
     std::chrono::milliseconds timeout{};
     std::vector<int> global_ranks = {};  // in group order; empty: those of the transport
-    bool stands_in_for_gloo = false;     // for programs that ask for "gloo": called so in profiles
+    /// For programs that ask for "gloo": called so in profiles, and an all_gather's future has Gloo's form.
+    bool stands_in_for_gloo = false;
+    /// Of a subclass: makes those that come from this one by split(), merge() and shrink(), too.
+    Make make_subclass = nullptr;
   };
 
   LockstepBackend(std::shared_ptr<transport::GroupChannel> channel, Settings settings);
   ~LockstepBackend() override;
+  /// Of the class that the settings name.
+  static c10::intrusive_ptr<LockstepBackend> make(std::shared_ptr<transport::GroupChannel> channel,
+                                                  Settings settings);
 
   const std::string getBackendName() const override { return "lockstep"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ms_ = timeout.count(); }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    options_->timeout = timeout;
+    timeout_ms_ = timeout.count();
+  }
   /// What c10d::ProcessGroupGloo::Options begins with, in the same places.
   struct GroupOptions final : Options {
     using Options::Options;
@@ -163,6 +174,24 @@ class LockstepBackend final : public c10d::Backend {
   /// Of operations that are given none.
   std::chrono::milliseconds timeout() const { return timeout_or_default({}); }
   transport::GroupChannel& channel() { return *channel_; }
+
+ protected:
+  // The calls above take one tensor a rank; these take several, as c10d::ProcessGroupGloo does. The caller
+  // has checked that there is one, that all have one dtype, layout and size, and that the lists' lengths
+  // match. For the other ranks they are the same operations.
+
+  /// All tensors of all ranks make one result, which replaces each of them. AVG divides by the number of
+  /// ranks.
+  c10::intrusive_ptr<c10d::Work> allreduce_several(std::vector<at::Tensor>& tensors,
+                                                   const c10d::AllreduceOptions& options);
+  /// The root's tensor number options.rootTensor replaces all tensors of all ranks, the root's among these.
+  c10::intrusive_ptr<c10d::Work> broadcast_several(std::vector<at::Tensor>& tensors,
+                                                   const c10d::BroadcastOptions& options);
+  /// Each list of outputs gets all inputs of rank 0, of rank 1, and so on. The future's value has these
+  /// lists.
+  c10::intrusive_ptr<c10d::Work> allgather_several(std::vector<std::vector<at::Tensor>>& outputs,
+                                                   std::vector<at::Tensor>& inputs,
+                                                   const c10d::AllgatherOptions& options);
 
  private:
   c10::intrusive_ptr<c10d::Work> submit(PlannedOperation operation);

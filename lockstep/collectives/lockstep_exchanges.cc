@@ -110,7 +110,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather(std::vector<Tensors>& 
   const Signature signature = Signature::of(CollectiveKind::kAllGather, input);
   auto plan = plan_exchange(channel_, options, signature, c10d::OpType::ALLGATHER, inputs, list, operands,
                             std::move(exchange), std::move(destination).consumer());
-  plan.outputs_are_one = true;
+  plan.future_form.stacked = !settings_.stands_in_for_gloo;
   return submit(std::move(plan));
 }
 
@@ -162,9 +162,11 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather_coalesced(std::vector<
   exchange.gives.push_back(piece_of(source));
   exchange.takes.assign(size_, source.nbytes());
   const Signature signature = Signature::of(CollectiveKind::kAllGatherCoalesced, inputs);
-  return submit(plan_exchange(channel_, options, signature, c10d::OpType::ALLGATHER_COALESCED, inputs,
-                              std::move(outputs), operands, std::move(exchange),
-                              std::move(destination).consumer()));
+  auto plan =
+      plan_exchange(channel_, options, signature, c10d::OpType::ALLGATHER_COALESCED, inputs,
+                    std::move(outputs), operands, std::move(exchange), std::move(destination).consumer());
+  if (settings_.stands_in_for_gloo) plan.future_form.lists = size_;
+  return submit(std::move(plan));
 }
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather_into_tensor_coalesced(

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <utility>
 
 #include <lockstep/collectives/internal/planning.h>
@@ -13,29 +12,6 @@ namespace lockstep {
 namespace {
 
 using namespace planning;
-
-/// A reduction of `buffer` in place. `Options`: any of c10d's.
-template <class Options>
-PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& channel,
-                                const Options& options, const Signature& signature, c10d::OpType type,
-                                const Tensors& tensors, std::shared_ptr<Operands> operands,
-                                const at::Tensor& buffer) {
-  // Of a reduction to one rank, the others' data are only read.
-  auto* data = const_cast<void*>(buffer.const_data_ptr());
-  const bool users = std::any_of(tensors.begin(), tensors.end(),
-                                 [&](const at::Tensor& tensor) { return tensor.is_alias_of(buffer); });
-  const auto owner = users ? algorithms::MemoryOwner::kUser : algorithms::MemoryOwner::kOperation;
-  return {signature,
-          type,
-          tensors,
-          tensors,
-          operands,
-          options.timeout,
-          options.asyncOp,
-          [channel, signature, data, owner](const Terms& terms) {
-            algorithms::reduce(*channel, terms, signature, data, owner);
-          }};
-}
 
 /// Folds windows of all ranks into `output`, in rank order.
 Consume reduce_to(const ReduceKernels& kernels, std::byte* output) {
@@ -75,7 +51,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_sparse(Tensors& tensor
                         nullptr,   options.timeout,         options.asyncOp, {}};
   if (tensor.is_cpu()) {
     plan.body = [channel = channel_, signature, tensor](const Terms& terms) {
-      algorithms::all_reduce_sparse(*channel, terms, signature, tensor);
+      algorithms::all_reduce_sparse(*channel, terms, signature, {tensor});
     };
   } else {
     plan.operands = std::make_shared<Operands>(*channel_, staging_);

@@ -156,11 +156,10 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
   const auto exchange = group_making::exchange_through_store(store, mapping.transport, mapping.members,
                                                              "lockstep/addresses", "open_backend", deadline);
   auto channel = GroupChannel::open(mapping.transport, mapping.members, exchange, deadline);
-  auto backend = c10::make_intrusive<LockstepBackend>(
-      std::move(channel), LockstepBackend::Settings{.name = options.group_name,
-                                                    .timeout = options.timeout,
-                                                    .global_ranks = options.global_ranks,
-                                                    .stands_in_for_gloo = options.stands_in_for_gloo});
+  auto backend = LockstepBackend::make(std::move(channel), {.name = options.group_name,
+                                                            .timeout = options.timeout,
+                                                            .global_ranks = options.global_ranks,
+                                                            .make_subclass = options.make_subclass});
   LOCKSTEP_LOG(kInfo) << "joined group '" << options.group_name << "' as rank " << rank << " of " << size
                       << (is_new ? ", with a mapping of its own" : "");
   remember(backend);
@@ -175,7 +174,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::split(const c10::intrusive_pt
   if (own == ranks.end()) return nullptr;
   OpenBackendOptions of_part{.group_name = options->group_name,
                              .timeout = options->timeout,
-                             .stands_in_for_gloo = settings_.stands_in_for_gloo};
+                             .make_subclass = settings_.make_subclass};
   for (const int rank : ranks) of_part.global_ranks.push_back(settings_.global_ranks.at(rank));
   return open_backend(c10::make_intrusive<c10d::PrefixStore>("lockstep_split", store),
                       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), of_part);
@@ -188,7 +187,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::merge(const c10::intrusive_pt
   return open_backend(c10::make_intrusive<c10d::PrefixStore>("lockstep_merge", store), rank, size,
                       {.group_name = options->group_name,
                        .timeout = options->timeout,
-                       .stands_in_for_gloo = settings_.stands_in_for_gloo});
+                       .make_subclass = settings_.make_subclass});
 }
 
 c10::intrusive_ptr<c10d::Backend> LockstepBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
@@ -201,7 +200,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::shrink(const std::vector<int6
   settings.timeout = opts_override ? opts_override->timeout : timeout();
   settings.global_ranks.clear();
   for (int rank : shrunk.survivors) settings.global_ranks.push_back(settings_.global_ranks.at(rank));
-  auto backend = c10::make_intrusive<LockstepBackend>(shrunk.channel, std::move(settings));
+  auto backend = make(shrunk.channel, std::move(settings));
   remember(backend);
   return backend;
 }

@@ -21,7 +21,7 @@ struct OpenBackendOptions {
   std::chrono::milliseconds timeout{};
   /// The members within the job, by group rank, for messages; empty when the group is the whole job.
   std::vector<int> global_ranks = {};
-  bool stands_in_for_gloo = false;  ///< see LockstepBackend::Settings
+  LockstepBackend::Make make_subclass = nullptr;  ///< see LockstepBackend::Settings
 };
 
 /// Joins `size` ranks to a group. Collective over them; `store` is theirs alone (a PrefixStore will do) and

@@ -41,20 +41,26 @@ std::exception_ptr stopped_error() {
 
 OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
                              const char* title, const std::vector<at::Tensor>& inputs,
-                             std::vector<at::Tensor> outputs, bool outputs_are_one,
+                             std::vector<at::Tensor> outputs, FutureForm future_form,
                              std::function<void(bool)> body,
                              std::shared_ptr<const DeviceResults> device_results)
     : Work(rank, type, title, inputs),
       queue_(std::move(queue)),
       outputs_(std::move(outputs)),
-      outputs_are_one_(outputs_are_one),
+      future_form_(future_form),
       device_results_(std::move(device_results)),
       body_(std::move(body)) {}
 
 c10::IValue OperationWork::future_value() const {
-  if (!outputs_are_one_) return outputs_;
-  const at::NoGradGuard no_grad;
-  return std::vector<at::Tensor>{at::stack(outputs_)};
+  if (future_form_.stacked) {
+    const at::NoGradGuard no_grad;
+    return std::vector<at::Tensor>{at::stack(outputs_)};
+  }
+  if (future_form_.lists == 1) return outputs_;
+  std::vector<std::vector<at::Tensor>> lists(future_form_.lists);
+  const size_t length = outputs_.size() / lists.size();
+  for (size_t i = 0; i < outputs_.size(); ++i) lists[i / length].push_back(outputs_[i]);
+  return lists;
 }
 
 bool OperationWork::isCompleted() {
@@ -112,7 +118,9 @@ c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
   if (!future_) {
     std::vector<c10::Device> devices;
     if (device_results_) devices.push_back(device_results_->device());
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::move(devices));
+    const c10::TypePtr list = c10::ListType::ofTensors();
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        future_form_.lists == 1 ? list : c10::ListType::create(list), std::move(devices));
     if (done_) {
       auto future = future_;
       auto error = error_;

@@ -22,17 +22,23 @@ struct InterruptedBehind {
   std::exception_ptr interruption;
 };
 
+/// How an operation's future gives its outputs: as one list, unless this says otherwise.
+struct FutureForm {
+  /// In one tensor, as an all_gather's are with NCCL (torch's quantization hooks count on it).
+  bool stacked = false;
+  /// As this many lists of equal length.
+  size_t lists = 1;
+};
+
 /// One operation of a group: the handle that users wait on. Thread-safe.
 class OperationWork final : public c10d::Work {
  public:
   /// `body` does the operation; its argument says whether it runs on a communication thread. `outputs` are
-  /// what result() and the future give; with `outputs_are_one` the future's value is one tensor, in which
-  /// they are stacked, as an all_gather's is with NCCL (torch's quantization hooks count on it).
-  /// `device_results`: of operations on tensors that are not on the CPU; what body has left to a device to
-  /// finish.
+  /// what result() and, in `future_form`, the future give. `device_results`: of operations on tensors that
+  /// are not on the CPU; what body has left to a device to finish.
   OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
-                const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs, bool outputs_are_one,
-                std::function<void(bool)> body,
+                const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
+                FutureForm future_form, std::function<void(bool)> body,
                 std::shared_ptr<const DeviceResults> device_results = nullptr);
 
   /// On the device, too.
@@ -64,7 +70,7 @@ class OperationWork final : public c10d::Work {
   void tell() const;
 
   std::vector<at::Tensor> outputs_;
-  const bool outputs_are_one_;
+  const FutureForm future_form_;
   const std::shared_ptr<const DeviceResults> device_results_;
   std::function<void(bool)> body_;
   // Under the queue's mutex:

@@ -72,7 +72,7 @@ std::string await_all(GroupChannel& channel, std::chrono::milliseconds timeout, 
     causes += (causes.empty() ? "" : "; ") + error;
   }
   if (missing.empty()) return "";
-  std::string who = missing.size() == 1 ? "Rank " : "Ranks ";
+  std::string who = wait_all_ranks ? "Ranks " : "Rank ";
   for (size_t i = 0; i < missing.size(); ++i) who += (i > 0 ? ", " : "") + std::to_string(missing[i]);
   return who + " failed to pass monitoredBarrier in " + duration_text(timeout) + " (" + causes + ")";
 }

@@ -9,6 +9,7 @@
 
 #include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/collectives/internal/operands.h>
+#include <lockstep/collectives/operation_queue.h>
 
 namespace lockstep {
 
@@ -22,7 +23,7 @@ struct PlannedOperation {
   std::chrono::milliseconds timeout;  // not positive: the group's
   bool asynchronous;
   std::function<void(const algorithms::Terms&)> body;
-  bool outputs_are_one = false;  // see OperationWork
+  FutureForm future_form = {};
 };
 
 }  // namespace lockstep

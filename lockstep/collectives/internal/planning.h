@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -63,6 +64,29 @@ PlannedOperation plan_exchange(const std::shared_ptr<transport::GroupChannel>& c
           options.asyncOp,
           [channel, signature, exchange = std::move(exchange), consume = std::move(consume)](
               const Terms& terms) { algorithms::exchange(*channel, terms, signature, exchange, consume); }};
+}
+
+/// A reduction of `buffer` in place. `Options`: any of c10d's.
+template <class Options>
+PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& channel,
+                                const Options& options, const Signature& signature, c10d::OpType type,
+                                const Tensors& tensors, std::shared_ptr<Operands> operands,
+                                const at::Tensor& buffer) {
+  // Of a reduction to one rank, the others' data are only read.
+  auto* data = const_cast<void*>(buffer.const_data_ptr());
+  const bool users = std::any_of(tensors.begin(), tensors.end(),
+                                 [&](const at::Tensor& tensor) { return tensor.is_alias_of(buffer); });
+  const auto owner = users ? algorithms::MemoryOwner::kUser : algorithms::MemoryOwner::kOperation;
+  return {signature,
+          type,
+          tensors,
+          tensors,
+          operands,
+          options.timeout,
+          options.asyncOp,
+          [channel, signature, data, owner](const Terms& terms) {
+            algorithms::reduce(*channel, terms, signature, data, owner);
+          }};
 }
 
 }  // namespace lockstep::planning

@@ -80,9 +80,13 @@ at::Tensor sum_sparse(transport::GroupChannel& channel, const Terms& terms, cons
 }
 
 void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
-                       const at::Tensor& tensor) {
+                       const std::vector<at::Tensor>& tensors) {
   const BelowAutograd guard;
-  tensor.copy_(sum_sparse(channel, terms, signature, tensor.detach().coalesce()));
+  at::Tensor mine;
+  for (const at::Tensor& tensor : tensors)
+    mine = mine.defined() ? at::add(mine, tensor.detach()) : tensor.detach();
+  const at::Tensor sum = sum_sparse(channel, terms, signature, mine.coalesce());
+  for (const at::Tensor& tensor : tensors) tensor.copy_(sum);
 }
 
 }  // namespace algorithms

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -17,9 +19,9 @@ namespace algorithms {
 /// values.
 at::Tensor sum_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
                       const at::Tensor& mine);
-/// The same of any sparse COO CPU tensors; the sum replaces `tensor`.
+/// The same of any sparse COO CPU tensors, of which each rank has one or more; the sum replaces `tensors`.
 void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
-                       const at::Tensor& tensor);
+                       const std::vector<at::Tensor>& tensors);
 
 }  // namespace algorithms
 }  // namespace lockstep
