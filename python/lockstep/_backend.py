@@ -27,11 +27,11 @@ def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in
 
 def _without_wrapper(make_wrapper):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend, to compare the ranks' calls over a group of Gloo's
-    beside it. The engine compares them always, and says more; and DDP's logger crashes on a wrapper in Gloo's place
-    (torch 2.13)."""
+    beside it. The engine compares them always, and says more. In Gloo's place the wrapper stays: who debugs a program
+    there may look for its words, and its group is still usable after a mismatch."""
 
     def make(wrapped_pg, *arguments, **named):
-        if isinstance(wrapped_pg, ProcessGroupLockstep):
+        if isinstance(wrapped_pg, ProcessGroupLockstep) and not isinstance(wrapped_pg, _C.ProcessGroupGloo):
             return wrapped_pg
         return make_wrapper(wrapped_pg, *arguments, **named)
 

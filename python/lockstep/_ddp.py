@@ -10,21 +10,26 @@ import contextlib
 import logging
 
 import torch
+import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 
 from lockstep import _C
 
 _log = logging.getLogger("lockstep")
 _told = False
+_Wrapper = getattr(_c10d, "_ProcessGroupWrapper", ())  # torch without Gloo has none
 
 
 def _engine_of(process_group):
-    """The engine behind a group's CPU tensors, or None if another backend is."""
+    """The engine behind a group's CPU tensors, or None if another backend is; and whether TORCH_DISTRIBUTED_DEBUG=DETAIL
+    has wrapped it."""
     try:
         backend = process_group._get_backend(torch.device("cpu"))
     except RuntimeError:  # the group has no backend for CPU tensors
-        return None
-    return backend if isinstance(backend, _C.ProcessGroupLockstep) else None
+        return None, False
+    wrapped = isinstance(backend, _Wrapper)
+    engine = backend.wrapped_pg if wrapped else backend
+    return (engine, wrapped) if isinstance(engine, _C.ProcessGroupLockstep) else (None, False)
 
 
 def _tell_once():
@@ -51,7 +56,8 @@ class Reducer(dist.Reducer):
     """torch.distributed.Reducer whose CPU buckets lie in the group's arena, if the group's engine is Lockstep's."""
 
     def __init__(self, params, bucket_indices, per_bucket_size_limits, process_group, *args, **kwargs):
-        self.engine = _engine_of(process_group)
+        self.engine, wrapped = _engine_of(process_group)
+        self.wrapped_gloo = process_group if wrapped and process_group.name() == "gloo" else None
         self.backend_name = None
         with contextlib.suppress(ValueError):  # a group that torch.distributed does not know has no name
             self.backend_name = dist.get_backend(process_group)
@@ -75,6 +81,19 @@ class Logger(dist.Logger):
         super().__init__(reducer)
         # Not the reducer itself, which would then live as long as the logger's Python object.
         self._backend_name = reducer.backend_name if getattr(reducer, "engine", None) is not None else None
+        self._wrapped_gloo = getattr(reducer, "wrapped_gloo", None)
+
+    def set_construction_data_and_log(self, *arguments):
+        if self._wrapped_gloo is None:
+            return super().set_construction_data_and_log(*arguments)
+        # torch takes the backend of a group called "gloo" for a ProcessGroupGloo and reads its options, where a wrapper has
+        # none (torch 2.13; with Gloo itself it crashes).
+        kinds = _c10d.ProcessGroup.BackendType
+        self._wrapped_gloo._set_default_backend(kinds.CUSTOM)
+        try:
+            return super().set_construction_data_and_log(*arguments)
+        finally:
+            self._wrapped_gloo._set_default_backend(kinds.GLOO)
 
     def _get_ddp_logging_data(self):
         data = super()._get_ddp_logging_data()

@@ -4,11 +4,15 @@ import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lockstep import _backend
+from lockstep import _C, _backend
 
 _Gloo = _c10d.ProcessGroupGloo if dist.is_gloo_available() else None
 _KINDS = (_backend.ProcessGroupLockstep, _Gloo) if _Gloo else (_backend.ProcessGroupLockstep,)
 _replaced = False
+
+if _Gloo is not None:
+    for _member in ("Device", "_Options", "create_default_device", "create_device"):
+        setattr(_C.ProcessGroupGloo, _member, vars(_Gloo)[_member])
 
 
 class _StandIn(type):

@@ -16,6 +16,7 @@
 #include <lockstep/collectives/open_backend.h>
 #include <lockstep/transport/shared_memory/forked_memory.h>
 
+#include "gloo_stand_in.h"
 #include "interrupts.h"
 
 namespace lockstep::python {
@@ -100,7 +101,7 @@ c10::intrusive_ptr<LockstepBackend> join(const c10::intrusive_ptr<c10d::Store>& 
                       {.group_name = group_name,
                        .timeout = timeout,
                        .global_ranks = std::move(global_ranks),
-                       .stands_in_for_gloo = stands_in_for_gloo});
+                       .make_subclass = stands_in_for_gloo ? &GlooStandIn::make : nullptr});
 }
 
 }  // namespace
@@ -119,6 +120,8 @@ PYBIND11_MODULE(_C, module) {
       // What ProcessGroupGloo has, too; torch.distributed asks for them where the engine stands in for it.
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"));
+  py::class_<GlooStandIn, NoGilPointer<GlooStandIn>, LockstepBackend>(
+      module, "ProcessGroupGloo", "The engine in Gloo's place: see lockstep.replace_gloo().");
 
   module.def(
       "open_backend", &join, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),

@@ -235,6 +235,25 @@ def run_quantization_hooks(rank, world):
         assert_ranks_agree([parameter.grad for parameter in net.parameters()], name)
 
 
+def run_debugged(rank, world):
+    """In Gloo's place torch's wrapper is around the engine. On Gloo DistributedDataParallel crashes then (torch 2.13)."""
+    import lockstep
+
+    lockstep.replace_gloo()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(backend="gloo")
+    net = make_net().eval()
+    plain = copy.deepcopy(net)
+    model = DistributedDataParallel(net, process_group=group)
+    assert isinstance(group._get_backend(torch.device("cpu")), torch._C._distributed_c10d._ProcessGroupWrapper)
+    assert model._get_ddp_logging_data()["backend_name"] == "gloo"
+    loss_of(model, rank, 0).backward()
+    for peer in range(world):
+        (loss_of(plain, peer, 0) / world).backward()
+    for parameter, other in zip(net.parameters(), plain.parameters()):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
 def run_noop_hook(rank, world):
     """The gradients stay each rank's own."""
     net = make_net().eval()
@@ -258,6 +277,11 @@ def test_quantization_hooks():
 
 def test_noop_hook():
     run_ranks(run_noop_hook, 2)
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="it crashes")
+def test_debug_level_detail():
+    run_ranks(run_debugged, 2)
 
 
 def run_averagers(rank, world):
