@@ -92,7 +92,7 @@ def test_allowed_includes(tree, file, include):
     ("lockstep/work/a.cc", "<lockstep/store/internal/a.h>", "internal to the room 'store'"),
     ("lockstep/work/a.cc", "<lockstep/store/deep/internal/a.h>", "internal to the room 'store'"),
     ("lockstep/work/a_test.cc", "<lockstep/store/internal/a.h>", "internal to the room 'store'"),
-    ("lockstep/work/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc and *_fuzz.cc"),
+    ("lockstep/work/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc and *_driver.cc"),
     ("lockstep/work/a.cc", "<lockstep/top/a.h>", "not 'top'"),
     ("lockstep/work/a.cc", "<lockstep/lockstep.h>", "is for users"),
     ("lockstep/work/a.cc", '"../store/a.h"', "leaves lockstep/work"),
@@ -101,7 +101,7 @@ def test_allowed_includes(tree, file, include):
     ("cli/a.cc", "<lockstep/store/internal/a.h>", "internal to the room 'store'"),
     ("examples/a.cc", '"../lockstep/store/a.h"', "leaves examples"),
     ("benchmarks/deep/a.cc", "<lockstep/nowhere/a.h>", "there is no room 'nowhere'"),
-    ("examples/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc and *_fuzz.cc"),
+    ("examples/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc and *_driver.cc"),
 ])
 def test_forbidden_includes(tree, file, include, message):
     status, output = tree({file: f"// first\n  #  include {include}\n"})

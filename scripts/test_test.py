@@ -61,13 +61,20 @@ def test_select_python(text, chosen):
     assert select_tests.select_python(FILES, text) == chosen
 
 
+def test_links_to_a_program_are_programs():
+    ninja = ("build bin/lockstep: CXX_EXECUTABLE_LINKER__lockstep_cli_Release cli/main.cc.o | lib/liblockstep.so\n"
+             "build bin/test_drivers bin/csv_driver bin/idx_driver | ${cmake_ninja_workdir}bin/csv_driver: CXX_EXECUTABLE_LINKER__test_drivers_Release a.o\n"
+             "build lib/liblockstep.so: CXX_SHARED_LIBRARY_LINKER__lockstep_Release b.o\n")
+    assert select_tests.program_names(ninja) == ["lockstep", "test_drivers", "csv_driver", "idx_driver"]
+
+
 def test_only_what_the_selected_need_is_built():
     programs = ["lockstep", "csv_driver", "idx_fuzz"]
 
     def targets_of(*python):
         return select_tests.targets_of([], [("file", path) for path in python], FILES, programs)
 
-    assert select_tests.targets_of([("program", "data_tests"), ("program", "data_gpu")], [], FILES, programs) == ["data_tests"]
+    assert select_tests.targets_of([("program", "data_tests"), ("program", "data_gpu")], [], FILES, programs) == ["bin/data_tests"]
     assert targets_of("lockstep/data/csv_test.py") == ["bin/csv_driver", "bin/lockstep"]
     assert targets_of("tests/cli_test.py") == ["bin/lockstep"]
     assert targets_of("python/tests/ddp_test.py") == ["python/all"]

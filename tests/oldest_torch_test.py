@@ -27,7 +27,7 @@ def library_sources(build):
         arguments = shlex.split(entry["command"])
         output = arguments[arguments.index("-o") + 1] if "-o" in arguments else ""
         target = re.search(r"CMakeFiles/([^/]+)\.dir/", output)
-        if target and re.fullmatch(r"lockstep(_(?!testing|fuzz_driver|cli|python|examples)\w+)?", target.group(1)):
+        if target and re.fullmatch(r"lockstep(_(?!testing|fuzz_driver|driver_main|cli|python|examples)\w+)?", target.group(1)):
             if not pathlib.Path(entry["file"]).name.startswith("cmake_pch"):
                 commands[entry["file"]] = (arguments, entry["directory"])
     return commands

@@ -1,5 +1,6 @@
 #include <filesystem>
 #include <fstream>
+#include <gmock/gmock.h>
 #include <sstream>
 #include <sys/resource.h>
 

@@ -1,5 +1,6 @@
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <lockstep/bench/internal/cases.h>
 #include <lockstep/bench/internal/measure.h>

@@ -24,7 +24,9 @@
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/lr_scheduler.h>
 #include <lockstep/optim/optimizer_state_dict.h>
+#include <lockstep/testing/driver.h>
 
+namespace python_checkpoint_driver {
 namespace {
 
 namespace optim = torch::optim;
@@ -226,7 +228,7 @@ void write(const std::string& path) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(python_checkpoint_driver) try {
   const std::string mode = argc > 1 ? argv[1] : "";
   torch::set_num_threads(1);
   if (argc == 4 && (mode == "start" || mode == "finish")) {
@@ -239,6 +241,7 @@ int main(int argc, char** argv) try {
     TORCH_CHECK(false,
                 "usage: python_checkpoint_driver start|finish INPUT FOLDER | write FILE | copy FROM TO");
   }
+  return 0;
 } catch (const c10::Error& error) {
   std::cerr << "python_checkpoint_driver: " << error.what_without_backtrace() << std::endl;
   return 1;
@@ -246,3 +249,5 @@ int main(int argc, char** argv) try {
   std::cerr << "python_checkpoint_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace python_checkpoint_driver

@@ -15,6 +15,7 @@
 #include <lockstep/checkpoint/python_checkpoint.h>
 #include <lockstep/testing/fuzz_driver.h>
 
+namespace lockstep::python_checkpoint_fuzz {
 namespace {
 
 constexpr size_t kStorageBytes = 96;
@@ -34,10 +35,8 @@ std::string file_around(std::string_view pickle) {
   return bytes;
 }
 
-}  // namespace
-
 // What Python writes lies in tests/corpus/python_checkpoint.
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+std::vector<std::string> seeds() {
   // torch.save({"a": torch.zeros(2, 3), 1: (0.5, None)})'s, with storages that are there.
   const std::string pickle =
       std::string("\x80\x02}q\0(X\1\0\0\0aq\1ctorch._utils\n_rebuild_tensor_v2\nq\2(", 52) +
@@ -52,8 +51,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   return {std::string("\1") + pickle, std::string(1, '\0') + file_around(pickle)};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(python_checkpoint, seeds) {
   if (size == 0) return 0;
   const std::string_view rest(reinterpret_cast<const char*>(data) + 1, size - 1);
   const std::string bytes = data[0] % 2 == 0 ? std::string(rest) : file_around(rest);
@@ -69,3 +69,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::python_checkpoint_fuzz

@@ -17,7 +17,9 @@
 
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/testing/driver.h>
 
+namespace safetensors_driver {
 namespace {
 
 using lockstep::StateDict;
@@ -47,7 +49,7 @@ void answer(const std::string& line) {
 
 }  // namespace
 
-int main() {
+LOCKSTEP_DRIVER(safetensors_driver) {
   for (std::string line; std::getline(std::cin, line);) {
     try {
       answer(line);
@@ -58,4 +60,7 @@ int main() {
       std::cout << "error: " << text << std::endl;
     }
   }
+  return 0;
 }
+
+}  // namespace safetensors_driver

@@ -14,7 +14,10 @@
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::safetensors_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   using internal::SafetensorsEntry;
   std::vector<SafetensorsEntry> tensors = {{"fc1.weight", at::kFloat, {2, 3}, 0, 0},
                                            {"fc1.bias", at::kHalf, {2}, 0, 0},
@@ -26,8 +29,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   return {header + std::string(bytes, 'x'), internal::make_safetensors_header({})};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(safetensors, seeds) {
   // A file without a disk; each reader opens it anew.
   static const UniqueFd file(::memfd_create("safetensors", MFD_CLOEXEC));
   static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
@@ -58,3 +62,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::safetensors_fuzz

@@ -10,8 +10,10 @@
 #include <lockstep/collectives/flight_records.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
-  using namespace lockstep::flight;
+namespace lockstep::flight::flight_records_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   RankRecord record;
   record.rank = 1;
   record.world_size = 3;
@@ -50,8 +52,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   return {empty, to_json(record)};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep::flight;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(flight_records, seeds) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   RankRecord record;
   try {
@@ -68,3 +71,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   describe(analyze(std::move(records)));
   return 0;
 }
+
+}  // namespace lockstep::flight::flight_records_fuzz

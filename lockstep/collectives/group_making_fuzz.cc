@@ -10,11 +10,16 @@
 #include <lockstep/collectives/internal/group_making.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::group_making_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   return {"4097 new_group(ranks 0 and 2, name '1')", "18446744073709551615 x", "1 "};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(group_making, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   try {
     const auto [word, identity] = lockstep::group_making::parse_store_value(text, 1);
@@ -24,3 +29,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::group_making_fuzz

@@ -13,7 +13,9 @@
 
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/testing/driver.h>
 
+namespace objects_driver {
 namespace {
 
 using c10::IValue;
@@ -75,7 +77,7 @@ IValue samples() {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(objects_driver) try {
   const std::string command = argc > 1 ? argv[1] : "";
   if (command == "echo" && argc == 4) {
     std::ifstream in(argv[2], std::ios::binary);
@@ -88,7 +90,10 @@ int main(int argc, char** argv) try {
     std::cerr << "usage: objects_driver echo IN OUT | samples OUT\n";
     return 2;
   }
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "objects_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace objects_driver

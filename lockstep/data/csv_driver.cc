@@ -15,7 +15,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/data/csv_dataset.h>
+#include <lockstep/testing/driver.h>
 
+namespace csv_driver {
 namespace {
 
 using lockstep::data::CsvColumn;
@@ -28,7 +30,7 @@ std::vector<CsvColumn> columns(const std::string& text) {
   return result;
 }
 
-void print(const at::Tensor& numbers) {
+void print_numbers(const at::Tensor& numbers) {
   const at::Tensor doubles = numbers.to(at::kDouble).contiguous();
   for (int64_t i = 0; i < doubles.numel(); ++i) std::cout << doubles.const_data_ptr<double>()[i] << ' ';
 }
@@ -45,14 +47,14 @@ void answer(const std::string& line) {
                                      .delimiter = words[1].at(0)};
   if (!words[3].empty()) options.target = int64_t{std::stoll(words[3])};
   const lockstep::data::CsvDataset data(words[0], options);
-  print(data.features());
+  print_numbers(data.features());
   std::cout << "| ";
-  print(data.targets());
+  print_numbers(data.targets());
 }
 
 }  // namespace
 
-int main() {
+LOCKSTEP_DRIVER(csv_driver) {
   std::cout << std::hexfloat;
   for (std::string line; std::getline(std::cin, line);) {
     try {
@@ -65,4 +67,7 @@ int main() {
     }
     std::cout << '\n';
   }
+  return 0;
 }
+
+}  // namespace csv_driver

@@ -14,7 +14,10 @@
 #include <lockstep/data/testing/test_files.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::csv_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   const std::string quoted = "0\"a\",b\r\n\"1\",\"two \"\"words\"\"\n\"\r\n-2.5e3,x\r\n";
   return {"0a,b\n1,x\n2,y\n",
           "1"
@@ -28,7 +31,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
           "3" + data::gzip("1,2\n3,4\n")};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(csv, seeds) {
   // A file without a disk; each CsvDataset opens it anew, at its beginning.
   static const lockstep::UniqueFd file(::memfd_create("csv", MFD_CLOEXEC));
   static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
@@ -50,3 +55,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::csv_fuzz

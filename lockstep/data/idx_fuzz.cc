@@ -15,7 +15,10 @@
 #include <lockstep/data/testing/test_files.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::idx_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   using data::gzip;
   using data::idx_header;
   const std::string bytes = idx_header(0x08, {2, 3}) + "123456";
@@ -29,7 +32,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
           gzip(idx_header(0x08, {100, 100}) + std::string(10'000, 'x'))};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(idx, seeds) {
   // A file without a disk; each read_idx() opens it anew, at its beginning.
   static const lockstep::UniqueFd file(::memfd_create("idx", MFD_CLOEXEC));
   static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
@@ -47,3 +52,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::idx_fuzz

@@ -9,12 +9,17 @@
 #include <lockstep/data/text_dataset.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::text_dataset_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   return {"In the beginning", "\u00fc\u20ac\U0001f600", std::string("\0\x7f", 2),
           "\xf4\x8f\xbf\xbf\xed\x9f\xbf\xc2\x80"};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(text_dataset, seeds) {
   using lockstep::data::TextVocabulary;
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   const auto bytes = TextVocabulary::bytes();
@@ -31,3 +36,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::text_dataset_fuzz

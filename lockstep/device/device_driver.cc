@@ -11,7 +11,9 @@
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/device/device.h>
 #include <lockstep/device/host_memory.h>
+#include <lockstep/testing/driver.h>
 
+namespace device_driver {
 namespace {
 
 bool maps(const std::string& library) {
@@ -54,14 +56,17 @@ void answer(const std::string& question) {
 
 }  // namespace
 
-int main(int count, char** words) {
-  for (int i = 1; i < count; ++i) {
+LOCKSTEP_DRIVER(device_driver) {
+  for (int i = 1; i < argc; ++i) {
     try {
-      answer(words[i]);
+      answer(argv[i]);
     } catch (const c10::ValueError& error) {
       std::cout << "ValueError: " << error.what_without_backtrace() << '\n';
     } catch (const c10::Error& error) {
       std::cout << "Error: " << error.what_without_backtrace() << '\n';
     }
   }
+  return 0;
 }
+
+}  // namespace device_driver

@@ -8,19 +8,23 @@
 #include <lockstep/doctor/rank_facts.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
-  lockstep::doctor::RankFacts facts;
+namespace lockstep::doctor::rank_facts_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
+  RankFacts facts;
   facts.rank = 3;
   facts.pid = 4242;
   facts.hostname = "host-1";
   facts.cores = {0, 1, 5};
   facts.core_quota = 1.5;
   facts.environment = {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_LOG", "info"}};
-  return {lockstep::doctor::to_json(facts), R"({"rank": 1, "cores": [1], "pid": null})"};
+  return {to_json(facts), R"({"rank": 1, "cores": [1], "pid": null})"};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep::doctor;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(rank_facts, seeds) {
   const auto facts = parse_rank_facts({reinterpret_cast<const char*>(data), size});
   if (!facts) return 0;
   const std::string written = to_json(*facts);
@@ -28,3 +32,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!again || to_json(*again) != written) std::abort();
   return 0;
 }
+
+}  // namespace lockstep::doctor::rank_facts_fuzz

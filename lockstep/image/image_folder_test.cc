@@ -1,5 +1,8 @@
+#include <gmock/gmock.h>
 #include <thread>
 
+#include <ATen/ops/equal.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/data/data_loader.h>

@@ -11,9 +11,8 @@
 #include <lockstep/image/testing/encode.h>
 #include <lockstep/testing/fuzz_driver.h>
 
+namespace lockstep::image::image_fuzz {
 namespace {
-
-using namespace lockstep::image;
 
 constexpr int64_t kMostPixels = 1 << 16;
 
@@ -35,9 +34,7 @@ ImageReadOptions options_of(uint8_t choice) {
           .strict = (choice & 64) != 0};
 }
 
-}  // namespace
-
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+std::vector<std::string> seeds() {
   std::vector<std::string> seeds;
   for (const int64_t channels : {1, 3}) {
     for (const bool progressive : {false, true}) {
@@ -53,7 +50,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   return seeds;
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(image, seeds) {
   if (size == 0) return 0;
   const std::string content(reinterpret_cast<const char*>(data) + 1, size - 1);
   try {
@@ -67,3 +66,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::image::image_fuzz

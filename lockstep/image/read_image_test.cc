@@ -1,3 +1,7 @@
+#include <gmock/gmock.h>
+
+#include <ATen/ops/equal.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/data/testing/test_files.h>

@@ -7,16 +7,23 @@
 #include <lockstep/launch/failure_report.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::failure_report_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   // torch.distributed.elastic's form, and the short one.
   return {
       R"({"message": {"message": "RuntimeError: no", "extraInfo": {"py_callstack": "a\nb", "timestamp": "17"}}})",
       R"({"message": "\u00e9 \ud83d\ude00 text", "errorCode": 1e3})", "[[[[{}]]]]"};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(failure_report, seeds) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   const auto message = lockstep::launch::error_file_message(text);
   if (message && message->size() > size) std::abort();
   return 0;
 }
+
+}  // namespace lockstep::failure_report_fuzz

@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/unique_fd.h>

@@ -15,7 +15,9 @@
 
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/observe/summary_writer.h>
+#include <lockstep/testing/driver.h>
 
+namespace observe_driver {
 namespace {
 
 using lockstep::SummaryWriter;
@@ -171,7 +173,7 @@ void cost(const std::string& folder, int64_t count) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+LOCKSTEP_DRIVER(observe_driver) {
   const std::string command = argc > 2 ? argv[1] : "";
   if (command == "tensorboard") {
     write_all_kinds(argv[2]);
@@ -188,4 +190,7 @@ int main(int argc, char** argv) {
                  "DIR COUNT\n";
     return 2;
   }
+  return 0;
 }
+
+}  // namespace observe_driver

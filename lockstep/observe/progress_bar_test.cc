@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <gmock/gmock.h>
 #include <thread>
 #include <unistd.h>
 

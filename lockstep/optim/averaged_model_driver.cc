@@ -12,7 +12,9 @@
 #include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/optim/swa_utils.h>
+#include <lockstep/testing/driver.h>
 
+namespace averaged_model_driver {
 namespace {
 
 namespace nn = torch::nn;
@@ -72,7 +74,7 @@ StateDict answer(const StateDict& job) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(averaged_model_driver) try {
   TORCH_CHECK(argc == 3, "usage: averaged_model_driver JOBS OUTPUT");
   // Not by to(), which in LibTorch takes integer buffers along.
   torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
@@ -81,7 +83,10 @@ int main(int argc, char** argv) try {
     results[name] = to_object(answer(from_object<StateDict>(job)));
   }
   lockstep::testing::write_pickle(argv[2], to_object(results));
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "averaged_model_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace averaged_model_driver

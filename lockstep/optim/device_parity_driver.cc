@@ -18,7 +18,9 @@
 #include <lockstep/device/device.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/optim/grad_scaler.h>
+#include <lockstep/testing/driver.h>
 
+namespace device_parity_driver {
 namespace {
 
 using lockstep::testing::at_key;
@@ -79,10 +81,13 @@ void run(const std::string& job_path, const std::string& output, c10::Device dev
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(device_parity_driver) try {
   TORCH_CHECK(argc == 5, "usage: device_parity_driver JOB OUTPUT DEVICE BACKEND");
   run(argv[1], argv[2], c10::Device(argv[3]), argv[4]);
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "device_parity_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace device_parity_driver

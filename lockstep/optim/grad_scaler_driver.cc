@@ -17,7 +17,9 @@
 #include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/ddp/grad_norm.h>
 #include <lockstep/optim/grad_scaler.h>
+#include <lockstep/testing/driver.h>
 
+namespace grad_scaler_driver {
 namespace {
 
 using lockstep::testing::at_key;
@@ -152,14 +154,17 @@ c10::IValue run(const c10::IValue& job) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(grad_scaler_driver) try {
   TORCH_CHECK(argc == 3, "usage: grad_scaler_driver JOBS OUTPUT");
   lockstep::StateDict results;
   for (const auto& entry : lockstep::testing::read_pickle(argv[1]).toGenericDict()) {
     results.emplace(entry.key().toStringRef(), run(entry.value()));
   }
   lockstep::testing::write_pickle(argv[2], lockstep::to_object(results));
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "grad_scaler_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace grad_scaler_driver

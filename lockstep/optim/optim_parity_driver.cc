@@ -15,7 +15,9 @@
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/testing/driver.h>
 
+namespace optim_parity_driver {
 namespace {
 
 using lockstep::testing::at_key;
@@ -84,7 +86,7 @@ Tensors train(const c10::IValue& job, int rank) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(optim_parity_driver) try {
   TORCH_CHECK(argc == 3, "usage: optim_parity_driver JOBS OUTPUT");
   auto world = lockstep::init_process_group();
   const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
@@ -93,7 +95,10 @@ int main(int argc, char** argv) try {
     results.insert(entry.key().toStringRef(), train(entry.value(), world.rank()));
   }
   lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "optim_parity_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace optim_parity_driver

@@ -7,11 +7,13 @@
 #include <arrow/table.h>
 #include <filesystem>
 #include <fstream>
+#include <gmock/gmock.h>
 #include <numeric>
 #include <parquet/arrow/writer.h>
 #include <thread>
 #include <unistd.h>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/data/data_loader.h>

@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <gmock/gmock.h>
 #include <numeric>
 #include <random>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/world_defaults.h>

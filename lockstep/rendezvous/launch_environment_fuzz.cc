@@ -16,9 +16,8 @@
 #include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/testing/fuzz_driver.h>
 
+namespace lockstep::launch_environment_fuzz {
 namespace {
-
-using namespace lockstep;
 
 std::map<std::string, std::string> parse_lines(const std::string& text) {
   std::map<std::string, std::string> variables;
@@ -79,9 +78,7 @@ void expand(const std::string& list) {
   }
 }
 
-}  // namespace
-
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+std::vector<std::string> seeds() {
   return {
       "RANK=1\nWORLD_SIZE=4\nLOCAL_RANK=1\nLOCAL_WORLD_SIZE=2\nMASTER_ADDR=localhost\nMASTER_PORT=29500\n"
       "TORCHELASTIC_USE_AGENT_STORE=True\nTORCHELASTIC_RUN_ID=none\nTORCHELASTIC_RESTART_COUNT=2\n"
@@ -100,9 +97,13 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   };
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(launch_environment, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   plan_with(parse_lines(text));
   expand(text);
   return 0;
 }
+
+}  // namespace lockstep::launch_environment_fuzz

@@ -16,6 +16,7 @@
 #include <thread>
 #include <unistd.h>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 

@@ -16,9 +16,8 @@
 #include <lockstep/rendezvous/roll_call.h>
 #include <lockstep/testing/fuzz_driver.h>
 
+namespace lockstep::roll_call_fuzz {
 namespace {
-
-using namespace lockstep;
 
 void exchange_with(const std::string& text) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -56,9 +55,7 @@ void parse_process(const std::string& text) {
   }
 }
 
-}  // namespace
-
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+std::vector<std::string> seeds() {
   return {
       "claim/0=1\nwho/0=process 7 on host\nsize=2\ndata/0=bytes\ncount=1\nseen=0\n",
       "claim/1=1\nwho/1=process 8 on host\n",
@@ -70,10 +67,14 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   };
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(roll_call, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   exchange_with(text);
   parse_identity(text);
   parse_process(text);
   return 0;
 }
+
+}  // namespace lockstep::roll_call_fuzz

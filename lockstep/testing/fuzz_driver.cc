@@ -1,4 +1,4 @@
-// The main() of fuzz targets where there is no libFuzzer.
+// Runs fuzz targets where there is no libFuzzer.
 //
 // The inputs run in a child process. Each is put into memory that the parent shares before the target sees
 // it: however the child ends (a signal, a sanitizer's _exit, the out-of-memory killer, the parent's own kill
@@ -173,13 +173,9 @@ std::string name_of(std::string_view bytes) {
   return text.str();
 }
 
-std::vector<std::string> own_seeds() {
-  return &fuzz_seeds == nullptr ? std::vector<std::string>() : fuzz_seeds();
-}
-
 /// The target's seeds and the directories' files, in an order that depends on nothing else.
-std::vector<std::string> read_corpus(const Options& options) {
-  auto corpus = own_seeds();
+std::vector<std::string> read_corpus(const FuzzTarget& target, const Options& options) {
+  auto corpus = target.seeds();
   for (const auto& path : options.paths) {
     if (!fs::is_directory(path)) {
       corpus.push_back(read_file(path));
@@ -197,9 +193,9 @@ std::vector<std::string> read_corpus(const Options& options) {
 }
 
 /// Runs the target on a copy of exact size, so that AddressSanitizer sees what reads beyond its end.
-void run_target(const std::string& input) {
+void run_target(const FuzzTarget& target, const std::string& input) {
   const std::vector<uint8_t> copy(input.begin(), input.end());
-  LLVMFuzzerTestOneInput(copy.data(), copy.size());
+  target.run(copy.data(), copy.size());
 }
 
 /// What parent and child share; the input's bytes follow.
@@ -231,12 +227,13 @@ void limit_memory(uint64_t mib) {
 }
 
 /// The child: every input of the corpus, then mutations until the runs or the time are used up.
-void run_inputs(const Options& options, const std::vector<std::string>& corpus, Shared& shared) {
+void run_inputs(const FuzzTarget& target, const Options& options, const std::vector<std::string>& corpus,
+                Shared& shared) {
   const auto run = [&](const std::string& input) {
     std::copy(input.begin(), input.end(), shared.bytes());
     shared.size = input.size();
     ++shared.inputs;
-    run_target(input);
+    run_target(target, input);
   };
   for (const auto& input : corpus) run(input);
   FuzzMutator mutator(*options.seed, options.max_length);
@@ -294,8 +291,8 @@ void report(const Options& options, const fs::path& program, const std::string& 
   std::cerr << std::flush;
 }
 
-int fuzz(const Options& options, const fs::path& program) {
-  const auto corpus = read_corpus(options);
+int fuzz(const FuzzTarget& target, const Options& options, const fs::path& program) {
+  const auto corpus = read_corpus(target, options);
   size_t longest = options.max_length;
   for (const auto& input : corpus) longest = std::max(longest, input.size());
   Shared& shared = share(longest);
@@ -306,7 +303,7 @@ int fuzz(const Options& options, const fs::path& program) {
   if (child < 0) misuse(std::string("fork failed: ") + std::strerror(errno));
   if (child == 0) {
     limit_memory(options.memory_mib);
-    run_inputs(options, corpus, shared);
+    run_inputs(target, options, corpus, shared);
     shared.finished = true;
     std::fflush(nullptr);
     ::_exit(0);
@@ -323,11 +320,13 @@ int fuzz(const Options& options, const fs::path& program) {
   return 0;
 }
 
-int run_driver(int argc, char** argv) {
+}  // namespace
+
+int run_fuzz_driver(const FuzzTarget& target, int argc, char** argv) {
   const Options options = parse_options(argc, argv);
   if (!options.write_seeds.empty()) {
     fs::create_directories(options.write_seeds);
-    for (const auto& seed : own_seeds()) write_file(fs::path(options.write_seeds) / name_of(seed), seed);
+    for (const auto& seed : target.seeds()) write_file(fs::path(options.write_seeds) / name_of(seed), seed);
     return 0;
   }
   for (const auto& path : options.paths) {
@@ -336,19 +335,14 @@ int run_driver(int argc, char** argv) {
   const bool only_files =
       !options.paths.empty() && std::none_of(options.paths.begin(), options.paths.end(),
                                              [](const auto& path) { return fs::is_directory(path); });
-  if (!only_files) return fuzz(options, argv[0]);
+  if (!only_files) return fuzz(target, options, argv[0]);
   // Here and in no child, for the debugger that somebody wants to use.
   limit_memory(options.memory_mib);
   for (const auto& path : options.paths) {
     std::cout << "running " << path << std::endl;
-    run_target(read_file(path));
+    run_target(target, read_file(path));
   }
   return 0;
 }
 
-}  // namespace
 }  // namespace lockstep::testing
-
-int main(int argc, char** argv) {
-  return lockstep::testing::run_driver(argc, argv);
-}

@@ -5,18 +5,41 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/testing/driver.h>
+
 /// A fuzz target is a function that gets any bytes and must neither crash, hang, use memory without bound,
 /// nor throw. NAME_fuzz.cc beside the parser NAME defines it (catching what its parser documents to throw)
-/// and, where random bytes would not get far, fuzz_seeds(); lockstep_fuzzer(NAME) in the room's
-/// CMakeLists.txt makes the program NAME_fuzz.
+/// and a function that returns valid inputs, from which mutations start; lockstep_fuzzer(NAME) in the room's
+/// CMakeLists.txt makes the program NAME_fuzz:
 ///
-/// With libFuzzer (clang, LOCKSTEP_LIBFUZZER=ON) that program is libFuzzer's; otherwise fuzz_driver.cc gives
-/// it a main(): see NAME_fuzz --help.
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+///     LOCKSTEP_FUZZ_TARGET(name, seeds) {
+///       parse({reinterpret_cast<const char*>(data), size});
+///       return 0;
+///     }
+///
+/// With libFuzzer (clang, LOCKSTEP_LIBFUZZER=ON) that program is libFuzzer's; otherwise it is a driver
+/// (driver.h) that fuzz_driver.cc makes of the target: see NAME_fuzz --help.
+#ifdef LOCKSTEP_LIBFUZZER
+#define LOCKSTEP_FUZZ_TARGET(name, seeds)                      \
+  [[maybe_unused]] static const auto seeds_of_##name = &seeds; \
+  extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size)
+#else
+#define LOCKSTEP_FUZZ_TARGET(name, seeds)                                          \
+  static int fuzz_##name(const uint8_t* data, size_t size);                        \
+  LOCKSTEP_DRIVER(name##_fuzz) {                                                   \
+    return ::lockstep::testing::run_fuzz_driver({fuzz_##name, seeds}, argc, argv); \
+  }                                                                                \
+  static int fuzz_##name(const uint8_t* data, size_t size)
+#endif
 
 namespace lockstep::testing {
 
-/// Defined by a target: valid inputs, from which mutations start. Optional.
-__attribute__((weak)) std::vector<std::string> fuzz_seeds();
+struct FuzzTarget {
+  int (*run)(const uint8_t* data, size_t size);  ///< returns 0
+  std::vector<std::string> (*seeds)();
+};
+
+/// The main() of a target where there is no libFuzzer.
+int run_fuzz_driver(const FuzzTarget& target, int argc, char** argv);
 
 }  // namespace lockstep::testing

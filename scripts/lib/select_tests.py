@@ -28,7 +28,13 @@ CASE = re.compile(r"^(?:TYPED_)?TEST(?:_F|_P)?\((\w+),\s*(\w+)\)", re.MULTILINE)
 INSTANCE = re.compile(r"^INSTANTIATE_TEST_SUITE_P\((\w*),\s*(\w+)", re.MULTILINE)
 TYPED_SUITE = re.compile(r"^TYPED_TEST_SUITE\((\w+)", re.MULTILINE)
 PYTHON_TEST = re.compile(r"^ *(?:async )?(?:def|class) ([Tt]est\w*)", re.MULTILINE)
-PROGRAM = re.compile(r"^build bin/(\S+): \w+_EXECUTABLE_LINKER", re.MULTILINE)
+LINKED = re.compile(r"^build ([^:\n]+): \w+_EXECUTABLE_LINKER", re.MULTILINE)
+
+
+def program_names(ninja):
+    """Names of the programs in bin/ by the text of build.ninja: what is linked, and the links to it that come with it."""
+    outputs = [path for paths in LINKED.findall(ninja) for path in paths.split()]
+    return [path.removeprefix("bin/") for path in outputs if path.startswith("bin/")]
 
 
 def case_names(sources):
@@ -85,7 +91,7 @@ def targets_of(selected, python, files, programs):
 
     Tests that start programs by their names do so by the fixtures and functions below, some under `lockstep run`.
     """
-    targets = {re.sub("_gpu$", "_tests", name) for _, name in selected}
+    targets = {"bin/" + re.sub("_gpu$", "_tests", name) for _, name in selected}
     for _, path in python:
         words = set(re.findall(r"\w+", files[path]))
         if path.startswith("python/"):
@@ -110,7 +116,7 @@ def main():
     selected, python = select_cpp(tests, rooms, text), select_python(files, text)
     for kind, name in [*selected, *python]:
         print(kind, name)
-    for name in targets_of(selected, python, files, PROGRAM.findall(ninja)):
+    for name in targets_of(selected, python, files, program_names(ninja)):
         print("target", name)
 
 

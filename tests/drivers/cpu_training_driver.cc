@@ -8,8 +8,9 @@
 #include <torch/torch.h>
 
 #include <lockstep/lockstep.h>
+#include <lockstep/testing/driver.h>
 
-int main() {
+LOCKSTEP_DRIVER(cpu_training_driver) {
   const at::Device device = lockstep::set_device();
   auto world = lockstep::init_process_group();
   at::Tensor tensor = torch::ones({8});
@@ -29,4 +30,5 @@ int main() {
   }
   std::cout << device.str() << ' ' << tensor[0].item<float>() << ' ' << lockstep::get_backend() << ' '
             << (mapped ? "CUDA is mapped" : "no CUDA") << '\n';
+  return 0;
 }

@@ -13,7 +13,9 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/testing/driver.h>
 
+namespace flight_driver {
 namespace {
 
 void wait_for_the_end_of_input() {
@@ -73,7 +75,7 @@ void abort(int rank) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(flight_driver) try {
   std::string way;
   double timeout = 30;
   CLI::App app("Goes wrong in a chosen way");
@@ -90,7 +92,10 @@ int main(int argc, char** argv) try {
   if (way == "other-operation") other_operation(world.rank());
   if (way == "wait") wait(world.rank());
   if (way == "abort") abort(world.rank());
+  return 0;
 } catch (const c10::Error& error) {
   std::cerr << "flight_driver: " << error.what_without_backtrace() << std::endl;
   return 1;
 }
+
+}  // namespace flight_driver

@@ -23,7 +23,9 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/launch/guardian.h>
 #include <lockstep/launch/spawn.h>
+#include <lockstep/testing/driver.h>
 
+namespace meeting_driver {
 namespace {
 
 struct Settings {
@@ -97,7 +99,7 @@ void meet(const Settings& settings) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(meeting_driver) try {
   Settings settings;
   CLI::App app("Sums the ranks of a group");
   app.add_option("--init-method", settings.init_method, "env://, tcp://HOST:PORT or file:///PATH");
@@ -128,6 +130,7 @@ int main(int argc, char** argv) try {
         meet(settings);
       },
       settings.spawn);
+  return 0;
 } catch (const c10::Error& error) {
   std::cerr << "meeting_driver: " << error.what_without_backtrace() << std::endl;
   return 1;
@@ -135,3 +138,5 @@ int main(int argc, char** argv) try {
   std::cerr << "meeting_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace meeting_driver

@@ -9,11 +9,16 @@
 
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::planted_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   return {"count=7 name=x", "list=[1,2]"};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(planted, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   const char* variable = std::getenv("PLANTED");
   const std::string mistake = variable == nullptr ? "" : variable;
@@ -34,3 +39,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   return 0;
 }
+
+}  // namespace lockstep::planted_fuzz

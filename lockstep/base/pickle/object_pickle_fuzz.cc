@@ -17,8 +17,11 @@
 #include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/testing/fuzz_driver.h>
 
+namespace lockstep::object_pickle_fuzz {
+namespace {
+
 // What Python writes lies in tests/corpus/object_pickle.
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+std::vector<std::string> seeds() {
   c10::Dict<std::string, at::Tensor> tensors;
   tensors.insert("weight", at::arange(6, at::kFloat).view({2, 3}).t());
   tensors.insert("steps", at::zeros({}, at::kLong));
@@ -31,8 +34,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
           pickle_object(c10::ivalue::Tuple::create({c10::IValue(list), c10::IValue(int64_t{1} << 40)}))};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(object_pickle, seeds) {
   c10::IValue object;
   try {
     object = unpickle_object({reinterpret_cast<const char*>(data), size});
@@ -51,3 +55,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (pickle_object(unpickle_object(second)) != second) std::abort();
   return 0;
 }
+
+}  // namespace lockstep::object_pickle_fuzz

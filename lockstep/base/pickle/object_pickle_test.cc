@@ -4,8 +4,9 @@
 #include <limits>
 #include <random>
 
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/base/pickle/format.h>
@@ -109,7 +110,7 @@ TEST(ObjectPickle, KnowsUtf8) {
 TEST(ObjectPickle, KeepsContainers) {
   const auto typed = std::vector<IValue>{
       IValue(std::vector<int64_t>{1, 2}),        IValue(std::vector<double>{0.5}),
-      IValue(std::vector<std::string>{"a", ""}), IValue(std::vector<at::Tensor>{torch::ones(2)}),
+      IValue(std::vector<std::string>{"a", ""}), IValue(std::vector<at::Tensor>{at::ones(2)}),
       IValue(std::vector<bool>{true, false}),    IValue(std::vector<int64_t>{})};
   for (const IValue& value : typed) EXPECT_TRUE(same(round_trip(value), value)) << value;
   EXPECT_TRUE(same(round_trip(list_of(typed)), list_of(typed)));
@@ -142,7 +143,7 @@ TEST(ObjectPickle, KeepsOrderAndLargeDicts) {
 
 TEST(ObjectPickle, WritesWhatStandsInSeveralPlacesOnce) {
   IValue shared = list_of({int64_t{1}});
-  const at::Tensor tensor = torch::zeros(1000);
+  const at::Tensor tensor = at::zeros(1000);
   IValue value = list_of({shared, shared, tensor, tensor});
   EXPECT_LT(pickle_object(value).size(), 6000u);
   const auto read = round_trip(value).toListRef().vec();
@@ -157,7 +158,7 @@ TEST(ObjectPickle, KeepsTensorsOfAllTypes) {
        {std::vector<pickle::NamedType>(pickle::kStorageTypes.begin(), pickle::kStorageTypes.end()),
         std::vector<pickle::NamedType>(pickle::kNewTypes.begin(), pickle::kNewTypes.end())}) {
     for (const auto& [type, name] : types) {
-      const at::Tensor tensor = torch::randint(2, {3, 5}).to(type);
+      const at::Tensor tensor = at::randint(2, {3, 5}).to(type);
       const at::Tensor read = round_trip(tensor).toTensor();
       EXPECT_TRUE(same_tensor(read, tensor)) << name;
       EXPECT_EQ(read.strides(), tensor.strides()) << name;
@@ -166,13 +167,12 @@ TEST(ObjectPickle, KeepsTensorsOfAllTypes) {
 }
 
 TEST(ObjectPickle, KeepsTensorsOfAllLayouts) {
-  const at::Tensor base = torch::randn({4, 6, 2, 3});
+  const at::Tensor base = at::randn({4, 6, 2, 3});
   for (const at::Tensor& tensor :
-       {base.transpose(0, 2), base.slice(1, 1, 5, 2), base[2], torch::randn({}), torch::empty({0}),
-        torch::empty({3, 0, 2}), torch::ones(1).expand({3, 4}),
-        base.contiguous(at::MemoryFormat::ChannelsLast), torch::randn({2, 2}, at::kComplexFloat).conj(),
-        at::imag(torch::randn({2, 2}, at::kComplexFloat).conj()), torch::randn(3, torch::requires_grad()),
-        base[0][0].to(at::kBFloat16).t().slice(0, 1)}) {
+       {base.transpose(0, 2), base.slice(1, 1, 5, 2), base[2], at::randn({}), at::empty({0}),
+        at::empty({3, 0, 2}), at::ones(1).expand({3, 4}), base.contiguous(at::MemoryFormat::ChannelsLast),
+        at::randn({2, 2}, at::kComplexFloat).conj(), at::imag(at::randn({2, 2}, at::kComplexFloat).conj()),
+        at::randn(3).requires_grad_(), base[0][0].to(at::kBFloat16).t().slice(0, 1)}) {
     const at::Tensor read = round_trip(tensor).toTensor();
     EXPECT_TRUE(same_tensor(read, tensor)) << tensor.sizes() << tensor.strides();
     EXPECT_FALSE(read.requires_grad());
@@ -184,7 +184,7 @@ TEST(ObjectPickle, KeepsTensorsOfAllLayouts) {
 }
 
 TEST(ObjectPickle, DoesNotCarryTheRestOfAViewsStorage) {
-  EXPECT_LT(pickle_object(torch::zeros(1 << 20)[7]).size(), 1000u);
+  EXPECT_LT(pickle_object(at::zeros(1 << 20)[7]).size(), 1000u);
 }
 
 // ---- Properties ----
@@ -249,7 +249,7 @@ class RandomObjects {
     std::vector<int64_t> sizes;
     for (size_t i = pick(4); i > 0; --i) sizes.push_back(static_cast<int64_t>(pick(5)));
     const auto& table = pickle::kStorageTypes;
-    at::Tensor tensor = torch::randint(2, sizes).to(table[pick(table.size())].type);
+    at::Tensor tensor = at::randint(2, sizes).to(table[pick(table.size())].type);
     if (tensor.dim() > 1 && pick(2)) tensor = tensor.transpose(0, 1);
     if (tensor.dim() > 0 && tensor.size(0) > 1 && pick(2)) tensor = tensor.slice(0, 1);
     return tensor;
@@ -277,11 +277,11 @@ TEST(ObjectPickle, SaysWhereTheValueStandsThatCantBeWritten) {
   EXPECT_THAT(write_error(value),
               HasSubstr("its element [\"a\"][1] is of type Generator; objects consist of"));
   EXPECT_THAT(write_error(at::Tensor()), HasSubstr("undefined tensor; send None"));
-  EXPECT_THAT(write_error(torch::ones({2, 2}).to_sparse()), HasSubstr("make it dense"));
-  EXPECT_THAT(write_error(torch::empty(2, at::kMeta)), HasSubstr("a tensor on meta; move it with .cpu()"));
-  EXPECT_THAT(write_error(at::quantize_per_tensor(torch::ones(2), 1, 0, at::kQInt8)), HasSubstr("QInt8"));
+  EXPECT_THAT(write_error(at::ones({2, 2}).to_sparse()), HasSubstr("make it dense"));
+  EXPECT_THAT(write_error(at::empty(2, at::kMeta)), HasSubstr("a tensor on meta; move it with .cpu()"));
+  EXPECT_THAT(write_error(at::quantize_per_tensor(at::ones(2), 1, 0, at::kQInt8)), HasSubstr("QInt8"));
   c10::Dict<at::Tensor, int64_t> tensors;
-  tensors.insert(torch::ones(1), 1);
+  tensors.insert(at::ones(1), 1);
   EXPECT_THAT(write_error(tensors), HasSubstr("has a key of type Tensor"));
 }
 
@@ -299,7 +299,7 @@ TEST(ObjectPickle, RefusesWhatIsTooLarge) {
   EXPECT_EQ(pickle_object(text, 1008).size(), 1008u);
   EXPECT_THAT(write_error(text, 1007),
               HasSubstr("(1007 bytes); send less or raise LOCKSTEP_MAX_OBJECT_BYTES"));
-  EXPECT_THAT(write_error(torch::ones(1).expand({int64_t{1} << 40})), HasSubstr("LOCKSTEP_MAX_OBJECT_BYTES"));
+  EXPECT_THAT(write_error(at::ones(1).expand({int64_t{1} << 40})), HasSubstr("LOCKSTEP_MAX_OBJECT_BYTES"));
 }
 
 // ---- What Python writes: pickle.dumps(…, protocol) ----

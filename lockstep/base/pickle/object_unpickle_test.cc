@@ -5,8 +5,9 @@
 #include <map>
 #include <random>
 
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <lockstep/base/object_conversion.h>
 #include <lockstep/base/pickle/format.h>
@@ -143,7 +144,7 @@ std::string replaced(std::string text, std::string_view from, std::string_view t
 }
 
 TEST(ObjectUnpickle, RefusesTensorsThatDoNotFitIntoTheirStorage) {
-  const std::string bytes = pickle_object(torch::arange(6, at::kFloat).view({2, 3}));
+  const std::string bytes = pickle_object(at::arange(6, at::kFloat).view({2, 3}));
   const std::string layout = "K\x00(K\x02K\x03t(K\x03K\x01t"s;  // offset, sizes, strides
   const std::string huge = "\x8a\x08\x00\x00\x00\x00\x00\x00\x00\x40"s, negative = "J\xff\xff\xff\xff";
   for (const std::string& forgery :
@@ -158,11 +159,11 @@ TEST(ObjectUnpickle, RefusesTensorsThatDoNotFitIntoTheirStorage) {
               HasSubstr("a size or stride"));
   EXPECT_THAT(read_error(replaced(bytes, layout, "K\x00N(t"s)), HasSubstr("sizes or strides are no tuple"));
   const at::Tensor expanded = unpickle_object(replaced(bytes, layout, "K\x05(K\x09t(K\x00t"s)).toTensor();
-  EXPECT_TRUE(torch::equal(expanded, torch::full({9}, 5.f)));  // as expand() makes them
+  EXPECT_TRUE(at::equal(expanded, at::full({9}, 5.f)));  // as expand() makes them
 }
 
 TEST(ObjectUnpickle, RefusesForgedStorages) {
-  const std::string bytes = pickle_object(torch::arange(6, at::kFloat));
+  const std::string bytes = pickle_object(at::arange(6, at::kFloat));
   const std::pair<std::pair<std::string, std::string>, std::string> cases[] = {
       {{"FloatStorage", "AloatStorage"}, "Python's torch.AloatStorage"},
       {{"FloatStorage", "ShortStorage"}, "ends before its bytes do"},
@@ -182,13 +183,13 @@ TEST(ObjectUnpickle, RefusesForgedStorages) {
   for (const auto& [forgery, words] : cases) {
     EXPECT_THAT(read_error(replaced(bytes, forgery.first, forgery.second)), HasSubstr(words));
   }
-  EXPECT_THAT(read_error(replaced(pickle_object(torch::ones(3, at::kBool)), "\x01\x01\x01\x85R",
-                                  "\x01\x02\x01\x85R")),
-              HasSubstr("a bool that is neither true nor false"));
+  EXPECT_THAT(
+      read_error(replaced(pickle_object(at::ones(3, at::kBool)), "\x01\x01\x01\x85R", "\x01\x02\x01\x85R")),
+      HasSubstr("a bool that is neither true nor false"));
 }
 
 TEST(ObjectUnpickle, ReadsEachStorageOnce) {
-  const std::string bytes = pickle_object(torch::zeros(1000));
+  const std::string bytes = pickle_object(at::zeros(1000));
   const size_t begin = bytes.find(pickle::kStorageMagic);
   uint32_t size = 0;
   std::memcpy(&size, bytes.data() + begin - 4, 4);
@@ -200,9 +201,9 @@ TEST(ObjectUnpickle, ReadsEachStorageOnce) {
 
 IValue sample() {
   return to_object(std::map<std::string, IValue>{
-      {"tensor", torch::arange(6, at::kFloat).view({2, 3})},
-      {"types", to_object(std::vector<IValue>{torch::ones(2, at::kBool),
-                                              torch::ones(1, at::kInt).to(at::kUInt16), c10::Device("cpu")})},
+      {"tensor", at::arange(6, at::kFloat).view({2, 3})},
+      {"types", to_object(std::vector<IValue>{at::ones(2, at::kBool), at::ones(1, at::kInt).to(at::kUInt16),
+                                              c10::Device("cpu")})},
       {"numbers", to_object(std::vector<IValue>{int64_t{1}, int64_t{1} << 40, 0.5, c10::complex<double>(1, 2),
                                                 true, IValue()})},
       {"text", "grün"},

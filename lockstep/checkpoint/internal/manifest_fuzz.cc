@@ -10,7 +10,10 @@
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::manifest_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   using namespace internal;
   Manifest manifest;
   manifest.info = {.step = 5, .epoch = 1, .metrics = {{"loss", 0.5}, {"nan", 0.0 / 1}}, .emergency = "x"};
@@ -25,8 +28,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
   return {body, "{\n\"format\": \"lockstep-checkpoint\""};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(manifest, seeds) {
   const std::string body(reinterpret_cast<const char*>(data), size);
   try {
     internal::parse_manifest(body, "input");
@@ -43,3 +47,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (internal::to_text(internal::parse_manifest(text, "again")) != text) std::abort();
   return 0;
 }
+
+}  // namespace lockstep::manifest_fuzz

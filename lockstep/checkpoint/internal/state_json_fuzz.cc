@@ -12,15 +12,19 @@
 #include <lockstep/checkpoint/internal/state_json.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+namespace lockstep::state_json_fuzz {
+namespace {
+
+std::vector<std::string> seeds() {
   return {
       R"({"model": {"fc1.weight":{"$tensor":"fc1.weight"},"x":{"$tensor":null}}, "n": [1,-2.5,true,null,"text"]})",
       R"({"a": {"$dict":[[1,{"$tuple":[1,"two"]}],[0.5,{"$complex":[1.0,{"$float":"-inf"}]}],["$k",{}]]}})",
       R"({"d": {"$device":"cuda:1"}, "b": {"$bytes":"ff00"}, "f": {"$float":"nan:7ff8000000000001"}})"};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace lockstep;
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(state_json, seeds) {
   static const at::Tensor tensor = at::zeros({1});
   const auto find = [](const std::string&, const std::string&) { return tensor; };
   StateDict state;
@@ -40,3 +44,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (internal::merge_states({text, text + " "}).empty()) std::abort();
   return 0;
 }
+
+}  // namespace lockstep::state_json_fuzz

@@ -16,7 +16,9 @@
 #include <lockstep/ddp/hooks/post_local_sgd_hook.h>
 #include <lockstep/ddp/hooks/powersgd_hook.h>
 #include <lockstep/ddp/hooks/quantization_hooks.h>
+#include <lockstep/testing/driver.h>
 
+namespace hooks_parity_driver {
 namespace {
 
 using lockstep::GradBucket;
@@ -144,7 +146,7 @@ Dictionary run(const c10::IValue& job, int rank) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(hooks_parity_driver) try {
   TORCH_CHECK(argc == 3, "usage: hooks_parity_driver JOBS OUTPUT");
   auto world = lockstep::init_process_group();
   const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
@@ -153,7 +155,10 @@ int main(int argc, char** argv) try {
     results.insert(entry.key().toStringRef(), run(entry.value(), world.rank()));
   }
   lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "hooks_parity_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace hooks_parity_driver

@@ -17,7 +17,9 @@
 #include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/optim/lr_scheduler.h>
 #include <lockstep/optim/swa_utils.h>
+#include <lockstep/testing/driver.h>
 
+namespace lr_scheduler_driver {
 namespace {
 
 namespace lr = lockstep::lr_scheduler;
@@ -335,7 +337,7 @@ StateDict answer(const Spec& job) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(lr_scheduler_driver) try {
   TORCH_CHECK(argc == 3, "usage: lr_scheduler_driver JOBS OUTPUT");
   StateDict results;
   for (const auto& [name, job] : from_object<StateDict>(lockstep::testing::read_pickle(argv[1]))) {
@@ -346,7 +348,10 @@ int main(int argc, char** argv) try {
     }
   }
   lockstep::testing::write_pickle(argv[2], to_object(results));
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "lr_scheduler_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace lr_scheduler_driver

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/exception_text.h>

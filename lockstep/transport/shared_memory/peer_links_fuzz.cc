@@ -22,10 +22,8 @@
 #include <lockstep/transport/shared_memory/arena.h>
 #include <lockstep/transport/shared_memory/peer_links.h>
 
+namespace lockstep::transport::peer_links_fuzz {
 namespace {
-
-using namespace lockstep;
-using namespace lockstep::transport;
 
 constexpr size_t kMaxAttachments = 3;
 // As in peer_links.cc: index, padding, bytes.
@@ -116,9 +114,7 @@ std::string message(uint8_t attachments, uint8_t flags, uint32_t index, uint64_t
   return text;
 }
 
-}  // namespace
-
-std::vector<std::string> lockstep::testing::fuzz_seeds() {
+std::vector<std::string> seeds() {
   PeerAddress address;
   address.process = {{"8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c", 4026531840, "host-1"}, 4026531836, 4242, 777};
   address.uid = 1000;
@@ -129,7 +125,9 @@ std::vector<std::string> lockstep::testing::fuzz_seeds() {
       message(1, 4, 1, 4096), message(1, 1, 1, 0)};
 }
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+}  // namespace
+
+LOCKSTEP_FUZZ_TARGET(peer_links, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   parse_address(text);
   const int before = lowest_free_descriptor();
@@ -137,3 +135,5 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (lowest_free_descriptor() != before) std::abort();
   return 0;
 }
+
+}  // namespace lockstep::transport::peer_links_fuzz

@@ -15,7 +15,9 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/collectives/testing/pickle_file.h>
+#include <lockstep/testing/driver.h>
 
+namespace collectives_parity_driver {
 namespace {
 
 using lockstep::ProcessGroup;
@@ -291,11 +293,14 @@ void run(const std::string& jobs_path, const std::string& output, const std::str
 
 }  // namespace
 
-int main(int argc, char** argv) try {
+LOCKSTEP_DRIVER(collectives_parity_driver) try {
   TORCH_CHECK(argc == 4, "usage: collectives_parity_driver JOBS OUTPUT private|shared");
   const auto world = lockstep::init_process_group();
   run(argv[1], argv[2], argv[3]);
+  return 0;
 } catch (const std::exception& error) {
   std::cerr << "collectives_parity_driver: " << error.what() << std::endl;
   return 1;
 }
+
+}  // namespace collectives_parity_driver

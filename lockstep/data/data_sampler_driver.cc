@@ -26,7 +26,9 @@
 #include <lockstep/data/internal/random.h>
 #include <lockstep/data/sampler.h>
 #include <lockstep/data/subset.h>
+#include <lockstep/testing/driver.h>
 
+namespace data_sampler_driver {
 namespace {
 
 using lockstep::data::DataLoader;
@@ -198,7 +200,7 @@ const std::map<std::string, void (*)(std::istream&)> kKinds = {{"distributed", d
 
 }  // namespace
 
-int main() {
+LOCKSTEP_DRIVER(data_sampler_driver) {
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream in(line);
     std::string kind;
@@ -212,4 +214,7 @@ int main() {
     }
     std::cout << std::endl;
   }
+  return 0;
 }
+
+}  // namespace data_sampler_driver
