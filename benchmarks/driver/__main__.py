@@ -9,26 +9,30 @@ import sys
 import time
 
 from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, machine, report,
-                               results, startup, training)
+                               results, soak, startup, training)
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
-          "checkpoint": checkpoint.checkpoint, "gpu": gpu.gpu, "startup": startup.startup}
+          "checkpoint": checkpoint.checkpoint, "gpu": gpu.gpu, "startup": startup.startup, "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
-BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup")
+BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup", "soak")
 ROUNDS, QUICK_ROUNDS = 15, 3
+SOAK_ROUNDS, SOAK_QUICK_ROUNDS = 200, 20  # where it is the only suite
 BUSY_LOAD = 0.7
 
 
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__.partition(";")[0] + ".", epilog="""
-        Exit status: 0, or 1 if --compare found something slower, 2 if a measurement failed, or 3
-        if the suite gpu was named and there is no GPU.""")
+        Exit status: 0, or 1 if --compare found something slower, 2 if a measurement failed, 3 if the suite gpu was named
+        and there is no GPU, or 4 if rounds of the suite soak failed.""")
     parser.add_argument("--quick", action="store_true",
                         help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}: some minutes, and more noise")
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds in which each contender has a turn ({ROUNDS})")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds in which each contender has a turn ({ROUNDS}); of soak "
+                        f"alone, rounds with one failure each ({SOAK_ROUNDS}, {SOAK_QUICK_ROUNDS} with --quick)")
+    parser.add_argument("--seconds", type=int, metavar="S", help="how long soak may take, if that is less")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the order of turns, and of soak's first round (random)")
     parser.add_argument("--only", action="append", metavar="SUITE", choices=SUITES, help="one of: " + ", ".join(SUITES) +
                         "; may be given more than once")
     parser.add_argument("--output", type=pathlib.Path, metavar="FILE", help="where the JSON goes (log/bench-DATE.json)")
@@ -41,9 +45,14 @@ def parse(arguments):
     parser.add_argument("--device", default="cuda:0", help=argparse.SUPPRESS)  # of the suite gpu
     options = parser.parse_args(arguments)
     if options.rounds is None:
-        options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    if options.rounds < 1:
-        parser.error(f"--rounds is {options.rounds}; it takes a whole number from 1 up")
+        quick, full = (SOAK_QUICK_ROUNDS, SOAK_ROUNDS) if options.only == ["soak"] else (QUICK_ROUNDS, ROUNDS)
+        options.rounds = quick if options.quick else full
+    for name in ("rounds", "seconds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}; it takes a whole number from 1 up")
+    if options.seed is not None and options.seed < 0:
+        parser.error(f"--seed is {options.seed}; it takes a whole number from 0 up")
     return options
 
 
@@ -57,8 +66,9 @@ def run(options):
     suites = options.only or list(SUITES)
     if options.only and "gpu" in options.only and (reason := gpu.why_not(options.device)):
         raise gpu.NoGpu(reason)
-    seed = random.SystemRandom().randrange(1 << 32)
-    answer = results.Results(machine.describe(), {"suites": suites, "rounds": options.rounds, "seed": seed})
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    answer = results.Results(machine.describe(), {"suites": suites, "rounds": options.rounds, "seconds": options.seconds,
+                                                  "seed": seed})
     if answer.machine["load_at_start"] > BUSY_LOAD:
         say(f"note: the machine is busy (load {answer.machine['load_at_start']:.1f}); measure when it is quiet")
     generator = random.Random(seed)
@@ -67,6 +77,8 @@ def run(options):
             if suite in BY_THEMSELVES:
                 fleet.stop()
             SUITES[suite](fleet, answer, options.rounds, generator)
+            if answer.options.get("interrupted"):
+                break
     return answer
 
 
@@ -98,6 +110,11 @@ def main():
         print("bench: interrupted; the contenders have been ended", file=sys.stderr)
         return 130
     print("\n" + report.report(answer, options.markdown))
+    if answer.options.get("interrupted") and not options.show:
+        print("bench: interrupted; what was measured until then is above", file=sys.stderr)
+        return 130
+    if answer.options.get("failed_rounds"):
+        return 4
     if old is None:
         return 0
     changes, notes = compare.compare(old, answer)

@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.driver import checkpoint, data, from_python, gpu, startup, stats, targets, training_report
+from benchmarks.driver import checkpoint, data, from_python, gpu, soak, startup, stats, targets, training_report
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -15,7 +15,8 @@ def report(results, markdown=False):
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
                *training_report.tables(results), *python(results), loading(results), checkpoints(results),
-               gpu_steps(results), gpu_staging(results), startups(results), promises(results)]
+               gpu_steps(results), gpu_staging(results), startups(results), soaked(results), failed_rounds(results),
+               promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
 
@@ -198,6 +199,26 @@ def startups(results):
             for who, (_, words) in startup.PROGRAMS.items() if f"startup.time.{who}" in results.series]
     return Table("A program of one rank that does one all_reduce, from start to end",
                  ["", "time", "resident at most", "time, of ours (quartiles)", "memory, of ours (quartiles)"], rows)
+
+
+def soaked(results):
+    rows = []
+    for row, words in soak.WORDS.items():
+        if f"soak.{row}.survivors" in results.series:
+            latencies = results.series.get(f"soak.{row}.latency", {"rounds": []})["rounds"]
+            rows.append([words, str(len(results.series[f"soak.{row}.survivors"]["rounds"])),
+                         *(str(sum(results.series[f"soak.{row}.{name}"]["rounds"])) for name in soak.COUNTS),
+                         *(duration(stats.percentile(latencies, percent) if latencies else None)
+                           for percent in (50, 90, 99, 100))])
+    return Table("Ranks that fail: what the others were told, and the time until then (of SIGSTOP: until behind the timeout)",
+                 ["", "rounds", "errors due", "named the rank", "and how", "hung", "bytes changed", "p50", "p90", "p99", "max"],
+                 rows)
+
+
+def failed_rounds(results):
+    return Table("Failed rounds of soak", ["", "what is wrong"],
+                 [[soak.again(seed), problem] for seed, problems in results.options.get("failed_rounds", {}).items()
+                  for problem in problems])
 
 
 def promises(results):

@@ -1,0 +1,191 @@
+"""The suite `soak`: ranks that fail in all ways, and what the others are told.
+
+bench_soak plays one round after the other, each drawn from its seed and played by processes of its own: two to five ranks
+make calls of one kind, and one of them, the victim, is killed, is stopped for longer than the group's timeout, aborts, calls
+something else than the others, or leaves. It answers with what each of the others was told and when, and with the bytes of
+user tensors that changed after the error, while peers woke, ended and used the group further. Here that is judged.
+
+An error must name the victim as the cause, with its pid where it speaks of a process, and is counted apart if it also says
+how the victim failed. What can be known decides what is asked for:
+- a mismatch is told by what each rank called. Of all_to_all with sizes that don't fit one pair is named, which the victim
+  belongs to: which of the two is wrong no rank can know. A message that does not fit is an error of its receiver alone, and
+  the group goes on.
+- a rank that ends by exit() leaves its groups on the way, and aborts one with calls that are not done.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+from benchmarks.driver.collectives import leave_out
+from benchmarks.driver.contenders import DEFAULT_ENVIRONMENT, ONE_THREAD
+from benchmarks.driver.job import BenchmarkError
+
+# What is told together: {row: failures of soak_plan.h}
+ROWS = {"kill": ("kill",), "stop": ("stop",), "abort": ("abort", "exception"), "mismatch": ("operation", "shape", "dtype"),
+        "leave": ("destroy", "exit", "quick_exit")}
+WORDS = {"kill": "kill -9", "stop": "SIGSTOP beyond the timeout", "abort": "abort() or an exception",
+         "mismatch": "another operation, shape or dtype", "leave": "left or exited early"}
+COUNTS = ("survivors", "named", "how", "hung", "changed")
+PROGRESS_SECONDS = 10
+END_SECONDS = 30
+
+
+@dataclass
+class Verdict:
+    """One round, judged. Counts are of survivors that were to be told, but for `changed`: bytes, on all ranks."""
+
+    survivors: int = 0
+    named: int = 0
+    how: int = 0
+    hung: int = 0
+    changed: int = 0
+    latencies: list = field(default_factory=list)  # nanoseconds
+    problems: list = field(default_factory=list)
+
+
+def soak(fleet, results, rounds, generator):
+    """Plays rounds until there are enough of them, the time is over, or Ctrl-C."""
+    program = fleet.bin_dir / "bench_soak"
+    if not program.exists():
+        leave_out(fleet, results, f"soak is left out: there is no {program}")
+        return
+    seed, seconds = results.options.get("seed", 1), results.options.get("seconds")
+    fleet.say(f"soak: {rounds} rounds from seed {seed}")
+    played = {row: [] for row in ROWS}
+    failed = results.options.setdefault("failed_rounds", {})
+    begin = told = time.monotonic()
+    count = 0
+    try:
+        for one in play(program, rounds, seed, seconds):
+            count += 1
+            verdict = judge(one)
+            played[row_of(one)].append(verdict)
+            if verdict.problems:
+                failed[str(one["seed"])] = [f"{one['failure']} of rank {one['victim']} in {one['calls']} ({one['memory']}, "
+                                            f"{one['size']}): {problem}" for problem in verdict.problems]
+                fleet.say("\n   ".join([f"round {count} FAILED; alone: {again(one['seed'])}", *failed[str(one["seed"])]]))
+            elif time.monotonic() - told > PROGRESS_SECONDS:
+                told = time.monotonic()
+                fleet.say(f"soak: {count} rounds in {told - begin:.0f} s, {len(failed)} failed")
+    except KeyboardInterrupt:
+        results.options["interrupted"] = True
+    for row, verdicts in played.items():
+        if not verdicts:
+            continue
+        for name in COUNTS:
+            results.add_series(f"soak.{row}.{name}", "count", [getattr(verdict, name) for verdict in verdicts])
+        if latencies := [latency for verdict in verdicts for latency in verdict.latencies]:
+            results.add_series(f"soak.{row}.latency", "ns", latencies)
+
+
+def again(seed):
+    return f"scripts/bench soak --rounds 1 --seed {seed}"
+
+
+def row_of(one):
+    return next(row for row, failures in ROWS.items() if one["failure"] in failures)
+
+
+def play(program, rounds, seed, seconds):
+    """The rounds, as bench_soak tells them. No process is left behind when this ends, however it ends."""
+    environment = {name: value for name, value in os.environ.items() if name not in DEFAULT_ENVIRONMENT}
+    until = None if seconds is None else time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder, \
+            open(os.path.join(folder, "errors"), "w+") as errors:
+        # A session of its own: Ctrl-C comes to us alone.
+        with subprocess.Popen([program, str(rounds), str(seed)], env={**environment, **ONE_THREAD, "TMPDIR": folder}, text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True) as child:
+            try:
+                for line in child.stdout:
+                    yield json.loads(line)
+                    if until is not None and time.monotonic() > until:
+                        return
+                if child.wait() != 0:
+                    errors.seek(0)
+                    raise BenchmarkError(f"bench_soak ended with status {child.returncode}; it printed:\n{errors.read()[-2000:]}")
+            finally:
+                end(child)
+
+
+def end(child):
+    """Its ranks die with it."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+def judge(one):
+    verdict = Verdict()
+    if not one["struck"]:
+        verdict.problems.append("the victim came to no harm")
+    for rank in one["ranks"]:
+        for number, lane in enumerate(rank["lanes"]):
+            where = f"rank {rank['rank']}" + (f", thread {number}" if number else "") + f", {lane['call'] or 'no call'}"
+            verdict.problems += [f"{where}: {problem}" for problem in judge_lane(one, rank, number, verdict)]
+        if rank["rank"] != one["victim"] and rank["end"] != "exit 0":
+            verdict.problems.append(f"rank {rank['rank']} ended with {rank['end']}: {rank['output']}")
+            verdict.hung += rank["end"] == "running" and all(lane["state"] != "running" for lane in rank["lanes"])
+    return verdict
+
+
+def judge_lane(one, rank, number, verdict):
+    """What is wrong with the report of one of a rank's threads; adds to the verdict's counts."""
+    lane = rank["lanes"][number]
+    named, how = patterns(one, number)
+    verdict.changed += lane["changed"]
+    if lane["changed"]:
+        yield f"{lane['changed']} of {lane['watched']} bytes changed after the error"
+    victim = rank["rank"] == one["victim"]
+    if lane["state"] == "running" and not (victim and rank["end"] != "running"):
+        verdict.hung += 1
+        yield "hangs"
+    if victim:
+        return
+    is_message = one["calls"] == "messages" and row_of(one) == "mismatch"
+    if not rank["expects_error"]:
+        if lane["error"]:
+            yield f"was hit, and has nothing to do with it: {lane['error']}"
+    else:
+        verdict.survivors += 1
+        if lane["error"]:
+            says_who, says_how = (re.search(pattern, lane["error"]) is not None for pattern in (named, how))
+            verdict.named += says_who
+            verdict.how += says_who and says_how
+            verdict.latencies.append(lane["after_ns"] - (one["timeout_ns"] if one["failure"] == "stop" else 0))
+            if not says_who:
+                yield f"does not name rank {one['victim']} as the cause: {lane['error']}"
+        elif lane["state"] != "running":
+            yield "was told nothing"
+    if lane["again"]:
+        if is_message:
+            yield f"the group does not go on after a message that did not fit: {lane['again']}"
+        elif rank["expects_error"] and not re.search(named, lane["again"]):
+            yield f"a further call does not name rank {one['victim']} as the cause: {lane['again']}"
+
+
+def patterns(one, number=0):
+    """(what says who, what says how) in an error of a call of that thread."""
+    rank, failure = one["victim"], one["failure"]
+    pid = one["ranks"][rank]["pid"]
+    who = rf"rank {rank} \(pid {pid}\)"
+    if row_of(one) == "mismatch":
+        # "ranks 0 and 2: all_reduce(…); rank 1: barrier()", and with other sizes or messages a pair.
+        called = rf"(?:: |; )rank {rank}: "
+        return (rf"{called}|rank {rank} sends \d+ bytes|to rank {rank}, which expects|rank {rank} (?:sent|expects) ",
+                rf"{called}{one['ranks'][rank]['lanes'][number]['call']}\(|sends \d+ bytes|rank {rank} (?:sent|expects) ")
+    return {"kill": (rf"{who} (?:was )?killed|{who} ended", "signal 9"),
+            "stop": (rf"(?:waiting for|for which|which waits for) {who}", "which is stopped"),
+            "abort": (rf"aborted by {who}", "aborted by"),
+            "exception": (rf"aborted by {who}", "aborted by"),
+            "destroy": (rf"{who} has left the group", "has left"),
+            "exit": (rf"{who} (?:has left the group|exited|ended)|aborted by {who}", "has left|status 3|aborted by"),
+            "quick_exit": (rf"{who} (?:exited|ended)", "status 4")}[failure]

@@ -1,0 +1,280 @@
+// Lets ranks fail in all ways, round after round, and writes down what the others were told, when, and
+// whether a byte of their tensors changed afterwards; scripts/bench soak runs it and judges. By hand:
+//
+//     bench_soak [ROUNDS [SEED]]        (10 rounds, from seed 1, unless told)
+//
+// Round i is drawn from SEED + i (soak_plan.h), and is played by processes of its own, which are forked from
+// this one. Each prints one line of JSON.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <new>
+#include <string>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "command_loop.h"
+#include "soak_board.h"
+#include "soak_plan.h"
+#include "soak_rank.h"
+
+namespace {
+
+using lockstep::bench::Board;
+using lockstep::bench::Calls;
+using lockstep::bench::Failure;
+using lockstep::bench::Plan;
+using lockstep::bench::Report;
+using lockstep::bench::State;
+using nlohmann::json;
+using namespace std::chrono_literals;
+
+/// What a rank has for what takes milliseconds, on a machine that is busy.
+constexpr auto kStartPatience = 60s;
+constexpr auto kPatience = 20s;
+/// In which peers that are late may do what they must not.
+constexpr auto kWhile = 20ms;
+
+std::atomic<bool> interrupted{false};
+
+void interrupt(int) {
+  interrupted = true;
+}
+
+struct Interrupted {};
+
+/// Looks again and again whether `done`; false when `patience` is over. Throws Interrupted.
+template <class Done>
+bool await(Done&& done, std::chrono::nanoseconds patience) {
+  const auto until = std::chrono::steady_clock::now() + patience;
+  while (!done()) {
+    if (interrupted) throw Interrupted();
+    if (std::chrono::steady_clock::now() > until) return false;
+    std::this_thread::sleep_for(500us);
+  }
+  return true;
+}
+
+/// A rank's process. It is not reaped before the round is over: until then the others can ask the kernel how
+/// it ended.
+class Process {
+ public:
+  Process(const Plan& plan, int rank, Board& board, const std::string& folder)
+      : output_(folder + "/output-" + std::to_string(rank)) {
+    const pid_t parent = ::getpid();
+    pid_ = ::fork();
+    TORCH_CHECK(pid_ >= 0, "fork failed");
+    if (pid_ > 0) return;
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != parent) ::_exit(1);
+    ::signal(SIGINT, SIG_DFL);
+    ::signal(SIGTERM, SIG_DFL);
+    ::signal(SIGPIPE, SIG_DFL);
+    const int output = ::open(output_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND, 0600);
+    ::dup2(output, STDOUT_FILENO);
+    ::dup2(output, STDERR_FILENO);
+    int status = 0;
+    try {
+      lockstep::bench::SoakRank(plan, rank, board).play(folder + "/store-" + std::to_string(plan.seed));
+    } catch (const lockstep::bench::OutOfIdeas&) {
+    } catch (const std::exception& error) {
+      std::cerr << error.what() << std::endl;
+      status = 1;
+    }
+    std::exit(status);
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+  Process(Process&& other) noexcept : pid_(std::exchange(other.pid_, 0)), output_(std::move(other.output_)) {}
+  Process& operator=(Process&&) = delete;
+  ~Process() {
+    if (pid_ == 0) return;
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+
+  pid_t pid() const { return pid_; }
+  bool ended() const { return !end().empty(); }
+  /// "exit 0", "signal 9"; empty while it runs.
+  std::string end() const {
+    siginfo_t info{};
+    ::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT);
+    if (info.si_pid == 0) return "";
+    return (info.si_code == CLD_EXITED ? "exit " : "signal ") + std::to_string(info.si_status);
+  }
+  /// The last of what it printed.
+  std::string output() const {
+    std::ifstream file(output_);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    return text.substr(text.size() - std::min<size_t>(text.size(), 2000));
+  }
+
+ private:
+  pid_t pid_ = 0;
+  std::string output_;
+};
+
+class Round {
+ public:
+  Round(const Plan& plan, Board& board, const std::string& folder) : plan_(plan), board_(board) {
+    for (int rank = 0; rank < plan.ranks; ++rank) processes_.emplace_back(plan, rank, board, folder);
+  }
+
+  json play() {
+    const Process& victim = processes_[static_cast<size_t>(plan_.victim)];
+    const auto all_ready = [&] {
+      return std::all_of(board_.ready.begin(), board_.ready.begin() + plan_.ranks,
+                         [](auto& one) { return one.load(); });
+    };
+    await([&] { return (all_ready() && struck()) || any_ended_early() || has_reported(plan_.victim); },
+          kStartPatience);
+    await([&] { return survivors_have_reported(); }, kPatience);
+    ::kill(victim.pid(), SIGCONT);
+    await([&] { return victim.ended() || (!plan_.ends_victim() && has_reported(plan_.victim)); }, kPatience);
+    std::this_thread::sleep_for(kWhile);
+    board_.compare = true;
+    await(
+        [&] {
+          return std::all_of(processes_.begin(), processes_.end(), [](auto& one) { return one.ended(); });
+        },
+        kPatience);
+    return result();
+  }
+
+ private:
+  int lanes_of(int rank) const { return plan_.has_member(rank) ? plan_.lanes() : 1; }
+  bool struck() const {
+    return std::all_of(board_.failed_at.begin(), board_.failed_at.begin() + plan_.lanes(),
+                       [](auto& at) { return at != 0; });
+  }
+  bool has_reported(int rank) const {
+    for (int lane = 0; lane < lanes_of(rank); ++lane) {
+      if (board_.reports[rank][lane].state == State::kRunning) return false;
+    }
+    return true;
+  }
+  bool survivors_have_reported() const {
+    for (int rank = 0; rank < plan_.ranks; ++rank) {
+      if (rank == plan_.victim || !plan_.has_member(rank)) continue;
+      if (!has_reported(rank) && !processes_[static_cast<size_t>(rank)].ended()) return false;
+    }
+    return true;
+  }
+  bool any_ended_early() const {
+    for (int rank = 0; rank < plan_.ranks; ++rank) {
+      if (rank != plan_.victim && processes_[static_cast<size_t>(rank)].ended()) return true;
+    }
+    return false;
+  }
+
+  json result() const {
+    json ranks = json::array();
+    for (int rank = 0; rank < plan_.ranks; ++rank) {
+      const Process& process = processes_[static_cast<size_t>(rank)];
+      const std::string end = process.end();
+      json lanes = json::array();
+      for (int lane = 0; lane < lanes_of(rank); ++lane) {
+        const Report& report = board_.reports[rank][lane];
+        const int64_t failed_at = board_.failed_at[lane];
+        lanes.push_back(
+            {{"state", lockstep::bench::kStateNames[static_cast<size_t>(report.state.load())]},
+             {"call", std::string(report.call)},
+             {"error", std::string(report.error)},
+             {"again", std::string(report.again)},
+             {"after_ns", report.error_at != 0 && failed_at != 0 ? report.error_at - failed_at : 0},
+             {"watched", report.watched},
+             {"changed", report.changed}});
+      }
+      ranks.push_back({{"rank", rank},
+                       {"pid", process.pid()},
+                       {"member", plan_.has_member(rank)},
+                       {"expects_error", plan_.expects_error(rank)},
+                       {"end", end.empty() ? "running" : end},
+                       {"output", end == "exit 0" ? "" : process.output()},
+                       {"lanes", lanes}});
+    }
+    const auto name = [](const auto& names, auto value) { return names[static_cast<size_t>(value)]; };
+    return {{"seed", plan_.seed},
+            {"victim", plan_.victim},
+            {"failure", name(lockstep::bench::kFailureNames, plan_.failure)},
+            {"calls", name(lockstep::bench::kCallNames, plan_.calls)},
+            {"memory", name(lockstep::bench::kMemoryNames, plan_.memory)},
+            {"size", name(lockstep::bench::kSizeNames, plan_.size)},
+            {"steps", plan_.steps},
+            {"struck", struck()},
+            {"timeout_ns", std::chrono::nanoseconds(plan_.timeout()).count()},
+            {"ranks", ranks}};
+  }
+
+  const Plan& plan_;
+  Board& board_;
+  std::vector<Process> processes_;
+};
+
+/// Goes with what is in it.
+class Folder {
+ public:
+  Folder() : path_((std::filesystem::temp_directory_path() / "lockstep-soak-XXXXXX").string()) {
+    TORCH_CHECK(::mkdtemp(path_.data()) != nullptr, "cannot make a folder like ", path_);
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  ~Folder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+int soak(int64_t rounds, uint64_t seed) {
+  void* shared = ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(shared != MAP_FAILED, "mmap failed");
+  const Folder folder;
+  ::setenv("LOCKSTEP_FLIGHT_DIR", (folder.path() + "/flight").c_str(), 1);  // they would fill the user's
+  for (int64_t i = 0; i < rounds; ++i) {
+    const Plan plan = lockstep::bench::plan_of(seed + static_cast<uint64_t>(i));
+    try {
+      std::cout << Round(plan, *new (shared) Board, folder.path())
+                       .play()
+                       .dump(-1, ' ', false, json::error_handler_t::replace)
+                << std::endl;
+    } catch (const Interrupted&) {
+      return 130;
+    }
+    if (!std::cout) return 1;  // the driver is gone
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    const int64_t rounds = argc > 1 ? std::atoll(argv[1]) : 10;
+    const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    TORCH_CHECK(rounds >= 1 && argc <= 3, "usage: bench_soak [ROUNDS [SEED]]");
+    ::signal(SIGINT, interrupt);
+    ::signal(SIGTERM, interrupt);
+    ::signal(SIGPIPE, SIG_IGN);
+    return soak(rounds, seed);
+  });
+}

@@ -1,0 +1,144 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+/// What happens in one round of the soak, drawn from the round's seed alone.
+namespace lockstep::bench {
+
+using Random = std::mt19937_64;
+
+/// A whole number in [low, high]; the same on every machine.
+inline int64_t draw(Random& random, int64_t low, int64_t high) {
+  return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+}
+
+/// What the victim does to the others.
+enum class Failure {
+  kKill,       ///< SIGKILL
+  kStop,       ///< SIGSTOP, for longer than the group's timeout
+  kAbort,      ///< abort() from another thread
+  kException,  ///< an exception that leaves the scope of the default group
+  kOperation,  ///< calls another operation than the others
+  kShape,      ///< the same with another number of elements
+  kDtype,      ///< the same with another dtype
+  kDestroy,    ///< destroy_process_group(), while the others go on
+  kExit,       ///< exit(3)
+  kQuickExit,  ///< _exit(4)
+};
+constexpr std::array kFailureNames = {"kill",  "stop",  "abort",   "exception", "operation",
+                                      "shape", "dtype", "destroy", "exit",      "quick_exit"};
+
+/// What all ranks are doing meanwhile.
+enum class Calls { kCollectives, kAsynchronous, kMessages, kObjects, kSubgroup, kThreads, kDdp };
+constexpr std::array kCallNames = {"collectives", "asynchronous", "messages", "objects",
+                                   "subgroup",    "threads",      "ddp"};
+
+/// Where tensors lie: in memory that the peers see; in a rank's own; within a tensor that the peers see, from
+/// the midst of a page on, so that they are staged; or each anywhere, by rank.
+enum class Memory { kShared, kPlain, kView, kMixed };
+constexpr std::array kMemoryNames = {"shared", "plain", "view", "mixed"};
+
+/// Up to the 8 KiB of an announcement, some chunks, some MiB.
+enum class Size { kSmall, kMedium, kLarge };
+constexpr std::array kSizeNames = {"small", "medium", "large"};
+
+struct Plan {
+  uint64_t seed = 0;
+  int ranks = 0;
+  int victim = 0;
+  int partner = 0;  // of a message that does not fit: who receives it
+  Failure failure = Failure::kKill;
+  Calls calls = Calls::kCollectives;
+  Memory memory = Memory::kShared;
+  Size size = Size::kSmall;
+  std::vector<int> members;    // of the group in which it happens
+  bool further_group = false;  // not the default one
+  int64_t steps = 0;           // calls that the victim makes before
+  int64_t spins = 0;           // and then turns of a loop
+  bool overwrite = false;  // after the error survivors write into their tensors, or leave them as they are
+
+  /// Groups, each used by a thread of its own.
+  int lanes() const { return calls == Calls::kThreads ? 2 : 1; }
+  bool has_member(int rank) const {
+    for (const int member : members) {
+      if (member == rank) return true;
+    }
+    return false;
+  }
+  bool mismatches() const {
+    return failure == Failure::kOperation || failure == Failure::kShape || failure == Failure::kDtype;
+  }
+  /// Whether another thread of the victim does it, at any moment of a call.
+  bool strikes_from_outside() const {
+    return failure == Failure::kKill || failure == Failure::kStop || failure == Failure::kAbort;
+  }
+  /// Whether the victim's process ends by it.
+  bool ends_victim() const {
+    return failure == Failure::kKill || failure == Failure::kException || failure == Failure::kExit ||
+           failure == Failure::kQuickExit;
+  }
+  /// A message that does not fit concerns its receiver; all other failures concern all members of the group.
+  bool expects_error(int rank) const {
+    if (rank == victim || !has_member(rank)) return false;
+    return calls != Calls::kMessages || !mismatches() || rank == partner;
+  }
+  std::chrono::milliseconds timeout() const {
+    return failure == Failure::kStop ? std::chrono::milliseconds(1500) : std::chrono::milliseconds(60'000);
+  }
+};
+
+/// Which failures there are for calls of a kind.
+inline std::vector<Failure> failures_of(Calls calls) {
+  using enum Failure;
+  switch (calls) {
+    case Calls::kMessages:  // a message has no other form than send and recv
+      return {kKill, kStop, kAbort, kException, kShape, kDtype, kDestroy, kExit, kQuickExit};
+    case Calls::kObjects:
+    case Calls::kDdp:
+      return {kKill, kStop, kAbort, kException, kOperation, kDestroy, kExit, kQuickExit};
+    case Calls::kThreads:  // the process can't be left while its other thread is in a call
+      return {kKill, kStop, kAbort, kOperation, kShape, kDtype, kDestroy};
+    default:
+      return {kKill, kStop, kAbort, kException, kOperation, kShape, kDtype, kDestroy, kExit, kQuickExit};
+  }
+}
+
+inline Plan plan_of(uint64_t seed) {
+  Random random(seed);
+  Plan plan;
+  plan.seed = seed;
+  plan.calls = static_cast<Calls>(draw(random, 0, kCallNames.size() - 1));
+  plan.ranks = static_cast<int>(draw(random, plan.calls == Calls::kSubgroup ? 3 : 2, 5));
+  plan.victim = static_cast<int>(draw(random, 0, plan.ranks - 1));
+  plan.partner = static_cast<int>((plan.victim + draw(random, 1, plan.ranks - 1)) % plan.ranks);
+  const auto failures = failures_of(plan.calls);
+  plan.failure = failures[static_cast<size_t>(draw(random, 0, static_cast<int64_t>(failures.size()) - 1))];
+  plan.memory = static_cast<Memory>(draw(random, 0, kMemoryNames.size() - 1));
+  plan.size = static_cast<Size>(draw(random, 0, kSizeNames.size() - 1));
+  // A subgroup lacks one rank, or more: the partner belongs to it, and the others by chance.
+  const int without =
+      plan.calls == Calls::kSubgroup
+          ? static_cast<int>((plan.partner + 1) % plan.ranks == plan.victim ? (plan.partner + 2) % plan.ranks
+                                                                            : (plan.partner + 1) % plan.ranks)
+          : -1;
+  for (int rank = 0; rank < plan.ranks; ++rank) {
+    const bool drawn = plan.calls != Calls::kSubgroup || draw(random, 0, 2) > 0;
+    if (rank == plan.victim || rank == plan.partner || (drawn && rank != without))
+      plan.members.push_back(rank);
+  }
+  plan.further_group = plan.calls == Calls::kSubgroup || plan.calls == Calls::kThreads ||
+                       (plan.calls != Calls::kDdp && draw(random, 0, 1) == 0);
+  plan.steps = draw(random, 0, 30);
+  // None, some microseconds, or some milliseconds: within calls of all sizes.
+  constexpr std::array<int64_t, 4> kMostSpins = {0, 2'000, 50'000, 1'000'000};
+  plan.spins = draw(random, 0, kMostSpins[static_cast<size_t>(draw(random, 0, kMostSpins.size() - 1))]);
+  plan.overwrite = draw(random, 0, 1) == 0;
+  return plan;
+}
+
+}  // namespace lockstep::bench
