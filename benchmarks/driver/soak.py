@@ -183,7 +183,7 @@ def patterns(one, number=0):
         return (rf"{called}|rank {rank} sends \d+ bytes|to rank {rank}, which expects|rank {rank} (?:sent|expects) ",
                 rf"{called}{one['ranks'][rank]['lanes'][number]['call']}\(|sends \d+ bytes|rank {rank} (?:sent|expects) ")
     return {"kill": (rf"{who} (?:was )?killed|{who} ended", "signal 9"),
-            "stop": (rf"(?:waiting for|for which|which waits for) {who}", "which is stopped"),
+            "stop": (rf"(?:waiting for|for which|which waits for) {who}|any of .*, and {who} is stopped", "is stopped"),
             "abort": (rf"aborted by {who}", "aborted by"),
             "exception": (rf"aborted by {who}", "aborted by"),
             "destroy": (rf"{who} has left the group", "has left"),
