@@ -203,6 +203,61 @@ TEST(Timeout, NamesTheRankThatTheLateOneReceivesFrom) {
   });
 }
 
+TEST(Timeout, NamesTheStoppedRankAlsoWhereALowerOneIsLate) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    const auto pids = pids_of_world();
+    const auto group = new_group();
+    set_timeout(group, 1500ms);
+    at::Tensor tensor = at::ones({4});
+    if (rank == 0) {
+      EXPECT_THAT(message_of<DistTimeoutError>([&] { barrier(group); }),
+                  AllOf(HasSubstr("waiting for " + name_of(2, pids)), HasSubstr("is stopped")));
+      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+      send(tensor, 1);
+    } else if (rank == 1) {
+      recv(tensor, 0);  // in the world: it is late for the barrier because of rank 0
+    } else {
+      ::raise(SIGSTOP);
+    }
+    barrier();
+  });
+}
+
+TEST(Timeout, OfAReceiveFromAnyRankNamesTheStoppedOne) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    const auto pids = pids_of_world();
+    const auto group = new_group();
+    set_timeout(group, 1500ms);
+    at::Tensor tensor = at::ones({4});
+    if (rank == 0) {
+      EXPECT_THAT(message_of<DistTimeoutError>([&] { recv(tensor, {}, group); }),
+                  HasSubstr(name_of(2, pids) + " is stopped"));
+      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+    } else if (rank == 2) {
+      ::raise(SIGSTOP);
+    }
+    barrier();
+  });
+}
+
+TEST(Mismatch, IsExplainedToLaterCallsAndToMessagesToo) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    const auto group = new_group();
+    at::Tensor tensor = at::ones({4}), message = at::ones({4});
+    const Work pending = irecv(message, (rank + 1) % 3, group);
+    const auto calls = AllOf(HasSubstr("ranks 0 and 2: all_reduce("), HasSubstr("rank 1: barrier()"));
+    EXPECT_THAT(message_of([&] { rank == 1 ? barrier(group) : all_reduce(tensor, ReduceOp::SUM, group); }),
+                calls);
+    EXPECT_THAT(message_of([&] { barrier(group); }), AllOf(HasSubstr("had failed before"), calls));
+    EXPECT_THAT(message_of([&] { pending->wait(); }), calls);
+    EXPECT_THAT(message_of([&] { send(tensor, (rank + 1) % 3, group); }), calls);
+    barrier();
+  });
+}
+
 TEST(Descriptors, OutOfThemIsThisRanksOwnErrorNotThePeersEnd) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

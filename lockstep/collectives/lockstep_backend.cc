@@ -35,7 +35,8 @@ std::string describe_failure(const ChannelError& error, const GroupChannel& chan
        << ") failed on rank " << channel.job_rank(channel.rank()) << " of group '" << group << "': ";
   if (earlier) text << "the group had failed before: ";
   text << error.what();
-  if (error.kind() == FailureKind::kMismatch && !earlier) {
+  if (error.kind() == FailureKind::kMismatch) {
+    // Also of an earlier operation: nothing is announced any more after a failure.
     const std::string calls = describe_announcements(channel);
     if (!calls.empty()) text << ": " << calls;
   }

@@ -5,6 +5,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/internal/device_copies.h>
+#include <lockstep/collectives/internal/signature.h>
 #include <lockstep/collectives/message_work.h>
 
 namespace lockstep {
@@ -164,6 +165,8 @@ std::exception_ptr MessageWork::in_words(const std::exception_ptr& error) const 
   } catch (const ChannelError& channel_error) {
     text += channel_error.what();
     kind = channel_error.kind();
+    const std::string calls = kind == FailureKind::kMismatch ? describe_announcements(*channel_) : "";
+    if (!calls.empty()) text += ": " + calls;
   } catch (const std::exception& other) {
     text += other.what();
   }

@@ -343,7 +343,12 @@ void GroupChannel::await_ranks(int first, int last, int step, uint64_t value, Wo
     const int aborter = members_->aborted_by();
     if (aborter >= 0 && give_up(FailureKind::kAborted, members_->transport_rank(aborter), complete)) return;
     if (!woken) {
-      const int cause = transport().cause_of_waiting(members_->transport_rank(next));
+      std::vector<int> late;
+      for (int rank = next; rank < last; rank += step) {
+        if (!arrived(rank)) late.push_back(members_->transport_rank(rank));
+      }
+      if (late.empty()) continue;  // they have come just now
+      const int cause = transport().cause_of_waiting(late);
       if (give_up(FailureKind::kTimeout, cause, complete)) return;
     }
   }

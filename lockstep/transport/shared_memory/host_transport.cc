@@ -175,10 +175,10 @@ WaitRecords& HostTransport::wait_records() const {
   return header_of(arena_->segment(0)->data()).waits;
 }
 
-int HostTransport::cause_of_waiting(int rank) {
+int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
   int waits_for_none = -1;
   std::vector<bool> seen(world_size());
-  std::vector<int> open{rank};
+  std::vector<int> open(ranks.rbegin(), ranks.rend());
   while (!open.empty()) {
     const int at = open.back();
     open.pop_back();
@@ -204,7 +204,7 @@ int HostTransport::cause_of_waiting(int rank) {
     }
     if (!waits && waits_for_none < 0) waits_for_none = at;
   }
-  return waits_for_none < 0 ? rank : waits_for_none;
+  return waits_for_none < 0 ? ranks.front() : waits_for_none;
 }
 
 void HostTransport::note_culprit(int rank) const {
@@ -260,9 +260,10 @@ void HostTransport::monitor() {
     if (polls[0].revents != 0) return;
     for (size_t i = 1; i < polls.size(); i += 2) {
       bool ended = polls[i + 1].revents != 0;
-      if (polls[i].revents != 0) {
+      if (polls[i].revents != 0 || ended) {
         bool open = true;
-        // All that has come, for a peer that has ended sends no second wake-up.
+        // All that has come, for a peer that has ended sends no second wake-up; also what has come since
+        // poll(2) looked at the socket, which it does before it looks whether the process has ended.
         while (auto received = receive_segment(peers_[ranks[i]]->link, open)) {
           if (received->segment) {
             install(ranks[i], received->index, std::move(received->segment));

@@ -79,10 +79,11 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::string describe(int rank) const;
   /// Whether the rank's process is stopped by a signal or a debugger, as far as /proc says.
   bool is_stopped(int rank) const;
-  /// The rank that keeps `rank` from going on: one that has ended or is stopped, if it waits for such a one
-  /// by way of others, in whatever groups; else one that waits for no rank; `rank` itself if that is one. A
-  /// guess when several threads of a rank wait at once, or ranks move meanwhile.
-  int cause_of_waiting(int rank);
+  /// The rank that keeps `ranks`, at least one, from going on: one that has ended or is stopped, if it is
+  /// among them or they wait for such a one by way of others, in whatever groups; else one that waits for no
+  /// rank; else the first of them. A guess when several threads of a rank wait at once, or ranks move
+  /// meanwhile.
+  int cause_of_waiting(const std::vector<int>& ranks);
   WaitRecords& wait_records() const;
   /// Tells the launcher that this rank made an operation fail, for its report.
   void note_culprit(int rank) const;

@@ -302,6 +302,12 @@ ChannelError MessageChannel::gone_error(int peer) const {
   return {FailureKind::kPeerEnded, members_->describe_end(peer)};
 }
 
+ChannelError MessageChannel::peer_gave_up(const Request& request, const char* doing) const {
+  // Where the group has failed, that is why; the peer is not the cause.
+  if (members_->failed()) return members_->describe_failure({}, request.timeout);
+  return {FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up " + doing + " it"};
+}
+
 ChannelError MessageChannel::timeout_error(const Request& request, int cause) const {
   std::ostringstream text;
   text << "timed out after " << format_duration(request.timeout) << " waiting for ";
@@ -311,6 +317,7 @@ ChannelError MessageChannel::timeout_error(const Request& request, int cause) co
       if (rank != members_->rank()) others.push_back(rank);
     }
     text << "a message from any of " << members_->describe(others);
+    if (cause >= 0) text << ", and " << members_->transport().describe(cause) << " is stopped";
   } else {
     const HostTransport& transport = members_->transport();
     text << members_->describe({request.peer});
@@ -355,9 +362,19 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
     if (all_left) return gone(left);
   }
   if (!request.deadline.expired()) return {};
-  const int cause = request.peer == kAnySource || request.peer == members_->rank()
-                        ? -1
-                        : members_->transport().cause_of_waiting(members_->transport_rank(request.peer));
+  HostTransport& transport = members_->transport();
+  int cause = -1;
+  if (request.peer == kAnySource) {
+    std::vector<int> others;
+    for (int rank = 0; rank < members_->size(); ++rank) {
+      if (rank != members_->rank()) others.push_back(members_->transport_rank(rank));
+    }
+    // Of ranks that go on, none is more the cause than another.
+    if (!others.empty()) cause = transport.cause_of_waiting(others);
+    if (cause >= 0 && !transport.is_stopped(cause)) cause = -1;
+  } else if (request.peer != members_->rank()) {
+    cause = transport.cause_of_waiting({members_->transport_rank(request.peer)});
+  }
   return {std::make_exception_ptr(timeout_error(request, cause)), cause};
 }
 

@@ -146,6 +146,8 @@ class MessageChannel {
   Hopeless why_hopeless(const Request& request) const;
   Hopeless gone(int peer) const;
   ChannelError gone_error(int peer) const;
+  /// Why a message failed that its peer had begun to move.
+  ChannelError peer_gave_up(const Request& request, const char* doing) const;
   ChannelError timeout_error(const Request& request, int cause) const;
   void give_up(Request& request, const std::exception_ptr& error);
   void finish(Request& request, std::exception_ptr error = nullptr);

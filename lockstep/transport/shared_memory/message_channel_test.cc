@@ -350,6 +350,35 @@ TEST(MessageChannel, AbortEndsAllWaitsOfTheGroup) {
   });
 }
 
+TEST(MessageChannel, WhosePeerGivesUpAsTheGroupFailsIsToldWhy) {
+  for (const bool sender_gives_up : {false, true}) {
+    std::barrier together(2);
+    run_rank_threads(2, [&](const Channel& channel) {
+      MessageChannel& messages = channel->messages();
+      Bytes data(100000);
+      const int other = 1 - channel->rank();
+      const bool sends = (channel->rank() == 1) == sender_gives_up;
+      const auto start = [&] {
+        return sends ? messages.send(data.data(), {data.size(), 1}, other, 0, soon())
+                     : messages.receive(data.data(), {data.size(), 1}, other, 0, soon());
+      };
+      MessageChannel::Handle handle;
+      if (sends) handle = start();
+      together.arrive_and_wait();  // it is offered
+      if (!sends) handle = start();
+      together.arrive_and_wait();  // and claimed
+      if (channel->rank() == 1) {
+        channel->abort();
+        failure_of([&] { wait(messages, handle); }, FailureKind::kAborted);
+      }
+      together.arrive_and_wait();  // and given up
+      const auto text = failure_of([&] { wait(messages, handle); }, FailureKind::kAborted);
+      EXPECT_NE(text.find("aborted by rank 1"), std::string::npos) << text;
+      together.arrive_and_wait();  // nobody has left before
+    });
+  }
+}
+
 TEST(MessageChannel, CloseEndsWhatIsPending) {
   std::barrier both_done(2);  // nobody's leaving is another's cause
   run_rank_threads(2, [&](const Channel& channel) {

@@ -85,11 +85,9 @@ bool MessageChannel::advance_send(Request& request) {
     case TransferState::kRefused: {
       const MessageKind expected{transfer.expected_bytes, transfer.expected_type};
       release_transfer(request);
-      finish(request,
-             expected.bytes == kReceiverGaveUp
-                 ? std::make_exception_ptr(ChannelError(
-                       FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up receiving it"))
-                 : std::make_exception_ptr(MessageMismatch(request.peer, request.kind, expected)));
+      finish(request, expected.bytes == kReceiverGaveUp
+                          ? std::make_exception_ptr(peer_gave_up(request, "receiving"))
+                          : std::make_exception_ptr(MessageMismatch(request.peer, request.kind, expected)));
       return true;
     }
     default:
@@ -229,8 +227,7 @@ bool MessageChannel::advance_receive(Request& request) {
   Transfer& transfer = *request.transfer;
   if (transfer.state.load(std::memory_order_acquire) == TransferState::kGivenUp) {
     transfer.state.store(TransferState::kDropped, std::memory_order_release);
-    finish(request, std::make_exception_ptr(ChannelError(
-                        FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up sending it")));
+    finish(request, std::make_exception_ptr(peer_gave_up(request, "sending")));
     return true;
   }
   const size_t left = request.kind.bytes - request.moved;
