@@ -87,6 +87,7 @@ constexpr std::array kCollectives = {
     "all_gather",     "all_gather_into_tensor", "gather",     "scatter",
     "reduce_scatter", "reduce_scatter_tensor",  "all_to_all", "all_to_all_single",
     "barrier"};
+constexpr int64_t kReductions = 3;  // the first ones
 
 /// One collective with its tensors.
 struct Collective {
@@ -147,7 +148,10 @@ class CollectiveCaller final : public Caller {
     const int64_t number = draw(common, async_ ? 2 : 1, 4);
     for (int64_t i = 0; i < number; ++i) {
       Collective next;
-      next.name = kCollectives[static_cast<size_t>(draw(common, 0, kCollectives.size() - 1))];
+      // Half of them reductions in one tensor: only there do peers write into a user's memory.
+      const bool reduction = draw(common, 0, 1) == 0;
+      next.name = kCollectives[static_cast<size_t>(
+          draw(common, 0, reduction ? kReductions - 1 : static_cast<int64_t>(kCollectives.size()) - 1))];
       next.numel = draw_numel(common, plan.size);
       next.dtype = kDtypes[static_cast<size_t>(draw(common, 0, kDtypes.size() - 1))];
       next.root = lane_.members[static_cast<size_t>(draw(common, 0, lane_.size() - 1))];
