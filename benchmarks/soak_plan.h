@@ -92,19 +92,19 @@ struct Plan {
   }
 };
 
-/// Which failures there are for calls of a kind.
+/// Which failures there are for calls of a kind, beside kKill and kStop.
 inline std::vector<Failure> failures_of(Calls calls) {
   using enum Failure;
   switch (calls) {
     case Calls::kMessages:  // a message has no other form than send and recv
-      return {kKill, kStop, kAbort, kException, kShape, kDtype, kDestroy, kExit, kQuickExit};
+      return {kAbort, kException, kShape, kDtype, kDestroy, kExit, kQuickExit};
     case Calls::kObjects:
     case Calls::kDdp:
-      return {kKill, kStop, kAbort, kException, kOperation, kDestroy, kExit, kQuickExit};
+      return {kAbort, kException, kOperation, kDestroy, kExit, kQuickExit};
     case Calls::kThreads:  // the process can't be left while its other thread is in a call
-      return {kKill, kStop, kAbort, kOperation, kShape, kDtype, kDestroy};
+      return {kAbort, kOperation, kShape, kDtype, kDestroy};
     default:
-      return {kKill, kStop, kAbort, kException, kOperation, kShape, kDtype, kDestroy, kExit, kQuickExit};
+      return {kAbort, kException, kOperation, kShape, kDtype, kDestroy, kExit, kQuickExit};
   }
 }
 
@@ -117,7 +117,13 @@ inline Plan plan_of(uint64_t seed) {
   plan.victim = static_cast<int>(draw(random, 0, plan.ranks - 1));
   plan.partner = static_cast<int>((plan.victim + draw(random, 1, plan.ranks - 1)) % plan.ranks);
   const auto failures = failures_of(plan.calls);
-  plan.failure = failures[static_cast<size_t>(draw(random, 0, static_cast<int64_t>(failures.size()) - 1))];
+  // The other kinds have several forms each.
+  const int64_t chance = draw(random, 0, 9);
+  plan.failure =
+      chance < 2 ? Failure::kKill
+      : chance < 4
+          ? Failure::kStop
+          : failures[static_cast<size_t>(draw(random, 0, static_cast<int64_t>(failures.size()) - 1))];
   plan.memory = static_cast<Memory>(draw(random, 0, kMemoryNames.size() - 1));
   plan.size = static_cast<Size>(draw(random, 0, kSizeNames.size() - 1));
   // A subgroup lacks one rank, or more: the partner belongs to it, and the others by chance.
