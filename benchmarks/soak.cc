@@ -219,6 +219,7 @@ class Round {
             {"steps", plan_.steps},
             {"struck", struck()},
             {"timeout_ns", std::chrono::nanoseconds(plan_.timeout()).count()},
+            {"patience_ns", std::chrono::nanoseconds(kPatience).count()},
             {"ranks", ranks}};
   }
 

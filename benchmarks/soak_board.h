@@ -15,6 +15,8 @@ constexpr int kMostLanes = 2;
 enum class State : int { kRunning, kFailed, kPassed, kCompared };
 constexpr std::array kStateNames = {"running", "failed", "passed", "compared"};
 
+constexpr const char* kSucceeded = "succeeded";
+
 /// A rank's report on one lane. Everything else is written before the state.
 struct Report {
   std::atomic<State> state{State::kRunning};
@@ -22,7 +24,7 @@ struct Report {
   int64_t watched = 0;    // bytes of user tensors
   int64_t changed = 0;    // of these, when they were looked at again
   char error[6000] = {};  // empty: it went without one
-  char again[6000] = {};  // of a further call after the error
+  char again[6000] = {};  // of a further call after the error, or kSucceeded; empty: none was made
   char call[100] = {};    // which call it was
 };
 

@@ -212,7 +212,12 @@ class SoakRank {
     write_text(report.call, caller.last());
     write_text(report.error, error);
     std::vector<Watch> watched;
-    if (!error.empty() || message_mismatch) watched = look_back(lane, !error.empty());
+    if (!error.empty() || message_mismatch) {
+      watched = look_back(lane, !error.empty());
+    } else {
+      // destroy_process_group() has finished this rank's calls: peers may write into their tensors no more.
+      watched.emplace_back(caller.tensors(), plan_.overwrite);
+    }
     for (const Watch& each : watched) report.watched += each.bytes();
     report.state = error.empty() ? State::kPassed : State::kFailed;
     while (!board_.compare) std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -234,13 +239,15 @@ class SoakRank {
       }
       watched.emplace_back(fresh, true);
     }
+    auto& again = board_.reports[rank_][lane.number].again;
     const int64_t next = draw(lane.local, 0, 2);
     // Where a message fails the group does not, and its other members wait for this rank in the next barrier.
     if (plan_.calls == Calls::kMessages || plan_.calls == Calls::kObjects || next == 0) {
       try {
         barrier(lane.group);
+        write_text(again, kSucceeded);
       } catch (const c10::Error& thrown) {
-        write_text(board_.reports[rank_][lane.number].again, thrown.what_without_backtrace());
+        write_text(again, thrown.what_without_backtrace());
       }
     } else if (next == 1 && plan_.lanes() == 1) {
       destroy_process_group(lane.group);

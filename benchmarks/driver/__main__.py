@@ -26,12 +26,13 @@ BUSY_LOAD = 0.7
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__.partition(";")[0] + ".", epilog="""
         Exit status: 0, or 1 if --compare found something slower, 2 if a measurement failed, 3 if the suite gpu was named
-        and there is no GPU, or 4 if rounds of the suite soak failed.""")
+        and there is no GPU, or 4 if rounds of the suite soak failed, whatever --compare found.""")
     parser.add_argument("--quick", action="store_true",
                         help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}: some minutes, and more noise")
     parser.add_argument("--rounds", type=int, metavar="N", help=f"rounds in which each contender has a turn ({ROUNDS}); of soak "
                         f"alone, rounds with one failure each ({SOAK_ROUNDS}, {SOAK_QUICK_ROUNDS} with --quick)")
-    parser.add_argument("--seconds", type=int, metavar="S", help="how long soak may take, if that is less")
+    parser.add_argument("--seconds", type=int, metavar="S",
+                        help="how long soak may take; without --rounds it plays for that long")
     parser.add_argument("--seed", type=int, metavar="N", help="of the order of turns, and of soak's first round (random)")
     parser.add_argument("--only", action="append", metavar="SUITE", choices=SUITES, help="one of: " + ", ".join(SUITES) +
                         "; may be given more than once")
@@ -44,9 +45,11 @@ def parse(arguments):
                         help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda:0", help=argparse.SUPPRESS)  # of the suite gpu
     options = parser.parse_args(arguments)
+    options.soak_rounds = options.rounds
     if options.rounds is None:
         quick, full = (SOAK_QUICK_ROUNDS, SOAK_ROUNDS) if options.only == ["soak"] else (QUICK_ROUNDS, ROUNDS)
         options.rounds = quick if options.quick else full
+        options.soak_rounds = None if options.seconds else options.rounds
     for name in ("rounds", "seconds"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -68,7 +71,7 @@ def run(options):
         raise gpu.NoGpu(reason)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     answer = results.Results(machine.describe(), {"suites": suites, "rounds": options.rounds, "seconds": options.seconds,
-                                                  "seed": seed})
+                                                  "soak_rounds": options.soak_rounds, "seed": seed})
     if answer.machine["load_at_start"] > BUSY_LOAD:
         say(f"note: the machine is busy (load {answer.machine['load_at_start']:.1f}); measure when it is quiet")
     generator = random.Random(seed)
@@ -76,7 +79,7 @@ def run(options):
         for suite in suites:
             if suite in BY_THEMSELVES:
                 fleet.stop()
-            SUITES[suite](fleet, answer, options.rounds, generator)
+            SUITES[suite](fleet, answer, options.soak_rounds if suite == "soak" else options.rounds, generator)
             if answer.options.get("interrupted"):
                 break
     return answer
@@ -113,12 +116,12 @@ def main():
     if answer.options.get("interrupted") and not options.show:
         print("bench: interrupted; what was measured until then is above", file=sys.stderr)
         return 130
+    changes = []
+    if old is not None:
+        changes, notes = compare.compare(old, answer)
+        print("\n" + report.comparison(changes, notes))
     if answer.options.get("failed_rounds"):
         return 4
-    if old is None:
-        return 0
-    changes, notes = compare.compare(old, answer)
-    print("\n" + report.comparison(changes, notes))
     return 1 if any(change.verdict == "slower" for change in changes) else 0
 
 

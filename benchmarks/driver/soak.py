@@ -11,6 +11,7 @@ how the victim failed. What can be known decides what is asked for:
   belongs to: which of the two is wrong no rank can know. A message that does not fit is an error of its receiver alone, and
   the group goes on.
 - a rank that ends by exit() leaves its groups on the way, and aborts one with calls that are not done.
+The victim is judged by how its process ends, and, where it goes on after its failure, by whether it has an error itself.
 """
 
 import json
@@ -18,6 +19,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -31,6 +33,10 @@ ROWS = {"kill": ("kill",), "stop": ("stop",), "abort": ("abort", "exception"), "
         "leave": ("destroy", "exit", "quick_exit")}
 WORDS = {"kill": "kill -9", "stop": "SIGSTOP beyond the timeout", "abort": "abort() or an exception",
          "mismatch": "another operation, shape or dtype", "leave": "left or exited early"}
+# How the victim's process ends, where not by `exit 0` as the others' do; and victims that get an error in their own calls.
+ENDS = {"kill": "signal 9", "exit": "exit 3", "quick_exit": "exit 4"}
+TOLD = ("stop", "abort", *ROWS["mismatch"])
+SUCCEEDED = "succeeded"  # a further call; kSucceeded of soak_board.h
 COUNTS = ("survivors", "named", "how", "hung", "changed")
 PROGRESS_SECONDS = 10
 END_SECONDS = 30
@@ -38,7 +44,7 @@ END_SECONDS = 30
 
 @dataclass
 class Verdict:
-    """One round, judged. Counts are of survivors that were to be told, but for `changed`: bytes, on all ranks."""
+    """One round, judged. Counts are of survivors that were to be told, but for `hung`, of all ranks, and `changed`: bytes."""
 
     survivors: int = 0
     named: int = 0
@@ -50,31 +56,38 @@ class Verdict:
 
 
 def soak(fleet, results, rounds, generator):
-    """Plays rounds until there are enough of them, the time is over, or Ctrl-C."""
+    """Plays rounds until there are enough of them (`rounds` may be None), the time is over, or Ctrl-C."""
     program = fleet.bin_dir / "bench_soak"
     if not program.exists():
         leave_out(fleet, results, f"soak is left out: there is no {program}")
         return
     seed, seconds = results.options.get("seed", 1), results.options.get("seconds")
-    fleet.say(f"soak: {rounds} rounds from seed {seed}")
+    fleet.say(f"soak: {rounds or 'any number of'} rounds from seed {seed}")
     played = {row: [] for row in ROWS}
     failed = results.options.setdefault("failed_rounds", {})
     begin = told = time.monotonic()
     count = 0
+
+    def fail(number, its_seed, problems):
+        failed.setdefault(str(its_seed), []).extend(problems)
+        fleet.say("\n   ".join([f"round {number} FAILED; alone: {again(its_seed)}", *problems]))
+
     try:
         for one in play(program, rounds, seed, seconds):
             count += 1
             verdict = judge(one)
             played[row_of(one)].append(verdict)
             if verdict.problems:
-                failed[str(one["seed"])] = [f"{one['failure']} of rank {one['victim']} in {one['calls']} ({one['memory']}, "
-                                            f"{one['size']}): {problem}" for problem in verdict.problems]
-                fleet.say("\n   ".join([f"round {count} FAILED; alone: {again(one['seed'])}", *failed[str(one["seed"])]]))
+                what = f"{one['failure']} of rank {one['victim']} in {one['calls']} ({one['memory']}, {one['size']})"
+                fail(count, one["seed"], [f"{what}: {problem}" for problem in verdict.problems])
             elif time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
                 fleet.say(f"soak: {count} rounds in {told - begin:.0f} s, {len(failed)} failed")
     except KeyboardInterrupt:
         results.options["interrupted"] = True
+    except BenchmarkError as error:  # in the round after those that it told, or at its end
+        number = count if count == rounds else count + 1
+        fail(number, seed + number - 1, [str(error)])
     for row, verdicts in played.items():
         if not verdicts:
             continue
@@ -93,16 +106,20 @@ def row_of(one):
 
 
 def play(program, rounds, seed, seconds):
-    """The rounds, as bench_soak tells them. No process is left behind when this ends, however it ends."""
+    """The rounds, as bench_soak tells them. No process is left behind when this ends, however it ends. Throws BenchmarkError
+    when bench_soak fails."""
     environment = {name: value for name, value in os.environ.items() if name not in DEFAULT_ENVIRONMENT}
     until = None if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder, \
             open(os.path.join(folder, "errors"), "w+") as errors:
         # A session of its own: Ctrl-C comes to us alone.
-        with subprocess.Popen([program, str(rounds), str(seed)], env={**environment, **ONE_THREAD, "TMPDIR": folder}, text=True,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True) as child:
+        with subprocess.Popen([program, str(rounds or sys.maxsize), str(seed)], text=True,
+                              env={**environment, **ONE_THREAD, "TMPDIR": folder}, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=errors, start_new_session=True) as child:
             try:
                 for line in child.stdout:
+                    if not line.endswith("\n"):
+                        break  # it ended in the midst
                     yield json.loads(line)
                     if until is not None and time.monotonic() > until:
                         return
@@ -131,8 +148,10 @@ def judge(one):
         for number, lane in enumerate(rank["lanes"]):
             where = f"rank {rank['rank']}" + (f", thread {number}" if number else "") + f", {lane['call'] or 'no call'}"
             verdict.problems += [f"{where}: {problem}" for problem in judge_lane(one, rank, number, verdict)]
-        if rank["rank"] != one["victim"] and rank["end"] != "exit 0":
-            verdict.problems.append(f"rank {rank['rank']} ended with {rank['end']}: {rank['output']}")
+        expected = ENDS.get(one["failure"], "exit 0") if rank["rank"] == one["victim"] else "exit 0"
+        if rank["end"] != expected:
+            ended = "still runs" if rank["end"] == "running" else f"ended with {rank['end']} instead of {expected}"
+            verdict.problems.append(f"rank {rank['rank']} {ended}: {rank['output']}")
             verdict.hung += rank["end"] == "running" and all(lane["state"] != "running" for lane in rank["lanes"])
     return verdict
 
@@ -142,34 +161,40 @@ def judge_lane(one, rank, number, verdict):
     lane = rank["lanes"][number]
     named, how = patterns(one, number)
     verdict.changed += lane["changed"]
-    if lane["changed"]:
-        yield f"{lane['changed']} of {lane['watched']} bytes changed after the error"
     victim = rank["rank"] == one["victim"]
+    if lane["changed"]:
+        when = "it had left" if victim and one["failure"] == "destroy" else "the error"
+        yield f"{lane['changed']} of {lane['watched']} bytes changed after {when}"
+    is_message = one["calls"] == "messages" and row_of(one) == "mismatch"
+    due = rank["expects_error"] or (victim and one["failure"] in TOLD and not is_message)
     if lane["state"] == "running" and not (victim and rank["end"] != "running"):
         verdict.hung += 1
         yield "hangs"
-    if victim:
-        return
-    is_message = one["calls"] == "messages" and row_of(one) == "mismatch"
-    if not rank["expects_error"]:
-        if lane["error"]:
-            yield f"was hit, and has nothing to do with it: {lane['error']}"
-    else:
-        verdict.survivors += 1
-        if lane["error"]:
-            says_who, says_how = (re.search(pattern, lane["error"]) is not None for pattern in (named, how))
-            verdict.named += says_who
-            verdict.how += says_who and says_how
-            verdict.latencies.append(lane["after_ns"] - (one["timeout_ns"] if one["failure"] == "stop" else 0))
-            if not says_who:
-                yield f"does not name rank {one['victim']} as the cause: {lane['error']}"
-        elif lane["state"] != "running":
-            yield "was told nothing"
-    if lane["again"]:
-        if is_message:
+    elif due and not lane["error"]:
+        yield "was told nothing"
+    if lane["error"] and not due and not victim:
+        yield f"was hit, and has nothing to do with it: {lane['error']}"
+    verdict.survivors += rank["expects_error"]
+    if rank["expects_error"] and lane["error"]:
+        says_who, says_how = (re.search(pattern, lane["error"]) is not None for pattern in (named, how))
+        verdict.named += says_who
+        verdict.how += says_who and says_how
+        latency = lane["after_ns"] - (one["timeout_ns"] if one["failure"] == "stop" else 0)
+        verdict.latencies.append(latency)
+        if not says_who:
+            yield f"does not name rank {one['victim']} as the cause: {lane['error']}"
+        if lane["after_ns"] <= 0:
+            yield f"had an error before the failure: {lane['error']}"
+        elif latency > one["patience_ns"] and lane["state"] != "running":
+            verdict.hung += 1
+            yield f"was told after {latency / 1e9:.1f} s only: {lane['error']}"
+    if is_message:
+        if lane["again"] not in ("", SUCCEEDED):
             yield f"the group does not go on after a message that did not fit: {lane['again']}"
-        elif rank["expects_error"] and not re.search(named, lane["again"]):
-            yield f"a further call does not name rank {one['victim']} as the cause: {lane['again']}"
+    elif due and lane["again"] == SUCCEEDED:
+        yield "a further call on the failed group succeeded"
+    elif rank["expects_error"] and lane["again"] and not re.search(named, lane["again"]):
+        yield f"a further call does not name rank {one['victim']} as the cause: {lane['again']}"
 
 
 def patterns(one, number=0):
@@ -183,7 +208,8 @@ def patterns(one, number=0):
         return (rf"{called}|rank {rank} sends \d+ bytes|to rank {rank}, which expects|rank {rank} (?:sent|expects) ",
                 rf"{called}{one['ranks'][rank]['lanes'][number]['call']}\(|sends \d+ bytes|rank {rank} (?:sent|expects) ")
     return {"kill": (rf"{who} (?:was )?killed|{who} ended", "signal 9"),
-            "stop": (rf"(?:waiting for|for which|which waits for) {who}|any of .*, and {who} is stopped", "is stopped"),
+            "stop": (rf"(?:waiting for|for which|which waits for) {who}(?!, (?:for which|which waits for))|"
+                     rf"any of .*, and {who} is stopped", rf"{who}(?: is the cause)?(?:, which)? is stopped"),
             "abort": (rf"aborted by {who}", "aborted by"),
             "exception": (rf"aborted by {who}", "aborted by"),
             "destroy": (rf"{who} has left the group", "has left"),

@@ -25,12 +25,15 @@ def lane(error="", **changes):
 
 def played(failure="kill", error=ENDED, calls="collectives", seed=5, victim_call="barrier", **changes):
     """A round of two ranks, in which rank 1 fails and rank 0 is told `error`."""
-    victim = {"rank": 1, "pid": 101, "member": True, "expects_error": False, "end": "signal 9", "output": "",
-              "lanes": [lane(state="running", call=victim_call)]}
+    ends = {"kill": "signal 9", "exit": "exit 3", "quick_exit": "exit 4"}
+    own = "compared" if failure not in (*ends, "exception") else "running"
+    told = failure not in (*ends, "exception", "destroy") and not (calls == "messages" and failure in ("shape", "dtype"))
+    victim = {"rank": 1, "pid": 101, "member": True, "expects_error": False, "end": ends.get(failure, "exit 0"), "output": "",
+              "lanes": [lane("failed" if told else "", state=own, call=victim_call)]}
     survivor = {"rank": 0, "pid": 100, "member": True, "expects_error": True, "end": "exit 0", "output": "",
                 "lanes": [lane(error, **changes)]}
     return {"seed": seed, "victim": 1, "failure": failure, "calls": calls, "memory": "shared", "size": "small", "steps": 3,
-            "struck": True, "timeout_ns": SECOND, "ranks": [survivor, victim]}
+            "struck": True, "timeout_ns": SECOND, "patience_ns": 20 * SECOND, "ranks": [survivor, victim]}
 
 
 @pytest.mark.parametrize("failure, error, how", [
@@ -38,6 +41,8 @@ def played(failure="kill", error=ENDED, calls="collectives", seed=5, victim_call
     ("kill", "rank 1 (pid 101) ended without a note (_exit(), SIGKILL, out of memory, or another signal)", False),
     ("stop", "timed out after 1.5 s waiting for rank 1 (pid 101), which is stopped (by SIGSTOP, …)", True),
     ("stop", "rank 2 (pid 102) timed out waiting for rank 3 (pid 103), for which rank 1 (pid 101) is the cause", False),
+    ("stop", "waiting for rank 3 (pid 103), for which rank 1 (pid 101) is the cause, which is stopped (by SIGSTOP, …)", True),
+    ("stop", "waiting for rank 2 (pid 102), which waits for rank 1 (pid 101), which is stopped; a late rank may be …", True),
     ("stop", "waiting for a message from any of ranks 1 and 2 (pid 101, 102), and rank 1 (pid 101) is stopped; a late …", True),
     ("abort", "the group had failed before: aborted by rank 1 (pid 101), by a call of abort() or by an exception there", True),
     ("operation", "the ranks called different operations: ranks 0 and 2: all_reduce(SUM, Float [3]); rank 1: barrier()", True),
@@ -49,7 +54,7 @@ def played(failure="kill", error=ENDED, calls="collectives", seed=5, victim_call
 def test_an_error_that_names_the_cause(failure, error, how):
     verdict = soak.judge(played(failure, error))
     assert (verdict.survivors, verdict.named, verdict.how, verdict.problems) == (1, 1, int(how), [])
-    assert verdict.latencies == [3_000_000 - (SECOND if failure == "stop" else 0)]
+    assert verdict.hung == 0 and verdict.latencies == [3_000_000 - (SECOND if failure == "stop" else 0)]
 
 
 @pytest.mark.parametrize("failure, error", [
@@ -58,13 +63,15 @@ def test_an_error_that_names_the_cause(failure, error, how):
     ("stop", "timed out after 1.5 s waiting for rank 2 (pid 102); late were ranks 2 and 1 (pid 102, 101)"),
     ("stop", "waiting for a message from any of ranks 1 and 2 (pid 101, 102); a late rank may be stopped, …"),
     ("stop", "rank 0 timed out; a late rank may be stopped"),
+    ("stop", "waiting for rank 1 (pid 101), which waits for rank 2 (pid 102), which is stopped; a late rank may be …"),
+    ("stop", "waiting for rank 1 (pid 101), for which rank 2 (pid 102) is the cause, which is stopped (by SIGSTOP, …)"),
     ("abort", "aborted by rank 2 (pid 102), by a call of abort() or by an exception there"),
     ("operation", "the ranks called different operations"),
     ("operation", "the ranks called different operations: ranks 1 and 2: barrier(); rank 0: all_reduce(SUM, Float [3])"),
     ("destroy", "rank 2 (pid 102) has left the group (destroyed it or ended) without this operation")])
 def test_an_error_that_names_another_rank_or_none(failure, error):
     verdict = soak.judge(played(failure, error))
-    assert (verdict.survivors, verdict.named) == (1, 0)
+    assert (verdict.survivors, verdict.named, verdict.how) == (1, 0, 0)
     assert len(verdict.problems) == 1 and "does not name rank 1 as the cause" in verdict.problems[0]
 
 
@@ -77,10 +84,11 @@ def test_what_else_is_wrong():
     assert "was told nothing" in problem(played(error=""))
     assert "12 of 4096 bytes changed" in problem(played(changed=12))
     assert "a further call does not name rank 1" in problem(played(again="the group had failed before"))
+    assert "a further call on the failed group succeeded" in problem(played(again=soak.SUCCEEDED))
     assert "came to no harm" in problem({**played(), "struck": False})
     crashed = played()
     crashed["ranks"][0].update(end="signal 11", output="Segmentation fault")
-    assert "ended with signal 11: Segmentation fault" in problem(crashed)
+    assert "ended with signal 11 instead of exit 0: Segmentation fault" in problem(crashed)
     waiting = played()
     waiting["ranks"][0]["end"] = "running"
     assert soak.judge(waiting).hung == 1
@@ -90,6 +98,73 @@ def test_what_else_is_wrong():
     # After a message that did not fit the group goes on.
     fitting = played("dtype", "rank 1 sent 4 elements of Int", calls="messages", again="the group had failed before")
     assert "does not go on" in problem(fitting)
+    assert soak.judge(played("dtype", "rank 1 sent 4 elements of Int", calls="messages", again=soak.SUCCEEDED)).problems == []
+
+
+def test_the_group_of_a_message_goes_on_for_its_sender_too():
+    one = played("dtype", "rank 1 sent 4 elements of Int", calls="messages")
+    one["ranks"][1]["lanes"][0]["again"] = "the group had failed before"
+    assert "rank 1, barrier: the group does not go on" in soak.judge(one).problems[0]
+
+
+MISMATCH = "the ranks called different operations: rank 0: all_reduce(SUM, Float [3]); rank 1: barrier()"
+
+
+@pytest.mark.parametrize("failure, error, end, problem", [
+    ("kill", ENDED, "exit 0", "ended with exit 0 instead of signal 9"),
+    ("stop", "waiting for rank 1 (pid 101)", "signal 11", "ended with signal 11 instead of exit 0"),
+    ("abort", "aborted by rank 1 (pid 101)", "signal 6", "ended with signal 6 instead of exit 0"),
+    ("exception", "aborted by rank 1 (pid 101)", "exit 1", "ended with exit 1 instead of exit 0"),
+    ("operation", MISMATCH, "signal 11", "ended with signal 11 instead of exit 0"),
+    ("destroy", "rank 1 (pid 101) has left the group", "signal 6", "ended with signal 6 instead of exit 0"),
+    ("exit", "rank 1 (pid 101) has left the group", "exit 0", "ended with exit 0 instead of exit 3"),
+    ("quick_exit", "rank 1 (pid 101) exited with status 4", "signal 6", "ended with signal 6 instead of exit 4"),
+    ("destroy", "rank 1 (pid 101) has left the group", "running", "still runs"),
+    ("abort", "aborted by rank 1 (pid 101)", "running", "still runs")])
+def test_how_the_victim_ends(failure, error, end, problem):
+    one = played(failure, error)
+    one["ranks"][1].update(end=end, output="its last words")
+    verdict = soak.judge(one)
+    assert verdict.problems == [f"rank 1 {problem}: its last words"]
+    assert verdict.hung == (end == "running")
+
+
+@pytest.mark.parametrize("failure, error", [("stop", "waiting for rank 1 (pid 101)"), ("operation", MISMATCH),
+                                            ("abort", "aborted by rank 1 (pid 101)")])
+def test_a_victim_that_goes_on_has_an_error_too(failure, error):
+    one = played(failure, error)
+    one["ranks"][1]["lanes"] = [lane("")]
+    assert soak.judge(one).problems == ["rank 1, all_reduce: was told nothing"]
+    one["ranks"][1]["lanes"] = [lane("failed", again=soak.SUCCEEDED)]
+    assert soak.judge(one).problems == ["rank 1, all_reduce: a further call on the failed group succeeded"]
+    # It hangs in its call.
+    one["ranks"][1].update(end="running", lanes=[lane("", state="running")])
+    verdict = soak.judge(one)
+    assert verdict.hung == 1 and verdict.problems == ["rank 1, all_reduce: hangs", "rank 1 still runs: "]
+
+
+@pytest.mark.parametrize("failure, error, after, problem", [
+    ("kill", ENDED, 0, "had an error before the failure"), ("kill", ENDED, -5, "had an error before the failure"),
+    ("kill", ENDED, 20 * SECOND + 1, "was told after 20.0 s only"),
+    ("stop", "waiting for rank 1 (pid 101)", 21 * SECOND + 1, "was told after 20.0 s only")])
+def test_an_error_too_early_or_too_late(failure, error, after, problem):
+    verdict = soak.judge(played(failure, error, after_ns=after))
+    assert len(verdict.problems) == 1 and problem in verdict.problems[0]
+    assert (verdict.named, verdict.hung) == (1, int(after > 0))
+
+
+@pytest.mark.parametrize("failure, error, after", [("kill", ENDED, 20 * SECOND), ("stop", "waiting for rank 1 (pid 101)", 1),
+                                                   ("stop", "waiting for rank 1 (pid 101)", 21 * SECOND)])
+def test_an_error_just_in_time(failure, error, after):
+    verdict = soak.judge(played(failure, error, after_ns=after))
+    assert (verdict.hung, verdict.problems) == (0, [])
+
+
+def test_bytes_of_a_victim_that_has_left():
+    one = played("destroy", "rank 1 (pid 101) has left the group")
+    one["ranks"][1]["lanes"][0]["changed"] = 8
+    verdict = soak.judge(one)
+    assert verdict.changed == 8 and verdict.problems == ["rank 1, barrier: 8 of 4096 bytes changed after it had left"]
 
 
 def make_program(folder, rounds, then=""):
@@ -126,20 +201,51 @@ def test_time_is_over(tmp_path):
 
 def test_a_program_that_is_missing_or_fails(tmp_path):
     assert "soak is left out: there is no" in run(tmp_path, 1).skipped[0]
-    make_program(tmp_path, [played()], then="sys.exit('no memory left')")
-    with pytest.raises(soak.BenchmarkError, match="status 1(.|\n)*no memory left"):
-        run(tmp_path, 1)
+    # What was played is kept, and the round in which it ended has failed; what it had written of that is no round.
+    make_program(tmp_path, [played()], then="print('{', end='', flush=True); sys.exit('no memory left')")
+    for rounds, seed in ((3, "6"), (None, "6"), (1, "5")):
+        answer = run(tmp_path, rounds)
+        ((failed, (problem,)),) = answer.options["failed_rounds"].items()
+        assert failed == seed and "ended with status 1" in problem and "no memory left" in problem
+        assert answer.series["soak.kill.survivors"]["rounds"] == [1]
+
+
+def start(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+    return main()
 
 
 @pytest.mark.parametrize("one, status", [(played(), 0), (played(error=""), 4)])
 def test_exit_status(tmp_path, monkeypatch, capsys, one, status):
     make_program(tmp_path, [one])
     output = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["bench", "--only", "soak", "--rounds", "1", "--seed", "5", "--bin", str(tmp_path),
-                                      "--output", str(output)])
-    assert main() == status
+    only = ["--only", "soak", "--rounds", "1", "--seed", "5", "--bin", tmp_path, "--output", output]
+    assert start(monkeypatch, *only) == status
     assert results.load(output).options["seed"] == 5
     assert ("scripts/bench soak --rounds 1 --seed 5" in capsys.readouterr().out) == (status == 4)
+
+
+@pytest.mark.parametrize("failed, status", [({}, 1), ({"5": ["rank 0 hangs"]}, 4)])
+def test_a_comparison_is_shown_whatever_failed(tmp_path, monkeypatch, capsys, failed, status):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    for path, speed, options in ((old, 2.0, {}), (new, 1.0, {"failed_rounds": failed})):
+        figure = {"of": [], "better": "higher", "rounds": [speed] * 5}
+        path.write_text(results.Results(machine={}, options=options, figures={"speed": figure}).to_json())
+    assert start(monkeypatch, "--show", new, "--compare", old) == status
+    assert "SLOWER" in capsys.readouterr().out
+    make_program(tmp_path, [played(error="" if failed else ENDED)])
+    assert start(monkeypatch, "--only", "soak", "--rounds", "1", "--bin", tmp_path, "--output", new, "--compare", old) \
+        == (4 if failed else 0)
+    assert "measured then, but not now: speed" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_leaves_its_results(tmp_path, monkeypatch, capsys):
+    make_program(tmp_path, [played()], then="sys.exit('no memory left')")
+    output = tmp_path / "results.json"
+    assert start(monkeypatch, "--only", "soak", "--rounds", "3", "--seed", "5", "--bin", tmp_path, "--output", output) == 4
+    out = capsys.readouterr().out
+    assert "kill -9" in out and "scripts/bench soak --rounds 1 --seed 6" in out and "no memory left" in out, out
+    assert results.load(output).series["soak.kill.survivors"]["rounds"] == [1]
 
 
 def test_ctrl_c_shows_what_there_is_and_leaves_no_process_behind(tmp_path):
@@ -159,7 +265,19 @@ def test_ctrl_c_shows_what_there_is_and_leaves_no_process_behind(tmp_path):
 
 
 def test_rounds_unless_told():
-    assert parse(["--only", "soak"]).rounds > parse(["--only", "soak", "--quick"]).rounds > parse([]).rounds
+    def rounds(*arguments):
+        return parse(list(arguments)).soak_rounds
+
+    assert rounds("--only", "soak") > rounds("--only", "soak", "--quick") > rounds() == parse([]).rounds
+    assert rounds("--only", "soak", "--seconds", "600") is None and rounds("--seconds", "600") is None
+    assert rounds("--only", "soak", "--seconds", "600", "--rounds", "7") == 7
+    assert parse(["--seconds", "600"]).rounds == parse([]).rounds
+
+
+def test_without_a_number_of_rounds_the_time_ends_it(tmp_path):
+    make_program(tmp_path, [played()] * 3, then="assert sys.argv[1] == str(sys.maxsize)")
+    answer = run(tmp_path, None, seconds=600)
+    assert len(answer.series["soak.kill.survivors"]["rounds"]) == 3 and not answer.options["failed_rounds"]
 
 
 @pytest.mark.long
