@@ -308,15 +308,26 @@ ChannelError MessageChannel::peer_gave_up(const Request& request, const char* do
   return {FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up " + doing + " it"};
 }
 
-ChannelError MessageChannel::timeout_error(const Request& request, int cause) const {
+int MessageChannel::stopped_cause(const std::vector<int>& senders) const {
+  if (senders.empty()) return -1;
+  HostTransport& transport = members_->transport();
+  std::vector<int> ranks;
+  for (int sender : senders) ranks.push_back(members_->transport_rank(sender));
+  // Those that are stopped themselves come before those that they wait for, maybe in other groups.
+  for (int rank : ranks) {
+    if (transport.is_stopped(rank)) return rank;
+  }
+  // Of ranks that go on, none is more the cause than another.
+  const int cause = transport.cause_of_waiting(ranks);
+  return transport.is_stopped(cause) ? cause : -1;
+}
+
+ChannelError MessageChannel::timeout_error(const Request& request, const std::vector<int>& senders,
+                                           int cause) const {
   std::ostringstream text;
   text << "timed out after " << format_duration(request.timeout) << " waiting for ";
   if (request.peer == kAnySource) {
-    std::vector<int> others;
-    for (int rank = 0; rank < members_->size(); ++rank) {
-      if (rank != members_->rank()) others.push_back(rank);
-    }
-    text << "a message from any of " << members_->describe(others);
+    text << "a message from any of " << members_->describe(senders);
     if (cause >= 0) text << ", and " << members_->transport().describe(cause) << " is stopped";
   } else {
     const HostTransport& transport = members_->transport();
@@ -336,6 +347,7 @@ MessageChannel::Hopeless MessageChannel::gone(int peer) const {
 
 /// Why the request can't be done any more, if so.
 MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) const {
+  std::vector<int> senders;  // see timeout_error()
   if (members_->failed()) return {std::make_exception_ptr(members_->describe_failure({}, request.timeout))};
   if (request.peer != kAnySource) {
     if (request.peer != members_->rank() && members_->is_gone(request.peer)) return gone(request.peer);
@@ -346,7 +358,6 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
     // A rank that left in good order will send nothing more, but others may; one that died may have been the
     // sender.
     int left = -1;
-    bool all_left = members_->size() > 1;
     for (int peer = 0; peer < members_->size(); ++peer) {
       if (peer == members_->rank()) continue;
       if (members_->has_left(peer)) {
@@ -356,26 +367,19 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
       } else if (!request.posted && peers_[peer].unreadable) {
         return {peers_[peer].unreadable};
       } else {
-        all_left = false;
+        senders.push_back(peer);
       }
     }
-    if (all_left) return gone(left);
+    if (senders.empty() && left >= 0) return gone(left);
   }
   if (!request.deadline.expired()) return {};
-  HostTransport& transport = members_->transport();
   int cause = -1;
   if (request.peer == kAnySource) {
-    std::vector<int> others;
-    for (int rank = 0; rank < members_->size(); ++rank) {
-      if (rank != members_->rank()) others.push_back(members_->transport_rank(rank));
-    }
-    // Of ranks that go on, none is more the cause than another.
-    if (!others.empty()) cause = transport.cause_of_waiting(others);
-    if (cause >= 0 && !transport.is_stopped(cause)) cause = -1;
+    cause = stopped_cause(senders);
   } else if (request.peer != members_->rank()) {
-    cause = transport.cause_of_waiting({members_->transport_rank(request.peer)});
+    cause = members_->transport().cause_of_waiting({members_->transport_rank(request.peer)});
   }
-  return {std::make_exception_ptr(timeout_error(request, cause)), cause};
+  return {std::make_exception_ptr(timeout_error(request, senders, cause)), cause};
 }
 
 bool MessageChannel::end_hopeless() {

@@ -148,7 +148,10 @@ class MessageChannel {
   ChannelError gone_error(int peer) const;
   /// Why a message failed that its peer had begun to move.
   ChannelError peer_gave_up(const Request& request, const char* doing) const;
-  ChannelError timeout_error(const Request& request, int cause) const;
+  /// `senders`: of a receive from any rank, those that may still send.
+  ChannelError timeout_error(const Request& request, const std::vector<int>& senders, int cause) const;
+  /// The transport's rank that keeps `senders` from sending because it is stopped, or −1.
+  int stopped_cause(const std::vector<int>& senders) const;
   void give_up(Request& request, const std::exception_ptr& error);
   void finish(Request& request, std::exception_ptr error = nullptr);
   void release_transfer(Request& request);
