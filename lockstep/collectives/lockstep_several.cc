@@ -20,6 +20,10 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_several(Tensors& tenso
   if (first.is_sparse()) {
     for (const at::Tensor& tensor : tensors) check_sparse(tensor, options.reduceOp, kName);
     TORCH_CHECK_VALUE(first.is_cpu(), kName, ": several sparse tensors a rank must be on the CPU");
+    for (const at::Tensor& tensor : tensors)
+      TORCH_CHECK_VALUE(tensor.sparse_dim() == first.sparse_dim(), kName,
+                        ": sparse tensors must all have one number of sparse dimensions, these have ",
+                        first.sparse_dim(), " and ", tensor.sparse_dim());
     const Signature signature = Signature::of(CollectiveKind::kAllReduce, first).with(ReduceOperation::kSum);
     return submit({signature, c10d::OpType::ALLREDUCE, tensors, tensors, nullptr, options.timeout,
                    options.asyncOp, [channel = channel_, signature, tensors](const Terms& terms) {
