@@ -15,7 +15,9 @@ struct Interruption {
   virtual ~Interruption() = default;
 };
 
-/// Runs in any thread that waits, with no lock of ours held. Returns, or throws an Interruption.
+/// Runs in any thread that waits, with no lock of ours held but, while a store is opened, that of the store's
+/// entry: the check must not call init_process_group() or rendezvous(), which would wait for ever. Returns,
+/// or throws an Interruption.
 using InterruptCheck = void (*)();
 
 /// One for the process; null for none, as at the start. Thread-safe.
