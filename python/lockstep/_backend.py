@@ -3,6 +3,7 @@
 import atexit
 import sys
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -28,10 +29,13 @@ def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in
 def _without_wrapper(make_wrapper):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend, to compare the ranks' calls over a group of Gloo's
     beside it. The engine compares them always, and says more. In Gloo's place the wrapper stays: who debugs a program
-    there may look for its words, and its group is still usable after a mismatch."""
+    there may look for its words, and its group is still usable after a mismatch. Before torch 2.13 it passes on neither
+    shutdown(), abort(), timeouts nor the coalesced calls of tensors; a torch without Gloo has none."""
 
     def make(wrapped_pg, *arguments, **named):
-        if isinstance(wrapped_pg, ProcessGroupLockstep) and not isinstance(wrapped_pg, _C.ProcessGroupGloo):
+        is_engine = isinstance(wrapped_pg, ProcessGroupLockstep)
+        keeps_wrapper = isinstance(wrapped_pg, _C.ProcessGroupGloo) and torch.__version__ >= (2, 13)
+        if not _ddp.Wrapper or (is_engine and not keeps_wrapper):
             return wrapped_pg
         return make_wrapper(wrapped_pg, *arguments, **named)
 

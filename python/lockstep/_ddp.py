@@ -8,6 +8,7 @@ arena meanwhile. (Giving a bucket other storage afterwards would be wrong: the r
 
 import contextlib
 import logging
+import threading
 
 import torch
 import torch._C._distributed_c10d as _c10d
@@ -17,7 +18,8 @@ from lockstep import _C
 
 _log = logging.getLogger("lockstep")
 _told = False
-_Wrapper = getattr(_c10d, "_ProcessGroupWrapper", ())  # torch without Gloo has none
+_backend_kind_lock = threading.Lock()  # while a group's kind is CUSTOM for one call
+Wrapper = getattr(_c10d, "_ProcessGroupWrapper", ())  # torch without Gloo has none
 
 
 def _engine_of(process_group):
@@ -27,7 +29,7 @@ def _engine_of(process_group):
         backend = process_group._get_backend(torch.device("cpu"))
     except RuntimeError:  # the group has no backend for CPU tensors
         return None, False
-    wrapped = isinstance(backend, _Wrapper)
+    wrapped = isinstance(backend, Wrapper)
     engine = backend.wrapped_pg if wrapped else backend
     return (engine, wrapped) if isinstance(engine, _C.ProcessGroupLockstep) else (None, False)
 
@@ -89,11 +91,12 @@ class Logger(dist.Logger):
         # torch takes the backend of a group called "gloo" for a ProcessGroupGloo and reads its options, where a wrapper has
         # none (torch 2.13; with Gloo itself it crashes).
         kinds = _c10d.ProcessGroup.BackendType
-        self._wrapped_gloo._set_default_backend(kinds.CUSTOM)
-        try:
-            return super().set_construction_data_and_log(*arguments)
-        finally:
-            self._wrapped_gloo._set_default_backend(kinds.GLOO)
+        with _backend_kind_lock:
+            self._wrapped_gloo._set_default_backend(kinds.CUSTOM)
+            try:
+                return super().set_construction_data_and_log(*arguments)
+            finally:
+                self._wrapped_gloo._set_default_backend(kinds.GLOO)
 
     def _get_ddp_logging_data(self):
         data = super()._get_ddp_logging_data()

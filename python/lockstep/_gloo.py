@@ -4,7 +4,7 @@ import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lockstep import _C, _backend
+from lockstep import _C, _backend, _ddp
 
 _Gloo = _c10d.ProcessGroupGloo if dist.is_gloo_available() else None
 _KINDS = (_backend.ProcessGroupLockstep, _Gloo) if _Gloo else (_backend.ProcessGroupLockstep,)
@@ -13,13 +13,18 @@ _replaced = False
 if _Gloo is not None:
     for _member in ("Device", "_Options", "create_default_device", "create_device"):
         setattr(_C.ProcessGroupGloo, _member, vars(_Gloo)[_member])
+if _ddp.Wrapper:
+    # torch's _set_pg_timeout() calls it on what is a ProcessGroupGloo.
+    _ddp.Wrapper._set_default_timeout = lambda wrapper, timeout: wrapper.wrapped_pg._set_default_timeout(timeout)
 
 
 class _StandIn(type):
-    """isinstance(group, ProcessGroupGloo) holds for the engine, and still for true Gloo groups of before."""
+    """isinstance(group, ProcessGroupGloo) holds for the engine, also in torch's wrapper around it
+    (TORCH_DISTRIBUTED_DEBUG=DETAIL), and still for true Gloo groups of before."""
 
     def __instancecheck__(cls, instance):
-        return isinstance(instance, _KINDS)
+        engine = instance.wrapped_pg if isinstance(instance, _ddp.Wrapper) else None
+        return isinstance(instance, _KINDS) or isinstance(engine, _C.ProcessGroupGloo)
 
     def __subclasscheck__(cls, subclass):
         return issubclass(subclass, _KINDS)
@@ -53,8 +58,8 @@ def replace_gloo():
         return
     _replaced = True
     for module in (_c10d, distributed_c10d, dist):
-        if module is _c10d or hasattr(module, "ProcessGroupGloo"):
-            module.ProcessGroupGloo = ProcessGroupGloo
+        module.ProcessGroupGloo = ProcessGroupGloo
+    distributed_c10d._ProcessGroupWrapper = _ddp.Wrapper  # for isinstance(), where a torch without Gloo has none
     distributed_c10d._GLOO_AVAILABLE = True
 
 

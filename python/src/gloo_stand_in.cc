@@ -8,16 +8,17 @@
 
 #include <lockstep/base/errors.h>
 
-// The checks are those of torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, in its order, made of the
-// functions that it is made of.
+// The checks are those of torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, in its order, made of c10d's
+// functions where torch 2.11, the oldest that we build with, has them.
 namespace lockstep::python {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
+using Refusal = std::function<void(const std::string&)>;
 
 /// What c10d's checks call to refuse a call of `operation`.
-std::function<void(const std::string&)> refusal_of(const char* operation) {
+Refusal refusal_of(const char* operation) {
   return
       [operation](const std::string& why) { TORCH_CHECK(false, "ProcessGroupGloo::", operation, ": ", why); };
 }
@@ -40,6 +41,51 @@ void check_single(const Tensors& tensors) {
 
 void check_tag(int tag) {
   TORCH_CHECK(tag >= 0, "Tag must be nonnegative");
+}
+
+// The checks of lists that torch/csrc/distributed/c10d/Utils.hpp has since torch 2.13, in its words.
+
+void check_not_empty(const Refusal& refuse, const Tensors& inputs) {
+  if (inputs.empty()) refuse("requires non-empty input tensor list");
+}
+
+void check_as_many(const Refusal& refuse, size_t outputs, size_t inputs) {
+  if (outputs != inputs) refuse("requires input/output tensor lists to have the same length");
+}
+
+/// Of gather's outputs and scatter's inputs on the root. `kind`: "output" or "input".
+void check_list_of_root(const Refusal& refuse, const std::vector<Tensors>& lists, int size,
+                        const std::string& kind) {
+  if (lists.size() != 1) {
+    refuse(c10::str("requires a single-element ", kind, " list containing a list with ", size, " tensors."));
+  } else if (lists.front().size() != static_cast<size_t>(size)) {
+    refuse(c10::str("Incorrect ", kind, " list size ", lists.front().size(), ". ",
+                    kind == "output" ? "Output" : "Input", " list size should be ", size,
+                    ", same as size of the process group."));
+  }
+}
+
+/// Of the same on other ranks.
+void check_none(const Refusal& refuse, const std::vector<Tensors>& lists, const char* kind) {
+  if (!lists.empty()) refuse(c10::str("requires empty ", kind, " on non-root"));
+}
+
+void check_reduce_scatter_inputs(const Refusal& refuse, size_t inputs, int size) {
+  if (inputs != static_cast<size_t>(size)) refuse("invalid input tensor list size, must be world size");
+}
+
+void check_allgather_coalesced_outputs(const Refusal& refuse, const std::vector<Tensors>& output_lists,
+                                       size_t inputs, int size) {
+  if (output_lists.size() != static_cast<size_t>(size)) refuse("output lists should be equal to world size");
+  for (const Tensors& list : output_lists) {
+    if (list.size() != inputs)
+      refuse(c10::str("invalid output size: (expected length ", inputs, ", got ", list.size(), ")"));
+  }
+}
+
+void check_alltoall_list(const Refusal& refuse, const Tensors& tensors, int size, const char* kind) {
+  if (tensors.size() != static_cast<size_t>(size))
+    refuse(c10::str(kind, " tensor list size ", tensors.size(), " does not match world size ", size));
 }
 
 LockstepBackend::Settings as_gloo(LockstepBackend::Settings settings) {
@@ -103,7 +149,7 @@ WorkPointer GlooStandIn::reduce_scatter(Tensors& outputs, std::vector<Tensors>& 
                                         const c10d::ReduceScatterOptions& options) {
   TORCH_CHECK(outputs.size() == 1, "reduce_scatter only supports 1 output");
   const auto refuse = [](const std::string& why) { TORCH_CHECK(false, why); };
-  c10d::assertInputTensorListSizeEqualsWorldSize(refuse, inputs.empty() ? 0 : inputs.front().size(), size_);
+  check_reduce_scatter_inputs(refuse, inputs.empty() ? 0 : inputs.front().size(), size_);
   return as_runtime_error([&] { return LockstepBackend::reduce_scatter(outputs, inputs, options); });
 }
 
@@ -115,7 +161,7 @@ WorkPointer GlooStandIn::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
 WorkPointer GlooStandIn::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::ReduceScatterOptions& options) {
   const auto refuse = [](const std::string& why) { TORCH_CHECK(false, why); };
-  c10d::assertInputOutputTensorListsSameSize(refuse, outputs.size(), inputs.size());
+  check_as_many(refuse, outputs.size(), inputs.size());
   return as_runtime_error(
       [&] { return LockstepBackend::reduce_scatter_tensor_coalesced(outputs, inputs, options); });
 }
@@ -141,10 +187,10 @@ WorkPointer GlooStandIn::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   c10d::assertSingleElementInput(refuse, inputs);
   c10d::assertDense(refuse, inputs);
   if (options.rootRank == rank_) {
-    c10d::assertGatherOutputTensorList(refuse, outputs, size_);
+    check_list_of_root(refuse, outputs, size_, "output");
     c10d::assertTypeAndSizesMatch(refuse, outputs.front(), inputs.front().options(), inputs.front().sizes());
   } else {
-    c10d::assertEmptyOutputTensorList(refuse, outputs);
+    check_none(refuse, outputs, "output");
   }
   return as_runtime_error([&] { return LockstepBackend::gather(outputs, inputs, options); });
 }
@@ -156,10 +202,10 @@ WorkPointer GlooStandIn::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   c10d::assertSingleElementOutput(refuse, outputs);
   c10d::assertDense(refuse, outputs);
   if (options.rootRank == rank_) {
-    c10d::assertScatterInputTensorList(refuse, inputs, size_);
+    check_list_of_root(refuse, inputs, size_, "input");
     c10d::assertTypeAndSizesMatch(refuse, inputs.front(), outputs.front().options(), outputs.front().sizes());
   } else {
-    c10d::assertEmptyInputTensorList(refuse, inputs);
+    check_none(refuse, inputs, "input");
   }
   return as_runtime_error([&] { return LockstepBackend::scatter(outputs, inputs, options); });
 }
@@ -169,8 +215,8 @@ WorkPointer GlooStandIn::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 WorkPointer GlooStandIn::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& options) {
   const auto refuse = refusal_of("allgather");
-  c10d::assertNonEmptyInputTensorList(refuse, inputs.size());
-  c10d::assertInputOutputTensorListsSameSize(refuse, outputs.size(), inputs.size());
+  check_not_empty(refuse, inputs);
+  check_as_many(refuse, outputs.size(), inputs.size());
   const size_t expected = inputs.size() * size_;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const size_t actual = outputs[i].size();
@@ -197,8 +243,8 @@ WorkPointer GlooStandIn::_allgather_base(at::Tensor& output, at::Tensor& input,
 WorkPointer GlooStandIn::allgather_coalesced(std::vector<Tensors>& output_lists, Tensors& inputs,
                                              const c10d::AllgatherOptions& options) {
   const auto refuse = refusal_of("allgather_coalesced");
-  c10d::assertNonEmptyInputTensorList(refuse, inputs.size());
-  c10d::assertAllgatherCoalescedOutputTensorLists(refuse, output_lists, inputs.size(), size_);
+  check_not_empty(refuse, inputs);
+  check_allgather_coalesced_outputs(refuse, output_lists, inputs.size(), size_);
   c10d::assertSameDevice(refuse, inputs);
   for (const Tensors& list : output_lists) {
     for (size_t i = 0; i < list.size(); ++i) {
@@ -230,7 +276,9 @@ WorkPointer GlooStandIn::alltoall_base(at::Tensor& output, at::Tensor& input,
 }
 
 WorkPointer GlooStandIn::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  c10d::assertAllToAllTensorListSizes(refusal_of("alltoall"), outputs.size(), inputs.size(), size_);
+  const auto refuse = refusal_of("alltoall");
+  check_alltoall_list(refuse, inputs, size_, "input");
+  check_alltoall_list(refuse, outputs, size_, "output");
   return as_runtime_error([&] { return LockstepBackend::alltoall(outputs, inputs, options); });
 }
 

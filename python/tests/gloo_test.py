@@ -5,13 +5,17 @@ Each rank has three groups: one of Gloo's own, one of the engine's in its place,
 
 import copy
 import datetime
+import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
+from processes import run_python
 from ranks import run_ranks
 
 RANKS = 3
 CPU = torch.device("cpu")
+WRAPPED = torch.__version__ >= (2, 13)  # the engine, with TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
 def backends():
@@ -131,23 +135,37 @@ def refusal(call):
 
 
 def run_wrong_calls(rank, world):
-    gloo, stand_in, own = [wrong_calls(group, rank, world) for group in backends()]
-    for what, call in gloo.items():
-        expected = refusal(call)
-        assert expected[0] is RuntimeError, f"{what}: Gloo raises {expected}"
-        assert refusal(stand_in[what]) == expected, what
+    _, stand_in, own = [wrong_calls(group, rank, world) for group in backends()]
+    for what, call in stand_in.items():
+        assert refusal(call)[0] is RuntimeError, what
         if what != "broadcast: root tensor":  # which is of no interest where there is one tensor
             assert refusal(own[what])[0] is ValueError, what
 
 
-def test_wrong_arguments_are_refused_in_gloos_words():
+def test_wrong_arguments_are_refused():
     run_ranks(run_wrong_calls, RANKS, backend="gloo")
+
+
+def run_gloos_words(rank, world):
+    gloo, stand_in, _ = [wrong_calls(group, rank, world) for group in backends()]
+    for what, call in gloo.items():
+        expected = refusal(call)
+        assert expected[0] is RuntimeError, f"{what}: Gloo raises {expected}"
+        assert refusal(stand_in[what]) == expected, what
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="the words are those of Gloo in torch 2.13")
+def test_wrong_arguments_are_refused_in_gloos_words():
+    run_ranks(run_gloos_words, RANKS, backend="gloo")
 
 
 def run_own_refusals(rank, world):
     """Where Gloo has no words, or takes a call that can't go well, the type is its own all the same."""
     _, stand_in, own = backends()
     expanded = torch.zeros(1).expand(4)
+    one_sparse = torch.sparse_coo_tensor([[0]], [[1.0, 2.0]], size=(3, 2), check_invariants=True)
+    kind, text = refusal(lambda: stand_in.allreduce([torch.ones(3, 2).to_sparse(), one_sparse]))
+    assert kind is RuntimeError and "sparse dimensions, these have 2 and 1" in text, text
     for group, kind in ((stand_in, RuntimeError), (own, ValueError)):
         assert refusal(lambda: group.allreduce([expanded]))[0] is kind
         assert refusal(lambda: group.allreduce([torch.zeros(1)], reducing(dist.ReduceOp.BAND)))[0] is kind
@@ -276,7 +294,7 @@ def run_members(rank, world):
     smaller = stand_in.shrink([world - 1]) if rank < world - 1 else None
     if smaller is not None:
         assert type(smaller) is type(stand_in)
-        assert refusal(lambda: smaller.allreduce([])) == refusal(lambda: gloo.allreduce([]))
+        assert refusal(lambda: smaller.allreduce([])) == refusal(lambda: stand_in.allreduce([]))
 
 
 def test_class_members_and_timeout():
@@ -285,10 +303,23 @@ def test_class_members_and_timeout():
 
 def run_debugged(rank, world):
     """torch's wrapper names what differs before the engine sees it, so the group goes on."""
+    import lockstep
+
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     _, stand_in, own = backends()
-    wrapper = torch._C._distributed_c10d._ProcessGroupWrapper
-    assert isinstance(stand_in, wrapper) and not isinstance(own, wrapper)
+    assert isinstance(own, lockstep.ProcessGroupLockstep) and isinstance(stand_in, dist.ProcessGroupGloo)
+    assert isinstance(stand_in, torch._C._distributed_c10d._ProcessGroupWrapper) == WRAPPED
+    timed = dist.new_group(backend="gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where it finds nothing to set
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=23), timed)
+    engine = timed._get_backend(CPU)
+    engine = engine.wrapped_pg if WRAPPED else engine
+    assert isinstance(engine, lockstep.ProcessGroupLockstep)
+    assert engine.options._timeout == datetime.timedelta(seconds=23)
+    if not WRAPPED:
+        stand_in.allreduce([torch.zeros(1)]).wait()
+        return
     tensor = torch.zeros(20, 10)
     for _ in range(2):
         kind, text = whole_refusal((lambda: stand_in.allreduce([tensor])) if rank == 0 else stand_in.barrier)
@@ -317,3 +348,29 @@ def whole_refusal(call):
 
 def test_debug_level_detail():
     run_ranks(run_debugged, RANKS, backend="gloo")
+
+
+IN_A_TORCH_WITHOUT_GLOO = """
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+for module in (torch._C._distributed_c10d, distributed_c10d, dist):
+    for name in ("ProcessGroupGloo", "_ProcessGroupWrapper"):
+        vars(module).pop(name, None)
+distributed_c10d._GLOO_AVAILABLE = False
+
+import lockstep
+
+lockstep.replace_gloo()
+dist.set_debug_level(dist.DebugLevel.DETAIL)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+print(isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), lockstep.ProcessGroupLockstep))
+dist.destroy_process_group()
+"""
+
+
+def test_debug_level_detail_in_a_torch_without_gloo():
+    environment = {"LOCKSTEP_REPLACE_GLOO": "0"}
+    assert run_python("-c", IN_A_TORCH_WITHOUT_GLOO, environment=environment).splitlines() == ["True"]
