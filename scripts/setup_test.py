@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = """awk basename bash cat cp cut date dirname env grep head id ln mkdir mv nproc paste readlink realpath rm rmdir sed
-           sha256sum sleep sort tail tee touch tr true uname df c++ ls""".split()
+           sha256sum sleep sort tail tee touch tr true uname df c++ ls stat""".split()
 
 # A Python that fails where FAKE_PYTHON says, and else is the one that runs this test.
 FAKE_PYTHON = """
@@ -32,6 +32,7 @@ if [[ $* == "-m pip install"* ]]; then
   [[ -z $FAKE_PIP ]] || {{ echo "$FAKE_PIP" >>"$log"; exit 1; }}
   exit 0
 elif [[ $* == "-m pip --version" ]]; then exit 0
+elif [[ $* == "-m pip config list" ]]; then echo "$FAKE_PIP_CONFIG"; exit
 elif [[ $* == *purelib* ]]; then dirname "$0"; exit
 fi
 exec {python} "$@"
@@ -58,6 +59,7 @@ class Tree:
         self.fake("apt-get", "exit 1")
         self.fake("any-g++", "cat >/dev/null")  # reads its input, or who writes it may be ended by SIGPIPE
         self.environment = {"PATH": str(self.bin), "HOME": str(folder), "FAKE_CALLS": str(self.calls), "FAKE_PIP": "",
+                            "FAKE_PIP_CONFIG": "",
                             "FAKE_PYTHON": ""}
 
     def fake(self, name, body):
@@ -193,6 +195,22 @@ def test_pip_fails(tree, words, part):
     assert_one_line(tree.run(FAKE_PIP=words), part)
     # Cut short, so the next run must not trust what lies there.
     assert (tree.root / ".venv/.installing").exists()
+
+
+@pytest.mark.parametrize("config, status, by_uv, by_pip", [
+    ("", 0, True, False), ("", 2, True, True), ("global.timeout='60'", 0, True, False),
+    ("global.index-url='https://mirror'", 0, False, True), (":env:.proxy='http://proxy:3128'", 0, False, True)])
+def test_uv_installs_where_pip_has_no_settings_of_its_own(tree, config, status, by_uv, by_pip):
+    tree.fake_venv()
+    uv = tree.root / ".venv/bin/uv"
+    uv.write_text(f'#!{shutil.which("bash")}\necho "uv $*" >>"$FAKE_CALLS"\nexit {status}\n')
+    uv.chmod(0o755)
+    result = tree.run("find_given_torch; choose_python; ensure_venv tests", FAKE_PIP_CONFIG=config)
+    assert result.returncode == 0 and not result.stderr
+    calls = tree.calls.read_text()
+    assert ("uv pip install" in calls) == by_uv
+    assert ("\ntorch==" in calls) == by_pip, "the list that pip was given"
+    assert "\nuv==" not in calls, "no list has uv, which not every index has"
 
 
 def test_complete_environment_is_left_alone(tree):

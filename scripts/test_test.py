@@ -186,9 +186,11 @@ def test_what_has_passed_is_recorded_in_its_row(tmp_path):
     def run(*arguments):
         return subprocess.run([sys.executable, ROOT / "scripts/lib/record_tests.py", *arguments]).returncode
 
-    assert run("check", document, "scripts/test --all") == 0
-    assert run("check", document, "scripts/test --only data") == 1
-    assert run("passed", document, "scripts/test --all", tmp_path / "reports", "3610", "abc1234") == 0
+    assert run(document, "scripts/test --only data", tmp_path / "reports", "3610", "abc1234") == 1
+    (tmp_path / "none").mkdir()
+    assert run(document, "scripts/test --all", tmp_path / "none", "3610", "abc1234") == 1, "nothing has passed"
+    assert document.read_text().splitlines() == rows
+    assert run(document, "scripts/test --all", tmp_path / "reports", "3610", "abc1234") == 0
     lines = document.read_text().splitlines()
     assert lines[:4] + lines[5:] == rows[:4] + rows[5:]
     assert re.fullmatch(r"\| `scripts/test --all` \| more \| rarely \| 60 min \| "

@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 
 venv=$root/.venv
+uv=uv==0.13.9  # installs what requirements*.txt list; not in there itself, for pip does where there is no uv
 
 # choose_python: a Python of 3.10 or newer, in $python. LOCKSTEP_PYTHON names one.
 choose_python() {
@@ -117,12 +118,20 @@ ensure_venv_module() {
     die "$python has no venv module" "install $version-venv, or name another Python in LOCKSTEP_PYTHON"
 }
 
-# ensure_uv: uv, which installs in less than half of pip's time, in .venv; fails where pip is told of another package index,
-# which uv would not ask, or where there is no uv for this machine.
+# ensure_uv: uv, which installs in less than half of pip's time, in .venv. Fails where pip has been told of another index, a
+# proxy or constraints, which uv would not know, and where there is no uv for this machine.
 ensure_uv() {
-  [[ -z $kit ]] && ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE 'index-url|no-index' || return 1
-  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$(grep '^uv==' "$root/requirements.txt")" >>"$log" 2>&1
-  [[ -x $venv/bin/uv ]]
+  [[ -z $kit ]] && ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE '(index-url|no-index|proxy|constraint)=' || return 1
+  "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$uv" >>"$log" 2>&1 && [[ -x $venv/bin/uv ]]
+}
+
+# uv_cache: where uv keeps what it has unpacked, in UV_CACHE_DIR: as usual where files there can be linked to, else in .venv,
+# for a copy of each file in the home folder would take gigabytes that check_disk did not ask for.
+uv_cache() {
+  [[ -z ${UV_CACHE_DIR:-} ]] || return 0
+  local folder=${XDG_CACHE_HOME:-$HOME/.cache}
+  while [[ ! -e $folder ]]; do folder=$(dirname "$folder"); done
+  [[ $(stat -c %d "$folder") == "$(stat -c %d "$venv")" ]] || export UV_CACHE_DIR=$venv/.uv-cache
 }
 
 # install_requirements PURPOSE: by uv, and where uv can't, by pip, whose details go to the log. Both write to the terminal
@@ -139,8 +148,12 @@ install_requirements() {
   fi
   headline "installing the Python packages for $1$beside ($size)"
   if ensure_uv; then
-    if "$venv/bin/uv" pip install --python "$venv/bin/python" ${options[@]+"${options[@]}"} -r "$list"; then return 0; fi
-    headline "uv could not install them; pip tries"
+    uv_cache
+    local status=0
+    "$venv/bin/uv" pip install --python "$venv/bin/python" ${options[@]+"${options[@]}"} -r "$list" 2>&1 || status=$?
+    if [[ ${UV_CACHE_DIR:-} == "$venv/.uv-cache" ]]; then rm -rf "$venv/.uv-cache"; fi
+    if ((status == 0)); then return 0; fi
+    headline "uv could not install them (exit status $status); pip tries"
   fi
   if "$venv/bin/python" "${pip[@]}" install --disable-pip-version-check --no-compile --log "$log" \
       ${options[@]+"${options[@]}"} -r "$list" 2>&1; then return 0; fi

@@ -1,10 +1,9 @@
 """Writes into docs/testing.md that a command of scripts/test has passed: how long it took, when, and at which commit.
 
-usage: record_tests.py check DOCUMENT COMMAND
-       record_tests.py passed DOCUMENT COMMAND REPORTS_DIR SECONDS COMMIT
+usage: record_tests.py DOCUMENT COMMAND REPORTS_DIR SECONDS COMMIT
 
-COMMAND is `scripts/test` with its options, as it stands in the table's first column. `check` says whether the table has
-a row for it, and ends with status 1 otherwise. `passed` fills in the last two columns of that row.
+COMMAND is `scripts/test` with its options, as it stands in the table's first column; the last two columns of its row are
+filled in. Exit status 1 where it has no row, or where no test has passed.
 """
 
 import datetime
@@ -43,15 +42,17 @@ def record(text, command, minutes, result):
 
 
 def main():
-    action, document, command = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
-    text = document.read_text()
-    if action == "check":
-        sys.exit(find_row(text.splitlines(), command) is None)
-    reports, seconds, commit = pathlib.Path(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
-    total = summarize_tests.summarize(reports)[0]
+    document, command, reports, seconds, commit = sys.argv[1:]
+    total = summarize_tests.summarize(pathlib.Path(reports))[0]
+    if not total["passed"]:
+        sys.exit("no test has passed: all were skipped")
     result = (f"{datetime.date.today().isoformat()}, `{commit}`: "
               f"{total['passed']:,} tests passed, {total['skipped']} skipped")
-    document.write_text(record(text, command, max(1, round(seconds / 60)), result))
+    path = pathlib.Path(document)
+    try:
+        path.write_text(record(path.read_text(), command, max(1, round(int(seconds) / 60)), result))
+    except ValueError as error:
+        sys.exit(f"{document}: {error}")
 
 
 if __name__ == "__main__":
