@@ -13,7 +13,7 @@ from ports import free_port
 from processes import PROGRAMS, run_python
 from ranks import BACKEND, run_ranks
 
-ENGINE = {"lockstep": "ProcessGroupLockstep", "gloo": "ProcessGroupGloo"}[BACKEND]
+ENGINE = {"lockstep": "lockstep._C", "gloo": "torch._C._distributed_c10d"}[BACKEND]  # the module of the group's class
 REPLACE = {"LOCKSTEP_REPLACE_GLOO": int(BACKEND == "lockstep")}
 RUNNER = ["-m", "lockstep"] if BACKEND == "lockstep" else []
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]

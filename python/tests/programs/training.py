@@ -36,7 +36,7 @@ def outcome(model):
     }
     if dist.is_initialized():
         result["backend"] = dist.get_backend()
-        result["engine"] = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        result["engine"] = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__module__
     return result
 
 
