@@ -1,7 +1,9 @@
-# lockstep_room(NAME
+# lockstep_room(NAME  the last folder of its path; no two rooms have one name
 #   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with a dependency that not everybody has; without it
 #                the room's files belong to Lockstep::lockstep
-#   MAY_INCLUDE  rooms below this one; scripts/check-includes holds every #include against this list
+#   MAY_INCLUDE  rooms below this one, by their folders (base, parallel/ddp); scripts/check-includes holds every #include
+#                against this list
+#   PRIVATE      its folders whose headers are for the room alone, as those of internal/ are
 #   SOURCES      files of the library
 #   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name; with a
 #                NAME_device_test.cc among them, a second ctest NAME_gpu runs the same program's suites *OnDevice and
@@ -13,7 +15,7 @@
 #                (lockstep/testing/driver.h); not of a COMPONENT, whose drivers are programs of their own
 #   LINK         libraries that a COMPONENT links
 function(lockstep_room name)
-  cmake_parse_arguments(ROOM "COMPONENT;TORCH_TESTS" "TEST_TIMEOUT" "MAY_INCLUDE;SOURCES;TESTS;DRIVERS;LINK" ${ARGN})
+  cmake_parse_arguments(ROOM "COMPONENT;TORCH_TESTS" "TEST_TIMEOUT" "MAY_INCLUDE;PRIVATE;SOURCES;TESTS;DRIVERS;LINK" ${ARGN})
   list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   if(ROOM_COMPONENT)
     add_library(lockstep_${name} SHARED ${ROOM_SOURCES})

@@ -51,14 +51,14 @@ def test_format_check_finds_and_mends(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    """Three rooms, base <- store <- work; returns a function that writes files and gives the checker's answer."""
-    rooms = {"base": "", "store": "base", "work": "base store # not top\n"}
+    """Rooms base <- store <- work <- play/ball; returns a function that writes files and gives the checker's answer."""
+    rooms = {"base": "", "store": "base PRIVATE shelves", "work": "base store # not top\n", "play/ball": "work"}
 
     def check(files=None, **changed_rooms):
         for room, may_include in (rooms | changed_rooms).items():
             folder = tmp_path / "lockstep" / room
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "CMakeLists.txt").write_text(f"lockstep_room({room}\n  MAY_INCLUDE {may_include}\n  SOURCES a.cc)\n")
+            (folder / "CMakeLists.txt").write_text(f"lockstep_room({folder.name}\n  MAY_INCLUDE {may_include}\n  SOURCES a.cc)\n")
         for name, text in {"lockstep/base/ok.h": "#include <vector>\n", **(files or {})}.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
@@ -74,6 +74,11 @@ def tree(tmp_path):
     ("lockstep/work/a.cc", "<lockstep/work/internal/a.h>"),
     ("lockstep/work/a.cc", '"a.inc"'),
     ("lockstep/work/a.cc", '"deep/../a.inc"'),
+    ("lockstep/work/shelves/a.cc", "<lockstep/store/a.h>"),
+    ("lockstep/store/a.cc", "<lockstep/store/shelves/a.h>"),
+    ("lockstep/play/ball/a.cc", "<lockstep/work/a.h>"),
+    ("lockstep/play/ball/a.cc", "<lockstep/play/ball/internal/a.h>"),
+    ("lockstep/play/ball/deep/a.cc", '"../a.inc"'),
     ("lockstep/work/a_test.cc", "<lockstep/testing/harness.h>"),
     ("lockstep/testing/a.cc", "<lockstep/work/internal/a.h>"),
     ("lockstep/lockstep.h", "<lockstep/work/a.h>"),
@@ -92,6 +97,11 @@ def test_allowed_includes(tree, file, include):
     ("lockstep/work/a.cc", "<lockstep/store/internal/a.h>", "internal to the room 'store'"),
     ("lockstep/work/a.cc", "<lockstep/store/deep/internal/a.h>", "internal to the room 'store'"),
     ("lockstep/work/a_test.cc", "<lockstep/store/internal/a.h>", "internal to the room 'store'"),
+    ("lockstep/work/a.cc", "<lockstep/store/shelves/a.h>", "internal to the room 'store'"),
+    ("lockstep/play/ball/a.cc", "<lockstep/base/a.h>", "the room 'play/ball' may include work, not 'base'"),
+    ("lockstep/work/a.cc", "<lockstep/play/ball/a.h>", "not 'play/ball'"),
+    ("cli/a.cc", "<lockstep/play/ball/internal/a.h>", "internal to the room 'play/ball'"),
+    ("lockstep/play/ball/a.cc", '"../bat/a.h"', "leaves lockstep/play/ball"),
     ("lockstep/work/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc and *_driver.cc"),
     ("lockstep/work/a.cc", "<lockstep/top/a.h>", "not 'top'"),
     ("lockstep/work/a.cc", "<lockstep/lockstep.h>", "is for users"),

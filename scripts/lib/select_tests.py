@@ -6,7 +6,7 @@ The build must be configured, but nothing of it built: names are read from the s
 
   program NAME   a test of ctest whose own name contains the text: all of it runs
   cases NAME     a GoogleTest program that has a case of such a name: by convention ROOM_tests, and ROOM_gpu for its part on
-                 a card, for the files lockstep/ROOM/**/*_test.cc
+                 a card, for the files lockstep/**/ROOM/**/*_test.cc
   file FILE      a file of Python tests with the text in its path: all of it runs
   tests FILE     another that has a test of such a name
   target NAME    what ninja must build for those: the programs of ctest, and those whose names stand in the Python files
@@ -110,7 +110,8 @@ def main():
     tests = [test["name"] for test in json.loads(shown.stdout)["tests"]]
     rooms = collections.defaultdict(list)
     for path in (ROOT / "lockstep").rglob("*_test.cc"):
-        rooms[path.relative_to(ROOT).parts[1]].append(path.read_text())
+        room = next(folder for folder in path.parents if (folder / "CMakeLists.txt").exists())
+        rooms[room.name].append(path.read_text())
     files = {path.relative_to(ROOT).as_posix(): path.read_text()
              for folder in PYTHON_FOLDERS if folder != "python" or "build python/all:" in ninja for path in sorted((ROOT / folder).rglob("*_test.py"))}
     selected, python = select_cpp(tests, rooms, text), select_python(files, text)
