@@ -9,9 +9,9 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/collectives/flight_recorder.h>
-#include <lockstep/collectives/flight_records.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/flight/recorder.h>
+#include <lockstep/flight/records.h>
 
 #include "command_loop.h"
 

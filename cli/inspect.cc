@@ -7,8 +7,8 @@
 
 #include <CLI/CLI.hpp>
 
-#include <lockstep/collectives/flight_analysis.h>
-#include <lockstep/collectives/flight_records.h>
+#include <lockstep/flight/analysis.h>
+#include <lockstep/flight/records.h>
 
 #include "help.h"
 

@@ -8,8 +8,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <lockstep/collectives/flight_recorder.h>
 #include <lockstep/collectives/operation_queue.h>
+#include <lockstep/flight/recorder.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 namespace lockstep {

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <lockstep/collectives/flight_recorder.h>
+#include <lockstep/flight/recorder.h>
 #include <lockstep/transport/shared_memory/group_channel.h>
 
 namespace lockstep {

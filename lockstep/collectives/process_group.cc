@@ -9,7 +9,6 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
-#include <lockstep/collectives/flight_recorder.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/internal/backend_names.h>
 #include <lockstep/collectives/internal/device_backends.h>
@@ -19,6 +18,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/device/device.h>
+#include <lockstep/flight/recorder.h>
 #include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/rendezvous/rendezvous.h>
 

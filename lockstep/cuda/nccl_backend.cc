@@ -8,9 +8,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <lockstep/base/log.h>
-#include <lockstep/collectives/flight_recorder.h>
 #include <lockstep/cuda/nccl_backend.h>
 #include <lockstep/cuda/operation_records.h>
+#include <lockstep/flight/recorder.h>
 
 namespace lockstep {
 namespace {

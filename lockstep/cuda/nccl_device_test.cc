@@ -6,13 +6,13 @@
 #include <torch/cuda.h>
 #include <torch/torch.h>
 
-#include <lockstep/collectives/flight_recorder.h>
-#include <lockstep/collectives/flight_records.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
-#include <lockstep/collectives/testing/record_folder.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/device/device.h>
+#include <lockstep/flight/recorder.h>
+#include <lockstep/flight/records.h>
+#include <lockstep/flight/testing/record_folder.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

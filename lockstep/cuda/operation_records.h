@@ -8,7 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <lockstep/collectives/flight_recorder.h>
+#include <lockstep/flight/recorder.h>
 
 namespace lockstep {
 

@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/collectives/flight_records.h>
-#include <lockstep/collectives/testing/record_folder.h>
 #include <lockstep/cuda/operation_records.h>
+#include <lockstep/flight/records.h>
+#include <lockstep/flight/testing/record_folder.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

@@ -9,18 +9,18 @@
 #include <thread>
 #include <unistd.h>
 
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <lockstep/base/world_defaults.h>
-#include <lockstep/collectives/flight_recorder.h>
-#include <lockstep/collectives/flight_records.h>
-#include <lockstep/collectives/internal/flight_directory.h>
-#include <lockstep/collectives/testing/record_folder.h>
+#include <lockstep/flight/internal/record_directory.h>
+#include <lockstep/flight/recorder.h>
+#include <lockstep/flight/records.h>
+#include <lockstep/flight/testing/record_folder.h>
 #include <lockstep/testing/multi_rank.h>
 
 // The recorder and its files. Each test has a process of its own, because there is one recorder for each.
-namespace lockstep::flight::flight_recorder_test {
+namespace lockstep::flight::recorder_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -88,7 +88,7 @@ TEST(FlightRecorder, WritesWhatItWasToldAndTheReaderReadsIt) {
     EXPECT_THAT(first.inputs.sizes, ElementsAre(ElementsAre(2, 3), IsEmpty()));
     EXPECT_THAT(first.inputs.dtypes, ElementsAre("Float", "Long"));
     EXPECT_EQ(first.timeout_ms, 7000);
-    EXPECT_THAT(first.file, HasSubstr("flight_recorder_test.cc"));
+    EXPECT_THAT(first.file, HasSubstr("recorder_test.cc"));
     EXPECT_GT(first.line, 0);
     EXPECT_LE(first.created_ns, first.ended_ns);
     EXPECT_LE(first.ended_ns, read.monotonic_ns);
@@ -461,4 +461,4 @@ TEST(FlightDirectory, IsMadeWhereTheUserWantsItAndAFailureIsToldNotThrown) {
 }
 
 }  // namespace
-}  // namespace lockstep::flight::flight_recorder_test
+}  // namespace lockstep::flight::recorder_test

@@ -4,7 +4,7 @@
 #include <filesystem>
 
 #include <lockstep/base/ranks.h>
-#include <lockstep/collectives/internal/flight_picture.h>
+#include <lockstep/flight/internal/picture.h>
 
 namespace lockstep::flight::internal {
 namespace {

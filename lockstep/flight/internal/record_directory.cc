@@ -15,7 +15,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/collectives/internal/flight_directory.h>
+#include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/rendezvous/flight_directory.h>
 
 namespace lockstep::flight {

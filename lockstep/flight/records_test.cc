@@ -4,13 +4,12 @@
 #include <sys/stat.h>
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
-#include <lockstep/collectives/flight_records.h>
-#include <lockstep/collectives/testing/record_folder.h>
+#include <lockstep/flight/records.h>
+#include <lockstep/flight/testing/record_folder.h>
 
 // Files from elsewhere: whatever they hold, the reader says what is wrong and in which.
-namespace lockstep::flight::flight_records_test {
+namespace lockstep::flight::records_test {
 namespace {
 
 using ::testing::AllOf;
@@ -143,4 +142,4 @@ TEST(FlightRecords, ADirectoryIsReadByRankAndItsFaultsAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep::flight::flight_records_test
+}  // namespace lockstep::flight::records_test

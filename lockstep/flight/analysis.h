@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/collectives/flight_records.h>
+#include <lockstep/flight/records.h>
 
 /// From the flight records of a job's ranks to words: who waits for whom in which operation, and where the
 /// ranks diverged. Pure functions.

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/collectives/flight_analysis.h>
-#include <lockstep/collectives/flight_records.h>
+#include <lockstep/flight/analysis.h>
+#include <lockstep/flight/records.h>
 
 /// What the parts of the flight analysis share: the records, indexed, and words for them.
 namespace lockstep::flight::internal {

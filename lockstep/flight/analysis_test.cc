@@ -2,12 +2,11 @@
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-#include <torch/torch.h>
 
-#include <lockstep/collectives/flight_analysis.h>
+#include <lockstep/flight/analysis.h>
 
 // Situations of a job, as its ranks would record them, and what the analysis says.
-namespace lockstep::flight::flight_analysis_test {
+namespace lockstep::flight::analysis_test {
 namespace {
 
 using ::testing::AllOf;
@@ -448,4 +447,4 @@ TEST(FlightAnalysis, OfNothingIsRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep::flight::flight_analysis_test
+}  // namespace lockstep::flight::analysis_test

@@ -6,8 +6,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/collectives/flight_analysis.h>
-#include <lockstep/collectives/flight_records.h>
+#include <lockstep/flight/analysis.h>
+#include <lockstep/flight/records.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::flight::flight_records_fuzz {

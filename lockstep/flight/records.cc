@@ -15,7 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/collectives/flight_records.h>
+#include <lockstep/flight/records.h>
 
 namespace lockstep::flight {
 namespace {

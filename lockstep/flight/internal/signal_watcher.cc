@@ -7,7 +7,7 @@
 
 #include <lockstep/base/background_thread.h>
 #include <lockstep/base/fork_guard.h>
-#include <lockstep/collectives/internal/signal_watcher.h>
+#include <lockstep/flight/internal/signal_watcher.h>
 
 namespace lockstep::flight {
 namespace {

@@ -3,7 +3,7 @@
 #include <set>
 
 #include <lockstep/base/ranks.h>
-#include <lockstep/collectives/internal/flight_picture.h>
+#include <lockstep/flight/internal/picture.h>
 
 namespace lockstep::flight::internal {
 namespace {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include <lockstep/base/ranks.h>
-#include <lockstep/collectives/internal/flight_picture.h>
+#include <lockstep/flight/internal/picture.h>
 
 // Collectives of a group complete in the order of their sequence numbers, on all members or on none. So the
 // lowest sequence that is open anywhere is where the group stands, and what each member did at that sequence

@@ -17,10 +17,10 @@
 #include <lockstep/base/fork_guard.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/world_defaults.h>
-#include <lockstep/collectives/flight_recorder.h>
-#include <lockstep/collectives/flight_records.h>
-#include <lockstep/collectives/internal/flight_directory.h>
-#include <lockstep/collectives/internal/signal_watcher.h>
+#include <lockstep/flight/internal/record_directory.h>
+#include <lockstep/flight/internal/signal_watcher.h>
+#include <lockstep/flight/recorder.h>
+#include <lockstep/flight/records.h>
 #include <lockstep/rendezvous/host_identity.h>
 
 namespace lockstep::flight {

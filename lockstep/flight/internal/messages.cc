@@ -2,7 +2,7 @@
 #include <iterator>
 
 #include <lockstep/base/ranks.h>
-#include <lockstep/collectives/internal/flight_picture.h>
+#include <lockstep/flight/internal/picture.h>
 
 // Sends and receives meet by (sender, receiver, tag), in order; so the first open one of each way is what
 // both sides are at. A small send may complete before its receive is called, never the other way round.

@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/ranks.h>
-#include <lockstep/collectives/flight_analysis.h>
-#include <lockstep/collectives/internal/flight_picture.h>
+#include <lockstep/flight/analysis.h>
+#include <lockstep/flight/internal/picture.h>
 
 namespace lockstep::flight {
 namespace {
