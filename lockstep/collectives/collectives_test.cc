@@ -6,8 +6,8 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/memory.h>
+#include <lockstep/collectives/algorithms/algorithms.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/internal/algorithms.h>
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::collectives_test {

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <utility>
 
+#include <lockstep/collectives/backend/internal/tensor_check.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/internal/tensor_check.h>
-#include <lockstep/collectives/lockstep_backend.h>
 
 namespace lockstep {
 namespace {

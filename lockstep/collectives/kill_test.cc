@@ -18,8 +18,8 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/collectives/algorithms/staging.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/internal/staging.h>
 #include <lockstep/collectives/testing/operation_stream.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/rank_server.h>

@@ -7,9 +7,9 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/collectives/algorithms/staging.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/internal/staging.h>
-#include <lockstep/collectives/lockstep_backend.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/thread_ranks.h>

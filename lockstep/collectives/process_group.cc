@@ -10,11 +10,11 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/collectives/internal/backend_names.h>
-#include <lockstep/collectives/internal/device_backends.h>
-#include <lockstep/collectives/internal/group_making.h>
-#include <lockstep/collectives/internal/group_registry.h>
-#include <lockstep/collectives/internal/transport_options.h>
+#include <lockstep/collectives/groups/internal/backend_names.h>
+#include <lockstep/collectives/groups/internal/device_backends.h>
+#include <lockstep/collectives/groups/internal/group_making.h>
+#include <lockstep/collectives/groups/internal/group_registry.h>
+#include <lockstep/collectives/groups/internal/transport_options.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/device/device.h>

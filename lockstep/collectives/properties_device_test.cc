@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/collectives/internal/staging.h>
+#include <lockstep/collectives/algorithms/staging.h>
 #include <lockstep/collectives/testing/operation_stream.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/test_device.h>

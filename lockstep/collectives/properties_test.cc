@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/collectives/internal/staging.h>
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/algorithms/staging.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/testing/operation_stream.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/thread_ranks.h>

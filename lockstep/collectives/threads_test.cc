@@ -8,8 +8,8 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/collectives/internal/algorithms.h>
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/algorithms/algorithms.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/testing/thread_ranks.h>
 
 // The whole backend with ranks as threads of one process, so that ThreadSanitizer sees both sides of each

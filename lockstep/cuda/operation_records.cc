@@ -9,7 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/cuda/operation_records.h>
 
 namespace lockstep {

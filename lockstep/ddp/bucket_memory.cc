@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/ddp/bucket_memory.h>
 #include <lockstep/transport/shared_memory/arena.h>
 #include <lockstep/transport/shared_memory/group_channel.h>

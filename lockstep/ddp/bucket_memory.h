@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <lockstep/collectives/memory_source.h>
+#include <lockstep/collectives/backend/memory_source.h>
 #include <lockstep/collectives/process_group.h>
 
 namespace lockstep {

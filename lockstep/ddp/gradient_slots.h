@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include <lockstep/collectives/memory_source.h>
+#include <lockstep/collectives/backend/memory_source.h>
 
 namespace lockstep {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 
 namespace lockstep::python {
 

@@ -11,9 +11,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/collectives/arena_allocator.h>
-#include <lockstep/collectives/lockstep_backend.h>
-#include <lockstep/collectives/open_backend.h>
+#include <lockstep/collectives/backend/arena_allocator.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/transport/shared_memory/forked_memory.h>
 
 #include "gloo_stand_in.h"
@@ -123,11 +123,11 @@ PYBIND11_MODULE(_C, module) {
   py::class_<GlooStandIn, NoGilPointer<GlooStandIn>, LockstepBackend>(
       module, "ProcessGroupGloo", "The engine in Gloo's place: see lockstep.replace_gloo().");
 
-  module.def(
-      "open_backend", &join, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-      py::arg("group_name"), py::arg("global_ranks"), py::arg("stands_in_for_gloo"),
-      py::call_guard<py::gil_scoped_release>(),
-      "Joins `size` ranks, which meet in `store`, to a group; see lockstep/collectives/open_backend.h.");
+  module.def("open_backend", &join, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::arg("group_name"), py::arg("global_ranks"), py::arg("stands_in_for_gloo"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Joins `size` ranks, which meet in `store`, to a group; see "
+             "lockstep/collectives/groups/open_backend.h.");
   module.def("close_all_backends", &lockstep::close_all_backends, py::arg("by_exception"),
              py::call_guard<py::gil_scoped_release>(),
              "Ends all groups that are still open, without waiting for peers; aborts them when an exception "

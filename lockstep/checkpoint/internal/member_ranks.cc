@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/checkpoint/internal/member_ranks.h>
-#include <lockstep/collectives/lockstep_backend.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/objects.h>
 
 namespace lockstep::internal {

@@ -19,7 +19,8 @@
 #include <lockstep/transport/shared_memory/shrink.h>
 
 // The recovery board with ranks as threads of one process, where ThreadSanitizer sees both sides. Here nobody
-// can die, but members leave, stay away, or are interrupted; deaths are in collectives/shrink_group_test.cc.
+// can die, but members leave, stay away, or are interrupted; deaths are in
+// collectives/groups/shrink_group_test.cc.
 namespace lockstep::transport::shrink_test {
 namespace {
 

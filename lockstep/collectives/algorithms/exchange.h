@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+#include <lockstep/collectives/algorithms/algorithms.h>
+
+/// The operations that bring data from each rank to each other: broadcast, gather, scatter, all_gather,
+/// all_to_all, and reduce_scatter, which combines what has come.
+namespace lockstep::algorithms {
+
+/// What one rank gives to one other.
+struct Piece {
+  const void* data = nullptr;
+  size_t bytes = 0;
+};
+
+/// One rank's part in an exchange.
+struct Exchange {
+  /// To each rank; or a single piece for everybody who takes it; or none.
+  std::vector<Piece> gives;
+  /// Bytes from each rank; 0: nothing.
+  std::vector<size_t> takes;
+  /// The ranks' sizes were not compared by the signature: compare what each gives with what the other takes
+  /// before anything is moved.
+  bool compare_sizes = false;
+};
+
+/// Consecutive part of what a rank gives to this one; empty when nothing (more) comes from it.
+struct Window {
+  const std::byte* data = nullptr;
+  size_t offset = 0;
+  size_t bytes = 0;
+};
+/// Called with consecutive windows, one for each rank, until all has come. Windows of equal pieces are equal.
+using Consume = std::function<void(const std::vector<Window>& windows)>;
+
+/// Every member calls it. The way of each rank's data depends on where they lie: in the announcement, if they
+/// are few; read by the peers where they lie, if that is in the arena; through the scratch otherwise, a chunk
+/// at a time with a part for each peer.
+void exchange(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
+              const Exchange& exchange, const Consume& consume);
+
+}  // namespace lockstep::algorithms

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <lockstep/collectives/kernels/reduce_kernels.h>
+#include <lockstep/transport/shared_memory/group_channel.h>
+
+namespace lockstep {
+
+enum class CollectiveKind : uint8_t {
+  kBarrier,
+  kAllReduce,
+  kAllReduceCoalesced,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kAllGatherIntoTensor,
+  kAllGatherCoalesced,
+  kAllGatherIntoTensorCoalesced,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kReduceScatterTensor,
+  kReduceScatterCoalesced,
+  kAllToAll,
+  kAllToAllSingle,
+  kNewGroup,
+};
+
+/// "all_reduce", as users call it. Static storage.
+const char* to_string(CollectiveKind kind);
+
+/// The fingerprint of an operation: what must be the same on all ranks, and the shapes for messages. Compared
+/// by a digest of its bytes, so it has no padding and unused parts are zero.
+struct Signature {
+  static constexpr int kMaxDims = 6;
+  static constexpr uint8_t kNoOperation = 255;
+
+  CollectiveKind kind = CollectiveKind::kBarrier;
+  uint8_t dtype = 0;                 // at::ScalarType
+  uint8_t operation = kNoOperation;  // ReduceOperation, of reductions
+  uint8_t dims = 0;
+  int32_t root = -1;  // group rank
+  int64_t numel = 0;
+  int64_t sizes[kMaxDims] = {};
+  uint64_t more_sizes = 0;     // digest of the sizes beyond kMaxDims, and of the sizes of several tensors
+  uint64_t counts = 0;         // digest of the numbers of elements of several tensors
+  uint32_t sparse_dims = 0;    // of sparse tensors
+  uint32_t premultiplied = 0;  // PREMUL_SUM: 1
+
+  static Signature barrier() { return {}; }
+  /// `tensor`: what each rank contributes, or one part of it.
+  static Signature of(CollectiveKind kind, const at::Tensor& tensor, int root = -1);
+  /// Several tensors as one.
+  static Signature of(CollectiveKind kind, const std::vector<at::Tensor>& tensors);
+  /// For operations in which sizes may differ by rank.
+  static Signature of_dtype(CollectiveKind kind, at::ScalarType dtype);
+  Signature with(ReduceOperation reduce_operation, bool is_premultiplied = false) const;
+
+  /// Complex numbers as what they are made of.
+  at::ScalarType real_dtype() const;
+  size_t real_numel() const;
+
+  uint64_t digest() const;
+  /// "all_reduce(SUM, Float [2, 3])"
+  std::string describe() const;
+};
+static_assert(sizeof(Signature) == 88 && sizeof(Signature) <= transport::layout::kDetailBytes);
+
+/// The signature's part of an announcement.
+transport::Announcement announcement_of(const Signature& signature);
+
+/// What each rank of the channel's current operation announced, ranks with the same call together:
+/// "rank 0: all_reduce(SUM, Float [4]); ranks 1-3: barrier()". Empty if all called the same.
+std::string describe_announcements(const transport::GroupChannel& channel);
+
+}  // namespace lockstep

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <lockstep/collectives/algorithms/exchange.h>
+#include <lockstep/collectives/backend/internal/planned_operation.h>
+
+/// What the collectives of LockstepBackend have in common: how they see their arguments as bytes, and where
+/// they stand in the queue.
+namespace lockstep::planning {
+
+using algorithms::Consume;
+using algorithms::Exchange;
+using algorithms::Piece;
+using algorithms::Terms;
+using Tensors = std::vector<at::Tensor>;
+
+inline const at::Tensor& only_tensor(const Tensors& tensors, const char* operation) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, operation, " takes one tensor a rank, not ", tensors.size());
+  return tensors.front();
+}
+
+/// The one list of a c10d call that takes lists by device; empty on ranks that give none.
+inline const Tensors& only_list(const std::vector<Tensors>& lists, const char* operation) {
+  static const Tensors none;
+  if (lists.empty()) return none;
+  TORCH_CHECK_VALUE(lists.size() == 1, operation, " takes one list of tensors a rank, not ", lists.size());
+  return lists.front();
+}
+
+inline Piece piece_of(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.nbytes()};
+}
+/// Part `index` of a contiguous tensor in equal parts.
+inline Piece part_of(const at::Tensor& tensor, int parts, int index) {
+  const size_t bytes = tensor.nbytes() / parts;
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()) + index * bytes, bytes};
+}
+inline std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+/// Whether `part` is this very part of `whole`, so that neither need be copied.
+inline bool is_part(const at::Tensor& part, const at::Tensor& whole, int parts, int index) {
+  return part.is_contiguous() && whole.is_contiguous() &&
+         part.const_data_ptr() == part_of(whole, parts, index).data;
+}
+
+/// An exchange of these operands. `Options`: any of c10d's.
+template <class Options>
+PlannedOperation plan_exchange(const std::shared_ptr<transport::GroupChannel>& channel,
+                               const Options& options, const Signature& signature, c10d::OpType type,
+                               Tensors inputs, Tensors outputs, std::shared_ptr<Operands> operands,
+                               Exchange exchange, Consume consume) {
+  return {signature,
+          type,
+          std::move(inputs),
+          std::move(outputs),
+          std::move(operands),
+          options.timeout,
+          options.asyncOp,
+          [channel, signature, exchange = std::move(exchange), consume = std::move(consume)](
+              const Terms& terms) { algorithms::exchange(*channel, terms, signature, exchange, consume); }};
+}
+
+/// A reduction of `buffer` in place. `Options`: any of c10d's.
+template <class Options>
+PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& channel,
+                                const Options& options, const Signature& signature, c10d::OpType type,
+                                const Tensors& tensors, std::shared_ptr<Operands> operands,
+                                const at::Tensor& buffer) {
+  // Of a reduction to one rank, the others' data are only read.
+  auto* data = const_cast<void*>(buffer.const_data_ptr());
+  const bool users = std::any_of(tensors.begin(), tensors.end(),
+                                 [&](const at::Tensor& tensor) { return tensor.is_alias_of(buffer); });
+  const auto owner = users ? algorithms::MemoryOwner::kUser : algorithms::MemoryOwner::kOperation;
+  return {signature,
+          type,
+          tensors,
+          tensors,
+          operands,
+          options.timeout,
+          options.asyncOp,
+          [channel, signature, data, owner](const Terms& terms) {
+            algorithms::reduce(*channel, terms, signature, data, owner);
+          }};
+}
+
+}  // namespace lockstep::planning

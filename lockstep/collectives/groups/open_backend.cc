@@ -1,0 +1,220 @@
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <sstream>
+#include <sys/random.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <lockstep/base/log.h>
+#include <lockstep/base/per_process.h>
+#include <lockstep/collectives/groups/internal/group_making.h>
+#include <lockstep/collectives/groups/internal/shrinking.h>
+#include <lockstep/collectives/groups/internal/transport_options.h>
+#include <lockstep/collectives/groups/open_backend.h>
+#include <lockstep/rendezvous/roll_call.h>
+
+namespace lockstep {
+namespace {
+
+using transport::GroupChannel;
+using transport::HostTransport;
+
+/// A mapping that groups of this process stand on. All its ranks know it by the same token.
+struct Mapping {
+  uint64_t token;
+  std::weak_ptr<HostTransport> transport;
+};
+
+/// What this process has opened and has not closed yet. A forked child begins anew.
+struct Opened {
+  std::mutex mutex;
+  std::vector<Mapping> mappings;
+  std::vector<c10::weak_intrusive_ptr<LockstepBackend>> backends;
+};
+
+Opened& opened() {
+  static PerProcess<Opened> all;
+  return all.get();
+}
+
+/// For close_all_backends().
+void remember(const c10::intrusive_ptr<LockstepBackend>& backend) {
+  Opened& all = opened();
+  std::lock_guard lock(all.mutex);
+  std::erase_if(all.backends, [](const auto& one) { return one.expired(); });
+  all.backends.emplace_back(backend);
+}
+
+struct SharedMapping {
+  std::shared_ptr<HostTransport> transport;  // null: the members have none in common
+  std::vector<int> members;                  // their ranks there, by group rank
+};
+
+std::vector<std::pair<uint64_t, std::shared_ptr<HostTransport>>> living_mappings() {
+  Opened& all = opened();
+  std::lock_guard lock(all.mutex);
+  std::vector<std::pair<uint64_t, std::shared_ptr<HostTransport>>> living;
+  std::erase_if(all.mappings, [&](const Mapping& mapping) {
+    auto transport = mapping.transport.lock();
+    if (transport) living.emplace_back(mapping.token, std::move(transport));
+    return mapping.transport.expired();
+  });
+  return living;
+}
+
+/// "TOKEN:RANK TOKEN:RANK", by age.
+std::vector<std::pair<uint64_t, int>> parse_mappings(const std::string& text, int rank) {
+  std::vector<std::pair<uint64_t, int>> mappings;
+  std::istringstream in(text);
+  uint64_t token = 0;
+  char colon = 0;
+  int there = 0;
+  while (in >> token >> colon >> there) mappings.emplace_back(token, there);
+  TORCH_CHECK_WITH(DistStoreError, in.eof(), "the store holds \"", text, "\" for rank ", rank,
+                   ", which no member wrote; give each process group a store or a prefix of its own");
+  return mappings;
+}
+
+/// The exchange at which the members meet.
+constexpr const char* kMeeting = "lockstep/mappings";
+
+/// The oldest mapping that all members have.
+SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const Deadline& deadline) {
+  const auto living = living_mappings();
+  std::ostringstream mine;
+  for (const auto& [token, transport] : living) {
+    mine << (mine.tellp() > 0 ? " " : "") << token << ':' << transport->rank();
+  }
+  const auto texts = exchange(store, kMeeting, rank, size, mine.str(), deadline);
+  std::vector<std::vector<std::pair<uint64_t, int>>> all;
+  for (int member = 0; member < size; ++member) all.push_back(parse_mappings(texts[member], member));
+  for (const auto& candidate : all.front()) {
+    SharedMapping shared;
+    for (const auto& theirs : all) {
+      const auto found = std::find_if(theirs.begin(), theirs.end(),
+                                      [&](const auto& one) { return one.first == candidate.first; });
+      if (found != theirs.end()) shared.members.push_back(found->second);
+    }
+    if (static_cast<int>(shared.members.size()) < size) continue;
+    for (const auto& [token, transport] : living) {
+      if (token == candidate.first) shared.transport = transport;
+    }
+    return shared;
+  }
+  return {};
+}
+
+SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBackendOptions& options,
+                           const Deadline& deadline) {
+  SharedMapping made;
+  auto transport_options = lockstep::transport_options();
+  transport_options.job_ranks = options.global_ranks;
+  transport_options.met_at = kMeeting;
+  made.transport = HostTransport::connect(store, rank, size, deadline, transport_options);
+  made.members.resize(size);
+  std::iota(made.members.begin(), made.members.end(), 0);
+  uint64_t token = 0;
+  TORCH_CHECK(::getrandom(&token, sizeof token, 0) == sizeof token, "getrandom failed");
+  const auto tokens =
+      exchange(store, "lockstep/token", rank, size, std::to_string(token), deadline, {}, kMeeting);
+  Opened& all = opened();
+  std::lock_guard lock(all.mutex);
+  all.mappings.push_back({std::stoull(tokens.front()), made.transport});
+  return made;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                 int size, const OpenBackendOptions& options) {
+  TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size, "lockstep: rank ", rank, " of ", size,
+                    " ranks; it takes a rank from 0 to the number of ranks less one");
+  TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "lockstep: the timeout is ",
+                    options.timeout.count(), " ms; it must be more than 0");
+  TORCH_CHECK_VALUE(options.global_ranks.empty() || static_cast<int>(options.global_ranks.size()) == size,
+                    "lockstep: ", options.global_ranks.size(), " global ranks for a group of ", size);
+  if (options.global_ranks.empty()) log::set_rank(rank);
+  const Deadline deadline = Deadline::after(options.timeout);
+  SharedMapping mapping;
+  bool is_new = false;
+  try {
+    mapping = find_shared_mapping(*store, rank, size, deadline);
+    is_new = mapping.transport == nullptr;
+    if (is_new) mapping = make_mapping(*store, rank, size, options, deadline);
+  } catch (c10::Error& error) {
+    if (options.global_ranks.empty()) throw;
+    error.add_context(c10::str("while the members of a group met: its ranks 0 to ", size - 1, " are ranks ",
+                               c10::Join(", ", options.global_ranks), " of the job"));
+    throw;
+  }
+  const auto exchange = group_making::exchange_through_store(store, mapping.transport, mapping.members,
+                                                             "lockstep/addresses", "open_backend", deadline);
+  auto channel = GroupChannel::open(mapping.transport, mapping.members, exchange, deadline);
+  auto backend = LockstepBackend::make(std::move(channel), {.name = options.group_name,
+                                                            .timeout = options.timeout,
+                                                            .global_ranks = options.global_ranks,
+                                                            .make_subclass = options.make_subclass});
+  LOCKSTEP_LOG(kInfo) << "joined group '" << options.group_name << "' as rank " << rank << " of " << size
+                      << (is_new ? ", with a mapping of its own" : "");
+  remember(backend);
+  return backend;
+}
+
+c10::intrusive_ptr<c10d::Backend> LockstepBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                         const std::vector<int>& ranks,
+                                                         const c10::intrusive_ptr<Options>& options) {
+  check_not_forked();
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+  if (own == ranks.end()) return nullptr;
+  OpenBackendOptions of_part{.group_name = options->group_name,
+                             .timeout = options->timeout,
+                             .make_subclass = settings_.make_subclass};
+  for (const int rank : ranks) of_part.global_ranks.push_back(settings_.global_ranks.at(rank));
+  return open_backend(c10::make_intrusive<c10d::PrefixStore>("lockstep_split", store),
+                      static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), of_part);
+}
+
+c10::intrusive_ptr<c10d::Backend> LockstepBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                         const c10::intrusive_ptr<Options>& options,
+                                                         const int& rank, const int& size) {
+  check_not_forked();
+  return open_backend(c10::make_intrusive<c10d::PrefixStore>("lockstep_merge", store), rank, size,
+                      {.group_name = options->group_name,
+                       .timeout = options->timeout,
+                       .make_subclass = settings_.make_subclass});
+}
+
+c10::intrusive_ptr<c10d::Backend> LockstepBackend::shrink(const std::vector<int64_t>& ranks_to_exclude,
+                                                          int shrink_flags,
+                                                          const c10::intrusive_ptr<Options>& opts_override) {
+  const auto shrunk = shrinking::shrink(*this, {ranks_to_exclude.begin(), ranks_to_exclude.end()},
+                                        shrink_flags, /*with_control=*/false);
+  Settings settings = settings_;
+  settings.name += ":shrunk";
+  settings.timeout = opts_override ? opts_override->timeout : timeout();
+  settings.global_ranks.clear();
+  for (int rank : shrunk.survivors) settings.global_ranks.push_back(settings_.global_ranks.at(rank));
+  auto backend = make(shrunk.channel, std::move(settings));
+  remember(backend);
+  return backend;
+}
+
+void close_all_backends(bool by_exception) {
+  Opened& all = opened();
+  std::vector<c10::intrusive_ptr<LockstepBackend>> living;
+  {
+    std::lock_guard lock(all.mutex);
+    for (const auto& one : std::exchange(all.backends, {})) {
+      if (auto backend = one.lock()) living.push_back(std::move(backend));
+    }
+  }
+  for (const auto& backend : living) backend->close_at_exit(by_exception);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,344 @@
+// The reduce kernels' source, compiled once per instruction set: included by
+// reduce_kernels_{default,avx2,avx512}.cc only, each of which names its table by LOCKSTEP_REDUCE_TABLE.
+//
+// Words: a *value* is what is computed with (an accumulator: float for the 16-bit floating-point types); a
+// *vector* is a register full of values, by the compiler's vector extension; a *chunk* is kUnroll vectors.
+// Arithmetic is written once, as templates over V, which is a vector in the body of a range and a single
+// value where a range is shorter than a vector. Everything is in an anonymous namespace and nothing of std::
+// is called: see reduce_kernels_table.h. Compile with -ffp-contract=off: a fused multiply-add would round
+// differently on machines that have it.
+#pragma once
+
+#include <lockstep/collectives/kernels/reduce_kernels_formats_impl.h>
+#include <lockstep/collectives/kernels/reduce_kernels_table.h>
+
+#if defined(__clang__)
+#define LOCKSTEP_UNROLL _Pragma("unroll")
+#else
+#define LOCKSTEP_UNROLL _Pragma("GCC unroll 4")
+#endif
+
+namespace lockstep::internal {
+namespace {
+
+constexpr size_t kUnroll = 4;
+// So many buffers are read, or written, at a time: hardware prefetchers follow about that many streams.
+constexpr size_t kFan = 8;
+// An intermediate result on the stack, when there are more inputs than that: half of a small L1 cache.
+constexpr size_t kBlockBytes = 16384;
+
+// ---- Operations: from the result so far and the next value.
+
+struct Sum {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return V(a + b);
+  }
+};
+struct Product {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    // A single uint16_t would be promoted to int, whose overflow is undefined.
+    if constexpr (sizeof(V) == sizeof(uint16_t)) return V(uint32_t{a} * uint32_t{b});
+    return V(a * b);
+  }
+};
+struct Min {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    // A NaN in `a` stays, for no comparison with it is true. One condition, not two selections: compilers
+    // make a minimum instruction of `b < a ? b : a`, which zeroes denormals where they are flushed, as a
+    // selection does not.
+    const auto take = (b < a) | (b != b);
+    return take ? b : a;
+  }
+};
+struct Max {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    const auto take = (b > a) | (b != b);
+    return take ? b : a;
+  }
+};
+struct And {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return V(a & b);
+  }
+};
+struct Or {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return V(a | b);
+  }
+};
+struct Xor {
+  template <class V>
+  static LOCKSTEP_INLINE V apply(V a, V b) {
+    return V(a ^ b);
+  }
+};
+
+// ---- Endings: what becomes of the folded value before it is stored.
+
+struct Keep {
+  template <class V>
+  LOCKSTEP_INLINE V operator()(V value) const {
+    return value;
+  }
+};
+template <class Value>
+struct Over {
+  Value divisor;
+  template <class V>
+  LOCKSTEP_INLINE V operator()(V value) const {
+    return value / divisor;
+  }
+};
+/// For divisors that are powers of two: the product with the inverse, which is exact, is the same number as
+/// the quotient, rounded the same way, and costs a tenth.
+template <class Value>
+struct Times {
+  Value factor;
+  template <class V>
+  LOCKSTEP_INLINE V operator()(V value) const {
+    return value * factor;
+  }
+};
+
+// ---- Folding: from inputs to outputs. First is the format of inputs[0], In that of the others, Out the
+// outputs'.
+
+template <class First, class In, class Out, class Operation, class V, size_t kVectors, class Ending>
+LOCKSTEP_INLINE void fold_at(size_t index, const char* const* inputs, size_t n_inputs, V (&result)[kVectors],
+                             Ending ending) {
+  constexpr size_t kLanes = sizeof(V) / sizeof(typename In::Value);
+  LOCKSTEP_UNROLL
+  for (size_t u = 0; u < kVectors; ++u) {
+    result[u] = First::template load<V>(inputs[0] + (index + u * kLanes) * First::kSize);
+  }
+  for (size_t k = 1; k < n_inputs; ++k) {
+    LOCKSTEP_UNROLL
+    for (size_t u = 0; u < kVectors; ++u) {
+      result[u] =
+          Operation::apply(result[u], In::template load<V>(inputs[k] + (index + u * kLanes) * In::kSize));
+    }
+  }
+  LOCKSTEP_UNROLL
+  for (size_t u = 0; u < kVectors; ++u) result[u] = ending(result[u]);
+}
+
+template <class Out, class V, size_t kVectors>
+LOCKSTEP_INLINE void store_at(size_t index, char* const* outputs, size_t n_outputs,
+                              const V (&result)[kVectors]) {
+  constexpr size_t kLanes = sizeof(V) / sizeof(typename Out::Value);
+  for (size_t j = 0; j < n_outputs; ++j) {
+    LOCKSTEP_UNROLL
+    for (size_t u = 0; u < kVectors; ++u) {
+      Out::template store<V>(outputs[j] + (index + u * kLanes) * Out::kSize, result[u]);
+    }
+  }
+}
+
+/// One pass; every input element is read before any output element of the same chunk is written, which is
+/// what lets outputs be inputs. Inlined where n_inputs and n_outputs are constants, and where they are not.
+template <class First, class In, class Out, class Operation, class Ending>
+LOCKSTEP_INLINE void fold_pass(char* const* outputs, size_t n_outputs, const char* const* inputs,
+                               size_t n_inputs, size_t count, Ending ending) {
+  using Value = typename In::Value;
+  using V = Vector<Value>;
+  constexpr size_t kLanes = sizeof(V) / sizeof(Value);
+  constexpr size_t kChunk = kUnroll * kLanes;
+  if (count < kLanes) {
+    for (size_t i = 0; i < count; ++i) {
+      Value result[1];
+      fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, ending);
+      store_at<Out>(i, outputs, n_outputs, result);
+    }
+    return;
+  }
+  // The last vector overlaps the one before it, so it is computed while all inputs are untouched, and stored
+  // last.
+  V last[1];
+  fold_at<First, In, Out, Operation>(count - kLanes, inputs, n_inputs, last, ending);
+  size_t i = 0;
+  for (; i + kChunk <= count; i += kChunk) {
+    V result[kUnroll];
+    fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, ending);
+    store_at<Out>(i, outputs, n_outputs, result);
+  }
+  for (; i + kLanes <= count; i += kLanes) {
+    V result[1];
+    fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, ending);
+    store_at<Out>(i, outputs, n_outputs, result);
+  }
+  store_at<Out>(count - kLanes, outputs, n_outputs, last);
+}
+
+/// The same for at most kFan others and kFan outputs, not inlined. The pointers are copied, for a store
+/// through them can not change the copies, as far as the compiler knows.
+template <class First, class In, class Out, class Operation, class Ending>
+__attribute__((noinline)) void fold_few(void* const* outputs, size_t n_outputs, const void* first,
+                                        const void* const* others, size_t n_others, size_t begin,
+                                        size_t count, Ending ending) {
+  const char* in[kFan + 1];
+  char* out[kFan];
+  in[0] = static_cast<const char*>(first);
+  for (size_t k = 0; k < n_others; ++k) in[k + 1] = static_cast<const char*>(others[k]) + begin * In::kSize;
+  for (size_t j = 0; j < n_outputs; ++j) out[j] = static_cast<char*>(outputs[j]);
+  fold_pass<First, In, Out, Operation>(out, n_outputs, in, n_others + 1, count, ending);
+}
+
+/// The same for any number of inputs and outputs: a block of the range at a time, folded kFan inputs at a
+/// time into an accumulator that stays in the L1 cache, as do the first outputs, of which the others are
+/// copies.
+template <class In, class Out, class Operation, class Ending>
+__attribute__((noinline)) void fold_many(void* const* outputs, size_t n_outputs, const void* const* inputs,
+                                         size_t n_inputs, size_t count, Ending ending) {
+  using Accumulator = Plain<typename In::Value>;
+  constexpr size_t kBlock = kBlockBytes / Accumulator::kSize;
+  alignas(64) char accumulator[kBlockBytes];
+  void* const into_accumulator[] = {accumulator};
+  const size_t n_direct = n_outputs < kFan ? n_outputs : kFan;
+  for (size_t begin = 0; begin < count; begin += kBlock) {
+    const size_t length = count - begin < kBlock ? count - begin : kBlock;
+    void* direct[kFan];
+    for (size_t j = 0; j < n_direct; ++j) direct[j] = static_cast<char*>(outputs[j]) + begin * Out::kSize;
+    const void* first = static_cast<const char*>(inputs[0]) + begin * In::kSize;
+    if (n_inputs <= kFan + 1) {
+      fold_few<In, In, Out, Operation>(direct, n_direct, first, inputs + 1, n_inputs - 1, begin, length,
+                                       ending);
+    } else {
+      fold_few<In, In, Accumulator, Operation>(into_accumulator, 1, first, inputs + 1, kFan, begin, length,
+                                               Keep{});
+      size_t done = kFan + 1;
+      for (; n_inputs - done > kFan; done += kFan) {
+        fold_few<Accumulator, In, Accumulator, Operation>(into_accumulator, 1, accumulator, inputs + done,
+                                                          kFan, begin, length, Keep{});
+      }
+      fold_few<Accumulator, In, Out, Operation>(direct, n_direct, accumulator, inputs + done, n_inputs - done,
+                                                begin, length, ending);
+    }
+    for (size_t j = n_direct; j < n_outputs; ++j) {
+      __builtin_memcpy(static_cast<char*>(outputs[j]) + begin * Out::kSize, direct[0], length * Out::kSize);
+    }
+  }
+}
+
+template <class In, class Out, class Operation, class Ending>
+LOCKSTEP_INLINE void fold(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
+                          size_t count, Ending ending) {
+  if (n_inputs == 2 && (n_outputs == 1 || n_outputs == 2)) {
+    const char* const in[] = {static_cast<const char*>(inputs[0]), static_cast<const char*>(inputs[1])};
+    char* const out[] = {static_cast<char*>(outputs[0]), static_cast<char*>(outputs[n_outputs - 1])};
+    if (n_outputs == 1) {
+      fold_pass<In, In, Out, Operation>(out, 1, in, 2, count, ending);
+    } else {
+      fold_pass<In, In, Out, Operation>(out, 2, in, 2, count, ending);
+    }
+  } else if (n_inputs <= kFan + 1 && n_outputs <= kFan) {
+    fold_few<In, In, Out, Operation>(outputs, n_outputs, inputs[0], inputs + 1, n_inputs - 1, 0, count,
+                                     ending);
+  } else {
+    fold_many<In, Out, Operation>(outputs, n_outputs, inputs, n_inputs, count, ending);
+  }
+}
+
+// ---- The table.
+
+/// The three functions of one combination. Format is the elements' and Partial the partial results' format.
+template <class Format, class Partial, class Operation, bool kAverage>
+struct Kernels {
+  using Value = typename Format::Value;
+
+  template <class In>
+  static LOCKSTEP_INLINE void end(void* const* outputs, size_t n_outputs, const void* const* inputs,
+                                  size_t n_inputs, int64_t divisor, size_t count) {
+    constexpr int64_t kExactPowers = int64_t{1} << 30;
+    if constexpr (!kAverage) {
+      fold<In, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, Keep{});
+    } else if (divisor > 0 && divisor <= kExactPowers && (divisor & (divisor - 1)) == 0) {
+      const Times<Value> inverse{Value(1) / static_cast<Value>(divisor)};
+      fold<In, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, inverse);
+    } else {
+      fold<In, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, Over<Value>{Value(divisor)});
+    }
+  }
+  static void reduce(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
+                     size_t count) {
+    end<Format>(outputs, n_outputs, inputs, n_inputs, static_cast<int64_t>(n_inputs), count);
+  }
+  static void partial(void* accumulator, const void* const* inputs, size_t n_inputs, size_t count) {
+    fold<Format, Partial, Operation>(&accumulator, 1, inputs, n_inputs, count, Keep{});
+  }
+  static void finish(void* const* outputs, size_t n_outputs, const void* const* accumulators,
+                     size_t n_accumulators, int64_t divisor, size_t count) {
+    end<Partial>(outputs, n_outputs, accumulators, n_accumulators, divisor, count);
+  }
+};
+
+template <class Format, class Partial, class Operation, bool kAverage = false>
+constexpr ReduceKernels entry() {
+  using All = Kernels<Format, Partial, Operation, kAverage>;
+  return {Format::kSize, Partial::kSize, All::reduce, All::partial, All::finish};
+}
+
+template <class Format, class Partial>
+constexpr void fill_floating(ReduceKernels (&row)[kReduceOperations]) {
+  row[size_t(ReduceOperation::kSum)] = entry<Format, Partial, Sum>();
+  row[size_t(ReduceOperation::kAverage)] = entry<Format, Partial, Sum, true>();
+  row[size_t(ReduceOperation::kProduct)] = entry<Format, Partial, Product>();
+  row[size_t(ReduceOperation::kMin)] = entry<Format, Partial, Min>();
+  row[size_t(ReduceOperation::kMax)] = entry<Format, Partial, Max>();
+}
+
+/// Only order depends on the sign; the rest is computed without, where overflow is defined.
+template <class T, class Unsigned>
+constexpr void fill_integer(ReduceKernels (&row)[kReduceOperations]) {
+  using Signless = Plain<Unsigned>;
+  row[size_t(ReduceOperation::kSum)] = entry<Signless, Signless, Sum>();
+  row[size_t(ReduceOperation::kProduct)] = entry<Signless, Signless, Product>();
+  row[size_t(ReduceOperation::kMin)] = entry<Plain<T>, Plain<T>, Min>();
+  row[size_t(ReduceOperation::kMax)] = entry<Plain<T>, Plain<T>, Max>();
+  row[size_t(ReduceOperation::kBitAnd)] = entry<Signless, Signless, And>();
+  row[size_t(ReduceOperation::kBitOr)] = entry<Signless, Signless, Or>();
+  row[size_t(ReduceOperation::kBitXor)] = entry<Signless, Signless, Xor>();
+}
+
+constexpr void fill_bool(ReduceKernels (&row)[kReduceOperations]) {
+  row[size_t(ReduceOperation::kSum)] = entry<Bool, Bool, Or>();
+  row[size_t(ReduceOperation::kMax)] = entry<Bool, Bool, Or>();
+  row[size_t(ReduceOperation::kBitOr)] = entry<Bool, Bool, Or>();
+  row[size_t(ReduceOperation::kProduct)] = entry<Bool, Bool, And>();
+  row[size_t(ReduceOperation::kMin)] = entry<Bool, Bool, And>();
+  row[size_t(ReduceOperation::kBitAnd)] = entry<Bool, Bool, And>();
+  row[size_t(ReduceOperation::kBitXor)] = entry<Bool, Bool, Xor>();
+}
+
+constexpr ReduceTable make_table() {
+  ReduceTable table{};
+  fill_bool(table.entries[size_t(ReduceElement::kBool)]);
+  fill_integer<int8_t, uint8_t>(table.entries[size_t(ReduceElement::kInt8)]);
+  fill_integer<int16_t, uint16_t>(table.entries[size_t(ReduceElement::kInt16)]);
+  fill_integer<int32_t, uint32_t>(table.entries[size_t(ReduceElement::kInt32)]);
+  fill_integer<int64_t, uint64_t>(table.entries[size_t(ReduceElement::kInt64)]);
+  fill_integer<uint8_t, uint8_t>(table.entries[size_t(ReduceElement::kUInt8)]);
+  fill_integer<uint16_t, uint16_t>(table.entries[size_t(ReduceElement::kUInt16)]);
+  fill_integer<uint32_t, uint32_t>(table.entries[size_t(ReduceElement::kUInt32)]);
+  fill_integer<uint64_t, uint64_t>(table.entries[size_t(ReduceElement::kUInt64)]);
+  fill_floating<Float16, Floating<float>>(table.entries[size_t(ReduceElement::kFloat16)]);
+  fill_floating<BFloat16, Floating<float>>(table.entries[size_t(ReduceElement::kBFloat16)]);
+  fill_floating<Floating<float>, Floating<float>>(table.entries[size_t(ReduceElement::kFloat32)]);
+  fill_floating<Floating<double>, Floating<double>>(table.entries[size_t(ReduceElement::kFloat64)]);
+  return table;
+}
+
+}  // namespace
+
+// Made at compile time: no code of this file runs before somebody chooses the table.
+constinit const ReduceTable LOCKSTEP_REDUCE_TABLE = make_table();
+
+}  // namespace lockstep::internal
+
+#undef LOCKSTEP_UNROLL
+#undef LOCKSTEP_INLINE
