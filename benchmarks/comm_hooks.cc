@@ -18,10 +18,10 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/ddp/hooks/default_hooks.h>
-#include <lockstep/ddp/hooks/powersgd_hook.h>
-#include <lockstep/ddp/hooks/quantization_hooks.h>
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel/ddp/hooks/default_hooks.h>
+#include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
+#include <lockstep/parallel/ddp/hooks/quantization_hooks.h>
 
 #include "command_loop.h"
 #include "fashion_mnist_accuracy.h"

@@ -13,8 +13,8 @@
 #include <CLI/CLI.hpp>
 #include <torch/torch.h>
 
-#include <lockstep/ddp/data_parallel.h>
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel/data_parallel/data_parallel.h>
 
 namespace {
 

@@ -21,12 +21,10 @@
 #include <lockstep/data/tensor_dataset.h>
 #include <lockstep/data/text_dataset.h>
 #include <lockstep/data/worker_info.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
-#include <lockstep/ddp/grad_norm.h>
-#include <lockstep/ddp/gradient_accumulation.h>
-#include <lockstep/ddp/sync_batch_norm.h>
 #include <lockstep/device/device.h>
 #include <lockstep/launch/spawn.h>
+#include <lockstep/nn/grad_norm.h>
+#include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/csv_writer.h>
 #include <lockstep/observe/json_lines_writer.h>
@@ -41,6 +39,8 @@
 #include <lockstep/optim/swa_utils.h>
 #include <lockstep/optim/zero_hook.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/robust_loop.h>
 #include <lockstep/train/trainer.h>

@@ -11,7 +11,7 @@
 
 #include <lockstep/base/state_dict.h>
 #include <lockstep/base/state_loading.h>
-#include <lockstep/ddp/model_tensors.h>
+#include <lockstep/nn/model_tensors.h>
 
 namespace lockstep {
 

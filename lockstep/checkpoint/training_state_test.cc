@@ -12,8 +12,6 @@
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/training_state.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/ddp/data_parallel.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/optim/averaged_model.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/lr_scheduler.h>
@@ -21,6 +19,8 @@
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/data_parallel/data_parallel.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

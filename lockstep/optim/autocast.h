@@ -5,7 +5,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
-#include <lockstep/ddp/output_tensors.h>
+#include <lockstep/nn/output_tensors.h>
 
 namespace torch::autograd {
 struct AutogradContext;

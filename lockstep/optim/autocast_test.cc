@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/ddp/data_parallel.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/optim/autocast.h>
+#include <lockstep/parallel/data_parallel/data_parallel.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

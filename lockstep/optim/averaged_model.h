@@ -11,7 +11,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
-#include <lockstep/ddp/wrapped_module.h>
+#include <lockstep/nn/wrapped_module.h>
 
 /// torch/optim/swa_utils.py: averages of weights. Include <lockstep/optim/swa_utils.h> for all of it.
 namespace lockstep::swa_utils {

@@ -14,10 +14,10 @@
 #include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/collectives/testing/pickle_file.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/device/device.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/optim/grad_scaler.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/driver.h>
 
 namespace device_parity_driver {

@@ -13,8 +13,8 @@
 
 #include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/ddp/output_tensors.h>
-#include <lockstep/ddp/recovery.h>
+#include <lockstep/nn/output_tensors.h>
+#include <lockstep/parallel/ddp/recovery.h>
 
 namespace lockstep {
 

@@ -15,7 +15,7 @@
 
 #include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/testing/pickle_file.h>
-#include <lockstep/ddp/grad_norm.h>
+#include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/testing/driver.h>
 

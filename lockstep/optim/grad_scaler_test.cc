@@ -7,14 +7,14 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
-#include <lockstep/ddp/grad_norm.h>
-#include <lockstep/ddp/gradient_accumulation.h>
 #include <lockstep/device/cuda_library.h>
+#include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

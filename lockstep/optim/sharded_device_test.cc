@@ -5,11 +5,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/ddp/distributed_data_parallel.h>
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/test_device.h>

@@ -1,6 +1,6 @@
 #include <torch/nn/modules/batchnorm.h>
 
-#include <lockstep/ddp/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/optim/update_bn.h>
 
 namespace lockstep::swa_utils::detail {

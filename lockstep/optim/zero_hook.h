@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/ddp/grad_bucket.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/ddp/grad_bucket.h>
 
 /// The optimizer's step during backward(): as soon as a bucket's gradients are averaged, their owners update
 /// the parameters and send them to all, while other gradients are still being computed or reduced. When

@@ -9,8 +9,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/ddp/join.h>
 #include <lockstep/optim/partition.h>
+#include <lockstep/parallel/ddp/join.h>
 
 namespace lockstep {
 

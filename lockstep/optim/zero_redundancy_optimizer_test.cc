@@ -5,9 +5,9 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
-#include <lockstep/ddp/join.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/ddp/join.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/data/example.h>
-#include <lockstep/ddp/output_tensors.h>
+#include <lockstep/nn/output_tensors.h>
 
 namespace lockstep {
 
@@ -25,7 +25,7 @@ template <class Batch>
 struct BatchAccess {
   static_assert(can_find_tensors<Batch>,
                 "the Trainer finds no tensors in this type of batch; give it a visit_tensors() (see "
-                "lockstep/ddp/output_tensors.h), or specialise lockstep::BatchAccess for it");
+                "lockstep/nn/output_tensors.h), or specialise lockstep::BatchAccess for it");
 
   /// Throws c10::ValueError for a batch without a tensor of one or more dimensions.
   static int64_t samples(const Batch& batch) {

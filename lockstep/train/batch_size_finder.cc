@@ -14,9 +14,9 @@
 
 #include <lockstep/base/memory.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/ddp/recovery.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
+#include <lockstep/parallel/ddp/recovery.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>
 

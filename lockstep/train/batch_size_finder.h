@@ -14,8 +14,8 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/sampler.h>
-#include <lockstep/ddp/options.h>
-#include <lockstep/ddp/output_tensors.h>
+#include <lockstep/nn/output_tensors.h>
+#include <lockstep/parallel/ddp/options.h>
 
 namespace lockstep {
 

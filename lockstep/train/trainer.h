@@ -14,9 +14,9 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
-#include <lockstep/ddp/gradient_accumulation.h>
-#include <lockstep/ddp/state_sync.h>
 #include <lockstep/optim/autocast.h>
+#include <lockstep/parallel/ddp/gradient_accumulation.h>
+#include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/batch_access.h>
 #include <lockstep/train/trainer_core.h>
 

@@ -11,7 +11,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/ddp/grad_norm.h>
+#include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>
 #include <lockstep/train/trainer_core.h>
 

@@ -15,11 +15,11 @@
 
 #include <lockstep/base/state_dict.h>
 #include <lockstep/checkpoint/training_state.h>
-#include <lockstep/ddp/options.h>
-#include <lockstep/ddp/step_snapshot.h>
+#include <lockstep/nn/step_snapshot.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/optim/autocast.h>
+#include <lockstep/parallel/ddp/options.h>
 #include <lockstep/train/early_stopping.h>
 #include <lockstep/train/metric_averages.h>
 #include <lockstep/train/trainer_options.h>

@@ -14,9 +14,9 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/data/distributed_sampler.h>
-#include <lockstep/ddp/grad_norm.h>
-#include <lockstep/ddp/gradient_accumulation.h>
+#include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/train/testing/fixtures.h>

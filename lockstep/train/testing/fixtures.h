@@ -14,7 +14,7 @@
 
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/distributed_sampler.h>
-#include <lockstep/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
 
 /// A model and data that the tests of this room share.
 namespace lockstep::testing {

@@ -1,0 +1,26 @@
+#include <unordered_set>
+
+#include <lockstep/nn/gradient_list.h>
+
+namespace lockstep {
+
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : parameters) {
+    if (!parameter.defined() || !parameter.grad().defined()) continue;
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) gradients.push_back(parameter.grad());
+  }
+  return gradients;
+}
+
+ForeachGroups group_by_device_and_dtype(const std::vector<at::Tensor>& tensors) {
+  ForeachGroups groups;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Device device = tensor.device();
+    groups[{device.type(), {device.index(), tensor.scalar_type()}}].push_back(tensor);
+  }
+  return groups;
+}
+
+}  // namespace lockstep

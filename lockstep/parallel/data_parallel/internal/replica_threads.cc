@@ -1,0 +1,118 @@
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
+
+#include <lockstep/base/background_thread.h>
+#include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/parallel/data_parallel/internal/replica_threads.h>
+
+// OpenMP's, found at run time in the runtime that LibTorch loaded, if it loaded one.
+extern "C" __attribute__((weak)) void omp_set_num_threads(int threads);
+
+namespace lockstep::internal {
+
+struct ReplicaThreads::Team {
+  /// What one run() wants of the threads.
+  struct Job {
+    int count;
+    const std::function<void(int)>& work;
+    at::ThreadLocalState state;
+    int intra_op_threads;
+    std::vector<std::exception_ptr> failures;
+  };
+
+  explicit Team(int count) : threads(static_cast<size_t>(count)) {
+    for (int i = 0; i < count; ++i) {
+      threads[static_cast<size_t>(i)].start("lockstep-replic", [this, i] { serve(i); });
+    }
+  }
+
+  ~Team() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      stop = true;
+    }
+    posted.notify_all();
+    for (auto& thread : threads) thread.join();
+  }
+
+  void serve(int index) {
+    at::get_num_threads();  // ATen's per-thread initialisation, which would undo what is set later
+    uint64_t done = 0;
+    for (;;) {
+      Job* mine = nullptr;
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        posted.wait(lock, [&] { return stop || (jobs != done && job != nullptr && index < job->count); });
+        if (stop) return;
+        done = jobs;
+        mine = job;
+      }
+      if (omp_set_num_threads != nullptr) omp_set_num_threads(mine->intra_op_threads);
+      try {
+        const at::ThreadLocalStateGuard guard(mine->state);
+        mine->work(index);
+      } catch (...) {
+        mine->failures[static_cast<size_t>(index)] = std::current_exception();
+      }
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (--running == 0) finished.notify_one();
+    }
+  }
+
+  void run(Job& posted_job) {
+    const std::lock_guard<std::mutex> one_run(run_mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    job = &posted_job;
+    running = posted_job.count;
+    ++jobs;
+    posted.notify_all();
+    finished.wait(lock, [this] { return running == 0; });
+    job = nullptr;
+  }
+
+  std::mutex run_mutex;
+  std::mutex mutex;  // guards all below
+  std::condition_variable posted;
+  std::condition_variable finished;
+  Job* job = nullptr;
+  uint64_t jobs = 0;  // how many were posted
+  int running = 0;
+  bool stop = false;
+  std::deque<BackgroundThread> threads;
+};
+
+ReplicaThreads::ReplicaThreads(int count) : count_(count), team_(std::make_unique<Team>(count)) {}
+
+ReplicaThreads::~ReplicaThreads() {
+  if (fork_guard_.in_forked_child()) (void)team_.release();  // its threads are the parent's
+}
+
+void ReplicaThreads::run(int count, const std::function<void(int)>& work,
+                         const std::function<std::string(int)>& where) {
+  if (fork_guard_.in_forked_child()) {
+    (void)team_.release();
+    team_ = std::make_unique<Team>(count_);
+    fork_guard_ = ForkGuard();
+  }
+  Team::Job job{count, work, at::ThreadLocalState(), std::max(1, at::get_num_threads() / count),
+                std::vector<std::exception_ptr>(static_cast<size_t>(count))};
+  team_->run(job);
+  for (int i = 0; i < count; ++i) {
+    if (!job.failures[static_cast<size_t>(i)]) continue;
+    try {
+      std::rethrow_exception(std::move(job.failures[static_cast<size_t>(i)]));
+    } catch (...) {
+      rethrow_with_context(where(i));
+    }
+  }
+}
+
+}  // namespace lockstep::internal

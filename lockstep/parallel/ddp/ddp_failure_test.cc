@@ -1,0 +1,268 @@
+// A rank dies in the middle of training; the others go on from the same step, in the same processes.
+#include <chrono>
+#include <csignal>
+#include <gmock/gmock.h>
+#include <random>
+#include <thread>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/nn/testing/fixtures.h>
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+
+namespace lockstep::ddp_failure_test {
+namespace {
+
+namespace nn = torch::nn;
+using testing::close;
+using testing::data;
+using ::testing::HasSubstr;
+using testing::make_double;
+using testing::message_of;
+
+/// With everything that forward changes: running statistics and random numbers.
+struct Noisy : nn::Module {
+  Noisy() {
+    register_module("a", a), register_module("norm", norm), register_module("b", b), register_module("c", c);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return c(torch::dropout(torch::relu(b(norm(torch::relu(a(x))))), 0.2, is_training()));
+  }
+  nn::Linear a{32, 64};
+  nn::BatchNorm1d norm{64};
+  nn::Linear b{64, 64};
+  nn::Linear c{64, 8};
+};
+
+std::vector<torch::Tensor> copies(const std::vector<torch::Tensor>& tensors) {
+  std::vector<torch::Tensor> answer;
+  for (const auto& tensor : tensors) answer.push_back(tensor.detach().clone());
+  return answer;
+}
+
+bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& x, const auto& y) { return at::equal(x, y); });
+}
+
+std::vector<torch::Tensor> momentum(const torch::optim::SGD& optimizer) {
+  std::vector<torch::Tensor> answer;
+  for (const auto& parameter : optimizer.param_groups()[0].params()) {
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (found == optimizer.state().end()) continue;
+    answer.push_back(static_cast<torch::optim::SGDParamState&>(*found->second).momentum_buffer());
+  }
+  return answer;
+}
+
+torch::Tensor random_state() {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+/// The same values on all ranks of the group.
+void expect_same_everywhere(const std::vector<torch::Tensor>& tensors, const ProcessGroup& group) {
+  for (const auto& tensor : tensors) {
+    std::vector<torch::Tensor> all;
+    for (int i = 0; i < get_world_size(group); ++i) all.push_back(torch::empty_like(tensor));
+    all_gather(all, tensor.detach().contiguous(), group);
+    for (const auto& other : all) EXPECT_TRUE(at::equal(other, all[0]));
+  }
+}
+
+void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds delay) {
+  auto world = init_process_group();
+  torch::manual_seed(rank);
+  auto net = make_double<Noisy>();
+  DistributedDataParallel model(net, {.bucket_cap_mb = 0.01, .restore_buffers_on_failure = true});
+  torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+  std::thread killer;
+  ProcessGroup group = default_group();
+  int64_t step = 0, steps_after = 0;
+  while (steps_after < 6) {
+    if (rank == victim && step == 3) {
+      killer = std::thread([delay] {
+        const auto until = std::chrono::steady_clock::now() + delay;
+        while (std::chrono::steady_clock::now() < until) {
+        }
+        ::kill(::getpid(), SIGKILL);
+      });
+    }
+    optimizer.zero_grad();
+    const auto parameters = copies(net->parameters()), buffers = copies(net->buffers());
+    const auto momenta = copies(momentum(optimizer));
+    const auto random = random_state();
+    try {
+      model(data(rank, {16, 32}, static_cast<int>(step))).square().mean().backward();
+      optimizer.step();
+      ++step;
+      if (get_world_size(group) == 2) ++steps_after;
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what_without_backtrace(), HasSubstr("rank " + std::to_string(victim)));
+      EXPECT_TRUE(equal(parameters, net->parameters()));
+      EXPECT_TRUE(equal(buffers, net->buffers()));
+      EXPECT_TRUE(equal(momenta, momentum(optimizer)));
+      EXPECT_TRUE(at::equal(random, random_state()));
+      group = shrink_group();
+      ASSERT_EQ(get_world_size(group), 2);
+      EXPECT_EQ(model.update_process_group(group, {optimizer}), step);
+    }
+  }
+  EXPECT_GT(step, 6);
+  auto progress = torch::tensor({step});
+  expect_same_everywhere({progress}, group);
+  expect_same_everywhere(net->parameters(), group);
+  expect_same_everywhere(momentum(optimizer), group);
+}
+
+TEST(DdpFailure, SurvivorsGoOnFromTheSameStepBitIdentically) {
+  constexpr int kMoments = 50;
+  std::mt19937 random(11);
+  for (int i = 0; i < kMoments; ++i) {
+    const int victim = i % 3;
+    const std::chrono::microseconds delay(random() % 8000);
+    const auto outcomes =
+        testing::run_ranks_collect(3, [&](int rank) { train_until_somebody_dies(rank, victim, delay); },
+                                   {.expected_failures = {victim}});
+    for (const auto& outcome : outcomes) {
+      if (outcome.rank == victim) {
+        EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
+      } else {
+        EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << "moment " << i << " rank " << outcome.rank << ": "
+                                                       << outcome.exception.value_or("") << outcome.output;
+      }
+    }
+  }
+}
+
+TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
+  testing::run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(1);
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net);
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    const auto train = [&](int steps) {
+      for (int step = 0; step < steps; ++step) {
+        optimizer.zero_grad();
+        model(data(rank, {16, 32}, step)).square().mean().backward();
+        optimizer.step();
+      }
+    };
+    train(3);
+    optimizer.zero_grad();
+    model(data(rank, {16, 32}, 3)).square().mean().backward();
+    if (rank != 1) optimizer.step();  // rank 1 lost its way between backward and step
+    const auto group = new_group();
+    EXPECT_EQ(model.update_process_group(group, {optimizer}), 4);
+    expect_same_everywhere(net->parameters(), group);
+    expect_same_everywhere(net->buffers(), group);
+    expect_same_everywhere(momentum(optimizer), group);
+    train(3);
+    expect_same_everywhere(net->parameters(), group);
+    EXPECT_EQ(model.get_ddp_logging_data().ints_map.at("iteration"), 7);
+  });
+}
+
+TEST(DdpFailure, AFinishedStepIsNotUndone) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net, {.restore_buffers_on_failure = true});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const auto before = copies(net->buffers());
+    model(data(rank, {16, 32})).square().mean().backward();
+    model.reset();  // not applied: undone
+    EXPECT_TRUE(equal(before, net->buffers()));
+    model(data(rank, {16, 32})).square().mean().backward();
+    const auto buffers = copies(net->buffers());
+    const auto random = random_state();
+    optimizer.step();
+    model.reset();
+    EXPECT_TRUE(equal(buffers, net->buffers()));
+    EXPECT_TRUE(at::equal(random, random_state()));
+  });
+}
+
+TEST(DdpFailure, AnExceptionInAForwardUndoesItsOwnStepOnly) {
+  struct Failing : Noisy {
+    torch::Tensor forward(const torch::Tensor& x) {
+      auto output = Noisy::forward(x);
+      TORCH_CHECK(!fails, "bad sample");
+      return output;
+    }
+    bool fails = false;
+  };
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    auto net = make_double<Failing>();
+    DistributedDataParallel<Failing> model(net, {.restore_buffers_on_failure = true});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    const auto x = data(7, {16, 32});  // the same on all ranks, so that rank 0's buffers change nothing
+    const auto expect_failure_leaves_all = [&] {
+      const auto buffers = copies(net->buffers());
+      const auto random = random_state();
+      net->fails = true;
+      EXPECT_THAT(message_of<c10::Error>([&] { model(x); }), HasSubstr("bad sample"));
+      net->fails = false;
+      EXPECT_TRUE(equal(buffers, net->buffers()));
+      EXPECT_TRUE(at::equal(random, random_state()));
+    };
+    expect_failure_leaves_all();  // of the first step
+    model(x).square().mean().backward();
+    {
+      torch::NoGradGuard no_grad;
+      model.eval();
+      expect_failure_leaves_all();  // of a validation, before the finished step is applied
+      optimizer.step();
+      expect_failure_leaves_all();  // and behind it
+      model.train();
+    }
+    expect_failure_leaves_all();  // of the second step
+    EXPECT_EQ(net->norm->num_batches_tracked.item<int64_t>(), 1);
+  });
+}
+
+TEST(DdpFailure, AMismatchFailsAllAndAnotherGroupGoesOn) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net, {.restore_buffers_on_failure = true});
+    const auto x = data(rank, {16, 32});
+    model(x).square().mean().backward();
+    const auto buffers = copies(net->buffers());
+    const auto random = random_state();
+    net->zero_grad();
+    auto loss = model(x).square().mean();
+    if (rank == 1) {
+      auto other = torch::ones({3});
+      EXPECT_THAT(message_of([&] { all_reduce(other); }), HasSubstr("all_reduce"));
+      model.reset();
+    } else {
+      EXPECT_THAT(message_of([&] { loss.backward(); }), HasSubstr("all_reduce"));
+    }
+    EXPECT_TRUE(equal(buffers, net->buffers()));
+    EXPECT_TRUE(at::equal(random, random_state()));
+    const auto logged = model.get_ddp_logging_data();
+    EXPECT_EQ(logged.ints_map.at("has_error"), rank == 0 ? 1 : 0);
+    if (rank == 0) {
+      EXPECT_THAT(logged.strs_map.at("error"), HasSubstr("all_reduce"));
+    }
+    const auto group = shrink_group();
+    EXPECT_EQ(get_world_size(group), 2);
+    EXPECT_EQ(model.update_process_group(group), 0) << "nothing was applied";
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      model(x).square().mean().backward();
+      expect_same_everywhere({net->a->weight.grad(), net->c->bias.grad()}, group);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::ddp_failure_test

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <lockstep/parallel/ddp/options.h>
+
+namespace lockstep {
+
+/// Parameters that are reduced together, apart from the buckets, in one operation that starts when the
+/// gradient of another parameter is computed: so that it runs when nothing else communicates. Their gradients
+/// are views of one buffer. torch/nn/parallel/distributed.py, _register_delay_all_reduce_hook.
+///
+/// The end of backward awaits the operation (PyTorch does not). Gradients that come after it has started stay
+/// this rank's own. Used by one thread at a time.
+class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
+ public:
+  /// Broadcasts the parameters of rank 0; collective.
+  static std::shared_ptr<DelayedAllReduce> create(const std::vector<NamedTensor>& parameters,
+                                                  const at::Tensor& trigger, const ProcessGroup& group);
+
+  /// After a forward: gives the gradients their places again, where the user has dropped them; zeroed.
+  void after_forward();
+  void update_process_group(const ProcessGroup& group) { group_ = group; }
+
+ private:
+  DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group);
+  void start();
+
+  std::vector<at::Tensor> parameters_;
+  ProcessGroup group_;
+  at::Tensor buffer_;
+  std::vector<at::Tensor> views_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,95 @@
+#include <algorithm>
+#include <optional>
+#include <sstream>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/ddp/ddp_core.h>
+#include <lockstep/parallel/ddp/delayed_all_reduce.h>
+#include <lockstep/parallel/ddp/recovery.h>
+#include <lockstep/parallel/ddp/reducer/reducer.h>
+#include <lockstep/parallel/ddp/state_sync.h>
+
+namespace lockstep {
+namespace {
+
+std::vector<int64_t> gather_numbers(int64_t number, const ProcessGroup& group) {
+  at::Tensor mine = at::empty({1}, at::kLong).fill_(number);
+  at::Tensor all = at::empty({group->getSize()}, at::kLong);
+  all_gather_into_tensor(all, mine, group);
+  const auto* numbers = all.const_data_ptr<int64_t>();
+  return {numbers, numbers + all.numel()};
+}
+
+/// The device that all parameters are on; nothing if there are several.
+std::optional<at::Device> only_device(const torch::optim::Optimizer& optimizer) {
+  std::optional<at::Device> device;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (device && *device != parameter.device()) return std::nullopt;
+      device = parameter.device();
+    }
+  }
+  return device;
+}
+
+}  // namespace
+
+Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
+    : save_([&optimizer] {
+        torch::serialize::OutputArchive archive;
+        optimizer.save(archive);
+        std::ostringstream stream;
+        archive.save_to(stream);
+        return stream.str();
+      }),
+      load_([&optimizer](const std::string& bytes) {
+        std::istringstream stream(bytes);
+        torch::serialize::InputArchive archive;
+        // The sender's device may have another number.
+        archive.load_from(stream, only_device(optimizer));
+        optimizer.load(archive);
+      }) {}
+
+int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
+                 const std::vector<Recoverable>& states, const ProcessGroup& group) {
+  const auto all = gather_numbers(steps, group);
+  const auto ahead = std::max_element(all.begin(), all.end());
+  if (std::all_of(all.begin(), all.end(), [&](int64_t number) { return number == *ahead; })) return *ahead;
+  const int source = static_cast<int>(ahead - all.begin());
+  broadcast_coalesced(tensors, group, source);
+  for (const Recoverable& state : states) {
+    const std::string bytes =
+        broadcast_bytes(group->getRank() == source ? state.save() : std::string(), group, source);
+    if (steps != *ahead) state.load(bytes);
+  }
+  return *ahead;
+}
+
+int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states) {
+  TORCH_CHECK_VALUE(is_member(group), "update_process_group: this rank is not in the process group");
+  options_.process_group = group;
+  buffers_may_differ_ = true;
+  if (delayed_) delayed_->update_process_group(group);
+  if (!reducer_) return 0;
+  // A round whose gradients nobody has used is to be done again.
+  const int64_t rounds = reducer_->rounds();
+  int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
+  // Whose state is a mixture, because who sent it died meanwhile, is behind all others.
+  if (catching_up_) committed = -1;
+  undo_step();
+  reducer_->update_process_group(group);
+  auto tensors = model_.parameters;
+  for (auto& buffer : current_buffers()) tensors.push_back(std::move(buffer));
+  catching_up_ = true;
+  const int64_t steps = catch_up(committed, tensors, states, group);
+  catching_up_ = false;
+  reducer_->set_rounds(steps);
+  return steps;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,271 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <lockstep/parallel/ddp/options.h>
+#include <lockstep/parallel/ddp/reducer/bucket.h>
+#include <lockstep/parallel/ddp/reducer/bucket_tuner.h>
+#include <lockstep/parallel/ddp/reducer/fingerprint.h>
+#include <lockstep/parallel/ddp/reducer/gradient_slots.h>
+#include <lockstep/parallel/ddp/reducer/step_times.h>
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace lockstep {
+
+/// Averages gradients over a group while backward() is still computing others. docs/reducer.md draws it.
+///
+/// Parameters are packed into *buckets*: flat memory that all ranks on the host see, cut into *slots*. The
+/// kernels of backward() write gradients into their slots (GradientSlots); what lands elsewhere is copied
+/// there when autograd has accumulated it. A full bucket is all-reduced at once, strictly in bucket order, by
+/// the group's communication thread, or handed to a communication hook. The end of backward() waits for the
+/// last one; gradients are then the averages, where they are. A gradient that the user holds, or whose memory
+/// is the user's, stays the same tensor in the same memory, as in PyTorch.
+///
+/// A *round* is one such reduction of all parameters. It opens with the first gradient after a synchronised
+/// forward and is finished by the callback that ends backward(). The first round uses one bucket and notes
+/// the order in which gradients arrive; before the second forward buckets are built in rank 0's order. After
+/// torch's reducer.cpp, whose errors it repeats with the parameters' names.
+///
+/// When a round fails, backward() throws the first cause, after `on_failure` has run; gradients are then
+/// undefined, and update_process_group() makes it usable again.
+///
+/// On other devices than the CPU a bucket is reduced behind the streams that its gradients came on, and
+/// gradients are there in the order of the stream that was current when backward() was called, as all that
+/// backward() leaves. They are copied into their slots, for their memory is the device's.
+///
+/// Used by one thread at a time, as a module is (autograd's threads for devices apart); several reducers may
+/// work at once, each on a group of its own or in the same order on all ranks. Hooks hold it weakly.
+class Reducer : public std::enable_shared_from_this<Reducer> {
+ public:
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;
+    bool sparse = false;  // its gradients are
+  };
+
+  /// `parameters`: distinct, requiring gradients, the same on all ranks. `on_failure` runs before an error of
+  /// a round leaves the reducer.
+  static std::shared_ptr<Reducer> create(std::vector<Parameter> parameters,
+                                         const DistributedDataParallelOptions& options,
+                                         std::function<void()> on_failure = {});
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+  ~Reducer();
+
+  /// Reduces buckets by `hook` from now on. Once, before the first backward; and once after each
+  /// update_process_group().
+  void register_comm_hook(CommunicationHook hook, const std::string& name);
+  /// Before the first backward; see the option.
+  void set_static_graph();
+
+  /// Before a synchronised forward. Throws if the last round is not finished: some parameters got no
+  /// gradient; names them.
+  void prepare_forward();
+  /// Before every forward that may be followed by a backward: builds the buckets anew when that is due;
+  /// collective then.
+  void rebuild_buckets();
+  /// After a forward: whether the backward passes to come are to reduce. `outputs`: forward's tensors, where
+  /// they could be found; they tell when backward begins.
+  void prepare_backward(bool synchronise, const std::vector<at::Tensor>& outputs);
+  /// Leaves the round unfinished: what was launched is awaited, its results are nobody's.
+  void reset();
+  /// reset(), and the same parameters over another group, as new. A registered hook stays, with whatever
+  /// group it has; register_comm_hook() replaces it.
+  void update_process_group(const ProcessGroup& group);
+  /// Times are taken in the first 10 rounds, and then in every so many.
+  void set_sample_rate(int rounds);
+  /// Throws if the last backward left a round unfinished, naming the parameters without a gradient.
+  void check_finalized() const;
+
+  // For ranks that have run out of inputs (join()):
+  /// Takes part in one round, with zeros.
+  void shadow_backward();
+  /// The end of backward awaits these, too.
+  void add_post_backward_futures(const std::vector<HookFuture>& futures);
+  /// Divide the next round by this instead of the group's size; 0: by the group's size.
+  void set_divisor(int64_t ranks);
+
+  /// Called at the end of each backward, before its gradients are finished.
+  void set_on_backward_end(std::function<void()> callback);
+  /// For mixed precision: gradients, of whatever dtype, are reduced in this one, and come out in the
+  /// parameters' own.
+  void set_reduce_dtype(at::ScalarType reduce);
+  /// Watches the accumulators that the parameters have now, when their data were given another type: those of
+  /// the forwards up to the next backward. Parameters have the same ones as long as the answer lives.
+  [[nodiscard]] std::vector<std::shared_ptr<void>> watch_current_accumulators();
+
+  /// The gradients' bytes in each bucket, in the order of their reduction.
+  std::vector<size_t> bucket_bytes() const;
+  /// For tests: caps as if tuning had chosen them, at the next rebuild.
+  void force_caps(const BucketCaps& caps);
+
+  struct Report {
+    std::vector<size_t> initial_bucket_bytes, bucket_bytes, bucket_parameters;
+    BucketCaps caps;
+    bool rebuilt = false, tuned = false, static_graph = false, can_set_static_graph = true;
+    size_t unused_bytes = 0;
+    std::vector<size_t> arrival_order;  // in the last round
+    std::string hook, error;
+    StepTimes last, average;
+    int64_t rounds = 0;
+  };
+  Report report() const;
+  /// Synchronised rounds that were finished.
+  int64_t rounds() const;
+  /// Whether the last finished round's gradients have been applied, as a step with a learning rate of 0 is
+  /// not: the parameters have changed since. (Samples some elements of each, for LibTorch's optimizers leave
+  /// no other trace: they change parameters through data(), which counts no versions.)
+  bool stepped_since_round() const;
+  /// A communication hook steps the optimizer, so that a finished round is an applied one.
+  void set_steps_in_backward();
+  /// Counts on from here.
+  void set_rounds(int64_t rounds);
+
+ private:
+  struct Place {
+    size_t bucket = 0;
+    size_t position = 0;
+  };
+  struct Reduction {
+    double seconds = 0;
+    size_t bytes = 0;
+  };
+  struct PreHook;
+  struct Hook;
+
+  Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
+          std::function<void()> on_failure);
+  void add_hooks();
+  std::pair<const void*, uintptr_t> watch(torch::autograd::Node& accumulator, size_t index);
+  void before_gradient(size_t index);
+  void on_gradient(size_t index, const at::Tensor& incoming);
+
+  // reducer_buckets.cc
+  BucketCaps initial_caps() const;
+  BucketCaps caps_in_use() const;
+  bool tunes() const;
+  void build_initial_buckets();
+  void build_buckets(const std::vector<size_t>& order, const BucketCaps& caps, bool last_first = false);
+  void build_buckets_again();
+  void keep_gradient(size_t index, const Bucket& old, size_t old_position);
+  void tune();
+  BackwardProfile profile() const;
+  void move_to_new_memory(Bucket& bucket, size_t needed);
+
+  void begin_round();
+  void begin_backward();
+  void open_round();
+  void note_new_gradient(size_t index);
+  void mark_ready(size_t index, bool used, const at::Tensor& incoming = {});
+  void take_gradient(size_t index, const at::Tensor& incoming);
+  bool known_to_others(size_t index, const at::Tensor& incoming) const;
+  void give_slot(size_t index);
+  void take_sparse_gradient(Bucket& bucket, size_t index);
+  void take_nothing(size_t index);
+  void launch_ready();
+  void launch(size_t index);
+  bool all_unused(const Bucket& bucket) const;
+  void queue_finish();
+  void finish_round();
+  void await(Bucket& bucket);
+  std::vector<bool> agree_on_used();
+  void give_gradients(Bucket& bucket);
+  void put_gradient(size_t index, const at::Tensor& values);
+  void give_gradients_to_unused(const std::vector<bool>& globally_used);
+  void abandon_round();
+  [[noreturn]] void fail_round(std::exception_ptr error);
+  void queue_everything();  // static graph, first round
+  std::string names_without_gradient() const;
+  std::string unfinished_text() const;
+  void note_round(std::chrono::nanoseconds reducing);
+  int64_t divisor() const { return divisor_ > 0 ? divisor_ : group_->getSize(); }
+  bool is_first_static_round() const { return static_graph_ && rounds_ == rounds_at_reset_; }
+
+  std::vector<Parameter> parameters_;
+  std::vector<at::Tensor> tensors_;         // the parameters', by index
+  std::vector<at::ScalarType> own_dtypes_;  // theirs, whatever mixed precision makes of them for a while
+  bool on_cpu_ = true;                      // all of them
+  DistributedDataParallelOptions options_;
+  ProcessGroup group_;
+  std::function<void()> on_failure_;
+  std::unordered_map<const torch::autograd::Node*, size_t> accumulator_index_;
+  std::vector<std::shared_ptr<void>> accumulators_;  // keep the hooks' nodes alive
+  std::vector<std::shared_ptr<void>> hook_removers_;
+
+  mutable std::mutex mutex_;
+  CommunicationHook hook_;
+  std::string hook_name_;
+  bool hook_of_old_group_ = false;  // it may be replaced
+  std::optional<at::ScalarType> reduce_dtype_;
+  std::function<void()> on_backward_end_;
+  std::vector<Bucket> buckets_;
+  std::vector<Place> places_;  // by parameter
+  std::shared_ptr<GradientSlots> slots_;
+  std::vector<size_t> initial_bucket_bytes_;
+
+  /// By parameter: the memory that autograd or the reducer last made for its gradient. Weak pointers keep
+  /// addresses from being used again.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> own_storage_;
+
+  // What backward is to do:
+  bool synchronise_ = false;
+  bool static_graph_ = false;
+  bool watching_outputs_ = false;   // the last forward's outputs tell when backward begins
+  int graph_task_ = -1;             // of the backward in progress
+  std::vector<bool> had_gradient_;  // by parameter: when autograd last came to add to it
+  std::vector<size_t> unused_;      // parameters that this forward did not use
+  std::vector<int> uses_;           // static graph: by parameter, gradients in the first round
+  int64_t divisor_ = 0;
+  std::vector<HookFuture> post_backward_;
+
+  // The round:
+  bool open_ = false;
+  bool marked_unused_ = false;
+  std::vector<bool> ready_;         // by parameter
+  std::vector<bool> used_;          // by parameter: got a gradient on this rank, also under no_sync()
+  std::vector<int> uses_left_;      // static graph
+  std::vector<size_t> silent_;      // parameters that backward reached, without a gradient for them
+  std::vector<at::Tensor> before_;  // by parameter: unused ones' gradients, as they were
+  size_t next_bucket_ = 0;          // the first that is not launched
+  bool finish_queued_ = false;
+
+  // Over rounds:
+  std::vector<size_t> arrival_order_;          // in the round
+  std::vector<double> arrival_seconds_;        // since backward began, in that order
+  std::vector<size_t> last_arrival_order_;     // in the round before
+  std::vector<std::vector<double>> measured_;  // rounds' arrivals in seconds, by parameter
+  std::vector<Reduction> reductions_;          // in these rounds
+  std::vector<bool> globally_used_;            // by parameter, in the last round that asked
+  bool rebuilt_ = false;
+  bool tuned_ = false;
+  std::optional<BucketCaps> chosen_caps_;
+  bool same_graph_ = true;  // all rounds so far used the same parameters
+  std::vector<bool> used_before_;
+  int sample_rate_ = 100;
+  int64_t rounds_ = 0;
+  int64_t rounds_at_reset_ = 0;
+  internal::Fingerprint fingerprint_;  // of the parameters at the end of the last round
+  bool steps_in_backward_ = false;
+  size_t unused_bytes_ = 0;
+  int moves_ = 0;  // of buckets to new memory
+  std::string error_;
+  StepClock clock_;
+};
+
+}  // namespace lockstep

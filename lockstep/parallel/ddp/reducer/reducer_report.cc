@@ -1,0 +1,97 @@
+// What the reducer says of itself: errors' texts, settings of the measurements, the report.
+#include <sstream>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/parallel/ddp/reducer/reducer.h>
+
+namespace lockstep {
+
+std::string Reducer::names_without_gradient() const {
+  std::ostringstream names;
+  size_t missing = 0;
+  constexpr size_t kShown = 20;
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    if (ready_[index] || (is_first_static_round() && uses_[index] > 0)) continue;
+    if (++missing <= kShown) names << (missing > 1 ? ", " : "") << parameters_[index].name;
+  }
+  if (missing > kShown) names << " and " << missing - kShown << " more";
+  return names.str();
+}
+
+std::string Reducer::unfinished_text() const {
+  std::ostringstream text;
+  text << "Expected to have finished reduction in the prior iteration before starting a new one. Rank "
+       << group_->getRank() << ": these parameters received no gradient: " << names_without_gradient()
+       << ". They were not used in producing the loss, or backward() ended with an exception. ";
+  if (options_.find_unused_parameters) {
+    text << "find_unused_parameters looks for them from the tensors that forward() returns: make sure that "
+            "all of these take part in the loss, and that the graph leads to them from there";
+  } else {
+    text << "Set find_unused_parameters = true if some parameters take no part in some iterations, make sure "
+            "that all outputs of forward() take part in the loss, or wrap iterations that are not to be "
+            "reduced in no_sync()";
+  }
+  return text.str();
+}
+
+void Reducer::check_finalized() const {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, unfinished_text());
+}
+
+void Reducer::set_sample_rate(int rounds) {
+  TORCH_CHECK_VALUE(rounds >= 1, "DDP runtime logging sample rate should be equal or greater than 1; it is ",
+                    rounds);
+  std::lock_guard lock(mutex_);
+  sample_rate_ = rounds;
+}
+
+std::vector<size_t> Reducer::bucket_bytes() const {
+  std::vector<size_t> bytes;
+  for (const Bucket& bucket : buckets_) bytes.push_back(bucket.bytes);
+  return bytes;
+}
+
+int64_t Reducer::rounds() const {
+  std::lock_guard lock(mutex_);
+  return rounds_;
+}
+
+void Reducer::set_rounds(int64_t rounds) {
+  std::lock_guard lock(mutex_);
+  rounds_ = rounds_at_reset_ = rounds;
+}
+
+void Reducer::set_steps_in_backward() {
+  std::lock_guard lock(mutex_);
+  steps_in_backward_ = true;
+}
+
+bool Reducer::stepped_since_round() const {
+  std::lock_guard lock(mutex_);
+  return steps_in_backward_ || fingerprint_.differs(tensors_);
+}
+
+Reducer::Report Reducer::report() const {
+  std::lock_guard lock(mutex_);
+  Report report{.initial_bucket_bytes = initial_bucket_bytes_,
+                .bucket_bytes = bucket_bytes(),
+                .bucket_parameters = {},
+                .caps = caps_in_use(),
+                .rebuilt = rebuilt_,
+                .tuned = chosen_caps_.has_value(),
+                .static_graph = static_graph_,
+                .can_set_static_graph = static_graph_ || same_graph_,
+                .unused_bytes = unused_bytes_,
+                .arrival_order = last_arrival_order_,
+                .hook = hook_name_,
+                .error = error_,
+                .last = clock_.last(),
+                .average = clock_.average(),
+                .rounds = rounds_};
+  for (const Bucket& bucket : buckets_) report.bucket_parameters.push_back(bucket.parameters.size());
+  return report;
+}
+
+}  // namespace lockstep
