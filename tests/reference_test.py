@@ -14,7 +14,7 @@ HEADERS = [
     for name in (
         "collectives/functional",
         "collectives/objects",
-        "base/object_conversion",
+        "serialization/object_conversion",
         "collectives/process_group",
     )
 ]

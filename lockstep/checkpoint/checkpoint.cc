@@ -11,7 +11,7 @@
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/save_job.h>
-#include <lockstep/checkpoint/internal/state_json.h>
+#include <lockstep/serialization/state_json.h>
 
 namespace lockstep {
 namespace {

@@ -10,9 +10,9 @@
 
 #include <c10/core/Device.h>
 
-#include <lockstep/base/state_dict.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/base/errors.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/serialization/state_dict.h>
 
 /// Checkpoints on disk: a directory each, which is there as a whole or not at all. docs/checkpoints.md is the
 /// guide and describes the files. CheckpointManager (checkpoint_manager.h) decides when, and which to keep;

@@ -12,7 +12,6 @@
 
 #include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 #include <lockstep/checkpoint/internal/candidates.h>
@@ -26,6 +25,7 @@
 #include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/internal/save_schedule.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
+#include <lockstep/serialization/object_conversion.h>
 
 namespace lockstep {
 namespace {

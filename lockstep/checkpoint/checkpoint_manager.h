@@ -7,9 +7,9 @@
 #include <optional>
 #include <string>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {
 

@@ -14,10 +14,10 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
-#include <lockstep/checkpoint/internal/state_json.h>
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/checkpoint/testing/states.h>
+#include <lockstep/serialization/state_json.h>
 #include <lockstep/testing/memory_bound.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>

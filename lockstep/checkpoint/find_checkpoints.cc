@@ -5,7 +5,6 @@
 #include <vector>
 
 #include <lockstep/base/log.h>
-#include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
@@ -15,6 +14,7 @@
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
+#include <lockstep/serialization/object_conversion.h>
 
 namespace lockstep {
 namespace {

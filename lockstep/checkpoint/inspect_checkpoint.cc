@@ -21,8 +21,8 @@
 #include <lockstep/checkpoint/inspect_checkpoint.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
-#include <lockstep/checkpoint/internal/state_json.h>
 #include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/serialization/state_json.h>
 
 namespace lockstep {
 namespace {

@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <string>
 
-#include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/base/errors.h>
 
 namespace lockstep {
 

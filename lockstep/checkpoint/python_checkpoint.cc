@@ -14,12 +14,12 @@
 #include <ATen/ops/empty.h>
 #include <caffe2/serialize/inline_container.h>
 
-#include <lockstep/base/pickle/format.h>
-#include <lockstep/base/pickle/object_reader.h>
-#include <lockstep/base/pickle/writer.h>
 #include <lockstep/checkpoint/internal/file_io.h>
-#include <lockstep/checkpoint/internal/zip_directory.h>
 #include <lockstep/checkpoint/python_checkpoint.h>
+#include <lockstep/serialization/pickle/format.h>
+#include <lockstep/serialization/pickle/object_reader.h>
+#include <lockstep/serialization/pickle/writer.h>
+#include <lockstep/serialization/zip_directory.h>
 
 // torch/serialization.py: _save, _load. The zip archive NAME.pt has NAME/data.pkl, a pickle that names
 // storages by persistent ids ("storage", class, key, location, number of elements), their bytes in

@@ -5,8 +5,8 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/base/state_dict.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/base/errors.h>
+#include <lockstep/serialization/state_dict.h>
 
 /// Files of Python's torch.save() and torch.load(weights_only=True). docs/python_checkpoints.md shows both
 /// sides.

@@ -11,8 +11,8 @@
 #include <ATen/ops/arange.h>
 #include <caffe2/serialize/inline_container.h>
 
-#include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/checkpoint/python_checkpoint.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::python_checkpoint_fuzz {

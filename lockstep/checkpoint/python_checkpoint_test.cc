@@ -13,8 +13,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/checkpoint/python_checkpoint.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 #include <lockstep/testing/folder_test.h>
 #include <lockstep/testing/message_of.h>
 

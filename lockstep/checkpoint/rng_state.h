@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include <lockstep/base/state_dict.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {
 

@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <lockstep/checkpoint/checkpoint_error.h>
+#include <lockstep/base/errors.h>
 
 /// Reading and writing safetensors files, with the names of Python's safetensors.torch, which reads what this
 /// writes and writes what this reads. https://github.com/huggingface/safetensors describes the format.

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/checkpoint/internal/safetensors_header.h>
 #include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/serialization/safetensors_header.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::safetensors_fuzz {

@@ -9,10 +9,10 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/memory.h>
-#include <lockstep/base/pickle/object_pickle.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 
 /// Each function is two operations on tensors: first the sizes of the pickles, then the pickles, padded to
 /// the largest where ranks' tensors must have one size. A rank that can't pickle its object says so with a

@@ -6,8 +6,8 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/base/object_conversion.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/serialization/object_conversion.h>
 
 /// Collectives of objects instead of tensors, as c10::IValue: None, bool, int64_t, double, complex, strings,
 /// CPU tensors, devices, and lists, dicts and tuples of them to any depth up to 200. torch/distributed/

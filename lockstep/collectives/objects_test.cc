@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/object_conversion.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
+#include <lockstep/serialization/object_conversion.h>
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::objects_test {

@@ -13,9 +13,9 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/data/internal/copy_stream.h>
 #include <lockstep/data/to_device.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::data {
 

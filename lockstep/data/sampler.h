@@ -7,8 +7,8 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/data/internal/random.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::data {
 

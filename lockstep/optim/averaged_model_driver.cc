@@ -9,9 +9,9 @@
 
 #include <torch/torch.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/optim/swa_utils.h>
+#include <lockstep/serialization/state_dict.h>
 #include <lockstep/testing/driver.h>
 
 namespace averaged_model_driver {

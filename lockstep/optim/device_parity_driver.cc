@@ -10,14 +10,14 @@
 
 #include <torch/torch.h>
 
-#include <lockstep/base/object_conversion.h>
-#include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/device/device.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/serialization/object_conversion.h>
+#include <lockstep/serialization/state_dict.h>
 #include <lockstep/testing/driver.h>
 
 namespace device_parity_driver {

@@ -11,10 +11,10 @@
 #include <c10/core/Device.h>
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/nn/output_tensors.h>
 #include <lockstep/parallel/ddp/recovery.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {
 

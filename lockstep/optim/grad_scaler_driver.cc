@@ -13,10 +13,10 @@
 
 #include <torch/torch.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/testing/pickle_file.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/grad_scaler.h>
+#include <lockstep/serialization/state_dict.h>
 #include <lockstep/testing/driver.h>
 
 namespace grad_scaler_driver {

@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/state_dict.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {
 

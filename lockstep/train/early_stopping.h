@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include <lockstep/base/state_dict.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {
 

@@ -3,9 +3,9 @@
 #include <map>
 #include <string>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/observe/metrics_writer.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {
 

@@ -13,13 +13,13 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/checkpoint/training_state.h>
 #include <lockstep/nn/step_snapshot.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/parallel/ddp/options.h>
+#include <lockstep/serialization/state_dict.h>
 #include <lockstep/train/early_stopping.h>
 #include <lockstep/train/metric_averages.h>
 #include <lockstep/train/trainer_options.h>

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <utility>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/base/printable.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 

@@ -12,10 +12,10 @@
 #include <unistd.h>
 #include <utility>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/file_size_signal.h>
 #include <lockstep/base/log.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 
 namespace lockstep::internal {

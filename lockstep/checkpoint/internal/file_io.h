@@ -6,8 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
 
 /// Files with errors that say what could not be done to which path, and why.
 namespace lockstep::internal {

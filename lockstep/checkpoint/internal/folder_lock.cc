@@ -19,13 +19,13 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/per_process.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/folder_lock.h>
 

@@ -13,7 +13,7 @@
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
-#include <lockstep/checkpoint/internal/safetensors_header.h>
+#include <lockstep/serialization/safetensors_header.h>
 
 namespace lockstep::internal {
 namespace {

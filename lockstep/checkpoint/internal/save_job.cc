@@ -11,11 +11,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/object_conversion.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
+#include <lockstep/serialization/object_conversion.h>
 
 namespace lockstep::internal {
 namespace {

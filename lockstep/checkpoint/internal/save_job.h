@@ -14,8 +14,8 @@
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
-#include <lockstep/checkpoint/internal/state_json.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
+#include <lockstep/serialization/state_json.h>
 
 namespace lockstep::internal {
 

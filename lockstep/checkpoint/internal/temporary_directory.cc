@@ -10,9 +10,9 @@
 #include <system_error>
 #include <utility>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>

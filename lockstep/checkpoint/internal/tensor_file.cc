@@ -8,9 +8,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/printable.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
@@ -30,15 +30,6 @@ void for_chunks(int64_t bytes, const Action& action) {
 
 at::Tensor as_written(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
-}
-
-void check_can_write(const at::Tensor& tensor, const std::string& what) {
-  TORCH_CHECK_VALUE(tensor.defined(), what, " is undefined, so there is nothing to write");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, what, " has the layout ", tensor.layout(),
-                    ", and a safetensors file holds dense tensors; convert it with to_dense()");
-  TORCH_CHECK_VALUE(!tensor.is_meta(), what, " is on the device meta, where it has no elements");
-  TORCH_CHECK_VALUE(safetensors_dtype(tensor.scalar_type()), what, " has the dtype ", tensor.scalar_type(),
-                    ", which safetensors does not have; convert it (to complex64, say), or save parts of it");
 }
 
 WrittenFile write_tensor_file(const std::filesystem::path& path, const std::vector<NamedTensor>& tensors,

@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/checkpoint/internal/file_io.h>
-#include <lockstep/checkpoint/internal/safetensors_header.h>
+#include <lockstep/serialization/safetensors_header.h>
 
 /// Safetensors files as a whole: writing tensors with their checksums, and reading them.
 namespace lockstep::internal {
@@ -41,9 +41,6 @@ struct WriteOptions {
 
 /// The tensor as its bytes lie in a file: on the CPU, contiguous, without gradient; itself if it is so.
 at::Tensor as_written(const at::Tensor& tensor);
-
-/// Throws c10::ValueError that begins with `what` for a tensor that no safetensors file can hold.
-void check_can_write(const at::Tensor& tensor, const std::string& what);
 
 /// Writes a new file. Throws CheckpointError, and leaves a part of the file then; c10::ValueError for tensors
 /// and names that the format doesn't have, and leaves nothing.

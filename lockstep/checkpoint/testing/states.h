@@ -6,7 +6,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/state_dict.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::testing {
 

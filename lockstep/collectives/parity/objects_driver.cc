@@ -11,8 +11,8 @@
 
 #include <torch/torch.h>
 
-#include <lockstep/base/object_conversion.h>
-#include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/serialization/object_conversion.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 #include <lockstep/testing/driver.h>
 
 namespace objects_driver {

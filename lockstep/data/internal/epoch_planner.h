@@ -7,9 +7,9 @@
 
 #include <ATen/core/Generator.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/data/data_loader_options.h>
 #include <lockstep/data/internal/batch_pipeline.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::data::internal {
 

@@ -6,9 +6,9 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/state_dict.h>
 #include <lockstep/optim/lr_scheduler/scheduler.h>
 #include <lockstep/optim/lr_scheduler/state_fields.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::lr_scheduler {
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/base/state_dict.h>
+#include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::lr_scheduler {
 

@@ -7,12 +7,12 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/object_conversion.h>
-#include <lockstep/base/state_dict.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/device/accelerator.h>
+#include <lockstep/serialization/object_conversion.h>
+#include <lockstep/serialization/state_dict.h>
 #include <lockstep/train/internal/failure_agreement.h>
 
 namespace lockstep::train {

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 /// The header of a safetensors file: its length (8 bytes, little-endian), then JSON, padded with spaces so
@@ -34,6 +35,9 @@ struct SafetensorsHeader {
 std::optional<std::string> safetensors_dtype(at::ScalarType dtype);
 /// The other way round. "F6_E2M3" and "F6_E3M2" are safetensors', but not torch's.
 std::optional<at::ScalarType> torch_dtype(std::string_view name);
+
+/// Throws c10::ValueError that begins with `what` for a tensor that no safetensors file can hold.
+void check_can_write(const at::Tensor& tensor, const std::string& what);
 
 /// Bytes of a contiguous tensor; nothing on overflow. Sizes must not be negative.
 std::optional<int64_t> bytes_of(const std::vector<int64_t>& shape, at::ScalarType dtype);

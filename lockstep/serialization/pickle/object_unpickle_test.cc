@@ -9,9 +9,9 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/base/object_conversion.h>
-#include <lockstep/base/pickle/format.h>
-#include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/serialization/object_conversion.h>
+#include <lockstep/serialization/pickle/format.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 #include <lockstep/testing/memory_bound.h>
 
 namespace lockstep::object_unpickle_test {

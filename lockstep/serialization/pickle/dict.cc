@@ -5,7 +5,7 @@
 
 #include <ATen/core/Dict.h>
 
-#include <lockstep/base/pickle/dict.h>
+#include <lockstep/serialization/pickle/dict.h>
 
 namespace lockstep::pickle {
 namespace {

@@ -12,11 +12,11 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/pickle/dict.h>
+#include <lockstep/base/errors.h>
 #include <lockstep/base/printable.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
-#include <lockstep/checkpoint/internal/state_json.h>
-#include <lockstep/checkpoint/internal/tensor_file.h>
+#include <lockstep/serialization/pickle/dict.h>
+#include <lockstep/serialization/safetensors_header.h>
+#include <lockstep/serialization/state_json.h>
 
 namespace lockstep::internal {
 namespace {

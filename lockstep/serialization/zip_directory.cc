@@ -6,8 +6,8 @@
 #include <vector>
 #include <zlib.h>
 
-#include <lockstep/checkpoint/checkpoint_error.h>
-#include <lockstep/checkpoint/internal/zip_directory.h>
+#include <lockstep/base/errors.h>
+#include <lockstep/serialization/zip_directory.h>
 
 namespace lockstep::internal {
 namespace {

@@ -1,6 +1,6 @@
 #include <ATen/core/jit_type.h>
 
-#include <lockstep/base/object_conversion.h>
+#include <lockstep/serialization/object_conversion.h>
 
 namespace lockstep::detail {
 

@@ -12,7 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/base/pickle/format.h>
+#include <lockstep/serialization/pickle/format.h>
 
 namespace lockstep::pickle {
 

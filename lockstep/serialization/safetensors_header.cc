@@ -8,9 +8,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/base/printable.h>
-#include <lockstep/checkpoint/checkpoint_error.h>
-#include <lockstep/checkpoint/internal/safetensors_header.h>
+#include <lockstep/serialization/safetensors_header.h>
 
 namespace lockstep::internal {
 namespace {
@@ -218,6 +218,15 @@ std::optional<at::ScalarType> torch_dtype(std::string_view name) {
     if (name == known) return type;
   }
   return {};
+}
+
+void check_can_write(const at::Tensor& tensor, const std::string& what) {
+  TORCH_CHECK_VALUE(tensor.defined(), what, " is undefined, so there is nothing to write");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, what, " has the layout ", tensor.layout(),
+                    ", and a safetensors file holds dense tensors; convert it with to_dense()");
+  TORCH_CHECK_VALUE(!tensor.is_meta(), what, " is on the device meta, where it has no elements");
+  TORCH_CHECK_VALUE(safetensors_dtype(tensor.scalar_type()), what, " has the dtype ", tensor.scalar_type(),
+                    ", which safetensors does not have; convert it (to complex64, say), or save parts of it");
 }
 
 std::optional<int64_t> bytes_of(const std::vector<int64_t>& shape, at::ScalarType dtype) {

@@ -8,9 +8,9 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/base/object_conversion.h>
-#include <lockstep/base/pickle/format.h>
-#include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/serialization/object_conversion.h>
+#include <lockstep/serialization/pickle/format.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 
 namespace lockstep::object_pickle_test {
 namespace {

@@ -5,8 +5,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/pickle/object_pickle.h>
-#include <lockstep/base/pickle/writer.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
+#include <lockstep/serialization/pickle/writer.h>
 
 static_assert(std::endian::native == std::endian::little, "tensors are pickled as they lie in memory");
 

@@ -6,7 +6,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/base/pickle/machine.h>
+#include <lockstep/serialization/pickle/machine.h>
 
 namespace lockstep::pickle {
 

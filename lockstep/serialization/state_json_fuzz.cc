@@ -8,8 +8,8 @@
 
 #include <ATen/ops/zeros.h>
 
-#include <lockstep/checkpoint/checkpoint_error.h>
-#include <lockstep/checkpoint/internal/state_json.h>
+#include <lockstep/base/errors.h>
+#include <lockstep/serialization/state_json.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::state_json_fuzz {

@@ -14,7 +14,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::object_pickle_fuzz {

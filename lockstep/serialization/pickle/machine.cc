@@ -10,10 +10,10 @@
 #include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/pickle/dict.h>
-#include <lockstep/base/pickle/format.h>
-#include <lockstep/base/pickle/machine.h>
-#include <lockstep/base/pickle/object_pickle.h>
+#include <lockstep/serialization/pickle/dict.h>
+#include <lockstep/serialization/pickle/format.h>
+#include <lockstep/serialization/pickle/machine.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
 
 namespace lockstep::pickle {
 namespace {

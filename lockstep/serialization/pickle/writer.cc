@@ -7,8 +7,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/memory.h>
-#include <lockstep/base/pickle/object_pickle.h>
-#include <lockstep/base/pickle/writer.h>
+#include <lockstep/serialization/pickle/object_pickle.h>
+#include <lockstep/serialization/pickle/writer.h>
 
 namespace lockstep::pickle {
 

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include <lockstep/base/pickle/format.h>
+#include <lockstep/serialization/pickle/format.h>
 
 namespace lockstep::pickle {
 

@@ -6,8 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/pickle/format.h>
-#include <lockstep/base/pickle/object_reader.h>
+#include <lockstep/serialization/pickle/format.h>
+#include <lockstep/serialization/pickle/object_reader.h>
 
 namespace lockstep::pickle {
 namespace {

@@ -5,8 +5,8 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/base/object_conversion.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/serialization/object_conversion.h>
 
 namespace lockstep {
 

@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <lockstep/base/state_dict.h>
+#include <lockstep/serialization/state_dict.h>
 
 /// States as JSON, with their tensors elsewhere. What JSON has stands as itself: null, true and false, whole
 /// numbers, finite floating point (always with a point or an exponent, and digits enough to be the same
