@@ -25,7 +25,7 @@
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>
-#include <lockstep/transport/shared_memory/segment.h>
+#include <lockstep/transport/host/segment.h>
 
 namespace lockstep::doctor {
 namespace {

@@ -3,7 +3,7 @@
 #include <functional>
 #include <memory>
 
-#include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/host/group_channel.h>
 
 namespace lockstep::testing {
 

@@ -14,7 +14,7 @@
 #include <lockstep/collectives/backend/arena_allocator.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/open_backend.h>
-#include <lockstep/transport/shared_memory/forked_memory.h>
+#include <lockstep/transport/host/forked_memory.h>
 
 #include "gloo_stand_in.h"
 #include "interrupts.h"
@@ -133,7 +133,7 @@ PYBIND11_MODULE(_C, module) {
              "Ends all groups that are still open, without waiting for peers; aborts them when an exception "
              "ends the program.");
   module.def("install_forked_memory_handler", &lockstep::transport::install_forked_memory_handler,
-             "In a forked child: see lockstep/transport/shared_memory/forked_memory.h.");
+             "In a forked child: see lockstep/transport/host/forked_memory.h.");
 
   py::class_<ArenaAllocationScope>(
       module, "ArenaAllocation",

@@ -3,7 +3,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/algorithms/staging.h>
-#include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/host/group_channel.h>
 
 /// What the collectives do with the bytes, over one group channel. Each call is one operation of the channel:
 /// it begins, announces, moves and commits. Throws transport::ChannelError when the group failed; memory is

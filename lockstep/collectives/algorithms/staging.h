@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/host/group_channel.h>
 
 /// What the algorithms share: chunks that pass through the scratch, and the end of an operation.
 namespace lockstep::algorithms {

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include <lockstep/collectives/backend/memory_source.h>
-#include <lockstep/transport/shared_memory/arena.h>
+#include <lockstep/transport/host/arena.h>
 
 namespace lockstep {
 

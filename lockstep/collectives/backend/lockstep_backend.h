@@ -10,7 +10,7 @@
 
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 #include <lockstep/flight/recorder.h>
-#include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/host/group_channel.h>
 
 namespace lockstep {
 

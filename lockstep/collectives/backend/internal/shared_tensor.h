@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <lockstep/transport/shared_memory/arena.h>
+#include <lockstep/transport/host/arena.h>
 
 namespace lockstep {
 

@@ -15,7 +15,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/device/nccl_options.h>
 #include <lockstep/rendezvous/world.h>
-#include <lockstep/transport/shared_memory/group_channel.h>
+#include <lockstep/transport/host/group_channel.h>
 
 /// The groups that are alive in this process. All functions are thread-safe.
 namespace lockstep {

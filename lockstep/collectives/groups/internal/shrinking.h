@@ -3,7 +3,7 @@
 #include <vector>
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
-#include <lockstep/transport/shared_memory/shrink.h>
+#include <lockstep/transport/host/shrink.h>
 
 /// What shrink_group() and LockstepBackend::shrink() have in common.
 namespace lockstep::shrinking {

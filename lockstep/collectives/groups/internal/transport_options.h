@@ -1,7 +1,7 @@
 #pragma once
 
 #include <lockstep/base/environment.h>
-#include <lockstep/transport/shared_memory/host_transport.h>
+#include <lockstep/transport/host/host_transport.h>
 
 namespace lockstep {
 

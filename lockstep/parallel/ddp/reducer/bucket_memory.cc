@@ -6,9 +6,9 @@
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/bucket_memory.h>
-#include <lockstep/transport/shared_memory/arena.h>
-#include <lockstep/transport/shared_memory/group_channel.h>
-#include <lockstep/transport/shared_memory/host_transport.h>
+#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/host_transport.h>
 
 namespace lockstep {
 

@@ -1,0 +1,180 @@
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <unistd.h>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <lockstep/base/memory.h>
+#include <lockstep/device/host_memory.h>
+#include <lockstep/transport/host/arena.h>
+
+namespace lockstep::transport::arena_test {
+namespace {
+
+constexpr size_t kSegment = size_t{1} << 20;
+
+TEST(Arena, HandsOutDistinctAlignedMemoryAndTakesItBack) {
+  Arena arena(kSegment, 64);
+  const size_t before = arena.bytes_in_use();
+  std::mt19937 random(7);
+  struct Block {
+    std::byte* memory;
+    size_t bytes;
+    unsigned char mark;
+  };
+  std::vector<Block> blocks;
+  for (int step = 0; step < 3000; ++step) {
+    if (blocks.size() < 40 && random() % 3 != 0) {
+      const size_t bytes = random() % 4 == 0 ? random() % 60000 : random() % 300;
+      std::byte* memory = arena.allocate(bytes);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (bytes >= 4096 ? 4096 : 64), 0u);
+      const auto mark = static_cast<unsigned char>(random());
+      std::memset(memory, mark, bytes);
+      blocks.push_back({memory, bytes, mark});
+    } else if (!blocks.empty()) {
+      std::swap(blocks[random() % blocks.size()], blocks.back());
+      const Block block = blocks.back();
+      blocks.pop_back();
+      // Nobody else wrote into it.
+      for (size_t i = 0; i < block.bytes; ++i) {
+        ASSERT_EQ(block.memory[i], static_cast<std::byte>(block.mark));
+      }
+      arena.deallocate(block.memory);
+    }
+  }
+  for (const Block& block : blocks) arena.deallocate(block.memory);
+  EXPECT_EQ(arena.bytes_in_use(), before);
+  // Holes were joined: the whole first segment but the header fits again.
+  std::byte* all = arena.allocate(kSegment - 8192);
+  EXPECT_EQ(arena.find(all, 1)->segment, 0u);
+}
+
+TEST(Arena, GrowsBySegmentsAndFindsWhatLiesInThem) {
+  Arena arena(kSegment, 64);
+  std::vector<uint32_t> announced;
+  arena.set_listener([&](uint32_t index, const std::shared_ptr<Segment>& segment) {
+    announced.push_back(index);
+    EXPECT_GE(segment->size(), 3 * kSegment);
+  });
+  std::byte* large = arena.allocate(3 * kSegment);
+  EXPECT_EQ(announced, std::vector<uint32_t>{1});
+  const auto reference = arena.find(large + 100, 10);
+  ASSERT_TRUE(reference);
+  EXPECT_EQ(reference->segment, 1u);
+  EXPECT_EQ(arena.segment(1)->data() + reference->offset, large + 100);
+  EXPECT_FALSE(arena.find(large + 3 * kSegment - 4, 8)) << "reaches beyond the segment";
+  int elsewhere = 0;
+  EXPECT_FALSE(arena.find(&elsewhere, sizeof elsewhere));
+}
+
+TEST(Arena, RefusesWhatTheMachineDoesNotHave) {
+  Arena arena(kSegment, 64);
+  const auto limits = read_memory_limits();
+  const auto room = static_cast<size_t>(std::min(limits.available, limits.cgroup_left));
+  try {
+    arena.allocate(room + (size_t{1} << 30));
+    FAIL() << "more than there is";
+  } catch (const c10::OutOfMemoryError& error) {
+    EXPECT_NE(std::string(error.what()).find("shared memory"), std::string::npos);
+  }
+  EXPECT_NE(arena.allocate(100), nullptr) << "still usable";
+}
+
+// ---- memory that peers may write no more
+
+constexpr size_t kPage = 4096;
+
+TEST(Arena, OnlyMemoryWithPagesOfItsOwnIsWritable) {
+  Arena arena(kSegment, 64);
+  std::byte* block = arena.allocate(3 * kPage + 100);
+  EXPECT_TRUE(arena.find_writable(block, 3 * kPage + 100)) << "the rest of the last page is no one's";
+  EXPECT_TRUE(arena.find_writable(block, 2 * kPage));
+  EXPECT_TRUE(arena.find_writable(block + kPage, kPage));
+  EXPECT_FALSE(arena.find_writable(block, kPage + 64)) << "ends in the midst of a page";
+  EXPECT_FALSE(arena.find_writable(block + 64, 2 * kPage)) << "begins in the midst of a page";
+  EXPECT_TRUE(arena.find(block + 64, 2 * kPage));
+  std::byte* small = arena.allocate(kPage - 1);
+  EXPECT_FALSE(arena.find_writable(small, kPage - 1));
+}
+
+TEST(Arena, DetachedMemoryKeepsItsContentAndNoPeerReachesIt) {
+  Arena arena(kSegment, 64);
+  const size_t before = arena.bytes_in_use();
+  const auto own = arena.segment(0);
+  const auto peer = Segment::map(UniqueFd(::dup(own->fd())), own->size());
+  const auto at_peer = [&](const std::byte* memory) { return peer->data() + (memory - own->data()); };
+  for (int round = 0; round < 3; ++round) {
+    std::byte* block = arena.allocate(8 * kPage);
+    std::memset(block, 1, 8 * kPage);
+    arena.detach(block + 2 * kPage, 3 * kPage);
+    EXPECT_FALSE(arena.find(block, 8 * kPage));
+    EXPECT_FALSE(arena.find(block + 4 * kPage + 5, 1));
+    EXPECT_TRUE(arena.find(block, 2 * kPage));
+    EXPECT_TRUE(arena.find(block + 5 * kPage, 3 * kPage));
+    std::memset(at_peer(block), 7, 8 * kPage);
+    EXPECT_EQ(block[2 * kPage - 1], std::byte{7}) << "not detached";
+    for (size_t i = 2 * kPage; i < 5 * kPage; ++i) ASSERT_EQ(block[i], std::byte{1});
+    EXPECT_EQ(block[5 * kPage], std::byte{7}) << "not detached";
+    // Used again only once the owner has given it back and no peer writes any more, in either order.
+    if (round == 1) {
+      arena.reattach(block + 2 * kPage);
+      EXPECT_FALSE(arena.find(block + 2 * kPage, 1)) << "it stays away from the peers while it is in use";
+      arena.deallocate(block);
+    } else {
+      arena.deallocate(block);
+      std::byte* other = arena.allocate(8 * kPage);
+      EXPECT_NE(other, block);
+      arena.deallocate(other);
+      arena.reattach(block + 2 * kPage);
+    }
+    EXPECT_EQ(arena.bytes_in_use(), before);
+    std::byte* again = arena.allocate(8 * kPage);
+    ASSERT_EQ(again, block);
+    EXPECT_TRUE(arena.find(again, 8 * kPage));
+    std::memset(again, 9, 8 * kPage);
+    EXPECT_EQ(at_peer(again)[3 * kPage], std::byte{9}) << "shared again";
+    arena.deallocate(again);
+  }
+}
+
+TEST(Arena, GivesBackWholePages) {
+  struct Registrar final : HostMemoryRegistrar {
+    bool lock(void*, size_t) noexcept override { return true; }
+    void unlock(void*) noexcept override {}
+  } registrar;
+  constexpr size_t kPage = 4096, kPages = 10;
+  Arena arena(kSegment, 64);
+  std::byte* memory = arena.allocate(kPages * kPage);
+  const auto pages_given_back = [&](size_t from, size_t bytes) {
+    std::memset(memory, 1, kPages * kPage);
+    arena.give_back_pages(memory + from, bytes);
+    std::vector<size_t> given_back;
+    for (size_t page = 0; page < kPages; ++page) {
+      const std::byte* begin = memory + page * kPage;
+      const auto zeros = static_cast<size_t>(std::count(begin, begin + kPage, std::byte{0}));
+      EXPECT_TRUE(zeros == 0 || zeros == kPage) << "page " << page;
+      if (zeros == kPage) given_back.push_back(page);
+    }
+    return given_back;
+  };
+  using Pages = std::vector<size_t>;
+  EXPECT_EQ(pages_given_back(kPage, 2 * kPage), (Pages{1, 2}));
+  EXPECT_EQ(pages_given_back(100, 3 * kPage), (Pages{1, 2})) << "it ends within page 3";
+  EXPECT_EQ(pages_given_back(100, 100), Pages{});
+  EXPECT_EQ(pages_given_back(kPage - 100, 200), Pages{});
+  std::vector<std::byte> elsewhere(3 * kPage, std::byte{1});
+  arena.give_back_pages(elsewhere.data(), elsewhere.size());
+  EXPECT_EQ(std::count(elsewhere.begin(), elsewhere.end(), std::byte{0}), 0);
+
+  // A device copies from and to the pages that it has locked.
+  set_host_memory_registrar(c10::DeviceType::PrivateUse1, &registrar);
+  arena.page_lock(memory, c10::DeviceType::PrivateUse1);
+  set_host_memory_registrar(c10::DeviceType::PrivateUse1, nullptr);
+  EXPECT_EQ(pages_given_back(kPage, 2 * kPage), Pages{});
+}
+
+}  // namespace
+}  // namespace lockstep::transport::arena_test

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <sys/types.h>
+
+#include <lockstep/transport/host/wait_record.h>
+
+namespace lockstep::transport {
+
+/// The first bytes of every process's first segment: who it is, the note that it leaves when it ends, and
+/// what it waits for.
+struct alignas(64) ProcessHeader {
+  uint64_t magic = 0;
+  int32_t pid = 0;
+  std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
+  WaitRecords waits;
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+enum class EndKind : uint32_t { kRunning = 0, kLeft = 1, kExit = 2, kSignal = 3 };
+
+/// Writes how this process ends, unless a note is already there. Async-signal-safe.
+void leave_note(ProcessHeader& header, EndKind kind, int code);
+EndKind note_kind(const ProcessHeader& header);
+
+/// From now on exit(3) and crashes by SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT leave a note in the header.
+/// Handlers are installed once, only for signals whose action is the default, and end the process as the
+/// default would; where another room's handler is there already, it leaves the note (base/end_hook.h). A
+/// forked child leaves none.
+void watch_process_end(ProcessHeader& header);
+void unwatch_process_end(ProcessHeader& header);
+
+/// How the process ended, in words, from its note, the launcher's exit board, or the kernel (PIDFD_GET_INFO,
+/// /proc): whichever knows within about 50 ms. `pidfd` may be -1.
+std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd);
+
+}  // namespace lockstep::transport

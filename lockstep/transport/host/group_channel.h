@@ -1,0 +1,190 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/message_channel.h>
+
+namespace lockstep::transport {
+
+/// What a rank tells the others before an operation begins.
+struct Announcement {
+  uint64_t digest = 0;  // of everything that must agree
+  std::array<std::byte, layout::kDetailBytes> details{};
+  std::optional<MemoryReference> memory;  // the data, if they lie in this rank's arena
+  const void* payload = nullptr;          // the data themselves, at most GroupChannel::kPayloadBytes
+  size_t payload_bytes = 0;
+};
+
+/// Combines payloads on their way up the tree (groups beyond 8 ranks).
+class PayloadCombiner {
+ public:
+  virtual ~PayloadCombiner() = default;
+  /// `inputs` in rank order, to at most 2·kPayloadBytes at `partial`.
+  virtual void combine(void* partial, const std::vector<const void*>& inputs) const = 0;
+  /// Partial results in rank order, to at most kPayloadBytes at `result`.
+  virtual void finish(void* result, const std::vector<const void*>& partials) const = 0;
+};
+
+/// One process group's share of the host transport: announcements, flags, scratch.
+/// docs/shared_memory_protocol.md has the protocol and its proof.
+///
+/// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] →
+/// commit(). All members run the same operations in the same order, each from one thread at a time; abort()
+/// and failed() may be called from any thread. Every wait ends: by what is waited for, the
+/// deadline, the end of a peer, or another member's failure; it then throws ChannelError, on all members, and
+/// the channel stays failed.
+///
+/// Ranks here are group ranks, 0 to size()−1.
+class GroupChannel {
+ public:
+  static constexpr size_t kPayloadBytes = layout::kPayloadBytes;
+  /// Up to this size everybody reads everybody's announcement; larger groups combine them in a tree of this
+  /// radix.
+  static constexpr int kFlatRanks = layout::kFlatRanks;
+  enum class Flag { kStaged, kReduced, kDone };
+
+  using AddressExchange = GroupMembers::AddressExchange;
+
+  /// Collective over `members` (transport ranks, in group order, this one among them). `exchange` is used no
+  /// more once open() has returned on any member. Throws what `exchange` throws, and c10::DistBackendError or
+  /// DistTimeoutError if a member fails while the group is being made.
+  static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport,
+                                            std::vector<int> members, const AddressExchange& exchange,
+                                            const Deadline& deadline);
+  /// The same over members that know each other already. Throws ChannelError.
+  static std::shared_ptr<GroupChannel> open(std::shared_ptr<GroupMembers> members, const Deadline& deadline);
+  /// A second channel of the members of another one, which joins for both: all must have made this one before
+  /// they open that one. Waits for nobody.
+  static std::shared_ptr<GroupChannel> open_beside(std::shared_ptr<GroupMembers> members);
+  GroupChannel(const GroupChannel&) = delete;
+  GroupChannel& operator=(const GroupChannel&) = delete;
+  ~GroupChannel();
+
+  int rank() const { return rank_; }
+  int size() const { return members_->size(); }
+  /// The rank within the job, for messages.
+  int job_rank(int rank) const { return members_->job_rank(rank); }
+  HostTransport& transport() { return members_->transport(); }
+  const GroupMembers& members() const { return *members_; }
+  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+  /// Send and receive between members.
+  MessageChannel& messages() { return messages_; }
+
+  /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
+  void begin(const Deadline& deadline, bool background);
+  /// Where the payload of the coming announcement is to stand, kPayloadBytes: for who writes it there itself.
+  std::byte* own_payload();
+  void announce(const Announcement& announcement);
+  /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before
+  /// any member's data were touched. With a combiner, groups beyond kFlatRanks have the combined payload
+  /// ready after it.
+  void await_announcements(const PayloadCombiner* combiner = nullptr);
+
+  // After await_announcements():
+  bool all_have_memory() const { return all_have_memory_; }
+  const void* payload(int rank) const;
+  /// The combined payload (groups beyond kFlatRanks that were given a combiner).
+  const void* combined_payload() const;
+  /// The announced memory of a member, as mapped here.
+  std::byte* memory(int rank);
+  /// Other memory in a member's arena, as mapped here.
+  std::byte* memory(int rank, const MemoryReference& reference);
+  const std::array<std::byte, layout::kDetailBytes>& details(int rank) const;
+
+  /// Fails the operation on all members because of what they have announced, before any data were touched:
+  /// all must come to the same conclusion, with `text` for each.
+  [[noreturn]] void refuse(const std::string& text);
+
+  /// Sets this rank's flag (values only grow) after everything written so far, and wakes who waits.
+  void publish(Flag flag, uint64_t value);
+  /// Waits until all members' flag, or one member's, is at least `value`; what they wrote before is then
+  /// visible.
+  void await_all(Flag flag, uint64_t value);
+  void await_rank(Flag flag, int rank, uint64_t value);
+
+  /// The last step of each operation, after its last await: makes success final for all, or throws if the
+  /// others have decided otherwise. Nothing may be waited for after it.
+  void commit();
+
+  /// What interrupted a wait (base/interrupt.h) that turned out to be over, so that the operation has
+  /// succeeded all the same; once. Null if nothing did. An interruption of a wait that is not over is thrown
+  /// by the wait.
+  std::exception_ptr take_interruption() { return std::exchange(interruption_, nullptr); }
+
+  /// This rank's scratch, at least `bytes`; grows at need, visible to others after the next publish().
+  std::byte* scratch(size_t bytes);
+  std::byte* scratch_of(int rank);
+  /// Chunks staged before this operation by every member; the operation adds its own count to it when it is
+  /// done.
+  uint64_t chunk_base() const { return chunk_base_; }
+  void add_chunks(uint64_t count) { chunk_base_ += count; }
+
+  /// Says that this rank takes part in no further operation: members that wait for it fail at once. Not while
+  /// an operation is in progress. May be called again.
+  void leave() { members_->leave(); }
+
+  /// Fails the group on all members: the operation in progress, unless it has succeeded already, or else the
+  /// next one. Waits in progress end. From any thread.
+  void abort() { members_->abort(); }
+  bool failed() const { return members_->failed(); }
+  /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have
+  /// closed it).
+  void release_after_close(std::function<void()> release) {
+    members_->release_after_close(std::move(release));
+  }
+
+ private:
+  explicit GroupChannel(std::shared_ptr<GroupMembers> members);
+
+  layout::ControlBlock& block(int rank) const { return members_->block(rank); }
+  layout::Slot& slot(int rank) const { return block(rank).slots[sequence() & 1]; }
+  std::byte* partial_payload(int rank) const;
+  std::byte* result_payload() const;
+  layout::Flag& flag_of(Flag flag, int rank) const;
+
+  void join(const Deadline& deadline);
+  void await_flat();
+  void await_tree(const PayloadCombiner* combiner);
+  WaitPolicy policy_for(int rank) const;
+  template <class Word>
+  void await_ranks(int first, int last, int step, uint64_t value, Word&& word);
+  template <class Complete>
+  bool give_up(FailureKind kind, int culprit, Complete&& complete);
+  [[noreturn]] void fail_as_decided(const std::vector<int>& late);
+  std::vector<int> not_announced() const;
+
+  std::shared_ptr<GroupMembers> members_;
+  const int rank_;
+  MessageChannel messages_;
+
+  // The operation in progress; one thread at a time.
+  std::atomic<uint64_t> sequence_{0};
+  Deadline deadline_ = Deadline::never();
+  std::chrono::nanoseconds timeout_{};
+  WaitPolicy policy_;
+  WaitPolicy foreground_policy_;
+  WaitPolicy background_policy_;
+  bool spin_apart_ = false;  // there is a core for each rank
+  bool all_have_memory_ = false;
+  bool joining_ = false;
+  /// Whether the last operation has succeeded here, or was decided to have failed. Otherwise this rank has
+  /// left it by an error of its own, and its flags may have let others succeed.
+  bool concluded_ = true;
+  std::exception_ptr interruption_;
+
+  std::byte* scratch_ = nullptr;
+  size_t scratch_bytes_ = 0;
+  uint64_t chunk_base_ = 0;
+  std::optional<ChannelError> failure_;
+};
+
+}  // namespace lockstep::transport

@@ -1,0 +1,434 @@
+#include <algorithm>
+#include <sstream>
+#include <system_error>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <lockstep/base/cpu.h>
+#include <lockstep/base/format_duration.h>
+#include <lockstep/base/interrupt.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/thread_cache.h>
+#include <lockstep/transport/host/message_channel.h>
+
+namespace lockstep::transport {
+namespace {
+
+using layout::MessageEvents;
+using layout::Transfer;
+using layout::TransferState;
+
+/// Whose tell_in_background() this thread serves.
+thread_local const MessageChannel* telling_here = nullptr;
+
+/// Whoever has started a request mostly waits for it soon: until then the background thread keeps away.
+constexpr auto kGrace = std::chrono::microseconds(100);
+
+}  // namespace
+
+MessageChannel::MessageChannel(std::shared_ptr<GroupMembers> members)
+    : members_(std::move(members)), peers_(members_->size()) {
+  const int ranks = members_->transport().living_count();
+  const int cores = usable_cores();
+  foreground_policy_ = choose_wait_policy(ranks, cores, false);
+  background_policy_ = choose_wait_policy(ranks, cores, true);
+}
+
+MessageChannel::~MessageChannel() {
+  if (members_->transport().in_forked_child()) return;
+  close();
+  // Peers may still read from the mailboxes, and look at transfers that were given up.
+  auto arena = members_->transport().shared_arena();
+  for (const Peer& peer : peers_) {
+    if (peer.outgoing == nullptr) continue;
+    members_->release_after_close([arena, mailbox = peer.outgoing] { arena->deallocate(mailbox); });
+  }
+  for (Transfer* transfer : given_up_) {
+    members_->release_after_close([arena, transfer] { arena->deallocate(transfer); });
+  }
+}
+
+// ---- starting, waiting, ending
+
+MessageChannel::Handle MessageChannel::send(const void* data, MessageKind kind, int to, int64_t tag,
+                                            const Deadline& deadline, Callback on_done) {
+  return start(std::make_shared<Request>(Request{.is_send = true,
+                                                 .data = static_cast<std::byte*>(const_cast<void*>(data)),
+                                                 .kind = kind,
+                                                 .tag = tag,
+                                                 .deadline = deadline,
+                                                 .timeout = deadline.remaining(),
+                                                 .on_done = std::move(on_done),
+                                                 .peer = to}));
+}
+
+MessageChannel::Handle MessageChannel::receive(void* data, MessageKind kind, int from, int64_t tag,
+                                               const Deadline& deadline, Callback on_done) {
+  return start(std::make_shared<Request>(Request{.is_send = false,
+                                                 .data = static_cast<std::byte*>(data),
+                                                 .kind = kind,
+                                                 .tag = tag,
+                                                 .deadline = deadline,
+                                                 .timeout = deadline.remaining(),
+                                                 .on_done = std::move(on_done),
+                                                 .peer = from}));
+}
+
+MessageChannel::Handle MessageChannel::start(Handle request) {
+  TORCH_CHECK_WITH(DistBackendError, !members_->transport().in_forked_child(),
+                   "a process group of the parent can't be used in a forked child");
+  Lock lock(mutex_);
+  if (members_->failed()) throw members_->describe_failure({}, {});
+  TORCH_CHECK_WITH(DistBackendError, !closed_, "the process group was destroyed");
+  requests_.push_back(request);
+  if (!request->is_send) {
+    for (Peer& peer : peers_) peer.unreadable = nullptr;
+    // Among the messages that came before; matched messages leave the list.
+    for (auto arrived = arrived_.begin(); arrived != arrived_.end() && !request->posted;) {
+      arrived = match(*request, *arrived) ? arrived_.erase(arrived) : std::next(arrived);
+    }
+  }
+  advance();
+  // Whoever sleeps does not know of the new request, nor that its own may be done.
+  if (driving_) members_->block(members_->rank()).messages.notify();
+  run_callbacks(lock);
+  return request;
+}
+
+bool MessageChannel::wait(const Handle& request, const Deadline& until) {
+  Lock lock(mutex_);
+  ++waiters_;
+  const auto leave = c10::make_scope_exit([this] {
+    --waiters_;
+    changed_.notify_all();
+  });
+  while (!request->done && !until.expired()) {
+    if (!driving_) {
+      drive(lock, request.get(), until);
+    } else {
+      // The background thread gives way, another waiter advances this request too.
+      if (waiters_ == 1) members_->block(members_->rank()).messages.notify();
+      wait_interruptibly(changed_, lock, until);
+    }
+  }
+  return request->done;
+}
+
+bool MessageChannel::is_done(const Handle& request) {
+  Lock lock(mutex_);
+  if (!request->done && !driving_) {
+    advance();
+    run_callbacks(lock);
+  }
+  return request->done;
+}
+
+std::exception_ptr MessageChannel::error(const Handle& request) {
+  Lock lock(mutex_);
+  return request->error;
+}
+
+int MessageChannel::source(const Handle& request) {
+  Lock lock(mutex_);
+  return request->peer;
+}
+
+void MessageChannel::close() {
+  Lock lock(mutex_);
+  closed_ = true;
+  const auto error = std::make_exception_ptr(
+      ChannelError(FailureKind::kAborted, "the process group was destroyed before this was done"));
+  for (const Handle& request : requests_) give_up(*request, error);
+  remove_done();
+  run_callbacks(lock);
+  members_->block(members_->rank()).messages.notify();
+  changed_.notify_all();
+  changed_.wait(lock, [this] { return !serving_ && !driving_ && telling_ == 0; });
+}
+
+// ---- who advances
+
+void MessageChannel::advance_in_background() {
+  Lock lock(mutex_);
+  if (serving_ || !busy() || closed_) return;
+  serving_ = true;
+  lock.unlock();
+  run_in_background([this] { serve(); });
+}
+
+void MessageChannel::tell_in_background(std::function<void()> tell) {
+  {
+    Lock lock(mutex_);
+    ++telling_;
+  }
+  const auto run = [this](std::function<void()>& tell) {
+    const auto before = std::exchange(telling_here, this);
+    tell();
+    tell = nullptr;  // what it holds goes without the lock
+    telling_here = before;
+    Lock lock(mutex_);
+    --telling_;
+    changed_.notify_all();
+  };
+  try {
+    run_in_background([run, tell]() mutable { run(tell); });
+  } catch (const std::system_error& error) {
+    LOCKSTEP_LOG(kWarning) << "a callback runs in the thread of a message: " << error.what();
+    run(tell);
+  }
+}
+
+bool MessageChannel::is_telling_here() const {
+  return telling_here == this;
+}
+
+void MessageChannel::serve() {
+  Lock lock(mutex_);
+  changed_.wait_for(lock, kGrace, [this] { return !busy() || closed_; });
+  while (busy() && !closed_) {
+    if (driving_ || waiters_ > 0) {
+      changed_.wait(lock, [this] { return (!driving_ && waiters_ == 0) || !busy() || closed_; });
+    } else {
+      drive(lock, nullptr, Deadline::never());
+    }
+  }
+  serving_ = false;
+  changed_.notify_all();
+}
+
+/// Advances everything until `request` is done; without one, until nothing is left or somebody waits.
+void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& until) {
+  driving_ = true;
+  const auto stop = c10::make_scope_exit([this] {
+    driving_ = false;
+    changed_.notify_all();
+  });
+  while (true) {
+    const bool moved = advance();
+    run_callbacks(lock);
+    if (request != nullptr ? request->done || until.expired() : !busy() || waiters_ > 0 || closed_) break;
+    if (!moved) sleep(lock, until, request);
+  }
+}
+
+/// `request`: the one that the caller waits for, if any.
+void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* request) {
+  const uint64_t seen = seen_events_;
+  const int peer = request != nullptr ? request->peer : kAnySource;
+  Deadline nearest = until;
+  for (const Handle& request : requests_) {
+    if (request->deadline.remaining() < nearest.remaining()) nearest = request->deadline;
+  }
+  lock.unlock();
+  const auto relock = c10::make_scope_exit([&lock] { lock.lock(); });
+  MessageEvents& own = members_->block(members_->rank()).messages;
+  std::optional<RecordedWait> recorded;
+  wait_until(
+      own.doorbell, request == nullptr ? background_policy_ : foreground_policy_, nearest,
+      [&] { return events() != seen; },
+      [&] {
+        if (peer != kAnySource && !recorded) {
+          members_->record_wait(recorded, peer, members_->rank(), &own.count, seen + 1);
+        }
+      });
+}
+
+uint64_t MessageChannel::events() const {
+  // Acquire: what was changed before an event was counted is visible to who sees the count.
+  return members_->block(members_->rank()).messages.count.load(std::memory_order_acquire);
+}
+
+void MessageChannel::run_callbacks(Lock& lock) {
+  if (finished_.empty()) return;
+  const auto finished = std::exchange(finished_, {});
+  lock.unlock();
+  for (const Handle& request : finished) std::exchange(request->on_done, nullptr)(request->error);
+  lock.lock();
+}
+
+/// One round over everything that may have changed; true if anything moved.
+bool MessageChannel::advance() {
+  // First the count, then what it counts: nothing is overlooked that happens meanwhile.
+  seen_events_ = events();
+  for (Peer& peer : peers_) peer.full = false;
+  bool moved = take_arrivals();
+  for (const Handle& request : requests_) {
+    if (!request->done) moved |= advance(*request);
+  }
+  if (!moved) moved = end_hopeless();
+  remove_done();
+  return moved;
+}
+
+/// What this rank lacks for one message fails that message alone: not another one's caller, nor the thread.
+bool MessageChannel::advance(Request& request) {
+  try {
+    return request.is_send ? advance_send(request) : advance_receive(request);
+  } catch (...) {
+    give_up(request, std::current_exception());
+    return true;
+  }
+}
+
+void MessageChannel::remove_done() {
+  requests_.remove_if([](const Handle& request) { return request->done; });
+  given_up_.remove_if([this](Transfer* transfer) {
+    if (transfer->state.load(std::memory_order_acquire) != TransferState::kDropped) return false;
+    members_->transport().arena().deallocate(transfer);
+    return true;
+  });
+}
+
+void MessageChannel::finish(Request& request, std::exception_ptr error) {
+  request.done = true;
+  request.error = std::move(error);
+  if (request.on_done) {
+    auto same = std::find_if(requests_.begin(), requests_.end(),
+                             [&](const Handle& handle) { return handle.get() == &request; });
+    finished_.push_back(*same);
+  }
+  changed_.notify_all();
+}
+
+// ---- giving up
+
+ChannelError MessageChannel::gone_error(int peer) const {
+  if (members_->has_left(peer)) {
+    return {FailureKind::kPeerLeft,
+            members_->describe({peer}) + " has left the group (destroyed it or ended) without its part"};
+  }
+  return {FailureKind::kPeerEnded, members_->describe_end(peer)};
+}
+
+ChannelError MessageChannel::peer_gave_up(const Request& request, const char* doing) const {
+  // Where the group has failed, that is why; the peer is not the cause.
+  if (members_->failed()) return members_->describe_failure({}, request.timeout);
+  return {FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up " + doing + " it"};
+}
+
+int MessageChannel::stopped_cause(const std::vector<int>& senders) const {
+  if (senders.empty()) return -1;
+  HostTransport& transport = members_->transport();
+  std::vector<int> ranks;
+  for (int sender : senders) ranks.push_back(members_->transport_rank(sender));
+  // Those that are stopped themselves come before those that they wait for, maybe in other groups.
+  for (int rank : ranks) {
+    if (transport.is_stopped(rank)) return rank;
+  }
+  // Of ranks that go on, none is more the cause than another.
+  const int cause = transport.cause_of_waiting(ranks);
+  return transport.is_stopped(cause) ? cause : -1;
+}
+
+ChannelError MessageChannel::timeout_error(const Request& request, const std::vector<int>& senders,
+                                           int cause) const {
+  std::ostringstream text;
+  text << "timed out after " << format_duration(request.timeout) << " waiting for ";
+  if (request.peer == kAnySource) {
+    text << "a message from any of " << members_->describe(senders);
+    if (cause >= 0) text << ", and " << members_->transport().describe(cause) << " is stopped";
+  } else {
+    const HostTransport& transport = members_->transport();
+    text << members_->describe({request.peer});
+    if (cause >= 0 && cause != members_->transport_rank(request.peer)) {
+      text << ", which waits for " << transport.describe(cause);
+    }
+    if (cause >= 0 && transport.is_stopped(cause)) text << ", which is stopped";
+  }
+  text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
+  return {FailureKind::kTimeout, text.str()};
+}
+
+MessageChannel::Hopeless MessageChannel::gone(int peer) const {
+  return {std::make_exception_ptr(gone_error(peer)), members_->transport_rank(peer)};
+}
+
+/// Why the request can't be done any more, if so.
+MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) const {
+  std::vector<int> senders;  // see timeout_error()
+  if (members_->failed()) return {std::make_exception_ptr(members_->describe_failure({}, request.timeout))};
+  if (request.peer != kAnySource) {
+    if (request.peer != members_->rank() && members_->is_gone(request.peer)) return gone(request.peer);
+    if (!request.is_send && !request.posted && peers_[request.peer].unreadable) {
+      return {peers_[request.peer].unreadable};
+    }
+  } else {
+    // A rank that left in good order will send nothing more, but others may; one that died may have been the
+    // sender.
+    int left = -1;
+    for (int peer = 0; peer < members_->size(); ++peer) {
+      if (peer == members_->rank()) continue;
+      if (members_->has_left(peer)) {
+        left = peer;
+      } else if (members_->has_ended(peer)) {
+        return gone(peer);
+      } else if (!request.posted && peers_[peer].unreadable) {
+        return {peers_[peer].unreadable};
+      } else {
+        senders.push_back(peer);
+      }
+    }
+    if (senders.empty() && left >= 0) return gone(left);
+  }
+  if (!request.deadline.expired()) return {};
+  int cause = -1;
+  if (request.peer == kAnySource) {
+    cause = stopped_cause(senders);
+  } else if (request.peer != members_->rank()) {
+    cause = members_->transport().cause_of_waiting({members_->transport_rank(request.peer)});
+  }
+  return {std::make_exception_ptr(timeout_error(request, senders, cause)), cause};
+}
+
+bool MessageChannel::end_hopeless() {
+  bool ended = false;
+  for (const Handle& request : requests_) {
+    if (request->done) continue;
+    const auto [error, culprit] = why_hopeless(*request);
+    if (!error) continue;
+    // Look again: its part may have come just before the peer went.
+    take_arrivals();
+    if (!request->done) {
+      const bool moved = (!request->is_send || request->posted) && advance(*request);
+      if (!moved && !request->done) {
+        if (culprit >= 0) members_->transport().note_culprit(culprit);
+        give_up(*request, error);
+      }
+    }
+    ended = true;
+  }
+  return ended;
+}
+
+void MessageChannel::give_up(Request& request, const std::exception_ptr& error) {
+  if (request.done) return;
+  if (request.transfer != nullptr) {
+    Transfer& transfer = *request.transfer;
+    if (request.is_send) {
+      if (change(transfer, TransferState::kOffered, TransferState::kGivenUp) ||
+          change(transfer, TransferState::kClaimed, TransferState::kGivenUp)) {
+        given_up_.push_back(&transfer);  // the receiver may still look at it; so may it at the ring
+        if (request.memory != nullptr) {
+          members_->release_after_close([arena = members_->transport().shared_arena(),
+                                         ring = request.memory] { arena->deallocate(ring); });
+          --rings_;
+        }
+        request.transfer = nullptr;
+      } else {
+        release_transfer(request);  // done or refused meanwhile; this rank ends its request all the same
+      }
+    } else {
+      transfer.expected_bytes = layout::kReceiverGaveUp;
+      if (!change(transfer, TransferState::kClaimed, TransferState::kRefused)) {
+        transfer.state.store(TransferState::kDropped, std::memory_order_release);
+      }
+      request.transfer = nullptr;
+    }
+    members_->block(request.peer).messages.notify();
+  }
+  finish(request, error);
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,186 @@
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/message_layout.h>
+
+namespace lockstep::transport {
+
+/// What the layer above says of a message; sender and receiver must agree. Tags match messages to receives.
+struct MessageKind {
+  size_t bytes = 0;
+  uint32_t type = 0;  // of the elements, in the words of the layer above
+};
+
+/// The sender's message is not what the receiver expects. Thrown to the receiver, and to the sender if it
+/// still waits.
+class MessageMismatch : public ChannelError {
+ public:
+  MessageMismatch(int peer, MessageKind sent, MessageKind expected)
+      : ChannelError(FailureKind::kMismatch, "sent and expected message differ"),
+        peer(peer),
+        sent(sent),
+        expected(expected) {}
+  int peer;  // group rank
+  MessageKind sent, expected;
+};
+
+/// Send and receive between the members of one group. docs/shared_memory_protocol.md, "Messages".
+///
+/// Small messages travel in the sender's mailbox, one for each receiver; of larger ones only the description
+/// does. Once a receive matches, the receiver reads them where they lie, if that is in the sender's arena, or
+/// else through a ring of chunks that the sender fills. Messages of one sender with one tag match in order;
+/// any number may be in flight, in any order, so nothing waits for anything but its own peer.
+///
+/// Requests are advanced by whoever waits for one; while nobody does, by a background thread, if
+/// advance_in_background() asked for it. Thread-safe. Ranks are group ranks.
+class MessageChannel {
+ public:
+  static constexpr int kAnySource = -1;
+
+  /// Told the error of a request that is done, or null, by whichever thread has advanced it; must not wait.
+  using Callback = std::function<void(const std::exception_ptr& error)>;
+
+  /// A send or receive in progress.
+  struct Request {
+    const bool is_send;
+    std::byte* const data;
+    const MessageKind kind;
+    const int64_t tag;
+    const Deadline deadline;
+    const std::chrono::nanoseconds timeout;
+    Callback on_done;
+    // Under the channel's mutex:
+    int peer;                              // of a receive from any source: kAnySource until it has matched
+    bool posted = false;                   // sends: in the mailbox; receives: matched
+    layout::Transfer* transfer = nullptr;  // in the sender's arena, for messages that are not in the mailbox
+    std::byte* memory = nullptr;           // of the data or of the ring, as mapped here
+    size_t moved = 0;                      // bytes copied so far
+    bool done = false;
+    std::exception_ptr error = nullptr;
+  };
+  using Handle = std::shared_ptr<Request>;
+
+  explicit MessageChannel(std::shared_ptr<GroupMembers> members);
+  MessageChannel(const MessageChannel&) = delete;
+  MessageChannel& operator=(const MessageChannel&) = delete;
+  /// close().
+  ~MessageChannel();
+
+  /// Starts sending to `to`; the data must stay until the request is done. `on_done` runs once it is, in
+  /// whichever thread advanced it, maybe within this call. Throws ChannelError if the group has failed.
+  Handle send(const void* data, MessageKind kind, int to, int64_t tag, const Deadline& deadline,
+              Callback on_done = {});
+  /// Starts receiving from `from` or kAnySource.
+  Handle receive(void* data, MessageKind kind, int from, int64_t tag, const Deadline& deadline,
+                 Callback on_done = {});
+
+  /// Has the requests advanced, and the others' callbacks run, even if nobody waits. A callback that may wait
+  /// for other messages calls it first.
+  void advance_in_background();
+  /// Runs it in a thread of its own: what may wait, for messages or for whoever has advanced them. close()
+  /// returns after it.
+  void tell_in_background(std::function<void()> tell);
+  /// Whether this thread runs such a thing of this channel: close() would wait for itself.
+  bool is_telling_here() const;
+  /// Returns when the request is done. False if `until` has passed first; the request goes on. Throws what an
+  /// interrupt check throws (base/interrupt.h); the request goes on then, too.
+  bool wait(const Handle& request, const Deadline& until = Deadline::never());
+  bool is_done(const Handle& request);
+  /// Of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has
+  /// passed, the group failed or was closed; MessageMismatch; or what has kept this rank from moving it, such
+  /// as c10::OutOfMemoryError. A send that failed before the peer could receive it is never delivered.
+  std::exception_ptr error(const Handle& request);
+  /// Who sent what was received.
+  int source(const Handle& request);
+
+  /// Ends all requests with an error, and the background thread's work. May be called again.
+  void close();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  struct Arrived {  // a message that no receive has asked for yet
+    int from;
+    int64_t tag;
+    MessageKind kind;
+    std::vector<std::byte> payload;          // small ones …
+    const std::byte* inline_data = nullptr;  // … while they are in the mailbox: there
+    layout::Transfer* transfer = nullptr;    // the others
+  };
+  struct Peer {
+    layout::Mailbox* outgoing = nullptr;  // ours, for it
+    layout::Mailbox* incoming = nullptr;  // its, for us
+    uint64_t taken = 0;                   // messages taken from `incoming`
+    std::exception_ptr unreadable;        // why no more can be taken now, if so; the next receive tries again
+    bool full = false;                    // `outgoing` had no room in this round
+  };
+
+  Handle start(Handle request);
+  // All below under the mutex.
+  bool advance();
+  bool post(Request& request);
+  bool advance_send(Request& request);
+  bool fill_ring(Request& request);
+  bool advance(Request& request);
+  bool take_arrivals();
+  bool take_arrivals_from(int from);
+  bool take_arrivals_of(int from, Peer& peer);
+  bool offer(Arrived& arrived);
+  bool match(Request& request, Arrived& arrived);
+  bool advance_receive(Request& request);
+  bool end_hopeless();
+  struct Hopeless {
+    std::exception_ptr error = nullptr;  // none: there is hope
+    int culprit = -1;                    // the transport's rank, where one is known
+  };
+  Hopeless why_hopeless(const Request& request) const;
+  Hopeless gone(int peer) const;
+  ChannelError gone_error(int peer) const;
+  /// Why a message failed that its peer had begun to move.
+  ChannelError peer_gave_up(const Request& request, const char* doing) const;
+  /// `senders`: of a receive from any rank, those that may still send.
+  ChannelError timeout_error(const Request& request, const std::vector<int>& senders, int cause) const;
+  /// The transport's rank that keeps `senders` from sending because it is stopped, or −1.
+  int stopped_cause(const std::vector<int>& senders) const;
+  void give_up(Request& request, const std::exception_ptr& error);
+  void finish(Request& request, std::exception_ptr error = nullptr);
+  void release_transfer(Request& request);
+  void remove_done();
+  void run_callbacks(Lock& lock);
+  void drive(Lock& lock, const Request* request, const Deadline& until);
+  void sleep(Lock& lock, const Deadline& until, const Request* request);
+  void serve();
+  bool busy() const { return !requests_.empty(); }
+  uint64_t events() const;
+
+  std::shared_ptr<GroupMembers> members_;
+  WaitPolicy foreground_policy_;
+  WaitPolicy background_policy_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Peer> peers_;
+  std::list<Handle> requests_;             // in progress, in the order in which they were started
+  std::list<Arrived> arrived_;             // in the order in which they came
+  std::vector<Handle> finished_;           // whose on_done is still to be called
+  std::list<layout::Transfer*> given_up_;  // until the receiver has dropped them
+  int rings_ = 0;
+  uint64_t seen_events_ = 0;
+  bool driving_ = false;
+  int waiters_ = 0;
+  bool serving_ = false;
+  int telling_ = 0;  // threads of tell_in_background()
+  bool closed_ = false;
+};
+
+}  // namespace lockstep::transport

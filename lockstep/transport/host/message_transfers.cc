@@ -1,0 +1,273 @@
+// How the messages of a channel move: what MessageChannel's rounds do with each send and each receive.
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include <lockstep/base/failpoint.h>
+#include <lockstep/transport/host/message_channel.h>
+
+namespace lockstep::transport {
+namespace {
+
+using layout::kReceiverGaveUp;
+using layout::Mailbox;
+using layout::Message;
+using layout::Transfer;
+using layout::TransferState;
+
+constexpr size_t kRingBytes = layout::kRingChunkBytes * layout::kRingChunks;
+/// Rings of one rank in one group at a time: bounds the memory of many large messages in flight.
+constexpr int kMaxRings = 16;
+/// Copied at once under the mutex.
+constexpr size_t kPieceBytes = size_t{1} << 20;
+
+void copy_bytes(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+// ---- sending
+
+bool MessageChannel::post(Request& request) {
+  Peer& peer = peers_[request.peer];
+  Arena& arena = members_->transport().arena();
+  if (peer.outgoing == nullptr) {
+    auto* memory = arena.allocate(sizeof(Mailbox));
+    peer.outgoing = new (memory) Mailbox;  // default-initialised: payload pages stay untouched
+    peer.outgoing->sent.store(0, std::memory_order_relaxed);
+    peer.outgoing->taken.store(0, std::memory_order_relaxed);
+    // Release: who finds the mailbox finds it empty.
+    members_->inbox(request.peer, members_->rank())
+        .store(pack_reference(*arena.find(memory, sizeof(Mailbox))), std::memory_order_release);
+  }
+  Mailbox& mailbox = *peer.outgoing;
+  const uint64_t sent = mailbox.sent.load(std::memory_order_relaxed);
+  // Acquire: the receiver has read the slot before it said so.
+  peer.full = peer.full || sent - mailbox.taken.load(std::memory_order_acquire) >= layout::kMailboxSlots;
+  if (peer.full) return false;  // in this round nothing overtakes what has found no room
+  failpoint::here("send");
+  const size_t slot = sent % layout::kMailboxSlots;
+  Message& message = mailbox.messages[slot];
+  message = {request.tag, request.kind.bytes, 0, request.kind.type};
+  if (request.kind.bytes <= layout::kInlineBytes) {
+    copy_bytes(mailbox.payloads[slot].data(), request.data, request.kind.bytes);
+  } else {
+    auto* memory = arena.allocate(sizeof(Transfer));
+    request.transfer = new (memory) Transfer{};
+    const auto reference = arena.find(request.data, request.kind.bytes);
+    if (reference) {
+      request.transfer->segment = reference->segment;
+      request.transfer->offset = reference->offset;
+      request.transfer->direct = 1;
+    }
+    message.transfer = pack_reference(*arena.find(memory, sizeof(Transfer)));
+  }
+  // Release: who sees the count sees the message, and the data in this rank's arena.
+  mailbox.sent.store(sent + 1, std::memory_order_release);
+  members_->block(request.peer).messages.notify();
+  request.posted = true;
+  if (request.transfer == nullptr) finish(request);
+  return true;
+}
+
+bool MessageChannel::advance_send(Request& request) {
+  if (!request.posted) return post(request);
+  Transfer& transfer = *request.transfer;
+  switch (transfer.state.load(std::memory_order_acquire)) {
+    case TransferState::kClaimed:
+      return transfer.direct == 0 && fill_ring(request);
+    case TransferState::kDone:
+      release_transfer(request);
+      finish(request);
+      return true;
+    case TransferState::kRefused: {
+      const MessageKind expected{transfer.expected_bytes, transfer.expected_type};
+      release_transfer(request);
+      finish(request, expected.bytes == kReceiverGaveUp
+                          ? std::make_exception_ptr(peer_gave_up(request, "receiving"))
+                          : std::make_exception_ptr(MessageMismatch(request.peer, request.kind, expected)));
+      return true;
+    }
+    default:
+      return false;
+  }
+}
+
+bool MessageChannel::fill_ring(Request& request) {
+  Transfer& transfer = *request.transfer;
+  if (request.memory == nullptr) {
+    if (rings_ >= kMaxRings) return false;
+    Arena& arena = members_->transport().arena();
+    request.memory = arena.allocate(kRingBytes);
+    ++rings_;
+    transfer.ring.store(pack_reference(*arena.find(request.memory, kRingBytes)), std::memory_order_release);
+  }
+  // Acquire: the receiver has read what it says it has taken.
+  const size_t room = kRingBytes - (request.moved - transfer.taken.load(std::memory_order_acquire));
+  const size_t at = request.moved % kRingBytes;
+  const size_t bytes =
+      std::min({room, request.kind.bytes - request.moved, layout::kRingChunkBytes, kRingBytes - at});
+  if (bytes == 0) return false;
+  std::memcpy(request.memory + at, request.data + request.moved, bytes);
+  request.moved += bytes;
+  transfer.filled.store(request.moved, std::memory_order_release);
+  members_->block(request.peer).messages.notify();
+  return true;
+}
+
+/// Of a send whose receiver will not look at it any more.
+void MessageChannel::release_transfer(Request& request) {
+  Arena& arena = members_->transport().arena();
+  if (request.memory != nullptr) {
+    arena.deallocate(request.memory);
+    --rings_;
+  }
+  arena.deallocate(std::exchange(request.transfer, nullptr));
+}
+
+// ---- receiving
+
+bool MessageChannel::take_arrivals() {
+  bool moved = false;
+  for (int from = 0; from < members_->size(); ++from) moved |= take_arrivals_from(from);
+  return moved;
+}
+
+bool MessageChannel::take_arrivals_from(int from) {
+  Peer& peer = peers_[from];
+  if (peer.unreadable) return false;
+  try {
+    return take_arrivals_of(from, peer);
+  } catch (...) {
+    peer.unreadable = std::current_exception();
+    return true;
+  }
+}
+
+bool MessageChannel::take_arrivals_of(int from, Peer& peer) {
+  HostTransport& transport = members_->transport();
+  if (peer.incoming == nullptr) {
+    const uint64_t word = members_->inbox(members_->rank(), from).load(std::memory_order_acquire);
+    if (word == 0) return false;
+    peer.incoming = reinterpret_cast<Mailbox*>(transport.address(
+        members_->transport_rank(from), unpack_reference(word), Deadline::after(std::chrono::seconds(10))));
+  }
+  Mailbox& mailbox = *peer.incoming;
+  const uint64_t sent = mailbox.sent.load(std::memory_order_acquire);
+  if (peer.taken == sent) return false;
+  for (; peer.taken < sent; ++peer.taken) {
+    const size_t slot = peer.taken % layout::kMailboxSlots;
+    const Message& message = mailbox.messages[slot];
+    Arrived arrived{from, message.tag, {message.bytes, message.type}, {}};
+    if (message.transfer != 0) {
+      arrived.transfer = reinterpret_cast<Transfer*>(
+          transport.address(members_->transport_rank(from), unpack_reference(message.transfer),
+                            Deadline::after(std::chrono::seconds(10))));
+      if (!offer(arrived)) arrived_.push_back(std::move(arrived));
+      continue;
+    }
+    // Straight from the mailbox to where it is wanted; kept aside only if nobody wants it yet.
+    const std::byte* payload = mailbox.payloads[slot].data();
+    arrived.inline_data = payload;
+    if (offer(arrived)) continue;
+    arrived.payload.assign(payload, payload + message.bytes);
+    arrived.inline_data = nullptr;
+    arrived_.push_back(std::move(arrived));
+  }
+  mailbox.taken.store(sent, std::memory_order_release);
+  members_->block(from).messages.notify();  // the sender may wait for room
+  return true;
+}
+
+/// Gives a message to the first receive that waits for such a one.
+bool MessageChannel::offer(Arrived& arrived) {
+  for (const Handle& request : requests_) {
+    if (!request->is_send && !request->posted && !request->done && match(*request, arrived)) return true;
+  }
+  return false;
+}
+
+/// True if the message is used up: given to the receive, or worth nothing any more.
+bool MessageChannel::match(Request& request, Arrived& arrived) {
+  if (request.tag != arrived.tag || (request.peer != kAnySource && request.peer != arrived.from))
+    return false;
+  const bool fits = request.kind.bytes == arrived.kind.bytes && request.kind.type == arrived.kind.type;
+  auto& sender = members_->block(arrived.from).messages;
+  if (arrived.transfer != nullptr) {
+    Transfer& transfer = *arrived.transfer;
+    if (!fits) {
+      transfer.expected_bytes = request.kind.bytes;
+      transfer.expected_type = request.kind.type;
+    }
+    if (!change(transfer, TransferState::kOffered,
+                fits ? TransferState::kClaimed : TransferState::kRefused)) {
+      transfer.state.store(TransferState::kDropped, std::memory_order_release);
+      return true;  // the sender has given it up; the receive waits on
+    }
+    sender.notify();
+    request.transfer = arrived.transfer;
+  } else if (fits) {
+    copy_bytes(request.data, arrived.inline_data != nullptr ? arrived.inline_data : arrived.payload.data(),
+               arrived.kind.bytes);
+  }
+  request.posted = true;
+  request.peer = arrived.from;
+  if (!fits) {
+    finish(request, std::make_exception_ptr(MessageMismatch(arrived.from, arrived.kind, request.kind)));
+  } else if (arrived.transfer == nullptr) {
+    finish(request);
+  }
+  return true;
+}
+
+bool MessageChannel::advance_receive(Request& request) {
+  if (request.transfer == nullptr) return false;
+  Transfer& transfer = *request.transfer;
+  if (transfer.state.load(std::memory_order_acquire) == TransferState::kGivenUp) {
+    transfer.state.store(TransferState::kDropped, std::memory_order_release);
+    finish(request, std::make_exception_ptr(peer_gave_up(request, "sending")));
+    return true;
+  }
+  const size_t left = request.kind.bytes - request.moved;
+  size_t bytes = 0;
+  if (request.memory == nullptr) {
+    const uint64_t ring = transfer.ring.load(std::memory_order_acquire);
+    if (transfer.direct == 0 && ring == 0) return false;
+    const MemoryReference reference =
+        transfer.direct != 0 ? MemoryReference{transfer.segment, transfer.offset} : unpack_reference(ring);
+    request.memory = members_->transport().address(members_->transport_rank(request.peer), reference,
+                                                   Deadline::after(std::chrono::seconds(10)));
+  }
+  if (transfer.direct != 0) {
+    bytes = std::min(left, kPieceBytes);
+    std::memcpy(request.data + request.moved, request.memory + request.moved, bytes);
+  } else {
+    const size_t at = request.moved % kRingBytes;
+    // Acquire: the sender wrote what it says it has filled.
+    bytes = std::min({transfer.filled.load(std::memory_order_acquire) - request.moved,
+                      layout::kRingChunkBytes, kRingBytes - at});
+    if (bytes == 0) return false;
+    std::memcpy(request.data + request.moved, request.memory + at, bytes);
+  }
+  request.moved += bytes;
+  auto& sender = members_->block(request.peer).messages;
+  if (request.moved < request.kind.bytes) {
+    if (transfer.direct == 0) {
+      transfer.taken.store(request.moved, std::memory_order_release);
+      sender.notify();
+    }
+    return true;
+  }
+  // The sender may have given up while this was copied; then it is the memory's owner again, and what was
+  // read may be torn.
+  if (change(transfer, TransferState::kClaimed, TransferState::kDone)) {
+    request.transfer = nullptr;
+    sender.notify();
+    finish(request);
+  }
+  return true;
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,86 @@
+#include <c10/util/Exception.h>
+
+#include <lockstep/transport/host/operation_outcome.h>
+
+namespace lockstep::transport {
+
+uint64_t pack_decision(const Decision& decision) {
+  return decision.sequence << 24 | decision.kind << 20 | static_cast<uint64_t>(decision.culprit) << 10 |
+         static_cast<uint64_t>(decision.by);
+}
+Decision unpack_decision(uint64_t word) {
+  return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff), static_cast<int>(word & 0x3ff)};
+}
+
+Decision verdict::decision(const layout::Verdict& words) {
+  return unpack_decision(words.decision.load(std::memory_order_acquire));
+}
+
+bool verdict::has_failed(const layout::Verdict& words, uint64_t sequence) {
+  const Decision decided = decision(words);
+  return decided.is_failure() && decided.sequence <= sequence;
+}
+
+bool verdict::decide(layout::Verdict& words, const Decision& wanted) {
+  uint64_t current = words.decision.load(std::memory_order_acquire);
+  do {
+    const Decision decided = unpack_decision(current);
+    if (decided.is_failure() || decided.sequence >= wanted.sequence) return false;
+  } while (!words.decision.compare_exchange_weak(current, pack_decision(wanted), std::memory_order_acq_rel));
+  return true;
+}
+
+void OperationOutcome::give_up(FailureKind kind, int culprit) {
+  TORCH_INTERNAL_ASSERT(phase_ == Phase::kWaiting);
+  kind_ = kind;
+  culprit_ = culprit;
+  phase_ = Phase::kProposing;
+}
+
+void OperationOutcome::see_all() {
+  TORCH_INTERNAL_ASSERT(phase_ == Phase::kWaiting);
+  phase_ = Phase::kAllSeen;
+}
+
+bool OperationOutcome::step_words() {
+  switch (phase_) {
+    case Phase::kProposing: {
+      uint64_t proposed = words_->proposal.load(std::memory_order_relaxed);
+      while (proposed < sequence_ &&
+             !words_->proposal.compare_exchange_weak(proposed, sequence_, std::memory_order_seq_cst)) {
+      }
+      publish_fence();
+      phase_ = Phase::kLooking;
+      return false;
+    }
+    case Phase::kDeciding: {
+      const bool first = verdict::decide(*words_, {sequence_, static_cast<uint64_t>(kind_), culprit_, rank_});
+      phase_ = first ? Phase::kFailed : Phase::kOverruled;
+      return first;
+    }
+    case Phase::kOverruled:
+      phase_ = verdict::has_failed(*words_, sequence_) ? Phase::kFailed : Phase::kWaiting;
+      return false;
+    case Phase::kAllSeen:
+      publish_fence();
+      phase_ = words_->proposal.load(std::memory_order_acquire) >= sequence_ ? Phase::kConfirming
+                                                                             : Phase::kSucceeded;
+      return false;
+    case Phase::kConfirming: {
+      const bool first = verdict::decide(*words_, {sequence_, Decision::kSuccess, 0, rank_});
+      phase_ = first ? Phase::kSucceeded : Phase::kContested;
+      return false;  // no rank waits for that
+    }
+    case Phase::kContested:
+      phase_ = verdict::has_failed(*words_, sequence_) ? Phase::kFailed : Phase::kSucceeded;
+      return false;
+    case Phase::kLooking:  // in step()
+    case Phase::kWaiting:
+    case Phase::kSucceeded:
+    case Phase::kFailed:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, "the operation's outcome needs no step");
+}
+
+}  // namespace lockstep::transport

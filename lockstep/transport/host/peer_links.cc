@@ -1,0 +1,492 @@
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/interrupt.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
+#include <lockstep/rendezvous/process_watch.h>
+#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/peer_links.h>
+#include <lockstep/transport/internal/peer_address.h>
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77  // Linux 6.5
+#endif
+
+namespace lockstep::transport {
+namespace {
+
+constexpr uint64_t kHelloMagic = 0x3150455453434b4cULL;  // "LKCSTEP1"
+
+/// The first message on each connection, in both directions, with the sender's segment attached.
+struct Hello {
+  uint64_t magic = kHelloMagic;
+  int32_t rank = -1;
+  int32_t unused = 0;
+  uint64_t segment_bytes = 0;
+  Token token{};  // the receiver's, which only a process that reads the job's store knows
+};
+
+/// Every later message, with a segment attached.
+struct SegmentNotice {
+  uint32_t index = 0;
+  uint32_t unused = 0;
+  uint64_t bytes = 0;
+};
+
+template <size_t N>
+std::array<uint8_t, N> random_bytes() {
+  std::array<uint8_t, N> bytes{};
+  TORCH_CHECK_WITH(DistBackendError, ::getrandom(bytes.data(), N, 0) == static_cast<ssize_t>(N),
+                   "getrandom failed: ", std::strerror(errno));
+  return bytes;
+}
+
+/// An abstract socket's address: a name that begins with a zero byte and needs no file.
+std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof address.sun_path);
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+UniqueFd listen_on(const std::string& name, int backlog) {
+  UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  auto [address, length] = abstract_address(name);
+  TORCH_CHECK_WITH(DistBackendError,
+                   listener && ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                       ::listen(listener.get(), backlog) == 0,
+                   "a local socket for the peers can't be made: ", std::strerror(errno));
+  return listener;
+}
+
+bool send_with_fd(int socket, const void* data, size_t bytes, int fd) {
+  iovec part{const_cast<void*>(data), bytes};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  ssize_t sent = 0;
+  do {
+    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  return sent == static_cast<ssize_t>(bytes);
+}
+
+/// The beginning of a message; the operation follows.
+std::string no_descriptor_left() {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return "this process has no file descriptor left (ulimit -n is " + std::to_string(limit.rlim_cur) +
+         "; raise it, or close files), ";
+}
+
+/// The descriptor that came with a message of exactly `bytes`; none at end of file or for anything else. With
+/// MSG_DONTWAIT in `flags` errno is EAGAIN when there is no message. Throws c10::DistBackendError when this
+/// process has no room for the descriptor, which is then lost.
+UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0) {
+  iovec part{data, bytes};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  // Not the padded size, which has room for a second descriptor: the kernel closes what does not fit.
+  message.msg_controllen = CMSG_LEN(sizeof(int));
+  ssize_t received = 0;
+  do {
+    received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
+  } while (received < 0 && errno == EINTR);
+  UniqueFd fd;
+  if (received <= 0) return fd;
+  // The kernel installs no descriptor beyond the limit, and says only this.
+  const bool no_room = message.msg_controllen == 0 && (message.msg_flags & MSG_CTRUNC) != 0;
+  TORCH_CHECK_WITH(DistBackendError, !no_room, no_descriptor_left(),
+                   "so it can't map the memory that a peer shares");
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+    int number = -1;
+    std::memcpy(&number, CMSG_DATA(header), sizeof number);
+    fd.reset(number);
+  }
+  if (received != static_cast<ssize_t>(bytes)) fd.reset();
+  return fd;
+}
+
+/// The process at the other end, as it was when the connection was made; user -1 where it is not known.
+ucred credentials_of(int socket) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
+    credentials = {.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
+  }
+  return credentials;
+}
+
+/// A stopped peer does not read; whoever connects or sends to it must not wait for it for ever.
+void limit_sends(int socket) {
+  const timeval patience{10, 0};
+  ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+}
+
+/// None on kernels before 6.5.
+UniqueFd pidfd_of_peer(int socket) {
+  int fd = -1;
+  socklen_t length = sizeof fd;
+  return UniqueFd(::getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0 ? fd : -1);
+}
+
+/// All ranks must be on this host; says which are not.
+void check_same_host(const std::vector<PeerAddress>& addresses, int rank) {
+  const HostIdentity& own = addresses[rank].process.host;
+  std::vector<int> elsewhere;
+  for (size_t peer = 0; peer < addresses.size(); ++peer) {
+    if (!(addresses[peer].process.host == own)) elsewhere.push_back(static_cast<int>(peer));
+  }
+  if (elsewhere.empty()) return;
+  const HostIdentity& first = addresses[elsewhere.front()].process.host;
+  const bool same_kernel = first.boot_id == own.boot_id;
+  TORCH_CHECK_WITH(
+      DistBackendError, false, "rank ", rank, " is on host ", own.to_string(), ", but ",
+      name_ranks(elsewhere), " on ", first.to_string(),
+      same_kernel ? " (the same machine, but another network namespace: two containers?)" : "",
+      "; groups across hosts are not supported yet: start all ranks on one host, in one container");
+}
+
+/// All must run as one user, or they may not open each other's memory.
+void check_same_user(const std::vector<PeerAddress>& addresses, int rank) {
+  for (size_t peer = 0; peer < addresses.size(); ++peer) {
+    TORCH_CHECK_WITH(DistBackendError, addresses[peer].uid == addresses[rank].uid, "rank ", rank,
+                     " runs as user ", addresses[rank].uid, " and rank ", peer, " as user ",
+                     addresses[peer].uid, "; ranks share memory, so all must run as one user");
+  }
+}
+
+/// Makes the links of one rank; the state of the handshake lives here. All peers' processes are watched,
+/// linked or not. A peer that closes its connection may have done so because a third has ended, and the
+/// process of one that is killed ends a moment behind its sockets: so its end, or what the ranks have
+/// decided, is waited for before it is blamed.
+class Handshake {
+ public:
+  /// `is_decided`: whether another rank has failed the handshake for all.
+  Handshake(int rank, const std::vector<PeerAddress>& addresses, const Segment& own, UniqueFd listener,
+            std::function<bool()> is_decided)
+      : rank_(rank),
+        addresses_(addresses),
+        own_(own),
+        listener_(std::move(listener)),
+        is_decided_(std::move(is_decided)),
+        links_(addresses.size()) {
+    for (const PeerAddress& peer : addresses) watches_.emplace_back(peer.process, addresses[rank].process);
+  }
+
+  std::vector<PeerLink> run(const Deadline& deadline) {
+    for (int peer = 0; peer < rank_; ++peer) connect_to(peer);
+    failpoint::here("peers_connected");
+    while (missing_count() > 0) {
+      if (deadline.expired()) fail_missing();
+      step(deadline);
+    }
+    for (size_t peer = 0; peer < links_.size(); ++peer) {
+      const bool own = static_cast<int>(peer) == rank_;
+      if (!own && !links_[peer].pidfd) links_[peer].pidfd = watches_[peer].release_pidfd();
+    }
+    return std::move(links_);
+  }
+
+ private:
+  static constexpr auto kLookInterval = std::chrono::milliseconds(200);
+  /// For the end of a process that has closed its connection, or for the other ranks' word on it.
+  static constexpr auto kSuspicion = std::chrono::seconds(2);
+
+  Hello hello_for(int peer) const {
+    Hello hello;
+    hello.rank = rank_;
+    hello.segment_bytes = own_.size();
+    hello.token = addresses_[peer].token;
+    return hello;
+  }
+
+  void connect_to(int peer) {
+    UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    TORCH_CHECK_WITH(DistBackendError, socket, "a local socket for rank ", peer,
+                     " can't be made: ", std::strerror(errno));
+    limit_sends(socket.get());  // connect() too, where the peer's queue is full
+    auto [address, length] = abstract_address(addresses_[peer].socket_name);
+    int failed = 0;
+    do {
+      failed = ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length);
+    } while (failed != 0 && errno == EINTR);
+    if (failed != 0) {
+      return suspect(peer,
+                     c10::str("on this host (user ", addresses_[peer].uid, "), but its socket can't be ",
+                              "reached from rank ", rank_, " (user ", ::getuid(), "): ", std::strerror(errno),
+                              "; does it run in another container or under another security profile?"));
+    }
+    check_credentials(socket.get(), peer);
+    const Hello hello = hello_for(peer);
+    if (!send_with_fd(socket.get(), &hello, sizeof hello, own_.fd())) return suspect_closed(peer);
+    links_[peer].socket = std::move(socket);
+    failpoint::here("peer_connected");
+  }
+
+  void check_credentials(int socket, int peer) {
+    const ucred credentials = credentials_of(socket);
+    TORCH_CHECK_WITH(DistBackendError, credentials.uid == ::geteuid(), "rank ", peer, " runs as user ",
+                     credentials.uid, " and rank ", rank_, " as user ", ::geteuid(),
+                     "; ranks share memory, so all must run as one user");
+    links_[peer].pid = credentials.pid > 0 ? credentials.pid : addresses_[peer].process.pid;
+    if (watches_[peer].pidfd() < 0) links_[peer].pidfd = pidfd_of_peer(socket);
+  }
+
+  /// Waits for and handles whatever comes next: a connection, a stranger's or a higher rank's hello, a reply,
+  /// the end of a peer.
+  void step(const Deadline& deadline) {
+    std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
+    for (auto& stranger : strangers_) polls.push_back({stranger.get(), POLLIN, 0});
+    std::vector<int> replying;
+    for (int peer = 0; peer < rank_; ++peer) {
+      if (links_[peer].segment || !links_[peer].socket) continue;
+      polls.push_back({links_[peer].socket.get(), POLLIN, 0});
+      replying.push_back(peer);
+    }
+    const size_t before_ends = polls.size();
+    for (size_t peer = 0; peer < watches_.size(); ++peer) {
+      if (static_cast<int>(peer) != rank_)
+        polls.push_back({watches_[peer].pidfd(), POLLIN, 0});  // -1: ignored
+    }
+    check_interrupts();
+    ::poll(polls.data(), polls.size(), deadline.poll_milliseconds(kLookInterval));
+    const bool ended = std::any_of(polls.begin() + static_cast<std::ptrdiff_t>(before_ends), polls.end(),
+                                   [](const pollfd& end) { return end.revents != 0; });
+    if (ended || look_.expired()) look_around();
+    const size_t stranger_count = strangers_.size();
+    for (size_t i = 0; i < replying.size(); ++i) {
+      if (polls[1 + stranger_count + i].revents != 0) receive_reply(replying[i]);
+    }
+    for (size_t i = 0; i < stranger_count; ++i) {
+      if (polls[1 + i].revents != 0) receive_hello(strangers_[i]);
+    }
+    std::erase_if(strangers_, [](const UniqueFd& socket) { return !socket; });
+    if (polls[0].revents != 0) {
+      UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      // A connection that was given up meanwhile is no fault; one that there is no room for stays in the
+      // queue.
+      TORCH_CHECK_WITH(DistBackendError, socket || (errno != EMFILE && errno != ENFILE), no_descriptor_left(),
+                       "so it can't take the connections of its peers");
+      // Any process of this network namespace can connect; one of another user is not listened to.
+      if (socket && credentials_of(socket.get()).uid == ::geteuid()) {
+        limit_sends(socket.get());
+        strangers_.push_back(std::move(socket));
+      }
+    }
+  }
+
+  /// Throws when a process has ended or another rank has failed. No peer ends in good order before all are
+  /// linked.
+  void look_around() {
+    look_ = Deadline::after(kLookInterval);
+    for (size_t peer = 0; peer < watches_.size(); ++peer) {
+      if (static_cast<int>(peer) == rank_) continue;
+      TORCH_CHECK_WITH(DistBackendError, !watches_[peer].has_ended(), "rank ", peer, " ",
+                       watches_[peer].describe_end());
+    }
+    TORCH_CHECK_WITH(DistBackendError, !is_decided_(), "another rank failed; its own error says more");
+    TORCH_CHECK_WITH(DistBackendError, !suspicion_.expired(), suspected_);
+  }
+
+  /// What is wrong with a peer, unless it turns out to have ended.
+  void suspect(int peer, const std::string& what) {
+    links_[peer].socket.reset();
+    if (!suspected_.empty()) return;
+    suspected_ = c10::str("rank ", peer, " (pid ", addresses_[peer].process.pid, ") is ", what);
+    suspicion_ = Deadline::after(kSuspicion);
+  }
+  void suspect_closed(int peer) {
+    suspect(peer, c10::str("gone, or has refused the connection of rank ", rank_,
+                           "; what it printed last may say why"));
+  }
+
+  void receive_reply(int peer) {
+    Hello hello;
+    UniqueFd fd = receive_with_fd(links_[peer].socket.get(), &hello, sizeof hello);
+    if (!fd || !is_for_me(hello) || hello.rank != peer) return suspect_closed(peer);
+    links_[peer].segment = Segment::map(std::move(fd), hello.segment_bytes);
+  }
+
+  void receive_hello(UniqueFd& socket) {
+    Hello hello;
+    UniqueFd fd = receive_with_fd(socket.get(), &hello, sizeof hello);
+    const bool expected = fd && is_for_me(hello) && hello.rank > rank_ &&
+                          hello.rank < static_cast<int>(links_.size()) && !links_[hello.rank].segment;
+    if (!expected) {
+      LOCKSTEP_LOG(kWarning) << "a process that is not of this job, or has ended, connected to rank " << rank_
+                             << "; refused";
+      socket.reset();
+      return;
+    }
+    failpoint::here("hello_received");
+    PeerLink& link = links_[hello.rank];
+    check_credentials(socket.get(), hello.rank);
+    link.segment = Segment::map(std::move(fd), hello.segment_bytes);
+    const Hello reply = hello_for(hello.rank);
+    if (!send_with_fd(socket.get(), &reply, sizeof reply, own_.fd())) {
+      link.segment.reset();
+      return suspect_closed(hello.rank);
+    }
+    link.socket = std::move(socket);
+    failpoint::here("peer_accepted");
+  }
+
+  bool is_for_me(const Hello& hello) const {
+    return hello.magic == kHelloMagic && hello.token == addresses_[rank_].token;
+  }
+
+  size_t missing_count() const {
+    size_t count = 0;
+    for (size_t peer = 0; peer < links_.size(); ++peer) {
+      if (static_cast<int>(peer) != rank_ && !links_[peer].segment) ++count;
+    }
+    return count;
+  }
+
+  [[noreturn]] void fail_missing() {
+    look_around();
+    TORCH_CHECK_WITH(DistBackendError, suspected_.empty(), suspected_);
+    std::vector<int> missing;
+    for (size_t peer = 0; peer < links_.size(); ++peer) {
+      if (static_cast<int>(peer) != rank_ && !links_[peer].segment) missing.push_back(static_cast<int>(peer));
+    }
+    LOCKSTEP_THROW_TIMEOUT("rank " + std::to_string(rank_) + " has no shared memory with ranks " +
+                           format_ranks(missing) +
+                           " at the timeout: they joined, but then did not connect; are they stopped?");
+  }
+
+  const int rank_;
+  const std::vector<PeerAddress>& addresses_;
+  const Segment& own_;
+  UniqueFd listener_;
+  std::function<bool()> is_decided_;
+  std::vector<UniqueFd> strangers_;  // accepted, not yet known
+  std::vector<PeerLink> links_;
+  std::vector<ProcessWatch> watches_;  // by rank, the own one too
+  Deadline look_ = Deadline::after(kLookInterval);
+  std::string suspected_;  // empty: no peer is
+  Deadline suspicion_ = Deadline::never();
+};
+
+}  // namespace
+
+std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
+                                    const Deadline& deadline, const std::string& met_at) {
+  if (world_size == 1) return std::vector<PeerLink>(1);
+  PeerAddress mine;
+  mine.process = this_process();
+  mine.uid = ::geteuid();
+  mine.token = random_bytes<16>();
+  const auto name = random_bytes<12>();
+  mine.socket_name = "lockstep-" + to_hex(name.data(), name.size());
+  UniqueFd listener = listen_on(mine.socket_name, world_size);
+
+  const std::string key = "lockstep/host";
+  std::vector<PeerAddress> addresses;
+  for (const auto& text : exchange(store, key, rank, world_size, mine.to_string(), deadline, {}, met_at)) {
+    addresses.push_back(PeerAddress::parse(text));
+  }
+  try {
+    check_same_host(addresses, rank);
+    check_same_user(addresses, rank);
+  } catch (const c10::Error&) {
+    keep_store_until_seen(store, key, rank,
+                          world_size);  // all ranks see the same and fail, but must first have read it
+    throw;
+  }
+
+  // The second exchange: that all are linked. A rank that fails on the way says so there, and its peers throw
+  // what it has found, not that it is gone.
+  const std::string linked = "lockstep/linked";
+  const auto give_up = [&](const c10::Error& error, bool late) {
+    fail_exchange(store, linked, rank, world_size,
+                  c10::str("joining the job failed on rank ", rank, ": ", error.what_without_backtrace()),
+                  late, key);
+  };
+  std::vector<PeerLink> links;
+  try {
+    Handshake handshake(rank, addresses, own, std::move(listener), [&, lost = false]() mutable {
+      try {
+        return !lost && exchange_is_decided(store, linked, rank, world_size);
+      } catch (const c10::Error&) {
+        lost = true;  // with the store; the processes are watched all the same
+        return false;
+      }
+    });
+    links = handshake.run(deadline);
+  } catch (const DistTimeoutError& error) {
+    give_up(error, /*late=*/true);
+  } catch (const c10::Error& error) {
+    give_up(error, /*late=*/false);
+  } catch (...) {  // an interruption, or no memory: the caller's, once the others know
+    const std::exception_ptr own = std::current_exception();
+    try {
+      fail_exchange(store, linked, rank, world_size,
+                    c10::str("joining the job failed on rank ", rank, ": ", text_of(own)), /*late=*/false,
+                    key);
+    } catch (const c10::Error&) {
+    }
+    std::rethrow_exception(own);
+  }
+  exchange(store, linked, rank, world_size, "", deadline, {}, key);
+  return links;
+}
+
+bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment) {
+  SegmentNotice notice;
+  notice.index = index;
+  notice.bytes = segment.size();
+  return send_with_fd(link.socket.get(), &notice, sizeof notice, segment.fd());
+}
+
+std::optional<ReceivedSegment> receive_segment(const PeerLink& link, bool& open) {
+  SegmentNotice notice;
+  try {
+    errno = 0;
+    UniqueFd fd = receive_with_fd(link.socket.get(), &notice, sizeof notice, MSG_DONTWAIT);
+    if (!fd) {
+      open = errno == EAGAIN;
+      return std::nullopt;
+    }
+    TORCH_CHECK_WITH(DistBackendError, notice.index < Arena::kMaxSegments,
+                     "a peer sent a segment with number ", notice.index, ", which no arena has");
+    return ReceivedSegment{notice.index, Segment::map(std::move(fd), notice.bytes)};
+  } catch (...) {
+    return ReceivedSegment{notice.index, nullptr, text_of(std::current_exception())};
+  }
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include <lockstep/transport/host/arena.h>
+
+namespace lockstep::transport {
+
+/// What one thread of a rank waits for, where its peers read it to find out who keeps all of them waiting.
+/// Ranks are the transport's. One writer at a time. Readers may see a record change: they judge by a mix of
+/// two then, and at worst name a rank between themselves and the cause.
+struct alignas(64) WaitRecord {
+  std::atomic<uint32_t> used{0};
+  std::atomic<int32_t> peer{0};    // the rank that is waited for
+  std::atomic<int32_t> owner{0};   // the rank in whose arena the word lies
+  std::atomic<uint64_t> word{0};   // packed reference of the word that changes when the wait is over
+  std::atomic<uint64_t> value{0};  // the wait is over once the word is at least this
+};
+
+/// Of the waits of one process that have lasted long enough to sleep. More threads than records: the others'
+/// waits are not seen.
+using WaitRecords = std::array<WaitRecord, 16>;
+
+/// A wait in progress, recorded while this lives. Thread-safe.
+class RecordedWait {
+ public:
+  RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word, uint64_t value);
+  RecordedWait(const RecordedWait&) = delete;
+  RecordedWait& operator=(const RecordedWait&) = delete;
+  ~RecordedWait();
+
+ private:
+  WaitRecord* record_ = nullptr;
+};
+
+}  // namespace lockstep::transport
