@@ -1,8 +1,8 @@
 #pragma once
 
-#include <lockstep/base/state_loading.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/serialization/state_dict.h>
+#include <lockstep/serialization/state_loading.h>
 
 namespace lockstep {
 

@@ -9,9 +9,9 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/state_loading.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/serialization/state_dict.h>
+#include <lockstep/serialization/state_loading.h>
 
 namespace lockstep {
 

@@ -4,9 +4,9 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/state_loading.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/serialization/state_dict.h>
+#include <lockstep/serialization/state_loading.h>
 
 /// The state of optimizers in Python's two forms. LibTorch's own (torch::save) knows parameters by their
 /// order, and Python can't read it.

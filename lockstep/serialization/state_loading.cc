@@ -5,7 +5,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/state_loading.h>
+#include <lockstep/serialization/state_loading.h>
 
 namespace lockstep {
 namespace {
