@@ -20,8 +20,8 @@
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/cpu.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 

@@ -14,7 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/bench/bench.h>
 #include <lockstep/bench/internal/cases.h>
 #include <lockstep/bench/internal/measure.h>

@@ -10,8 +10,8 @@
 #include <tuple>
 #include <utility>
 
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 #include <lockstep/checkpoint/internal/candidates.h>

@@ -17,7 +17,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/folder_lock.h>

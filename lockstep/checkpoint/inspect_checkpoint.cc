@@ -15,8 +15,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/memory.h>
 #include <lockstep/base/printable.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/inspect_checkpoint.h>
 #include <lockstep/checkpoint/internal/file_io.h>

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/collectives/algorithms/algorithms.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/multi_rank.h>

@@ -8,7 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>

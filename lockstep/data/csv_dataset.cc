@@ -12,7 +12,7 @@
 #include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/data/csv_dataset.h>
 #include <lockstep/data/internal/csv_reader.h>
 

@@ -6,7 +6,7 @@
 #include <sstream>
 #include <sys/statvfs.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
 

@@ -8,7 +8,7 @@
 #include <torch/version.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>

@@ -8,7 +8,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/cpu.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>

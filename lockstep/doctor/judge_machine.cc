@@ -2,7 +2,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/judge.h>
 

@@ -14,8 +14,8 @@
 #include <c10/util/SmallVector.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/fork_guard.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/flight/internal/signal_watcher.h>

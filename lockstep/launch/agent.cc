@@ -17,8 +17,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/cpu.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/failure_report.h>

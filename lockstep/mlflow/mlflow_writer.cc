@@ -15,8 +15,8 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/fork_guard.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/mlflow/internal/sender.h>
 #include <lockstep/mlflow/mlflow_writer.h>
 #include <lockstep/observe/writing_rank.h>

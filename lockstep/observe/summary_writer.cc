@@ -11,7 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/append_file.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/internal/image_layout.h>
 #include <lockstep/observe/internal/make_histogram.h>

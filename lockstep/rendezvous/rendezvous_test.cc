@@ -21,7 +21,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/sockets.h>

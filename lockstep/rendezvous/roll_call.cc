@@ -14,8 +14,8 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/file_store.h>

@@ -12,7 +12,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>

@@ -5,7 +5,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 
 namespace lockstep::python {
 namespace {

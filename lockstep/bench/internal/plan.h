@@ -8,7 +8,7 @@
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/bench/bench.h>
 #include <lockstep/bench/internal/collective.h>
 

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
-#include <lockstep/base/cpu.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/bench/internal/report.h>
 
 namespace lockstep::benchmark {

@@ -3,7 +3,7 @@
 #include <set>
 #include <utility>
 
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 
 namespace lockstep::internal {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <mutex>
 
-#include <lockstep/base/background_thread.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep::internal {
 

@@ -21,10 +21,10 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/per_process.h>
 #include <lockstep/base/printable.h>
+#include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/folder_lock.h>

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep::internal {
 

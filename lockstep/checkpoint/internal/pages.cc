@@ -5,7 +5,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/device/host_memory.h>
 

@@ -2,7 +2,7 @@
 
 #include <filesystem>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::internal {

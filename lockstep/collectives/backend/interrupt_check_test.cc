@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>

@@ -4,7 +4,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/thread_cache.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/backend/internal/message_work.h>
 #include <lockstep/collectives/backend/internal/monitored_barrier.h>
 #include <lockstep/collectives/backend/internal/planned_operation.h>

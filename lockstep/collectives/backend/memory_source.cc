@@ -5,7 +5,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
-#include <lockstep/base/per_process.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/collectives/backend/memory_source.h>
 #include <lockstep/transport/host/forked_memory.h>
 

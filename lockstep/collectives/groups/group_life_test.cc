@@ -8,7 +8,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/thread_cache.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/groups/internal/group_registry.h>
 #include <lockstep/testing/message_of.h>

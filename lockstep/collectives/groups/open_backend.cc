@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/base/log.h>
-#include <lockstep/base/per_process.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/collectives/groups/internal/group_making.h>
 #include <lockstep/collectives/groups/internal/shrinking.h>
 #include <lockstep/collectives/groups/internal/transport_options.h>

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <vector>
 
-#include <lockstep/base/background_thread.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/data/worker_info.h>
 
 namespace lockstep::data::internal {

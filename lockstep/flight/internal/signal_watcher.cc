@@ -5,8 +5,8 @@
 #include <semaphore.h>
 #include <utility>
 
-#include <lockstep/base/background_thread.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/flight/internal/signal_watcher.h>
 
 namespace lockstep::flight {

@@ -10,7 +10,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 
-#include <lockstep/base/background_thread.h>
+#include <lockstep/base/process/background_thread.h>
 #include <lockstep/mlflow/internal/journal.h>
 #include <lockstep/mlflow/internal/tracking_client.h>
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include <lockstep/base/append_file.h>
-#include <lockstep/base/background_thread.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep::internal {
 

@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <lockstep/base/log_writer.h>
-#include <lockstep/base/per_process.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/observe/internal/terminal_line.h>
 
 namespace lockstep::internal {

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include <lockstep/base/background_thread.h>
+#include <lockstep/base/process/background_thread.h>
 #include <lockstep/parquet/parquet_dataset.h>
 #include <lockstep/parquet/table.h>
 

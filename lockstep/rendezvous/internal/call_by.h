@@ -8,9 +8,9 @@
 #include <type_traits>
 #include <utility>
 
-#include <lockstep/base/background_thread.h>
 #include <lockstep/base/deadline.h>
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/interrupt.h>
 
 namespace lockstep::rendezvous_internal {
 

@@ -5,8 +5,8 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
 

@@ -5,7 +5,7 @@
 #include <signal.h>
 #include <vector>
 
-#include <lockstep/base/background_thread.h>
+#include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::train {

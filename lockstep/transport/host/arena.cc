@@ -8,7 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/transport/host/arena.h>
 
 namespace lockstep::transport {

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/device/host_memory.h>
 #include <lockstep/transport/host/segment.h>
 

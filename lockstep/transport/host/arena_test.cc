@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/device/host_memory.h>
 #include <lockstep/transport/host/arena.h>
 

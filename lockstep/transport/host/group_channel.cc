@@ -4,9 +4,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/cpu.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/transport/host/group_channel.h>
 
 namespace lockstep::transport {
@@ -325,8 +325,8 @@ void GroupChannel::await_ranks(int first, int last, int step, uint64_t value, Wo
             members_->record_wait(recorded, next, next, word(next), value);
           });
     } catch (...) {
-      // An interruption (base/interrupt.h). It ends the operation for all, unless all flags are set by now:
-      // then this wait is over, and the interruption reaches the caller behind the operation.
+      // An interruption (base/process/interrupt.h). It ends the operation for all, unless all flags are set
+      // by now: then this wait is over, and the interruption reaches the caller behind the operation.
       interruption_ = std::current_exception();
       try {
         if (give_up(FailureKind::kAborted, members_->transport_rank(rank_), complete)) return;

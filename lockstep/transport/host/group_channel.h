@@ -115,7 +115,7 @@ class GroupChannel {
   /// others have decided otherwise. Nothing may be waited for after it.
   void commit();
 
-  /// What interrupted a wait (base/interrupt.h) that turned out to be over, so that the operation has
+  /// What interrupted a wait (base/process/interrupt.h) that turned out to be over, so that the operation has
   /// succeeded all the same; once. Null if nothing did. An interruption of a wait that is not over is thrown
   /// by the wait.
   std::exception_ptr take_interruption() { return std::exchange(interruption_, nullptr); }

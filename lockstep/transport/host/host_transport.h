@@ -11,9 +11,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include <lockstep/base/background_thread.h>
 #include <lockstep/base/deadline.h>
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/peer_links.h>

@@ -6,11 +6,11 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
-#include <lockstep/base/cpu.h>
 #include <lockstep/base/format_duration.h>
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/thread_cache.h>
+#include <lockstep/base/process/cpu.h>
+#include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/transport/host/message_channel.h>
 
 namespace lockstep::transport {

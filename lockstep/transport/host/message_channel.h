@@ -93,7 +93,7 @@ class MessageChannel {
   /// Whether this thread runs such a thing of this channel: close() would wait for itself.
   bool is_telling_here() const;
   /// Returns when the request is done. False if `until` has passed first; the request goes on. Throws what an
-  /// interrupt check throws (base/interrupt.h); the request goes on then, too.
+  /// interrupt check throws (base/process/interrupt.h); the request goes on then, too.
   bool wait(const Handle& request, const Deadline& until = Deadline::never());
   bool is_done(const Handle& request);
   /// Of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has

@@ -18,8 +18,8 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/roll_call.h>

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <utility>
 
-#include <lockstep/base/cpu.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/transport/host/recovery_board.h>
 #include <lockstep/transport/host/waiting.h>
 

@@ -7,7 +7,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/transport/host/forked_memory.h>
 #include <lockstep/transport/host/segment.h>
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string_view>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::transport {

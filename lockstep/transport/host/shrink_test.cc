@@ -14,7 +14,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/host/shrink.h>
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 
 namespace lockstep::transport {
 
@@ -60,7 +60,7 @@ void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
 
 /// Waits until `ready()` holds or the deadline has passed; returns the last ready(). `ready` must only read
 /// atomics. `before_sleep()` runs before each sleep. Throws what an interrupt check throws
-/// (base/interrupt.h), once it would sleep.
+/// (base/process/interrupt.h), once it would sleep.
 template <class Ready, class BeforeSleep>
 bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadline, Ready&& ready,
                 BeforeSleep&& before_sleep) {

@@ -11,8 +11,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/accumulate.h>
 
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/collectives/backend/internal/below_autograd.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/shared_tensor.h>

@@ -9,9 +9,9 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
-#include <lockstep/base/interrupt.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/thread_cache.h>
+#include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 

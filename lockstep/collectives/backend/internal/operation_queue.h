@@ -9,7 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep {
 
@@ -17,7 +17,7 @@ class DeviceResults;
 class OperationQueue;
 
 /// What a body throws when its operation has succeeded, but the caller's wait was interrupted
-/// (base/interrupt.h).
+/// (base/process/interrupt.h).
 struct InterruptedBehind {
   std::exception_ptr interruption;
 };
@@ -50,8 +50,8 @@ class OperationWork final : public c10d::Work {
   /// Runs or awaits the operation; rethrows its error. Results that are still on their way to a device are
   /// waited for by the calling thread's current stream there, not by the thread. A `timeout` other than
   /// kNoTimeout bounds this wait only and throws DistTimeoutError; the operation goes on. Throws the
-  /// Interruption (base/interrupt.h) that ended this wait; an operation that this very call was running fails
-  /// then, on all ranks.
+  /// Interruption (base/process/interrupt.h) that ended this wait; an operation that this very call was
+  /// running fails then, on all ranks.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   /// Made at the first call: most callers only wait.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

@@ -1,6 +1,6 @@
 #include <ATen/ops/from_blob.h>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/collectives/backend/internal/shared_tensor.h>
 
 namespace lockstep {

@@ -9,7 +9,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
-#include <lockstep/base/background_thread.h>
+#include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/parallel/data_parallel/internal/replica_threads.h>
 

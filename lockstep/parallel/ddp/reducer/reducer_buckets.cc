@@ -8,9 +8,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <lockstep/base/cpu.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/cpu.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/parallel/ddp/reducer/bucket_assignment.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 

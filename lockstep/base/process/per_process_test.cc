@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/per_process.h>
+#include <lockstep/base/process/per_process.h>
 
 namespace lockstep::per_process_test {
 namespace {

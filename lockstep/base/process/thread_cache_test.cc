@@ -8,7 +8,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/thread_cache.h>
+#include <lockstep/base/process/thread_cache.h>
 
 namespace lockstep::thread_cache_test {
 namespace {

@@ -2,7 +2,7 @@
 #include <pthread.h>
 #include <utility>
 
-#include <lockstep/base/background_thread.h>
+#include <lockstep/base/process/background_thread.h>
 
 namespace lockstep {
 namespace {

@@ -1,7 +1,7 @@
 #include <atomic>
 #include <pthread.h>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep {
 namespace {

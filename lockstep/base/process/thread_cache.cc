@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/base/background_thread.h>
-#include <lockstep/base/per_process.h>
-#include <lockstep/base/thread_cache.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/per_process.h>
+#include <lockstep/base/process/thread_cache.h>
 
 namespace lockstep {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep {
 

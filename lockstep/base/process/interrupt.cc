@@ -1,4 +1,4 @@
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 
 namespace lockstep {
 

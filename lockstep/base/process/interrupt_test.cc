@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/interrupt.h>
+#include <lockstep/base/process/interrupt.h>
 
 namespace lockstep::interrupt_test {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/memory.h>
+#include <lockstep/base/process/memory.h>
 
 namespace lockstep {
 namespace {

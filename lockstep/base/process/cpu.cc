@@ -1,7 +1,7 @@
 #include <chrono>
 #include <sched.h>
 
-#include <lockstep/base/cpu.h>
+#include <lockstep/base/process/cpu.h>
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 #include <functional>
 #include <thread>
 
-#include <lockstep/base/fork_guard.h>
+#include <lockstep/base/process/fork_guard.h>
 
 namespace lockstep {
 
