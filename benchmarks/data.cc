@@ -21,7 +21,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/data/data_loader.h>
-#include <lockstep/data/tensor_dataset.h>
+#include <lockstep/data/datasets/tensor_dataset.h>
 
 #include "command_loop.h"
 #ifdef LOCKSTEP_BENCH_IMAGE

@@ -14,11 +14,11 @@
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/data/collate.h>
 #include <lockstep/data/data_loader_options.h>
+#include <lockstep/data/datasets/iterable_dataset.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 #include <lockstep/data/internal/dataset_handle.h>
 #include <lockstep/data/internal/epoch_planner.h>
 #include <lockstep/data/internal/loading_scope.h>
-#include <lockstep/data/iterable_dataset.h>
 #include <lockstep/data/pin_memory.h>
 
 namespace lockstep::data {

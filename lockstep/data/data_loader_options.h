@@ -5,7 +5,7 @@
 #include <functional>
 #include <optional>
 
-#include <lockstep/data/sampler.h>
+#include <lockstep/data/samplers/sampler.h>
 
 namespace lockstep::data {
 

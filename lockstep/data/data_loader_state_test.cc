@@ -9,7 +9,7 @@
 #include <torch/serialize.h>
 
 #include <lockstep/data/data_loader.h>
-#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/data/testing/value_error.h>
 
 namespace lockstep::data::data_loader_state_test {

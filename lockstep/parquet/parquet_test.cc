@@ -17,7 +17,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/data/data_loader.h>
-#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parquet/parquet_batches.h>
 #include <lockstep/parquet/parquet_rows.h>
 #include <lockstep/parquet/row_group_collate.h>

@@ -6,7 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/place_in_world.h>
-#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parquet/row_group_sampler.h>
 
 namespace lockstep::data {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include <lockstep/data/sampler.h>
+#include <lockstep/data/samplers/sampler.h>
 #include <lockstep/parquet/parquet_dataset.h>
 
 namespace lockstep::data {

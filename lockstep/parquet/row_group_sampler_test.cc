@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/world_defaults.h>
-#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parquet/row_group_sampler.h>
 #include <lockstep/testing/message_of.h>
 

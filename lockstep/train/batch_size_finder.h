@@ -13,7 +13,7 @@
 
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/data/data_loader.h>
-#include <lockstep/data/sampler.h>
+#include <lockstep/data/samplers/sampler.h>
 #include <lockstep/nn/output_tensors.h>
 #include <lockstep/parallel/ddp/options.h>
 

@@ -13,7 +13,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>

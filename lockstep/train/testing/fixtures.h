@@ -13,7 +13,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/data/data_loader.h>
-#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 
 /// A model and data that the tests of this room share.
