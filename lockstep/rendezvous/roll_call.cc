@@ -29,7 +29,7 @@
 ///   size      the world size, by the first that came; the others must agree
 ///   count     ranks that are present; a rank that gives up takes itself off
 ///   seen/R    rank R has read the outcome, good or bad
-///   verdict   set once: "complete" by a rank that finds count at world_size (the last to come, or another if
+///   outcome   set once: "complete" by a rank that finds count at world_size (the last to come, or another if
 ///             that one ends at this moment), "late: TEXT" by a rank that gives up (rank 0; any, where all
 ///             have met before), "failed: TEXT" by a rank that finds a peer ended or is interrupted, or the
 ///             text of a conflict. The only key that waiting ranks look at all the time.
@@ -47,7 +47,7 @@ constexpr const char* kLate = "late: ";
 constexpr const char* kFailed = "failed: ";
 /// What a wait for other ranks may take before it is worth a line.
 constexpr auto kPatience = std::chrono::seconds(30);
-/// How often a waiting rank looks for more than the verdict.
+/// How often a waiting rank looks for more than the outcome.
 constexpr auto kLookInterval = milliseconds(250);
 /// What a call of a FileStore may take behind the deadline.
 constexpr auto kStoreGrace = std::chrono::seconds(2);
@@ -93,20 +93,20 @@ class RollCall {
   }
 
   [[noreturn]] void fail(const std::string& text, bool late) {
-    std::string verdict = (late ? kLate : kFailed) + text;
+    std::string outcome = (late ? kLate : kFailed) + text;
     try {
-      decide(verdict);
-      const auto decided = get(prefix_ + "verdict");
-      if (decided != kComplete) verdict = decided;
+      decide(outcome);
+      const auto decided = get(prefix_ + "outcome");
+      if (decided != kComplete) outcome = decided;
       present_ = true;
       tell_and_keep_store();
     } catch (const c10::Error&) {
       // The store is lost: what this rank knows must do.
     }
-    throw_verdict(verdict);
+    throw_outcome(outcome);
   }
 
-  bool is_decided() { return check(prefix_ + "verdict"); }
+  bool is_decided() { return check(prefix_ + "outcome"); }
 
   /// Rank 0 may host the store: if its process ends at once after a failure, the others can't read why. Waits
   /// until all that came have read the outcome, but not for ever.
@@ -135,18 +135,18 @@ class RollCall {
     const bool complete = add(prefix_ + "count", 1) == world_size_;
     failpoint::here("meet_counted");
     if (complete) decide(kComplete);
-    if (!verdict_by_deadline()) give_up(Clock::now() - begin);
-    const auto verdict = get(prefix_ + "verdict");
-    if (verdict != kComplete) throw_verdict(verdict);
+    if (!outcome_by_deadline()) give_up(Clock::now() - begin);
+    const auto outcome = get(prefix_ + "outcome");
+    if (outcome != kComplete) throw_outcome(outcome);
     auto all = collect();
     failpoint::here("meet_met");
     return all;
   }
 
-  [[noreturn]] static void throw_verdict(const std::string& verdict) {
-    if (verdict.starts_with(kLate)) LOCKSTEP_THROW_TIMEOUT(verdict.substr(std::strlen(kLate)));
-    if (verdict.starts_with(kFailed)) C10_THROW_ERROR(DistBackendError, verdict.substr(std::strlen(kFailed)));
-    C10_THROW_ERROR(DistStoreError, verdict);
+  [[noreturn]] static void throw_outcome(const std::string& outcome) {
+    if (outcome.starts_with(kLate)) LOCKSTEP_THROW_TIMEOUT(outcome.substr(std::strlen(kLate)));
+    if (outcome.starts_with(kFailed)) C10_THROW_ERROR(DistBackendError, outcome.substr(std::strlen(kFailed)));
+    C10_THROW_ERROR(DistStoreError, outcome);
   }
 
   // ---- the store
@@ -210,8 +210,8 @@ class RollCall {
 
   std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
 
-  /// A verdict that is already there stays.
-  void decide(const std::string& verdict) { set_first(prefix_ + "verdict", verdict); }
+  /// An outcome that is already there stays.
+  void decide(const std::string& outcome) { set_first(prefix_ + "outcome", outcome); }
 
   /// This rank is interrupted: the others must not wait for it, nor go on without it.
   void fail_for_others() {
@@ -277,7 +277,7 @@ class RollCall {
 
   /// Polls with pauses that grow to a bound at which the store sees some 10,000 questions a second from all
   /// ranks.
-  bool verdict_by_deadline() {
+  bool outcome_by_deadline() {
     const auto longest =
         std::clamp(microseconds(100) * world_size_, microseconds(5000), microseconds(100'000));
     auto pause = microseconds(50);
@@ -309,9 +309,9 @@ class RollCall {
     return true;
   }
 
-  /// Sets the verdict where it is due.
+  /// Sets the outcome where it is due.
   void look_around() {
-    // The last to come may have ended between its count and its verdict.
+    // The last to come may have ended between its count and its outcome.
     if (count() == world_size_) return decide(kComplete);
     if (while_waiting_) return;
     if (const auto end = find_end()) {
@@ -365,7 +365,7 @@ class RollCall {
     return ranks;
   }
 
-  /// Takes this rank off the count and throws, unless there is a verdict then.
+  /// Takes this rank off the count and throws, unless there is an outcome then.
   void give_up(std::chrono::nanoseconds waited) {
     look_around();
     if (is_decided()) return;
@@ -457,7 +457,7 @@ bool exchange_is_decided(c10d::Store& store, const std::string& key, int rank, i
 
 void forget_exchange(c10d::Store& store, const std::string& key, int world_size) {
   if (world_size == 1) return;
-  for (const char* name : {"size", "count", "verdict"}) store.deleteKey(key + "/" + name);
+  for (const char* name : {"size", "count", "outcome"}) store.deleteKey(key + "/" + name);
   for (int rank = 0; rank < world_size; ++rank) {
     for (const char* kind : {"claim", "who", "data", "seen"}) {
       store.deleteKey(key + "/" + kind + "/" + std::to_string(rank));

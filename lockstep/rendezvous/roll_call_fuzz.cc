@@ -59,8 +59,8 @@ std::vector<std::string> seeds() {
   return {
       "claim/0=1\nwho/0=process 7 on host\nsize=2\ndata/0=bytes\ncount=1\nseen=0\n",
       "claim/1=1\nwho/1=process 8 on host\n",
-      "size=3\nverdict=late: rank 1 of 3 did not join\n",
-      "verdict=complete\ndata/0=bytes\ncount=2\nseen=2\n",
+      "size=3\noutcome=late: rank 1 of 3 did not join\n",
+      "outcome=complete\ndata/0=bytes\ncount=2\nseen=2\n",
       "size=2\ncount=0\nclaim/1=0\nseen=0\n",
       "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
       "4242 123456 4026531836 8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",

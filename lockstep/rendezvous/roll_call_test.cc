@@ -115,12 +115,12 @@ std::vector<uint8_t> bytes_of(const std::string& text) {
   return {text.begin(), text.end()};
 }
 
-TEST(RollCall, VerdictOfALastRankThatEndsIsSetByAnother) {
+TEST(RollCall, OutcomeOfALastRankThatEndsIsSetByAnother) {
   c10d::HashStore store;
   std::thread ending([&] {
     while (store.add("key/count", 0) < 1) std::this_thread::yield();
     store.set("key/data/1", {'?', 'x', '1'});
-    store.add("key/count", 1);  // and no verdict
+    store.add("key/count", 1);  // and no outcome
   });
   EXPECT_THAT(run(store, {0}, 2, 20s), ::testing::ElementsAre("x0|x1|"));
   ending.join();

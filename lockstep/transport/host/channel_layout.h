@@ -50,7 +50,7 @@ struct alignas(64) Flag {
 };
 
 /// All-or-none: see OperationOutcome. Group rank 0's is the group's; every member writes it.
-struct alignas(64) Verdict {
+struct alignas(64) Outcome {
   std::atomic<uint64_t> proposal;  // highest sequence that a member thinks of giving up
   std::atomic<uint64_t> decision;  // packed Decision; 0: none yet
   std::atomic<uint64_t> abort;     // 1 + the member that has aborted the group; 0: none
@@ -102,7 +102,7 @@ struct ControlBlock {
   Flag joined;   // 1: this rank has mapped all members' blocks
   Flag left;     // 1: this rank has closed the group
   Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
-  Verdict verdict;
+  Outcome outcome;
   MessageEvents messages;
   Recovery recovery;
   std::array<Slot, 2> slots;        // by the sequence's last bit

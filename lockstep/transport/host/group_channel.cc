@@ -359,7 +359,7 @@ template <class Complete>
 bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   using Phase = OperationOutcome::Phase;
   std::vector<int> late;
-  OperationOutcome outcome(members_->verdict(), rank_, sequence());
+  OperationOutcome outcome(members_->outcome(), rank_, sequence());
   outcome.give_up(kind, culprit);
   while (outcome.is_stepping()) {
     if (outcome.phase() == Phase::kDeciding) {
@@ -374,7 +374,7 @@ bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
 }
 
 void GroupChannel::commit() {
-  OperationOutcome outcome(members_->verdict(), rank_, sequence());
+  OperationOutcome outcome(members_->outcome(), rank_, sequence());
   outcome.see_all();
   while (outcome.is_stepping()) outcome.step([] { return true; });
   if (outcome.phase() == OperationOutcome::Phase::kFailed) fail_as_decided({});

@@ -166,20 +166,20 @@ void GroupMembers::wake_waiters() const {
   block(rank_).recovery.doorbell.ring_now();
 }
 
-// ---- the verdict
+// ---- the outcome
 
 int GroupMembers::aborted_by() const {
-  return static_cast<int>(verdict().abort.load(std::memory_order_acquire)) - 1;
+  return static_cast<int>(outcome().abort.load(std::memory_order_acquire)) - 1;
 }
 
 void GroupMembers::abort() {
   uint64_t none = 0;
-  verdict().abort.compare_exchange_strong(none, static_cast<uint64_t>(rank_) + 1, std::memory_order_acq_rel);
+  outcome().abort.compare_exchange_strong(none, static_cast<uint64_t>(rank_) + 1, std::memory_order_acq_rel);
   tell_failure();
 }
 
 void GroupMembers::fail(FailureKind kind, int culprit, uint64_t sequence) {
-  if (verdict::decide(verdict(), {sequence, static_cast<uint64_t>(kind), culprit, rank_})) tell_failure();
+  if (outcome::decide(outcome(), {sequence, static_cast<uint64_t>(kind), culprit, rank_})) tell_failure();
 }
 
 void GroupMembers::tell_failure() const {

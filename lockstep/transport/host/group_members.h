@@ -97,8 +97,8 @@ class GroupMembers {
                    uint64_t value) const;
 
   // How operations end, see OperationOutcome.
-  layout::Verdict& verdict() const { return block(0).verdict; }
-  Decision decision() const { return verdict::decision(verdict()); }
+  layout::Outcome& outcome() const { return block(0).outcome; }
+  Decision decision() const { return outcome::decision(outcome()); }
   /// The member that has aborted the group, or −1.
   int aborted_by() const;
   /// Whether the group takes no further operations: one was decided to have failed, or it was aborted.

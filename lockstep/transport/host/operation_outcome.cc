@@ -12,16 +12,16 @@ Decision unpack_decision(uint64_t word) {
   return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff), static_cast<int>(word & 0x3ff)};
 }
 
-Decision verdict::decision(const layout::Verdict& words) {
+Decision outcome::decision(const layout::Outcome& words) {
   return unpack_decision(words.decision.load(std::memory_order_acquire));
 }
 
-bool verdict::has_failed(const layout::Verdict& words, uint64_t sequence) {
+bool outcome::has_failed(const layout::Outcome& words, uint64_t sequence) {
   const Decision decided = decision(words);
   return decided.is_failure() && decided.sequence <= sequence;
 }
 
-bool verdict::decide(layout::Verdict& words, const Decision& wanted) {
+bool outcome::decide(layout::Outcome& words, const Decision& wanted) {
   uint64_t current = words.decision.load(std::memory_order_acquire);
   do {
     const Decision decided = unpack_decision(current);
@@ -54,12 +54,12 @@ bool OperationOutcome::step_words() {
       return false;
     }
     case Phase::kDeciding: {
-      const bool first = verdict::decide(*words_, {sequence_, static_cast<uint64_t>(kind_), culprit_, rank_});
+      const bool first = outcome::decide(*words_, {sequence_, static_cast<uint64_t>(kind_), culprit_, rank_});
       phase_ = first ? Phase::kFailed : Phase::kOverruled;
       return first;
     }
     case Phase::kOverruled:
-      phase_ = verdict::has_failed(*words_, sequence_) ? Phase::kFailed : Phase::kWaiting;
+      phase_ = outcome::has_failed(*words_, sequence_) ? Phase::kFailed : Phase::kWaiting;
       return false;
     case Phase::kAllSeen:
       publish_fence();
@@ -67,12 +67,12 @@ bool OperationOutcome::step_words() {
                                                                              : Phase::kSucceeded;
       return false;
     case Phase::kConfirming: {
-      const bool first = verdict::decide(*words_, {sequence_, Decision::kSuccess, 0, rank_});
+      const bool first = outcome::decide(*words_, {sequence_, Decision::kSuccess, 0, rank_});
       phase_ = first ? Phase::kSucceeded : Phase::kContested;
       return false;  // no rank waits for that
     }
     case Phase::kContested:
-      phase_ = verdict::has_failed(*words_, sequence_) ? Phase::kFailed : Phase::kSucceeded;
+      phase_ = outcome::has_failed(*words_, sequence_) ? Phase::kFailed : Phase::kSucceeded;
       return false;
     case Phase::kLooking:  // in step()
     case Phase::kWaiting:

@@ -17,31 +17,31 @@ enum class FailureKind : uint8_t {
   kLeftBehind,  // the others went on without this rank; see RecoveryBoard
 };
 
-/// A group's verdict on one operation.
+/// How an operation of a group ended.
 struct Decision {
   static constexpr uint64_t kSuccess = 15;
-  uint64_t sequence;  // 0: no verdict yet
+  uint64_t sequence;  // 0: no outcome yet
   uint64_t kind;      // FailureKind or kSuccess
-  int culprit;        // the rank that is the cause; of an operation's verdict a rank of the transport
+  int culprit;        // the rank that is the cause; of an operation's outcome a rank of the transport
   int by;             // the member that gave up
 
   bool is_failure() const { return kind != 0 && kind != kSuccess; }
 };
 
-/// A verdict in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10 of
+/// An outcome in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10 of
 /// each rank.
 uint64_t pack_decision(const Decision& decision);
 Decision unpack_decision(uint64_t word);
 
-/// The group's words of layout::Verdict. Thread-safe, and safe between processes.
-namespace verdict {
-Decision decision(const layout::Verdict& words);
+/// The group's words of layout::Outcome. Thread-safe, and safe between processes.
+namespace outcome {
+Decision decision(const layout::Outcome& words);
 /// Whether this operation was decided to have failed. Of an operation in doubt: a decision on a later one,
 /// whatever it says, was made by a rank that had succeeded in this one.
-bool has_failed(const layout::Verdict& words, uint64_t sequence);
+bool has_failed(const layout::Outcome& words, uint64_t sequence);
 /// Whether `wanted` became the group's decision. A failure stays; success gives way to a later operation's.
-bool decide(layout::Verdict& words, const Decision& wanted);
-}  // namespace verdict
+bool decide(layout::Outcome& words, const Decision& wanted);
+}  // namespace outcome
 
 /// How one operation ends for one rank: the protocol by which it succeeds on all members or on none.
 ///
@@ -69,7 +69,7 @@ class OperationOutcome {
   };
 
   /// `rank`: this member. `sequence`: of the operation, from 1.
-  OperationOutcome(layout::Verdict& words, int rank, uint64_t sequence)
+  OperationOutcome(layout::Outcome& words, int rank, uint64_t sequence)
       : words_(&words), rank_(rank), sequence_(sequence) {}
 
   Phase phase() const { return phase_; }
@@ -95,7 +95,7 @@ class OperationOutcome {
  private:
   bool step_words();
 
-  layout::Verdict* words_;
+  layout::Outcome* words_;
   int rank_;
   uint64_t sequence_;
   Phase phase_ = Phase::kWaiting;

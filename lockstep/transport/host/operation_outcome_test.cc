@@ -87,14 +87,14 @@ class Explorer {
   }
   int flag_of(const Rank& own) const { return (own.operation - 1) * size_.waits + own.wait + 1; }
 
-  // One verdict for all states: its values are those of the state whose step is taken.
+  // One outcome for all states: its values are those of the state whose step is taken.
   void put(const Words& words) {
     words_.proposal = words.proposal;
     words_.decision = words.decision;
     words_.abort = words.abort;
   }
   Words take() const {
-    Decision decided = verdict::decision(words_);
+    Decision decided = outcome::decision(words_);
     decided.by = 0;  // which rank it was makes no difference to what follows
     return {words_.proposal, decided.sequence == 0 ? 0 : pack_decision(decided), words_.abort};
   }
@@ -146,9 +146,9 @@ class Explorer {
       case At::kBegin: {
         State& to = branch();
         Rank& own = to.ranks[index];
-        if (verdict::decision(words_).is_failure() || state.words.abort != 0) {
+        if (outcome::decision(words_).is_failure() || state.words.abort != 0) {
           if (state.words.abort != 0)
-            verdict::decide(words_, {sequence, static_cast<uint64_t>(FailureKind::kTimeout), 0, 0});
+            outcome::decide(words_, {sequence, static_cast<uint64_t>(FailureKind::kTimeout), 0, 0});
           to.words = take();
           fail(own);
         } else {
@@ -172,8 +172,8 @@ class Explorer {
         break;
       }
       case At::kJudge: {
-        const Decision decided = verdict::decision(words_);
-        if (verdict::has_failed(words_, sequence)) {
+        const Decision decided = outcome::decision(words_);
+        if (outcome::has_failed(words_, sequence)) {
           fail(branch().ranks[index]);
         } else {
           if (decided.is_failure()) {
@@ -252,7 +252,7 @@ class Explorer {
   }
 
   const Size size_;
-  mutable layout::Verdict words_{};
+  mutable layout::Outcome words_{};
   std::unordered_set<uint64_t> seen_;
   bool all_succeeded_ = false;
   bool contested_ = false;

@@ -110,7 +110,7 @@ ShrunkChannels shrink(const GroupChannel& old_channel, const std::vector<int>& e
       failpoint::here("shrink_made");
       return made;
     } catch (const ChannelError& error) {
-      // The new group's verdict: all survivors come here, or none.
+      // The new group's outcome: all survivors come here, or none.
       if (error.kind() != FailureKind::kPeerEnded) throw;
       LOCKSTEP_LOG(kInfo) << "shrinking the group begins anew: " << error.what();
     }
