@@ -109,14 +109,14 @@ class Job:
                 break
             dead = [process for process in self.processes if process.poll() is not None]
             if dead:
-                raise BenchmarkError(f"{self.name} ended with status {dead[0].returncode} at '{what}'; {self._last_words()}")
+                raise BenchmarkError(f"{self.name} ended with status {dead[0].returncode} at '{what}'; {self._flush_at_exit()}")
             if time.monotonic() > deadline:
                 silent = [rank for rank in ranks if rank not in answers]
                 raise BenchmarkError(
-                    f"{self.name}: no answer from ranks {silent} to '{what}' in {seconds} s; {self._last_words()}")
+                    f"{self.name}: no answer from ranks {silent} to '{what}' in {seconds} s; {self._flush_at_exit()}")
         return [answers[rank] for rank in ranks]
 
-    def _last_words(self, lines=15):
+    def _flush_at_exit(self, lines=15):
         words = []
         for number in range(len(self.processes)):
             with open(os.path.join(self.directory, f"{number}.output"), errors="replace") as output:

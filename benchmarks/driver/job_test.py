@@ -56,7 +56,7 @@ def test_long_answers_arrive_whole():
     job.stop()
 
 
-def test_a_rank_that_dies_is_reported_with_its_last_words():
+def test_a_rank_that_dies_is_reported_with_its_flush_at_exit():
     job = start(2)
     with pytest.raises(BenchmarkError, match=r"test ended with status 1 at 'die 0 1 0'(.|\n)*\[\d\] rank \d had enough"):
         job.measure("die", 0, 1, 0)

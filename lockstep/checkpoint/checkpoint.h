@@ -41,7 +41,7 @@ struct SaveOptions {
   /// This process saves by itself, though there is a group: for a survivor whose peers are gone. Its own
   /// state is filed under its rank in `group`.
   bool alone = false;
-  /// All ranks write; tensors that several have are dealt out among them by bytes, so these must be equal
+  /// All ranks write; tensors that several have are assigned to them by bytes, so these must be equal
   /// (with PostLocalSGDOptimizer they are only after an averaging). Otherwise, and for what is small, the
   /// lowest rank that has a tensor writes it: rank 0, except for what only others have.
   bool sharded = false;

@@ -335,24 +335,24 @@ TEST(StateJson, RefusesWhatNobodyWrote) {
   EXPECT_THAT(refused(objects), HasSubstr("too deep"));
 }
 
-TEST(SavePlan, DealsByBytesToThoseThatHaveATensor) {
-  using internal::deal_out;
+TEST(SavePlan, AssignsByBytesToThoseThatHaveATensor) {
+  using internal::assign_files;
   using internal::TensorOffer;
   const std::vector<TensorOffer> replicated = {
       {"m", "big", 100}, {"m", "a", 40}, {"m", "b", 40}, {"m", "c", 30}};
   std::vector<TensorOffer> more = replicated;
   more.emplace_back("o", "own", 50);
-  const auto plain = deal_out({replicated, more}, false);
+  const auto plain = assign_files({replicated, more}, false);
   EXPECT_EQ(plain[0], (std::vector<internal::FileTask>{{"m.safetensors", "m", {0, 1, 2, 3}}}));
   EXPECT_EQ(plain[1], (std::vector<internal::FileTask>{{"o.safetensors", "o", {4}}}));
-  const auto sharded = deal_out({replicated, more}, true, /*least_dealt=*/1);
+  const auto sharded = assign_files({replicated, more}, true, /*least_assigned=*/1);
   // 100 to rank 0, its own 50 to rank 1, then the rest so that both come out even: 130 and 130.
   EXPECT_EQ(sharded[0], (std::vector<internal::FileTask>{{"m-00001-of-00002.safetensors", "m", {0, 3}}}));
   EXPECT_EQ(sharded[1], (std::vector<internal::FileTask>{{"m-00002-of-00002.safetensors", "m", {1, 2}},
                                                          {"o.safetensors", "o", {4}}}));
   // What is small stays together.
-  EXPECT_EQ(deal_out({replicated, more}, true), plain);
-  EXPECT_THROW(deal_out({{{"a-00001-of-00002", "x", 1}, {"a", "y", 1}}, {{"a", "z", 1}}}, false),
+  EXPECT_EQ(assign_files({replicated, more}, true), plain);
+  EXPECT_THROW(assign_files({{{"a-00001-of-00002", "x", 1}, {"a", "y", 1}}, {{"a", "z", 1}}}, false),
                c10::ValueError);
   EXPECT_EQ(internal::file_stem("../a b"), "%2E.%2Fa%20b");
 }
@@ -360,7 +360,7 @@ TEST(SavePlan, DealsByBytesToThoseThatHaveATensor) {
 /// What rank `rank` of `world` has: a model like everybody's, and its part of an optimizer's state.
 StateDict state_of(int rank, int world) {
   StateDict state = training_state(3);
-  // Large enough to be dealt out.
+  // Large enough to be assigned.
   auto model = state.at("model").toGenericDict();
   model.insert("wide.weight", torch::full({128, 128}, 0.5));
   model.insert("wide.bias", torch::full({1 << 14}, 0.25));

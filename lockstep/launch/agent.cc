@@ -187,7 +187,7 @@ int run(const RunOptions& options) {
       variables.apply(mine);
       flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
       mine.set("TORCHELASTIC_ERROR_FILE", folder.error_file(rank));
-      mine.set(ExitBoard::kVariable, supervisor.board().environment_value());
+      mine.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
       const int input = rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
       supervisor.start({.program = program,
                         .arguments = options.command,

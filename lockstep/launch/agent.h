@@ -24,7 +24,7 @@ int parse_nprocs(const std::string& text);
 
 /// Runs the job; writes the workers' output and, when a rank failed, a report to this process's standard
 /// streams. Each worker has torchrun's environment (see RankVariables), TORCHELASTIC_ERROR_FILE,
-/// LOCKSTEP_RUN=1, LOCKSTEP_EXIT_BOARD_FD and, where the launcher's standard error is a terminal,
+/// LOCKSTEP_RUN=1, LOCKSTEP_EXIT_STATUS_FD and, where the launcher's standard error is a terminal,
 /// LOCKSTEP_TERMINAL_COLUMNS with the width that a progress bar may have. OMP_NUM_THREADS=1 when it is unset
 /// and there are several.
 ///

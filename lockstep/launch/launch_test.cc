@@ -270,7 +270,7 @@ TEST(Run, GivesTorchrunsEnvironment) {
       "$TORCHELASTIC_USE_AGENT_STORE "
       "$LOCKSTEP_RUN; test $LOCKSTEP_AGENT_STORE = $MASTER_ADDR:$MASTER_PORT/$TORCHELASTIC_RUN_ID && "
       "test $MASTER_PORT -gt 0 && test -n \"$TORCHELASTIC_RUN_ID$TORCHELASTIC_ERROR_FILE\" && "
-      "test -e /proc/self/fd/${LOCKSTEP_EXIT_BOARD_FD%:*}");
+      "test -e /proc/self/fd/${LOCKSTEP_EXIT_STATUS_FD%:*}");
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(lines_of(result.out),
             (std::multiset<std::string>{"[rank 0] 0 0 2 2 0 1 0 2 default 127.0.0.1 0 0 True 1",

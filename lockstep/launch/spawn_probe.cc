@@ -64,7 +64,7 @@ int run(const std::string& name) {
             text += " " + variable(each);
           }
           say(text + (std::stoi(variable("MASTER_PORT")) > 0 ? " port" : "") +
-              (variable("LOCKSTEP_EXIT_BOARD_FD") != "-" ? " board" : ""));
+              (variable("LOCKSTEP_EXIT_STATUS_FD") != "-" ? " exit_status" : ""));
         },
         2);
   } else if (name == "calls") {

@@ -226,7 +226,7 @@ SpawnResult run_children(const SpawnRequest& request, const std::string& call) {
     environment.set("LOCKSTEP_SPAWN", std::to_string(::getpid()) + ":" + std::to_string(rank) + ":" +
                                           std::to_string(request.nprocs) + ":" + std::to_string(pipe.get()) +
                                           ":" + call);
-    environment.set(ExitBoard::kVariable, supervisor.board().environment_value());
+    environment.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
     const int output = request.outputs.empty() ? -1 : request.outputs.at(static_cast<size_t>(rank));
     supervisor.start({.program = program,
                       .arguments = arguments,

@@ -18,7 +18,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/launch/spawn_processes.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 
 namespace lockstep::spawn_test {
 namespace {
@@ -89,8 +89,8 @@ TEST(Spawn, CallsTheFunctionWithRankAndArguments) {
 TEST(Spawn, GivesTheEnvironmentForInitProcessGroup) {
   Probe probe("environment");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines, (Lines{"0 0 0 2 2 127.0.0.1 True from the test port board",
-                                "1 1 1 2 2 127.0.0.1 True from the test port board"}));
+  EXPECT_EQ(probe.lines, (Lines{"0 0 0 2 2 127.0.0.1 True from the test port exit_status",
+                                "1 1 1 2 2 127.0.0.1 True from the test port exit_status"}));
 }
 
 TEST(Spawn, SeveralCallsAreToldApart) {
@@ -204,7 +204,7 @@ TEST(Spawn, APeersEndStandsOnTheExitBoard) {
   launch::SpawnRequest request;
   request.options.argv = {"launch_tests", "--gtest_filter=Spawn.APeersEndStandsOnTheExitBoard",
                           "--gtest_brief=1"};
-  request.options.label = "board";
+  request.options.label = "table";
   request.nprocs = 2;
   request.may_fail = {true, true};
   request.deadline = Deadline::after(std::chrono::seconds(60));
@@ -223,9 +223,9 @@ TEST(Spawn, APeersEndStandsOnTheExitBoard) {
     pid_t pid = 0;
     TORCH_CHECK(::read(fd.get(), &pid, sizeof(pid)) == sizeof(pid));
     ::unlink(path.c_str());
-    auto board = ExitBoard::from_environment();
-    TORCH_CHECK(board, "no board");
-    const auto words = board->describe_end(pid, Deadline::never());
+    auto table = ExitStatusTable::from_environment();
+    TORCH_CHECK(table, "no table");
+    const auto words = table->describe_end(pid, Deadline::never());
     TORCH_CHECK(words == "killed by signal 9 (SIGKILL)", words.value_or("nothing"));
   });
   ASSERT_TRUE(result);

@@ -76,7 +76,7 @@ int cause_of_failure(const std::vector<Ending>& endings, int local_rank) {
 
 Supervisor::Supervisor(int nprocs, Options options)
     : options_(std::move(options)),
-      board_(ExitBoard::create(checked_count(nprocs))),
+      exit_status_(ExitStatusTable::create(checked_count(nprocs))),
       guardian_(nprocs, options_.temporary) {
   // With SIGCHLD ignored the kernel throws exit statuses away.
   struct sigaction present = {};
@@ -98,10 +98,10 @@ Supervisor::~Supervisor() {
 
 void Supervisor::start(WorkerSpec spec) {
   TORCH_INTERNAL_ASSERT(workers_.size() < workers_.capacity());
-  spec.inherited.push_back(board_.fd());
+  spec.inherited.push_back(exit_status_.fd());
   const int local_rank = static_cast<int>(workers_.size());
   workers_.push_back({WorkerProcess::start(spec, guardian_)});
-  board_.record_start(local_rank, workers_.back().process.pid());
+  exit_status_.record_start(local_rank, workers_.back().process.pid());
 }
 
 const std::vector<Ending>& Supervisor::run(Streams& streams) {
@@ -153,9 +153,9 @@ void Supervisor::collect_endings() {
     if (!status) continue;
     worker.ended = true;
     const int local_rank = static_cast<int>(i);
-    board_.record_end(local_rank, *status);
-    fresh.push_back(
-        {local_rank, worker.process.pid(), *status, worker.asked_to_end, now, board_.culprit_of(local_rank)});
+    exit_status_.record_end(local_rank, *status);
+    fresh.push_back({local_rank, worker.process.pid(), *status, worker.asked_to_end, now,
+                     exit_status_.culprit_of(local_rank)});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());

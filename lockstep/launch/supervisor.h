@@ -11,7 +11,7 @@
 #include <lockstep/launch/guardian.h>
 #include <lockstep/launch/signal_catcher.h>
 #include <lockstep/launch/worker_process.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 
 namespace lockstep::launch {
 
@@ -22,7 +22,7 @@ struct Ending {
   int wait_status = 0;
   bool asked_to_end = false;  // a signal was sent to it before it ended: its end says nothing about it
   Deadline::Clock::time_point at;
-  std::optional<int> culprit = {};  // the local rank that made its operations fail, by the exit board
+  std::optional<int> culprit = {};  // the local rank that made its operations fail, by the exit status table
 
   bool failed() const { return wait_status != 0; }
 };
@@ -70,7 +70,7 @@ class Streams {
 /// - What workers left running in their process groups is killed at the end, after kDrainTime for those that
 ///   still hold an output stream open (a `tee` that writes its last lines).
 ///
-/// The exit board is filled the moment an end is noticed.
+/// The exit status table is filled the moment an end is noticed.
 ///
 /// Use in one thread, which must live until the end: the workers die with it.
 class Supervisor {
@@ -90,8 +90,8 @@ class Supervisor {
   Supervisor(int nprocs, Options options);
   ~Supervisor();
 
-  const ExitBoard& board() const { return board_; }
-  /// Starts the next local rank, with LOCKSTEP_EXIT_BOARD_FD's descriptor inherited (the variable itself
+  const ExitStatusTable& exit_status() const { return exit_status_; }
+  /// Starts the next local rank, with LOCKSTEP_EXIT_STATUS_FD's descriptor inherited (the variable itself
   /// stands in the specification's environment). Throws as WorkerProcess::start.
   void start(WorkerSpec spec);
   /// Whether a signal has come to the launcher, which begins to take them when this object is made.
@@ -121,7 +121,7 @@ class Supervisor {
   Options options_;
   std::optional<struct sigaction> former_child_action_;  // when ours replaced it
   SignalCatcher signals_;
-  ExitBoard board_;
+  ExitStatusTable exit_status_;
   Guardian guardian_;
   std::vector<Worker> workers_;
   std::vector<Ending> endings_;

@@ -10,7 +10,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/launch/worker_environment.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 
 extern char** environ;
 
@@ -42,7 +42,7 @@ WorkerEnvironment WorkerEnvironment::inherited() {
     result.variables_.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
   for (const char* name :
-       {ExitBoard::kVariable, "LOCKSTEP_SPAWN", "LOCKSTEP_RUN", "TORCHELASTIC_ERROR_FILE"}) {
+       {ExitStatusTable::kVariable, "LOCKSTEP_SPAWN", "LOCKSTEP_RUN", "TORCHELASTIC_ERROR_FILE"}) {
     result.unset(name);
   }
   return result;

@@ -12,7 +12,7 @@ namespace lockstep::launch {
 class WorkerEnvironment {
  public:
   /// A copy of this process's environment, without what an outer launcher put there for this process alone
-  /// (its exit board, the mark of a spawned process).
+  /// (its exit status table, the mark of a spawned process).
   static WorkerEnvironment inherited();
 
   void set(const std::string& name, const std::string& value) { variables_[name] = value; }

@@ -92,7 +92,7 @@ TEST(GradNorm, ShardedOverRanksIsTheNormOfAll) {
   for (int ranks = 1; ranks <= 4; ++ranks) {
     run_ranks(ranks, [ranks](int rank) {
       auto world = init_process_group();
-      // The parameters are dealt out; of four ranks the last has none (and of its own no gradient).
+      // The parameters are assigned to ranks; of four ranks the last has none (and of its own no gradient).
       const auto all = parameters();
       std::vector<torch::Tensor> mine;
       for (size_t i = 0; i < all.size(); ++i) {

@@ -40,7 +40,7 @@ RowGroupSampler::RowGroupSampler(std::vector<int64_t> row_counts, const RowGroup
   rank_ = place.rank;
 }
 
-std::vector<RowGroupSampler::Share> RowGroupSampler::deal() const {
+std::vector<RowGroupSampler::Share> RowGroupSampler::assign() const {
   DistributedSampler order(static_cast<int64_t>(row_counts_.size()), /*num_replicas=*/1, /*rank=*/0, shuffle_,
                            seed_);
   order.set_epoch(epoch_);
@@ -62,7 +62,7 @@ std::vector<RowGroupSampler::Share> RowGroupSampler::deal() const {
 }
 
 RowGroupSampler::Share RowGroupSampler::mine() const {
-  return std::move(deal()[static_cast<size_t>(rank_)]);
+  return std::move(assign()[static_cast<size_t>(rank_)]);
 }
 
 int64_t RowGroupSampler::size() const {
@@ -78,7 +78,7 @@ int64_t RowGroupSampler::num_rows() const {
 }
 
 int64_t RowGroupSampler::fewest_rows() const {
-  const auto shares = deal();
+  const auto shares = assign();
   return std::min_element(shares.begin(), shares.end(),
                           [](const Share& a, const Share& b) { return a.rows < b.rows; })
       ->rows;

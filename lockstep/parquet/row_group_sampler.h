@@ -25,8 +25,8 @@ struct RowGroupSamplerOptions {
 /// One rank's share of a data set's row groups: each row group belongs to exactly one rank in each epoch.
 ///
 /// All ranks compute the same permutation (that of torch.utils.data.DistributedSampler for one replica) and
-/// deal it out alike: each row group goes to the rank that has the fewest rows so far, the lowest of several.
-/// Row groups of one size are thus dealt in turns. Otherwise ranks get different numbers of rows, so a
+/// assign it alike: each row group goes to the rank that has the fewest rows so far, the lowest of several.
+/// Row groups of one size are thus assigned in turns. Otherwise ranks get different numbers of rows, so a
 /// training loop needs ParquetBatchesOptions::even_batches, or DDP's join(). Nothing is repeated and nothing
 /// left out, so it suits a validation, too.
 ///
@@ -66,7 +66,7 @@ class RowGroupSampler final : public Sampler {
     std::vector<int64_t> row_groups;
     int64_t rows = 0;
   };
-  std::vector<Share> deal() const;
+  std::vector<Share> assign() const;
   Share mine() const;
 
   std::vector<int64_t> row_counts_;

@@ -59,7 +59,7 @@ TEST(RowGroupSampler, EachRowGroupBelongsToOneRankInEachEpoch) {
   }
 }
 
-TEST(RowGroupSampler, DealsRowGroupsOfOneSizeInTurnsInTheOrderOfADistributedSampler) {
+TEST(RowGroupSampler, AssignsRowGroupsOfOneSizeInTurnsInTheOrderOfADistributedSampler) {
   const Counts counts(11, 8);
   DistributedSampler order(11, 1, 0, true, 3);
   order.set_epoch(2);

@@ -11,7 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
 
@@ -100,8 +100,8 @@ std::string ProcessWatch::describe_end() const {
 
 std::optional<std::string> known_end(pid_t pid, int pidfd, std::chrono::milliseconds patience) {
   const Deadline deadline = Deadline::after(patience);
-  if (auto board = ExitBoard::from_environment()) {
-    if (auto words = board->describe_end(pid, deadline)) return words;
+  if (auto table = ExitStatusTable::from_environment()) {
+    if (auto words = table->describe_end(pid, deadline)) return words;
   }
   do {
     if (auto status = kernel_exit_status(pidfd)) return describe_wait_status(*status);

@@ -24,7 +24,7 @@
 #include <lockstep/rendezvous/internal/store_cache.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
 #include <lockstep/rendezvous/rendezvous.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 
 namespace lockstep {
 namespace {
@@ -43,7 +43,7 @@ struct Call {
   Deadline deadline;
 };
 
-/// A store to hold the roll call at.
+/// A store to gather at.
 struct Place {
   std::shared_ptr<Entry> entry;  ///< none for a process that is alone
   StorePtr store;
@@ -184,7 +184,7 @@ StorePtr join(const Place& place, const Call& call) {
   auto prefix = c10::str("lockstep/", place.job, "/init_", number);
   auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, place.store);
   try {
-    exchange(*store, kJoin, call.rank, call.world_size, "", call.deadline);
+    store_all_gather(*store, kJoin, call.rank, call.world_size, "", call.deadline);
   } catch (const c10::DistStoreError&) {
     // The connection may be dead; a further call shall make a new one. A server stays: others may be
     // connected to it.

@@ -15,7 +15,8 @@ struct World {
   int local_rank = -1;        ///< position among this job's processes on this host; -1 where unknown
   int local_world_size = -1;  ///< this job's processes on this host; -1 where unknown
   c10::intrusive_ptr<c10d::Store> store = {};  ///< this world's own key space; nobody else's keys are in it
-  std::string met_at = {};  ///< the exchange (roll_call.h) in that store to which all ranks have come
+  std::string met_at =
+      {};  ///< the all-gather (store_all_gather.h) in that store to which all ranks have come
   std::string launcher =
       "none";  ///< "lockstep run", "torchrun", "mpirun", "mpich", "srun", "environment" or "none"
 };

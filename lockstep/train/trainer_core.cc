@@ -371,7 +371,7 @@ TrainerCore::StepPlan TrainerCore::agree(const StepNote& mine) {
   if (plan.stop) stop_requested_ = false;
   TORCH_CHECK_VALUE(plan.stop || plan.samples == 0 || helpless.empty(), "Trainer: ", name_ranks(helpless),
                     " got no sample in epoch ", epoch_ + 1,
-                    ", and had none before, while others have some; deal out the samples evenly "
+                    ", and had none before, while others have some; give all ranks equally many samples "
                     "(data::DistributedSampler), or take a smaller batch_size");
   return plan;
 }

@@ -205,7 +205,7 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
       if (failure.kind != Failure::kNone) return;
       failpoint::here("checkpoint.plan");
       state_json_ = merge_states(states);
-      tasks = deal_out(all, options.sharded);
+      tasks = assign_files(all, options.sharded);
       std::error_code error;
       LOCKSTEP_CHECK_FILE(options.overwrite || !std::filesystem::exists(info_.directory, error),
                           info_.directory.string(),

@@ -39,8 +39,8 @@ std::string file_stem(const std::string& part) {
   return stem;
 }
 
-std::vector<std::vector<FileTask>> deal_out(const std::vector<std::vector<TensorOffer>>& offers, bool sharded,
-                                            int64_t least_dealt) {
+std::vector<std::vector<FileTask>> assign_files(const std::vector<std::vector<TensorOffer>>& offers,
+                                                bool sharded, int64_t least_assigned) {
   std::map<std::pair<std::string, std::string>, Owned> tensors;
   for (size_t rank = 0; rank < offers.size(); ++rank) {
     for (size_t i = 0; i < offers[rank].size(); ++i) {
@@ -59,7 +59,7 @@ std::vector<std::vector<FileTask>> deal_out(const std::vector<std::vector<Tensor
   std::map<std::string, std::map<size_t, std::vector<int64_t>>> parts;  // by writer
   for (const auto& [key, tensor] : by_size) {
     auto writer = tensor->owners.front();
-    if (sharded && tensor->bytes >= least_dealt) {
+    if (sharded && tensor->bytes >= least_assigned) {
       writer =
           *std::min_element(tensor->owners.begin(), tensor->owners.end(),
                             [&](const auto& a, const auto& b) { return loads[a.first] < loads[b.first]; });

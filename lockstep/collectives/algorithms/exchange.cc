@@ -117,11 +117,11 @@ void compare_sizes(GroupChannel& channel, const std::vector<Offer>& offers) {
 class Rounds {
  public:
   Rounds(GroupChannel& channel, const Exchange& exchange, const std::vector<Offer>& offers)
-      : channel_(channel), exchange_(exchange), offers_(offers), halves_(channel) {
+      : channel_(channel), exchange_(exchange), offers_(offers), buffers_(channel) {
     for (const Offer& offer : offers) any_staged_ |= offer.header().place == Place::kStaged;
     if (!any_staged_) return;
     for (const Offer& offer : offers) {
-      const size_t window = offer.window_bytes(halves_.capacity());
+      const size_t window = offer.window_bytes(buffers_.capacity());
       for (int to = 0; to < channel.size(); ++to) {
         rounds_ = std::max(rounds_, (offer.bytes_for(to) + window - 1) / window);
       }
@@ -136,18 +136,18 @@ class Rounds {
     if (staging) stage(0);
     for (size_t k = 0; k < rounds_; ++k) {
       if (staging && k + 1 < rounds_) {
-        // The half of chunk k+1 is free once everybody has read chunk k−1 from it.
-        if (k > 0) channel_.await_all(Flag::kReduced, halves_.number(k - 1));
+        // The buffer of chunk k+1 is free once everybody has read chunk k−1 from it.
+        if (k > 0) channel_.await_all(Flag::kReduced, buffers_.number(k - 1));
         stage(k + 1);
       }
       consume(windows(k));
-      if (any_staged_) channel_.publish(Flag::kReduced, halves_.number(k));
+      if (any_staged_) channel_.publish(Flag::kReduced, buffers_.number(k));
     }
   }
 
  private:
   size_t window_bytes(int from) const {
-    return any_staged_ ? offers_[from].window_bytes(halves_.capacity()) : ~size_t{0} / 2;
+    return any_staged_ ? offers_[from].window_bytes(buffers_.capacity()) : ~size_t{0} / 2;
   }
   /// Part k of what `from` gives to `to`.
   Window window(int from, int to, size_t k) const {
@@ -158,16 +158,16 @@ class Rounds {
   }
 
   void stage(size_t k) {
-    std::byte* half = halves_.own(k);
+    std::byte* buffer = buffers_.own(k);
     const int own = channel_.rank();
     const bool for_all = exchange_.gives.size() == 1;
     for (int to = 0; to < (for_all ? 1 : channel_.size()); ++to) {
       if (to == own && !for_all) continue;
       const Window part = window(own, to, k);
-      copy_bytes(half + to * window_bytes(own),
+      copy_bytes(buffer + to * window_bytes(own),
                  static_cast<const std::byte*>(exchange_.gives[to].data) + part.offset, part.bytes);
     }
-    channel_.publish(Flag::kStaged, halves_.number(k));
+    channel_.publish(Flag::kStaged, buffers_.number(k));
   }
 
   std::vector<Window> windows(size_t k) {
@@ -189,8 +189,8 @@ class Rounds {
                                            location & ((uint64_t{1} << kOffsetBits) - 1)}) +
                     part.offset;
       } else {
-        channel_.await_rank(Flag::kStaged, from, halves_.number(k));
-        part.data = halves_.of(from, k) + (offer.header().entries == 1 ? 0 : own * window_bytes(from));
+        channel_.await_rank(Flag::kStaged, from, buffers_.number(k));
+        part.data = buffers_.of(from, k) + (offer.header().entries == 1 ? 0 : own * window_bytes(from));
       }
     }
     return windows;
@@ -199,7 +199,7 @@ class Rounds {
   GroupChannel& channel_;
   const Exchange& exchange_;
   const std::vector<Offer>& offers_;
-  Halves halves_;
+  DoubleBuffer buffers_;
   bool any_staged_ = false;
   size_t rounds_ = 1;
 };

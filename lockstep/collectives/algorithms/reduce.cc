@@ -16,7 +16,7 @@ using Flag = GroupChannel::Flag;
 /// Up to this many ranks each reduces everything staged for itself: that moves hardly more bytes than slices
 /// do, and needs one wait less a chunk.
 constexpr int kDirectRanks = 3;
-/// Of the scratch's halves they use no more than this at a time, so that what is staged and the piece of the
+/// Of the scratch's buffers they use no more than this at a time, so that what is staged and the piece of the
 /// tensor fit into a core's second-level cache; with slices the extra waits cost more than that gains.
 constexpr size_t kDirectChunkBytes = size_t{128} << 10;
 
@@ -129,33 +129,33 @@ class Reduction {
 
   /// Each rank copies its chunk into the scratch; whoever wants the result reads them all.
   void staged_direct() {
-    Halves halves(channel_);
-    const size_t chunk = chunk_of(std::min(halves.capacity(), kDirectChunkBytes));
+    DoubleBuffer buffers(channel_);
+    const size_t chunk = chunk_of(std::min(buffers.capacity(), kDirectChunkBytes));
     const size_t chunks = (bytes_ + chunk - 1) / chunk;
     // A root reads its own data where they are.
     const bool staging = root_ < 0 || !wants_result();
     const auto stage = [&](size_t k) {
-      if (staging) copy_bytes(halves.own(k), data_ + k * chunk, std::min(chunk, bytes_ - k * chunk));
-      channel_.publish(Flag::kStaged, halves.number(k));
+      if (staging) copy_bytes(buffers.own(k), data_ + k * chunk, std::min(chunk, bytes_ - k * chunk));
+      channel_.publish(Flag::kStaged, buffers.number(k));
     };
     std::vector<const void*> inputs(channel_.size());
     stage(0);
     for (size_t k = 0; k < chunks; ++k) {
       if (k + 1 < chunks) {
-        // The half of chunk k+1 is free once everybody has read chunk k−1 from it.
-        if (k > 0) channel_.await_all(Flag::kReduced, halves.number(k - 1));
+        // The buffer of chunk k+1 is free once everybody has read chunk k−1 from it.
+        if (k > 0) channel_.await_all(Flag::kReduced, buffers.number(k - 1));
         stage(k + 1);
       }
       if (wants_result()) {
-        channel_.await_all(Flag::kStaged, halves.number(k));
+        channel_.await_all(Flag::kStaged, buffers.number(k));
         std::byte* output = data_ + k * chunk;
         for (int rank = 0; rank < channel_.size(); ++rank) {
-          inputs[rank] = rank == channel_.rank() ? output : halves.of(rank, k);
+          inputs[rank] = rank == channel_.rank() ? output : buffers.of(rank, k);
         }
         failpoint::here("reduce");
         reduce_into(output, inputs.data(), std::min(chunk, bytes_ - k * chunk) / kernels_.element_size);
       }
-      channel_.publish(Flag::kReduced, halves.number(k));
+      channel_.publish(Flag::kReduced, buffers.number(k));
     }
     channel_.add_chunks(chunks);
     finish(channel_);
@@ -165,30 +165,30 @@ class Reduction {
   void staged_slices() {
     const int ranks = channel_.size();
     const size_t element = kernels_.element_size;
-    Halves halves(channel_);
-    const size_t chunk = chunk_of(halves.capacity());
+    DoubleBuffer buffers(channel_);
+    const size_t chunk = chunk_of(buffers.capacity());
     const size_t chunks = (bytes_ + chunk - 1) / chunk;
     const auto stage = [&](size_t k) {
-      copy_bytes(halves.own(k), data_ + k * chunk, std::min(chunk, bytes_ - k * chunk));
-      channel_.publish(Flag::kStaged, halves.number(k));
+      copy_bytes(buffers.own(k), data_ + k * chunk, std::min(chunk, bytes_ - k * chunk));
+      channel_.publish(Flag::kStaged, buffers.number(k));
     };
     std::vector<const void*> inputs(ranks);
     stage(0);
     for (size_t k = 0; k < chunks; ++k) {
       const size_t count = std::min(chunk, bytes_ - k * chunk) / element;
       const Range own = slice_of(count, element, ranks, channel_.rank());
-      channel_.await_all(Flag::kStaged, halves.number(k));
-      for (int rank = 0; rank < ranks; ++rank) inputs[rank] = halves.of(rank, k) + own.begin * element;
+      channel_.await_all(Flag::kStaged, buffers.number(k));
+      for (int rank = 0; rank < ranks; ++rank) inputs[rank] = buffers.of(rank, k) + own.begin * element;
       failpoint::here("reduce");
-      if (own.count > 0) reduce_into(halves.own(k) + own.begin * element, inputs.data(), own.count);
-      channel_.publish(Flag::kReduced, halves.number(k));
-      channel_.await_all(Flag::kReduced, halves.number(k));
-      // All have reduced chunk k, so all have fetched chunk k−1, whose half the next chunk takes.
+      if (own.count > 0) reduce_into(buffers.own(k) + own.begin * element, inputs.data(), own.count);
+      channel_.publish(Flag::kReduced, buffers.number(k));
+      channel_.await_all(Flag::kReduced, buffers.number(k));
+      // All have reduced chunk k, so all have fetched chunk k−1, whose buffer the next chunk takes.
       if (k + 1 < chunks) stage(k + 1);
       if (!wants_result()) continue;
       for (int rank = 0; rank < ranks; ++rank) {
         const Range slice = slice_of(count, element, ranks, rank);
-        copy_bytes(data_ + k * chunk + slice.begin * element, halves.of(rank, k) + slice.begin * element,
+        copy_bytes(data_ + k * chunk + slice.begin * element, buffers.of(rank, k) + slice.begin * element,
                    slice.count * element);
       }
     }

@@ -21,18 +21,18 @@ inline void copy_bytes(void* to, const void* from, size_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-/// The two halves of each rank's scratch, which chunks use in turn. Counts chunks over the group's whole
+/// The two buffers in each rank's scratch, which chunks use in turn. Counts chunks over the group's whole
 /// life, so that flags only grow.
-class Halves {
+class DoubleBuffer {
  public:
-  explicit Halves(transport::GroupChannel& channel) : channel_(channel) {
-    // A line for each peer at least. The same for all operations, so that both sides agree where a half is.
+  explicit DoubleBuffer(transport::GroupChannel& channel) : channel_(channel) {
+    // A line for each peer at least. The same for all operations, so that both sides agree where a buffer is.
     capacity_ = std::max(chunk_bytes(), kCacheLine * static_cast<size_t>(channel.size()));
     capacity_ = (capacity_ + kCacheLine - 1) / kCacheLine * kCacheLine;
   }
 
   size_t capacity() const { return capacity_; }
-  /// This rank's or another's half for chunk k.
+  /// This rank's or another's buffer for chunk k.
   std::byte* own(size_t k) { return channel_.scratch(2 * capacity_) + (k & 1) * capacity_; }
   std::byte* of(int rank, size_t k) { return channel_.scratch_of(rank) + (k & 1) * capacity_; }
   /// The value of a flag once chunk k has passed.

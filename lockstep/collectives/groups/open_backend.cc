@@ -17,7 +17,7 @@
 #include <lockstep/collectives/groups/internal/shrinking.h>
 #include <lockstep/collectives/groups/internal/transport_options.h>
 #include <lockstep/collectives/groups/open_backend.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 
 namespace lockstep {
 namespace {
@@ -91,7 +91,7 @@ SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const 
   for (const auto& [token, transport] : living) {
     mine << (mine.tellp() > 0 ? " " : "") << token << ':' << transport->rank();
   }
-  const auto texts = exchange(store, kMeeting, rank, size, mine.str(), deadline);
+  const auto texts = store_all_gather(store, kMeeting, rank, size, mine.str(), deadline);
   std::vector<std::vector<std::pair<uint64_t, int>>> all;
   for (int member = 0; member < size; ++member) all.push_back(parse_mappings(texts[member], member));
   for (const auto& candidate : all.front()) {
@@ -122,7 +122,7 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
   uint64_t token = 0;
   TORCH_CHECK(::getrandom(&token, sizeof token, 0) == sizeof token, "getrandom failed");
   const auto tokens =
-      exchange(store, "lockstep/token", rank, size, std::to_string(token), deadline, {}, kMeeting);
+      store_all_gather(store, "lockstep/token", rank, size, std::to_string(token), deadline, {}, kMeeting);
   Opened& all = opened();
   std::lock_guard lock(all.mutex);
   all.mappings.push_back({std::stoull(tokens.front()), made.transport});

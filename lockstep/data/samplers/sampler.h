@@ -26,7 +26,7 @@ class Sampler {
   /// Which epoch the next indices() is for. Samplers whose order depends on it override this.
   virtual void set_epoch(int64_t /*epoch*/) {}
   /// The next indices(), and it alone, leaves out the first `position` samples of the order over all ranks,
-  /// and deals out the rest: to go on with an epoch that another number of ranks began. False, and nothing
+  /// and assigns the rest: to go on with an epoch that another number of ranks began. False, and nothing
   /// changes, for a sampler that can't.
   virtual bool start_at(int64_t /*position*/) { return false; }
 

@@ -17,7 +17,8 @@ class Store;
 namespace lockstep::doctor {
 
 /// Collects what all ranks have to say, through the store, so that what is tested (process groups) is not
-/// needed to tell how the test went. Unlike exchange() it goes on without a rank that does not answer.
+/// needed to tell how the test went. Unlike store_all_gather() it goes on without a rank that does not
+/// answer.
 ///
 /// All ranks call the same methods in the same order. Rank 0 collects and publishes; one that did not answer
 /// is missing from then on, and learns so with DistTimeoutError if it ever comes back. Throws

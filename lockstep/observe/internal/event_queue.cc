@@ -6,7 +6,7 @@
 #include <utility>
 
 #include <lockstep/observe/internal/event_queue.h>
-#include <lockstep/observe/internal/last_words.h>
+#include <lockstep/observe/internal/flush_at_exit.h>
 
 namespace lockstep::internal {
 namespace {
@@ -51,7 +51,7 @@ void append_record(std::string& to, std::string_view event) {
 
 EventQueue::EventQueue(size_t max_queue, std::chrono::duration<double> sync_interval)
     : max_queue_(max_queue), sync_interval_(std::min(sync_interval, kForever)) {
-  wait_for_last_words();
+  flush_at_exit();
   thread_.start("lockstep-events", [this] { run(); });
 }
 
@@ -72,7 +72,7 @@ void EventQueue::add(AppendFile& file, std::string event) {
     work_.notify_one();
     done_.wait(lock, [&] { return !is_full(); });
   }
-  add_pending_words(1);
+  add_pending_records(1);
   waiting_bytes_ += event.size();
   waiting_.push_back({&file, std::move(event)});
   ++added_;
@@ -131,7 +131,7 @@ void EventQueue::run() {
     lock.unlock();
     done_.notify_all();  // there is room again
     write(items);
-    add_pending_words(-static_cast<int64_t>(items.size()));
+    add_pending_records(-static_cast<int64_t>(items.size()));
     if (sync) {
       for (AppendFile* file : unsynced_) file->sync();
       unsynced_.clear();

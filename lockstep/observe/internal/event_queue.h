@@ -16,8 +16,8 @@ namespace lockstep::internal {
 
 /// The thread behind a SummaryWriter: takes serialised events from callers, frames them as records, and
 /// writes them into their files within milliseconds, in the order they came. A process that ends waits for it
-/// (last_words.h), and one that is killed loses only what it had no time for yet. In a forked child all calls
-/// do nothing. Thread-safe.
+/// (flush_at_exit.h), and one that is killed loses only what it had no time for yet. In a forked child all
+/// calls do nothing. Thread-safe.
 ///
 /// A record is (tensorboard/summary/writer/record_writer.py) the length (64 bits), the masked CRC-32C of
 /// these eight bytes, the event, and its masked CRC-32C, all little-endian.

@@ -9,7 +9,7 @@
 
 /// What a rank keeps in its arena for one group, where all members read it. One cache line per flag, one
 /// writer per flag, unless said otherwise. Part of the protocol between processes; only the channels of a
-/// group and its RecoveryBoard touch it.
+/// group and its MembershipAgreement touch it.
 namespace lockstep::transport::layout {
 
 /// Up to this many ranks everybody reads everybody's announcement; larger groups combine them in a tree of
@@ -74,9 +74,9 @@ struct alignas(64) MessageEvents {
 /// A set of ranks in shared memory, 64 to a word.
 using SharedRankSet = std::array<std::atomic<uint64_t>, kMaxRanks / 64>;
 
-/// What a member says in one round of shrinking the group; see RecoveryBoard. `round` is stored last, and is
-/// 0 while the rest changes, so a reader that finds the same round before and behind its reading has read
-/// that round's.
+/// What a member says in one round of shrinking the group; see MembershipAgreement. `round` is stored last,
+/// and is 0 while the rest changes, so a reader that finds the same round before and behind its reading has
+/// read that round's.
 struct alignas(64) RecoveryRecord {
   std::atomic<uint64_t> round;
   std::array<std::atomic<uint64_t>, 2> addresses;  // packed references of control blocks for the new groups

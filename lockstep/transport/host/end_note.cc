@@ -6,7 +6,7 @@
 #include <pthread.h>
 
 #include <lockstep/base/end_hook.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/transport/host/end_note.h>
 

@@ -32,8 +32,8 @@ EndKind note_kind(const ProcessHeader& header);
 void watch_process_end(ProcessHeader& header);
 void unwatch_process_end(ProcessHeader& header);
 
-/// How the process ended, in words, from its note, the launcher's exit board, or the kernel (PIDFD_GET_INFO,
-/// /proc): whichever knows within about 50 ms. `pidfd` may be -1.
+/// How the process ended, in words, from its note, the launcher's exit status table, or the kernel
+/// (PIDFD_GET_INFO, /proc): whichever knows within about 50 ms. `pidfd` may be -1.
 std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd);
 
 }  // namespace lockstep::transport

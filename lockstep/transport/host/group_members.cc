@@ -8,9 +8,9 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/ranks.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/transport/host/group_members.h>
-#include <lockstep/transport/host/recovery_board.h>
+#include <lockstep/transport/host/membership_agreement.h>
 
 namespace lockstep::transport {
 namespace {
@@ -234,7 +234,7 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
   const auto kind = decided.is_failure() ? static_cast<FailureKind>(decided.kind) : FailureKind::kAborted;
   // Without a decision no rank has met the abort in an operation yet.
   const int culprit = decided.is_failure() ? decided.culprit : members_[aborted_by()];
-  const bool left_behind = kind == FailureKind::kPeerLeft && RecoveryBoard(*this).left_behind();
+  const bool left_behind = kind == FailureKind::kPeerLeft && MembershipAgreement(*this).left_behind();
   const bool has_culprit = kind == FailureKind::kPeerEnded || kind == FailureKind::kPeerLeft ||
                            kind == FailureKind::kTimeout || kind == FailureKind::kAborted;
   if (has_culprit && !left_behind) transport_->note_culprit(culprit);

@@ -11,7 +11,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/group_members.h>
@@ -208,7 +208,7 @@ int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
 }
 
 void HostTransport::note_culprit(int rank) const {
-  if (const auto board = ExitBoard::from_environment()) board->record_culprit(pid_of(rank));
+  if (const auto table = ExitStatusTable::from_environment()) table->record_culprit(pid_of(rank));
 }
 
 void HostTransport::add_group(GroupMembers* group) {

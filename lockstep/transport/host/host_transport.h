@@ -38,7 +38,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Options {
     size_t segment_bytes = size_t{64} << 20;  // arena growth step; pages cost nothing until touched
     std::vector<int> job_ranks = {};  // what messages call the ranks; empty: 0, 1, … as everywhere else
-    std::string met_at = {};          // an exchange to which all ranks have come: see exchange()
+    std::string met_at = {};          // an all-gather to which all ranks have come: see store_all_gather()
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does.

@@ -14,7 +14,7 @@ enum class FailureKind : uint8_t {
   kTimeout,
   kMismatch,
   kAborted,
-  kLeftBehind,  // the others went on without this rank; see RecoveryBoard
+  kLeftBehind,  // the others went on without this rank; see MembershipAgreement
 };
 
 /// How an operation of a group ended.
@@ -28,8 +28,8 @@ struct Decision {
   bool is_failure() const { return kind != 0 && kind != kSuccess; }
 };
 
-/// An outcome in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10 of
-/// each rank.
+/// An outcome in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10
+/// of each rank.
 uint64_t pack_decision(const Decision& decision);
 Decision unpack_decision(uint64_t word);
 

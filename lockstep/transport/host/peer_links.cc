@@ -22,7 +22,7 @@
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/process_watch.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/internal/peer_address.h>
@@ -416,7 +416,8 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
 
   const std::string key = "lockstep/host";
   std::vector<PeerAddress> addresses;
-  for (const auto& text : exchange(store, key, rank, world_size, mine.to_string(), deadline, {}, met_at)) {
+  for (const auto& text :
+       store_all_gather(store, key, rank, world_size, mine.to_string(), deadline, {}, met_at)) {
     addresses.push_back(PeerAddress::parse(text));
   }
   try {
@@ -432,15 +433,15 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   // what it has found, not that it is gone.
   const std::string linked = "lockstep/linked";
   const auto give_up = [&](const c10::Error& error, bool late) {
-    fail_exchange(store, linked, rank, world_size,
-                  c10::str("joining the job failed on rank ", rank, ": ", error.what_without_backtrace()),
-                  late, key);
+    fail_store_all_gather(
+        store, linked, rank, world_size,
+        c10::str("joining the job failed on rank ", rank, ": ", error.what_without_backtrace()), late, key);
   };
   std::vector<PeerLink> links;
   try {
     Handshake handshake(rank, addresses, own, std::move(listener), [&, lost = false]() mutable {
       try {
-        return !lost && exchange_is_decided(store, linked, rank, world_size);
+        return !lost && store_all_gather_is_decided(store, linked, rank, world_size);
       } catch (const c10::Error&) {
         lost = true;  // with the store; the processes are watched all the same
         return false;
@@ -454,14 +455,14 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   } catch (...) {  // an interruption, or no memory: the caller's, once the others know
     const std::exception_ptr own = std::current_exception();
     try {
-      fail_exchange(store, linked, rank, world_size,
-                    c10::str("joining the job failed on rank ", rank, ": ", text_of(own)), /*late=*/false,
-                    key);
+      fail_store_all_gather(store, linked, rank, world_size,
+                            c10::str("joining the job failed on rank ", rank, ": ", text_of(own)),
+                            /*late=*/false, key);
     } catch (const c10::Error&) {
     }
     std::rethrow_exception(own);
   }
-  exchange(store, linked, rank, world_size, "", deadline, {}, key);
+  store_all_gather(store, linked, rank, world_size, "", deadline, {}, key);
   return links;
 }
 

@@ -3,7 +3,7 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
-#include <lockstep/transport/host/recovery_board.h>
+#include <lockstep/transport/host/membership_agreement.h>
 #include <lockstep/transport/host/shrink.h>
 
 namespace lockstep::transport {
@@ -22,8 +22,9 @@ void confirm(GroupChannel& channel, const Deadline& deadline) {
 }
 
 /// The members of one of the new groups; `which` of each survivor's addresses it is.
-std::shared_ptr<GroupMembers> open_members(const GroupMembers& old, const RecoveryBoard::Agreement& agreement,
-                                           size_t which, const OwnBlock& own, const Deadline& deadline) {
+std::shared_ptr<GroupMembers> open_members(const GroupMembers& old,
+                                           const MembershipAgreement::Agreement& agreement, size_t which,
+                                           const OwnBlock& own, const Deadline& deadline) {
   std::vector<int> ranks;
   std::vector<uint64_t> words;
   for (size_t i = 0; i < agreement.ranks.size(); ++i) {
@@ -45,7 +46,7 @@ struct OwnBlocks {
     }
   }
 
-  RecoveryBoard::Addresses words() const { return {block.word(), control ? control->word() : 0}; }
+  MembershipAgreement::Addresses words() const { return {block.word(), control ? control->word() : 0}; }
   void give_back() {
     block.give_back();
     if (control) control->give_back();
@@ -55,10 +56,10 @@ struct OwnBlocks {
   std::optional<OwnBlock> control;
 };
 
-RecoveryBoard::Agreement agree(RecoveryBoard& board, const RankSet& wanted, OwnBlocks& own,
-                               const Deadline& deadline) {
+MembershipAgreement::Agreement agree(MembershipAgreement& membership, const RankSet& wanted, OwnBlocks& own,
+                                     const Deadline& deadline) {
   try {
-    return board.agree(wanted, own.words(), deadline);
+    return membership.agree(wanted, own.words(), deadline);
   } catch (...) {
     own.give_back();  // nobody uses them
     throw;
@@ -66,8 +67,8 @@ RecoveryBoard::Agreement agree(RecoveryBoard& board, const RankSet& wanted, OwnB
 }
 
 /// One attempt to make what was agreed on.
-ShrunkChannels make(const GroupMembers& old, const RecoveryBoard::Agreement& agreement, const OwnBlocks& own,
-                    const Deadline& deadline) {
+ShrunkChannels make(const GroupMembers& old, const MembershipAgreement::Agreement& agreement,
+                    const OwnBlocks& own, const Deadline& deadline) {
   // From here on all that goes wrong is decided in the new group: its members tell each other by leaving it.
   auto members = open_members(old, agreement, 0, own.block, deadline);
   if (agreement.interruption) std::rethrow_exception(agreement.interruption);
@@ -92,11 +93,11 @@ ShrunkChannels shrink(const GroupChannel& old_channel, const std::vector<int>& e
   const GroupMembers& old = old_channel.members();
   RankSet wanted = RankSet::all(old.size());
   for (int rank : excluded) wanted.erase(rank);
-  RecoveryBoard board(old);
+  MembershipAgreement membership(old);
   while (true) {
     failpoint::here("shrink");
     OwnBlocks own(old.transport(), old.size(), with_control);
-    const auto agreement = agree(board, wanted, own, deadline);
+    const auto agreement = agree(membership, wanted, own, deadline);
     failpoint::here("shrink_agreed");
     if (agreement.overtaken) {
       // The others may have counted on this rank in a round that has failed since, and still touch its
@@ -106,7 +107,7 @@ ShrunkChannels shrink(const GroupChannel& old_channel, const std::vector<int>& e
     }
     try {
       ShrunkChannels made = make(old, agreement, own, deadline);
-      board.confirm(agreement);
+      membership.confirm(agreement);
       failpoint::here("shrink_made");
       return made;
     } catch (const ChannelError& error) {

@@ -18,8 +18,8 @@
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/host/shrink.h>
 
-// The recovery board with ranks as threads of one process, where ThreadSanitizer sees both sides. Here nobody
-// can die, but members leave, stay away, or are interrupted; deaths are in
+// The agreement on membership with ranks as threads of one process, where ThreadSanitizer sees both sides.
+// Here nobody can die, but members leave, stay away, or are interrupted; deaths are in
 // collectives/groups/shrink_group_test.cc.
 namespace lockstep::transport::shrink_test {
 namespace {

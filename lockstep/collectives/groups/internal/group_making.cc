@@ -16,7 +16,7 @@
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/groups/internal/device_backends.h>
 #include <lockstep/collectives/groups/internal/group_making.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 
 namespace lockstep::group_making {
 namespace {
@@ -142,8 +142,8 @@ GroupChannel::AddressExchange exchange_through_store(const c10::intrusive_ptr<c1
     const int rank = static_cast<int>(place - members.begin());
     failpoint::here("agree_on_group");
     const auto values =
-        exchange(*store, key, rank, static_cast<int>(members.size()), std::to_string(own) + ' ' + identity,
-                 deadline, watch(transport, members, identity));
+        store_all_gather(*store, key, rank, static_cast<int>(members.size()),
+                         std::to_string(own) + ' ' + identity, deadline, watch(transport, members, identity));
     failpoint::here("join_group");
     std::vector<uint64_t> words;
     for (size_t i = 0; i < members.size(); ++i) {
@@ -256,7 +256,7 @@ std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan&
                     deadline);
   // All members have joined, so all have read the store.
   if (plan.ranks.front() == world.world.rank) {
-    forget_exchange(*world.world.store, key, static_cast<int>(plan.ranks.size()));
+    forget_store_all_gather(*world.world.store, key, static_cast<int>(plan.ranks.size()));
   }
   return group;
 }

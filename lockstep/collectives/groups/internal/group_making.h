@@ -69,7 +69,7 @@ void stand_by(const Gather& gather, size_t size);
 
 /// Opens the group, unregistered. The members alone call it, and meet in the world's store under `key`, which
 /// must be new; nothing stays there. `identity` must be the same on all (c10::DistBackendError with both
-/// otherwise). Throws as rendezvous' exchange() does, too.
+/// otherwise). Throws as rendezvous' store_all_gather() does, too.
 std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
                                           const std::string& identity, Deadline deadline);
 
@@ -78,7 +78,7 @@ std::shared_ptr<transport::GroupChannel> open_control(const DefaultWorld& world,
 
 /// The words of all members (ranks of the transport, by group rank), who meet in the store under `key`, which
 /// must be new. Throws c10::DistBackendError when one has ended or has another `identity`, and as rendezvous'
-/// exchange() does.
+/// store_all_gather() does.
 transport::GroupMembers::AddressExchange exchange_through_store(
     const c10::intrusive_ptr<c10d::Store>& store, std::shared_ptr<transport::HostTransport> transport,
     std::vector<int> members, std::string key, std::string identity, Deadline deadline);

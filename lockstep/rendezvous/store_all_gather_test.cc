@@ -13,18 +13,18 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/rendezvous/process_watch.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep::roll_call_test {
+namespace lockstep::store_all_gather_test {
 namespace {
 
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Runs exchange on a thread for each of `ranks` and returns what each got: its answer joined by "|", or the
-/// error.
+/// Runs all-gather on a thread for each of `ranks` and returns what each got: its answer joined by "|", or
+/// the error.
 std::vector<std::string> run(c10d::Store& store, const std::vector<int>& ranks,
                              const std::vector<int>& world_sizes, std::chrono::milliseconds timeout) {
   std::vector<std::string> results(ranks.size());
@@ -34,7 +34,7 @@ std::vector<std::string> run(c10d::Store& store, const std::vector<int>& ranks,
       try {
         auto mine = std::string("\0x", 2) + std::to_string(ranks[i]);
         for (const auto& text :
-             exchange(store, "key", ranks[i], world_sizes[i], mine, Deadline::after(timeout))) {
+             store_all_gather(store, "key", ranks[i], world_sizes[i], mine, Deadline::after(timeout))) {
           results[i] += text.substr(1) + "|";
         }
       } catch (const DistTimeoutError& error) {
@@ -55,17 +55,17 @@ std::vector<std::string> run(c10d::Store& store, const std::vector<int>& ranks, 
   return run(store, ranks, std::vector<int>(ranks.size(), world_size), timeout);
 }
 
-TEST(RollCall, ReturnsEverybodysBytesInRankOrder) {
+TEST(StoreAllGather, ReturnsEverybodysBytesInRankOrder) {
   c10d::HashStore store;
   for (const auto& result : run(store, {2, 0, 3, 1}, 4, 60s)) EXPECT_EQ(result, "x0|x1|x2|x3|");
 }
 
-TEST(RollCall, AloneNeedsNobody) {
+TEST(StoreAllGather, AloneNeedsNobody) {
   c10d::HashStore store;
-  EXPECT_THAT(exchange(store, "key", 0, 1, "me", Deadline::after(0s)), ::testing::ElementsAre("me"));
+  EXPECT_THAT(store_all_gather(store, "key", 0, 1, "me", Deadline::after(0s)), ::testing::ElementsAre("me"));
 }
 
-TEST(RollCall, NamesTheMissingRanksToAllThatCame) {
+TEST(StoreAllGather, NamesTheMissingRanksToAllThatCame) {
   c10d::HashStore store;
   for (const auto& result : run(store, {0, 1, 2, 4, 7}, 8, 100ms)) {
     EXPECT_THAT(result,
@@ -73,40 +73,40 @@ TEST(RollCall, NamesTheMissingRanksToAllThatCame) {
   }
 }
 
-TEST(RollCall, TwoProcessesWithOneRankFailEverybody) {
+TEST(StoreAllGather, TwoProcessesWithOneRankFailEverybody) {
   c10d::HashStore store;
   for (const auto& result : run(store, {0, 1, 1}, 3, 60s)) {
     EXPECT_THAT(result, AllOf(HasSubstr("store: rank 1 of 3 is claimed twice"), HasSubstr("process ")));
   }
 }
 
-TEST(RollCall, DifferentWorldSizesFailEverybody) {
+TEST(StoreAllGather, DifferentWorldSizesFailEverybody) {
   c10d::HashStore store;
   for (const auto& result : run(store, {0, 1}, {3, 4}, 60s)) {
     EXPECT_THAT(result, AllOf(HasSubstr("store: rank "), HasSubstr("was started with world size ")));
   }
 }
 
-TEST(RollCall, RefusesARankOutsideOfTheWorld) {
+TEST(StoreAllGather, RefusesARankOutsideOfTheWorld) {
   c10d::HashStore store;
-  EXPECT_THROW(exchange(store, "key", 2, 2, "", Deadline::after(1s)), c10::ValueError);
-  EXPECT_THROW(exchange(store, "key", -1, 2, "", Deadline::after(1s)), c10::ValueError);
+  EXPECT_THROW(store_all_gather(store, "key", 2, 2, "", Deadline::after(1s)), c10::ValueError);
+  EXPECT_THROW(store_all_gather(store, "key", -1, 2, "", Deadline::after(1s)), c10::ValueError);
 }
 
-TEST(RollCall, WaitEndsWithWhatTheCallerThrows) {
+TEST(StoreAllGather, WaitEndsWithWhatTheCallerThrows) {
   c10d::HashStore store;
   int calls = 0;
   const auto interrupt = [&] { TORCH_CHECK(++calls < 3, "enough"); };
-  EXPECT_THROW(exchange(store, "key", 0, 2, "me", Deadline::after(60s), interrupt), c10::Error);
+  EXPECT_THROW(store_all_gather(store, "key", 0, 2, "me", Deadline::after(60s), interrupt), c10::Error);
   EXPECT_EQ(calls, 3);
 }
 
-TEST(RollCall, ForgetsEverythingWhenToldTo) {
+TEST(StoreAllGather, ForgetsEverythingWhenToldTo) {
   c10d::HashStore store;
   store.set("other", {1});
   for (const auto& result : run(store, {0, 1, 2}, 3, 60s)) EXPECT_EQ(result, "x0|x1|x2|");
   EXPECT_GT(store.getNumKeys(), 1);
-  forget_exchange(store, "key", 3);
+  forget_store_all_gather(store, "key", 3);
   EXPECT_EQ(store.getNumKeys(), 1);
   for (const auto& result : run(store, {0, 1, 2}, 3, 60s)) EXPECT_EQ(result, "x0|x1|x2|");
 }
@@ -115,7 +115,7 @@ std::vector<uint8_t> bytes_of(const std::string& text) {
   return {text.begin(), text.end()};
 }
 
-TEST(RollCall, OutcomeOfALastRankThatEndsIsSetByAnother) {
+TEST(StoreAllGather, OutcomeOfALastRankThatEndsIsSetByAnother) {
   c10d::HashStore store;
   std::thread ending([&] {
     while (store.add("key/count", 0) < 1) std::this_thread::yield();
@@ -133,39 +133,39 @@ std::string ended_process() {
   return process.to_string();
 }
 
-TEST(RollCall, RankWhoseProcessHasEndedIsNamedToAllOthers) {
+TEST(StoreAllGather, RankWhoseProcessHasEndedIsNamedToAllOthers) {
   const auto named = HasSubstr(": rank 1 (pid " + std::to_string(::getpid()) + ") ");
   c10d::HashStore store;
   store.set("key/claim/1", {'1'});
   store.set("key/who/1", bytes_of(ended_process()));
   EXPECT_THAT(run(store, {0, 2, 3}, 4, 60s),
               ::testing::Each(AllOf(HasSubstr("backend: joining the job failed on rank "), named)));
-  // One that came to an earlier exchange, and to this one no more.
+  // One that came to an earlier all-gather, and to this one no more.
   c10d::HashStore later;
   later.set("earlier/who/1", bytes_of(ended_process()));
   try {
-    exchange(later, "key", 0, 2, "", Deadline::after(60s), {}, "earlier");
+    store_all_gather(later, "key", 0, 2, "", Deadline::after(60s), {}, "earlier");
     ADD_FAILURE() << "succeeded without rank 1";
   } catch (const c10::DistBackendError& error) {
     EXPECT_THAT(error.what(), named);
   }
 }
 
-TEST(RollCall, RankThatGaveUpDoesNotCountAsEnded) {
+TEST(StoreAllGather, RankThatGaveUpDoesNotCountAsEnded) {
   c10d::HashStore store;
   EXPECT_THAT(run(store, {1}, 2, 1ms)[0], HasSubstr("timeout: rank 0 of 2 did not join"));
   // It ends, and another process takes its place.
   for (const auto& result : run(store, {0, 1}, 2, 60s)) EXPECT_EQ(result, "x0|x1|");
 }
 
-TEST(RollCall, ATimeoutBehindAnEarlierExchangeIsThatOfAllRanks) {
+TEST(StoreAllGather, ATimeoutBehindAnEarlierOneIsThatOfAllRanks) {
   c10d::HashStore store;
   for (int rank : {1, 2}) {
     store.set("earlier/who/" + std::to_string(rank), bytes_of(this_process().to_string()));
   }
   const auto wait = [&](int rank, std::chrono::milliseconds timeout, std::string& error) {
     try {
-      exchange(store, "key", rank, 3, "", Deadline::after(timeout), {}, "earlier");
+      store_all_gather(store, "key", rank, 3, "", Deadline::after(timeout), {}, "earlier");
     } catch (const DistTimeoutError& late) {
       error = late.what_without_backtrace();
     }
@@ -190,38 +190,39 @@ std::string error_of(Call&& call) {
   return "nothing";
 }
 
-TEST(RollCall, ErrorOfOnesWatchIsThrownByAll) {
+TEST(StoreAllGather, ErrorOfOnesWatchIsThrownByAll) {
   c10d::HashStore store;
   const auto watch = [] { TORCH_CHECK(false, "rank 2 (pid 42) has ended"); };
   std::string other;
-  std::thread thread(
-      [&] { other = error_of([&] { exchange(store, "key", 1, 3, "", Deadline::after(60s), [] {}); }); });
-  EXPECT_EQ(error_of([&] { exchange(store, "key", 0, 3, "", Deadline::after(60s), watch); }),
+  std::thread thread([&] {
+    other = error_of([&] { store_all_gather(store, "key", 1, 3, "", Deadline::after(60s), [] {}); });
+  });
+  EXPECT_EQ(error_of([&] { store_all_gather(store, "key", 0, 3, "", Deadline::after(60s), watch); }),
             "rank 2 (pid 42) has ended");
   thread.join();
   EXPECT_EQ(other, "rank 2 (pid 42) has ended");
 }
 
-TEST(RollCall, OneThatCannotComeFailsAll) {
+TEST(StoreAllGather, OneThatCannotComeFailsAll) {
   c10d::HashStore store;
-  EXPECT_FALSE(exchange_is_decided(store, "key", 2, 3));
+  EXPECT_FALSE(store_all_gather_is_decided(store, "key", 2, 3));
   std::string first;
   std::string second;
   std::thread rank1(
-      [&] { first = error_of([&] { exchange(store, "key", 1, 3, "", Deadline::after(60s)); }); });
+      [&] { first = error_of([&] { store_all_gather(store, "key", 1, 3, "", Deadline::after(60s)); }); });
   std::thread rank2(
-      [&] { second = error_of([&] { fail_exchange(store, "key", 2, 3, "no memory", false, ""); }); });
-  EXPECT_EQ(error_of([&] { exchange(store, "key", 0, 3, "", Deadline::after(60s)); }), "no memory");
+      [&] { second = error_of([&] { fail_store_all_gather(store, "key", 2, 3, "no memory", false, ""); }); });
+  EXPECT_EQ(error_of([&] { store_all_gather(store, "key", 0, 3, "", Deadline::after(60s)); }), "no memory");
   rank1.join();
   rank2.join();
   EXPECT_EQ(first, "no memory");
   EXPECT_EQ(second, "no memory");
-  EXPECT_TRUE(exchange_is_decided(store, "key", 2, 3));
-  EXPECT_EQ(error_of([&] { fail_exchange(store, "key", 1, 3, "too late", false, ""); }), "no memory");
+  EXPECT_TRUE(store_all_gather_is_decided(store, "key", 2, 3));
+  EXPECT_EQ(error_of([&] { fail_store_all_gather(store, "key", 1, 3, "too late", false, ""); }), "no memory");
 }
 
 // In a process of its own, for a thread of it goes on reading.
-TEST(RollCall, FileThatEndsInARecordIsNamedAtTheDeadline) {
+TEST(StoreAllGather, FileThatEndsInARecordIsNamedAtTheDeadline) {
   testing::run_ranks(1, [](int) {
     std::string path = "/tmp/lockstep-test-XXXXXX";
     const int fd = ::mkstemp(path.data());
@@ -230,8 +231,8 @@ TEST(RollCall, FileThatEndsInARecordIsNamedAtTheDeadline) {
     const uint64_t size = 20;
     ASSERT_EQ(::lseek(fd, 0, SEEK_END) >= 0 && ::write(fd, &size, sizeof size) == sizeof size, true);
     try {
-      exchange(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
-               Deadline::after(100ms));
+      store_all_gather(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
+                       Deadline::after(100ms));
       ADD_FAILURE() << "the file was read";
     } catch (const c10::DistStoreError& error) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr(path), HasSubstr("delete the file")));
@@ -241,7 +242,7 @@ TEST(RollCall, FileThatEndsInARecordIsNamedAtTheDeadline) {
   });
 }
 
-TEST(RollCall, AWaitingRankWritesNothingIntoAFile) {
+TEST(StoreAllGather, AWaitingRankWritesNothingIntoAFile) {
   std::string path = "/tmp/lockstep-test-XXXXXX";
   const int fd = ::mkstemp(path.data());
   ASSERT_GE(fd, 0);
@@ -253,8 +254,8 @@ TEST(RollCall, AWaitingRankWritesNothingIntoAFile) {
       if (::fstat(fd, &status) == 0) sizes.insert(status.st_size);
     };
     // Longer than the interval at which a waiting rank looks at the count.
-    EXPECT_THROW(exchange(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
-                          Deadline::after(600ms), note_size),
+    EXPECT_THROW(store_all_gather(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
+                                  Deadline::after(600ms), note_size),
                  DistTimeoutError);
     EXPECT_EQ(sizes.size(), 1);
   }
@@ -262,12 +263,12 @@ TEST(RollCall, AWaitingRankWritesNothingIntoAFile) {
   ::close(fd);
 }
 
-TEST(RollCall, ForeignValuesInTheStoreAreNamed) {
+TEST(StoreAllGather, ForeignValuesInTheStoreAreNamed) {
   for (const char* key : {"key/claim/1", "key/count"}) {
     c10d::HashStore store;
     store.set(key, {'x'});
     try {
-      exchange(store, "key", 1, 2, "me", Deadline::after(60s));
+      store_all_gather(store, "key", 1, 2, "me", Deadline::after(60s));
       ADD_FAILURE() << key << " was accepted";
     } catch (const c10::DistStoreError& error) {
       EXPECT_THAT(error.what(), HasSubstr(std::string("no number under '") + key + "'"));
@@ -276,4 +277,4 @@ TEST(RollCall, ForeignValuesInTheStoreAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep::roll_call_test
+}  // namespace lockstep::store_all_gather_test

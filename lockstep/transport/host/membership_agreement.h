@@ -44,7 +44,7 @@ class RankSet {
 /// has one result for all. docs/shared_memory_protocol.md has the proof. Ranks here are group ranks.
 ///
 /// One thread of a process at a time; left_behind() from any. Lifetime: within that of the members.
-class RecoveryBoard {
+class MembershipAgreement {
  public:
   using Addresses = std::array<uint64_t, 2>;
   struct Agreement {
@@ -58,7 +58,7 @@ class RecoveryBoard {
     std::exception_ptr interruption;
   };
 
-  explicit RecoveryBoard(const GroupMembers& members) : members_(members), own_(members.rank()) {}
+  explicit MembershipAgreement(const GroupMembers& members) : members_(members), own_(members.rank()) {}
 
   /// One round, whose number it gives. `wanted`: this rank among them; ended members and those that have left
   /// are taken out here. Throws ChannelError on all that take part: kTimeout when a wanted rank lives but did

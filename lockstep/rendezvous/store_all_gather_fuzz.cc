@@ -1,7 +1,8 @@
-// A store in which somebody else left any values where exchange() has its own: it returns what was published
-// or throws a c10::Error, and does so at once. Likewise the identity of a host, which ranks publish.
+// A store in which somebody else left any values where store_all_gather() has its own: it returns what was
+// published or throws a c10::Error, and does so at once. Likewise the identity of a host, which ranks
+// publish.
 //
-// The input is lines KEY=VALUE, put below the exchange's key before rank 1 of 2 comes.
+// The input is lines KEY=VALUE, put below the all-gather's key before rank 1 of 2 comes.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -13,13 +14,13 @@
 
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/process_watch.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/testing/fuzz_driver.h>
 
-namespace lockstep::roll_call_fuzz {
+namespace lockstep::store_all_gather_fuzz {
 namespace {
 
-void exchange_with(const std::string& text) {
+void gather_with(const std::string& text) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(std::chrono::milliseconds(1));
   for (size_t begin = 0; begin < text.size();) {
@@ -30,7 +31,8 @@ void exchange_with(const std::string& text) {
     begin = end + 1;
   }
   try {
-    const auto all = exchange(*store, "meeting", 1, 2, "mine", Deadline::after(std::chrono::seconds(0)));
+    const auto all =
+        store_all_gather(*store, "meeting", 1, 2, "mine", Deadline::after(std::chrono::seconds(0)));
     if (all.size() != 2 || all[1] != "mine") std::abort();
   } catch (const c10::Error&) {
     // nobody came, or somebody came twice
@@ -69,12 +71,12 @@ std::vector<std::string> seeds() {
 
 }  // namespace
 
-LOCKSTEP_FUZZ_TARGET(roll_call, seeds) {
+LOCKSTEP_FUZZ_TARGET(store_all_gather, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
-  exchange_with(text);
+  gather_with(text);
   parse_identity(text);
   parse_process(text);
   return 0;
 }
 
-}  // namespace lockstep::roll_call_fuzz
+}  // namespace lockstep::store_all_gather_fuzz

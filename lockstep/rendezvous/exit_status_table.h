@@ -23,30 +23,30 @@ inline constexpr const char* kUnequalBatches = "unequal numbers of batches: see 
 /// other direction a worker notes which peer made its operations fail: the victim's process often ends before
 /// the culprit's does.
 ///
-/// The launcher creates the board, lets the workers inherit fd() under the same number, and puts
-/// environment_value() into their LOCKSTEP_EXIT_BOARD_FD. The workers' mappings of what the launcher writes
+/// The launcher creates the table, lets the workers inherit fd() under the same number, and puts
+/// environment_value() into their LOCKSTEP_EXIT_STATUS_FD. The workers' mappings of what the launcher writes
 /// are read-only. Every method may be called by any thread. Movable; the mapping lives as long as the object.
-class ExitBoard {
+class ExitStatusTable {
  public:
-  static constexpr const char* kVariable = "LOCKSTEP_EXIT_BOARD_FD";
+  static constexpr const char* kVariable = "LOCKSTEP_EXIT_STATUS_FD";
 
-  /// An empty board for `nprocs` workers (1 to 1,048,576). Throws c10::ValueError, or c10::DistBackendError
+  /// An empty table for `nprocs` workers (1 to 1,048,576). Throws c10::ValueError, or c10::DistBackendError
   /// when the system refuses the memory.
-  static ExitBoard create(int nprocs);
+  static ExitStatusTable create(int nprocs);
 
-  /// The board of the launcher that started this process; nothing when there is none, when the variable is
+  /// The table of the launcher that started this process; nothing when there is none, when the variable is
   /// malformed, or when the descriptor with that number is not the launcher's (a program in between may have
-  /// closed it and opened something else). Never throws for these, for the board only adds words to a
+  /// closed it and opened something else). Never throws for these, for the table only adds words to a
   /// message.
-  static std::optional<ExitBoard> from_environment();
+  static std::optional<ExitStatusTable> from_environment();
 
-  ExitBoard(ExitBoard&& other) noexcept;
-  ExitBoard& operator=(ExitBoard&& other) noexcept;
-  ~ExitBoard();
+  ExitStatusTable(ExitStatusTable&& other) noexcept;
+  ExitStatusTable& operator=(ExitStatusTable&& other) noexcept;
+  ~ExitStatusTable();
 
   /// The launcher's descriptor (close-on-exec); -1 in a worker.
   int fd() const { return fd_.get(); }
-  /// The text for LOCKSTEP_EXIT_BOARD_FD: "DESCRIPTOR:INODE". Launcher only.
+  /// The text for LOCKSTEP_EXIT_STATUS_FD: "DESCRIPTOR:INODE". Launcher only.
   std::string environment_value() const;
 
   /// Notes that this local rank runs as process `pid`; forgets how its predecessor ended. Launcher only.
@@ -68,7 +68,7 @@ class ExitBoard {
 
  private:
   struct Layout;
-  ExitBoard(UniqueFd fd, Layout* layout, size_t bytes, uint64_t count)
+  ExitStatusTable(UniqueFd fd, Layout* layout, size_t bytes, uint64_t count)
       : fd_(std::move(fd)), layout_(layout), bytes_(bytes), count_(count) {}
   void unmap() noexcept;
   size_t checked_index(int local_rank) const;

@@ -4,7 +4,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/process/cpu.h>
-#include <lockstep/transport/host/recovery_board.h>
+#include <lockstep/transport/host/membership_agreement.h>
 #include <lockstep/transport/host/waiting.h>
 
 namespace lockstep::transport {
@@ -59,17 +59,18 @@ auto read_record(const layout::RecoveryRecord& record, uint64_t round, Read&& re
 
 }  // namespace
 
-std::optional<RankSet> RecoveryBoard::wanted_by(int rank, uint64_t round) const {
+std::optional<RankSet> MembershipAgreement::wanted_by(int rank, uint64_t round) const {
   return read_record(record(rank, round), round,
                      [](const auto& record) { return RankSet::load_from(record.wanted); });
 }
 
-std::optional<RankSet> RecoveryBoard::agreed_by(int rank, uint64_t round) const {
+std::optional<RankSet> MembershipAgreement::agreed_by(int rank, uint64_t round) const {
   return read_record(record(rank, round), round,
                      [](const auto& record) { return RankSet::load_from(record.agreed); });
 }
 
-std::optional<RecoveryBoard::Addresses> RecoveryBoard::addresses_of(int rank, uint64_t round) const {
+std::optional<MembershipAgreement::Addresses> MembershipAgreement::addresses_of(int rank,
+                                                                                uint64_t round) const {
   return read_record(record(rank, round), round, [](const auto& record) {
     return Addresses{record.addresses[0].load(std::memory_order_relaxed),
                      record.addresses[1].load(std::memory_order_relaxed)};
@@ -78,12 +79,12 @@ std::optional<RecoveryBoard::Addresses> RecoveryBoard::addresses_of(int rank, ui
 
 // ---- the decision
 
-Decision RecoveryBoard::decision() const {
+Decision MembershipAgreement::decision() const {
   // Acquire: the set of whoever decided was written before.
   return unpack_decision(recovery(0).decision.value.load(std::memory_order_acquire));
 }
 
-bool RecoveryBoard::decide(const Decision& wanted) {
+bool MembershipAgreement::decide(const Decision& wanted) {
   auto& word = recovery(0).decision.value;
   uint64_t current = word.load(std::memory_order_acquire);
   do {
@@ -94,22 +95,22 @@ bool RecoveryBoard::decide(const Decision& wanted) {
   return true;
 }
 
-void RecoveryBoard::ring_all() const {
+void MembershipAgreement::ring_all() const {
   for (int rank = 0; rank < members_.size(); ++rank) recovery(rank).doorbell.ring();
 }
 
-uint64_t RecoveryBoard::confirmed_by(int rank) const {
+uint64_t MembershipAgreement::confirmed_by(int rank) const {
   // Acquire: pairs with confirm(). A rank confirms before it leaves, so whoever sees it leave sees this.
   return recovery(rank).confirmed.value.load(std::memory_order_acquire);
 }
 
-void RecoveryBoard::confirm(const Agreement& agreement) {
+void MembershipAgreement::confirm(const Agreement& agreement) {
   recovery(own_).confirmed.value.store(agreement.round, std::memory_order_release);
 }
 
 /// Whether others have got a group that this rank's call did not get, because it was interrupted just then.
 /// To them this rank has left; here they would look as if they had, and it would go on alone.
-bool RecoveryBoard::has_missed_a_group() const {
+bool MembershipAgreement::has_missed_a_group() const {
   const uint64_t own = confirmed_by(own_);
   for (int rank = 0; rank < members_.size(); ++rank) {
     if (confirmed_by(rank) > own) return true;
@@ -117,7 +118,7 @@ bool RecoveryBoard::has_missed_a_group() const {
   return false;
 }
 
-std::optional<RankSet> RecoveryBoard::survivors_without_me() const {
+std::optional<RankSet> MembershipAgreement::survivors_without_me() const {
   while (true) {
     const Decision last = decision();
     if (last.kind != Decision::kSuccess) return std::nullopt;
@@ -132,7 +133,7 @@ std::optional<RankSet> RecoveryBoard::survivors_without_me() const {
 // ---- a round
 
 /// Publishes this rank's record for the next round, and returns its number.
-uint64_t RecoveryBoard::enter(const RankSet& wanted, const Addresses& own) {
+uint64_t MembershipAgreement::enter(const RankSet& wanted, const Addresses& own) {
   while (true) {
     if (const auto survivors = survivors_without_me()) fail_left_behind(*survivors);
     const uint64_t round = decision().sequence + 1;
@@ -153,7 +154,7 @@ uint64_t RecoveryBoard::enter(const RankSet& wanted, const Addresses& own) {
 
 /// The largest set that this rank can still hope for: those that it wants, who live, and that are wanted by
 /// all of the set who have come.
-RecoveryBoard::Standing RecoveryBoard::standing(const RankSet& wanted, uint64_t round) const {
+MembershipAgreement::Standing MembershipAgreement::standing(const RankSet& wanted, uint64_t round) const {
   Standing now{.set = wanted, .missing = {}};
   for (int rank : wanted.ranks()) {
     if (rank != own_ && members_.is_gone(rank)) now.set.erase(rank);
@@ -176,7 +177,7 @@ RecoveryBoard::Standing RecoveryBoard::standing(const RankSet& wanted, uint64_t 
   return now;
 }
 
-void RecoveryBoard::await_decision(const RankSet& wanted, uint64_t round, const Deadline& deadline) {
+void MembershipAgreement::await_decision(const RankSet& wanted, uint64_t round, const Deadline& deadline) {
   const HostTransport& transport = members_.transport();
   const auto timeout = deadline.remaining();
   const WaitPolicy policy = choose_wait_policy(transport.living_count(), usable_cores(), false);
@@ -208,7 +209,7 @@ void RecoveryBoard::await_decision(const RankSet& wanted, uint64_t round, const 
   }
 }
 
-RecoveryBoard::Agreement RecoveryBoard::result_of(uint64_t round) const {
+MembershipAgreement::Agreement MembershipAgreement::result_of(uint64_t round) const {
   Agreement agreement{.round = round, .ranks = {}, .addresses = {}, .overtaken = true, .interruption = {}};
   const Decision decided = decision();
   if (decided.sequence != round) return agreement;
@@ -226,8 +227,8 @@ RecoveryBoard::Agreement RecoveryBoard::result_of(uint64_t round) const {
   return agreement;
 }
 
-RecoveryBoard::Agreement RecoveryBoard::agree(const RankSet& wanted, const Addresses& own,
-                                              const Deadline& deadline) {
+MembershipAgreement::Agreement MembershipAgreement::agree(const RankSet& wanted, const Addresses& own,
+                                                          const Deadline& deadline) {
   const uint64_t round = enter(wanted, own);
   try {
     failpoint::here("shrink_entered");
@@ -253,7 +254,7 @@ RecoveryBoard::Agreement RecoveryBoard::agree(const RankSet& wanted, const Addre
 
 // ---- errors
 
-void RecoveryBoard::fail(const Decision& decided) const {
+void MembershipAgreement::fail(const Decision& decided) const {
   const auto kind = static_cast<FailureKind>(decided.kind);
   if (kind != FailureKind::kTimeout) {
     throw ChannelError(kind, members_.describe({decided.by}) + " was interrupted");
@@ -264,7 +265,7 @@ void RecoveryBoard::fail(const Decision& decided) const {
                          (decided.culprit == own_ ? "this rank" : members_.describe({decided.culprit})));
 }
 
-void RecoveryBoard::fail_left_behind(const RankSet& survivors) const {
+void MembershipAgreement::fail_left_behind(const RankSet& survivors) const {
   throw ChannelError(FailureKind::kLeftBehind,
                      members_.describe(survivors.ranks()) + " went on without this rank");
 }

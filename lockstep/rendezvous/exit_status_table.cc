@@ -16,7 +16,7 @@
 #include <climits>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/rendezvous/exit_board.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 
 namespace lockstep {
 namespace {
@@ -45,7 +45,7 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-struct ExitBoard::Layout {
+struct ExitStatusTable::Layout {
   uint64_t magic;
   uint64_t count;
   Worker entries[];  // NOLINT: as many as `count` says, after the header in the mapping
@@ -74,25 +74,26 @@ std::string describe_wait_status(int wait_status) {
   return "ended with wait status " + std::to_string(wait_status);
 }
 
-ExitBoard ExitBoard::create(int nprocs) {
-  TORCH_CHECK_VALUE(nprocs >= 1 && nprocs <= kMaxWorkers, "an exit board for ", nprocs,
+ExitStatusTable ExitStatusTable::create(int nprocs) {
+  TORCH_CHECK_VALUE(nprocs >= 1 && nprocs <= kMaxWorkers, "an exit status table for ", nprocs,
                     " workers: the number must lie in 1 to ", kMaxWorkers);
   const size_t bytes = Layout::bytes_for(static_cast<uint64_t>(nprocs));
-  UniqueFd fd(::memfd_create("lockstep-exit-board", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  UniqueFd fd(::memfd_create("lockstep-exit-status", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   TORCH_CHECK_WITH(DistBackendError, fd && ::ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0,
-                   "can't make the exit board (", bytes, " bytes of shared memory): ", std::strerror(errno));
+                   "can't make the exit status table (", bytes,
+                   " bytes of shared memory): ", std::strerror(errno));
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  TORCH_CHECK_WITH(DistBackendError, memory != MAP_FAILED, "can't map the exit board (", bytes,
+  TORCH_CHECK_WITH(DistBackendError, memory != MAP_FAILED, "can't map the exit status table (", bytes,
                    " bytes): ", std::strerror(errno));
   // No process can make the workers' mappings fault by shrinking it.
   ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
   auto* layout = static_cast<Layout*>(memory);  // zeroes: pid 0, running
   layout->magic = kMagic;
   layout->count = static_cast<uint64_t>(nprocs);
-  return ExitBoard(std::move(fd), layout, bytes, static_cast<uint64_t>(nprocs));
+  return ExitStatusTable(std::move(fd), layout, bytes, static_cast<uint64_t>(nprocs));
 }
 
-std::optional<ExitBoard> ExitBoard::from_environment() {
+std::optional<ExitStatusTable> ExitStatusTable::from_environment() {
   const auto value = environment::text(kVariable);
   if (!value) return std::nullopt;
   int fd = -1;
@@ -113,22 +114,22 @@ std::optional<ExitBoard> ExitBoard::from_environment() {
   if (memory == MAP_FAILED) return std::nullopt;
   auto* layout = static_cast<Layout*>(memory);
   const uint64_t count = layout->count;
-  ExitBoard board(UniqueFd(), layout, bytes, count);
+  ExitStatusTable table(UniqueFd(), layout, bytes, count);
   if (layout->magic != kMagic || count > kMaxWorkers || Layout::bytes_for(count) != bytes)
     return std::nullopt;
   const size_t own = Layout::culprits_at(count);
   if (::mprotect(static_cast<std::byte*>(memory) + own, bytes - own, PROT_READ | PROT_WRITE) != 0)
     return std::nullopt;
-  return board;
+  return table;
 }
 
-ExitBoard::ExitBoard(ExitBoard&& other) noexcept
+ExitStatusTable::ExitStatusTable(ExitStatusTable&& other) noexcept
     : fd_(std::move(other.fd_)),
       layout_(std::exchange(other.layout_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
       count_(std::exchange(other.count_, 0)) {}
 
-ExitBoard& ExitBoard::operator=(ExitBoard&& other) noexcept {
+ExitStatusTable& ExitStatusTable::operator=(ExitStatusTable&& other) noexcept {
   if (this != &other) {
     unmap();
     fd_ = std::move(other.fd_);
@@ -139,29 +140,30 @@ ExitBoard& ExitBoard::operator=(ExitBoard&& other) noexcept {
   return *this;
 }
 
-ExitBoard::~ExitBoard() {
+ExitStatusTable::~ExitStatusTable() {
   unmap();
 }
 
-void ExitBoard::unmap() noexcept {
+void ExitStatusTable::unmap() noexcept {
   if (layout_ != nullptr) ::munmap(layout_, bytes_);
   layout_ = nullptr;
 }
 
-std::string ExitBoard::environment_value() const {
+std::string ExitStatusTable::environment_value() const {
   struct stat status = {};
-  TORCH_CHECK(fd_ && ::fstat(fd_.get(), &status) == 0, "only the launcher's exit board can be handed on");
+  TORCH_CHECK(fd_ && ::fstat(fd_.get(), &status) == 0,
+              "only the launcher's exit status table can be handed on");
   return std::to_string(fd_.get()) + ":" + std::to_string(status.st_ino);
 }
 
-size_t ExitBoard::checked_index(int local_rank) const {
-  TORCH_CHECK(fd_, "only the launcher writes on the exit board");
+size_t ExitStatusTable::checked_index(int local_rank) const {
+  TORCH_CHECK(fd_, "only the launcher writes on the exit status table");
   TORCH_CHECK_VALUE(local_rank >= 0 && static_cast<uint64_t>(local_rank) < count_, "local rank ", local_rank,
-                    " has no place on an exit board for ", count_, " workers");
+                    " has no place on an exit status table for ", count_, " workers");
   return static_cast<size_t>(local_rank);
 }
 
-void ExitBoard::record_start(int local_rank, pid_t pid) {
+void ExitStatusTable::record_start(int local_rank, pid_t pid) {
   TORCH_CHECK_VALUE(pid > 0, "a worker's pid is positive, not ", pid);
   const size_t index = checked_index(local_rank);
   Worker& entry = layout_->entries[index];
@@ -170,20 +172,20 @@ void ExitBoard::record_start(int local_rank, pid_t pid) {
   entry.pid.store(pid, std::memory_order_release);  // whoever finds the pid sees the fresh status word
 }
 
-void ExitBoard::record_end(int local_rank, int wait_status) {
+void ExitStatusTable::record_end(int local_rank, int wait_status) {
   Worker& entry = layout_->entries[checked_index(local_rank)];
   entry.status.store(kEnded | static_cast<uint32_t>(wait_status), std::memory_order_release);
   futex_wake_all(entry.status);
 }
 
-std::optional<size_t> ExitBoard::index_of(pid_t pid) const {
+std::optional<size_t> ExitStatusTable::index_of(pid_t pid) const {
   for (size_t i = 0; pid > 0 && i < count_; ++i) {
     if (layout_->entries[i].pid.load(std::memory_order_acquire) == pid) return i;
   }
   return std::nullopt;
 }
 
-std::optional<std::string> ExitBoard::describe_end(pid_t pid, Deadline deadline) const {
+std::optional<std::string> ExitStatusTable::describe_end(pid_t pid, Deadline deadline) const {
   const auto index = index_of(pid);
   if (!index) return std::nullopt;
   const Worker& entry = layout_->entries[*index];
@@ -196,14 +198,14 @@ std::optional<std::string> ExitBoard::describe_end(pid_t pid, Deadline deadline)
   }
 }
 
-void ExitBoard::record_culprit(pid_t culprit) const {
+void ExitStatusTable::record_culprit(pid_t culprit) const {
   const auto own = index_of(::getpid());
   const auto other = index_of(culprit);
   if (!own || !other || *own == *other) return;
   layout_->culprits(count_)[*own].store(static_cast<uint32_t>(*other) + 1);
 }
 
-std::optional<int> ExitBoard::culprit_of(int local_rank) const {
+std::optional<int> ExitStatusTable::culprit_of(int local_rank) const {
   const size_t index = checked_index(local_rank);
   const uint32_t word = layout_->culprits(count_)[index].load();
   // A worker wrote it.

@@ -10,9 +10,9 @@ namespace lockstep::internal {
 /// Puts the waiting into place: at exit, before SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT, and before
 /// SIGTERM, SIGINT and SIGHUP where they would end the process. Handlers that are there run afterwards, and
 /// the process ends as it would have. Cheap when it is in place already. Thread-safe.
-void wait_for_last_words();
+void flush_at_exit();
 
 /// So many more records are waiting, or fewer when negative. Thread-safe.
-void add_pending_words(int64_t count);
+void add_pending_records(int64_t count);
 
 }  // namespace lockstep::internal

@@ -8,7 +8,7 @@
 #include <pthread.h>
 
 #include <lockstep/base/end_hook.h>
-#include <lockstep/observe/internal/last_words.h>
+#include <lockstep/observe/internal/flush_at_exit.h>
 
 namespace lockstep::internal {
 namespace {
@@ -65,7 +65,7 @@ void install(int signal, bool only_over_default) {
 
 }  // namespace
 
-void wait_for_last_words() {
+void flush_at_exit() {
   static std::once_flag once;
   std::call_once(once, [] {
     // In a forked child the threads don't exist.
@@ -77,7 +77,7 @@ void wait_for_last_words() {
   });
 }
 
-void add_pending_words(int64_t count) {
+void add_pending_records(int64_t count) {
   pending.fetch_add(count, std::memory_order_acq_rel);
 }
 

@@ -20,7 +20,7 @@
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/file_store.h>
 #include <lockstep/rendezvous/process_watch.h>
-#include <lockstep/rendezvous/roll_call.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 
 /// Under KEY/ in the store:
 ///   claim/R   how many processes say that they are rank R; more than one is a conflict
@@ -59,11 +59,11 @@ std::string to_text(const std::vector<uint8_t>& bytes) {
   return {bytes.begin(), bytes.end()};
 }
 
-class RollCall {
+class StoreAllGather {
  public:
-  /// `met_at`: the exchange whose who/R tells the processes; empty: this one.
-  RollCall(c10d::Store& store, const std::string& key, int rank, int world_size, const std::string& met_at,
-           Deadline deadline)
+  /// `met_at`: the all-gather whose who/R tells the processes; empty: this one.
+  StoreAllGather(c10d::Store& store, const std::string& key, int rank, int world_size,
+                 const std::string& met_at, Deadline deadline)
       : store_(store),
         file_store_(as_file_store(store)),
         prefix_(key + "/"),
@@ -426,7 +426,7 @@ class RollCall {
   int rank_;
   int world_size_;
   std::string who_prefix_;
-  bool have_met_;  // all ranks have come to an earlier exchange
+  bool have_met_;  // all ranks have come to an earlier all-gather
   Deadline deadline_;
   ProcessIdentity own_;
   bool lost_ = false;     // a call did not return
@@ -440,22 +440,22 @@ class RollCall {
 void keep_store_until_seen(c10d::Store& store, const std::string& key, int rank, int world_size) {
   if (world_size == 1) return;
   try {
-    RollCall(store, key, rank, world_size, "", Deadline::after(kStoreGrace)).keep_store_until_seen();
+    StoreAllGather(store, key, rank, world_size, "", Deadline::after(kStoreGrace)).keep_store_until_seen();
   } catch (const c10::Error&) {
     // The store is gone already; the caller's own error says more.
   }
 }
 
-void fail_exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
-                   const std::string& text, bool late, const std::string& met_at) {
-  RollCall(store, key, rank, world_size, met_at, Deadline::after(kStoreGrace)).fail(text, late);
+void fail_store_all_gather(c10d::Store& store, const std::string& key, int rank, int world_size,
+                           const std::string& text, bool late, const std::string& met_at) {
+  StoreAllGather(store, key, rank, world_size, met_at, Deadline::after(kStoreGrace)).fail(text, late);
 }
 
-bool exchange_is_decided(c10d::Store& store, const std::string& key, int rank, int world_size) {
-  return RollCall(store, key, rank, world_size, "", Deadline::after(kStoreGrace)).is_decided();
+bool store_all_gather_is_decided(c10d::Store& store, const std::string& key, int rank, int world_size) {
+  return StoreAllGather(store, key, rank, world_size, "", Deadline::after(kStoreGrace)).is_decided();
 }
 
-void forget_exchange(c10d::Store& store, const std::string& key, int world_size) {
+void forget_store_all_gather(c10d::Store& store, const std::string& key, int world_size) {
   if (world_size == 1) return;
   for (const char* name : {"size", "count", "outcome"}) store.deleteKey(key + "/" + name);
   for (int rank = 0; rank < world_size; ++rank) {
@@ -465,12 +465,13 @@ void forget_exchange(c10d::Store& store, const std::string& key, int world_size)
   }
 }
 
-std::vector<std::string> exchange(c10d::Store& store, const std::string& key, int rank, int world_size,
-                                  const std::string& mine, Deadline deadline,
-                                  const std::function<void()>& while_waiting, const std::string& met_at) {
+std::vector<std::string> store_all_gather(c10d::Store& store, const std::string& key, int rank,
+                                          int world_size, const std::string& mine, Deadline deadline,
+                                          const std::function<void()>& while_waiting,
+                                          const std::string& met_at) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < world_size, "rank ", rank, " is not in [0, ", world_size, ")");
   if (world_size == 1) return {mine};
-  return RollCall(store, key, rank, world_size, met_at, deadline).run(mine, while_waiting);
+  return StoreAllGather(store, key, rank, world_size, met_at, deadline).run(mine, while_waiting);
 }
 
 }  // namespace lockstep
