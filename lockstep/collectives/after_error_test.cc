@@ -252,6 +252,33 @@ TEST(Timeout, OfAReceiveFromAnyRankNamesTheStoppedOneAlsoOnceAnotherHasLeft) {
             {.expected_failures = {1}});
 }
 
+TEST(Timeout, OfASendToARankThatHasGivenUpItsOwnWaitNamesTheStoppedOne) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    const auto pids = pids_of_world();
+    const auto group = new_group();
+    barrier(group);  // all have made it
+    set_timeout(group, 1500ms);
+    at::Tensor tensor = at::ones({100'000});  // a send of so much waits for its receiver
+    if (rank == 0) {
+      recv(tensor, 1);  // in the world: rank 1 has given up
+      EXPECT_THAT(message_of<DistTimeoutError>([&] { send(tensor, 1, group); }),
+                  AllOf(HasSubstr("waiting for " + name_of(1, pids)),
+                        HasSubstr("and " + name_of(2, pids) + " is stopped")));
+      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+      send(tensor, 1);
+    } else if (rank == 1) {
+      EXPECT_THAT(message_of<DistTimeoutError>([&] { recv(tensor, 2, group); }),
+                  HasSubstr("waiting for " + name_of(2, pids) + ", which is stopped"));
+      send(tensor, 0);
+      recv(tensor, 0);  // in the world: it does not wait for rank 2 any more
+    } else {
+      ::raise(SIGSTOP);
+    }
+    barrier();
+  });
+}
+
 TEST(Mismatch, IsExplainedToLaterCallsAndToMessagesToo) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();

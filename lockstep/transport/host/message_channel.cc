@@ -308,11 +308,14 @@ ChannelError MessageChannel::peer_gave_up(const Request& request, const char* do
   return {FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up " + doing + " it"};
 }
 
-int MessageChannel::stopped_cause(const std::vector<int>& senders) const {
-  if (senders.empty()) return -1;
+int MessageChannel::stopped_cause() const {
   HostTransport& transport = members_->transport();
   std::vector<int> ranks;
-  for (int sender : senders) ranks.push_back(members_->transport_rank(sender));
+  for (int member = 0; member < members_->size(); ++member) {
+    if (member == members_->rank() || members_->is_gone(member)) continue;
+    ranks.push_back(members_->transport_rank(member));
+  }
+  if (ranks.empty()) return -1;
   // Those that are stopped themselves come before those that they wait for, maybe in other groups.
   for (int rank : ranks) {
     if (transport.is_stopped(rank)) return rank;
@@ -322,20 +325,23 @@ int MessageChannel::stopped_cause(const std::vector<int>& senders) const {
   return transport.is_stopped(cause) ? cause : -1;
 }
 
-ChannelError MessageChannel::timeout_error(const Request& request, const std::vector<int>& senders,
-                                           int cause) const {
+ChannelError MessageChannel::timeout_error(const Request& request, const std::vector<int>& senders, int cause,
+                                           int stopped) const {
+  const HostTransport& transport = members_->transport();
   std::ostringstream text;
   text << "timed out after " << format_duration(request.timeout) << " waiting for ";
   if (request.peer == kAnySource) {
     text << "a message from any of " << members_->describe(senders);
-    if (cause >= 0) text << ", and " << members_->transport().describe(cause) << " is stopped";
   } else {
-    const HostTransport& transport = members_->transport();
     text << members_->describe({request.peer});
     if (cause >= 0 && cause != members_->transport_rank(request.peer)) {
       text << ", which waits for " << transport.describe(cause);
     }
-    if (cause >= 0 && transport.is_stopped(cause)) text << ", which is stopped";
+  }
+  if (stopped >= 0 && stopped == cause) {
+    text << ", which is stopped";
+  } else if (stopped >= 0) {
+    text << ", and " << transport.describe(stopped) << " is stopped";
   }
   text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
   return {FailureKind::kTimeout, text.str()};
@@ -373,13 +379,16 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
     if (senders.empty() && left >= 0) return gone(left);
   }
   if (!request.deadline.expired()) return {};
+  HostTransport& transport = members_->transport();
   int cause = -1;
-  if (request.peer == kAnySource) {
-    cause = stopped_cause(senders);
-  } else if (request.peer != members_->rank()) {
-    cause = members_->transport().cause_of_waiting({members_->transport_rank(request.peer)});
+  if (request.peer != kAnySource && request.peer != members_->rank()) {
+    cause = transport.cause_of_waiting({members_->transport_rank(request.peer)});
   }
-  return {std::make_exception_ptr(timeout_error(request, senders, cause)), cause};
+  // Records may not lead to it: a rank that has given up its own wait for the stopped one has no record, and
+  // that of a rank that any event has just woken does not count.
+  const int stopped = cause >= 0 && transport.is_stopped(cause) ? cause : stopped_cause();
+  return {std::make_exception_ptr(timeout_error(request, senders, cause, stopped)),
+          stopped >= 0 ? stopped : cause};
 }
 
 bool MessageChannel::end_hopeless() {

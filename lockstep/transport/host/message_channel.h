@@ -148,10 +148,12 @@ class MessageChannel {
   ChannelError gone_error(int peer) const;
   /// Why a message failed that its peer had begun to move.
   ChannelError peer_gave_up(const Request& request, const char* doing) const;
-  /// `senders`: of a receive from any rank, those that may still send.
-  ChannelError timeout_error(const Request& request, const std::vector<int>& senders, int cause) const;
-  /// The transport's rank that keeps `senders` from sending because it is stopped, or −1.
-  int stopped_cause(const std::vector<int>& senders) const;
+  /// `senders`: of a receive from any rank, those that may still send. `cause`: behind the request's peer, or
+  /// −1; `stopped`: the same rank, or another one, or −1. Both are ranks of the transport.
+  ChannelError timeout_error(const Request& request, const std::vector<int>& senders, int cause,
+                             int stopped) const;
+  /// The transport's rank that is stopped and is a member, or keeps members waiting; or −1.
+  int stopped_cause() const;
   void give_up(Request& request, const std::exception_ptr& error);
   void finish(Request& request, std::exception_ptr error = nullptr);
   void release_transfer(Request& request);
