@@ -208,8 +208,8 @@ def patterns(one, number=0):
         return (rf"{called}|rank {rank} sends \d+ bytes|to rank {rank}, which expects|rank {rank} (?:sent|expects) ",
                 rf"{called}{one['ranks'][rank]['lanes'][number]['call']}\(|sends \d+ bytes|rank {rank} (?:sent|expects) ")
     return {"kill": (rf"{who} (?:was )?killed|{who} ended", "signal 9"),
-            "stop": (rf"(?:waiting for|for which|which waits for) {who}(?!, (?:for which|which waits for))|"
-                     rf"any of .*, and {who} is stopped", rf"{who}(?: is the cause)?(?:, which)? is stopped"),
+            "stop": (rf"(?:waiting for|for which|which waits for) {who}(?!, (?:for which|which waits for|and))|"
+                     rf"waiting for .*, and {who} is stopped", rf"{who}(?: is the cause)?(?:, which)? is stopped"),
             "abort": (rf"aborted by {who}", "aborted by"),
             "exception": (rf"aborted by {who}", "aborted by"),
             "destroy": (rf"{who} has left the group", "has left"),
