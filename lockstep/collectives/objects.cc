@@ -23,12 +23,12 @@ namespace {
 constexpr int64_t kNoObject = -1;
 
 /// A call's group, and the names in its messages.
-struct Call {
+struct ObjectCall {
   const char* name;
   ProcessGroup group;
   std::source_location caller;
 
-  Call(const char* name, const ProcessGroup& members, const std::source_location& caller)
+  ObjectCall(const char* name, const ProcessGroup& members, const std::source_location& caller)
       : name(name), group(members), caller(caller) {
     TORCH_CHECK_VALUE(is_member(members), name,
                       ": this rank is not a member of the group; leave the call to its members");
@@ -80,7 +80,7 @@ at::Tensor to_bytes(c10::ArrayRef<std::string> pickles, int64_t size) {
   return tensor;
 }
 
-c10::IValue to_value(const at::Tensor& bytes, int64_t offset, int64_t size, const Call& call,
+c10::IValue to_value(const at::Tensor& bytes, int64_t offset, int64_t size, const ObjectCall& call,
                      int global_rank) {
   const auto* first = reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>()) + offset;
   return unpickle_object({first, static_cast<size_t>(size)},
@@ -88,7 +88,7 @@ c10::IValue to_value(const at::Tensor& bytes, int64_t offset, int64_t size, cons
 }
 
 /// Throws for sizes that no pickle has. `senders`: the global rank behind each size.
-void check_sizes(const std::vector<int64_t>& sizes, const std::vector<int>& senders, const Call& call) {
+void check_sizes(const std::vector<int64_t>& sizes, const std::vector<int>& senders, const ObjectCall& call) {
   std::vector<int> without;
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (sizes[i] == kNoObject) without.push_back(senders[i]);
@@ -118,7 +118,7 @@ int64_t sum_of(
 }
 
 /// The size of each rank's pickle. Throws if one has none.
-std::vector<int64_t> gather_sizes(const Pickles& mine, const Call& call) {
+std::vector<int64_t> gather_sizes(const Pickles& mine, const ObjectCall& call) {
   const at::Tensor sizes = at::empty({call.size(), 1}, at::kLong);
   all_gather(sizes.unbind(0), to_tensor(mine.sizes), call.group, false, call.caller);
   mine.rethrow();
@@ -128,7 +128,7 @@ std::vector<int64_t> gather_sizes(const Pickles& mine, const Call& call) {
 
 /// Row r of `rows` is rank r's padded pickle.
 void read_rows(const at::Tensor& rows, const std::vector<int64_t>& sizes, std::vector<c10::IValue>& objects,
-               const Call& call) {
+               const ObjectCall& call) {
   const auto ranks = get_process_group_ranks(call.group);
   std::vector<c10::IValue> read;  // all or none, when one can't be read
   for (int r = 0; r < call.size(); ++r) {
@@ -140,7 +140,7 @@ void read_rows(const at::Tensor& rows, const std::vector<int64_t>& sizes, std::v
 
 /// The objects of a list that came from one rank, one after the other.
 std::vector<c10::IValue> read_list(const at::Tensor& bytes, const std::vector<int64_t>& sizes,
-                                   const Call& call, int global_rank) {
+                                   const ObjectCall& call, int global_rank) {
   std::vector<c10::IValue> objects;
   int64_t offset = 0;
   for (const int64_t size : sizes) {
@@ -150,17 +150,17 @@ std::vector<c10::IValue> read_list(const at::Tensor& bytes, const std::vector<in
   return objects;
 }
 
-void check_length(const std::vector<c10::IValue>& list, const char* argument, const Call& call) {
+void check_length(const std::vector<c10::IValue>& list, const char* argument, const ObjectCall& call) {
   TORCH_CHECK_VALUE(std::ssize(list) == call.size(), call.name, ": ", argument, " has ", list.size(),
                     " elements, but the group has ", call.size(), " ranks; give it one for each");
 }
 
-void check_not_empty(const std::vector<c10::IValue>& list, const char* argument, const Call& call) {
+void check_not_empty(const std::vector<c10::IValue>& list, const char* argument, const ObjectCall& call) {
   TORCH_CHECK_VALUE(!list.empty(), call.name, ": expected argument ", argument,
                     " to be a list of size at least 1");
 }
 
-void check_not_self(int global_rank, const char* kind, const Call& call) {
+void check_not_self(int global_rank, const char* kind, const ObjectCall& call) {
   TORCH_CHECK_VALUE(get_group_rank(call.group, global_rank) != call.rank(), call.name, ": invalid ", kind,
                     " rank: ", kind, " rank ", global_rank, " should not be the rank of the current process");
 }
@@ -169,7 +169,7 @@ void check_not_self(int global_rank, const char* kind, const Call& call) {
 
 void all_gather_object(std::vector<c10::IValue>& object_list, const c10::IValue& obj,
                        const ProcessGroup& group, const std::source_location& caller) {
-  const Call call("all_gather_object", group, caller);
+  const ObjectCall call("all_gather_object", group, caller);
   check_length(object_list, "object_list", call);
   const Pickles mine(obj);
   const auto sizes = gather_sizes(mine, call);
@@ -181,7 +181,7 @@ void all_gather_object(std::vector<c10::IValue>& object_list, const c10::IValue&
 
 void gather_object(const c10::IValue& obj, std::vector<c10::IValue>* object_gather_list, int dst,
                    const ProcessGroup& group, const std::source_location& caller) {
-  const Call call("gather_object", group, caller);
+  const ObjectCall call("gather_object", group, caller);
   const bool is_dst = get_group_rank(call.group, dst) == call.rank();
   TORCH_CHECK_VALUE(!is_dst || object_gather_list,
                     "gather_object: argument object_gather_list must be specified on destination rank ", dst);
@@ -201,7 +201,7 @@ void gather_object(const c10::IValue& obj, std::vector<c10::IValue>* object_gath
 
 void broadcast_object_list(std::vector<c10::IValue>& object_list, int src, const ProcessGroup& group,
                            const std::source_location& caller) {
-  const Call call("broadcast_object_list", group, caller);
+  const ObjectCall call("broadcast_object_list", group, caller);
   check_not_empty(object_list, "object_list", call);
   const bool is_src = get_group_rank(call.group, src) == call.rank();
   const Pickles mine(is_src ? c10::ArrayRef<c10::IValue>(object_list) : c10::ArrayRef<c10::IValue>());
@@ -220,7 +220,7 @@ void broadcast_object_list(std::vector<c10::IValue>& object_list, int src, const
 void scatter_object_list(std::vector<c10::IValue>& scatter_object_output_list,
                          const std::vector<c10::IValue>& scatter_object_input_list, int src,
                          const ProcessGroup& group, const std::source_location& caller) {
-  const Call call("scatter_object_list", group, caller);
+  const ObjectCall call("scatter_object_list", group, caller);
   check_not_empty(scatter_object_output_list, "scatter_object_output_list", call);
   const bool is_src = get_group_rank(call.group, src) == call.rank();
   TORCH_CHECK_VALUE(
@@ -257,7 +257,7 @@ void scatter_object_list(std::vector<c10::IValue>& scatter_object_output_list,
 
 void send_object_list(const std::vector<c10::IValue>& object_list, int dst, const ProcessGroup& group,
                       const std::source_location& caller) {
-  const Call call("send_object_list", group, caller);
+  const ObjectCall call("send_object_list", group, caller);
   check_not_empty(object_list, "object_list", call);
   check_not_self(dst, "destination", call);
   const Pickles mine(object_list);
@@ -268,7 +268,7 @@ void send_object_list(const std::vector<c10::IValue>& object_list, int dst, cons
 
 int recv_object_list(std::vector<c10::IValue>& object_list, std::optional<int> src, const ProcessGroup& group,
                      const std::source_location& caller) {
-  const Call call("recv_object_list", group, caller);
+  const ObjectCall call("recv_object_list", group, caller);
   check_not_empty(object_list, "object_list", call);
   if (src) check_not_self(*src, "source", call);
   const at::Tensor announced = at::empty({std::ssize(object_list)}, at::kLong);

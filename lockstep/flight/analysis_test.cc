@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/flight/records.h>

@@ -21,16 +21,16 @@ using transport::MessageKind;
 int64_t tag_of(uint64_t round, int step) {
   return (int64_t{1} << 40) + static_cast<int64_t>(round) * 4 + step;
 }
-enum Step { kArrival, kPresence, kOutcome };
+enum Step { kArrival, kPresence, kAnswer };
 
-/// Rank 0's outcome: empty text for success. Fits into a mailbox, so that sending never waits.
-using Outcome = std::array<char, 4096>;
+/// Rank 0's answer: empty text for success. Fits into a mailbox, so that sending never waits.
+using Answer = std::array<char, 4096>;
 constexpr MessageKind kSignal{0, 0};
-constexpr MessageKind kOutcomeKind{sizeof(Outcome), 1};
+constexpr MessageKind kAnswerKind{sizeof(Answer), 1};
 
 /// Keeps the memory of a message until the channel is done with it: an interruption ends this rank's wait.
-MessageChannel::Callback keep(std::shared_ptr<Outcome> outcome) {
-  return [outcome = std::move(outcome)](const std::exception_ptr&) {};
+MessageChannel::Callback keep(std::shared_ptr<Answer> answer) {
+  return [answer = std::move(answer)](const std::exception_ptr&) {};
 }
 
 /// The error of a message once it is done, in words; empty if it went well.
@@ -78,19 +78,19 @@ std::string await_all(GroupChannel& channel, std::chrono::milliseconds timeout, 
 }
 
 void tell_all(GroupChannel& channel, const std::string& text, uint64_t round) {
-  const auto outcome = std::make_shared<Outcome>();
-  std::memcpy(outcome->data(), text.data(), std::min(text.size(), outcome->size() - 1));
+  const auto answer = std::make_shared<Answer>();
+  std::memcpy(answer->data(), text.data(), std::min(text.size(), answer->size() - 1));
   std::vector<MessageChannel::Handle> sends;
   for (int rank = 1; rank < channel.size(); ++rank) {
-    sends.push_back(channel.messages().send(outcome->data(), kOutcomeKind, rank, tag_of(round, kOutcome),
-                                            Deadline::after(std::chrono::seconds(1)), keep(outcome)));
+    sends.push_back(channel.messages().send(answer->data(), kAnswerKind, rank, tag_of(round, kAnswer),
+                                            Deadline::after(std::chrono::seconds(1)), keep(answer)));
   }
   // Mostly done already: only a rank that is behind with many other messages has no room.
   for (const auto& send : sends) channel.messages().wait(send);
 }
 
 /// The other ranks' part: what went wrong, or empty.
-std::string await_outcome(GroupChannel& channel, std::chrono::milliseconds timeout, uint64_t round) {
+std::string await_answer(GroupChannel& channel, std::chrono::milliseconds timeout, uint64_t round) {
   MessageChannel& messages = channel.messages();
   const Deadline deadline = Deadline::after(timeout);
   auto presence = messages.receive(nullptr, kSignal, 0, tag_of(round, kPresence), deadline);
@@ -102,15 +102,15 @@ std::string await_outcome(GroupChannel& channel, std::chrono::milliseconds timeo
   // Only now: had it been sent before, a rank 0 that came after this rank gave up would think it is here.
   messages.send(nullptr, kSignal, 0, tag_of(round, kArrival), deadline);
   // From here rank 0 waits at most as long as this rank would; it needs a moment more to say how it ended.
-  const auto outcome = std::make_shared<Outcome>();
-  auto answer = messages.receive(outcome->data(), kOutcomeKind, 0, tag_of(round, kOutcome),
-                                 Deadline::after(timeout + std::chrono::seconds(10)), keep(outcome));
-  if (auto error = outcome(messages, answer); !error.empty()) {
+  const auto answer = std::make_shared<Answer>();
+  auto receiving = messages.receive(answer->data(), kAnswerKind, 0, tag_of(round, kAnswer),
+                                 Deadline::after(timeout + std::chrono::seconds(10)), keep(answer));
+  if (auto error = outcome(messages, receiving); !error.empty()) {
     return "Rank " + std::to_string(channel.job_rank(channel.rank())) + kReached +
            std::to_string(channel.job_rank(0)) + ": " + error;
   }
-  outcome->back() = 0;
-  const std::string wrong = outcome->data();
+  answer->back() = 0;
+  const std::string wrong = answer->data();
   if (wrong.empty()) return "";
   return "Rank " + std::to_string(channel.job_rank(channel.rank())) + kReached +
          std::to_string(channel.job_rank(0)) + ": " + wrong;
@@ -131,7 +131,7 @@ void monitored_barrier(GroupChannel& channel, std::chrono::milliseconds timeout,
       wrong = await_all(channel, timeout, wait_all_ranks, round);
       tell_all(channel, wrong, round);
     } else {
-      wrong = await_outcome(channel, timeout, round);
+      wrong = await_answer(channel, timeout, round);
     }
   } catch (const ChannelError& error) {  // the group had failed before
     C10_THROW_ERROR(DistBackendError, "[Rank " + std::to_string(channel.job_rank(channel.rank())) +
