@@ -130,7 +130,7 @@ def test_the_affinity_mask_is_seen(programs):
 
 
 def test_variables_that_the_documents_name_are_known(programs):
-    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     named = set(re.findall(r"`(LOCKSTEP_[A-Z_]+)`", text)) - {"LOCKSTEP_FAILPOINTS"}  # an odd value ends the program
     assert "LOCKSTEP_SEGMENT_MB" in named
     done = programs.run("lockstep", "doctor", "--no-self-test", **{name: "1" for name in named})

@@ -1,4 +1,4 @@
-"""Tables from a Results: for the terminal, or in Markdown for docs/performance.md and docs/performance_tables.md."""
+"""Tables from a Results: for the terminal, or in Markdown for docs/performance.md and docs/internals/."""
 
 import statistics
 

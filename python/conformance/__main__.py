@@ -13,7 +13,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 from conformance import document, driver, lists, results, suites  # noqa: E402
 
 MISUSE, INTERRUPTED = 2, 130
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "internals" / "conformance.md"
 
 
 def positive(text):
@@ -51,7 +51,7 @@ def parse(arguments):
                      help="spawn: a fresh interpreter for each rank, as PyTorch does; seconds a test (fork)")
     run.add_argument("--tests-from", default="", help=argparse.SUPPRESS)
     compare = commands.add_parser("compare", help="check that what passes with gloo passes with lockstep")
-    page = commands.add_parser("document", help="write docs/conformance.md from results")
+    page = commands.add_parser("document", help="write docs/internals/conformance.md from results")
     for command in (compare, page):
         command.add_argument("results", nargs="+", type=pathlib.Path, metavar="FILE", help="from run --output")
     page.add_argument("--page", type=pathlib.Path, default=PAGE, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Writes docs/conformance.md from results."""
+"""Writes docs/internals/conformance.md from results."""
 
 from conformance import lists, results, suites
 

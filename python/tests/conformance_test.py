@@ -422,7 +422,7 @@ def test_the_page_in_the_documents_says_that_the_rule_holds():
 
 
 def document_file():
-    return PYTHON.parent / "docs" / "conformance.md"
+    return PYTHON.parent / "docs" / "internals" / "conformance.md"
 
 
 def methods_of(path):

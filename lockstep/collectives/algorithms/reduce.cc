@@ -57,7 +57,7 @@ class ReduceCombiner final : public transport::PayloadCombiner {
 /// A tensor that peers may write, from its announcement on. If the operation does not succeed it is detached
 /// from them, before the error reaches the caller: a peer that was stopped half-way, or has not heard of the
 /// failure yet, goes on to write, and what it then writes into is no one's tensor any more. No check before a
-/// store could give that, for a peer may be stopped between the two. docs/shared_memory_protocol.md, "After
+/// store could give that, for a peer may be stopped between the two. docs/internals/shared_memory_protocol.md, "After
 /// an error".
 class ExposedMemory {
  public:

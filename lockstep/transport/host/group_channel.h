@@ -35,7 +35,7 @@ class PayloadCombiner {
 };
 
 /// One process group's share of the host transport: announcements, flags, scratch.
-/// docs/shared_memory_protocol.md has the protocol and its proof.
+/// docs/internals/shared_memory_protocol.md has the protocol and its proof.
 ///
 /// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] →
 /// commit(). All members run the same operations in the same order, each from one thread at a time; abort()

@@ -41,7 +41,7 @@ class RankSet {
 /// its control blocks for the new groups lie. When all that a rank would go on with, who live, and whom each
 /// of them wants too, have said so, it tries to enter this set into the round's decision; the first entry
 /// stays, and all follow it. A rank that can wait no longer tries to enter its failure instead. So a round
-/// has one result for all. docs/shared_memory_protocol.md has the proof. Ranks here are group ranks.
+/// has one result for all. docs/internals/shared_memory_protocol.md has the proof. Ranks here are group ranks.
 ///
 /// One thread of a process at a time; left_behind() from any. Lifetime: within that of the members.
 class MembershipAgreement {

@@ -34,7 +34,7 @@ class MessageMismatch : public ChannelError {
   MessageKind sent, expected;
 };
 
-/// Send and receive between the members of one group. docs/shared_memory_protocol.md, "Messages".
+/// Send and receive between the members of one group. docs/internals/shared_memory_protocol.md, "Messages".
 ///
 /// Small messages travel in the sender's mailbox, one for each receiver; of larger ones only the description
 /// does. Once a receive matches, the receiver reads them where they lie, if that is in the sender's arena, or

@@ -20,7 +20,7 @@
 
 /// How tensors on accelerators take part in operations that happen in host memory: they are copied into the
 /// group's shared memory before and back after, on streams of the group's own. The caller's stream goes on
-/// meanwhile; the host waits only where the data are about to be read. docs/shared_memory.md, "Devices".
+/// meanwhile; the host waits only where the data are about to be read. docs/internals/shared_memory.md, "Devices".
 namespace lockstep {
 
 class DeviceCopies;

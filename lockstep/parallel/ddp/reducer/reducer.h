@@ -28,7 +28,7 @@ struct Node;
 
 namespace lockstep {
 
-/// Averages gradients over a group while backward() is still computing others. docs/reducer.md draws it.
+/// Averages gradients over a group while backward() is still computing others. docs/internals/reducer.md draws it.
 ///
 /// Parameters are packed into *buckets*: flat memory that all ranks on the host see, cut into *slots*. The
 /// kernels of backward() write gradients into their slots (GradientSlots); what lands elsewhere is copied
