@@ -231,6 +231,14 @@ def test_what_the_common_header_leaves_out_is_what_the_guide_says():
         assert f"lockstep/{header}" in common
 
 
+def test_the_index_of_documents_leads_to_each_page():
+    docs = REPOSITORY / "docs"
+    text = (docs / "README.md").read_text()
+    pages = [*docs.glob("*.md"), *(docs / "internals").glob("*.md")]
+    missing = [str(page.relative_to(docs)) for page in pages if f"({page.relative_to(docs)}" not in text]
+    assert missing == ["README.md"], "docs/README.md does not name these"
+
+
 def test_the_index_leads_to_each_entry():
     text = (PAGES / "README.md").read_text()
     for entry in ENTRIES:
