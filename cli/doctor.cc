@@ -24,7 +24,7 @@ Examples:
 
 One line for each thing that was looked at: ok, note, warning or problem, what was found, and what to do.
 Exit status: 0 if there is no problem, 1 if there is one (with --strict: or a warning), 2 for a wrong
-command line. docs/doctor.md explains each line.)";
+command line. docs/doctor.md explains each line, docs/troubleshooting.md the messages of programs.)";
 
 struct DoctorArguments {
   bool job = false;

@@ -25,7 +25,7 @@ Examples:
 Options for lockstep run stand before PROGRAM; everything behind it belongs to the program.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the rest of torchrun's
 variables. When one fails, the others are ended and the exit status is 1; with Ctrl-C it is 130.
-A second Ctrl-C kills.)";
+A second Ctrl-C kills. docs/troubleshooting.md says what messages mean, and what to do.)";
 
 class RunFormatter : public CLI::Formatter {
  public:
