@@ -25,6 +25,13 @@ def test_includes_follow_the_arrows():
     assert status == 0, output
 
 
+def test_pictures_are_what_the_script_draws(tmp_path):
+    status, output = run(ROOT / "scripts/draw-pictures", tmp_path)
+    assert status == 0, output
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn and drawn == {name: (ROOT / "docs/images" / name).read_text() for name in drawn}
+
+
 def test_shell_scripts():
     names = ("scripts/quickstart", "scripts/test", "scripts/bench", "scripts/check-format", "scripts/offline-kit",
              "scripts/oldest-torch", ".ci/run")
