@@ -231,6 +231,64 @@ def test_what_the_common_header_leaves_out_is_what_the_guide_says():
         assert f"lockstep/{header}" in common
 
 
+# ---- Headers that declare what a page says
+
+HOOKS = "lockstep/parallel/ddp/hooks"
+
+
+def declares(header: str, name: str) -> bool:
+    """Whether the header declares the name, more than as a class that is defined elsewhere."""
+    text = without_comments((REPOSITORY / header).read_text())
+    name = re.escape(name.rpartition("::")[2])
+    kinds = rf"(?:class|struct|enum class|using|constexpr \w+)\s+(?:\[\[\w+\]\]\s+)?{name}\b(?!\s*;)"
+    return re.search(rf"\b{kinds}|TORCH_MODULE\({name}\)|[\w>&*]\s[&*]?{name}\(", text) is not None
+
+
+def header_rows(page: pathlib.Path) -> list:
+    """[(names, header)] of a page's tables in which a cell is a header: what stands in code in the cells before it."""
+    rows = []
+    for line in re.findall(r"^\| .*\|$", page.read_text(), re.M):
+        *cells, last = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if found := re.fullmatch(r"`(lockstep/[\w/]+\.h|\w+\.h)`", last):
+            header = found[1] if "/" in found[1] else f"{HOOKS}/{found[1]}"
+            names = [name for code in re.findall(r"`([^`]+)`", " ".join(cells)) for name in re.findall(r"[\w:]+", code)]
+            rows.append((names, header))
+    return rows
+
+
+def test_each_name_is_declared_by_the_header_that_the_table_of_headers_says():
+    rows = header_rows(REPOSITORY / "docs" / "headers.md")
+    assert len(rows) > 80 and len({header for _, header in rows}) == len(rows), "a header has two rows"
+    wrong = [f"{name}: {header}" for names, header in rows for name in names if not declares(header, name)]
+    assert wrong == []
+
+
+def test_the_table_of_headers_says_what_the_common_header_has():
+    text = (REPOSITORY / "docs" / "headers.md").read_text()
+    common = included_by("lockstep/lockstep.h", set())
+    inside, outside = text.split("## Headers of their own")
+    assert [header for header in re.findall(r"`(lockstep/\w+/[\w/]+\.h)`", inside) if header not in common] == []
+    assert [header for header in re.findall(r"`(lockstep/\w+/[\w/]+\.h)`", outside) if header in common] == []
+    includes = re.findall(r"#include <(lockstep/[^>]+)>", (REPOSITORY / "lockstep" / "lockstep.h").read_text())
+    umbrellas = {"lockstep/optim/lr_scheduler.h", "lockstep/optim/swa_utils.h"}  # which declare nothing
+    assert [header for header in includes if header not in inside and header not in umbrellas] == []
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_header_beside_a_name_in_a_table_declares_it(page):
+    for names, header in header_rows(page):
+        assert any(declares(header, name) for name in names), f"{page.name}: {header} declares none of {names}"
+
+
+def test_a_header_that_only_mentions_a_class_does_not_declare_it():
+    assert declares("lockstep/parallel/ddp/options.h", "MixedPrecision")
+    assert not declares("lockstep/parallel/ddp/mixed_precision.h", "Reducer")
+    assert not declares("lockstep/train/robust_loop.h", "Trainer")
+
+
+# ---- Indexes
+
+
 def test_the_index_of_documents_leads_to_each_page():
     docs = REPOSITORY / "docs"
     text = (docs / "README.md").read_text()
