@@ -38,7 +38,7 @@ concept TupleLike = requires {
 };
 
 /// Calls visit(at::Tensor&) for each defined tensor of a batch: of what the default collate function makes,
-/// and of types with a visit_tensors() (lockstep/nn/output_tensors.h).
+/// and of types with a visit_tensors() (lockstep/base/tensor_tree.h).
 template <class T, class Visit>
 void for_each_batch_tensor(T& value, const Visit& visit) {
   if constexpr (std::derived_from<T, at::Tensor>) {
@@ -60,7 +60,7 @@ void for_each_batch_tensor(T& value, const Visit& visit) {
   } else {
     static_assert(std::is_trivially_copyable_v<T>,
                   "no tensors can be found in this type of batch; give it a visit_tensors() (see "
-                  "lockstep/nn/output_tensors.h)");
+                  "lockstep/base/tensor_tree.h)");
   }
 }
 

@@ -5,7 +5,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
-#include <lockstep/nn/output_tensors.h>
+#include <lockstep/base/tensor_tree.h>
 
 namespace torch::autograd {
 struct AutogradContext;
@@ -81,7 +81,7 @@ c10::ScalarType get_autocast_dtype(c10::DeviceType device_type);
 ///
 /// custom_fwd() notes the state of now in `context`, which custom_bwd() restores. Its other form is for
 /// functions that need a certain dtype: in an enabled scope it casts `inputs` (tensors, or what
-/// output_tensors.h can search; floating-point ones but float64, of this kind of device), and disables
+/// tensor_tree.h can search; floating-point ones but float64, of this kind of device), and disables
 /// autocast while the answer lives. Outside of one it does nothing.
 Autocast custom_fwd(torch::autograd::AutogradContext* context, c10::DeviceType device_type);
 Autocast custom_bwd(torch::autograd::AutogradContext* context, c10::DeviceType device_type);

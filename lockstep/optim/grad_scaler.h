@@ -11,8 +11,8 @@
 #include <c10/core/Device.h>
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/base/tensor_tree.h>
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/nn/output_tensors.h>
 #include <lockstep/parallel/ddp/recovery.h>
 #include <lockstep/serialization/state_dict.h>
 
@@ -64,7 +64,7 @@ class GradScaler {
 
   /// `outputs` times the scale. The first call puts the scale on the device of the outputs.
   at::Tensor scale(const at::Tensor& outputs);
-  /// The same for what holds tensors: vectors, tuples, maps and whatever else output_tensors.h lists, nested.
+  /// The same for what holds tensors: vectors, tuples, maps and whatever else tensor_tree.h lists, nested.
   /// Throws c10::ValueError for tensors behind pointers and views, which are somebody else's.
   template <class Outputs>
   requires(can_find_tensors<Outputs> && !detail::holds_none<Outputs>() &&

@@ -6,13 +6,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/tensor_tree.h>
 #include <lockstep/data/example.h>
-#include <lockstep/nn/output_tensors.h>
 
 namespace lockstep {
 
 /// What the Trainer must know of a batch: how many samples it has, and how to take a part of it. This one is
-/// for everything in which output_tensors.h finds tensors (Example, tensors, pairs, vectors, maps, …): the
+/// for everything in which tensor_tree.h finds tensors (Example, tensors, pairs, vectors, maps, …): the
 /// first dimension of the first tensor counts the samples, and a part is that part of each tensor with as
 /// many. Specialise it for batches with other things that come one for each sample:
 ///
@@ -25,7 +25,7 @@ template <class Batch>
 struct BatchAccess {
   static_assert(can_find_tensors<Batch>,
                 "the Trainer finds no tensors in this type of batch; give it a visit_tensors() (see "
-                "lockstep/nn/output_tensors.h), or specialise lockstep::BatchAccess for it");
+                "lockstep/base/tensor_tree.h), or specialise lockstep::BatchAccess for it");
 
   /// Throws c10::ValueError for a batch without a tensor of one or more dimensions.
   static int64_t samples(const Batch& batch) {

@@ -11,10 +11,10 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/base/tensor_tree.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/samplers/sampler.h>
-#include <lockstep/nn/output_tensors.h>
 #include <lockstep/parallel/ddp/options.h>
 
 namespace lockstep {

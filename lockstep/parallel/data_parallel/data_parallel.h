@@ -14,7 +14,7 @@
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 
-#include <lockstep/nn/output_tensors.h>
+#include <lockstep/base/tensor_tree.h>
 #include <lockstep/nn/wrapped_module.h>
 #include <lockstep/parallel/data_parallel/internal/parallel_apply.h>
 #include <lockstep/parallel/data_parallel/internal/scatter_gather.h>
@@ -47,7 +47,7 @@ struct DataParallelOptions {
 ///
 /// Takes what DistributedDataParallel takes (wrapped_module.h); the module must have a clone(): subclass
 /// torch::nn::Cloneable. Arguments and outputs are tensors and standard containers of them, c10::IValues,
-/// structs with a visit_tensors() (output_tensors.h), and plain data, which must be equal in all outputs.
+/// structs with a visit_tensors() (tensor_tree.h), and plain data, which must be equal in all outputs.
 /// Batches smaller than the number of replicas use fewer of them, as torch::chunk splits; a batch that makes
 /// one chunk is computed by the module itself.
 ///

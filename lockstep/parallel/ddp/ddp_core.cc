@@ -244,7 +244,7 @@ void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
     TORCH_CHECK(searched || !buffers_may_differ_ || !options_.find_unused_parameters,
                 "find_unused_parameters: what forward() of ", model_.name,
                 " returns can't be searched for tensors: give its type a visit_tensors() (see "
-                "lockstep/nn/output_tensors.h)");
+                "lockstep/base/tensor_tree.h)");
     if (training) reducer_->prepare_backward(synchronise_, outputs);
   }
   if (delayed_) delayed_->after_forward();

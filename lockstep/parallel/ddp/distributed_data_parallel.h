@@ -9,9 +9,9 @@
 
 #include <torch/nn/module.h>
 
+#include <lockstep/base/tensor_tree.h>
 #include <lockstep/nn/module_inspection.h>
 #include <lockstep/nn/output_sink.h>
-#include <lockstep/nn/output_tensors.h>
 #include <lockstep/nn/wrapped_module.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/options.h>

@@ -15,7 +15,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/nn/output_tensors.h>
+#include <lockstep/base/tensor_tree.h>
 
 /// Splits arguments over replicas, and puts their outputs together: torch/nn/parallel/scatter_gather.py, by
 /// types.
@@ -211,7 +211,7 @@ void gather_parts(const std::vector<T*>& parts, const GatherPlace& place) {
   } else {
     static_assert(kWhat == Holds::kRange,
                   "DataParallel can't gather this output: it has a part that is a pointer, a view, a packed "
-                  "sequence, or a class without visit_tensors() (lockstep/nn/output_tensors.h)");
+                  "sequence, or a class without visit_tensors() (lockstep/base/tensor_tree.h)");
     check_size([](const T& value) { return std::distance(value.begin(), value.end()); }, "a list of size ");
     for (std::ptrdiff_t k = 0; k < std::distance(first.begin(), first.end()); ++k) {
       gather_part([&](T & value) -> auto& { return *std::next(value.begin(), k); });

@@ -8,7 +8,7 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 
-#include <lockstep/nn/output_tensors.h>
+#include <lockstep/base/tensor_tree.h>
 
 namespace users {
 
@@ -51,7 +51,7 @@ struct Declared;
 
 }  // namespace users
 
-namespace lockstep::output_tensors_test {
+namespace lockstep::tensor_tree_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -215,4 +215,4 @@ TEST(ForEachTensor, AsksTheUsersTypes) {
 }
 
 }  // namespace
-}  // namespace lockstep::output_tensors_test
+}  // namespace lockstep::tensor_tree_test

@@ -7,7 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
-#include <lockstep/nn/output_tensors.h>
+#include <lockstep/base/tensor_tree.h>
 
 namespace lockstep::detail {
 namespace {
