@@ -14,8 +14,9 @@
 #include <c10/core/Scalar.h>
 #include <c10/util/FunctionRef.h>
 
-/// The tensors in whatever a module's forward() takes or returns: what _find_tensors does in
-/// torch/nn/parallel/distributed.py, decided by types while compiling.
+/// The tensors in a nest of anything: a module's arguments and outputs, batches. What PyTorch does with
+/// torch/utils/_pytree.py and _find_tensors of torch/nn/parallel/distributed.py, decided by types while
+/// compiling.
 ///
 /// Searched are tensors, std::optional, pairs, tuples, arrays, vectors and all other ranges, the values of
 /// maps and of torch::OrderedDict, c10::List, c10::Dict, c10::IValue with all that is nested in it, variants,
@@ -181,69 +182,56 @@ consteval bool has_parts(Holds what) {
          what != Holds::kOwnVisit && what != Holds::kIValue && what != Holds::kPackedSequence;
 }
 
-template <class T>
-struct PartsOf {};
-template <class... T>
-struct PartsOf<std::tuple<T...>> {
-  template <template <class> class Predicate>
-  static constexpr bool all = (Predicate<std::remove_cvref_t<T>>::value && ...);
-};
-template <class... T>
-struct PartsOf<std::variant<T...>> : PartsOf<std::tuple<T...>> {};
-template <class First, class Second>
-struct PartsOf<std::pair<First, Second>> : PartsOf<std::tuple<First, Second>> {};
-
-/// Whether Predicate<part>::value holds for all types that T is made of; T holds parts.
-template <class T, template <class> class Predicate>
-consteval bool all_parts() {
-  constexpr Holds kWhat = what_holds<T>();
-  if constexpr (kWhat == Holds::kPointer) {
-    return Predicate<std::remove_cvref_t<decltype(*std::declval<const T&>())>>::value;
-  } else if constexpr (kWhat == Holds::kReference) {
-    return Predicate<std::remove_cv_t<typename T::type>>::value;
-  } else if constexpr (kWhat == Holds::kOptional || kWhat == Holds::kList) {
-    return Predicate<std::remove_cv_t<typename T::value_type>>::value;
-  } else if constexpr (kWhat == Holds::kDict || kWhat == Holds::kMap) {
-    return Predicate<std::remove_cv_t<typename T::mapped_type>>::value;
-  } else if constexpr (kWhat == Holds::kOrderedDict) {
-    return Predicate<
-        std::remove_cvref_t<decltype(std::declval<std::ranges::range_reference_t<T&>>().value())>>::value;
-  } else if constexpr (kWhat == Holds::kRange || kWhat == Holds::kView) {
-    return Predicate<std::remove_cv_t<std::ranges::range_value_t<T&>>>::value;
-  } else {
-    return PartsOf<T>::template all<Predicate>;
-  }
+/// Whether tensors lie elsewhere: who copies a value with such a part does not copy them.
+consteval bool is_elsewhere(Holds what) {
+  return what == Holds::kPointer || what == Holds::kReference || what == Holds::kView;
 }
 
-template <class T>
-struct HoldsNone;
-template <class T>
-struct IsSearchable;
+/// Whether a T consists of nothing but what the test accepts; it is asked about parts without parts. Unless
+/// `kThrough`, not about what lies elsewhere, but no known tensor may be there.
+using LeafTest = bool (*)(Holds);
+template <class T, bool kThrough = true>
+consteval bool all_leaves(LeafTest accepts);
 
 template <class T>
 consteval bool holds_none() {
-  constexpr Holds kWhat = what_holds<T>();
-  if constexpr (!has_parts(kWhat)) {
-    return kWhat == Holds::kNothing;
-  } else {
-    return all_parts<T, HoldsNone>();
-  }
+  return all_leaves<T>([](Holds what) { return what == Holds::kNothing; });
+}
+/// Whether no part of T is known to hold a tensor.
+template <class T>
+consteval bool shows_none() {
+  return all_leaves<T>([](Holds what) { return what == Holds::kNothing || what == Holds::kUnknown; });
 }
 
-template <class T>
-consteval bool is_searchable() {
-  constexpr Holds kWhat = what_holds<T>();
-  if constexpr (!has_parts(kWhat)) {
-    return kWhat != Holds::kUnknown;
-  } else {
-    return all_parts<T, IsSearchable>();
-  }
+template <bool kThrough, template <class...> class Pack, class... T>
+consteval bool all_leaves_of_pack(std::type_identity<Pack<T...>> /*type*/, LeafTest accepts) {
+  return (all_leaves<std::remove_cvref_t<T>, kThrough>(accepts) && ...);
 }
 
-template <class T>
-struct HoldsNone : std::bool_constant<holds_none<T>()> {};
-template <class T>
-struct IsSearchable : std::bool_constant<is_searchable<T>()> {};
+template <class T, bool kThrough>
+consteval bool all_leaves(LeafTest accepts) {
+  constexpr Holds kWhat = what_holds<T>();
+  if constexpr (!has_parts(kWhat)) {
+    return accepts(kWhat);
+  } else if constexpr (!kThrough && is_elsewhere(kWhat)) {
+    return shows_none<T>();
+  } else if constexpr (kWhat == Holds::kPointer) {
+    return all_leaves<std::remove_cvref_t<decltype(*std::declval<const T&>())>, kThrough>(accepts);
+  } else if constexpr (kWhat == Holds::kReference) {
+    return all_leaves<std::remove_cv_t<typename T::type>, kThrough>(accepts);
+  } else if constexpr (kWhat == Holds::kOptional || kWhat == Holds::kList) {
+    return all_leaves<std::remove_cv_t<typename T::value_type>, kThrough>(accepts);
+  } else if constexpr (kWhat == Holds::kDict || kWhat == Holds::kMap) {
+    return all_leaves<std::remove_cv_t<typename T::mapped_type>, kThrough>(accepts);
+  } else if constexpr (kWhat == Holds::kOrderedDict) {
+    using Value = decltype(std::declval<std::ranges::range_reference_t<T&>>().value());
+    return all_leaves<std::remove_cvref_t<Value>, kThrough>(accepts);
+  } else if constexpr (kWhat == Holds::kRange || kWhat == Holds::kView) {
+    return all_leaves<std::remove_cv_t<std::ranges::range_value_t<T&>>, kThrough>(accepts);
+  } else {
+    return all_leaves_of_pack<kThrough>(std::type_identity<T>(), accepts);
+  }
+}
 
 /// The search in an IValue; the first form puts a new container in the place of each one that holds tensors,
 /// so that others who share the old one see no change. Objects of TorchScript classes are looked into, and
@@ -252,29 +240,17 @@ void walk_ivalue(c10::IValue& value, bool through_objects, c10::function_ref<voi
 void walk_ivalue(const c10::IValue& value, bool through_objects,
                  c10::function_ref<void(const at::Tensor&)> visit);
 
-template <class Tensor, class Visit>
-void visit_tensor(Tensor& tensor, Visit& visit) {
-  if (!tensor.defined()) return;
-  if constexpr (std::is_invocable_v<Visit&, Tensor&>) {
-    visit(tensor);
-  } else {
-    at::Tensor handle = tensor;  // of a const tensor: what the visitor puts there has no place
-    visit(handle);
-  }
-}
-
-/// Calls `visit` for each tensor in `value`; behind pointers, references and views only if kThrough.
+/// Calls `visit` for each part that `value` has itself, of an IValue or a packed sequence for each tensor;
+/// for what lies elsewhere only if kThrough.
 template <bool kThrough, class T, class Visit>
-void walk(T& value, Visit& visit) {
+void for_each_part(T& value, const Visit& visit) {
   using Plain = std::remove_const_t<T>;
   constexpr Holds kWhat = what_holds<Plain>();
-  if constexpr (holds_none<Plain>() || kWhat == Holds::kUnknown) {
+  if constexpr (!kThrough && is_elsewhere(kWhat)) {
     return;
-  } else if constexpr (kWhat == Holds::kTensor) {
-    visit_tensor(value, visit);
   } else if constexpr (kWhat == Holds::kOwnVisit) {
-    const auto part = [&visit](auto&& inner) { walk<kThrough>(inner, visit); };
-    const auto const_part = [&visit](auto&& inner) { walk<kThrough>(std::as_const(inner), visit); };
+    const auto part = [&visit](auto&& inner) { visit(inner); };
+    const auto const_part = [&visit](auto&& inner) { visit(std::as_const(inner)); };
     if constexpr (VisitsItself<T>) {
       value.visit_tensors(part);
     } else if constexpr (IsVisited<T>) {
@@ -286,37 +262,35 @@ void walk(T& value, Visit& visit) {
     }
   } else if constexpr (kWhat == Holds::kIValue) {
     using Tensor = std::conditional_t<std::is_const_v<T>, const at::Tensor, at::Tensor>;
-    walk_ivalue(value, kThrough, [&visit](Tensor& tensor) { visit_tensor(tensor, visit); });
+    walk_ivalue(value, kThrough, [&visit](Tensor& tensor) { visit(tensor); });
   } else if constexpr (kWhat == Holds::kPackedSequence) {
     at::Tensor parts[] = {value.data(), value.batch_sizes(), value.sorted_indices(),
                           value.unsorted_indices()};
-    for (auto& part : parts) visit_tensor(part, visit);
+    for (auto& part : parts) visit(part);
     if constexpr (!std::is_const_v<T>) value = T(parts[0], parts[1], parts[2], parts[3]);
   } else if constexpr (kWhat == Holds::kPointer) {
-    if constexpr (kThrough) {
-      if (value) walk<kThrough>(*value, visit);
-    }
+    if (value) visit(*value);
   } else if constexpr (kWhat == Holds::kReference) {
-    if constexpr (kThrough) walk<kThrough>(value.get(), visit);
+    visit(value.get());
   } else if constexpr (kWhat == Holds::kOptional) {
-    if (value.has_value()) walk<kThrough>(*value, visit);
+    if (value.has_value()) visit(*value);
   } else if constexpr (kWhat == Holds::kVariant) {
-    std::visit([&visit](auto& inner) { walk<kThrough>(inner, visit); }, value);
+    std::visit([&visit](auto& inner) { visit(inner); }, value);
   } else if constexpr (kWhat == Holds::kMap) {
-    for (auto& item : value) walk<kThrough>(item.second, visit);
+    for (auto& item : value) visit(item.second);
   } else if constexpr (kWhat == Holds::kOrderedDict) {
-    for (auto& item : value) walk<kThrough>(item.value(), visit);
+    for (auto& item : value) visit(item.value());
   } else if constexpr (kWhat == Holds::kList) {
     if constexpr (std::is_const_v<T>) {
       for (size_t i = 0; i < value.size(); ++i) {
         const typename Plain::value_type element = value.get(i);
-        walk<kThrough>(element, visit);
+        visit(element);
       }
     } else {
       value = value.copy();
       for (size_t i = 0; i < value.size(); ++i) {
         typename T::value_type element = value.get(i);
-        walk<kThrough>(element, visit);
+        visit(element);
         value.set(i, std::move(element));
       }
     }
@@ -324,23 +298,39 @@ void walk(T& value, Visit& visit) {
     if constexpr (std::is_const_v<T>) {
       for (const auto& item : value) {
         const typename Plain::mapped_type element = item.value();
-        walk<kThrough>(element, visit);
+        visit(element);
       }
     } else {
       value = value.copy();
       for (const auto& item : value) {
         typename T::mapped_type element = item.value();
-        walk<kThrough>(element, visit);
+        visit(element);
         item.setValue(std::move(element));
       }
     }
   } else if constexpr (kWhat == Holds::kView || kWhat == Holds::kRange) {
-    if constexpr (kThrough || kWhat == Holds::kRange) {
-      for (auto&& element : value) walk<kThrough>(element, visit);
-    }
+    for (auto&& element : value) visit(element);
+  } else if constexpr (kWhat == Holds::kTuple) {
+    std::apply([&visit](auto&... element) { (visit(element), ...); }, value);
   } else {
-    static_assert(kWhat == Holds::kTuple);
-    std::apply([&visit](auto&... element) { (walk<kThrough>(element, visit), ...); }, value);
+    static_assert(!has_parts(kWhat));
+  }
+}
+
+/// Calls `visit` for each tensor in `value`; for what lies elsewhere only if kThrough.
+template <bool kThrough, class T, class Visit>
+void walk(T& value, Visit& visit) {
+  if constexpr (holds_none<std::remove_const_t<T>>()) {
+    return;
+  } else if constexpr (what_holds<std::remove_const_t<T>>() != Holds::kTensor) {
+    for_each_part<kThrough>(value, [&visit](auto& part) { walk<kThrough>(part, visit); });
+  } else if (value.defined()) {
+    if constexpr (std::is_invocable_v<Visit&, T&>) {
+      visit(value);
+    } else {
+      at::Tensor handle = value;  // of a const tensor: what the visitor puts there has no place
+      visit(handle);
+    }
   }
 }
 
@@ -349,7 +339,16 @@ void walk(T& value, Visit& visit) {
 /// Whether all tensors of a T can be found. Not so where T has a part that is neither listed above, nor
 /// trivially copyable, nor has a visit_tensors(): a class, std::any, a pointer to void.
 template <class T>
-inline constexpr bool can_find_tensors = detail::is_searchable<std::remove_cvref_t<T>>();
+inline constexpr bool can_find_tensors = detail::all_leaves<std::remove_cvref_t<T>>([](detail::Holds what) {
+  return what != detail::Holds::kUnknown;
+});
+
+/// Whether the tensors that are known to be in a T are its own, so that others can take their place in a
+/// copy: not so behind pointers, references and views, and in packed sequences, whose tensors belong
+/// together.
+template <class T>
+inline constexpr bool owns_its_tensors = detail::all_leaves<std::remove_cvref_t<T>, false>(
+    [](detail::Holds what) { return what != detail::Holds::kPackedSequence; });
 
 /// Calls f for each defined tensor in `value`, in order, as often as it stands there; what can_find_tensors
 /// has no answer for is passed over. f gets `at::Tensor&` and may put another tensor there; in const values,

@@ -49,44 +49,9 @@ c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const 
 /// "replica 2 returned a list of 3 elements where replica 0 returned 4"
 [[noreturn]] void throw_different(size_t replica, const std::string& its, const std::string& first);
 
-template <class T>
-consteval bool shows_no_tensor();
-template <class T>
-struct ShowsNoTensor : std::bool_constant<shows_no_tensor<T>()> {};
-
-/// Whether no part of T is known to hold a tensor.
-template <class T>
-consteval bool shows_no_tensor() {
-  constexpr Holds kWhat = detail::what_holds<T>();
-  if constexpr (!detail::has_parts(kWhat)) {
-    return kWhat == Holds::kNothing || kWhat == Holds::kUnknown;
-  } else {
-    return detail::all_parts<T, ShowsNoTensor>();
-  }
-}
-
-template <class T>
-consteval bool owns_its_tensors();
-template <class T>
-struct OwnsItsTensors : std::bool_constant<owns_its_tensors<T>()> {};
-
-/// Whether a copy of T has all of T's tensors for itself, so that others can be put in their place.
-template <class T>
-consteval bool owns_its_tensors() {
-  constexpr Holds kWhat = detail::what_holds<T>();
-  if constexpr (kWhat == Holds::kPointer || kWhat == Holds::kReference || kWhat == Holds::kView ||
-                kWhat == Holds::kPackedSequence) {
-    return shows_no_tensor<T>();
-  } else if constexpr (!detail::has_parts(kWhat)) {
-    return true;
-  } else {
-    return detail::all_parts<T, OwnsItsTensors>();
-  }
-}
-
 /// An argument of type A as a replica gets it: its own copy if there are tensors in it, else the caller's.
 template <class A>
-using ReplicaArgument = std::conditional_t<shows_no_tensor<std::remove_cvref_t<A>>(),
+using ReplicaArgument = std::conditional_t<detail::shows_none<std::remove_cvref_t<A>>(),
                                            std::remove_reference_t<A>&, std::remove_cvref_t<A>>;
 
 template <class A, class Next>
@@ -95,7 +60,7 @@ ReplicaArgument<A> argument_for_replica(std::remove_reference_t<A>& argument, Ne
     return argument;
   } else {
     static_assert(
-        owns_its_tensors<std::remove_cvref_t<A>>(),
+        owns_its_tensors<A>,
         "DataParallel can't scatter tensors behind pointers, references or views such as "
         "at::TensorList, nor packed sequences: pass tensors, or a std::vector, tuple or map of them");
     ReplicaArgument<A> copy = argument;
