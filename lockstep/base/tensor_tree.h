@@ -343,12 +343,13 @@ inline constexpr bool can_find_tensors = detail::all_leaves<std::remove_cvref_t<
   return what != detail::Holds::kUnknown;
 });
 
-/// Whether the tensors that are known to be in a T are its own, so that others can take their place in a
-/// copy: not so behind pointers, references and views, and in packed sequences, whose tensors belong
-/// together.
+/// Whether for_each_owned_tensor() finds all tensors of a T, as far as is known of what lies behind pointers,
+/// and others can take their place. Not so for packed sequences, whose tensors belong together.
 template <class T>
-inline constexpr bool owns_its_tensors = detail::all_leaves<std::remove_cvref_t<T>, false>(
-    [](detail::Holds what) { return what != detail::Holds::kPackedSequence; });
+inline constexpr bool can_replace_tensors =
+    detail::all_leaves<std::remove_cvref_t<T>, false>([](detail::Holds what) {
+      return what != detail::Holds::kUnknown && what != detail::Holds::kPackedSequence;
+    });
 
 /// Calls f for each defined tensor in `value`, in order, as often as it stands there; what can_find_tensors
 /// has no answer for is passed over. f gets `at::Tensor&` and may put another tensor there; in const values,

@@ -108,7 +108,7 @@ class DeviceEpoch {
     Entry entry = std::move(ahead_entries_.front());
     ahead_entries_.pop_front();
     copies_->let_current_stream_wait(*entry.done);
-    for_each_batch_tensor(batch, [&](at::Tensor& tensor) { copies_->used_by_current_stream(tensor); });
+    for_each_owned_tensor(batch, [&](at::Tensor& tensor) { copies_->used_by_current_stream(tensor); });
     handed_out_.push_back(std::move(entry));
     // What was handed out two batches ago is long copied, unless the program is far ahead of the device.
     while (handed_out_.size() > 2) {

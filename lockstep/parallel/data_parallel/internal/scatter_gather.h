@@ -60,7 +60,8 @@ ReplicaArgument<A> argument_for_replica(std::remove_reference_t<A>& argument, Ne
     return argument;
   } else {
     static_assert(
-        owns_its_tensors<A>,
+        (detail::all_leaves<std::remove_cvref_t<A>, false>(
+            [](Holds what) { return what != Holds::kPackedSequence; })),
         "DataParallel can't scatter tensors behind pointers, references or views such as "
         "at::TensorList, nor packed sequences: pass tensors, or a std::vector, tuple or map of them");
     ReplicaArgument<A> copy = argument;
