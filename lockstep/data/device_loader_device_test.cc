@@ -215,5 +215,48 @@ TEST(DeviceLoaderOnDevice, FetchesLaterWhatHadNoMemoryAhead) {
   EXPECT_EQ(first(*batch), 4);
 }
 
+/// A batch that says what it has, and one that is pinned as a whole.
+struct Documents {
+  std::vector<std::string> names;
+  std::map<std::string, at::Tensor> tensors;
+  template <class Visitor>
+  void visit_tensors(Visitor&& visit) {
+    visit(names), visit(tensors);
+  }
+};
+struct Counted {
+  int pinned = 0;
+};
+
+}  // namespace
+}  // namespace lockstep::data::device_loader_device_test
+
+template <>
+struct lockstep::data::PinMemory<lockstep::data::device_loader_device_test::Counted> {
+  using Counted = device_loader_device_test::Counted;
+  static Counted pin(Counted value) { return {value.pinned + 1}; }
+};
+
+namespace lockstep::data::device_loader_device_test {
+namespace {
+
+TEST(PinMemoryOnDevice, FindsTheTensorsOfABatch) {
+  test_device();
+  auto here = torch::ones({3});
+  const auto [list, optionals, map, array, text, bits, pointer, documents, counted] = pin_memory(std::tuple(
+      std::vector{here, at::Tensor(), here}, std::pair{std::optional{here}, std::optional<at::Tensor>()},
+      std::map<int, Example>{{1, {here, {}}}}, std::array{std::pair{1, here}}, std::string("text"),
+      std::vector<bool>{true, false}, &here, Documents{{"a"}, {{"b", here}}}, std::vector<Counted>(2)));
+  EXPECT_TRUE(list[0].is_pinned() && !list[1].defined() && list[2].is_pinned());
+  EXPECT_TRUE(optionals.first->is_pinned() && !optionals.second);
+  EXPECT_TRUE(map.at(1).data.is_pinned() && !map.at(1).target.defined());
+  EXPECT_TRUE(array[0].second.is_pinned());
+  EXPECT_EQ(text, "text");
+  EXPECT_EQ(bits, (std::vector<bool>{true, false}));
+  EXPECT_TRUE(documents.tensors.at("b").is_pinned());
+  EXPECT_EQ(counted[0].pinned + counted[1].pinned, 2);
+  EXPECT_TRUE(pointer == &here && !here.is_pinned());
+}
+
 }  // namespace
 }  // namespace lockstep::data::device_loader_device_test
