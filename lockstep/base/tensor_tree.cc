@@ -1,5 +1,4 @@
 #include <unordered_set>
-#include <vector>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
@@ -31,14 +30,10 @@ bool is_new_object(const c10::IValue& value, Objects& objects) {
 void look(const c10::IValue& value, c10::function_ref<void(const at::Tensor&)> visit, Objects& objects) {
   if (value.isTensor()) {
     visit(value.toTensor());
-  } else if (value.isTuple()) {
-    for (const auto& element : value.toTupleRef().elements()) look(element, visit, objects);
-  } else if (value.isList() && !is_plain_list(value)) {
-    for (const c10::IValue& element : value.toListRef()) look(element, visit, objects);
-  } else if (value.isGenericDict()) {
-    for (const auto& item : value.toGenericDict()) look(item.value(), visit, objects);
   } else if (is_new_object(value, objects)) {
     for (const auto& slot : value.toObjectRef().slots()) look(slot, visit, objects);
+  } else if (!is_plain_list(value)) {
+    for (const auto& part : parts_of(value)) look(part, visit, objects);
   }
 }
 
@@ -47,29 +42,6 @@ void exchange(c10::IValue& value, c10::function_ref<void(at::Tensor&)> visit, Ob
     at::Tensor tensor = std::move(value).toTensor();
     visit(tensor);
     value = std::move(tensor);
-  } else if (value.isTuple()) {
-    const auto tuple = value.toTuple();
-    std::vector<c10::IValue> elements(tuple->elements().begin(), tuple->elements().end());
-    for (auto& element : elements) exchange(element, visit, objects);
-    const auto type = tuple->type<c10::TupleType>();
-    value = type->schema() ? c10::ivalue::Tuple::createNamed(std::move(elements), type)
-                           : c10::ivalue::Tuple::create(std::move(elements));
-  } else if (value.isList() && !is_plain_list(value)) {
-    auto list = value.toList().copy();
-    for (size_t i = 0; i < list.size(); ++i) {
-      c10::IValue element = list.get(i);
-      exchange(element, visit, objects);
-      list.set(i, std::move(element));
-    }
-    value = std::move(list);
-  } else if (value.isGenericDict()) {
-    auto dict = value.toGenericDict().copy();
-    for (const auto& item : dict) {
-      c10::IValue element = item.value();
-      exchange(element, visit, objects);
-      item.setValue(std::move(element));
-    }
-    value = std::move(dict);
   } else if (is_new_object(value, objects)) {
     const auto object = value.toObject();
     for (size_t i = 0; i < object->slots().size(); ++i) {
@@ -77,10 +49,43 @@ void exchange(c10::IValue& value, c10::function_ref<void(at::Tensor&)> visit, Ob
       exchange(slot, visit, objects);
       object->setSlot(i, std::move(slot));
     }
+  } else if (!is_plain_list(value)) {
+    auto parts = parts_of(value);
+    for (auto& part : parts) exchange(part, visit, objects);
+    if (!parts.empty()) value = with_parts(value, std::move(parts));
   }
 }
 
 }  // namespace
+
+std::vector<c10::IValue> parts_of(const c10::IValue& value) {
+  std::vector<c10::IValue> parts;
+  if (value.isTuple()) {
+    parts.assign(value.toTupleRef().elements().begin(), value.toTupleRef().elements().end());
+  } else if (value.isList()) {
+    parts.assign(value.toListRef().begin(), value.toListRef().end());
+  } else if (value.isGenericDict()) {
+    for (const auto& item : value.toGenericDict()) parts.push_back(item.value());
+  }
+  return parts;
+}
+
+c10::IValue with_parts(const c10::IValue& value, std::vector<c10::IValue> parts) {
+  if (value.isTuple()) {
+    const auto type = value.toTupleRef().type<c10::TupleType>();
+    return type->schema() ? c10::ivalue::Tuple::createNamed(std::move(parts), type)
+                          : c10::ivalue::Tuple::create(std::move(parts));
+  }
+  auto part = parts.begin();
+  if (value.isList()) {
+    auto list = value.toList().copy();
+    for (size_t i = 0; i < list.size(); ++i) list.set(i, std::move(*part++));
+    return list;
+  }
+  auto dict = value.toGenericDict().copy();
+  for (const auto& item : dict) item.setValue(std::move(*part++));
+  return dict;
+}
 
 void walk_ivalue(c10::IValue& value, bool through_objects, c10::function_ref<void(at::Tensor&)> visit) {
   Objects objects{through_objects, {}};

@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Scalar.h>
@@ -239,6 +240,12 @@ consteval bool all_leaves(LeafTest accepts) {
 void walk_ivalue(c10::IValue& value, bool through_objects, c10::function_ref<void(at::Tensor&)> visit);
 void walk_ivalue(const c10::IValue& value, bool through_objects,
                  c10::function_ref<void(const at::Tensor&)> visit);
+
+/// What a tuple, list or dict in an IValue consists of: elements, or values in the order of the dict. None of
+/// other IValues.
+std::vector<c10::IValue> parts_of(const c10::IValue& value);
+/// A tuple, list or dict such as `value`, with these parts; as many as it has.
+c10::IValue with_parts(const c10::IValue& value, std::vector<c10::IValue> parts);
 
 /// Calls `visit` for each part that `value` has itself, of an IValue or a packed sequence for each tensor;
 /// for what lies elsewhere only if kThrough.

@@ -1,5 +1,4 @@
 #include <ATen/core/Dict.h>
-#include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/cat.h>
@@ -56,20 +55,6 @@ at::Tensor gather_tensors(std::vector<at::Tensor> tensors, const GatherPlace& pl
 
 c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const GatherPlace& place) {
   const c10::IValue& first = *values[0];
-  const auto check = [&](auto&& trait, const char* what) {
-    for (size_t i = 1; i < values.size(); ++i) {
-      if (trait(*values[i]) == trait(first)) continue;
-      throw_different(i, what + std::to_string(trait(*values[i])), what + std::to_string(trait(first)));
-    }
-  };
-  // Gathers the part that get(value) leads to.
-  const auto gather_part = [&](auto&& get) {
-    std::vector<c10::IValue> inner;
-    for (const auto* value : values) inner.push_back(get(*value));
-    std::vector<const c10::IValue*> pointers;
-    for (const auto& value : inner) pointers.push_back(&value);
-    return gather_ivalues(pointers, place);
-  };
   for (size_t i = 1; i < values.size(); ++i) {
     if (values[i]->tagKind() != first.tagKind())
       throw_different(i, "a " + values[i]->tagKind(), "a " + first.tagKind());
@@ -79,34 +64,30 @@ c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const 
     for (const auto* value : values) tensors.push_back(value->toTensor());
     return gather_tensors(std::move(tensors), place);
   }
-  if (first.isTuple()) {
-    const auto size = [](const c10::IValue& value) { return value.toTupleRef().elements().size(); };
-    check(size, "a tuple of size ");
-    std::vector<c10::IValue> elements;
-    for (size_t k = 0; k < size(first); ++k) {
-      elements.push_back(
-          gather_part([k](const c10::IValue& value) { return value.toTupleRef().elements()[k]; }));
+  const char* container = first.isTuple()         ? "a tuple of size "
+                          : first.isList()        ? "a list of size "
+                          : first.isGenericDict() ? "a dict of size "
+                                                  : nullptr;
+  if (container != nullptr) {
+    std::vector<std::vector<c10::IValue>> parts;  // of each replica, in the order of the first's
+    for (const auto* value : values) {
+      parts.push_back(detail::parts_of(*value));
+      const size_t size = parts.back().size();
+      if (size != parts[0].size()) {
+        throw_different(parts.size() - 1, container + std::to_string(size),
+                        container + std::to_string(parts[0].size()));
+      }
+      if (!first.isGenericDict()) continue;
+      auto part = parts.back().begin();
+      for (const auto& item : first.toGenericDict()) *part++ = value->toGenericDict().at(item.key());
     }
-    const auto type = first.toTupleRef().type<c10::TupleType>();
-    return type->schema() ? c10::ivalue::Tuple::createNamed(std::move(elements), type)
-                          : c10::ivalue::Tuple::create(std::move(elements));
-  }
-  if (first.isList()) {
-    check([](const c10::IValue& value) { return value.toListRef().size(); }, "a list of size ");
-    auto list = first.toList().copy();
-    for (size_t k = 0; k < list.size(); ++k) {
-      list.set(k, gather_part([k](const c10::IValue& value) { return value.toList().get(k); }));
+    std::vector<c10::IValue> gathered;
+    for (size_t k = 0; k < parts[0].size(); ++k) {
+      std::vector<const c10::IValue*> same;
+      for (const auto& of_replica : parts) same.push_back(&of_replica[k]);
+      gathered.push_back(gather_ivalues(same, place));
     }
-    return list;
-  }
-  if (first.isGenericDict()) {
-    check([](const c10::IValue& value) { return value.toGenericDict().size(); }, "a dict of size ");
-    auto dict = first.toGenericDict().copy();
-    for (const auto& item : dict) {
-      item.setValue(
-          gather_part([&](const c10::IValue& value) { return value.toGenericDict().at(item.key()); }));
-    }
-    return dict;
+    return detail::with_parts(first, std::move(gathered));
   }
   TORCH_CHECK(!first.isObject(), "DataParallel can't gather objects of TorchScript classes, such as the ",
               first.type()->repr_str(),
