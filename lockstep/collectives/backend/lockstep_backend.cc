@@ -198,9 +198,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
                          << signature.describe();
   };
   auto work = c10::make_intrusive<OperationWork>(
-      queue_, rank_, operation.type, profiling_title(signature.kind, settings_.stands_in_for_gloo),
-      operation.inputs, operation.outputs, operation.future_form, std::move(run),
-      operation.operands ? operation.operands->device_results() : nullptr);
+      queue_, rank_, profiling_title(signature.kind, settings_.stands_in_for_gloo), operation,
+      std::move(run));
   queue_->submit(work, operation.asynchronous, numbered);
   return work;
 }

@@ -250,14 +250,11 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::alltoall(Tensors& outputs, Tenso
 }
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::barrier(const c10d::BarrierOptions& options) {
-  return submit({Signature::barrier(),
-                 c10d::OpType::BARRIER,
-                 {},
-                 {},
-                 nullptr,
-                 options.timeout,
-                 options.asyncOp,
-                 [channel = channel_](const Terms& terms) { algorithms::barrier(*channel, terms); }});
+  return submit({.signature = Signature::barrier(),
+                 .type = c10d::OpType::BARRIER,
+                 .timeout = options.timeout,
+                 .asynchronous = options.asyncOp,
+                 .body = [channel = channel_](const Terms& terms) { algorithms::barrier(*channel, terms); }});
 }
 
 }  // namespace lockstep

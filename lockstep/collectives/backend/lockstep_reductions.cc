@@ -47,8 +47,12 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_sparse(Tensors& tensor
   const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   check_sparse(tensor, options.reduceOp, "all_reduce");
   const Signature signature = Signature::of(CollectiveKind::kAllReduce, tensor).with(ReduceOperation::kSum);
-  PlannedOperation plan{signature, c10d::OpType::ALLREDUCE, tensors,         tensors,
-                        nullptr,   options.timeout,         options.asyncOp, {}};
+  PlannedOperation plan{.signature = signature,
+                        .type = c10d::OpType::ALLREDUCE,
+                        .inputs = tensors,
+                        .outputs = tensors,
+                        .timeout = options.timeout,
+                        .asynchronous = options.asyncOp};
   if (tensor.is_cpu()) {
     plan.body = [channel = channel_, signature, tensor](const Terms& terms) {
       algorithms::all_reduce_sparse(*channel, terms, signature, {tensor});

@@ -25,8 +25,13 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_several(Tensors& tenso
                         ": sparse tensors must all have one number of sparse dimensions, these have ",
                         first.sparse_dim(), " and ", tensor.sparse_dim());
     const Signature signature = Signature::of(CollectiveKind::kAllReduce, first).with(ReduceOperation::kSum);
-    return submit({signature, c10d::OpType::ALLREDUCE, tensors, tensors, nullptr, options.timeout,
-                   options.asyncOp, [channel = channel_, signature, tensors](const Terms& terms) {
+    return submit({.signature = signature,
+                   .type = c10d::OpType::ALLREDUCE,
+                   .inputs = tensors,
+                   .outputs = tensors,
+                   .timeout = options.timeout,
+                   .asynchronous = options.asyncOp,
+                   .body = [channel = channel_, signature, tensors](const Terms& terms) {
                      algorithms::all_reduce_sparse(*channel, terms, signature, tensors);
                    }});
   }

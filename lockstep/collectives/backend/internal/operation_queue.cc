@@ -14,6 +14,7 @@
 #include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/operation_queue.h>
+#include <lockstep/collectives/backend/internal/planned_operation.h>
 
 namespace lockstep {
 namespace {
@@ -39,16 +40,13 @@ std::exception_ptr stopped_error() {
 
 }  // namespace
 
-OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type,
-                             const char* title, const std::vector<at::Tensor>& inputs,
-                             std::vector<at::Tensor> outputs, FutureForm future_form,
-                             std::function<void(bool)> body,
-                             std::shared_ptr<const DeviceResults> device_results)
-    : Work(rank, type, title, inputs),
+OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, const char* title,
+                             const PlannedOperation& operation, std::function<void(bool)> body)
+    : Work(rank, operation.type, title, operation.inputs),
       queue_(std::move(queue)),
-      outputs_(std::move(outputs)),
-      future_form_(future_form),
-      device_results_(std::move(device_results)),
+      outputs_(operation.outputs),
+      future_form_(operation.future_form),
+      device_results_(operation.operands ? operation.operands->device_results() : nullptr),
       body_(std::move(body)) {}
 
 c10::IValue OperationWork::future_value() const {

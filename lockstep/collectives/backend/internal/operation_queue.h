@@ -15,6 +15,7 @@ namespace lockstep {
 
 class DeviceResults;
 class OperationQueue;
+struct PlannedOperation;
 
 /// What a body throws when its operation has succeeded, but the caller's wait was interrupted
 /// (base/process/interrupt.h).
@@ -33,13 +34,10 @@ struct FutureForm {
 /// One operation of a group: the handle that users wait on. Thread-safe.
 class OperationWork final : public c10d::Work {
  public:
-  /// `body` does the operation; its argument says whether it runs on a communication thread. `outputs` are
-  /// what result() and, in `future_form`, the future give. `device_results`: of operations on tensors that
-  /// are not on the CPU; what body has left to a device to finish.
-  OperationWork(std::shared_ptr<OperationQueue> queue, int rank, c10d::OpType type, const char* title,
-                const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
-                FutureForm future_form, std::function<void(bool)> body,
-                std::shared_ptr<const DeviceResults> device_results = nullptr);
+  /// `body` does the operation; its argument says whether it runs on a communication thread. The operation's
+  /// outputs are what result() and, in its future_form, the future give.
+  OperationWork(std::shared_ptr<OperationQueue> queue, int rank, const char* title,
+                const PlannedOperation& operation, std::function<void(bool)> body);
 
   /// On the device, too.
   bool isCompleted() override;
@@ -71,7 +69,7 @@ class OperationWork final : public c10d::Work {
 
   std::vector<at::Tensor> outputs_;
   const FutureForm future_form_;
-  const std::shared_ptr<const DeviceResults> device_results_;
+  const std::shared_ptr<const DeviceResults> device_results_;  // left to a device to finish; may be null
   std::function<void(bool)> body_;
   // Under the queue's mutex:
   bool done_ = false;

@@ -17,12 +17,12 @@ namespace lockstep {
 struct PlannedOperation {
   Signature signature;
   c10d::OpType type;
-  std::vector<at::Tensor> inputs;   // the user's
-  std::vector<at::Tensor> outputs;  // the user's
-  std::shared_ptr<Operands> operands;
+  std::vector<at::Tensor> inputs = {};   // the user's
+  std::vector<at::Tensor> outputs = {};  // the user's
+  std::shared_ptr<Operands> operands = nullptr;
   std::chrono::milliseconds timeout;  // not positive: the group's
   bool asynchronous;
-  std::function<void(const algorithms::Terms&)> body;
+  std::function<void(const algorithms::Terms&)> body = nullptr;
   FutureForm future_form = {};
 };
 

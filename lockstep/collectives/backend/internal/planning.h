@@ -55,15 +55,17 @@ PlannedOperation plan_exchange(const std::shared_ptr<transport::GroupChannel>& c
                                const Options& options, const Signature& signature, c10d::OpType type,
                                Tensors inputs, Tensors outputs, std::shared_ptr<Operands> operands,
                                Exchange exchange, Consume consume) {
-  return {signature,
-          type,
-          std::move(inputs),
-          std::move(outputs),
-          std::move(operands),
-          options.timeout,
-          options.asyncOp,
-          [channel, signature, exchange = std::move(exchange), consume = std::move(consume)](
-              const Terms& terms) { algorithms::exchange(*channel, terms, signature, exchange, consume); }};
+  return {.signature = signature,
+          .type = type,
+          .inputs = std::move(inputs),
+          .outputs = std::move(outputs),
+          .operands = std::move(operands),
+          .timeout = options.timeout,
+          .asynchronous = options.asyncOp,
+          .body = [channel, signature, exchange = std::move(exchange),
+                   consume = std::move(consume)](const Terms& terms) {
+            algorithms::exchange(*channel, terms, signature, exchange, consume);
+          }};
 }
 
 /// A reduction of `buffer` in place. `Options`: any of c10d's.
@@ -77,14 +79,14 @@ PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& 
   const bool users = std::any_of(tensors.begin(), tensors.end(),
                                  [&](const at::Tensor& tensor) { return tensor.is_alias_of(buffer); });
   const auto owner = users ? algorithms::MemoryOwner::kUser : algorithms::MemoryOwner::kOperation;
-  return {signature,
-          type,
-          tensors,
-          tensors,
-          operands,
-          options.timeout,
-          options.asyncOp,
-          [channel, signature, data, owner](const Terms& terms) {
+  return {.signature = signature,
+          .type = type,
+          .inputs = tensors,
+          .outputs = tensors,
+          .operands = std::move(operands),
+          .timeout = options.timeout,
+          .asynchronous = options.asyncOp,
+          .body = [channel, signature, data, owner](const Terms& terms) {
             algorithms::reduce(*channel, terms, signature, data, owner);
           }};
 }
