@@ -7,14 +7,12 @@
 #include <string>
 #include <vector>
 
-#include <c10/core/Event.h>
-
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
-#include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
+#include <lockstep/checkpoint/internal/tensor_snapshot.h>
 #include <lockstep/serialization/state_json.h>
 
 namespace lockstep::internal {
@@ -59,15 +57,12 @@ class SaveJob {
   SaveJob(const std::filesystem::path& directory, const StateDict& state, const StateDict& rank_state,
           const CheckpointInfo& info, const SaveOptions& options, bool managed, const MemberRanks& ranks);
 
-  /// Copies into `memory`, which must stay as it is until write() has returned. With `later`, large tensors
-  /// in the CPU's memory are left to copy_rest(). What goes wrong is thrown by write(), on all ranks: the
-  /// others are about to call it. Of tensors on devices it takes the values that the current streams will
-  /// have made; their copies are done when this returns, with `later` when copy_rest() does.
+  /// Copies into `memory`, which must stay as it is until write() has returned, as TensorSnapshot does. What
+  /// goes wrong is thrown by write(), on all ranks: the others are about to call it.
   void stage(Pages& memory, const MemberRanks& ranks, bool later = false);
-  ~SaveJob();
   SaveJob(const SaveJob&) = delete;
   SaveJob& operator=(const SaveJob&) = delete;
-  /// Copies what stage() left, in any thread. A tensor that was changed in between fails the checkpoint.
+  /// Copies what stage() left, in any thread; what goes wrong, write() throws.
   void copy_rest(const MemberRanks& ranks);
 
   /// Once. `cancelled` ends it early with an error; may be null.
@@ -84,8 +79,6 @@ class SaveJob {
     std::vector<TensorRecord> tensors;
   };
 
-  void copy_tensors(Pages& memory, bool later);
-  void await_device_copies();
   Results write_files(const std::atomic<bool>* cancelled) const;
   void write_text(const std::string& name, const std::string& text, Results& results) const;
   void finish(const std::vector<c10::IValue>& reports);
@@ -93,22 +86,15 @@ class SaveJob {
   CheckpointInfo info_;
   SaveOptions options_;
   bool managed_;
-  /// A copy that is made, or ends, later: to where, and in which version the tensor must be then.
-  struct Rest {
-    StateTensor* tensor;
-    char* to;
-    uint32_t version;
-  };
-  std::vector<Rest> rest_;
-  std::vector<c10::Event> device_copies_;  // the ends of copies that are under way
-  Failure staging_;                        // what went wrong in stage()
-  std::vector<File> files_;                // that this rank writes
-  std::string own_name_;                   // "rank00003"; empty if it has no state of its own
+  Failure staging_;          // what went wrong in stage()
+  std::vector<File> files_;  // that this rank writes
+  std::string own_name_;     // "rank00003"; empty if it has no state of its own
   std::string own_json_;
   std::string state_json_;                         // on the leader
   std::vector<int64_t> ranks_with_own_;            // on the leader
   std::filesystem::path path_;                     // of the temporary directory
   std::unique_ptr<TemporaryDirectory> temporary_;  // on the leader
+  TensorSnapshot snapshot_;  // of the files' tensors; ends first, for it may still read them
 };
 
 }  // namespace lockstep::internal
