@@ -88,6 +88,12 @@ static_assert(!can_find_tensors<std::pair<int, std::shared_ptr<users::Opaque>>>)
 static_assert(!can_find_tensors<std::any> && !can_find_tensors<void*> && !can_find_tensors<users::Declared*>);
 static_assert(!can_find_tensors<std::variant<Tensor, users::Opaque>>);
 static_assert(!can_find_tensors<torch::nn::AnyValue>);
+static_assert(can_replace_tensors<std::pair<Tensor, const users::Opaque*>> &&
+              can_replace_tensors<c10::IValue>);
+static_assert(!can_replace_tensors<Tensor*> && !can_replace_tensors<std::optional<std::shared_ptr<Tensor>>>);
+static_assert(!can_replace_tensors<at::TensorList> && !can_replace_tensors<std::reference_wrapper<Tensor>>);
+static_assert(!can_replace_tensors<torch::nn::utils::rnn::PackedSequence>);
+static_assert(!can_replace_tensors<std::tuple<Tensor, users::Opaque>>);
 
 TEST(ForEachTensor, SearchesStandardTypes) {
   Tensor alone = t(1);
