@@ -10,6 +10,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/device/accelerator.h>
+#include <lockstep/device/generator_state.h>
 
 namespace lockstep {
 namespace {
@@ -21,16 +22,6 @@ at::Generator cpu_generator() {
 /// Under which the devices' states are saved: "cuda".
 std::string key_of_devices() {
   return c10::DeviceTypeName(accelerator().value_or(c10::kCUDA), /*lower_case=*/true);
-}
-
-at::Tensor state_of(at::Generator generator) {
-  const std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_state_of(at::Generator generator, const at::Tensor& state) {
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
 }
 
 /// Python's torch.ByteTensor on the CPU.
@@ -55,9 +46,10 @@ uint64_t mix(uint64_t value) {
 }  // namespace
 
 StateDict get_rng_state() {
-  StateDict state{{"cpu", state_of(cpu_generator())}};
+  StateDict state{{"cpu", generator_state(cpu_generator())}};
   std::vector<at::Tensor> of_devices;
-  for (const at::Generator& generator : accelerator_generators()) of_devices.push_back(state_of(generator));
+  for (const at::Generator& generator : accelerator_generators())
+    of_devices.push_back(generator_state(generator));
   if (!of_devices.empty()) state[key_of_devices()] = to_object(of_devices);
   return state;
 }
@@ -76,18 +68,15 @@ void set_rng_state(const StateDict& state) {
     LOCKSTEP_LOG(kWarning) << "the random numbers' state is that of " << of_devices.size() << " " << key
                            << " devices, here are " << generators.size();
   }
-  const auto before = get_rng_state();
+  GeneratorStates before;
+  before.take(generators);
   try {
-    set_state_of(cpu_generator(), cpu);  // checks the bytes
+    set_generator_state(cpu_generator(), cpu);  // checks the bytes
     for (size_t i = 0; i < std::min(of_devices.size(), generators.size()); ++i) {
-      set_state_of(generators[i], of_devices[i]);
+      set_generator_state(generators[i], of_devices[i]);
     }
   } catch (const std::exception& error) {
-    set_state_of(cpu_generator(), before.at("cpu").toTensor());
-    if (before.contains(key)) {
-      const auto states = from_object<std::vector<at::Tensor>>(before.at(key));
-      for (size_t i = 0; i < generators.size(); ++i) set_state_of(generators[i], states[i]);
-    }
+    before.restore();
     const auto* ours = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK_VALUE(false, "set_rng_state: not the state of a generator: ",
                       ours ? ours->what_without_backtrace() : error.what());
@@ -95,7 +84,7 @@ void set_rng_state(const StateDict& state) {
 }
 
 int64_t rng_fingerprint() {
-  const at::Tensor bytes = state_of(cpu_generator()).contiguous();
+  const at::Tensor bytes = generator_state(cpu_generator()).contiguous();
   return static_cast<int64_t>(crc32_z(0, bytes.const_data_ptr<uint8_t>(), bytes.nbytes()));
 }
 

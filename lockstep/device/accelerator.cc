@@ -3,7 +3,6 @@
 #include <mutex>
 #include <utility>
 
-#include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -39,16 +38,6 @@ std::optional<c10::DeviceType> accelerator() {
 int accelerator_count() {
   const auto type = accelerator();
   return type ? c10::impl::getDeviceGuardImpl(*type)->deviceCount() : 0;
-}
-
-std::vector<at::Generator> accelerator_generators() {
-  std::vector<at::Generator> generators;
-  const int count = accelerator_count();
-  for (int index = 0; index < count; ++index) {
-    generators.push_back(
-        at::globalContext().defaultGenerator({*accelerator(), static_cast<c10::DeviceIndex>(index)}));
-  }
-  return generators;
 }
 
 void empty_device_cache() noexcept {

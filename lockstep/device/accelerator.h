@@ -2,9 +2,7 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
-#include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
@@ -19,9 +17,6 @@ std::optional<c10::DeviceType> accelerator();
 
 /// How many of its devices are visible; 0 without one. Thread-safe.
 int accelerator_count();
-
-/// torch's default random number generators of its devices, in order; none without one. Thread-safe.
-std::vector<at::Generator> accelerator_generators();
 
 /// Gives the memory that torch keeps of freed tensors back to the accelerator's devices, so that others, or
 /// larger tensors, can have it; torch::cuda's emptyCache(). Does nothing without an accelerator, and for one

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <lockstep/device/generator_state.h>
 #include <lockstep/nn/named_tensor.h>
 
 namespace lockstep {
@@ -19,7 +19,6 @@ class StepSnapshot {
   explicit StepSnapshot(std::vector<at::Device> devices = {});
   StepSnapshot(const StepSnapshot&) = delete;
   StepSnapshot& operator=(const StepSnapshot&) = delete;
-  ~StepSnapshot();
 
   /// Some 100 ns, one or two µs for each device, and a copy of the buffers.
   void take(const std::vector<NamedTensor>& buffers);
@@ -30,11 +29,9 @@ class StepSnapshot {
   void drop();
 
  private:
-  struct Random;
   const std::vector<at::Device> devices_;
   bool taken_ = false;
-  std::unique_ptr<Random> random_;
-  std::vector<at::Tensor> device_random_;                   // the generators' states, by device
+  GeneratorStates random_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;  // the tensor, its values
 };
 

@@ -7,7 +7,6 @@
 #include <sstream>
 #include <utility>
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -220,12 +219,7 @@ TrialState::TrialState(std::vector<NamedTensor> tensors, torch::optim::Optimizer
     tensors_.emplace_back(tensor, tensor.detach().to(at::kCPU, tensor.scalar_type(), /*non_blocking=*/false,
                                                      /*copy=*/true));
   }
-  auto generators = accelerator_generators();
-  generators.push_back(at::detail::getDefaultCPUGenerator());
-  for (auto& generator : generators) {
-    const std::lock_guard lock(generator.mutex());
-    random_.emplace_back(generator, generator.get_state());
-  }
+  random_.take(accelerator_generators());
 }
 
 void TrialState::restore() {
@@ -234,10 +228,7 @@ void TrialState::restore() {
   optimizer_.zero_grad();
   optimizer_.state().clear();  // what load() does not, of parameters that had none
   Recoverable(optimizer_).load(optimizer_state_);
-  for (auto& [generator, state] : random_) {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(state);
-  }
+  random_.restore();
 }
 
 std::vector<int64_t> RoundRobin::indices() {

@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -15,6 +14,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/samplers/sampler.h>
+#include <lockstep/device/generator_state.h>
 #include <lockstep/parallel/ddp/options.h>
 
 namespace lockstep {
@@ -61,7 +61,7 @@ class TrialState {
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;  // the tensor, its values
   torch::optim::Optimizer& optimizer_;
   std::string optimizer_state_;
-  std::vector<std::pair<at::Generator, at::Tensor>> random_;  // torch's generators, their states
+  GeneratorStates random_;
 };
 
 /// The indices 0, 1, …, again and again, `count` of them.

@@ -10,7 +10,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/data/device_loader.h>
-#include <lockstep/device/accelerator.h>
+#include <lockstep/device/generator_state.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/simulated_device/simulated_device.h>
 #include <lockstep/testing/test_device.h>

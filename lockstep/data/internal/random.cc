@@ -4,21 +4,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/data/internal/random.h>
+#include <lockstep/device/generator_state.h>
 
 namespace lockstep::data::internal {
-namespace {
-
-at::Tensor state_of(at::Generator generator) {  // a handle; its mutex is not const
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
-
-void set_state(at::Generator& generator, const at::Tensor& state) {
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.set_state(state);
-}
-
-}  // namespace
 
 at::Generator make_generator(uint64_t seed) {
   return at::make_generator<at::CPUGeneratorImpl>(seed);
@@ -48,21 +36,21 @@ at::Generator RandomSource::begin() {
   if (loaded_) {
     loaded_ = false;
     if (given_) {
-      set_state(*given_, before_);
+      set_generator_state(*given_, before_);
       return *given_;
     }
     auto copy = make_generator(0);
-    set_state(copy, before_);
+    set_generator_state(copy, before_);
     return copy;
   }
   at::Generator generator = given_ ? *given_ : at::detail::getDefaultCPUGenerator();
-  before_ = state_of(generator);
+  before_ = generator_state(generator);
   return generator;
 }
 
 StateDict RandomSource::state_dict() const {
   if (before_.defined()) return {{"generator", before_.clone()}};
-  if (given_) return {{"generator", state_of(*given_)}};
+  if (given_) return {{"generator", generator_state(*given_)}};
   return {};
 }
 
@@ -75,7 +63,7 @@ void RandomSource::load_state_dict(const StateDict& state, const std::string& ow
   const auto saved = state_value<at::Tensor>(state, "generator", owner);
   auto trial = make_generator(0);
   try {
-    set_state(trial, saved);
+    set_generator_state(trial, saved);
   } catch (const c10::Error& error) {
     TORCH_CHECK_VALUE(false, owner, "::load_state_dict: 'generator' is not the state of a CPU generator: ",
                       error.what_without_backtrace());

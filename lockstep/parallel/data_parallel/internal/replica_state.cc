@@ -1,10 +1,8 @@
-#include <mutex>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/isclose.h>
 #include <c10/core/GradMode.h>
@@ -13,6 +11,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/device/generator_state.h>
 #include <lockstep/parallel/data_parallel/internal/replica_state.h>
 
 namespace lockstep::internal {
@@ -25,20 +24,13 @@ using torch::nn::Module;
 /// Puts the default CPU generator back to where it was.
 class KeepDefaultGenerator {
  public:
-  KeepDefaultGenerator() : generator_(at::detail::getDefaultCPUGenerator()) {
-    const std::lock_guard<std::mutex> lock(generator_.mutex());
-    state_ = generator_.get_state();
-  }
+  KeepDefaultGenerator() { state_.take(); }
   KeepDefaultGenerator(const KeepDefaultGenerator&) = delete;
   KeepDefaultGenerator& operator=(const KeepDefaultGenerator&) = delete;
-  ~KeepDefaultGenerator() {
-    const std::lock_guard<std::mutex> lock(generator_.mutex());
-    generator_.set_state(state_);
-  }
+  ~KeepDefaultGenerator() { state_.restore(); }
 
  private:
-  at::Generator generator_;
-  at::Tensor state_;
+  GeneratorStates state_;
 };
 
 bool holds_the_same(const at::Tensor& one, const at::Tensor& other) {
