@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <lockstep/base/append_file.h>
+#include <lockstep/base/file_replacement.h>
 #include <lockstep/base/file_size_signal.h>
 #include <lockstep/base/log.h>
 
@@ -120,26 +121,19 @@ bool AppendFile::rewrite_lines(
   if (!take_over()) return false;
   if (!is_regular_) return true;
   const FileSizeSignalBlock block;
-  const std::filesystem::path fresh_path = path_.string() + ".new";
-  const auto give_up = [&] {
-    const int why = errno;
-    ::unlink(fresh_path.c_str());
-    errno = why;
-    return fail("rewrite");
-  };
+  FileReplacement replacement(path_.string() + ".new");
   {
     std::ifstream old(path_, std::ios::binary);
-    if (!old.is_open()) return give_up();
-    std::ofstream fresh(fresh_path, std::ios::binary | std::ios::trunc);
+    if (!old.is_open()) return fail("rewrite");
+    std::ofstream fresh(replacement.name(), std::ios::binary | std::ios::trunc);
     for (std::string line; std::getline(old, line);) {
       if (const auto changed = change(line)) fresh << *changed << '\n';
     }
     fresh.close();
-    if (old.bad() || !fresh) return give_up();
+    if (old.bad() || !fresh) return fail("rewrite");
   }
-  UniqueFd fresh(::open(fresh_path.c_str(), O_RDWR | O_APPEND | O_CLOEXEC));
-  if (!fresh || ::fsync(fresh.get()) != 0) return give_up();
-  if (::rename(fresh_path.c_str(), path_.c_str()) != 0) return give_up();
+  UniqueFd fresh(::open(replacement.name().c_str(), O_RDWR | O_APPEND | O_CLOEXEC));
+  if (!fresh || ::fsync(fresh.get()) != 0 || !replacement.commit(path_)) return fail("rewrite");
   fd_ = std::move(fresh);
   return true;
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -14,6 +15,7 @@
 #include <ATen/ops/empty.h>
 #include <caffe2/serialize/inline_container.h>
 
+#include <lockstep/base/file_replacement.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/python_checkpoint.h>
 #include <lockstep/serialization/pickle/format.h>
@@ -260,18 +262,12 @@ StateDict load_python_checkpoint(const std::filesystem::path& path) {
 void save_python_object(const IValue& object, const std::filesystem::path& path) {
   FileWriter writer;
   const std::string pickle = writer.finish(object);
-  const auto temporary = internal::temporary_name(path);
-  try {
-    OutputFile file(temporary);
-    write_archive(pickle, writer.storages(), file);
-    file.finish(/*sync=*/true);
-    std::error_code error;
-    std::filesystem::rename(temporary, path, error);
-    if (error) internal::throw_system_error("rename " + temporary.string() + " to", path, error.value());
-  } catch (...) {
-    std::error_code ignored;
-    std::filesystem::remove(temporary, ignored);
-    throw;
+  FileReplacement temporary(internal::temporary_name(path));
+  OutputFile file(temporary.name());
+  write_archive(pickle, writer.storages(), file);
+  file.finish(/*sync=*/true);
+  if (!temporary.commit(path)) {
+    internal::throw_system_error("rename " + temporary.name() + " to", path, errno);
   }
   internal::remove_old_temporaries(path);
   internal::sync_directory(path.has_parent_path() ? path.parent_path() : ".");

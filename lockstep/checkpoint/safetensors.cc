@@ -1,11 +1,10 @@
 #include <cerrno>
-#include <cstdio>
-#include <unistd.h>
 #include <unordered_map>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 
+#include <lockstep/base/file_replacement.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
@@ -17,15 +16,10 @@ void save_file(const std::map<std::string, at::Tensor>& tensors, const std::file
                const std::map<std::string, std::string>& metadata) {
   std::vector<internal::NamedTensor> named;
   for (const auto& [name, tensor] : tensors) named.push_back({name, tensor});
-  const auto temporary = internal::temporary_name(filename);
-  try {
-    internal::write_tensor_file(temporary, named, metadata, {.sync = false, .checksums = false});
-    if (std::rename(temporary.c_str(), filename.c_str()) != 0) {
-      internal::throw_system_error("rename a temporary file to", filename, errno);
-    }
-  } catch (...) {
-    ::unlink(temporary.c_str());
-    throw;
+  FileReplacement temporary(internal::temporary_name(filename));
+  internal::write_tensor_file(temporary.name(), named, metadata, {.sync = false, .checksums = false});
+  if (!temporary.commit(filename)) {
+    internal::throw_system_error("rename a temporary file to", filename, errno);
   }
   internal::remove_old_temporaries(filename);
 }

@@ -14,6 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/file_replacement.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/rendezvous/flight_directory.h>
@@ -109,17 +110,12 @@ std::string write_record(const std::string& name, const std::string& text) {
   const std::string path = record_directory() + "/" + name;
   const UniqueFd directory = open_record_directory();
   // What lies under the temporary name was left by a process that died while it wrote; ours is made anew.
-  const std::string fresh = "." + name + "." + std::to_string(::getpid());
-  ::unlinkat(directory.get(), fresh.c_str(), 0);
+  FileReplacement fresh("." + name + "." + std::to_string(::getpid()), directory.get());
+  ::unlinkat(directory.get(), fresh.name().c_str(), 0);
   constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
-  const UniqueFd file(::openat(directory.get(), fresh.c_str(), kFlags, 0600));
-  const bool written = file && write_all(file.get(), text) &&
-                       ::renameat(directory.get(), fresh.c_str(), directory.get(), name.c_str()) == 0;
-  if (!written) {
-    const int error = errno;
-    ::unlinkat(directory.get(), fresh.c_str(), 0);
-    TORCH_CHECK(false, "can't write ", path, ": ", std::strerror(error), kRemedy);
-  }
+  const UniqueFd file(::openat(directory.get(), fresh.name().c_str(), kFlags, 0600));
+  const bool written = file && write_all(file.get(), text) && fresh.commit(name);
+  TORCH_CHECK(written, "can't write ", path, ": ", std::strerror(errno), kRemedy);
   return path;
 }
 

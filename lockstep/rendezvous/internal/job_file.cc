@@ -11,6 +11,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/file_replacement.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/job_file.h>
@@ -83,15 +84,14 @@ JobFile JobFile::of_job(const std::string& job) {
 }
 
 void JobFile::publish(uint16_t port) const {
-  auto fresh = path_ + "." + std::to_string(::getpid());
+  FileReplacement fresh(path_ + "." + std::to_string(::getpid()));
   auto text = std::to_string(port) + "\n";
-  ::unlink(fresh.c_str());
-  UniqueFd file(::open(fresh.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  ::unlink(fresh.name().c_str());  // left by a process that died while it wrote
+  UniqueFd file(::open(fresh.name().c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   bool written = file && ::write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()) &&
-                 ::rename(fresh.c_str(), path_.c_str()) == 0;
+                 fresh.commit(path_);
   if (!written) {
-    int error = errno;
-    ::unlink(fresh.c_str());
+    const int error = errno;
     C10_THROW_ERROR(DistStoreError, c10::str("rank 0 cannot write ", path_,
                                              ", at which this job's processes meet: ", std::strerror(error),
                                              "; free some space, or set TMPDIR to another place"));

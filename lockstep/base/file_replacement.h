@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdio>  // renameat()
+#include <fcntl.h>
+#include <string>
+#include <unistd.h>
+#include <utility>
+
+namespace lockstep {
+
+/// A file with the new contents of another one, beside it, whose place it takes at once, by rename(2):
+/// whoever opens that one finds the old contents or all of the new ones. Who writes it syncs it too, where
+/// what is there must survive a crash of the machine. Not thread-safe.
+class FileReplacement {
+ public:
+  /// `fresh`: the new file's name, relative to the open directory, if one is given. The caller makes it.
+  explicit FileReplacement(std::string fresh, int directory = AT_FDCWD)
+      : fresh_(std::move(fresh)), directory_(directory) {}
+  FileReplacement(const FileReplacement&) = delete;
+  FileReplacement& operator=(const FileReplacement&) = delete;
+  /// Removes the new file unless commit() succeeded.
+  ~FileReplacement() {
+    if (!fresh_.empty()) ::unlinkat(directory_, fresh_.c_str(), 0);
+  }
+
+  const std::string& name() const { return fresh_; }
+  /// Gives the new file the name `path`. False, and errno, when that fails.
+  bool commit(const std::string& path) {
+    if (::renameat(directory_, fresh_.c_str(), directory_, path.c_str()) != 0) return false;
+    fresh_.clear();
+    return true;
+  }
+
+ private:
+  std::string fresh_;  // empty once it has another name
+  const int directory_;
+};
+
+}  // namespace lockstep
