@@ -1,4 +1,6 @@
 #include <cstdlib>
+#include <optional>
+#include <string_view>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -6,6 +8,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/hex.h>
 
 namespace lockstep::base_test {
 namespace {
@@ -19,6 +22,16 @@ TEST(Deadline, PassesAndNeverPasses) {
   EXPECT_EQ(Deadline::never().remaining(7ms), 7ms);
   EXPECT_EQ(Deadline::after(-1ms).remaining(), 0ns);
   EXPECT_EQ(Deadline::after(1h).poll_milliseconds(50ms), 50);
+}
+
+TEST(Hex, WritesAndReadsBytes) {
+  using namespace std::string_view_literals;
+  const auto bytes = "\x00\x7f\x80\xff a"sv;
+  EXPECT_EQ(to_hex(bytes), "007f80ff2061");
+  EXPECT_EQ(from_hex("007F80ff2061"), bytes);
+  EXPECT_EQ(from_hex(""), "");
+  for (const auto* bad : {"0", "0g", "-1", "+1", "0x", " 1", "1 "})
+    EXPECT_EQ(from_hex(bad), std::nullopt) << bad;
 }
 
 TEST(Environment, ReadsTypedValuesAndNamesWhatIsWrong) {

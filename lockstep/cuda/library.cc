@@ -2,10 +2,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cuda_runtime_api.h>
+#include <string>
+#include <string_view>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
 
+#include <lockstep/base/hex.h>
 #include <lockstep/cuda/host_memory.h>
 #include <lockstep/cuda/nccl_backend.h>
 #include <lockstep/device/cuda_library.h>
@@ -16,15 +19,9 @@ namespace {
 
 /// "GPU-8a5c2b1e-…", as nvidia-smi -L writes it.
 std::string text_of(const cudaUUID_t& uuid) {
-  std::string text = "GPU-";
-  for (size_t i = 0; i < sizeof uuid.bytes; ++i) {
-    std::array<char, 3> hex{};
-    std::snprintf(hex.data(), hex.size(), "%02x",
-                  static_cast<unsigned>(static_cast<unsigned char>(uuid.bytes[i])));
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    text += hex.data();
-  }
-  return text;
+  std::string text = to_hex(std::string_view(uuid.bytes, sizeof uuid.bytes));
+  for (const size_t place : {8, 13, 18, 23}) text.insert(place, 1, '-');
+  return "GPU-" + text;
 }
 
 std::string number_of_version(int version) {  // 13000 is 13.0

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 
@@ -82,13 +83,7 @@ std::string make_run_id() {
   std::array<unsigned char, 8> bytes = {};
   TORCH_CHECK(::getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()),
               "the system gives no random numbers: ", std::strerror(errno));
-  constexpr const char* kDigits = "0123456789abcdef";
-  std::string id;
-  for (unsigned char byte : bytes) {
-    id += kDigits[byte >> 4];
-    id += kDigits[byte & 15];
-  }
-  return id;
+  return to_hex(bytes);
 }
 
 std::string find_program(const std::string& name) {

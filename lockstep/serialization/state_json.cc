@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/serialization/pickle/dict.h>
 #include <lockstep/serialization/safetensors_header.h>
@@ -31,8 +32,6 @@ constexpr size_t kMaxJsonDepth = 3 * (kMaxStateDepth + 2);
 constexpr size_t kTextOfDict = 24;
 constexpr size_t kFreeDicts = (size_t{1} << 30) / 750;
 
-constexpr const char* kDigits = "0123456789abcdef";
-
 /// How many bytes a state's text has at least, for the "{" that it has.
 size_t least_size(std::string_view text) {
   const auto dicts = static_cast<size_t>(std::count(text.begin(), text.end(), '{'));
@@ -41,15 +40,6 @@ size_t least_size(std::string_view text) {
 
 std::string with_spaces_for_dicts(std::string text) {
   text.resize(std::max(text.size(), least_size(text)), ' ');
-  return text;
-}
-
-std::string to_hex(std::string_view bytes) {
-  std::string text;
-  for (const char c : bytes) {
-    text += kDigits[static_cast<unsigned char>(c) >> 4];
-    text += kDigits[static_cast<unsigned char>(c) & 15];
-  }
   return text;
 }
 
@@ -436,15 +426,9 @@ class Decoder : public nlohmann::json_sax<json> {
 
   std::string bytes(const std::string& hex) const {
     check(hex.size() % 2 == 0, "'$bytes' has an odd number of digits");
-    std::string text;
-    for (size_t i = 0; i < hex.size(); i += 2) {
-      unsigned char byte = 0;
-      const auto end = std::from_chars(hex.data() + i, hex.data() + i + 2, byte, 16);
-      check(end.ec == std::errc() && end.ptr == hex.data() + i + 2,
-            "'$bytes' has something else than digits");
-      text += static_cast<char>(byte);
-    }
-    return text;
+    const auto bytes = from_hex(hex);
+    check(bytes.has_value(), "'$bytes' has something else than digits");
+    return *bytes;
   }
 
   c10::IValue device(const std::string& name) const {

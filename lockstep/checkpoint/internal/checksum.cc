@@ -6,21 +6,16 @@
 #include <xxhash.h>
 #endif
 
+#include <lockstep/base/hex.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 
 namespace lockstep::internal {
 namespace {
 
-std::string to_hex(XXH128_hash_t hash) {
+std::string hex_of(XXH128_hash_t hash) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, hash);
-  static constexpr const char* kDigits = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : canonical.digest) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
+  return to_hex(canonical.digest);
 }
 
 }  // namespace
@@ -46,11 +41,11 @@ void Checksum::update(const void* data, size_t bytes) {
 }
 
 std::string Checksum::hex() const {
-  return to_hex(XXH3_128bits_digest(state_->state));
+  return hex_of(XXH3_128bits_digest(state_->state));
 }
 
 std::string checksum_of(std::string_view bytes) {
-  return to_hex(XXH3_128bits(bytes.data(), bytes.size()));
+  return hex_of(XXH3_128bits(bytes.data(), bytes.size()));
 }
 
 }  // namespace lockstep::internal

@@ -18,6 +18,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
@@ -410,8 +411,7 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   mine.process = this_process();
   mine.uid = ::geteuid();
   mine.token = random_bytes<16>();
-  const auto name = random_bytes<12>();
-  mine.socket_name = "lockstep-" + to_hex(name.data(), name.size());
+  mine.socket_name = "lockstep-" + to_hex(random_bytes<12>());
   UniqueFd listener = listen_on(mine.socket_name, world_size);
 
   const std::string key = "lockstep/host";

@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <charconv>
 #include <string_view>
 #include <sys/un.h>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/hex.h>
 #include <lockstep/transport/internal/peer_address.h>
 
 namespace lockstep::transport {
@@ -23,17 +25,16 @@ std::string_view take_word(std::string_view& rest) {
 
 /// The whole word as a number of the type; false if it is none or does not fit.
 template <class T>
-bool read_number(std::string_view word, T& number, int base = 10) {
+bool read_number(std::string_view word, T& number) {
   const char* end = word.data() + word.size();
-  const auto [stop, error] = std::from_chars(word.data(), end, number, base);
+  const auto [stop, error] = std::from_chars(word.data(), end, number);
   return error == std::errc() && stop == end;
 }
 
 bool read_token(std::string_view word, Token& token) {
-  if (word.size() != 2 * token.size()) return false;
-  for (size_t i = 0; i < token.size(); ++i) {
-    if (!read_number(word.substr(2 * i, 2), token[i], 16)) return false;
-  }
+  const auto bytes = from_hex(word);
+  if (!bytes || bytes->size() != token.size()) return false;
+  std::copy(bytes->begin(), bytes->end(), token.begin());
   return true;
 }
 
@@ -48,19 +49,8 @@ bool read_process_identity(const std::string& text, ProcessIdentity& process) {
 
 }  // namespace
 
-std::string to_hex(const uint8_t* bytes, size_t count) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (size_t i = 0; i < count; ++i) {
-    text += kDigits[bytes[i] >> 4];
-    text += kDigits[bytes[i] & 15];
-  }
-  return text;
-}
-
 std::string PeerAddress::to_string() const {
-  return std::to_string(uid) + ' ' + socket_name + ' ' + to_hex(token.data(), token.size()) + ' ' +
-         process.to_string();
+  return std::to_string(uid) + ' ' + socket_name + ' ' + to_hex(token) + ' ' + process.to_string();
 }
 
 PeerAddress PeerAddress::parse(const std::string& text) {

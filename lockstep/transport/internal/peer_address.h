@@ -25,7 +25,4 @@ struct PeerAddress {
   static PeerAddress parse(const std::string& text);
 };
 
-/// Lower-case hexadecimal, two digits a byte.
-std::string to_hex(const uint8_t* bytes, size_t count);
-
 }  // namespace lockstep::transport
