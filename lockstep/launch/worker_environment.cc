@@ -1,8 +1,6 @@
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,6 +8,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/hex.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 
@@ -80,10 +79,7 @@ void RankVariables::apply(WorkerEnvironment& environment) const {
 }
 
 std::string make_run_id() {
-  std::array<unsigned char, 8> bytes = {};
-  TORCH_CHECK(::getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()),
-              "the system gives no random numbers: ", std::strerror(errno));
-  return to_hex(bytes);
+  return to_hex(random_bytes<8>());
 }
 
 std::string find_program(const std::string& name) {

@@ -1,12 +1,9 @@
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
-#include <random>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -15,8 +12,10 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/fork_guard.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/mlflow/internal/sender.h>
 #include <lockstep/mlflow/mlflow_writer.h>
 #include <lockstep/observe/writing_rank.h>
@@ -64,17 +63,6 @@ std::string param_text(const Hyperparameters::mapped_type& value) {
 /// Names are bytes, JSON is UTF-8: what is none becomes U+FFFD, for a name must not stop a training.
 std::string dump(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-std::string random_token() {
-  std::random_device random;
-  std::string token;
-  for (int i = 0; i < 4; ++i) {
-    std::array<char, 9> part{};
-    std::snprintf(part.data(), part.size(), "%08x", random());
-    token += part.data();
-  }
-  return token;
 }
 
 std::string program_name() {
@@ -130,7 +118,7 @@ RunDescription describe(const MlflowWriterOptions& options) {
   run.experiment_id = id.empty() ? "0" : id;
   run.run_name = options.run_name;
   run.start_time = milliseconds_since_1970();
-  run.token = random_token();
+  run.token = to_hex(random_bytes<16>());
   std::map<std::string, std::string> tags = options.tags;
   tags.emplace("mlflow.source.name", program_name());
   tags.emplace("mlflow.source.type", "LOCAL");

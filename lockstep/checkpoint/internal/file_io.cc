@@ -2,11 +2,9 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <fcntl.h>
 #include <optional>
-#include <random>
 #include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
@@ -15,7 +13,9 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/file_size_signal.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 
 namespace lockstep::internal {
@@ -126,10 +126,7 @@ std::string read_file(const std::filesystem::path& path, int64_t most) {
 }
 
 std::filesystem::path temporary_name(const std::filesystem::path& path) {
-  std::random_device source;
-  std::array<char, kTemporaryDigits + 1> digits{};
-  std::snprintf(digits.data(), digits.size(), "%08x%08x", source(), source());
-  return path.string() + std::string(kTemporary) + digits.data();
+  return path.string() + std::string(kTemporary) + to_hex(random_bytes<kTemporaryDigits / 2>());
 }
 
 void remove_old_temporaries(const std::filesystem::path& path) {

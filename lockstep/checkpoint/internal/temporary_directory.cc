@@ -1,9 +1,7 @@
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
-#include <random>
 #include <string>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -12,7 +10,9 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>
@@ -26,10 +26,8 @@ namespace fs = std::filesystem;
 constexpr const char* kMark = ".lockstep-tmp-";
 
 fs::path hidden_name(const fs::path& destination) {
-  std::array<char, 20> random{};
-  std::random_device source;
-  std::snprintf(random.data(), random.size(), "%08x%08x", source(), source());
-  return destination.parent_path() / ("." + destination.filename().string() + kMark + random.data());
+  return destination.parent_path() /
+         ("." + destination.filename().string() + kMark + to_hex(random_bytes<8>()));
 }
 
 /// A lock on the directory; none if another process has it, or the file system knows no locks.

@@ -1,9 +1,10 @@
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <numeric>
 #include <sstream>
-#include <sys/random.h>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -13,6 +14,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/per_process.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/collectives/groups/internal/group_making.h>
 #include <lockstep/collectives/groups/internal/shrinking.h>
 #include <lockstep/collectives/groups/internal/transport_options.h>
@@ -119,8 +121,7 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
   made.transport = HostTransport::connect(store, rank, size, deadline, transport_options);
   made.members.resize(size);
   std::iota(made.members.begin(), made.members.end(), 0);
-  uint64_t token = 0;
-  TORCH_CHECK(::getrandom(&token, sizeof token, 0) == sizeof token, "getrandom failed");
+  const auto token = std::bit_cast<uint64_t>(random_bytes<sizeof(uint64_t)>());
   const auto tokens =
       store_all_gather(store, "lockstep/token", rank, size, std::to_string(token), deadline, {}, kMeeting);
   Opened& all = opened();

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <functional>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -21,6 +20,7 @@
 #include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
@@ -52,14 +52,6 @@ struct SegmentNotice {
   uint32_t unused = 0;
   uint64_t bytes = 0;
 };
-
-template <size_t N>
-std::array<uint8_t, N> random_bytes() {
-  std::array<uint8_t, N> bytes{};
-  TORCH_CHECK_WITH(DistBackendError, ::getrandom(bytes.data(), N, 0) == static_cast<ssize_t>(N),
-                   "getrandom failed: ", std::strerror(errno));
-  return bytes;
-}
 
 /// An abstract socket's address: a name that begins with a zero byte and needs no file.
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
