@@ -15,12 +15,12 @@
 #include <stdexcept>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/pidfd.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
@@ -91,8 +91,7 @@ void probe_fd_passing() {
 }
 
 void probe_pidfd() {
-  const UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
-  expect(static_cast<bool>(fd), "pidfd_open");
+  expect(static_cast<bool>(open_pidfd(::getpid())), "pidfd_open");
 }
 
 void probe_loopback() {

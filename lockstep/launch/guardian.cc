@@ -5,13 +5,13 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/pidfd.h>
 #include <lockstep/launch/guardian.h>
 
 namespace lockstep::launch {
@@ -56,8 +56,8 @@ constexpr pid_t kGoodbye = 0;
 
 }  // namespace
 
-UniqueFd open_pidfd(pid_t pid) {
-  UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+UniqueFd require_pidfd(pid_t pid) {
+  UniqueFd fd = open_pidfd(pid);
   TORCH_CHECK_WITH(DistBackendError, static_cast<bool>(fd), "pidfd_open: ", std::strerror(errno),
                    errno == ENOSYS ? "; Lockstep needs Linux 5.4 or newer" : "");
   return fd;
@@ -70,7 +70,7 @@ Guardian::Guardian(int capacity, const std::vector<std::string>& temporary) {
                    "can't make the guardian's socket: ", std::strerror(errno));
   line_.reset(ends[0]);
   UniqueFd other_end(ends[1]);
-  const UniqueFd launcher = open_pidfd(::getpid());
+  const UniqueFd launcher = require_pidfd(::getpid());
   std::vector<pid_t> groups(static_cast<size_t>(capacity));  // the forked process must not allocate
 
   sigset_t all;

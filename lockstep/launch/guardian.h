@@ -8,9 +8,8 @@
 
 namespace lockstep::launch {
 
-/// pidfd_open(2) for a process: readable when it ends. Throws c10::DistBackendError. (glibc 2.36 declares its
-/// function with C++ linkage, so that C++ programs can't link it.)
-UniqueFd open_pidfd(pid_t pid);
+/// open_pidfd() that throws c10::DistBackendError.
+UniqueFd require_pidfd(pid_t pid);
 
 /// A small process that outlives its launcher by an instant and then kills the process groups of all workers,
 /// so that nothing of a job stays behind even when the launcher gets SIGKILL: neither workers nor what they

@@ -66,7 +66,7 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guard
   if (spec.make_process) {
     WorkerProcess made(spec.make_process(spec), UniqueFd());
     guardian.enlist(made.pid_);
-    made.pidfd_ = open_pidfd(made.pid_);
+    made.pidfd_ = require_pidfd(made.pid_);
     return made;
   }
   int ends[2] = {-1, -1};
@@ -91,7 +91,7 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guard
                    fork_error == EAGAIN ? "; raise the limit on processes (ulimit -u) or start fewer" : "");
   ::setpgid(pid, pid);                    // the child does it too; whoever comes first
   WorkerProcess worker(pid, UniqueFd());  // from here on it is killed and reaped if anything throws
-  worker.pidfd_ = open_pidfd(pid);
+  worker.pidfd_ = require_pidfd(pid);
 
   // The pipe ends without a word when exec succeeded, and closes.
   failure_out.reset();

@@ -4,13 +4,13 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/process/pidfd.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
@@ -75,17 +75,14 @@ ProcessWatch::ProcessWatch(const ProcessIdentity& process, const ProcessIdentity
       can_tell_(process.host == own.host && process.pid_namespace == own.pid_namespace &&
                 own.pid_namespace != 0 && process.start != 0) {
   if (!can_tell_) return;
-  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
+  pidfd_ = open_pidfd(pid_);
   // The descriptor was opened first: with the same start, it is of that process.
   if (auto stat = read_process_stat(pid_); stat && stat->start != start_) pidfd_.reset();
 }
 
 bool ProcessWatch::has_ended() const {
   if (!can_tell_) return false;
-  if (pidfd_) {
-    pollfd end{pidfd_.get(), POLLIN, 0};
-    return ::poll(&end, 1, 0) > 0;
-  }
+  if (pidfd_) return process_has_ended(pidfd_);
   const auto stat = read_process_stat(pid_);
   if (!stat)
     return errno == ENOENT || errno == ESRCH;  // else, without a free descriptor say, it is not known

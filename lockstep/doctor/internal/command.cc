@@ -5,11 +5,11 @@
 #include <signal.h>
 #include <spawn.h>
 #include <string_view>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/process/pidfd.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/internal/command.h>
 
@@ -76,7 +76,7 @@ bool read_all(int fd, const Deadline& deadline, std::string& output) {
 
 /// Whether the child ended (it is not reaped) by the deadline.
 bool wait_for_end(pid_t pid, const Deadline& deadline) {
-  const UniqueFd end(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  const UniqueFd end = open_pidfd(pid);
   if (!end) return true;  // before Linux 5.3: waitpid() has to do without a deadline
   pollfd wait{end.get(), POLLIN, 0};
   while (::poll(&wait, 1, deadline.poll_milliseconds()) < 0 && errno == EINTR) {

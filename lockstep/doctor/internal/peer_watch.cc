@@ -1,7 +1,4 @@
-#include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#include <lockstep/base/process/pidfd.h>
 #include <lockstep/doctor/internal/peer_watch.h>
 
 namespace lockstep::doctor {
@@ -13,14 +10,12 @@ PeerWatch::PeerWatch(const std::vector<RankFacts>& ranks, int rank) : pidfds_(ra
     if (facts.pid <= 0 || facts.pid == own.pid || facts.host != own.host) continue;
     if (facts.pid_namespace != own.pid_namespace) continue;
     // One that ended meanwhile has no pidfd, and is then found out by the timeout.
-    pidfds_[peer].reset(static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(facts.pid), 0)));
+    pidfds_[peer] = open_pidfd(static_cast<pid_t>(facts.pid));
   }
 }
 
 bool PeerWatch::has_ended(int rank) const {
-  const UniqueFd& pidfd = pidfds_.at(static_cast<size_t>(rank));
-  pollfd wait{pidfd.get(), POLLIN, 0};
-  return pidfd && ::poll(&wait, 1, 0) > 0;
+  return process_has_ended(pidfds_.at(static_cast<size_t>(rank)));
 }
 
 }  // namespace lockstep::doctor
