@@ -4,15 +4,18 @@
 
 namespace lockstep {
 
+std::string text_of(const std::exception& error) {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  return known != nullptr ? known->what_without_backtrace() : error.what();
+}
+
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
   } catch (const std::exception& e) {
-    return e.what();
+    return text_of(e);
   } catch (...) {
-    return "an unknown error";
+    return "an exception that is no std::exception";
   }
 }
 

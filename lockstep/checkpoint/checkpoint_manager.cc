@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
@@ -127,10 +128,8 @@ class CheckpointManager::Implementation {
   ~Implementation() {
     try {
       wait();
-    } catch (const c10::Error& error) {
-      LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << error.what_without_backtrace();
     } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << error.what();
+      LOCKSTEP_LOG(kError) << "the last checkpoint was not saved: " << text_of(error);
     }
     if (writing_ranks_.size() == 1 || writing_ranks_.group() == ranks_.group() || writer_.busy()) return;
     try {
@@ -323,10 +322,8 @@ class CheckpointManager::Implementation {
         LOCKSTEP_LOG(kInfo) << "removing the checkpoint " << info.directory.string();
         internal::remove_checkpoint_directory(info.directory);
       }
-    } catch (const c10::Error& error) {
-      LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << error.what_without_backtrace();
     } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << error.what();
+      LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << text_of(error);
     }
   }
 

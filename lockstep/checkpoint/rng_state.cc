@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/device/accelerator.h>
@@ -77,9 +78,7 @@ void set_rng_state(const StateDict& state) {
     }
   } catch (const std::exception& error) {
     before.restore();
-    const auto* ours = dynamic_cast<const c10::Error*>(&error);
-    TORCH_CHECK_VALUE(false, "set_rng_state: not the state of a generator: ",
-                      ours ? ours->what_without_backtrace() : error.what());
+    TORCH_CHECK_VALUE(false, "set_rng_state: not the state of a generator: ", text_of(error));
   }
 }
 

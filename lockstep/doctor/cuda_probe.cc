@@ -1,9 +1,9 @@
 #include <filesystem>
 #include <ostream>
 
-#include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/doctor/cuda_probe.h>
 #include <lockstep/doctor/internal/command.h>
@@ -27,10 +27,8 @@ void print_cuda_probe(std::ostream& out) {
     for (int i = 0; i < library.device_count(); ++i) {
       answer["devices"].push_back(library.device_name(i) + " (" + library.device_identity(i) + ")");
     }
-  } catch (const c10::Error& error) {
-    answer["error"] = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    answer["error"] = error.what();
+    answer["error"] = text_of(error);
   }
   out << kMark << answer.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
 }

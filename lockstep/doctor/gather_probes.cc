@@ -18,8 +18,7 @@
 #include <thread>
 #include <unistd.h>
 
-#include <c10/util/Exception.h>
-
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/process/pidfd.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
@@ -46,10 +45,8 @@ Probe try_out(Action&& action) {
   try {
     action();
     return {true, ""};
-  } catch (const c10::Error& error) {
-    return {false, error.what_without_backtrace()};
   } catch (const std::exception& error) {
-    return {false, error.what()};
+    return {false, text_of(error)};
   }
 }
 

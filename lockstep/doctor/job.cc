@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/doctor/internal/peer_watch.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/doctor/job.h>
@@ -24,10 +25,8 @@ std::string message_of(const std::function<void()>& action) {
   try {
     action();
     return "";
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
   } catch (const std::exception& error) {
-    return error.what();
+    return text_of(error);
   }
 }
 

@@ -3,10 +3,10 @@
 #include <numeric>
 
 #include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/doctor/internal/exercise.h>
@@ -167,16 +167,14 @@ PairMeasurement LockstepProbe::test_pair(const Pair& pair) {
     test.check_values();
     result.latency = test.time_all_reduce(1, kLatencyRounds);
     result.transfer = test.time_all_reduce(kTransferElements, kTransferRounds);
-  } catch (const c10::Error& error) {
-    result.error = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    result.error = error.what();
+    result.error = text_of(error);
   }
   if (group) {
     try {
       destroy_process_group(group);
     } catch (const std::exception& error) {
-      if (result.error.empty()) result.error = error.what();
+      if (result.error.empty()) result.error = text_of(error);
     }
   }
   return result;

@@ -14,6 +14,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/world_defaults.h>
@@ -105,11 +106,6 @@ struct Slot {
   std::source_location where;
   std::string error;
 };
-
-std::string message_of(const std::exception& error) {
-  const auto* ours = dynamic_cast<const c10::Error*>(&error);
-  return ours != nullptr ? ours->what_without_backtrace() : error.what();
-}
 
 /// Lets a burst through, then a few a second. Under its user's lock.
 class RateLimit {
@@ -360,7 +356,7 @@ void Recorder::watch() {
     try {
       serve(signalled);
     } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kError) << "the flight record could not be written: " << message_of(error);
+      LOCKSTEP_LOG(kError) << "the flight record could not be written: " << lockstep::text_of(error);
     }
   };
   if (!SignalWatcher::start(action)) {
@@ -417,7 +413,7 @@ std::string dump(const std::string& reason) {
     Recorder& own = recorder();
     return own.on() ? own.dump(reason) : "";
   } catch (const std::exception& error) {
-    LOCKSTEP_LOG(kError) << "the flight record could not be written: " << message_of(error);
+    LOCKSTEP_LOG(kError) << "the flight record could not be written: " << lockstep::text_of(error);
   }
   return {};
 }
@@ -426,7 +422,7 @@ std::string write_beside(const std::string& name, const std::string& content) {
   try {
     return write_record(name, content);
   } catch (const std::exception& error) {
-    LOCKSTEP_LOG(kError) << name << " could not be written: " << message_of(error);
+    LOCKSTEP_LOG(kError) << name << " could not be written: " << lockstep::text_of(error);
   }
   return {};
 }

@@ -19,6 +19,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/launch/worker_environment.h>
@@ -89,10 +90,8 @@ std::string type_name(const std::type_info& type) {
     function(role.rank);
     tell(role.messages, {&kReturned, 1});
     std::exit(0);  // NOLINT(concurrency-mt-unsafe): flushes and runs atexit handlers, like a return from main
-  } catch (const c10::Error& raised) {
-    error = type_name(typeid(raised)) + ": " + raised.what_without_backtrace();
   } catch (const std::exception& raised) {
-    error = type_name(typeid(raised)) + ": " + raised.what();
+    error = type_name(typeid(raised)) + ": " + text_of(raised);
   } catch (...) {
     error = "an exception that is no std::exception";
   }

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/fork_guard.h>
@@ -349,9 +350,7 @@ MlflowWriter::Spooled MlflowWriter::send_spooled(const MlflowWriterOptions& opti
       if (all) journal->remove();
       ++(all ? result.sent : result.left);
     } catch (const std::exception& problem) {
-      const auto* known = dynamic_cast<const c10::Error*>(&problem);
-      LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << file.string() << " is not sent: "
-                             << (known != nullptr ? known->what_without_backtrace() : problem.what());
+      LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << file.string() << " is not sent: " << text_of(problem);
       ++result.left;
     }
   }

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/observe/combined_writer.h>
 
@@ -16,19 +17,14 @@ CombinedWriter::CombinedWriter(std::vector<std::shared_ptr<MetricsWriter>> write
 void CombinedWriter::tell_all(const char* what, const std::function<void(MetricsWriter&)>& tell) {
   if (!rank_.here()) return;
   for (size_t i = 0; i < writers_.size(); ++i) {
-    std::string error = "an exception of an unknown type";
     try {
       tell(*writers_[i]);
-      continue;
-    } catch (const c10::Error& known) {
-      error = known.what_without_backtrace();
-    } catch (const std::exception& known) {
-      error = known.what();
-    } catch (...) {  // NOLINT(bugprone-empty-catch): `error` says what is known
+    } catch (...) {
+      if (failures_[i]++ > 0) continue;
+      LOCKSTEP_LOG(kWarning) << "writer " << i << " of a CombinedWriter failed in " << what << ": "
+                             << text_of(std::current_exception())
+                             << "; the program goes on, and further failures of this writer are only counted";
     }
-    if (failures_[i]++ > 0) continue;
-    LOCKSTEP_LOG(kWarning) << "writer " << i << " of a CombinedWriter failed in " << what << ": " << error
-                           << "; the program goes on, and further failures of this writer are only counted";
   }
 }
 

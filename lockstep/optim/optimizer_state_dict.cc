@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/optim/internal/optimizer_formats.h>
 #include <lockstep/optim/internal/optimizer_parts.h>
 #include <lockstep/optim/internal/scheduled_groups.h>
@@ -28,12 +29,6 @@ constexpr std::pair<const char*, std::optional<double> ScheduledGroups::Group::*
     {"base_momentum", &ScheduledGroups::Group::base_momentum},
     {"swa_lr", &ScheduledGroups::Group::swa_lr},
 };
-
-/// What c10 puts around a message is of no use within another one.
-std::string text_of(const std::exception& error) {
-  const auto* ours = dynamic_cast<const c10::Error*>(&error);
-  return ours ? ours->what_without_backtrace() : error.what();
-}
 
 // ---- Saving ----
 

@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/accelerator.h>

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/train/internal/failure_agreement.h>
@@ -75,7 +76,7 @@ int RobustLoop::run() {
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kError)
           << "RobustLoop: no emergency checkpoint, for the ranks could not agree on what failed: "
-          << train::text_of(std::current_exception());
+          << text_of(std::current_exception());
       std::rethrow_exception(failure);
     }
   }
@@ -87,7 +88,7 @@ int RobustLoop::run() {
 void RobustLoop::agree(const std::exception_ptr& failure, bool can_repeat) {
   agreement_ = std::make_unique<train::FailureAgreement>(
       train::agree_on_failure({.kind = train::kind_of(failure),
-                               .text = train::text_of(failure),
+                               .text = text_of(failure),
                                .step = trainer_.step(),
                                .largest_micro_batch = trainer_.largest_micro_batch(),
                                .can_repeat = can_repeat,
@@ -104,7 +105,7 @@ void RobustLoop::recover(const std::exception_ptr& failure) {
     gave_up_ = true;
     LOCKSTEP_LOG(kError)
         << "RobustLoop: no emergency checkpoint, for the ranks could not agree on what failed: "
-        << train::text_of(std::current_exception());
+        << text_of(std::current_exception());
     std::rethrow_exception(failure);
   }
   if (!all_can_repeat()) std::rethrow_exception(failure);
@@ -168,8 +169,7 @@ void RobustLoop::save_what_is_left() {
       saved = trainer_.save_alone(cause);
     }
   } catch (...) {
-    LOCKSTEP_LOG(kError) << "RobustLoop: no emergency checkpoint: "
-                         << train::text_of(std::current_exception());
+    LOCKSTEP_LOG(kError) << "RobustLoop: no emergency checkpoint: " << text_of(std::current_exception());
     return;
   }
   if (saver < 0 && rank == 0) {

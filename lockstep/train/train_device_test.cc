@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/data/device_loader.h>
 #include <lockstep/device/generator_state.h>
 #include <lockstep/testing/multi_rank.h>
@@ -243,7 +244,7 @@ TEST(RobustLoopOnDevice, AllRanksMakeRoomWhenOneHasNoMemory) {
     EXPECT_EQ(train::kind_of(failure),
               rank == 1 ? train::FailureKind::kOutOfMemory : train::FailureKind::kPeer);
     const auto agreement = train::agree_on_failure(
-        {.kind = train::kind_of(failure), .text = train::text_of(failure)}, std::chrono::minutes(1));
+        {.kind = train::kind_of(failure), .text = text_of(failure)}, std::chrono::minutes(1));
     ASSERT_EQ(agreement.reports.size(), 2U);
     EXPECT_EQ(agreement.reports[1].kind, train::FailureKind::kOutOfMemory);
     if (testing::test_device_is_simulated()) {

@@ -3,6 +3,7 @@
 #include <tuple>
 #include <utility>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
@@ -48,10 +49,8 @@ Failure Failure::of_current_exception(const MemberRanks& ranks) {
     failure = {kValue, error.what_without_backtrace()};
   } catch (const CheckpointIoError& error) {
     failure = {kIo, error.what_without_backtrace()};
-  } catch (const c10::Error& error) {
-    failure = {kFile, error.what_without_backtrace()};
   } catch (const std::exception& error) {
-    failure = {kFile, error.what()};
+    failure = {kFile, text_of(error)};
   }
   if (ranks.size() > 1) failure.text = "rank " + std::to_string(ranks.rank()) + ": " + failure.text;
   return failure;

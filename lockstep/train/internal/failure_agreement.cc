@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
@@ -41,8 +42,7 @@ void make_room(const FailureAgreement& agreement) {
   if (needed) empty_device_cache();
 }
 
-template <class Error>
-FailureKind kind_of_nested(const Error& error, FailureKind otherwise) {
+FailureKind kind_of_nested(const std::exception& error, FailureKind otherwise) {
   const auto* nested = dynamic_cast<const std::nested_exception*>(&error);
   if (nested == nullptr || !nested->nested_ptr()) return otherwise;
   return kind_of(nested->nested_ptr()) == FailureKind::kOutOfMemory ? FailureKind::kOutOfMemory : otherwise;
@@ -85,26 +85,11 @@ FailureKind kind_of(const std::exception_ptr& failure) {
   } catch (const c10::DistBackendError& error) {
     if (says_nccl_is_out_of_memory(error.what_without_backtrace())) return FailureKind::kOutOfMemory;
     return kind_of_nested(error, FailureKind::kPeer);
-  } catch (const c10::Error& error) {
-    if (says_out_of_memory(error.what_without_backtrace())) return FailureKind::kOutOfMemory;
-    return kind_of_nested(error, FailureKind::kOther);
   } catch (const std::exception& error) {
-    if (says_out_of_memory(error.what())) return FailureKind::kOutOfMemory;
+    if (says_out_of_memory(text_of(error))) return FailureKind::kOutOfMemory;
     return kind_of_nested(error, FailureKind::kOther);
   } catch (...) {
     return FailureKind::kOther;
-  }
-}
-
-std::string text_of(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
   }
 }
 

@@ -21,8 +21,6 @@ enum class FailureKind {
 /// and NCCL say of a device without memory, also where they are nested in another error, are kOutOfMemory;
 /// any other c10::DistBackendError is kPeer.
 FailureKind kind_of(const std::exception_ptr& failure);
-/// Its message, without a backtrace.
-std::string text_of(const std::exception_ptr& failure);
 
 /// A rank's part of the agreement.
 struct FailureReport {
