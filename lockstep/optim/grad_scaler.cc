@@ -64,7 +64,7 @@ GradScaler::GradScaler(const GradScalerOptions& options)
                     "GradScaler: this rank is not in the process group");
 }
 
-at::Tensor& GradScaler::DeviceCopies::on(const c10::Device& device) {
+at::Tensor& GradScaler::MultiDeviceReplicator::on(const c10::Device& device) {
   for (auto& [known, copy] : copies_) {
     if (known == device) return copy;
   }
@@ -72,7 +72,7 @@ at::Tensor& GradScaler::DeviceCopies::on(const c10::Device& device) {
   return copies_.emplace_back(device, std::move(copy)).second;
 }
 
-std::vector<at::Tensor> GradScaler::DeviceCopies::copies() const {
+std::vector<at::Tensor> GradScaler::MultiDeviceReplicator::copies() const {
   std::vector<at::Tensor> copies;
   for (const auto& [device, copy] : copies_) copies.push_back(copy);
   return copies;
@@ -117,8 +117,8 @@ std::vector<at::Tensor> GradScaler::unscale_gradients(const Optimizer& optimizer
   }
   // The reciprocal in float64, as the division of float32 may be imprecise on some devices.
   const at::Tensor inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
-  DeviceCopies inverses(inverse);
-  DeviceCopies found_infs(at::zeros({}, inverse.options()));
+  MultiDeviceReplicator inverses(inverse);
+  MultiDeviceReplicator found_infs(at::zeros({}, inverse.options()));
   for (const auto& [key, gradients] : group_by_device_and_dtype(values)) {
     const at::Device device = gradients[0].device();
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_infs.on(device), inverses.on(device));

@@ -74,7 +74,7 @@ class GradScaler {
     for_each_tensor(std::as_const(outputs), [&](const at::Tensor&) { ++foreign; });
     for_each_owned_tensor(std::as_const(outputs), [&](const at::Tensor&) { --foreign; });
     check_owned(foreign);
-    std::optional<DeviceCopies> scales;
+    std::optional<MultiDeviceReplicator> scales;
     for_each_owned_tensor(outputs, [&](at::Tensor& tensor) {
       start_at(tensor.device());
       if (!scales) scales.emplace(scale_);
@@ -127,9 +127,9 @@ class GradScaler {
 
  private:
   /// Copies of a number on the devices where it is wanted, made at the first wish; _MultiDeviceReplicator.
-  class DeviceCopies {
+  class MultiDeviceReplicator {
    public:
-    explicit DeviceCopies(at::Tensor original) : original_(std::move(original)) {}
+    explicit MultiDeviceReplicator(at::Tensor original) : original_(std::move(original)) {}
     at::Tensor& on(const c10::Device& device);
     std::vector<at::Tensor> copies() const;
 

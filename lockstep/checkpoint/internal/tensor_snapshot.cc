@@ -10,6 +10,7 @@
 
 #include <lockstep/checkpoint/internal/tensor_file.h>
 #include <lockstep/checkpoint/internal/tensor_snapshot.h>
+#include <lockstep/device/streams.h>
 
 namespace lockstep::internal {
 namespace {
@@ -53,12 +54,12 @@ void await_events(const std::vector<c10::Event>& events) noexcept {
 
 /// Copies of tensors on devices into the host's memory, many at once. They take the values that the current
 /// stream of each device will have made by now.
-class DeviceCopies {
+class CopiesToHost {
  public:
-  DeviceCopies() = default;
-  DeviceCopies(const DeviceCopies&) = delete;
-  DeviceCopies& operator=(const DeviceCopies&) = delete;
-  ~DeviceCopies() {
+  CopiesToHost() = default;
+  CopiesToHost(const CopiesToHost&) = delete;
+  CopiesToHost& operator=(const CopiesToHost&) = delete;
+  ~CopiesToHost() {
     if (!finished_) await_events(finish());
   }
 
@@ -82,20 +83,14 @@ class DeviceCopies {
     c10::Stream stream;
   };
 
-  static const c10::impl::DeviceGuardImplInterface* devices_of(c10::Device device) {
-    return c10::impl::getDeviceGuardImpl(device.type());
-  }
-
   c10::Stream stream_for(c10::Device device, bool beside) {
     for (const Lane& lane : lanes_) {
       if (lane.stream.device() == device && lane.beside == beside) return lane.stream;
     }
-    const c10::Stream current = devices_of(device)->getStream(device);
+    const c10::Stream current = *current_stream(device);
     if (!beside) return lanes_.emplace_back(beside, current).stream;
-    const c10::Stream stream = devices_of(device)->getStreamFromGlobalPool(device);
-    c10::Event now(device.type());
-    now.record(current);
-    now.block(stream);
+    const c10::Stream stream = c10::impl::getDeviceGuardImpl(device.type())->getStreamFromGlobalPool(device);
+    order_streams(current, stream);
     return lanes_.emplace_back(beside, stream).stream;
   }
 
@@ -122,7 +117,7 @@ void TensorSnapshot::copy(const std::vector<StateTensor*>& tensors, Pages& memor
   memory.reserve(static_cast<size_t>(needed));
   for (const auto type : types) memory.lock_for(type);
   char* to = memory.data();
-  DeviceCopies from_devices;
+  CopiesToHost from_devices;
   std::vector<Copy> copies;
   std::vector<at::Tensor> originals;  // must live until they are copied
   int64_t bytes = 0;

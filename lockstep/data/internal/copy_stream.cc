@@ -1,8 +1,8 @@
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <lockstep/data/internal/copy_stream.h>
 #include <lockstep/device/accelerator.h>
+#include <lockstep/device/streams.h>
 
 namespace lockstep::data::internal {
 
@@ -16,17 +16,12 @@ c10::Event CopyStream::run(c10::function_ref<void()> enqueue) const {
   return done;
 }
 
-c10::Stream CopyStream::current_stream() const {
-  return c10::impl::getDeviceGuardImpl(stream_.device_type())->getStream(stream_.device());
-}
-
 void CopyStream::let_current_stream_wait(const c10::Event& event) const {
-  event.block(current_stream());
+  event.block(*lockstep::internal::current_stream(stream_.device()));
 }
 
 void CopyStream::used_by_current_stream(const at::Tensor& tensor) const {
-  if (tensor.device() != stream_.device()) return;
-  tensor.record_stream(current_stream());
+  if (tensor.device() == stream_.device()) lockstep::internal::use_on_current_stream(tensor);
 }
 
 }  // namespace lockstep::data::internal

@@ -26,7 +26,6 @@ class CopyStream {
   void used_by_current_stream(const at::Tensor& tensor) const;
 
  private:
-  c10::Stream current_stream() const;
   c10::Stream stream_;
 };
 

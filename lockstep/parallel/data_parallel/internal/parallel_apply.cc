@@ -3,8 +3,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <lockstep/device/streams.h>
 #include <lockstep/parallel/data_parallel/internal/parallel_apply.h>
 
 namespace lockstep::internal {
@@ -110,7 +111,7 @@ void ParallelApply::run(ParallelBatch& batch,
   }
   std::vector<c10::Stream> streams;  // the caller's current ones, which the threads take over
   for (const auto& device : plan_.devices) {
-    if (!device.is_cpu()) streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    if (const auto stream = current_stream(device)) streams.push_back(*stream);
   }
   places_.threads->run(
       batch.replicas,
