@@ -7,6 +7,7 @@
 #include <c10/util/accumulate.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
@@ -99,7 +100,7 @@ DefaultGroup::~DefaultGroup() {
   try {
     destroy_all(/*abort=*/std::uncaught_exceptions() > 0);
   } catch (const std::exception& error) {
-    LOCKSTEP_LOG(kError) << "destroying the process group: " << error.what();
+    LOCKSTEP_LOG(kError) << "destroying the process group: " << text_of(error);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/cuda/nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/cuda/nccl_backend.h>
 #include <lockstep/cuda/operation_records.h>
@@ -74,7 +75,7 @@ std::shared_future<void> write_nccl_trace(int global_rank) {
         LOCKSTEP_LOG(kInfo) << "NCCL's flight record written to " << path;
       }
     } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kWarning) << "NCCL's flight record can't be written: " << error.what();
+      LOCKSTEP_LOG(kWarning) << "NCCL's flight record can't be written: " << text_of(error);
     }
     done->set_value();
   }).detach();

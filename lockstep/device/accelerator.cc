@@ -8,6 +8,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/cuda_library.h>
@@ -45,7 +46,7 @@ void empty_device_cache() noexcept {
     const auto type = accelerator();
     if (auto* allocator = type ? allocator_of(*type) : nullptr) allocator->emptyCache();
   } catch (const std::exception& error) {
-    LOCKSTEP_LOG(kWarning) << "the device's unused memory could not be given back: " << error.what();
+    LOCKSTEP_LOG(kWarning) << "the device's unused memory could not be given back: " << text_of(error);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <vector>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/algorithms/algorithms.h>
@@ -74,7 +75,7 @@ class ExposedMemory {
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kError) << "a tensor of a failed reduction may still be changed by late ranks until they "
                               "have left the group: "
-                           << error.what();
+                           << text_of(error);
     }
   }
   void succeeded() { data_ = nullptr; }

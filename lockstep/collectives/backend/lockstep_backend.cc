@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/backend/internal/message_work.h>
@@ -175,7 +176,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
         channel->abort();
         if (operands) channel->release_after_close([operands] {});
       }
-      flight::failed(identity->record, error.what());
+      flight::failed(identity->record, text_of(error));
       throw;
     }
     if (auto interruption = channel->take_interruption()) throw InterruptedBehind{std::move(interruption)};

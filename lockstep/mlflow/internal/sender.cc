@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/append_file.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/mlflow/internal/sender.h>
 
@@ -181,7 +182,7 @@ void Sender::run() {
     try {
       result = step();
     } catch (const std::exception& error) {
-      result = {Outcome::kNotNow, error.what()};
+      result = {Outcome::kNotNow, text_of(error)};
     }
     lock.lock();
     // Of a small file that was a large one, `there` is no place any more.

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/message_work.h>
@@ -98,7 +99,7 @@ c10::intrusive_ptr<MessageWork> MessageWork::start(std::shared_ptr<GroupChannel>
     tell_peers();
     std::rethrow_exception(error);
   } catch (const std::exception& error) {  // no memory, say, for a tensor on a device
-    flight::failed(record, error.what());
+    flight::failed(record, text_of(error));
     tell_peers();
     throw;
   } catch (...) {  // an interruption
@@ -168,7 +169,7 @@ std::exception_ptr MessageWork::in_words(const std::exception_ptr& error) const 
     const std::string calls = kind == FailureKind::kMismatch ? describe_announcements(*channel_) : "";
     if (!calls.empty()) text += ": " + calls;
   } catch (const std::exception& other) {
-    text += other.what();
+    text += text_of(other);
   }
   flight::failed(record_, text);
   if (kind == FailureKind::kTimeout) flight::dump("timeout");

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/groups/internal/backend_names.h>
@@ -77,7 +78,7 @@ void for_each_backend(const Group& group, const char* what, const Body& body) {
       body(*backend);
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kError) << what << " backend " << backend->getBackendName() << " of group '" << group.name
-                           << "': " << error.what();
+                           << "': " << text_of(error);
     }
   }
 }
