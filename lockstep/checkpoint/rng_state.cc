@@ -9,6 +9,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/generator_state.h>
@@ -34,14 +35,6 @@ at::Tensor bytes_at(const c10::IValue& value, const std::string& key) {
   TORCH_CHECK_VALUE(bytes.nbytes() <= bytes.storage().nbytes(), "set_rng_state: '", key,
                     "' is larger than its memory");
   return bytes.cpu().contiguous();
-}
-
-/// SplitMix64 (Steele, Lea, Flood 2014): a bijection whose bits all depend on all bits.
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
-  return value ^ (value >> 31);
 }
 
 }  // namespace
@@ -88,8 +81,8 @@ int64_t rng_fingerprint() {
 }
 
 void derive_rng_state(int64_t fingerprint, int64_t rank, int64_t world_size) {
-  const uint64_t place = mix(static_cast<uint64_t>(world_size)) ^ static_cast<uint64_t>(rank);
-  const uint64_t seed = mix(static_cast<uint64_t>(fingerprint) ^ mix(place));
+  const uint64_t place = mix_bits(static_cast<uint64_t>(world_size)) ^ static_cast<uint64_t>(rank);
+  const uint64_t seed = mix_bits(static_cast<uint64_t>(fingerprint) ^ mix_bits(place));
   auto generators = accelerator_generators();
   generators.insert(generators.begin(), cpu_generator());
   for (at::Generator& generator : generators) {

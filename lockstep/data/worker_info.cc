@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/data/internal/loading_scope.h>
 #include <lockstep/data/internal/random.h>
 #include <lockstep/data/worker_info.h>
@@ -31,10 +32,10 @@ uint64_t LoadingScope::seed(int64_t i) const {
   const int64_t place = place_ + i;
   TORCH_CHECK_INDEX(place >= 0 && place < count_, "sample_seed(", i, "): the batch in the making has ",
                     count_, " samples, 0 to ", count_ - 1);
-  uint64_t seed = mix(static_cast<uint64_t>(base_seed_));
-  seed = mix(seed ^ static_cast<uint64_t>(position_ + place));
+  uint64_t seed = mix_bits(static_cast<uint64_t>(base_seed_));
+  seed = mix_bits(seed ^ static_cast<uint64_t>(position_ + place));
   // Ranks that were seeded alike have different samples at the same position.
-  if (!indices_.empty()) seed = mix(seed ^ static_cast<uint64_t>(indices_[static_cast<size_t>(place)]));
+  if (!indices_.empty()) seed = mix_bits(seed ^ static_cast<uint64_t>(indices_[static_cast<size_t>(place)]));
   return seed;
 }
 

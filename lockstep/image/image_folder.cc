@@ -8,6 +8,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/image/image_folder.h>
 #include <lockstep/image/read_image.h>
@@ -82,18 +83,10 @@ std::string joined(const std::vector<std::string>& words) {
   return text;
 }
 
-/// splitmix64's last step (Steele, Lea, Flood 2014): neighbouring numbers become unrelated ones.
-uint64_t scatter(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-  return x ^ (x >> 31);
-}
-
 at::Generator sample_generator(uint64_t seed, int64_t epoch, int64_t index) {
-  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15U;
-  uint64_t mixed = scatter(seed + kGolden);
-  mixed = scatter(mixed + static_cast<uint64_t>(epoch) + kGolden);
-  mixed = scatter(mixed + static_cast<uint64_t>(index) + kGolden);
+  uint64_t mixed = mix_bits(seed);
+  mixed = mix_bits(mixed + static_cast<uint64_t>(epoch));
+  mixed = mix_bits(mixed + static_cast<uint64_t>(index));
   return at::make_generator<at::CPUGeneratorImpl>(mixed);
 }
 

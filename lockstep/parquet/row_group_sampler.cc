@@ -5,23 +5,12 @@
 #include <ATen/ops/randperm.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/base/place_in_world.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parquet/row_group_sampler.h>
 
 namespace lockstep::data {
-namespace {
-
-/// Spreads the bits of neighbouring numbers (splitmix64; Steele, Lea, Flood 2014), so that row group 1 in
-/// epoch 0 and row group 0 in epoch 1 have nothing in common.
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15U;
-  value = (value ^ (value >> 30U)) * 0xbf58476d1ce4e5b9U;
-  value = (value ^ (value >> 27U)) * 0x94d049bb133111ebU;
-  return value ^ (value >> 31U);
-}
-
-}  // namespace
 
 RowGroupSampler::RowGroupSampler(const ParquetDataset& dataset, const RowGroupSamplerOptions& options)
     : RowGroupSampler(dataset.row_counts(), options) {}
@@ -86,8 +75,9 @@ int64_t RowGroupSampler::fewest_rows() const {
 
 std::vector<int64_t> RowGroupSampler::row_order(int64_t row_group, int64_t rows) const {
   if (!shuffle_ || !shuffle_rows_ || rows == 0) return {};
-  const uint64_t of_epoch = mix(static_cast<uint64_t>(seed_) + static_cast<uint64_t>(epoch_));
-  const uint64_t seed = mix(of_epoch ^ mix(static_cast<uint64_t>(row_group)));
+  // Mixed, so that row group 1 in epoch 0 and row group 0 in epoch 1 have nothing in common.
+  const uint64_t of_epoch = mix_bits(static_cast<uint64_t>(seed_) + static_cast<uint64_t>(epoch_));
+  const uint64_t seed = mix_bits(of_epoch ^ mix_bits(static_cast<uint64_t>(row_group)));
   const auto order = at::randperm(rows, at::make_generator<at::CPUGeneratorImpl>(seed));
   const int64_t* first = order.const_data_ptr<int64_t>();
   return {first, first + rows};

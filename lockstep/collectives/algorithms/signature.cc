@@ -7,18 +7,16 @@
 
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/algorithms/signature.h>
 
 namespace lockstep {
 namespace {
 
-/// splitmix64's finaliser over one more word.
+/// Of one word more.
 uint64_t mix(uint64_t digest, uint64_t word) {
-  digest = (digest ^ word) + 0x9e3779b97f4a7c15ULL;
-  digest = (digest ^ digest >> 30) * 0xbf58476d1ce4e5b9ULL;
-  digest = (digest ^ digest >> 27) * 0x94d049bb133111ebULL;
-  return digest ^ digest >> 31;
+  return mix_bits(digest ^ word);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/data/internal/epoch_planner.h>
 #include <lockstep/data/internal/random.h>
 
@@ -122,7 +123,7 @@ int64_t EpochPlanner::new_base_seed() const {
   // workers only at the first. Drawing it too keeps the generator, and with it every later random number of
   // the program, at Python's state.
   if (!options_.persistent_workers || !base_seed_) return draw_seed(generator_);
-  return static_cast<int64_t>(mix(static_cast<uint64_t>(*base_seed_)) >> 1);
+  return static_cast<int64_t>(mix_bits(static_cast<uint64_t>(*base_seed_)) >> 1);
 }
 
 std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {

@@ -12,13 +12,6 @@ at::Generator make_generator(uint64_t seed) {
   return at::make_generator<at::CPUGeneratorImpl>(seed);
 }
 
-uint64_t mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15U;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9U;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebU;
-  return value ^ (value >> 31);
-}
-
 std::vector<int64_t> to_vector(const at::Tensor& numbers) {
   const int64_t* first = numbers.const_data_ptr<int64_t>();
   return {first, first + numbers.numel()};

@@ -22,9 +22,6 @@ std::vector<int64_t> random_permutation(int64_t size, const std::optional<at::Ge
 /// generator, from torch's default one.
 int64_t draw_seed(const std::optional<at::Generator>& generator);
 
-/// SplitMix64's step (Steele, Lea, Flood 2014): every bit of the result depends on every bit of `value`.
-uint64_t mix(uint64_t value);
-
 /// The numbers of a one-dimensional int64 tensor.
 std::vector<int64_t> to_vector(const at::Tensor& numbers);
 
