@@ -11,6 +11,7 @@
 #include <lockstep/base/file_replacement.h>
 #include <lockstep/base/file_size_signal.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/write_all.h>
 
 namespace lockstep {
 namespace {
@@ -91,14 +92,7 @@ bool AppendFile::append(std::string_view record) {
   }
   const FileSizeSignalBlock block;
   // One write(2), but where a signal or a full disk cuts it short: the next one tells which.
-  size_t written = 0;
-  while (written < record.size()) {
-    const ssize_t more = ::write(fd_.get(), record.data() + written, record.size() - written);
-    if (more < 0 && errno == EINTR) continue;
-    if (more == 0) errno = ENOSPC;
-    if (more <= 0) break;
-    written += static_cast<size_t>(more);
-  }
+  const size_t written = write_all(fd_.get(), record);
   if (written == record.size()) return true;
   ++lost_;
   if (written > 0) {

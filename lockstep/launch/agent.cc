@@ -19,6 +19,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/base/write_all.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/failure_report.h>
@@ -71,11 +72,7 @@ class IgnoredBrokenPipe {
 };
 
 void say(const std::string& text) {
-  for (size_t sent = 0; sent < text.size();) {
-    const ssize_t written = ::write(STDERR_FILENO, text.data() + sent, text.size() - sent);
-    if (written < 0 && errno != EINTR) return;
-    if (written > 0) sent += static_cast<size_t>(written);
-  }
+  write_all(STDERR_FILENO, text);
 }
 
 int visible_gpus() {

@@ -20,6 +20,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/write_all.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/launch/worker_environment.h>
@@ -64,11 +65,7 @@ Role* role_of_this_process() {
 }
 
 void tell(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno != EINTR) return;  // the parent is gone, and this process with it
-    if (written > 0) text.remove_prefix(static_cast<size_t>(written));
-  }
+  write_all(fd, text);  // where that fails, the parent is gone, and this process with it
 }
 
 std::string type_name(const std::type_info& type) {

@@ -16,6 +16,7 @@
 #include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/write_all.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 
 namespace lockstep::internal {
@@ -74,15 +75,9 @@ OutputFile::OutputFile(std::filesystem::path path)
 
 void OutputFile::write(const void* data, size_t bytes) {
   const FileSizeSignalBlock block;
-  const char* from = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t wrote = ::write(fd_.get(), from, std::min(bytes, kMostAtOnce));
-    if (wrote < 0 && errno == EINTR) continue;
-    if (wrote <= 0) throw_system_error("write", path_, wrote < 0 ? errno : ENOSPC);
-    from += wrote;
-    bytes -= static_cast<size_t>(wrote);
-    size_ += wrote;
-  }
+  const size_t written = write_all(fd_.get(), {static_cast<const char*>(data), bytes});
+  if (written < bytes) throw_system_error("write", path_, errno);
+  size_ += static_cast<int64_t>(written);
 }
 
 void OutputFile::finish(bool sync) {

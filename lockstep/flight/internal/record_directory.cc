@@ -16,6 +16,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/file_replacement.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/base/write_all.h>
 #include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/rendezvous/flight_directory.h>
 
@@ -90,16 +91,6 @@ UniqueFd open_record_directory() {
   return private_directory(ours.get(), std::filesystem::path(path).filename(), path);
 }
 
-bool write_all(int file, const std::string& text) {
-  size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t wrote = ::write(file, text.data() + done, text.size() - done);
-    if (wrote < 0 && errno != EINTR) return false;
-    if (wrote > 0) done += static_cast<size_t>(wrote);
-  }
-  return true;
-}
-
 }  // namespace
 
 std::string record_directory() {
@@ -114,7 +105,7 @@ std::string write_record(const std::string& name, const std::string& text) {
   ::unlinkat(directory.get(), fresh.name().c_str(), 0);
   constexpr int kFlags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
   const UniqueFd file(::openat(directory.get(), fresh.name().c_str(), kFlags, 0600));
-  const bool written = file && write_all(file.get(), text) && fresh.commit(name);
+  const bool written = file && write_all(file.get(), text) == text.size() && fresh.commit(name);
   TORCH_CHECK(written, "can't write ", path, ": ", std::strerror(errno), kRemedy);
   return path;
 }

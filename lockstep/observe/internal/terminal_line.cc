@@ -1,9 +1,9 @@
-#include <cerrno>
 #include <mutex>
 #include <unistd.h>
 
 #include <lockstep/base/log_writer.h>
 #include <lockstep/base/process/per_process.h>
+#include <lockstep/base/write_all.h>
 #include <lockstep/observe/internal/terminal_line.h>
 
 namespace lockstep::internal {
@@ -20,15 +20,6 @@ struct Drawn {
 
 // Another one in a forked child: there nobody may hold the lock, and nothing is drawn.
 PerProcess<Drawn> drawn_line;
-
-void write_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;
-    text.remove_prefix(static_cast<size_t>(written));
-  }
-}
 
 void write_log_line(std::string_view line) {
   write_above_terminal_line(STDERR_FILENO, line);
@@ -55,10 +46,16 @@ void end_terminal_line(int fd, const std::string& text) {
 void write_above_terminal_line(int fd, std::string_view lines) {
   Drawn& drawn = drawn_line.get();
   const std::lock_guard lock(drawn.mutex);
-  if (drawn.fd < 0) return write_all(fd, lines);
+  if (drawn.fd < 0) {
+    write_all(fd, lines);
+    return;
+  }
   const std::string clear = std::string(kToStart) + kClearRest;
   const std::string again = kToStart + drawn.text + kClearRest;
-  if (drawn.fd == fd) return write_all(fd, clear + std::string(lines) + again);
+  if (drawn.fd == fd) {
+    write_all(fd, clear + std::string(lines) + again);
+    return;
+  }
   write_all(drawn.fd, clear);
   write_all(fd, lines);
   write_all(drawn.fd, again);
