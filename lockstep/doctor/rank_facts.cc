@@ -1,6 +1,5 @@
 #include <filesystem>
 #include <sstream>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
@@ -10,8 +9,8 @@
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/rank_facts.h>
-#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/launch_environment.h>
+#include <lockstep/rendezvous/process_watch.h>
 
 namespace lockstep::doctor {
 namespace {
@@ -45,14 +44,13 @@ void read(const nlohmann::json& json, const char* name, T& value) {
 RankFacts gather_rank_facts(int rank, const std::string& program) {
   const Facts machine = gather_machine();
   const Software software = gather_software();
-  const HostIdentity host = this_host();
+  const ProcessIdentity process = this_process();
   RankFacts facts;
   facts.rank = rank;
-  facts.pid = ::getpid();
-  facts.hostname = host.hostname;
-  facts.host = host.to_string();
-  struct stat status {};
-  if (::stat("/proc/self/ns/pid", &status) == 0) facts.pid_namespace = status.st_ino;
+  facts.pid = process.pid;
+  facts.hostname = process.host.hostname;
+  facts.host = process.host.to_string();
+  facts.pid_namespace = process.pid_namespace;
   facts.user = ::geteuid();
   facts.local_rank = local_rank();
   facts.cores = machine.cores.allowed;

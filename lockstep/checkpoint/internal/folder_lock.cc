@@ -5,11 +5,9 @@
 #include <cstring>
 #include <ctime>
 #include <fcntl.h>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -28,6 +26,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/folder_lock.h>
+#include <lockstep/rendezvous/process_stat.h>
 
 namespace lockstep::internal {
 namespace {
@@ -69,18 +68,9 @@ std::string host_name() {
 /// When a process of this host began, in the kernel's words; empty when there is none, or a dead one that is
 /// not reaped yet.
 std::string start_of(int64_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::stringstream text;
-  text << file.rdbuf();
-  const std::string stat = text.str();
-  const size_t name_end = stat.rfind(')');  // the name before it may hold anything
-  if (name_end == std::string::npos) return {};
-  std::istringstream fields(stat.substr(name_end + 1));
-  std::string field;
-  for (int i = 3; i <= 22 && fields >> field; ++i) {
-    if (i == 3 && (field == "Z" || field == "X")) return {};
-  }
-  return field;
+  if (pid != static_cast<pid_t>(pid)) return {};
+  const auto stat = read_process_stat(static_cast<pid_t>(pid));
+  return stat && stat->state != 'Z' && stat->state != 'X' ? std::to_string(stat->start) : std::string();
 }
 
 std::string now_text() {
