@@ -1,4 +1,3 @@
-#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <dlfcn.h>
@@ -9,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
+#include <lockstep/base/nvidia_devices.h>
 #include <lockstep/device/cuda_library.h>
 
 namespace lockstep {
@@ -104,25 +104,6 @@ Loaded loaded() {
 
 namespace cuda_loading {
 
-bool has_device_node(const std::string& folder) {
-  constexpr std::array<const char*, 4> kNodes{"nvidiactl", "dxg", "nvhost-gpu", "nvgpu"};
-  std::error_code ignored;
-  for (const char* node : kNodes) {
-    if (fs::exists(fs::path(folder) / node, ignored)) return true;
-  }
-  return false;
-}
-
-bool hides_all(const char* visible_devices) {
-  if (visible_devices == nullptr) return false;
-  const std::string list = visible_devices;
-  const size_t first = list.find_first_not_of(" \t");
-  if (first == std::string::npos) return true;  // set, and empty
-  if (list == "NoDevFiles") return true;
-  // The driver reads the list up to the first entry that is none.
-  return list[first] == '-';
-}
-
 void replace_library(CudaLibrary* library) {
   replacement = library;
 }
@@ -170,9 +151,9 @@ bool cuda_is_loaded() {
 
 int cuda_device_count() {
   if (!torch_cuda_is_in_process()) {
-    const bool possible = cuda_loading::has_device_node("/dev") &&
-                          !cuda_loading::hides_all(std::getenv("CUDA_VISIBLE_DEVICES"));
-    if (!possible) return 0;
+    const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");  // empty means none, unset means all
+    const bool hidden = visible != nullptr && count_visible_devices(visible) == 0;
+    if (hidden || !has_nvidia_driver_node("/dev")) return 0;
     const Loaded result = loaded();
     TORCH_CHECK(result.failure != Failure::kTooEarly, kAskedFor, result.error);
     if (result.library == nullptr) {

@@ -73,10 +73,6 @@ int cuda_device_count();
 
 namespace cuda_loading {
 
-/// Whether the folder (/dev) has a device node of NVIDIA's driver, on Linux, WSL or Tegra.
-bool has_device_node(const std::string& folder);
-/// Whether this value of CUDA_VISIBLE_DEVICES (null: unset) hides all devices, as the driver reads it.
-bool hides_all(const char* visible_devices);
 /// From now on this is the library, and nothing is loaded; null ends that. For tests of what uses it.
 void replace_library(CudaLibrary* library);
 

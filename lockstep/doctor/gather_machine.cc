@@ -1,11 +1,14 @@
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <set>
 #include <sstream>
 #include <sys/statvfs.h>
+#include <system_error>
 
+#include <lockstep/base/nvidia_devices.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
@@ -161,10 +164,9 @@ DevShm gather_dev_shm(const std::string& root) {
 
 Gpu gather_gpu_files(const std::string& root) {
   Gpu gpu;
-  for (const std::string& name : list_folder(root + "/dev")) {
-    if (name.starts_with("nvidia") && parse_integer(name.substr(6)).value_or(-1) >= 0) ++gpu.device_files;
-    if (name == "dxg") gpu.wsl_device = true;
-  }
+  gpu.device_files = count_nvidia_cards(root + "/dev");
+  std::error_code ignored;
+  gpu.wsl_device = std::filesystem::exists(root + "/dev/dxg", ignored);
   // "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …": the first word that looks like one.
   std::istringstream words(read_file(root + "/proc/driver/nvidia/version").value_or(""));
   for (std::string word; gpu.driver.empty() && words >> word;) {

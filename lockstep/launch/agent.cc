@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -10,7 +9,6 @@
 #include <iterator>
 #include <sched.h>
 #include <signal.h>
-#include <sstream>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,6 +16,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/nvidia_devices.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/write_all.h>
 #include <lockstep/launch/agent.h>
@@ -76,28 +75,12 @@ void say(const std::string& text) {
 }
 
 int visible_gpus() {
-  int devices = 0;
-  bool wsl = false;
+  int devices = count_nvidia_cards("/dev");
   std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator("/dev", ignored)) {
-    const std::string name = entry.path().filename();
-    if (name.size() > 6 && name.starts_with("nvidia") &&
-        std::all_of(name.begin() + 6, name.end(), [](unsigned char c) { return std::isdigit(c) != 0; })) {
-      ++devices;
-    }
-    wsl = wsl || name == "dxg";
-  }
-  if (wsl && devices == 0) devices = 1;                    // at least; WSL has one node for all
+  // At least one on WSL, which has one node for all.
+  if (devices == 0 && std::filesystem::exists("/dev/dxg", ignored)) devices = 1;
   const char* visible = ::getenv("CUDA_VISIBLE_DEVICES");  // empty means none, unset means all
-  if (visible == nullptr) return devices;
-  const std::string list(visible);
-  int named = 0;
-  std::istringstream entries(list);
-  // As the driver reads it: up to the first entry that is none.
-  for (std::string entry;
-       std::getline(entries, entry, ',') && !entry.empty() && entry[0] != '-' && entry != "NoDevFiles";)
-    ++named;
-  return std::min(devices, named);
+  return visible == nullptr ? devices : std::min(devices, count_visible_devices(visible));
 }
 
 std::optional<std::string> read_error(const std::string& path) {
