@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <cxxabi.h>
 #include <fcntl.h>
 #include <fstream>
 #include <iostream>
@@ -17,6 +16,7 @@
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
@@ -68,14 +68,6 @@ void tell(int fd, std::string_view text) {
   write_all(fd, text);  // where that fails, the parent is gone, and this process with it
 }
 
-std::string type_name(const std::type_info& type) {
-  int status = 0;
-  char* name = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
-  std::string result = status == 0 ? name : type.name();
-  std::free(name);
-  return result;
-}
-
 [[noreturn]] void run_in_child(Role& role, int nprocs, const std::function<void(int)>& function) {
   role.running = true;
   tell(role.messages, {&kReached, 1});
@@ -88,7 +80,7 @@ std::string type_name(const std::type_info& type) {
     tell(role.messages, {&kReturned, 1});
     std::exit(0);  // NOLINT(concurrency-mt-unsafe): flushes and runs atexit handlers, like a return from main
   } catch (const std::exception& raised) {
-    error = type_name(typeid(raised)) + ": " + text_of(raised);
+    error = c10::demangle(typeid(raised).name()) + ": " + text_of(raised);
   } catch (...) {
     error = "an exception that is no std::exception";
   }
