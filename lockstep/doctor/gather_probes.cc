@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/host_name.h>
 #include <lockstep/base/process/pidfd.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
@@ -161,9 +162,7 @@ Resolution resolve(const std::string& name) {
 
 /// A name server that does not answer takes half a minute: the thread is left behind then.
 void gather_resolution(Network& network) {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  network.hostname = name.data();
+  network.hostname = host_name();
   const auto begin = std::chrono::steady_clock::now();
   std::packaged_task<Resolution()> task([host = network.hostname] { return resolve(host); });
   auto answer = task.get_future();

@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/append_file.h>
+#include <lockstep/base/host_name.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/internal/image_layout.h>
@@ -26,9 +27,9 @@ namespace {
 
 using internal::EventTime;
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "localhost";
+std::string host_or_localhost() {
+  const std::string name = host_name();
+  return name.empty() ? "localhost" : name;
 }
 
 /// runs/Nov22_05-03-42_HOST
@@ -38,7 +39,7 @@ std::filesystem::path default_log_dir(const std::string& comment) {
   ::localtime_r(&now, &local);
   std::array<char, 64> date{};
   std::strftime(date.data(), date.size(), "%b%d_%H-%M-%S", &local);
-  return std::filesystem::path("runs") / (std::string(date.data()) + "_" + host_name() + comment);
+  return std::filesystem::path("runs") / (std::string(date.data()) + "_" + host_or_localhost() + comment);
 }
 
 /// tensorboard/summary/writer/event_file_writer.py; the last number sets files of one process apart.
@@ -46,7 +47,7 @@ std::string event_file_name(const std::string& suffix) {
   static std::atomic<int64_t> next{0};
   std::array<char, 32> seconds{};
   std::snprintf(seconds.data(), seconds.size(), "%010lld", static_cast<long long>(std::time(nullptr)));
-  return std::string("events.out.tfevents.") + seconds.data() + "." + host_name() + "." +
+  return std::string("events.out.tfevents.") + seconds.data() + "." + host_or_localhost() + "." +
          std::to_string(::getpid()) + "." + std::to_string(next++) + suffix;
 }
 

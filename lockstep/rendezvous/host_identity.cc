@@ -1,13 +1,12 @@
-#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <fstream>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/host_name.h>
 #include <lockstep/rendezvous/host_identity.h>
 
 namespace lockstep {
@@ -22,9 +21,8 @@ HostIdentity this_host() {
                              "/proc/self/ns/net cannot be read (", std::strerror(errno), "); mount /proc"));
   }
   host.network_namespace = status.st_ino;
-  std::array<char, 256> name{};
-  host.hostname =
-      ::gethostname(name.data(), name.size() - 1) == 0 && name[0] != '\0' ? name.data() : "unknown";
+  host.hostname = host_name();
+  if (host.hostname.empty()) host.hostname = "unknown";
   return host;
 }
 

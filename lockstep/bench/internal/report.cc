@@ -1,11 +1,11 @@
 #include <array>
 #include <cstdarg>
 #include <cstdio>
-#include <unistd.h>
 
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
+#include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/bench/internal/report.h>
 
@@ -67,9 +67,8 @@ Json to_json(const std::optional<Measurement>& measured) {
 }  // namespace
 
 Machine describe_machine() {
-  std::array<char, 256> host{};
-  if (::gethostname(host.data(), host.size() - 1) != 0) host = {"unknown"};
-  return {host.data(), usable_cores(), LOCKSTEP_VERSION, TORCH_VERSION};
+  const std::string host = host_name();
+  return {host.empty() ? "unknown" : host, usable_cores(), LOCKSTEP_VERSION, TORCH_VERSION};
 }
 
 Measurement make_measurement(const CollectiveInfo& info, int64_t bytes, int ranks,

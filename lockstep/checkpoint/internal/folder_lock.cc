@@ -19,6 +19,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/host_name.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/interrupt.h>
@@ -59,11 +60,6 @@ struct Lease {
   std::string process_start;  // tells a process from a later one of that number
   std::string since;
 };
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
-}
 
 /// When a process of this host began, in the kernel's words; empty when there is none, or a dead one that is
 /// not reaped yet.
