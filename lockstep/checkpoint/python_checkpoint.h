@@ -13,10 +13,12 @@
 ///
 /// | Python | here |
 /// |---|---|
-/// | dict, OrderedDict, Counter (keys: str, int, float, bool) | dict; with keys that are all strings a
-/// StateDict | | None, bool, int of 64 bits, float, complex, str | the same | | bytes | a string | | list,
-/// tuple, torch.Size | list, tuple | | torch.Tensor, Parameter: strided, any dtype but quantized ones |
-/// at::Tensor, on the CPU | | torch.device | c10::Device |
+/// | dict, OrderedDict, Counter (keys: str, int, float, bool) | dict; a StateDict if all keys are strings |
+/// | None, bool, int of 64 bits, float, complex, str | the same |
+/// | bytes | a string |
+/// | list, tuple, torch.Size | list, tuple |
+/// | torch.Tensor, Parameter: strided, any dtype but quantized ones | at::Tensor, on the CPU |
+/// | torch.device | c10::Device |
 ///
 /// Tensors that share memory in Python share it here. Nothing in a file is run, looked up or believed: sizes
 /// are checked before memory is taken: for tensors never more than the file's bytes, for the rest at most

@@ -13,8 +13,8 @@ namespace lockstep {
 StateDict get_rng_state();
 
 /// Takes what get_rng_state() returned, here or (as {"cpu": torch.get_rng_state()}) in Python. A state of
-/// other devices than there are is taken as far as it goes; without "cuda" those stay. Throws
-/// c10::ValueError for what is no such state; nothing has changed then. Thread-safe.
+/// other devices than there are is taken as far as it goes; without "cuda" those stay. Throws c10::ValueError
+/// for what is no such state; nothing has changed then. Thread-safe.
 void set_rng_state(const StateDict& state);
 
 /// A number that stands for the CPU generator's state; drawing changes it, asking doesn't.

@@ -23,8 +23,7 @@
 /// `group`: empty means the default group. Ranks in arguments are global ranks. Synchronous. All members call
 /// the same functions in the same order. `caller` is for the flight recorder: leave it out. Throws
 /// - c10::ValueError for lists that stand on the wrong rank or have the wrong length, and on ranks that are
-/// no
-///   member of the group: at once, before anybody is waited for;
+///   no member of the group: at once, before anybody is waited for;
 /// - c10::ValueError for an object that can't be pickled, with the place within it. The other ranks then get
 ///   c10::DistBackendError that names this one, and the group remains usable;
 /// - c10::DistBackendError that names the sender for bytes that are no object, and

@@ -195,16 +195,18 @@ class DataLoader {
   /// sampler) batch_size may differ in the loader that goes on. The sampler's state is included; the default
   /// generator's, which the program has for itself, is not, and neither are those of workers' own generators.
   /// Small: 5 KB for each generator.
-  /// So many of the latest batches are to come again: those of a step that was not finished, say. With
-  /// `end_unseen` so is the end, if it was found: for whoever asks ahead of a user. Throws c10::ValueError
-  /// for more batches than this epoch's iterator has given.
+  ///
+  /// The last `unseen_batches` batches count as not seen, so the epoch that goes on gives them again: those
+  /// of an unfinished step, say. With `end_unseen` so does the epoch's end, if the iterator has reached it;
+  /// code that fetches batches before its user asks for them needs this. Throws c10::ValueError for more
+  /// batches than this epoch's iterator has given.
   StateDict state_dict(int64_t unseen_batches = 0, bool end_unseen = false) const {
     return planner_.state_dict(unseen_batches, end_unseen);
   }
   /// Takes what state_dict() returned. The next begin() goes on with that epoch (without any batch, when all
-  /// had been seen), or begins a new one if the old one had ended. Throws c10::ValueError for what
-  /// no loader has saved. begin() throws it when the sampler then gives another order than the saved epoch's,
-  /// as it does after a set_epoch() with another epoch, or on another number of ranks.
+  /// had been seen), or begins a new one if the old one had ended. Throws c10::ValueError for what no loader
+  /// has saved. begin() throws it when the sampler then gives another order than the saved epoch's, as it
+  /// does after a set_epoch() with another epoch, or on another number of ranks.
   void load_state_dict(const StateDict& state) { planner_.load_state_dict(state); }
 
   /// Tells the sampler which epoch the next begin() starts (DistributedSampler::set_epoch, say).

@@ -56,9 +56,9 @@ void failed(uint64_t id, const std::string& error);
 bool has_records();
 
 /// Writes all records to this rank's file (a temporary one, then renamed) and says in the log where, unless
-/// `lockstep run` started this process and will say it (SIGUSR1's line comes always); returns
-/// its path, or an empty string if that was not possible (logged, never thrown: it is called on the way out
-/// of failures) or the recorder is off. `reason`: "timeout", "abort", "SIGUSR1", …
+/// `lockstep run` started this process and will say it (SIGUSR1's line comes always); returns its path, or an
+/// empty string if that was not possible (logged, never thrown: it is called on the way out of failures) or
+/// the recorder is off. `reason`: "timeout", "abort", "SIGUSR1", …
 ///
 /// Many groups of a process may fail at once, so nothing is written when nothing changed since the last
 /// time, nor more often than a few times a second: what such a call leaves out, the signal's thread writes

@@ -35,8 +35,8 @@ struct ResizeOptions {
 };
 
 /// Resizes to height and width, or, given one number, so that the shorter edge has that length and the ratio
-/// stays. uint8 is computed in integers, as by Pillow and torchvision's v2: within 1 level
-/// of Pillow, bicubic within 2.
+/// stays. uint8 is computed in integers, as by Pillow and torchvision's v2: within 1 level of Pillow, bicubic
+/// within 2.
 class Resize {
  public:
   explicit Resize(int64_t shorter_edge, const ResizeOptions& options = {});

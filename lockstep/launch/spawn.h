@@ -78,13 +78,11 @@ void spawn(const SpawnOptions& options, int nprocs, const std::function<void(int
 /// runs up to the same call, calls the function there, and ends with status 0 when that returns: code behind
 /// the call is the parent's alone. Therefore
 /// - code before the call runs in every child: keep it free of effects that must happen once (writing files,
-/// printing);
+///   printing);
 /// - it must lead to the same call: calls of spawn() are counted (in the order of one thread), and earlier
-/// ones return
-///   at once in a child;
+///   ones return at once in a child;
 /// - arguments are evaluated in each child: pass anything that can be computed again, but nothing that lives
-/// in this
-///   process only, such as open sockets, descriptors, database connections, or a generator's state;
+///   in this process only, such as open sockets, descriptors, database connections, or a generator's state;
 /// - local variables of the callers are not destroyed in the children; objects of static duration are.
 /// Children read /dev/null, write where this process writes, and die with it, however it ends. SIGINT,
 /// SIGTERM, SIGHUP and SIGQUIT are passed on to them; when they have ended, this process gets the signal

@@ -7,9 +7,9 @@
 //
 // A call shows no module, only tensors, so a module is known by one of them: running_mean, which no two
 // modules share; without running statistics weight; with neither, a weight of ones that the conversion puts
-// into the member (it is no parameter, and the kernel drops it again). A tensor is known by its
-// TensorImpl, which stays the same through to(), load and optimizer steps. The registry holds it weakly, so
-// its address can't come to belong to another.
+// into the member (it is no parameter, and the kernel drops it again). A tensor is known by its TensorImpl,
+// which stays the same through to(), load and optimizer steps. The registry holds it weakly, so its address
+// can't come to belong to another.
 #include <memory>
 #include <mutex>
 #include <optional>

@@ -12,9 +12,8 @@ namespace lockstep {
 /// How the processes of a job find each other. Everything may be left out when a launcher started the
 /// program.
 struct RendezvousOptions {
-  /// "" or "env://"    as the environment says: lockstep run, torchrun, mpirun (Open MPI, MPICH), srun, or by
-  /// hand
-  ///                   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK, LOCAL_WORLD_SIZE)
+  /// "" or "env://"    as the environment says: lockstep run, torchrun, mpirun (Open MPI, MPICH), srun, or
+  ///                   by hand RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and LOCAL_RANK, LOCAL_WORLD_SIZE)
   /// "tcp://HOST:PORT" rank 0 listens there; rank and world size from below or from ?rank=R&world_size=N
   /// "file:///PATH"    a file that every process can reach (NFS will do) and that does not exist yet
   std::string init_method = {};  // {}: without it, compilers warn about {.rank = 0, .world_size = 1}
@@ -27,8 +26,7 @@ struct RendezvousOptions {
 
 /// Meets all other processes of the job, and returns when all of them are there. Semantics of
 /// torch.distributed.init_process_group's rendezvous (torch/distributed/rendezvous.py), which it can be mixed
-/// with.
-/// {.rank = 0, .world_size = 1} needs no environment and opens no socket.
+/// with. {.rank = 0, .world_size = 1} needs no environment and opens no socket.
 ///
 /// Where rank 0 hosts the store, it listens on loopback only when the address is a loopback one, on the
 /// address itself when that is one of this host's, and on all interfaces otherwise.

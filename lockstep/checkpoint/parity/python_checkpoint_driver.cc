@@ -2,15 +2,13 @@
 // to the next.
 //
 //     python_checkpoint_driver start INPUT FOLDER     the first steps: INPUT to FOLDER/CASE.1.pt
-//     python_checkpoint_driver finish INPUT FOLDER    the last ones: FOLDER/CASE.2.pt to FOLDER/CASE.3.pt
-//     and, with
-//                                                     the optimizer's state by names, FOLDER/CASE.3n.pt
+//     python_checkpoint_driver finish INPUT FOLDER    the last ones: FOLDER/CASE.2.pt to FOLDER/CASE.3.pt,
+//                                                     and with the optimizer's state by names, CASE.3n.pt
 //     python_checkpoint_driver write FILE             an object of all kinds
 //     python_checkpoint_driver copy FROM TO           whatever it is
 //
 // INPUT: {"initial": the model's state_dict, "x", "y": tensors of all steps, "steps": those of each part}.
-// The files:
-// {"epoch": next step, "model_state_dict", "optimizer_state_dict", "optimizer_by_name",
+// The files: {"epoch": next step, "model_state_dict", "optimizer_state_dict", "optimizer_by_name",
 // "scheduler_state_dict", "scaler_state_dict", "ema_state_dict", "rng", "draw": the next random numbers,
 // "losses", "lrs"}.
 #include <iostream>

@@ -1,8 +1,8 @@
 // Reads and writes files for safetensors_test.py. Each line of standard input is one of
 //
-//   copy <tab> FROM <tab> TO       reads all tensors and the metadata of a safetensors file, and writes
-//   another check <tab> FROM               reads all tensors of one checkpoint <tab> DIRECTORY     saves a
-//   checkpoint that the test knows
+//   copy <tab> FROM <tab> TO     reads all tensors and the metadata of a safetensors file, and writes another
+//   check <tab> FROM             reads all tensors of one
+//   checkpoint <tab> DIRECTORY   saves a checkpoint that the test knows
 //
 // Its answer is one line: "ok", or "error: …", whose line ends are blanks.
 #include <algorithm>

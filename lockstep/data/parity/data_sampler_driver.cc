@@ -7,8 +7,9 @@
 //   weighted SIZE NUM_SAMPLES REPLACEMENT SEED|none MANUAL_SEED     weights 0, 1, 2, 0, 1, 2, …
 //   batch SIZE BATCH_SIZE DROP_LAST SEED     of a random order; batches separated by " , "
 //     two epochs each
-//   split SIZE SEED|none MANUAL_SEED LENGTH…     all lengths whole, or all with a point; parts separated by "
-//   | " loader SIZE BATCH_SIZE SHUFFLE SEED|none DROP_LAST NUM_WORKERS EPOCHS MANUAL_SEED
+//   split SIZE SEED|none MANUAL_SEED LENGTH…     all lengths whole, or all with a point
+//     parts separated by " | "
+//   loader SIZE BATCH_SIZE SHUFFLE SEED|none DROP_LAST NUM_WORKERS EPOCHS MANUAL_SEED
 //     batches separated by " , "; the last number is one that the default generator gives after the epochs
 #include <cstdint>
 #include <iostream>

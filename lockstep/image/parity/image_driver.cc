@@ -5,8 +5,7 @@
 // INPUT is a pickled list of dictionaries, OUTPUT a list with a tensor, or an error's text, for each (int32
 // where it is uint16):
 //   {"bytes": tensor, "mode": int, "exif": bool, "minimum_size": int, "eight_bit": bool, "strict": bool}
-//   {"image": tensor, "transforms": "NAME KEY=VALUE … ; NAME …", "seed": int}   (seed: at::manual_seed
-//   before)
+//   {"image": tensor, "transforms": "NAME KEY=VALUE … ; NAME …", "seed": int}   seed: at::manual_seed before
 //   {"folder": path, "transforms": "…" or "listing"}   listing: a text; otherwise all images, stacked
 #include <fstream>
 #include <iostream>

@@ -1,5 +1,6 @@
-// What observe_test.py reads with TensorBoard. usage: observe_driver tensorboard DIR | resume DIR | runs DIR
-// | end DIR HOW COUNT | cost DIR COUNT
+// Writes what observe_test.py reads with TensorBoard.
+//
+//     observe_driver tensorboard DIR | resume DIR | runs DIR | end DIR HOW COUNT | cost DIR COUNT
 #include <chrono>
 #include <csignal>
 #include <cstdlib>

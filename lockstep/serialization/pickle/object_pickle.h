@@ -18,10 +18,10 @@
 /// | Device | torch.device |
 ///
 /// Python's OrderedDict and Counter become Dicts, torch.Size a Tuple, a Parameter a Tensor; attributes that
-/// Python code gave a tensor are left out. Lists and Dicts
-/// that were read have elements of type Any. What stood in several places stands in several places again.
-/// Everything else, in both directions, is an error: containers that contain themselves, integers over 64
-/// bits, sets, objects of classes, functions. Reading calls nothing that the bytes name.
+/// Python code gave a tensor are left out. Lists and Dicts that were read have elements of type Any. What
+/// stood in several places stands in several places again. Everything else, in both directions, is an error:
+/// containers that contain themselves, integers over 64 bits, sets, objects of classes, functions. Reading
+/// calls nothing that the bytes name.
 namespace lockstep {
 
 /// How deep containers may be nested.

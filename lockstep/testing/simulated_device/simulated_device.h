@@ -12,13 +12,11 @@
 ///   device, and what enqueue() adds run there while the host goes on; other copies stop the host, as on
 ///   CUDA.
 /// - Device memory can't be read at its address: whoever dereferences a device tensor's data_ptr() on the
-/// host
-///   ends with SIGSEGV. New and freed memory is filled with NaN, freed memory in the order of the stream that
-///   it was allocated on (and of those recorded by record_stream), so that a missing event gives wrong
+///   host ends with SIGSEGV. New and freed memory is filled with NaN, freed memory in the order of the stream
+///   that it was allocated on (and of those recorded by record_stream), so that a missing event gives wrong
 ///   numbers.
 /// - Kernels are the CPU's, on copies, run in the current stream's order: results are the CPU's bits. Unlike
-/// a
-///   GPU's they stop the host until they are done. Tensors of two devices don't mix, as on CUDA.
+///   a GPU's they stop the host until they are done. Tensors of two devices don't mix, as on CUDA.
 /// - Each device has a limit of memory, and a generator of random numbers of its own.
 ///
 /// Thread-safe. Streams, threads and memory live as long as the process.

@@ -23,8 +23,8 @@ struct MemoryReference {
   uint64_t offset = 0;
 };
 
-/// A piece of arena memory as one word that fits into a flag or a store; 0 means none. It must
-/// begin on a cache line.
+/// A piece of arena memory as one word that fits into a flag or a store; 0 means none. It must begin on a
+/// cache line.
 uint64_t pack_reference(const MemoryReference& reference);
 MemoryReference unpack_reference(uint64_t word);
 

@@ -39,9 +39,9 @@ class PayloadCombiner {
 ///
 /// An operation is begin() → announce() → await_announcements() → [publish() and await() of flags] →
 /// commit(). All members run the same operations in the same order, each from one thread at a time; abort()
-/// and failed() may be called from any thread. Every wait ends: by what is waited for, the
-/// deadline, the end of a peer, or another member's failure; it then throws ChannelError, on all members, and
-/// the channel stays failed.
+/// and failed() may be called from any thread. Every wait ends: by what is waited for, the deadline, the end
+/// of a peer, or another member's failure; it then throws ChannelError, on all members, and the channel stays
+/// failed.
 ///
 /// Ranks here are group ranks, 0 to size()−1.
 class GroupChannel {

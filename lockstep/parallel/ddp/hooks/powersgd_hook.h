@@ -11,8 +11,8 @@
 ///
 /// Both reduce into the bucket's buffer, which is their future's value, and throw what all_reduce throws. The
 /// first compressed iteration makes a further group of the same ranks (see BucketOrder). Given the same seed
-/// and gradients the numbers are those of
-/// torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py, up to rounding.
+/// and gradients the numbers are those of torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py, up to
+/// rounding.
 namespace lockstep {
 
 /// Compresses each gradient of two or more dimensions, seen as a matrix of its first dimension times the
