@@ -55,7 +55,7 @@ class Trainers {
 
   Timings measure(const Command& command) {
     const Mode mode = find_mode(command.operation);
-    // What runs without communication is one trainer, whoever else runs beside it.
+    // What runs without communication is one trainer, whatever else runs beside it.
     auto& trainer = trainers_[{command.argument, mode.options ? command.operation : "alone"}];
     if (!trainer) {
       trainer =

@@ -51,7 +51,7 @@ struct Plan {
   uint64_t seed = 0;
   int ranks = 0;
   int victim = 0;
-  int partner = 0;  // of a message that does not fit: who receives it
+  int partner = 0;  // of a message that does not fit: its receiver
   Failure failure = Failure::kKill;
   Calls calls = Calls::kCollectives;
   Memory memory = Memory::kShared;

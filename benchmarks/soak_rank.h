@@ -116,7 +116,7 @@ class SoakRank {
     std::unique_ptr<Caller> caller = {};
   };
 
-  /// The groups of the lanes; for those who are not in them, one of their own.
+  /// The groups of the lanes; a rank that is not in them has one of its own.
   std::vector<ProcessGroup> make_groups() const {
     if (!plan_.further_group) return {default_group()};
     std::vector<ProcessGroup> groups;

@@ -1,5 +1,5 @@
 # lockstep_room(NAME  the last folder of its path; no two rooms have one name
-#   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with a dependency that not everybody has; without it
+#   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with an optional dependency; without it
 #                the room's files belong to Lockstep::lockstep
 #   MAY_INCLUDE  rooms below this one, by their folders (base, parallel/ddp); scripts/check-includes holds every #include
 #                against this list

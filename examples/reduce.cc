@@ -24,7 +24,7 @@ int main() try {
   auto tensor = torch::full({2}, world.rank(), torch::kLong);
   std::cout << "rank " << world.rank() << " has " << show(tensor) << std::endl;
   auto work = lockstep::reduce(tensor, destination, lockstep::ReduceOp::SUM, /*group=*/{}, /*async_op=*/true);
-  work->wait();  // before this, the tensor's contents are nobody's business
+  work->wait();  // before this, the tensor's contents are undefined
   if (world.rank() == destination) {
     std::cout << "rank " << world.rank() << " now has " << show(tensor) << std::endl;
   }

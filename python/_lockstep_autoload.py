@@ -1,6 +1,6 @@
 """What `import torch` runs of Lockstep (entry point "torch.backends"): it lets a variable replace Gloo.
 
-It stands outside the package, for whoever imports lockstep registers the backend and needs the right torch; programs
+It stands outside the package, for importing lockstep registers the backend and needs the right torch; programs
 that never ask for Lockstep must neither pay for that nor fail because of it.
 """
 

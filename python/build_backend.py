@@ -62,7 +62,7 @@ def given_torch():
 
 
 def target_torch():
-    """The torch that this Python imports when nobody interferes: -E and the bare environment undo pip's isolation."""
+    """The torch that this Python imports by itself: -E and the bare environment undo pip's isolation."""
     command = [sys.executable, "-E", "-c",
                "import importlib.util as u; s = u.find_spec('torch'); print(s.origin if s and s.origin else '')"]
     found = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False).stdout.strip()

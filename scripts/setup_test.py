@@ -57,7 +57,7 @@ class Tree:
         self.fake("python3", FAKE_PYTHON.format(python=sys.executable))
         self.fake("dpkg-query", "shift 3; printf '%s ii \\n' \"$@\"")
         self.fake("apt-get", "exit 1")
-        self.fake("any-g++", "cat >/dev/null")  # reads its input, or who writes it may be ended by SIGPIPE
+        self.fake("any-g++", "cat >/dev/null")  # reads its input, or its writer may be ended by SIGPIPE
         self.environment = {"PATH": str(self.bin), "HOME": str(folder), "FAKE_CALLS": str(self.calls), "FAKE_PIP": "",
                             "FAKE_PIP_CONFIG": "",
                             "FAKE_PYTHON": ""}

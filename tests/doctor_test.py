@@ -148,7 +148,7 @@ def test_variables_that_the_documents_name_are_known(programs):
         (["--timeout", "0"], ["--timeout"]),
         (["--timeout", "soon"], ["soon"]),
         (["everything"], ["everything"]),
-        (["--job"], ["lockstep run"]),  # nobody started a job
+        (["--job"], ["lockstep run"]),  # no launcher started a job
     ],
     ids=lambda words: " ".join(words),
 )

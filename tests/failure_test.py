@@ -34,7 +34,7 @@ def test_a_rank_that_ends_inside_training_is_named_everywhere(programs, small_da
     assert done.status == 1, done.text
     report = re.search(rf"^lockstep run: rank {victim} \(pid (\d+)\) failed first: {how}$", done.stderr, re.M)
     assert report, done.text
-    # The survivor's own error says the same: who, which process, in which operation, and how it ended.
+    # The survivor's own error says the same: which rank, which process, in which operation, and how it ended.
     other = 1 - victim
     error = rf"^\[rank {other}\] .*all_reduce \(sequence \d+, .*on rank {other} .*: rank {victim} \(pid {report[1]}\) {how}"
     assert re.search(error, done.stderr, re.M), done.text
@@ -105,7 +105,7 @@ def test_a_signal_to_the_launcher_ends_everything(programs, small_data, number):
     done = launcher.finish()
     assert done.status == 128 + number, done.text
     assert f"lockstep run: ended by {number.name}\n" in done.stderr, done.text
-    assert "failed first" not in done.stderr, done.text  # nobody is blamed
+    assert "failed first" not in done.stderr, done.text  # no rank is blamed
     programs.wait_until_gone()
 
 
@@ -181,7 +181,7 @@ def test_a_stopped_rank_is_named_at_the_timeout(programs):
 
 
 def test_a_rank_that_fails_before_the_group_is_there_ends_the_others(programs):
-    """Those who wait at the rendezvous must not wait for its timeout."""
+    """Ranks that wait at the rendezvous must not wait for its timeout."""
     early = 'if [ "$RANK" = 1 ]; then echo no data here >&2; exit 7; fi; exec "$0"'
     done = programs.lockstep_run(2, "sh", "-c", early, programs.find("meeting_driver"))
     assert done.status == 1, done.text

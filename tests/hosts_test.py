@@ -1,4 +1,4 @@
-"""Ranks that do not share a host, a network namespace or a user are told so; and nobody listens wider than needed."""
+"""Ranks that do not share a host, a network namespace or a user are told so; no socket listens wider than needed."""
 
 import contextlib
 import ipaddress
@@ -11,7 +11,7 @@ import pytest
 import support
 
 NOBODY = 65534
-ADDRESSES = ["10.83.71.1", "10.83.71.2"]  # of our own namespaces; nobody else sees them
+ADDRESSES = ["10.83.71.1", "10.83.71.2"]  # of our own namespaces; no other process sees them
 
 
 def is_loopback(address: str) -> bool:
@@ -56,7 +56,7 @@ def start_in(programs, namespace, rank, *options):
 
 
 def test_two_network_namespaces_are_two_hosts(programs, namespaces):
-    """Both ranks meet, and both are told who is where and that this is not supported yet."""
+    """Both ranks meet, and both are told which rank is where and that this is not supported yet."""
     children = [start_in(programs, namespace, rank) for rank, namespace in enumerate(namespaces)]
     for rank, child in enumerate(children):
         result = child.finish()

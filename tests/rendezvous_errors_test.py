@@ -1,4 +1,4 @@
-"""What is wrong when processes meet is said by each of them, with the value, and nobody hangs."""
+"""What is wrong when processes meet is said by each of them, with the value, and none hangs."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""The proof that a training survives: examples/resume.cc, killed at random moments, ends as if nobody had."""
+"""The proof that a training survives: examples/resume.cc, killed at random moments, ends as if it had not been."""
 
 import os
 import random

@@ -139,7 +139,7 @@ class Programs:
         return [child.finish() for child in children]
 
     def survivors(self) -> list:
-        """Pids of this test's processes, whoever is their parent by now."""
+        """Pids of this test's processes, whichever process is their parent by now."""
         entry = f"{MARK}={self._mark}".encode()
         found = []
         for folder in pathlib.Path("/proc").glob("[0-9]*"):

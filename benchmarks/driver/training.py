@@ -17,7 +17,7 @@ KINDS = ("cpp", "cpp_keep", "python", "python_keep")
 PEERS = {"cpp": "python", "cpp_keep": "python_keep"}
 EVERYBODY = (*((kind, mode) for kind in KINDS for mode in ("ddp", "alone")),
              *((kind, mode) for kind in PEERS for mode in ("abreast", "single")))
-# A network that fills memory is measured by those without whom there is no answer; with more ranks, by fewer still.
+# A network that fills memory is measured by the contenders that the answer needs; with more ranks, by fewer still.
 FEW = {2: (("cpp", "ddp"), ("cpp", "alone"), ("cpp", "abreast"), ("cpp", "single"), ("cpp_keep", "alone"),
            ("cpp_keep", "abreast"), ("python", "ddp")),
        4: (("cpp", "ddp"), ("cpp", "alone"), ("python", "ddp"))}
@@ -120,7 +120,7 @@ def models(contenders):
             held += 2  # the parameters, and the buckets
         elif mode == "alone":
             held += 2 if kind.endswith("keep") else 1  # which abreast and single share; malloc may keep the gradients' memory
-    return held + 1  # the gradients of those who are at it
+    return held + 1  # the gradients of the ranks that train
 
 
 def mean_step(burst):
@@ -140,7 +140,7 @@ def add_steps(results, bursts):
 def add_figures(results, ranks, network):
     """Overhead is counted against the better of the baselines, one for each form of malloc.
 
-    Ranks abreast exchange nothing either, but wait for each other after each step, as whoever averages gradients must.
+    Ranks abreast exchange nothing either, but wait for each other after each step, as averaging gradients demands.
     """
     measure = f"step.{ranks}.{network}"
     alone, abreast = ([name for kind in PEERS if (name := f"{measure}.{kind}_{mode}") in results.series]

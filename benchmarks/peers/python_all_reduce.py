@@ -3,7 +3,7 @@
 By hand: torchrun --nproc-per-node 2 benchmarks/peers/python_all_reduce.py lockstep:all_reduce 4096 100 10
 
 A command is BACKEND:OPERATION with the size in bytes as its argument. Each backend has a group of its own, made when it
-is first asked for, beside a default group that nobody measures. Operations:
+is first asked for, beside a default group that is not measured. Operations:
     all_reduce         a call that returns when the result is there
     all_reduce_async   async_op=True, then wait()
     all_reduce_train   sync calls in a row, under one clock: processor time means something only over many short calls

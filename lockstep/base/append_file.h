@@ -44,7 +44,7 @@ class AppendFile {
   bool sync();
   /// Replaces each line by what `change` makes of it (without its end), or drops it; in a new file that takes
   /// the old one's place at once. False, and all as it was, when that fails. Takes the file over. What is no
-  /// regular file stays as it is: its lines have gone to whoever reads them.
+  /// regular file stays as it is: its reader has the lines already.
   bool rewrite_lines(const std::function<std::optional<std::string>(std::string_view line)>& change);
 
   /// The owner has given the file this name.

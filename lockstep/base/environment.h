@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-/// Typed reading of environment variables. An empty variable counts as unset. Thread-safe as long as nobody
-/// calls setenv(3) at the same time.
+/// Typed reading of environment variables. An empty variable counts as unset. Thread-safe as long as no
+/// thread calls setenv(3) at the same time.
 namespace lockstep::environment {
 
 /// The variable's text, or nothing when it is unset or empty.

@@ -7,14 +7,14 @@
 /// Errors are c10's; these join the family, for what c10 has no type of.
 namespace lockstep {
 
-/// A peer did not come, or did not finish, within a group's timeout. Whoever catches c10::DistBackendError
-/// gets it too.
+/// A peer did not come, or did not finish, within a group's timeout. A handler of c10::DistBackendError gets
+/// it too.
 class DistTimeoutError : public c10::DistBackendError {
   using DistBackendError::DistBackendError;
 };
 
 /// A file of a checkpoint could not be written or read, or is damaged; on any rank. The message names the
-/// file, what is wrong and, of a write that several ranks took part in, the rank. Whoever catches
+/// file, what is wrong and, of a write that several ranks took part in, the rank. A handler of
 /// c10::DistBackendError gets it too.
 class CheckpointError : public c10::DistBackendError {
   using DistBackendError::DistBackendError;

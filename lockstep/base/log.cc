@@ -27,7 +27,7 @@ std::optional<Level> level_from_environment() {
                                   "'; it takes error, warning, info or debug");
 }
 
-/// Python reads the variable when it imports torch.distributed; in C++ nobody has done so yet. What the
+/// Python reads the variable when it imports torch.distributed; in C++ it has not been read yet. What the
 /// program has set by c10d::setDebugLevel() stays.
 void load_torch_debug_level() {
   const auto wanted = environment::text("TORCH_DISTRIBUTED_DEBUG");

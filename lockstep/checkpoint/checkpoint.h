@@ -62,8 +62,8 @@ struct SaveOptions {
 /// tensors (strided, of a dtype that safetensors knows, on any device), and lists, tuples and dicts of them
 /// to a depth of 200. Tensors that share memory are written each.
 ///
-/// The files are written under a temporary name beside `directory`, synced, and renamed last, so that nobody
-/// ever sees a part of them. Left-overs of writers that were killed are removed on the way.
+/// The files are written under a temporary name beside `directory`, synced, and renamed last, so that no
+/// process ever sees a part of them. Left-overs of writers that were killed are removed on the way.
 ///
 /// Returns `info` completed. Throws on all ranks alike CheckpointError with the rank, the path and the
 /// system's reason when anything can't be written (the temporary directory is removed), c10::ValueError for

@@ -73,7 +73,7 @@ struct CheckpointManagerOptions {
 /// All ranks of the group make one and call the same functions in the same order, with the same arguments. An
 /// empty group is the default group, or this process alone if there is none. For asynchronous saving it makes
 /// a group of its own at its construction, so that its thread and the program's collectives don't mix. The
-/// destructor waits for the thread; an error that nobody asked for by then is logged. Not thread-safe.
+/// destructor waits for the thread; an error that was not thrown by then is logged. Not thread-safe.
 ///
 /// While it lives the folder belongs to this job: rank 0 holds a lock on it, which ends with its process at
 /// the latest. To only read checkpoints beside a running job, take find_latest_checkpoint() and

@@ -286,7 +286,7 @@ TEST(CheckpointManager, RefusesOptionsThatMakeNoSense) {
 TEST(CheckpointManager, SavesAndKeepsAndRestores) {
   for (const bool async : {true, false}) {
     const Scratch scratch;
-    save_checkpoint(scratch.path() / "step-00000000", training_state(0), {}, {});  // somebody else's
+    save_checkpoint(scratch.path() / "step-00000000", training_state(0), {}, {});  // another program's
     std::filesystem::create_directory(scratch.path() / "notes");
     CheckpointManager manager(
         {.directory = scratch.path(), .keep_last = 2, .metric = "loss", .async = async});

@@ -357,7 +357,7 @@ TEST(SavePlan, AssignsByBytesToThoseThatHaveATensor) {
   EXPECT_EQ(internal::file_stem("../a b"), "%2E.%2Fa%20b");
 }
 
-/// What rank `rank` of `world` has: a model like everybody's, and its part of an optimizer's state.
+/// What rank `rank` of `world` has: the same model on all ranks, and its part of an optimizer's state.
 StateDict state_of(int rank, int world) {
   StateDict state = training_state(3);
   // Large enough to be assigned.

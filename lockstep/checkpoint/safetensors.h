@@ -38,8 +38,8 @@ class SafeOpen {
   /// Reads the header and checks all of it. Throws CheckpointError with the file's name and what is wrong:
   /// it can't be read; truncated; a header over 100 MB or larger than the file; no JSON; fields that are
   /// missing, unknown, twice there or of another kind; names given twice; dtypes that are unknown or not
-  /// torch's; shapes that overflow or don't fit the bytes; bytes that are another tensor's too, nobody's, or
-  /// outside of the file. No memory is taken for what the file can't hold.
+  /// torch's; shapes that overflow or don't fit the bytes; bytes that are another tensor's too, or no
+  /// tensor's, or outside of the file. No memory is taken for what the file can't hold.
   explicit SafeOpen(const std::filesystem::path& filename, c10::Device device = c10::kCPU);
   ~SafeOpen();
   SafeOpen(SafeOpen&&) noexcept;

@@ -324,7 +324,7 @@ TEST(OptimizerStateDict, RefusesWhatItCannotDoAndChangesNothing) {
   EXPECT_EQ(optimizer.state().size(), 6U);
 }
 
-/// An optimizer that nobody knows; with a format it tells its own.
+/// An optimizer without a known format; with a format it tells its own.
 struct SignSgd : optim::Optimizer {
   explicit SignSgd(std::vector<at::Tensor> parameters)
       : Optimizer(std::move(parameters), std::make_unique<optim::SGDOptions>(0.1)) {}

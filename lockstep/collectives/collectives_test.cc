@@ -201,7 +201,7 @@ TEST(Collectives, AsynchronousOperationsRunInOrderAndWithoutWaiting) {
       works.push_back(all_reduce(tensors.back(), ReduceOp::SUM, {}, true));
     }
     auto last = broadcast(tensors[0], 1, {}, true);
-    // Nobody waits for the first ones: the communication thread finishes them, in order.
+    // The first ones are not waited for: the communication thread finishes them, in order.
     last->getFuture()->wait();
     for (auto& work : works) EXPECT_TRUE(work->isCompleted() && work->isSuccess());
     for (int i = 1; i < 200; ++i) ASSERT_EQ(tensors[i][0].item<int64_t>(), 2 * i + 1);

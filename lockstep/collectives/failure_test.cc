@@ -14,8 +14,8 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
-// What goes wrong with real processes: every rank that lives must say who failed, in which operation, and end
-// cleanly.
+// What goes wrong with real processes: every rank that lives must say which rank failed, in which operation,
+// and end cleanly.
 namespace lockstep::failure_test {
 namespace {
 

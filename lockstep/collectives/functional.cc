@@ -92,7 +92,7 @@ void check_not_self(const Call& call, int group_rank, const char* role) {
                     " rank should not be the same as the rank of the current process.");
 }
 
-/// Starts a message; `background`: nobody is about to wait for it.
+/// Starts a message; `background`: no thread is about to wait for it.
 Work start_message(const Call& call, bool is_send, const at::Tensor& tensor, std::optional<int> peer, int tag,
                    bool background) {
   if (auto* ours = call.lockstep_backend()) {

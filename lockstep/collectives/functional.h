@@ -23,7 +23,7 @@
 /// way in and out, except that all_to_all_single, send and recv want contiguous ones, as PyTorch does.
 /// Results can't go to tensors whose elements share memory. Complex tensors are reduced as pairs of real
 /// numbers by SUM, AVG and PREMUL_SUM, and refused for the other operations. Throws c10::ValueError for bad
-/// arguments, before anybody is waited for; c10::DistBackendError when the group fails (a peer died, called
+/// arguments, before any rank is waited for; c10::DistBackendError when the group fails (a peer died, called
 /// something else or left); DistTimeoutError when peers are late. Thread-safe.
 namespace lockstep {
 
@@ -38,9 +38,9 @@ ReduceOp premul_sum(double factor);
 /// The same with a tensor of one element.
 ReduceOp premul_sum(const at::Tensor& factor);
 
-/// Reduces `tensor` over all ranks, in rank order; everybody gets the same bits. float32/64, bfloat16,
-/// float16 (folded in float32), integers, bool; sparse COO tensors with SUM, whose indices may differ by rank
-/// (the result is coalesced). In place.
+/// Reduces `tensor` over all ranks, in rank order; all ranks get the same bits. float32/64, bfloat16, float16
+/// (folded in float32), integers, bool; sparse COO tensors with SUM, whose indices may differ by rank (the
+/// result is coalesced). In place.
 Work all_reduce(const at::Tensor& tensor, const ReduceOp& op = ReduceOp::SUM, const ProcessGroup& group = {},
                 bool async_op = false, const Caller& caller = Caller::current());
 
@@ -54,7 +54,7 @@ Work all_reduce_coalesced(const std::vector<at::Tensor>& tensors, const ReduceOp
 Work reduce(const at::Tensor& tensor, int dst, const ReduceOp& op = ReduceOp::SUM,
             const ProcessGroup& group = {}, bool async_op = false, const Caller& caller = Caller::current());
 
-/// `src`'s tensor goes to everybody. In place.
+/// `src`'s tensor goes to all ranks. In place.
 Work broadcast(const at::Tensor& tensor, int src, const ProcessGroup& group = {}, bool async_op = false,
                const Caller& caller = Caller::current());
 
@@ -126,7 +126,7 @@ Work all_to_all_single(const at::Tensor& output, const at::Tensor& input,
 /// in the order of the group's other operations.
 void send(const at::Tensor& tensor, int dst, const ProcessGroup& group = {}, int tag = 0,
           const Caller& caller = Caller::current());
-/// Receives into `tensor` from `src`, or from whoever sends first. Returns the sender's global rank.
+/// Receives into `tensor` from `src`, or from the rank that sends first. Returns the sender's global rank.
 int recv(const at::Tensor& tensor, std::optional<int> src = {}, const ProcessGroup& group = {}, int tag = 0,
          const Caller& caller = Caller::current());
 /// send() that returns at once; the tensor must be left alone until wait().
@@ -153,9 +153,9 @@ std::vector<Work> batch_isend_irecv(const std::vector<P2POp>& p2p_op_list,
 /// Returns once all ranks have called it.
 Work barrier(const ProcessGroup& group = {}, bool async_op = false, const Caller& caller = Caller::current());
 
-/// A barrier that says who is missing: after `timeout` (the group's, if not given) rank 0 throws
-/// DistTimeoutError with the first rank that did not come, or with wait_all_ranks all of them; those who came
-/// throw the same. The group remains usable.
+/// A barrier that says which ranks are missing: after `timeout` (the group's, if not given) rank 0 throws
+/// DistTimeoutError with the first rank that did not come, or with wait_all_ranks all of them; the ranks that
+/// came throw the same. The group remains usable.
 void monitored_barrier(const ProcessGroup& group = {}, std::optional<std::chrono::milliseconds> timeout = {},
                        bool wait_all_ranks = false, const Caller& caller = Caller::current());
 

@@ -56,7 +56,7 @@ struct Waiting {
   std::function<void(const ProcessGroup&)> wait;
 };
 
-/// Rank 0 makes the call of the case, and nobody else does.
+/// Rank 0 alone makes the call of the case.
 void wait_in(const Operation& operation, const ProcessGroup& group, int root, bool asynchronous) {
   Case c = large_case(operation, get_world_size(group));
   c.root = root;

@@ -25,8 +25,8 @@
 #include <lockstep/testing/rank_server.h>
 
 // Random ranks are killed at random moments, in the midst of random operations of all kinds. Survivors must
-// be told who it was, must never be told anything wrong, and go on: in groups without the dead, and in a new
-// world.
+// be told which rank it was, must never be told anything wrong, and go on: in groups without the dead, and in
+// a new world.
 namespace lockstep::kill_test {
 namespace {
 
@@ -94,7 +94,7 @@ std::set<std::string> shared_files() {
   return files;
 }
 
-/// What a process holds that outlives groups if somebody forgets it.
+/// What a process holds that outlives groups if it is not released.
 struct Holdings {
   size_t descriptors = entries_of("/proc/self/fd");
   size_t threads = entries_of("/proc/self/task");
@@ -128,7 +128,7 @@ std::vector<int64_t> pids_of(const ProcessGroup& group) {
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
 }
 
-/// An error of a survivor must say who died and how.
+/// An error of a survivor must say which rank died and how.
 void expect_names(const std::string& text, int victim, int64_t pid) {
   EXPECT_THAT(text, HasSubstr("rank " + std::to_string(victim) + " (pid " + std::to_string(pid) + ")"));
   EXPECT_THAT(text, HasSubstr("signal 9"));
@@ -222,7 +222,8 @@ void live(int process, const std::vector<int>& order, uint64_t seed, const std::
     const Holdings now;
     EXPECT_THAT(now.shared_memory, ::testing::IsEmpty());
     EXPECT_THAT(lines_of("/proc/self/maps", "/dev/shm/"), ::testing::IsEmpty());
-    // Communication threads stay a while for whoever needs one next; one more for each world would be seen.
+    // Communication threads stay a while for the next group that needs one; one more for each world would be
+    // seen.
     EXPECT_LE(now.threads, 5u);
     if (first) {
       EXPECT_EQ(now.descriptors, first->descriptors);

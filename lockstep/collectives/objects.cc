@@ -16,7 +16,7 @@
 
 /// Each function is two operations on tensors: first the sizes of the pickles, then the pickles, padded to
 /// the largest where ranks' tensors must have one size. A rank that can't pickle its object says so with a
-/// size of kNoObject, so that nobody waits for what won't come.
+/// size of kNoObject, so that no rank waits for what won't come.
 namespace lockstep {
 namespace {
 

@@ -23,7 +23,7 @@
 /// `group`: empty means the default group. Ranks in arguments are global ranks. Synchronous. All members call
 /// the same functions in the same order. `caller` is for the flight recorder: leave it out. Throws
 /// - c10::ValueError for lists that stand on the wrong rank or have the wrong length, and on ranks that are
-///   no member of the group: at once, before anybody is waited for;
+///   no member of the group: at once, before any rank is waited for;
 /// - c10::ValueError for an object that can't be pickled, with the place within it. The other ranks then get
 ///   c10::DistBackendError that names this one, and the group remains usable;
 /// - c10::DistBackendError that names the sender for bytes that are no object, and
@@ -42,7 +42,7 @@ void gather_object(const c10::IValue& obj, std::vector<c10::IValue>* object_gath
                    int dst = 0, const ProcessGroup& group = {},
                    const std::source_location& caller = std::source_location::current());
 
-/// `src`'s objects replace everybody's. All lists have the same length, at least 1.
+/// `src`'s objects replace all ranks'. All lists have the same length, at least 1.
 void broadcast_object_list(std::vector<c10::IValue>& object_list, int src = 0, const ProcessGroup& group = {},
                            const std::source_location& caller = std::source_location::current());
 
@@ -56,7 +56,7 @@ void scatter_object_list(std::vector<c10::IValue>& scatter_object_output_list,
 /// Sends objects, at least one, to `dst`, which must call recv_object_list() with a list of the same length.
 void send_object_list(const std::vector<c10::IValue>& object_list, int dst, const ProcessGroup& group = {},
                       const std::source_location& caller = std::source_location::current());
-/// Receives objects from `src`, or from whoever sends first. Returns the sender's global rank.
+/// Receives objects from `src`, or from the rank that sends first. Returns the sender's global rank.
 int recv_object_list(std::vector<c10::IValue>& object_list, std::optional<int> src = {},
                      const ProcessGroup& group = {},
                      const std::source_location& caller = std::source_location::current());

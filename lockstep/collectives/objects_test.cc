@@ -50,7 +50,7 @@ std::string error_of(const std::function<void()>& call) {
   return {};
 }
 
-/// The group still works: nobody is left behind in an earlier call.
+/// The group still works: no rank is left behind in an earlier call.
 void expect_usable(int rank, int nprocs) {
   auto tensor = torch::full({1}, rank);
   all_reduce(tensor);
@@ -116,7 +116,7 @@ TEST(Objects, SendAndReceive) {
     Objects objects(2);
     EXPECT_EQ(recv_object_list(objects, 2), 2);
     expect_object_of(2, objects[0]);
-    EXPECT_EQ(recv_object_list(objects), 1);  // from anybody
+    EXPECT_EQ(recv_object_list(objects), 1);  // from any rank
     expect_object_of(1, objects[0]);
     EXPECT_EQ(from_object<int>(objects[1]), 1);
   });

@@ -111,7 +111,7 @@ TEST(PointToPoint, ReceivesFromAnySourceTakeEachMessageOnceAndEachSendersInOrder
     for (int64_t numel : {kSmall, kLarge / 10}) {
       constexpr int kMessages = 20;
       if (rank != 0) {
-        send(at::full({numel}, -rank, at::kInt), 0, {}, 8);  // another tag: not for whoever wants 7
+        send(at::full({numel}, -rank, at::kInt), 0, {}, 8);  // another tag: not for the rank that wants 7
         for (int i = 0; i < kMessages; ++i) send(at::full({numel}, 1000 * rank + i, at::kInt), 0, {}, 7);
         barrier();
         continue;
@@ -224,7 +224,7 @@ TEST(PointToPoint, BatchesCrossInAnyOrder) {
     const int ranks = world.size();
     for (int64_t numel : {kSmall, kLarge}) {
       for (bool sends_first : {true, false}) {
-        // Everybody with everybody, with large messages too: sends alone would wait for each other for ever.
+        // Each rank with each, with large messages too: sends alone would wait for each other for ever.
         std::vector<P2POp> sends, receives;
         for (int peer = 0; peer < ranks; ++peer) {
           if (peer == rank) continue;
@@ -258,7 +258,7 @@ TEST(PointToPoint, WorkTellsWhatIsGoingOn) {
       EXPECT_FALSE(work->isCompleted());
       EXPECT_THROW(work->wait(20ms), DistTimeoutError) << "this wait only";
       barrier();
-      work->getFuture()->wait();  // nobody runs it but the group itself
+      work->getFuture()->wait();  // only the group runs it
       EXPECT_TRUE(work->isCompleted());
       EXPECT_TRUE(work->isSuccess());
       EXPECT_EQ(work->sourceRank(), 1);
@@ -437,7 +437,7 @@ TEST(MonitoredBarrier, NamesWhoIsMissingAndTheGroupGoesOn) {
         }
       }
       barrier();
-      // Those who did not come then do not belong to the next one either: the group goes on.
+      // The ranks that did not come then do not belong to the next one either: the group goes on.
       at::Tensor tensor = at::ones({3000});
       all_reduce(tensor, ReduceOp::SUM, group);
       EXPECT_EQ(tensor[0].item<float>(), 5);

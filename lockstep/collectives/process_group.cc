@@ -39,7 +39,7 @@ void end_group(Group& group, bool abort) {
 void destroy_all(bool abort) {
   const auto world = registry::remove_world();
   if (!world) return;
-  const bool forked = world->transport->in_forked_child();  // then nobody will ever unlock `making`
+  const bool forked = world->transport->in_forked_child();  // then no thread will ever unlock `making`
   const auto groups = registry::all(*world);
   if (abort) {
     world->control->abort();
@@ -112,7 +112,7 @@ int DefaultGroup::size() const {
 }
 
 DefaultGroup init_process_group(const InitOptions& options) {
-  get_debug_level();  // complains about TORCH_DISTRIBUTED_DEBUG before anybody is waited for
+  get_debug_level();  // complains about TORCH_DISTRIBUTED_DEBUG before any rank is waited for
   backend_names::check(options.backend);
   TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "init_process_group: the timeout is ",
                     options.timeout.count(), " ms; it must be more than 0");

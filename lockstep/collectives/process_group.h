@@ -68,9 +68,9 @@ class [[nodiscard]] DefaultGroup {
 
 /// Joins the job's processes to the default group; all of them must call it. Throws c10::ValueError for
 /// options that make no sense, when there is a default group already, and on all ranks when "nccl" was asked
-/// for and can't be used (no card, ranks that share one; who, and what to do); what rendezvous() throws; and
-/// c10::DistBackendError when the ranks can't share memory (different hosts, containers or users) or ask for
-/// different backends. A process may initialise again after destroying the group.
+/// for and can't be used (no card, ranks that share one; which ranks, and what to do); what rendezvous()
+/// throws; and c10::DistBackendError when the ranks can't share memory (different hosts, containers or users)
+/// or ask for different backends. A process may initialise again after destroying the group.
 DefaultGroup init_process_group(const InitOptions& options = {});
 
 /// Destroys one group, or with none given the default group and all others. Finishes what was submitted.
@@ -93,8 +93,8 @@ struct GroupOptions {
 
 /// A further group of `ranks` (empty: all). Every process of the default group must call it, members or not,
 /// with the same ranks, and all groups must be made in the same order everywhere; if several threads make
-/// groups, that holds for their calls together. Those who are not members get a handle with which is_member()
-/// is false and every operation throws.
+/// groups, that holds for their calls together. Ranks that are not members get a handle with which
+/// is_member() is false and every operation throws.
 ///
 /// With use_local_synchronization only the members call it (others get their handle at once), and only groups
 /// of equal ranks need be made in the same order; it goes through the store and is slower.
@@ -103,9 +103,9 @@ struct GroupOptions {
 /// bounded by the default group's timeout.
 ///
 /// Throws c10::ValueError for ranks that are out of range or given twice, a name that a living group has, and
-/// an unknown backend; on all ranks c10::DistBackendError when they asked for different groups (naming who
-/// asked for what; nothing is broken then) or one of them ended, and DistTimeoutError when one did not come.
-/// After the latter two no further group can be made by all ranks together.
+/// an unknown backend; on all ranks c10::DistBackendError when they asked for different groups (naming which
+/// ranks asked for what; nothing is broken then) or one of them ended, and DistTimeoutError when one did not
+/// come. After the latter two no further group can be made by all ranks together.
 ProcessGroup new_group(std::vector<int> ranks = {}, std::optional<std::chrono::milliseconds> timeout = {},
                        const GroupOptions& options = {});
 
@@ -126,10 +126,10 @@ Subgroups new_subgroups_by_enumeration(const std::vector<std::vector<int>>& rank
                                        std::optional<std::chrono::milliseconds> timeout = {},
                                        const GroupOptions& options = {});
 
-/// Cuts `parent_pg` into groups; the members of `parent_pg` call it, nobody else, with the same arguments.
-/// `split_ranks`: lists of *group* ranks of the parent, no rank in two of them. Members of none get a handle
-/// with which is_member() is false. It is an operation of the parent in the order of the others, and bounded
-/// by its timeout, except that for the default group it stands in the order of new_group().
+/// Cuts `parent_pg` into groups; the members of `parent_pg` and no other ranks call it, with the same
+/// arguments. `split_ranks`: lists of *group* ranks of the parent, no rank in two of them. Members of none
+/// get a handle with which is_member() is false. It is an operation of the parent in the order of the others,
+/// and bounded by its timeout, except that for the default group it stands in the order of new_group().
 /// `group_desc`: "PARENT'S:split:N" when empty, as in PyTorch. Throws as new_group() does.
 ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::vector<int>>& split_ranks,
                          std::optional<std::chrono::milliseconds> timeout = {},

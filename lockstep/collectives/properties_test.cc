@@ -104,7 +104,7 @@ TEST_P(PropertiesOfThreads, EveryOperationEqualsOneProcess) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, PropertiesOfThreads, ::testing::Values(1, 2, 3, 5, 8));
 
-// ---- What is not taken is refused, before anybody is waited for: one rank suffices to see it.
+// ---- What is not taken is refused, before any rank is waited for: one rank suffices to see it.
 
 class Refusals : public ::testing::Test {
  protected:

@@ -144,7 +144,7 @@ WorkPtr OperationRecords::end_batch(const std::function<WorkPtr()>& end) {
 }
 
 void OperationRecords::watch(std::vector<Pending> operations, const WorkPtr& work) {
-  if (!work) {  // nobody will ever tell; it has been given away
+  if (!work) {  // its end is never told; it has been given away
     for (const Pending& one : operations) flight::completed(one.record);
     return;
   }

@@ -16,7 +16,7 @@ namespace lockstep {
 /// recorded when they are called, and their ends when that backend tells. Knows nothing of CUDA. Thread-safe.
 ///
 /// A work's future of type WorkResult (c10d::Work::getFutureResult) tells the end; ProcessGroupNCCL's
-/// watchdog completes it. Where nobody does (`watched` is false, or a work has no such future), works are
+/// watchdog completes it. Where it does not (`watched` is false, or a work has no such future), works are
 /// asked when the next operation begins, and by poll().
 class OperationRecords {
  public:
@@ -35,7 +35,7 @@ class OperationRecords {
   void begin_batch();
   c10::intrusive_ptr<c10d::Work> end_batch(const std::function<c10::intrusive_ptr<c10d::Work>()>& end);
 
-  /// Asks the works that nobody tells about.
+  /// Asks the works whose end is not told.
   void poll();
   /// All operations that are not done have failed, and why; for abort().
   void fail_all(const std::string& why);

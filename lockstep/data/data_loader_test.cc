@@ -379,7 +379,7 @@ TEST(DataLoader, AWorkerGoesAheadAsFarAsToldAndNoFurther) {
                             }},
                     {.batch_size = 1, .num_workers = 1, .prefetch_factor = kAhead});
   auto iterator = loader.begin();  // one in hand
-  // Nobody asks for a batch, and yet kAhead more are made; if not, the test's time runs out.
+  // No batch is asked for, and yet kAhead more are made; if not, the test's time runs out.
   reached.get_future().wait();
   for (; iterator != loader.end(); ++iterator) ++in_hand;
   EXPECT_EQ(made, 50);

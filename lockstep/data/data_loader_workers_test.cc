@@ -99,7 +99,7 @@ TEST(DataLoaderWorkers, GoAheadByThePrefetchFactorEach) {
                             }},
                     {.num_workers = kWorkers, .prefetch_factor = kPrefetch});
   auto iterator = loader.begin();
-  reached.get_future().wait();  // nobody asks, and yet they are made
+  reached.get_future().wait();  // none is asked for, and yet they are made
   for (; iterator != loader.end(); ++iterator) ++in_hand;
   EXPECT_EQ(made, 60);
   EXPECT_FALSE(too_far);

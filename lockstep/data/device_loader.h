@@ -90,7 +90,7 @@ class DeviceEpoch {
         if (uncopied_) fetch(*iterator_);
         uncopied_ = false;
       } catch (...) {
-        failure_ = std::current_exception();  // for whoever asks for that batch
+        failure_ = std::current_exception();  // for the caller that asks for that batch
       }
     }
   }
@@ -142,7 +142,7 @@ class DeviceEpoch {
 ///
 /// Only copies from pinned memory run beside anything (DataLoaderOptions::pin_memory); others are right too,
 /// and the program waits for them. A batch may be used on the stream that is current in the thread that asked
-/// for it, at once, and kept; its memory serves nobody else before that stream is done with it. On the CPU
+/// for it, at once, and kept; its memory is not used again before that stream is done with it. On the CPU
 /// batches pass through, so that a program need not tell devices apart.
 ///
 /// `Loader`: a DataLoader, or what has its Batch, begin() and end(). The other members are the other

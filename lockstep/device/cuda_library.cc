@@ -68,7 +68,7 @@ Loaded load() {
   void* handle = nullptr;
   for (const std::string& candidate : {beside_this_library().string(), std::string(kName)}) {
     path = candidate;
-    // Global, as if the program had linked it: CUDA's runtime is then there for whoever looks for it.
+    // Global, as if the program had linked it: libraries that look for CUDA's runtime then find it.
     handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL | RTLD_NODELETE);
     if (handle != nullptr) break;
     const char* why = ::dlerror();

@@ -12,8 +12,8 @@ class Store;
 }  // namespace c10d
 
 /// CUDA, without linking it. liblockstep knows no CUDA; what needs it is in liblockstep_cuda (room `cuda`),
-/// which is loaded when somebody asks for a CUDA device or for NCCL. So a CPU program has neither its 270 MB
-/// nor the time that it takes to load.
+/// which is loaded when the program asks for a CUDA device or for NCCL. So a CPU program has neither its
+/// 270 MB nor the time that it takes to load.
 ///
 /// The trap: torch looks for its CUDA part once, when it is first asked about it, and remembers the answer.
 /// A program that calls torch::cuda::is_available(), at::hasCUDA() or torch::manual_seed() before the library

@@ -37,7 +37,7 @@ std::optional<c10::Device> chosen_device();
 using CardIdentity = std::function<std::string(c10::DeviceIndex)>;
 /// Installs it for a kind of device, for the life of the process; null takes it away. liblockstep_cuda does.
 void set_card_identity(c10::DeviceType type, CardIdentity identity);
-/// The card of a device; empty where nobody can say.
+/// The card of a device; empty where it is not known.
 std::string card_identity(c10::Device device);
 
 }  // namespace lockstep

@@ -53,7 +53,7 @@ struct Memory {
   std::optional<int64_t> cgroup_left;   ///< below the limit that leaves least
 };
 
-/// A limit of setrlimit(2): the soft value, and the hard one up to which everybody may raise it.
+/// A limit of setrlimit(2): the soft value, and the hard one up to which any process may raise it.
 struct Limit {
   std::optional<int64_t> soft;  ///< empty: unlimited
   std::optional<int64_t> hard;

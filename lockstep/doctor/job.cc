@@ -53,7 +53,7 @@ class JobExamination {
   ReportBoard& board() { return board_; }
 
  private:
-  /// Gathers, and notes who does not answer any more. `step` completes "ended during …".
+  /// Gathers, and notes which ranks do not answer any more. `step` completes "ended during …".
   ReportBoard::Reports gather(const std::string& mine, const std::string& step) {
     auto reports = board_.gather(mine, step_deadline_);
     step_deadline_ = next_deadline();

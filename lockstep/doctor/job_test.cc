@@ -109,7 +109,7 @@ TEST(ReportBoard, GoesOnWithoutSilentAndEndedRanks) {
     EXPECT_FALSE(reports[1] || reports[2]);
     EXPECT_EQ(board.state(1), ReportBoard::State::kSilent);
     EXPECT_EQ(board.state(2), ReportBoard::State::kEnded);
-    reports = board.gather("again", Deadline::never());  // nobody is waited for any more
+    reports = board.gather("again", Deadline::never());  // no rank is waited for any more
     EXPECT_EQ(reports[3], "again");
     EXPECT_EQ(board.state(1), ReportBoard::State::kSilent);
     EXPECT_EQ(board.state(2), ReportBoard::State::kEnded);
@@ -318,7 +318,7 @@ TEST(LockstepProbe, ARankThatHangsInAPairIsNamedWithinTheTimeout) {
   EXPECT_THAT(outcome.report, AllOf(HasSubstr("rank 2 (pid " + std::to_string(outcome.ranks[2].pid)),
                                     HasSubstr("did not answer within 4 s during the test of the pairs 0-2"),
                                     HasSubstr("problem pairs        ranks 0 and 2")));
-  // When it comes back at last, it learns that nobody waits for it.
+  // When it comes back at last, it learns that no rank waits for it.
   EXPECT_THAT(outcome.ranks[2].exception.value_or(""), HasSubstr("rank 2 did not answer in time"));
 }
 
@@ -345,7 +345,7 @@ TEST(LockstepProbe, ARankThatFailsInAllIsNamed) {
 }
 
 TEST(Exercise, WrongValuesAreErrors) {
-  // The ranks do not agree on who they are, so that the sums come out as other ranks' would.
+  // The ranks do not agree on their numbers, so that the sums come out as other ranks' would.
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
     EXPECT_NO_THROW(exercise_collectives(100, Placement::kStaged, {0, 1}, rank, {0, 1}, {}));

@@ -40,7 +40,7 @@ void judge_part(const Facts& facts, Findings& findings) {
     const char* remedy =
         "build Lockstep with this torch, where cmake finds the CUDA and NCCL headers, and install "
         "liblockstep_cuda.so beside liblockstep.so";
-    // Without a card nobody misses it.
+    // Without a card it is not needed.
     findings.push_back(card ? warning("nccl", text, remedy) : note("nccl", text, remedy));
     return;
   }

@@ -14,7 +14,7 @@ namespace {
 
 using Environment = std::map<std::string, std::string>;
 
-/// Every variable with Lockstep's prefix that somebody reads; docs/launching.md says what for.
+/// Every variable with Lockstep's prefix that is read somewhere; docs/launching.md says what for.
 constexpr std::string_view kOwnVariables[] = {
     "LOCKSTEP_AGENT_STORE",
     "LOCKSTEP_BENCH_CHANNEL",

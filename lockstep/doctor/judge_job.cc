@@ -25,7 +25,7 @@ std::string duration(double seconds) {
   return text;
 }
 
-/// The first error in full, as ranks mostly have the same to say, and who else had one.
+/// The first error in full, as ranks mostly report the same one, and which other ranks had one.
 std::string tell_errors(const std::map<int, std::string>& errors) {
   std::string text = "rank " + std::to_string(errors.begin()->first) + " says: " + errors.begin()->second;
   std::vector<int> others;
@@ -80,7 +80,7 @@ Typical typical_of(const std::vector<PairResult>& pairs) {
     latencies.push_back(latency_of(pair));
     transfers.push_back(transfer_of(pair));
   }
-  if (latencies.size() < thresholds::kPairsToCompare) return {1e9, 1e9};  // nobody is slow
+  if (latencies.size() < thresholds::kPairsToCompare) return {1e9, 1e9};  // no pair is slow
   return {median(latencies), median(transfers)};
 }
 

@@ -40,7 +40,7 @@ struct JobObservations {
   std::vector<PairResult> pairs;          ///< those that were tested
 };
 
-/// The order is that of the report: who they are, what differs, what fails, what is slow.
+/// The order is that of the report: the ranks, what differs, what fails, what is slow.
 Findings judge_job(const JobObservations& job);
 
 // Its parts, by file.

@@ -6,8 +6,8 @@
 
 #include <lockstep/flight/records.h>
 
-/// From the flight records of a job's ranks to words: who waits for whom in which operation, and where the
-/// ranks diverged. Pure functions.
+/// From the flight records of a job's ranks to words: which rank waits for which in which operation, and
+/// where the ranks diverged. Pure functions.
 namespace lockstep::flight {
 
 /// One thing that the records show.
@@ -20,13 +20,13 @@ struct Finding {
     kLate,        // a rank called an operation when others had given it up
     kFailed,      // an operation failed, though all called the same
     kUnknown,     // some ranks wait, and nothing is known of the others
-    kRoot,        // for whom everybody waits in the end
+    kRoot,        // for which all ranks wait in the end
     kInProgress,  // all ranks are in it
     kNote,        // about the records themselves
   };
   Kind kind = Kind::kNote;
-  std::vector<int> ranks;    // global: those to look at: who differs, is missing, failed
-  std::vector<int> waiting;  // global: those who wait, in an operation
+  std::vector<int> ranks;    // global: those to look at: which differ, are missing, failed
+  std::vector<int> waiting;  // global: those that wait, in an operation
   std::string group = {};    // its name, and
   std::string operation = {};
   uint64_t sequence = 0;  // 0: not about one operation

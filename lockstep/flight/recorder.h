@@ -9,8 +9,8 @@
 
 #include <ATen/core/Tensor.h>
 
-/// The flight recorder: the last operations of this process, for the question "who waits for whom?" after a
-/// hang. The fields are those of PyTorch's recorder (c10d/FlightRecorder.hpp).
+/// The flight recorder: the last operations of this process, for the question "which rank waits for which?"
+/// after a hang. The fields are those of PyTorch's recorder (c10d/FlightRecorder.hpp).
 ///
 /// Always on; an operation costs well under a microsecond. Written as JSON to one file for each rank when an
 /// operation times out or a group is aborted or fails, and on SIGUSR1; `lockstep inspect flight DIR` reads

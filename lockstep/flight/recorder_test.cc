@@ -328,7 +328,7 @@ TEST(FlightRecorder, AForkedChildHasNothingToWrite) {
     ASSERT_EQ(::waitpid(child, &status, 0), child);
     EXPECT_EQ(status, 0);
     std::filesystem::remove(folder.path("rank_0.json"));
-    // The child's signal reached nobody here: the next thing written is what this process asks for.
+    // The child's signal reached no thread here: the next thing written is what this process asks for.
     EXPECT_EQ(read_file(dump("parent")).reason, "parent");
     unwatch_signal();
   });

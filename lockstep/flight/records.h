@@ -82,9 +82,9 @@ struct RankRecord {
 /// The text of a rank's file; one line for each entry. Invalid UTF-8 is replaced.
 std::string to_json(const RankRecord& record);
 
-/// The reverse, for text that nobody vouches for. Throws c10::ValueError that begins with `name` and says
-/// which value is wrong. What it returns is consistent: groups contain the rank, entries name existing
-/// groups and peers, record ids rise.
+/// The reverse, for text from an untrusted source. Throws c10::ValueError that begins with `name` and says
+/// which value is wrong. What it returns is consistent: groups contain the rank, entries name existing groups
+/// and peers, record ids rise.
 RankRecord parse(std::string_view text, const std::string& name);
 
 /// parse() of a file of at most 64 MiB that must be a regular one. Throws c10::ValueError that names it.

@@ -56,7 +56,7 @@ at::Tensor read_file(const std::string& path) {
     const ssize_t got = ::read(file.get(), data + done, static_cast<size_t>(status.st_size - done));
     if (got < 0 && errno == EINTR) continue;
     TORCH_CHECK(got >= 0, "cannot read ", path, ": ", std::strerror(errno));
-    if (got == 0) break;  // somebody made it shorter meanwhile
+    if (got == 0) break;  // another process made it shorter meanwhile
     done += got;
   }
   return bytes.narrow(0, 0, done);

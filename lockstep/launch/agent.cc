@@ -58,7 +58,7 @@ class TemporaryFolder {
   std::string path_;
 };
 
-/// While one lives, writing to a pipe that nobody reads is an error and not the launcher's end.
+/// While one lives, writing to a pipe without a reader is an error and not the launcher's end.
 class IgnoredBrokenPipe {
  public:
   IgnoredBrokenPipe() : former_(::signal(SIGPIPE, SIG_IGN)) {}
@@ -189,7 +189,7 @@ int run(const RunOptions& options) {
   if ((!report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
     say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");
   }
-  // They were stopped and ask to be started again (RobustLoop): whoever started this job is to know.
+  // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
   constexpr int kTryAgain = 75;  // EX_TEMPFAIL
   if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
         return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;

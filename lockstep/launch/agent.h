@@ -35,7 +35,7 @@ int parse_nprocs(const std::string& text);
 /// signal N ended the run. Throws c10::ValueError for a program that can't be started or a nonsensical option
 /// (nothing is started then), c10::DistNetworkError for a port in use, c10::DistBackendError when the system
 /// refuses a process. To be called by the main thread of a program that does nothing else; see Supervisor for
-/// who is ended when.
+/// which worker is ended when.
 int run(const RunOptions& options);
 
 }  // namespace lockstep::launch

@@ -12,8 +12,9 @@ class Store;
 namespace lockstep::launch {
 
 /// The store that the workers of one machine meet at, hosted by their launcher (as torchrun's agent does, so
-/// that it outlives any rank). It listens on 127.0.0.1 only, on a port that was bound before anybody was told
-/// of it: no other program can take it in between. Lives as long as the object; serves on threads of its own.
+/// that it outlives any rank). It listens on 127.0.0.1 only, on a port that was bound before any worker was
+/// told of it: no other program can take it in between. Lives as long as the object; serves on threads of its
+/// own.
 class AgentStore {
  public:
   /// Port 0 takes a free one. Throws c10::DistNetworkError when the port is in use, when the loopback

@@ -27,7 +27,7 @@ class Guardian {
   explicit Guardian(int capacity, const std::vector<std::string>& temporary = {});
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
-  /// Says goodbye: the guardian ends without touching anybody.
+  /// Dismisses the guardian, which ends without killing any process.
   ~Guardian();
 
   /// Puts a process group under its care. Async-signal-safe: a worker calls it between fork and exec, before

@@ -19,7 +19,7 @@ constexpr std::array<int, 5> kSignals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUS
 // the life of the process: a handler that runs in another thread may still write to one that was just given
 // up.
 struct Slot {
-  std::atomic<int> write_end{-1};  // -1: nobody listens
+  std::atomic<int> write_end{-1};  // -1: no catcher listens
   bool taken = false;
   int pipe[2] = {-1, -1};
 };

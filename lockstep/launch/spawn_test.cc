@@ -149,7 +149,7 @@ TEST(Spawn, AnInterruptEndsTheChildrenAndThenTheParent) {
   Probe probe("wait");
   for (int i = 0; i < 4; ++i) EXPECT_NE(probe.line(), "");
   ::kill(probe.pid(), SIGINT);
-  // The end of the output: nobody of the four holds the pipe any more, those that ignore SIGINT included.
+  // The end of the output: none of the four holds the pipe any more, those that ignore SIGINT included.
   EXPECT_EQ(probe.finish(), -SIGINT);
 }
 

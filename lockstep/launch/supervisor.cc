@@ -111,7 +111,8 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
     take_signals();
     act_on_deadlines();
   }
-  // The last output; whoever still holds a stream open gets a moment for it, unless SIGKILL was already sent.
+  // The last output; a process that still holds a stream open gets a moment for it, unless SIGKILL was
+  // already sent.
   const Deadline drained =
       killed_ ? Deadline::after(std::chrono::nanoseconds(0)) : Deadline::after(kDrainTime);
   for (Deadline until = Deadline::after(std::chrono::nanoseconds(0));; until = earlier(drained, kill_at_)) {

@@ -60,7 +60,7 @@ class Streams {
 };
 
 /// Starts the workers of one machine and sees them to their end, whatever happens: the one place where
-/// lockstep run and spawn() decide who is ended when.
+/// lockstep run and spawn() decide which worker is ended when.
 ///
 /// - The first failure gives the others kReactionTime to notice it by themselves and say so, then SIGTERM,
 ///   and SIGKILL when the grace period, counted from the failure, is over.

@@ -89,7 +89,7 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guard
   TORCH_CHECK_WITH(DistBackendError, pid > 0, "can't start '", spec.program,
                    "': fork: ", std::strerror(fork_error),
                    fork_error == EAGAIN ? "; raise the limit on processes (ulimit -u) or start fewer" : "");
-  ::setpgid(pid, pid);                    // the child does it too; whoever comes first
+  ::setpgid(pid, pid);                    // the child does it too, and either may come first
   WorkerProcess worker(pid, UniqueFd());  // from here on it is killed and reaped if anything throws
   worker.pidfd_ = require_pidfd(pid);
 

@@ -35,8 +35,8 @@ void reset_signals();
 /// mask, dies with the thread that started it (PR_SET_PDEATHSIG), and is in the guardian's care before its
 /// program begins.
 ///
-/// It stays unreaped until reap(): so long its pid and its process group can't be given to anybody else, and
-/// signals to the group reach exactly what the worker left there. Not thread-safe; movable.
+/// It stays unreaped until reap(): so long its pid and its process group can't be given to another process,
+/// and signals to the group reach exactly what the worker left there. Not thread-safe; movable.
 class WorkerProcess {
  public:
   /// Starts it and returns once its program runs. Throws c10::DistBackendError when fork or exec fail.
@@ -52,7 +52,7 @@ class WorkerProcess {
   int pidfd() const { return pidfd_.get(); }
   /// Its wait status once it has ended; nothing while it runs. Does not block.
   std::optional<int> wait_status();
-  /// Sends a signal to the worker's process group. Nothing happens when nobody is left in it.
+  /// Sends a signal to the worker's process group. Nothing happens when no process is left in it.
   void signal_group(int signal) const;
   /// Kills what is left in the group and gives the pid back; blocks until the worker has ended.
   void reap();

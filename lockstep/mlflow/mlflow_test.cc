@@ -154,7 +154,7 @@ TEST_F(MlflowFiles, ACallersLineIsInTheFileWhenItIsKilled) {
   EXPECT_THAT(content(), HasSubstr("http://127.0.0.1:1"));
 }
 
-/// With nobody at the port: what is a question of the program's own.
+/// With no server at the port: what is a question of the program's own.
 MlflowWriterOptions nobody_there(const std::filesystem::path& folder) {
   return {.tracking_uri = "http://127.0.0.1:1/",
           .spool_directory = folder,

@@ -78,7 +78,7 @@ def server(tmp_path_factory):
     pytest.importorskip("mlflow", reason="starts its server")
     folder = tmp_path_factory.mktemp("mlflow")
     port = free_port()
-    # It has workers for evaluations, seven processes that nobody here needs.
+    # It has workers for evaluations, seven processes that are not needed here.
     quick = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", 1,
                "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", folder / "artifacts"]

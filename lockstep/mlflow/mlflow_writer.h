@@ -74,9 +74,9 @@ struct MlflowWriterOptions {
 /// child.
 class MlflowWriter : public MetricsWriter {
  public:
-  /// Contacts nobody: the run is made in the background after the first call that logs, or flush(). Throws
-  /// c10::ValueError when no server is named, or one that is not reached by HTTP, or with a password in its
-  /// URI.
+  /// Does not contact the server: the run is made in the background after the first call that logs, or
+  /// flush(). Throws c10::ValueError when no server is named, or one that is not reached by HTTP, or with a
+  /// password in its URI.
   explicit MlflowWriter(MlflowWriterOptions options = {});
   /// finalize("finished"), or "failed" where an exception passes.
   ~MlflowWriter() override;

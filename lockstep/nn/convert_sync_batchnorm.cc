@@ -161,7 +161,7 @@ bool is_batch_norm(const torch::nn::Module& module) {
 }  // namespace
 
 void convert_sync_batchnorm_(torch::nn::Module& module, const ProcessGroup& process_group) {
-  if (is_initialized()) sync_batch_norm_group(process_group);  // throws for those who are not in it
+  if (is_initialized()) sync_batch_norm_group(process_group);  // throws for ranks that are not in it
   intercept_batch_norm();
   if (is_batch_norm(module)) convert(module.shared_from_this(), process_group);
   for (const auto& child : module.modules(/*include_self=*/false)) convert(child, process_group);

@@ -78,7 +78,7 @@ Layer make_layer(int64_t channels, bool affine, bool running, at::ScalarType typ
   return layer;
 }
 
-/// One training step of N ranks against one of plain batch normalisation with everybody's rows.
+/// One training step of N ranks against one of plain batch normalisation with all ranks' rows.
 void compare_with_whole(torch::Tensor whole, const std::vector<int64_t>& split, bool affine, bool running,
                         double bound = 1e-10, at::ScalarType parameters = at::kDouble) {
   const int rank = get_rank();
@@ -251,7 +251,7 @@ TEST(SyncBatchNorm, OneCollectiveAPass) {
     output.square().sum().backward();
     EXPECT_EQ(count() - before, 2u);
     before = count();
-    sync_batch_norm(input.detach(), weight).square().sum().backward();  // a first layer: nobody asks for dx
+    sync_batch_norm(input.detach(), weight).square().sum().backward();  // a first layer: dx is not asked for
     EXPECT_EQ(count() - before, 1u);
   });
 }
@@ -373,7 +373,7 @@ TEST(SyncBatchNormModule, GroupsMomentumModesAndClones) {
     EXPECT_TRUE(close(norm->running_var, whole->running_var));
     norm->eval();
     whole->eval();
-    if (rank == 2) {  // nobody else: eval needs no peers
+    if (rank == 2) {  // no other rank: eval needs no peers
       const auto values = random({5, 3}, 1);
       EXPECT_TRUE(close(norm(values), whole(values)));
     }

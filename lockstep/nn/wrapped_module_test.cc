@@ -59,7 +59,7 @@ struct Net : nn::Module {
   nn::BatchNorm1d norm{2};
 };
 
-/// A forward that is a template on its argument, whose return type nobody can ask for.
+/// A forward that is a template on its argument, whose return type can't be asked for.
 struct Generic : nn::Module {
   template <class X>
   X forward(const X& x) {

@@ -33,7 +33,7 @@ std::vector<at::Tensor> parameters_of(const Optimizer& optimizer) {
   return parameters;
 }
 
-/// Whoever watches the parameters' versions shall see that the step is over, though it changed nothing.
+/// Code that watches the parameters' versions shall see that the step is over, though it changed nothing.
 void count_as_stepped(const Optimizer& optimizer) {
   for (const at::Tensor& parameter : parameters_of(optimizer)) {
     if (parameter.grad().defined() && !parameter.is_inference()) {

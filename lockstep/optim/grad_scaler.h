@@ -65,7 +65,7 @@ class GradScaler {
   /// `outputs` times the scale. The first call puts the scale on the device of the outputs.
   at::Tensor scale(const at::Tensor& outputs);
   /// The same for what holds tensors: vectors, tuples, maps and whatever else tensor_tree.h lists, nested.
-  /// Throws c10::ValueError for tensors behind pointers and views, which are somebody else's.
+  /// Throws c10::ValueError for tensors behind pointers and views, which another tensor owns.
   template <class Outputs>
   requires(can_find_tensors<Outputs> && !detail::holds_none<Outputs>() &&
            !std::derived_from<Outputs, at::Tensor>) Outputs scale(Outputs outputs) {
@@ -122,7 +122,8 @@ class GradScaler {
   /// For DistributedDataParallel::update_process_group(group, {optimizer, scaler}). This must outlive it.
   operator Recoverable();  // NOLINT(google-explicit-constructor)
 
-  /// The members of another group agree from now on; after a failure, with the group of those who are left.
+  /// The members of another group agree from now on; after a failure, with the group of the ranks that are
+  /// left.
   void update_process_group(const ProcessGroup& process_group);
 
  private:

@@ -232,7 +232,7 @@ TEST(GradScaler, RanksWithGradientsOfTheirOwnAgreeIfTold) {
     EXPECT_EQ(run(default_group(), mine), 4);
     EXPECT_EQ(run(ProcessGroup(), 1.0), 8);
 
-    // A rank without gradients has a say, and steps with the others; if nobody has any, all are told.
+    // A rank without gradients has a say, and steps with the others; if no rank has any, all are told.
     GradScaler scaler(on_cpu(8, ProcessGroup()));
     const auto weight = parameter();
     optim::SGD optimizer({weight}, 0.5);

@@ -18,8 +18,8 @@ namespace lockstep {
 ///
 ///     class Lion : public torch::optim::Optimizer, public lockstep::OptimizerFormat { … };
 ///
-/// and one of somebody else's by a class of yours that derives from both. All functions are const and are
-/// called by one thread at a time.
+/// and a third party's by a class of yours that derives from both. All functions are const and are called by
+/// one thread at a time.
 class OptimizerFormat {
  public:
   virtual ~OptimizerFormat() = default;

@@ -11,7 +11,7 @@
 /// The state of optimizers in Python's two forms. LibTorch's own (torch::save) knows parameters by their
 /// order, and Python can't read it.
 ///
-/// | form | a parameter is | who reads it |
+/// | form | a parameter is | its reader |
 /// |---|---|---|
 /// | state_dict(), load_state_dict() | its number | Python's optimizer.load_state_dict() |
 /// | get_optimizer_state_dict(), set_optimizer_state_dict() | its name in the model |

@@ -51,7 +51,7 @@ TEST(RowGroupSampler, EachRowGroupBelongsToOneRankInEachEpoch) {
     Counts all(counts.size());
     std::iota(all.begin(), all.end(), 0);
     EXPECT_EQ(seen, all);
-    // Nobody is ahead of another by more than one row group.
+    // No rank is ahead of another by more than one row group.
     const int64_t largest = counts.empty() ? 0 : *std::max_element(counts.begin(), counts.end());
     const auto [least, most] = std::minmax_element(rows.begin(), rows.end());
     EXPECT_LE(*most - *least, largest);

@@ -169,7 +169,7 @@ void ExitStatusTable::record_start(int local_rank, pid_t pid) {
   Worker& entry = layout_->entries[index];
   layout_->culprits(count_)[index].store(0, std::memory_order_relaxed);
   entry.status.store(0, std::memory_order_relaxed);
-  entry.pid.store(pid, std::memory_order_release);  // whoever finds the pid sees the fresh status word
+  entry.pid.store(pid, std::memory_order_release);  // a reader of the pid sees the fresh status word
 }
 
 void ExitStatusTable::record_end(int local_rank, int wait_status) {

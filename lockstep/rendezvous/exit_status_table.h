@@ -51,7 +51,7 @@ class ExitStatusTable {
 
   /// Notes that this local rank runs as process `pid`; forgets how its predecessor ended. Launcher only.
   void record_start(int local_rank, pid_t pid);
-  /// Notes how it ended (a wait status) and wakes who waits for that. Launcher only.
+  /// Notes how it ended (a wait status) and wakes the processes that wait for that. Launcher only.
   void record_end(int local_rank, int wait_status);
 
   /// How the worker `pid` ended, as describe_wait_status() says it. Waits until the launcher has noted it;

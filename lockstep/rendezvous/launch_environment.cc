@@ -198,7 +198,7 @@ Meeting slurm_meeting(const Reader& reader) {
     if (!list) return NoMeeting{"srun set no SLURM_STEP_NODELIST; set MASTER_ADDR to the host of rank 0"};
     auto hosts = expand_hostlist(*list);
     meeting.host =
-        hosts.size() == 1 ? "127.0.0.1" : hosts.front();  // one host: nobody outside needs to reach it
+        hosts.size() == 1 ? "127.0.0.1" : hosts.front();  // one host: no process outside needs to reach it
   }
   if (auto port = reader.integer("MASTER_PORT", 0, 65535)) {
     meeting.port = static_cast<uint16_t>(*port);
@@ -244,7 +244,7 @@ void read_slurm(const Reader& reader, LaunchEnvironment& environment) {
 LaunchEnvironment read_launch_environment(const Lookup& lookup) {
   Reader reader(lookup);
   LaunchEnvironment environment;
-  // Both variables: somebody placed this very process, perhaps torchrun, itself started by mpirun or srun.
+  // Both variables: a launcher placed this very process, perhaps torchrun, itself started by mpirun or srun.
   bool placed = reader.has("RANK") && reader.has("WORLD_SIZE");
   // A batch script is not a step: there SLURM_PROCID is 0 and means nothing. Hydra, started inside of a step,
   // sets MPI_LOCALNRANKS; its processes inherit the Slurm variables of their proxy.

@@ -17,7 +17,7 @@ struct TcpMeeting {
   std::string host = {};
   uint16_t port = 0;
   bool agent_hosts = false;   ///< the launcher's agent serves the store: rank 0 is a client too
-  bool port_derived = false;  ///< computed from the Slurm job, not given by anybody
+  bool port_derived = false;  ///< computed from the Slurm job, not given
   /// Set off this job, and this attempt of it, from others that use the same store.
   std::string run_id = "none";
   int64_t attempt = 0;
@@ -30,7 +30,7 @@ struct JobMeeting {
 struct FileMeeting {
   std::string path = {};
 };
-/// Nobody to meet: the only process of its world.
+/// No process to meet: the only one of its world.
 struct Alone {};
 
 using Meeting = std::variant<NoMeeting, TcpMeeting, JobMeeting, FileMeeting, Alone>;
@@ -48,7 +48,7 @@ struct LaunchEnvironment {
 /// Looks up a variable; nothing when it is unset or empty. environment::text is one.
 using Lookup = std::function<std::optional<std::string>(const char* name)>;
 
-/// Reads who started this process and where to meet the others. A pure function of the variables.
+/// Reads which launcher started this process and where to meet the others. A pure function of the variables.
 ///
 /// RANK with WORLD_SIZE comes first (lockstep run, torchrun, by hand), then Open MPI's OMPI_COMM_WORLD_*,
 /// then Slurm's (SLURM_PROCID inside of a step), then MPICH's PMI_* (Intel MPI and others use them too).

@@ -48,7 +48,7 @@ struct Place {
   std::shared_ptr<Entry> entry;  ///< none for a process that is alone
   StorePtr store;
   std::string job = "none";            ///< sets jobs that use one store apart
-  std::shared_ptr<void> until_joined;  ///< dropped once everybody has come, or nobody will
+  std::shared_ptr<void> until_joined;  ///< dropped once all ranks have come, or can't any more
 };
 
 /// The program as it was typed, for an error that shows how to start it.
@@ -149,8 +149,8 @@ Place meet(const FileMeeting& meeting, const Call& call) {
   check_file(meeting.path);
   auto entry = StoreCache::instance().entry("file://" + meeting.path, call.rank);
   {
-    // Somebody deleted the file since the last time: what the store remembers of it is worthless. It is
-    // leaked, because its destructor would sign this process off in the file that a peer may have made anew.
+    // The file was deleted since the last time: what the store remembers of it is worthless. It is leaked,
+    // because its destructor would sign this process off in the file that a peer may have made anew.
     if (entry->store && !is_same_file(entry->file, meeting.path)) entry->store.release();
   }
   return open_place(entry, [&]() -> StorePtr {

@@ -36,8 +36,8 @@ struct RendezvousOptions {
 /// the process ends. Thread-safe. Ranks may be threads of one process.
 ///
 /// Throws c10::ValueError for a missing, malformed or contradictory option or variable; c10::DistNetworkError
-/// when the port is in use or nobody listens there; c10::DistTimeoutError that names the ranks that did not
-/// come within `timeout`; c10::DistStoreError when two processes have the same rank.
+/// when the port is in use or no process listens there; c10::DistTimeoutError that names the ranks that did
+/// not come within `timeout`; c10::DistStoreError when two processes have the same rank.
 World rendezvous(const RendezvousOptions& options = {});
 
 }  // namespace lockstep

@@ -250,7 +250,7 @@ class StoreAllGather {
                  "; give every process a rank of its own, let all of them initialise equally often, and "
                  "do not use a store again that an earlier job left behind (delete its file, or choose "
                  "another port)");
-    decide(conflict);  // whoever still waits learns of it
+    decide(conflict);  // a rank that still waits learns of it
     C10_THROW_ERROR(DistStoreError, conflict);
   }
 

@@ -1,4 +1,4 @@
-// A store in which somebody else left any values where store_all_gather() has its own: it returns what was
+// A store in which another program left any values where store_all_gather() has its own: it returns what was
 // published or throws a c10::Error, and does so at once. Likewise the identity of a host, which ranks
 // publish.
 //
@@ -35,7 +35,7 @@ void gather_with(const std::string& text) {
         store_all_gather(*store, "meeting", 1, 2, "mine", Deadline::after(std::chrono::seconds(0)));
     if (all.size() != 2 || all[1] != "mine") std::abort();
   } catch (const c10::Error&) {
-    // nobody came, or somebody came twice
+    // no rank came, or one came twice
   }
 }
 

@@ -7,14 +7,14 @@
 
 namespace lockstep {
 
-/// What rendezvous() found out: who this process is, how many there are, and the store through which they
-/// talk. A value; the store may be used from several threads.
+/// What rendezvous() found out: which rank this process is, how many there are, and the store through which
+/// they talk. A value; the store may be used from several threads.
 struct World {
   int rank = 0;
   int world_size = 1;
   int local_rank = -1;        ///< position among this job's processes on this host; -1 where unknown
   int local_world_size = -1;  ///< this job's processes on this host; -1 where unknown
-  c10::intrusive_ptr<c10d::Store> store = {};  ///< this world's own key space; nobody else's keys are in it
+  c10::intrusive_ptr<c10d::Store> store = {};  ///< this world's own key space; no other keys are in it
   std::string met_at =
       {};  ///< the all-gather (store_all_gather.h) in that store to which all ranks have come
   std::string launcher =

@@ -336,7 +336,7 @@ int run_fuzz_driver(const FuzzTarget& target, int argc, char** argv) {
       !options.paths.empty() && std::none_of(options.paths.begin(), options.paths.end(),
                                              [](const auto& path) { return fs::is_directory(path); });
   if (!only_files) return fuzz(target, options, argv[0]);
-  // Here and in no child, for the debugger that somebody wants to use.
+  // Here and in no child, so that a debugger sees it.
   limit_memory(options.memory_mib);
   for (const auto& path : options.paths) {
     std::cout << "running " << path << std::endl;

@@ -10,7 +10,7 @@ namespace lockstep::testing {
 class Gate {
  public:
   Gate() = default;
-  /// Open already, so that a test that fails half-way leaves nobody waiting.
+  /// Opens the gate, so that a test that fails half-way leaves no thread waiting.
   ~Gate() { open(); }
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
@@ -28,7 +28,7 @@ class Gate {
     --waiting_;
     changed_.notify_all();
   }
-  /// Returns when somebody waits at the closed gate, or it is open.
+  /// Returns when a thread waits at the closed gate, or it is open.
   void wait_for_arrival() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_ > 0 || open_; });

@@ -52,8 +52,8 @@ struct RankOutcome {
 /// ranks' output goes where the test's goes.
 void run_ranks(int nprocs, const std::function<void(int rank)>& body, const RunRanksOptions& options = {});
 
-/// The same for tests in which ranks go wrong on purpose: nobody is ended because another failed, nothing but
-/// a passed deadline fails the test, and how each rank ended is returned, by rank.
+/// The same for tests in which ranks go wrong on purpose: no rank is ended because another failed, nothing
+/// but a passed deadline fails the test, and how each rank ended is returned, by rank.
 std::vector<RankOutcome> run_ranks_collect(int nprocs, const std::function<void(int rank)>& body,
                                            const RunRanksOptions& options = {});
 

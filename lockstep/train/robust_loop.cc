@@ -81,7 +81,7 @@ int RobustLoop::run() {
     }
   }
   save_what_is_left();
-  trainer_.finalize_writers();  // here, as nobody may catch what comes
+  trainer_.finalize_writers();  // here, as the caller may not catch what comes
   throw_first_cause(failure);
 }
 

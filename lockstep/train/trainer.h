@@ -260,7 +260,7 @@ class Trainer final : public TrainerCore {
       loader_ended_ = batch == nullptr;
       if (loader_ended_) break;
       if constexpr (kResumes) {
-        next.push_back(std::move(*batch));  // a loader's batch is nobody else's
+        next.push_back(std::move(*batch));  // only this function has the loader's batch
       } else {
         next.push_back(*batch);
       }

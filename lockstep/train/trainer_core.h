@@ -53,7 +53,7 @@ class TrainerCore {
   TrainingState& state() { return training_state_; }
   /// Goes on from the latest good checkpoint, if there is one; before train(). Collective. Written by as many
   /// ranks as there are now: exactly where it was, in the middle of an epoch too. By another number: exactly
-  /// at the begin of an epoch; in the middle of one with the samples that nobody has seen yet, if the
+  /// at the begin of an epoch; in the middle of one with the samples that no rank has seen yet, if the
   /// loader's sampler can do that (DistributedSampler), else the epoch begins again, and the log says so. The
   /// epoch's metrics are those of all its samples; where the checkpoint has left some out, as those of
   /// save_alone() do, and the user's own of state(), the log says so.
@@ -86,7 +86,7 @@ class TrainerCore {
   /// At most so many at once from now on, accumulated, so that steps stay what they are. 0: whole batches.
   void set_max_micro_batch(int64_t samples) { max_micro_batch_ = samples; }
   /// Tells the writers how training has ended, if it has and they don't know: it may take them seconds, so
-  /// with `recover` set train() leaves it to whoever has set it, when the checkpoint is there.
+  /// with `recover` set train() leaves it to the code that has set it, when the checkpoint is there.
   void finalize_writers();
   /// The group is another now. Collective in it.
   void set_group(const ProcessGroup& group);
@@ -96,7 +96,7 @@ class TrainerCore {
  protected:
   TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options);
 
-  /// The user's loader, for those who don't know its type.
+  /// The user's loader, for code that does not know its type.
   virtual StateDict loader_state(int64_t unseen_batches) const = 0;
   virtual void load_loader(const StateDict& state) = 0;
   virtual bool start_loader_at(int64_t position) = 0;

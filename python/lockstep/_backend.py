@@ -19,7 +19,7 @@ _ended_by_exception = False
 
 
 def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in_for_gloo=False):
-    """The engine of one process group of `size` ranks, who meet in `store`; collective. See _C.open_backend."""
+    """The engine of one process group of `size` ranks, which meet in `store`; collective. See _C.open_backend."""
     _watch_excepthook()
     backend = _C.open_backend(store, rank, size, timeout, group_name, list(global_ranks), stands_in_for_gloo)
     _ddp.install()
@@ -28,9 +28,9 @@ def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in
 
 def _without_wrapper(make_wrapper):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps each backend, to compare the ranks' calls over a group of Gloo's
-    beside it. The engine compares them always, and says more. In Gloo's place the wrapper stays: who debugs a program
-    there may look for its words, and its group is still usable after a mismatch. Before torch 2.13 it passes on neither
-    shutdown(), abort(), timeouts nor the coalesced calls of tensors; a torch without Gloo has none."""
+    beside it. The engine compares them always, and says more. In Gloo's place the wrapper stays: users may look for its
+    words there, and its group is still usable after a mismatch. Before torch 2.13 it passes on neither shutdown(),
+    abort(), timeouts nor the coalesced calls of tensors; a torch without Gloo has none."""
 
     def make(wrapped_pg, *arguments, **named):
         is_engine = isinstance(wrapped_pg, ProcessGroupLockstep)

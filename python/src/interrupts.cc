@@ -19,7 +19,7 @@ bool is_main_thread() {
 }
 
 void run_signal_handlers() {
-  // Python runs handlers in its main thread only. After Py_Finalize has begun nobody may ask for the GIL.
+  // Python runs handlers in its main thread only. After Py_Finalize has begun no thread may ask for the GIL.
   if (!is_main_thread() || Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw RaisedBySignal();

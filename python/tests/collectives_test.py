@@ -158,7 +158,7 @@ def test_a_callback_may_wait_for_another_collective():
 
 
 def run_dropped(rank, world):
-    """Nobody keeps works or tensors: the engine lets them go, which needs the GIL, while we hold it and ask on."""
+    """Nothing keeps works or tensors: the engine lets them go, which needs the GIL, while we hold it and ask on."""
     told = []
     for number in range(3000):
         work = dist.all_reduce(torch.full((2,), float(number)), async_op=True)
@@ -233,7 +233,7 @@ def test_coalescing_manager():
 
 
 def run_messages(rank, world):
-    """A ring by isend and irecv, one by a batch, then messages with tags and from anybody."""
+    """A ring by isend and irecv, one by a batch, then messages with tags and from any source."""
     right, left = (rank + 1) % world, (rank - 1) % world
     received = torch.zeros(4)
     works = [dist.isend(torch.full((4,), float(rank)), right), dist.irecv(received, left)]

@@ -219,7 +219,7 @@ def run_profiled(rank, world, path):
 
 
 def test_profiler_shows_collectives(tmp_path):
-    """Of the call (c10d::) and of its work, by whoever does it."""
+    """Of the call (c10d::) and of its work, whichever thread does it."""
     for names in run_ranks(run_profiled, 2, str(tmp_path)):
         assert names.count("c10d::allreduce_") == 2 and names.count("c10d::broadcast_") == 1
         assert names.count(f"{BACKEND}:all_reduce") == 2 and names.count(f"{BACKEND}:broadcast") == 1

@@ -328,7 +328,7 @@ def run_debugged(rank, world):
     kind, text = whole_refusal(lambda: stand_in.allreduce([torch.zeros(20, 2 + rank)]))
     assert kind is RuntimeError and f"[20, {2 + rank}]" in text and "SequenceNumber" in text, text
     stand_in.allreduce([tensor]).wait()
-    # Who does not come is named on rank 0, to whom the others point.
+    # A rank that does not come is named on rank 0, to which the others point.
     hanging = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=1))._get_backend(CPU)
     if rank != 1:
         kind, text = whole_refusal(lambda: hanging.allreduce([tensor]))

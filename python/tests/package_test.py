@@ -1,4 +1,4 @@
-"""The package as users get it: what the wheel holds, that it runs where there is no compiler, and whom it refuses.
+"""The package as users get it: what the wheel holds, that it runs where there is no compiler, and what it refuses.
 
 Most tests pack the build that scripts/test made; one compiles a wheel, as `pip install ./python` does.
 """

@@ -287,7 +287,7 @@ class _Ranks:
             _rank_main(self._task, self._function, rank, self._folder, log, writing, server)  # never returns
         os.close(writing)
         os.set_blocking(reading, False)
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too, whoever is first
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too, and either may be first
             os.setpgid(pid, pid)
         self._pids.append(pid)
         self._pidfds.append(os.pidfd_open(pid))
@@ -346,7 +346,7 @@ class _Ranks:
         outcome.order, self._ended = self._ended, self._ended + 1
 
     def _end(self, rank) -> int:
-        """Kills what is left of the rank and of its own children, who are in its process group."""
+        """Kills what is left of the rank and of its own children, which are in its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pids[rank], signal.SIGKILL)  # a rank that ended is a zombie still: its number is not reused
         _, status = os.waitpid(self._pids[rank], 0)

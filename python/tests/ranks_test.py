@@ -100,7 +100,7 @@ def test_dies_with_the_tests(tmp_path):
     os.mkfifo(fifo)
     script = f"import ranks, ranks_test; ranks.run_ranks(ranks_test.reports_and_hangs, 2, {str(fifo)!r}, backend=None)"
     folder = os.path.dirname(__file__)
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed leaves files
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a rank that is killed leaves files
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True) as client:
         pids = [int(line) for line in lines_of(fifo, 2)]
@@ -114,7 +114,7 @@ def test_refuses_what_it_cannot_send():
 
 
 def lines_of(fifo, count) -> list:
-    """That many lines, whoever writes them, or fewer when they don't come."""
+    """That many lines, from any rank, or fewer when they don't come."""
     descriptor, text = os.open(fifo, os.O_RDWR), b""
     try:
         while text.count(b"\n") < count and select.select([descriptor], [], [], ranks.TIMEOUT)[0]:

@@ -58,7 +58,7 @@ def run_with_store(rank, world, path):
 
 @pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
 def test_store_and_no_end(tmp_path):
-    """A store of the user's, and nobody destroys the group."""
+    """A store of the user's, and a group that is not destroyed."""
     assert run_ranks(run_with_store, 2, str(tmp_path / "store"), backend=None) == [3.0, 3.0]
 
 

@@ -50,7 +50,7 @@ ensure_packages() {
   find_root || die "packages are missing and there is no root or sudo" "as root: apt-get install ${missing[*]}"
   local environment=(env DEBIAN_FRONTEND=noninteractive)
   local options=(-o DPkg::Lock::Timeout=120 -o Acquire::Retries=2)
-  # A source of somebody else's that cannot be reached must not stop us: what counts is the install.
+  # Another package source that cannot be reached must not stop us: what counts is the install.
   run_logged ${as_root[@]+"${as_root[@]}"} "${environment[@]}" apt-get "${options[@]}" update || true
   if ! run_logged ${as_root[@]+"${as_root[@]}"} "${environment[@]}" \
       apt-get "${options[@]}" install -y --no-install-recommends "${missing[@]}"; then

@@ -29,7 +29,7 @@ class BackgroundThread {
   std::thread thread_;
 };
 
-/// Starts a thread that nobody joins, otherwise like BackgroundThread.
+/// Starts a thread that is not joined, otherwise like BackgroundThread.
 void start_detached_thread(const char* name, std::function<void()> body);
 
 }  // namespace lockstep

@@ -5,8 +5,8 @@
 namespace lockstep {
 
 /// Knows whether this object lives in a child that was forked after it was made. Threads, shared mappings and
-/// sockets of the parent are useless there: whoever owns such things asks before it touches them, in its
-/// destructor too. Costs one relaxed load. Thread-safe.
+/// sockets of the parent are useless there: their owner asks before it touches them, in its destructor too.
+/// Costs one relaxed load. Thread-safe.
 class ForkGuard {
  public:
   ForkGuard();

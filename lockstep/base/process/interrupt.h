@@ -5,12 +5,12 @@
 
 #include <lockstep/base/deadline.h>
 
-/// Lets the program that this library is part of end its waits: Python's signal handlers run only when
-/// somebody asks for them, and a wait for a peer may take half an hour.
+/// Lets the program that this library is part of end its waits: Python's signal handlers run only when a
+/// thread asks for them, and a wait for a peer may take half an hour.
 namespace lockstep {
 
 /// What an interrupt check throws derives from this, beside a type of its own that its program knows. An
-/// operation that it interrupts half-way fails on all ranks; what it throws reaches the caller who waited.
+/// operation that it interrupts half-way fails on all ranks; what it throws reaches the caller that waited.
 struct Interruption {
   virtual ~Interruption() = default;
 };

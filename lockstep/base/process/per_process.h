@@ -16,7 +16,7 @@ class PerProcess {
     Instance* instance = current_.load(std::memory_order_acquire);
     while (instance == nullptr || instance->fork_guard.in_forked_child()) {
       auto* fresh = new Instance;
-      // Release: who gets the pointer gets what it points to.
+      // Release: a thread that gets the pointer sees what it points to.
       if (current_.compare_exchange_strong(instance, fresh, std::memory_order_acq_rel)) return fresh->value;
       delete fresh;
     }

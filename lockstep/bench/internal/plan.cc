@@ -16,7 +16,7 @@ constexpr int64_t kDefaultMinBytes = int64_t{1} << 10;
 constexpr int64_t kDefaultMaxBytes = int64_t{16} << 20;
 constexpr int64_t kMostBytes = int64_t{1} << 50;  // far beyond any machine, and sums of it don't overflow
 constexpr int64_t kMostIterations = 10'000'000;
-// Left to everybody else, as check_memory_available() does.
+// Left to all other programs, as check_memory_available() does.
 constexpr int64_t kMemoryReserve = int64_t{64} << 20;
 
 struct NamedType {

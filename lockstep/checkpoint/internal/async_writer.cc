@@ -88,7 +88,7 @@ void AsyncWriter::run() {
   for (;;) {
     state.changed.wait(lock, [&] { return state.task || state.closing; });
     if (!state.task) return;
-    // A copy: whoever waits must find the task in its place until it is done.
+    // A copy: a thread that waits must find the task in its place until it is done.
     const std::function<void()> task = state.task;
     lock.unlock();
     task();

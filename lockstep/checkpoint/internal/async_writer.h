@@ -26,7 +26,7 @@ class AsyncWriter {
   void start(std::function<void()> task);
   /// Waits for the task; nothing if there is none.
   void wait();
-  /// Whether there is a task; true in a forked child, where nobody can tell.
+  /// Whether there is a task; true in a forked child, which can't tell.
   bool busy() const;
   /// True when the task should give up.
   const std::atomic<bool>& cancelled() const { return cancelled_; }

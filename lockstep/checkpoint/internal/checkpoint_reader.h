@@ -15,9 +15,9 @@
 
 namespace lockstep::internal {
 
-/// Reads the files of one checkpoint, and gathers what is wrong with them instead of throwing: who restores
-/// from a damaged one wants to know all of it. What can't be read is not damage: all functions that read
-/// throw CheckpointIoError for it. Not thread-safe.
+/// Reads the files of one checkpoint, and gathers what is wrong with them instead of throwing: a program that
+/// restores from a damaged one wants to know all of it. What can't be read is not damage: all functions that
+/// read throw CheckpointIoError for it. Not thread-safe.
 class CheckpointReader {
  public:
   /// Reads the manifest. Throws CheckpointError when there is none, or it is damaged.

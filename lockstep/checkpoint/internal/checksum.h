@@ -8,7 +8,7 @@
 namespace lockstep::internal {
 
 /// XXH3-128 of bytes that come in pieces, as `xxhsum -H2` prints it: 32 hexadecimal digits, canonical order.
-/// It finds damage; it is no protection against somebody who means harm.
+/// It finds damage; it is no protection against an attacker.
 class Checksum {
  public:
   Checksum();

@@ -74,7 +74,7 @@ class InputFile {
 /// All of a file. Throws CheckpointError, also when it has more than `most` bytes.
 std::string read_file(const std::filesystem::path& path, int64_t most);
 
-/// A name beside `path` that nobody else uses, on no host that shares the disk.
+/// A name beside `path` that no other process uses, on any host that shares the disk.
 std::filesystem::path temporary_name(const std::filesystem::path& path);
 
 /// Removes what killed processes have left of writing `path` under a temporary_name(): files that nothing was

@@ -93,7 +93,7 @@ std::optional<Lease> read_lease(const UniqueFd& file) {
                string_at("since")};
 }
 
-/// A disk that is full keeps it from being written: then others are not told who has the lock.
+/// A disk that is full keeps it from being written: then others are not told which process has the lock.
 void write_lease(const UniqueFd& file) {
   const nlohmann::json lease = {{"host", host_name()},
                                 {"pid", static_cast<int64_t>(::getpid())},

@@ -16,9 +16,9 @@ constexpr const char* kLockName = ".lockstep-lock";
 /// remove each other's checkpoints.
 ///
 /// It is a lock of fcntl(2) on a file, which NFS knows and which the kernel takes back when its process ends,
-/// however it ends. The file says who has it, for others' errors. Where the file system knows no locks, that
-/// text decides: a process that lives on this host has it, and of other hosts nothing is known, so there it
-/// is only a warning. Several in one process share it. Thread-safe.
+/// however it ends. The file says which process has it, for others' errors. Where the file system knows no
+/// locks, that text decides: a process that lives on this host has it, and of other hosts nothing is known,
+/// so there it is only a warning. Several in one process share it. Thread-safe.
 class FolderLock {
  public:
   /// Makes the folder where it is missing. Throws CheckpointError that names the host and the process that

@@ -10,7 +10,7 @@
 namespace lockstep::internal {
 
 /// The ranks that save together, by their numbers in the group; perhaps this process alone, whose
-/// "collectives" then talk to nobody. As thread-safe as the group.
+/// "collectives" then do not communicate. As thread-safe as the group.
 class MemberRanks {
  public:
   /// An empty group is the default group, or this process alone if there is none. With `alone` nothing is
@@ -30,13 +30,13 @@ class MemberRanks {
   /// How long the others wait for this one; without end if alone.
   std::chrono::nanoseconds timeout() const;
 
-  /// On the leader everybody's objects, by rank; elsewhere nothing.
+  /// On the leader all ranks' objects, by rank; elsewhere nothing.
   std::vector<c10::IValue> gather(const c10::IValue& object) const;
   /// The leader's object for this rank; `objects` count on the leader alone, one for each rank.
   c10::IValue scatter(const std::vector<c10::IValue>& objects) const;
   /// The leader's object.
   c10::IValue broadcast(const c10::IValue& object) const;
-  /// Everybody's objects, by rank, on all ranks.
+  /// All ranks' objects, by rank, on all ranks.
   std::vector<c10::IValue> all_gather(const c10::IValue& object) const;
 
  private:

@@ -14,7 +14,7 @@
 namespace lockstep::internal {
 namespace {
 
-/// One tensor: who has it, and which of that rank's offers it is.
+/// One tensor: the rank that has it, and which of that rank's offers it is.
 struct Owned {
   int64_t bytes = 0;
   std::vector<std::pair<size_t, int64_t>> owners;

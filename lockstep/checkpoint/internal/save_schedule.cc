@@ -14,7 +14,7 @@ using std::chrono::nanoseconds;
 // With `automatic`, before anything was measured, and the least that there ever is between two saves.
 constexpr nanoseconds kFirstAutomatic = std::chrono::minutes(1);
 constexpr nanoseconds kLeastAutomatic = std::chrono::seconds(10);
-// Also when time seems to stand still, someone who waits for a checkpoint should see one.
+// A bound in steps, for a clock that does not advance: a checkpoint is then written all the same.
 constexpr int64_t kMostStepsAhead = 10'000;
 
 }  // namespace

@@ -22,7 +22,7 @@ class SaveSchedule {
     bool save = false;
     int64_t next_step = 0;
   };
-  /// Gives everybody the leader's look.
+  /// Gives all ranks the leader's look.
   using Agree = std::function<Look(const Look&)>;
 
   SaveSchedule(const CheckpointManagerOptions& options, bool leads, Agree agree);

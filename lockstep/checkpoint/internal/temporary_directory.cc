@@ -77,7 +77,8 @@ bool may_be_replaced(const fs::path& directory) {
          (fs::exists(directory / kManifestName, error) || fs::exists(directory / kStateName, error));
 }
 
-/// Removes a checkpoint, if there is one, so that nobody sees a part of it. What can't be removed is told.
+/// Removes a checkpoint, if there is one, so that no process sees a part of it. What can't be removed is
+/// told.
 void discard(const fs::path& directory) {
   try {
     if (!names_our_format(directory)) return;
@@ -118,12 +119,12 @@ TemporaryDirectory::TemporaryDirectory(fs::path destination) : destination_(std:
   fs::create_directories(parent, error);
   if (error) throw_system_error("create", parent, error.value());
   remove_left_overs(parent);
-  // Between its making and its locking somebody may take a new directory for a left-over, and remove it.
+  // Before a new directory is locked, another process may take it for a left-over and remove it.
   for (int attempt = 0; attempt < 100; ++attempt) {
     path_ = hidden_name(destination_);
     if (::mkdir(path_.c_str(), 0777) != 0) throw_system_error("create", path_, errno);
     lock_ = lock_directory(path_, LOCK_EX);
-    if (!lock_ && fs::exists(path_, error)) return;  // no locks here, so nobody removes it either
+    if (!lock_ && fs::exists(path_, error)) return;  // no locks here, so no process removes it either
     if (lock_ && is_at(lock_, path_)) return;
   }
   LOCKSTEP_CHECK_FILE(false, "cannot keep ", path_.string(), ": another process removes it");

@@ -44,7 +44,7 @@ bool is_temporary_name(const std::filesystem::path& directory);
 /// Removes temporary directories in `parent` whose writers are dead. Never throws.
 void remove_left_overs(const std::filesystem::path& parent);
 
-/// Removes a directory so that nobody sees a part of it: it loses its name first. Throws CheckpointError.
+/// Removes a directory so that no process sees a part of it: it loses its name first. Throws CheckpointError.
 void remove_checkpoint_directory(const std::filesystem::path& directory);
 
 }  // namespace lockstep::internal

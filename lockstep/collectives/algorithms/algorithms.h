@@ -15,7 +15,7 @@
 /// can't see.
 namespace lockstep::algorithms {
 
-/// When the operation must be done, and by whom it is run.
+/// When the operation must be done, and by which thread it is run.
 struct Terms {
   Deadline deadline = Deadline::never();
   bool background = false;  // by a communication thread beside a computing one

@@ -18,7 +18,7 @@ enum class Place : uint32_t { kInline, kArena, kStaged };
 /// rank, follow; then the data, if they are there.
 struct Header {
   Place place;
-  uint32_t entries;  // 0, 1 (for everybody) or one for each rank
+  uint32_t entries;  // 0, 1 (for all ranks) or one for each rank
 };
 struct Entry {
   uint64_t bytes;
@@ -136,7 +136,7 @@ class Rounds {
     if (staging) stage(0);
     for (size_t k = 0; k < rounds_; ++k) {
       if (staging && k + 1 < rounds_) {
-        // The buffer of chunk k+1 is free once everybody has read chunk k−1 from it.
+        // The buffer of chunk k+1 is free once all ranks have read chunk k−1 from it.
         if (k > 0) channel_.await_all(Flag::kReduced, buffers_.number(k - 1));
         stage(k + 1);
       }

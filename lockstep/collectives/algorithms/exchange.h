@@ -18,7 +18,7 @@ struct Piece {
 
 /// One rank's part in an exchange.
 struct Exchange {
-  /// To each rank; or a single piece for everybody who takes it; or none.
+  /// To each rank; or a single piece for all ranks that take it; or none.
   std::vector<Piece> gives;
   /// Bytes from each rank; 0: nothing.
   std::vector<size_t> takes;

@@ -57,9 +57,9 @@ class ReduceCombiner final : public transport::PayloadCombiner {
 
 /// A tensor that peers may write, from its announcement on. If the operation does not succeed it is detached
 /// from them, before the error reaches the caller: a peer that was stopped half-way, or has not heard of the
-/// failure yet, goes on to write, and what it then writes into is no one's tensor any more. No check before a
-/// store could give that, for a peer may be stopped between the two. docs/internals/shared_memory_protocol.md, "After
-/// an error".
+/// failure yet, goes on to write, and what it then writes into is no tensor any more. No check before a store
+/// could give that, for a peer may be stopped between the two. docs/internals/shared_memory_protocol.md, "After an
+/// error".
 class ExposedMemory {
  public:
   ExposedMemory(GroupChannel& channel, void* data, size_t bytes)
@@ -128,7 +128,7 @@ class Reduction {
     finish(channel_);
   }
 
-  /// Each rank copies its chunk into the scratch; whoever wants the result reads them all.
+  /// Each rank copies its chunk into the scratch; a rank that wants the result reads them all.
   void staged_direct() {
     DoubleBuffer buffers(channel_);
     const size_t chunk = chunk_of(std::min(buffers.capacity(), kDirectChunkBytes));
@@ -143,7 +143,7 @@ class Reduction {
     stage(0);
     for (size_t k = 0; k < chunks; ++k) {
       if (k + 1 < chunks) {
-        // The buffer of chunk k+1 is free once everybody has read chunk k−1 from it.
+        // The buffer of chunk k+1 is free once all ranks have read chunk k−1 from it.
         if (k > 0) channel_.await_all(Flag::kReduced, buffers.number(k - 1));
         stage(k + 1);
       }
@@ -162,7 +162,8 @@ class Reduction {
     finish(channel_);
   }
 
-  /// Each rank reduces its slice of the chunk into its own scratch, where who wants the result fetches it.
+  /// Each rank reduces its slice of the chunk into its own scratch, where the ranks that want the result
+  /// fetch it.
   void staged_slices() {
     const int ranks = channel_.size();
     const size_t element = kernels_.element_size;

@@ -266,7 +266,7 @@ TEST(GroupLife, OverlappingGroupsInTwoThreads) {
 TEST(GroupLife, MadeInTwoThreadsInOppositeOrders) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    // A ring of pairs: served one after the other, with each rank beginning at another one, nobody would get
+    // A ring of pairs: served one after the other, with each rank beginning at another one, no rank would get
     // through.
     const auto make = [](std::vector<int> ranks) {
       const int expected = ranks[0] + ranks[1];

@@ -269,7 +269,7 @@ TEST(Groups, SplitsOfTheDefaultGroupAndOfOthers) {
         EXPECT_EQ(sum_of_ranks(outer), 4);
       }
       EXPECT_EQ(sum_of_ranks(part), 6) << "the parent goes on";
-      // Those who disagree are told, and the parent remains usable.
+      // The ranks that disagree are told, and the parent remains usable.
       const auto text = message_of<c10::DistBackendError>([&] {
         split_group(part, {{0, rank == 4 ? 2 : 1}});
       });
@@ -308,7 +308,7 @@ TEST(Groups, LocalSynchronizationNeedsOnlyTheMembers) {
     }
     EXPECT_EQ(get_pg_count(), 1);
     barrier();
-    // What disagreed stays in the store: who failed can't know whether the others have read it.
+    // What disagreed stays in the store: a rank that failed can't know whether the others have read it.
     EXPECT_LE(keys_in_store(), keys + 12);
     barrier();
     EXPECT_EQ(sum_of_ranks(new_group()), 6);

@@ -89,8 +89,9 @@ ProcessGroup finish(DefaultWorld& world, std::shared_ptr<Group> group, const Pla
   return handle;
 }
 
-/// The second half of a meeting that agreed. Members open the group, the others stand by; so does who makes a
-/// group of one while others (of `largest` ranks) exchange addresses. `positions`: see open_together().
+/// The second half of a meeting that agreed. Members open the group, the others stand by; so does a rank that
+/// makes a group of one while others (of `largest` ranks) exchange addresses. `positions`: see
+/// open_together().
 ProcessGroup open_or_stand_by(DefaultWorld& world, const Gather& gather, const Plan& plan,
                               const std::vector<int>& positions, size_t largest, Deadline deadline) {
   const bool member = contains(plan.ranks, world.world.rank);

@@ -310,7 +310,7 @@ TEST(ShrinkGroup, RanksDieAtRandomMomentsAndTheOthersNeverDisagree) {
                         if (get_world_size() == 2) ++last_steps;
                       } catch (const c10::DistBackendError&) {
                         shrink_group();
-                        // Whoever is behind by a step takes the state of one that is ahead: here all are
+                        // A rank that is behind by a step takes the state of one that is ahead: here all are
                         // level.
                         at::Tensor counts = at::empty({get_world_size()}, at::kLong);
                         try {

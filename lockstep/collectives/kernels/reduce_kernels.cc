@@ -42,7 +42,7 @@ const Capability* capabilities(size_t& count) {
   return all.list;
 }
 
-/// `asked_by` says who wants it, for the error message.
+/// `asked_by` says what asks for it, for the error message.
 const Capability& find_capability(const std::string& name, const std::string& asked_by) {
   size_t count = 0;
   const Capability* list = capabilities(count);

@@ -335,7 +335,7 @@ constexpr ReduceTable make_table() {
 
 }  // namespace
 
-// Made at compile time: no code of this file runs before somebody chooses the table.
+// Made at compile time: no code of this file runs before the table is chosen.
 constinit const ReduceTable LOCKSTEP_REDUCE_TABLE = make_table();
 
 }  // namespace lockstep::internal

@@ -137,7 +137,7 @@ T finished(Operation operation, AccumulatorOf<T> value, int64_t divisor) {
 
 // ---- Buffers
 
-/// Elements at an address of any alignment, between guard bytes that nobody may touch.
+/// Elements at an address of any alignment, between guard bytes that must not change.
 template <class T>
 class Buffer {
  public:

@@ -6,7 +6,7 @@ A case is a dictionary:
            "absent": the rank doesn't call
     begin, end: for each rank the part of its blob that belongs to the case
     misuse: there is no right result (gloo_parity_reference.py)
-    leave_out: who shall not be asked: "gloo", "private", "shared"; set by the test
+    leave_out: the implementations that are not asked: "gloo", "private", "shared"; set by the test
     timeout_ms, gloo_timeout_ms
 A tensor is {at, bytes: its place in the rank's blob; dtype, size, stride, offset: in elements; lazy: "", "conj" or
 "negative", as torch.conj() and x.conj().imag make views}. All memory of a rank is one blob of bytes, so that what is

@@ -50,7 +50,7 @@ at::Tensor parcel(const Case& c, int from, int to) {
 
 }  // namespace
 
-// ---- Reductions to everybody.
+// ---- Reductions to all ranks.
 
 Slots all_reduce_slots(const Case& c, int rank) {
   Slots slots;

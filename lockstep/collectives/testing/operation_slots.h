@@ -38,7 +38,7 @@ Slots all_to_all_single_slots(const Case& c, int rank);
 Slots send_slots(const Case& c, int rank);
 /// What is sent ahead, and where that goes which comes from behind.
 Slots batch_slots(const Case& c, int rank);
-/// Everybody sends to the rank that is as far ahead as the case's peer is from its root.
+/// Each rank sends to the rank that is as far ahead as the case's peer is from its root.
 struct Neighbours {
   int ahead, behind;
 };

@@ -153,7 +153,7 @@ Case random_case(Random& random, const Operation& operation, int ranks) {
   c.root = static_cast<int>(draw(random, 0, ranks - 1));
   c.peer = ranks == 1 ? 0 : static_cast<int>((c.root + draw(random, 1, ranks - 1)) % ranks);
   c.any_source = draw(random, 0, 2) == 0;
-  // Whoever receives from anybody must not get a message that another call meant for it.
+  // A rank that receives from any source must not get a message that another call meant for it.
   c.tag = c.any_source ? static_cast<int>(draw(random, 1000, 2'000'000'000))
                        : static_cast<int>(draw(random, 0, 2));
   c.asynchronous = draw(random, 0, 1) == 0;

@@ -15,7 +15,7 @@
 /// Random calls of every operation of functional.h, and what a single process computes for them.
 ///
 /// A Case says everything that the ranks of a call must agree on; all draw it alike from one seed, and each
-/// can compute every rank's inputs, so each knows its own results without having spoken to anybody.
+/// can compute every rank's inputs, so each knows its own results without any communication.
 namespace lockstep::testing {
 
 struct Case;

@@ -33,7 +33,7 @@ void check_fits(int64_t bytes, const std::string& path) {
                    " are available; select fewer columns, or split the file");
 }
 
-/// Numbers one after the other, of which nobody knows how many will come.
+/// Numbers one after the other, whose count is not known beforehand.
 class NumberBuffer {
  public:
   explicit NumberBuffer(at::ScalarType dtype) : dtype_(dtype), element_(c10::elementSize(dtype)) {}

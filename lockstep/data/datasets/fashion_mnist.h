@@ -27,9 +27,9 @@ class FashionMnist {
   /// `directory`, its subfolder fashion-mnist, or FashionMNIST/raw (where torchvision puts them): the first
   /// that holds both.
   ///
-  /// Throws c10::Error that names what was looked for and who provides it when files are missing, and one
-  /// that names the file when its content is wrong (see read_idx): not N×28×28 bytes and N bytes, different
-  /// N, no image, a label > 9.
+  /// Throws c10::Error that names what was looked for and which package provides it when files are missing,
+  /// and one that names the file when its content is wrong (see read_idx): not N×28×28 bytes and N bytes,
+  /// different N, no image, a label > 9.
   explicit FashionMnist(const std::string& directory, bool train = true);
 
   int64_t size() const { return images_.size(0); }

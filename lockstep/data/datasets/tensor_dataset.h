@@ -31,7 +31,7 @@ void check_tensors(std::span<const at::Tensor> tensors);
 ///     TensorDataset(images, masks, labels)         // std::array<at::Tensor, 3>: auto& [x, m, y] = batch;
 ///
 /// get_batch() gathers a batch in one pass; get() gives views. Shares the tensors' memory. Any number of
-/// threads may read it while nobody writes to the tensors. Tensors on any device.
+/// threads may read it while no thread writes to the tensors. Tensors on any device.
 template <size_t kTensors>
 class TensorDataset {
  public:

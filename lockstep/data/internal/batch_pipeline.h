@@ -134,7 +134,7 @@ class BatchPipeline {
   int64_t turn_ = 0;           // the batch whose worker may draw; guarded by turn_mutex_, as all below
   int64_t drawn_ = 0;          // samples of the epoch that were drawn
   bool stream_ended_ = false;  // or failed
-  bool turns_over_ = false;    // nobody shall draw any more
+  bool turns_over_ = false;    // no thread shall draw any more
 };
 
 }  // namespace lockstep::data::internal

@@ -64,10 +64,10 @@ class SequentialSampler final : public Sampler {
   int64_t size_;
 };
 
-// The samplers below draw from a CPU generator that is shared with whoever else holds it. Without one they
-// draw from torch's default CPU generator, as Python's do, so torch::manual_seed() decides the order. Their
-// state is the generator's before the latest order: 5 KB. Loading sets a generator that was given; the
-// default one is left alone, and the order that was saved comes once from a copy.
+// The samplers below draw from a CPU generator that is shared with its other holders. Without one they draw
+// from torch's default CPU generator, as Python's do, so torch::manual_seed() decides the order. Their state
+// is the generator's before the latest order: 5 KB. Loading sets a generator that was given; the default one
+// is left alone, and the order that was saved comes once from a copy.
 
 struct RandomSamplerOptions {
   /// Draw each index from all, so that an epoch may have one several times and another not at all.

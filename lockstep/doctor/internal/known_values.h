@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-/// Numbers whose sums everybody can compute alone. All are small whole numbers: float32 holds them, and the
+/// Numbers whose sums each rank can compute alone. All are small whole numbers: float32 holds them, and the
 /// sums over up to 100,000 ranks, exactly.
 namespace lockstep::doctor {
 

@@ -11,7 +11,7 @@ namespace lockstep::doctor {
 /// knows nothing. Thread-safe.
 class PeerWatch {
  public:
-  /// `ranks`: everybody's facts, by rank; a rank without facts has the default ones. `rank`: this one.
+  /// `ranks`: all ranks' facts, by rank; a rank without facts has the default ones. `rank`: this one.
   PeerWatch(const std::vector<RankFacts>& ranks, int rank);
   bool has_ended(int rank) const;
 

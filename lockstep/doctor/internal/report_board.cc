@@ -9,9 +9,8 @@
 
 /// Under doctor/ in the store, for round N:
 ///   N/report/R   what rank R has to say
-///   N/all        what rank 0 makes of it: an array of texts, of true for who has ended and false for who is
-///   silent;
-///                or its own text
+///   N/all        what rank 0 makes of it: an array of texts, of true for a rank that has ended and false for
+///                one that is silent; or its own text
 ///   N/seen/R     rank R has read N/all
 namespace lockstep::doctor {
 namespace {

@@ -33,7 +33,7 @@ std::set<int> held_forever(const WaitsByRank& waits) {
 
 /// Follows the waits within `held` until a rank comes again.
 std::vector<std::pair<const Wait*, int>> circle_in(const WaitsByRank& waits, const std::set<int>& held) {
-  std::vector<std::pair<const Wait*, int>> path;  // who waits, for whom
+  std::vector<std::pair<const Wait*, int>> path;  // the wait, and the rank waited for
   std::map<int, size_t> visited;
   int rank = *held.begin();
   while (!visited.contains(rank)) {

@@ -190,7 +190,7 @@ std::string shift_hint(const Scene& scene, const std::vector<Party>& parties) {
   return "";
 }
 
-/// Those who called something else than the most; with two camps of one size, everybody.
+/// The ranks that called something else than most did; if no call has most ranks, all of them.
 std::vector<int> dissenters(const std::vector<Party>& parties) {
   std::map<std::string, std::vector<int>> camps;
   for (const Party& party : parties) {

@@ -9,7 +9,7 @@
 namespace lockstep::flight::internal {
 namespace {
 
-constexpr size_t kMostFindings = 1000;  // of messages: enough for anybody to read
+constexpr size_t kMostFindings = 1000;  // of messages: a user reads no more
 
 /// One open message, seen from the rank that waits in it.
 struct Side {
@@ -85,7 +85,8 @@ std::string error_of(const Side& side) {
   return "\n  error on rank " + std::to_string(side.rank) + ": " + first_line(side.entry->error);
 }
 
-/// Both sides are there. Told once, by the sender, if what they say differs; by whoever failed otherwise.
+/// Both sides are there. Told once, by the sender, if what they say differs; otherwise by the side that
+/// failed.
 void compare(const Side& side, int member, std::vector<Finding>& findings) {
   const GroupView& view = side.group->views.at(member);
   const Entry* other = counterpart(side, view);

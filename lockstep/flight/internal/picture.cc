@@ -68,7 +68,7 @@ Picture::Picture(const std::vector<RankRecord>& records) {
     records_[record.rank] = &record;
     one_host_ = one_host_ && record.boot_id == records.front().boot_id;
     add_groups(record);
-    // Failed operations hold nobody, so where a rank is shows in what still waits.
+    // Failed operations hold no rank, so where a rank is shows in what still waits.
     const auto pending = std::find_if(record.entries.begin(), record.entries.end(),
                                       [](const Entry& entry) { return entry.pending(); });
     if (pending != record.entries.end()) oldest_pending_[record.rank] = &*pending;

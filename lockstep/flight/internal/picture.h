@@ -93,7 +93,7 @@ void find_stuck_collectives(const Picture& picture, std::vector<Finding>& findin
 /// Sends and receives that miss their other side.
 void find_unmatched_messages(const Picture& picture, std::vector<Finding>& findings,
                              std::vector<Wait>& waits);
-/// A circle among the waits, or else the ranks for whom all wait in the end.
+/// A circle among the waits, or else the ranks for which all wait in the end.
 void find_circle_or_root(const std::vector<Wait>& waits, std::vector<Finding>& findings);
 
 }  // namespace lockstep::flight::internal

@@ -13,7 +13,7 @@ class SignalWatcher {
  public:
   using Action = std::function<void(bool signalled)>;
 
-  /// Installs the handler and starts the thread; false, and nothing is done, when somebody else handles or
+  /// Installs the handler and starts the thread; false, and nothing is done, when the program handles or
   /// ignores SIGUSR1. Does nothing more when it runs already.
   static bool start(Action action);
   /// Ends the thread after the call of `action` in progress. The handler stays, and does nothing.

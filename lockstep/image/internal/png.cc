@@ -75,7 +75,7 @@ class PngDecoder {
     run([this] {
       ::png_set_read_fn(png_, this, on_read);
       ::png_set_user_limits(png_, PNG_UINT_31_MAX, PNG_UINT_31_MAX);  // check_size() limits, and says so
-      // Texts can be large when decompressed, and nobody asks for them here.
+      // Texts can be large when decompressed, and they are not used here.
       ::png_set_keep_unknown_chunks(png_, PNG_HANDLE_CHUNK_NEVER,
                                     reinterpret_cast<png_const_bytep>("tEXt\0zTXt\0iTXt\0sPLT\0"), 4);
       ::png_read_info(png_, info_);

@@ -56,7 +56,7 @@ class Journal {
 
   /// Gives the file another name, unless that is taken.
   void rename(const std::filesystem::path& path);
-  /// Removes the file; for when all is sent, and nobody appends any more.
+  /// Removes the file; for when all is sent, and no thread appends any more.
   void remove();
   std::filesystem::path path() const;
   int64_t lost() const;

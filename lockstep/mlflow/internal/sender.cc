@@ -175,7 +175,7 @@ void Sender::run() {
     }
     if (stopping_ && Clock::now() >= stop_at_) break;
     const bool is_last_chance = stopping_ && was_away_;
-    const bool hurried = std::exchange(hurry_, false);  // whoever hurries from now on means later lines, too
+    const bool hurried = std::exchange(hurry_, false);  // a later hurry() means later lines, too
     const int64_t there = journal_->size();
     lock.unlock();
     Result result;

@@ -50,7 +50,7 @@ Result judge(const HttpAnswer& answer) {
   std::string error = text_at(parse(answer), "/message");
   if (error.empty()) error = answer.body;
   error = "status " + std::to_string(answer.status) + ": " + printable(error, kLongestError);
-  // A server that lets nobody in, does not know the run, or has another service in its place may be put
+  // A server that refuses the log-in, does not know the run, or has another service in its place may be put
   // right; a request that is wrong stays wrong.
   const bool is_final = answer.status == 400 || answer.status == 405 || answer.status == 409 ||
                         answer.status == 413 || answer.status == 415 || answer.status == 422;
@@ -131,7 +131,7 @@ Result TrackingClient::find_experiment(const RunDescription& run) {
   }
   const std::string by_name =
       api("experiments/get-by-name?experiment_name=") + HttpConnection::escape(run.experiment_name);
-  // Between asking and making, somebody else may make it: then asking again finds it.
+  // Between asking and making, another client may make it: then asking again finds it.
   for (int attempt = 0; attempt < 2; ++attempt) {
     const HttpAnswer found = http_.get(by_name);
     const std::string id = text_at(parse(found), "/experiment/experiment_id");

@@ -44,8 +44,8 @@ void on_signal(int signal, siginfo_t* info, void* /*context*/) {
     if (const auto tell = before_default_end.load(std::memory_order_acquire)) tell(signal);
   }
   wait_until_written();
-  // Whoever was here before comes next. A fault strikes again when this returns, with all that the kernel
-  // tells of it; a signal that was sent, by a process or by a terminal, must be sent again.
+  // The handler that was here before comes next. A fault strikes again when this returns, with all that the
+  // kernel tells of it; a signal that was sent, by a process or by a terminal, must be sent again.
   ::sigaction(signal, &next, nullptr);
   const bool strikes_again =
       info->si_code > 0 && (signal == SIGSEGV || signal == SIGBUS || signal == SIGILL || signal == SIGFPE);

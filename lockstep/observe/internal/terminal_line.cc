@@ -18,7 +18,7 @@ struct Drawn {
   std::string text;
 };
 
-// Another one in a forked child: there nobody may hold the lock, and nothing is drawn.
+// Another one in a forked child: there no thread may hold the lock, and nothing is drawn.
 PerProcess<Drawn> drawn_line;
 
 void write_log_line(std::string_view line) {

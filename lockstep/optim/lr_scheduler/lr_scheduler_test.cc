@@ -336,7 +336,7 @@ TEST(SchedulersOfWrappers, LeadTheLocalOptimizersOnEveryRank) {
       cycle.step();
       sequence.step();
     }
-    // Each rank's parameters have changed, its own and the other's, so nobody is warned.
+    // Each rank's parameters have changed, its own and the other's, so no rank is warned.
     EXPECT_EQ(::testing::internal::GetCapturedStderr(), "") << "rank " << rank;
     EXPECT_NEAR(sequence.get_last_lr()[1], 0.1, 1e-12);  // half of the cosine
   });

@@ -91,7 +91,7 @@ class LRScheduler {
 
  protected:
   /// `name`: for messages. `last_epoch` other than -1: the epoch that a run before this has reached; throws
-  /// c10::ValueError when nobody knows the groups' initial learning rates.
+  /// c10::ValueError when the groups' initial learning rates are not known.
   LRScheduler(torch::optim::Optimizer& optimizer, std::string name, int64_t last_epoch);
   /// Without initial learning rates and state: for what calls begin() later, and for schedulers of
   /// schedulers.

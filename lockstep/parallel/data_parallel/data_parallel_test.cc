@@ -313,7 +313,7 @@ TEST(DataParallel, RecordsNothingWithoutGradients) {
   EXPECT_TRUE(model(x).requires_grad());
 }
 
-/// All who call arrive() go on together, or get false after a minute.
+/// All threads that call arrive() go on together, or get false after a minute.
 class Meeting {
  public:
   explicit Meeting(int count) : missing_(count) {}

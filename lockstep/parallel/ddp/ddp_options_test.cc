@@ -70,7 +70,7 @@ TEST(DdpOptions, FindsUnusedParametersThatDifferByRankAndStep) {
       DistributedDataParallel model(
           net, {.bucket_cap_mb = 1e-4, .find_unused_parameters = true, .gradient_as_bucket_view = view});
       for (int step = 0; step < 8; ++step) {
-        const bool with_extra = ((step >> rank) & 1) != 0;  // nobody in step 0, some, all in step 7
+        const bool with_extra = ((step >> rank) & 1) != 0;  // no rank in step 0, some, all in step 7
         const auto x = data(rank, {5, 4}, step);
         const auto expected = branching_gradients(*net, x, with_extra);
         net->zero_grad();
@@ -122,7 +122,7 @@ TEST(DdpOptions, OutputsOutsideOfTheLossLeaveTheirParametersUnused) {
     auto net = make_double<Heads>();
     DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4, .find_unused_parameters = true});
     for (int step = 0; step < 6; ++step) {
-      const bool by_both = step % 3 == 2;  // else b is out of everybody's loss, or of rank 1's
+      const bool by_both = step % 3 == 2;  // else b is out of all ranks' losses, or of rank 1's
       const bool with_b = by_both || (step % 3 == 1 && rank == 0);
       const auto x = data(rank, {5, 4}, step);
       const auto loss_of = [&](std::map<std::string, torch::Tensor> output) {

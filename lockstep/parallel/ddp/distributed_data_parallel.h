@@ -166,10 +166,10 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   void check_reducer_finalized() const { reducer().check_finalized(); }
 
   /// After a failure: goes on with another group, in the same processes; collective over it. First the ranks
-  /// compare how many steps they have done: who is behind gets parameters, buffers and `states` (optimizers,
-  /// say) of one that is ahead. Returns the number of steps that all have done now: backward passes whose
-  /// gradients were applied. A registered communication hook keeps its group, and may be replaced then. Not
-  /// inside of a backward.
+  /// compare how many steps they have done: a rank that is behind gets parameters, buffers and `states`
+  /// (optimizers, say) of one that is ahead. Returns the number of steps that all have done now: backward
+  /// passes whose gradients were applied. A registered communication hook keeps its group, and may be
+  /// replaced then. Not inside of a backward.
   int64_t update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states = {}) {
     return core_.update_process_group(group, states);
   }

@@ -42,8 +42,9 @@ class GradBucket {
 };
 
 /// Complete when the bucket is reduced; a future on a device (c10::ivalue::Future with its devices, such as
-/// those of collectives and of then()) also orders the streams of whoever waits. Its value is the averaged
-/// tensor, of the buffer's number of elements (a tensor, or a list of one, as a collective's future has).
+/// those of collectives and of then()) also orders the streams of the caller that waits. Its value is the
+/// averaged tensor, of the buffer's number of elements (a tensor, or a list of one, as a collective's future
+/// has).
 using HookFuture = c10::intrusive_ptr<c10::ivalue::Future>;
 
 /// Reduces a bucket instead of the built-in all-reduce: called when all of its gradients are there, on all

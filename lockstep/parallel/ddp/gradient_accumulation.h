@@ -114,7 +114,7 @@ class GradientAccumulation::MicroBatch {
   /// backward() of the loss times this micro-batch's share of its group. Once; add up several losses first.
   /// Throws c10::Error for a loss that was computed before next(): its forward was not under no_sync().
   void backward(const at::Tensor& loss);
-  /// The scaled loss, for those who call backward() themselves, as with a gradient scaler:
+  /// The scaled loss, for programs that call backward() themselves, as with a gradient scaler:
   /// scaler.scale(micro.scale(loss)).backward(). In place of backward(), and throws as it does.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss);
 

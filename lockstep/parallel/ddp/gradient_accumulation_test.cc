@@ -227,7 +227,7 @@ TEST(GradientAccumulation, AnExceptionLeavesTheModelSynchronising) {
       micro.backward(loss());
     }
     {
-      // Inside of somebody else's no_sync() nothing is reduced, and theirs goes on after ours.
+      // Inside of the program's own no_sync() nothing is reduced, and that goes on after ours.
       auto outer = model.no_sync();
       { (void)accumulation.next().backward(loss()); }
       const auto before = collectives();

@@ -71,7 +71,7 @@ void Join::finish() {
 }
 
 void Join::shadow() {
-  // From here on this rank notifies nobody, also where a hook runs the very code that notifies.
+  // From here on this rank notifies no other, also where a hook runs the very code that notifies.
   joinables_.front()->join_config_.is_first_joinable = false;
   const int rank = get_rank(group_);
   bool is_last_joiner = true;

@@ -17,7 +17,7 @@
 ///
 /// In each iteration the first joinable counts the ranks that still train, by an all-reduce of ones; a rank
 /// that has joined adds a zero to it, and, as long as the sum is not 0, calls the main hook of every
-/// joinable, which must call the same collectives as one iteration does. When all have joined, everybody
+/// joinable, which must call the same collectives as one iteration does. When all have joined, all ranks
 /// calls the post hooks.
 namespace lockstep {
 
@@ -104,8 +104,8 @@ class [[nodiscard]] Join {
   /// the hooks throw. Does nothing the second time.
   void finish();
 
-  /// Tells those who have joined that this rank has not. Called by a joinable once per iteration, before its
-  /// collectives. Returns the all-reduce of the number of ranks that still train (in result()[0], a float
+  /// Tells the ranks that have joined that this rank has not. Called by a joinable once per iteration, before
+  /// its collectives. Returns the all-reduce of the number of ranks that still train (in result()[0], a float
   /// tensor of one element) if `joinable` is the first of an enabled Join, else nothing: then the call does
   /// nothing, also where this rank has joined and a hook makes the call. Throws c10::Error on all ranks when
   /// one has run out of inputs and throw_on_early_termination is set.

@@ -64,7 +64,7 @@ class Counter : public Joinable {
     }
     void post_hook(bool is_last_joiner) override {
       counter_.last = is_last_joiner;
-      // The highest rank of those who came last tells the others what it counted.
+      // The highest rank of those that came last tells the others what it counted.
       const auto common = torch::full({1}, is_last_joiner ? get_rank() : -1, torch::kLong);
       all_reduce(common, ReduceOp::MAX, counter_.group_);
       const auto count = torch::full({1}, counter_.count);

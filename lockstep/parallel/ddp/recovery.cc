@@ -76,10 +76,10 @@ int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vect
   buffers_may_differ_ = true;
   if (delayed_) delayed_->update_process_group(group);
   if (!reducer_) return 0;
-  // A round whose gradients nobody has used is to be done again.
+  // A round whose gradients were not used is to be done again.
   const int64_t rounds = reducer_->rounds();
   int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
-  // Whose state is a mixture, because who sent it died meanwhile, is behind all others.
+  // A rank whose state is a mixture, because its sender died meanwhile, is behind all others.
   if (catching_up_) committed = -1;
   undo_step();
   reducer_->update_process_group(group);

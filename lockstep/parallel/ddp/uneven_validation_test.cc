@@ -74,7 +74,7 @@ TEST(UnevenValidation, CountsEachImageOnceWithBatchNormOnThreeRanks) {
       }
     };
     train(30);
-    // Each rank's running statistics are its own since the last forward: everybody validates rank 0's model.
+    // Each rank's running statistics are its own since the last forward: all ranks validate rank 0's model.
     for (auto& buffer : model.module->buffers()) broadcast(buffer, 0);
 
     const Images images = make_images(kImages, 3);

@@ -56,7 +56,7 @@ at::Tensor mask_of(const std::vector<bool>& valid, at::IntArrayRef sizes) {
   return mask;
 }
 
-/// A tensor over memory of Arrow's, which it keeps alive. Nobody else writes there: it was decoded for us.
+/// A tensor over memory of Arrow's, which it keeps alive. Nothing else writes there: it was decoded for us.
 at::Tensor wrap(const std::shared_ptr<arrow::Buffer>& buffer, int64_t byte_offset, at::IntArrayRef sizes,
                 at::ScalarType dtype) {
   if (c10::multiply_integers(sizes) == 0) return at::empty(sizes, dtype);

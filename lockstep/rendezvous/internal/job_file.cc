@@ -47,7 +47,7 @@ std::string hash(const std::string& text) {
   return {digits.data(), end};
 }
 
-/// A directory of this user's own, which nobody else can enter; /tmp itself is everybody's.
+/// A directory of this user's own, which no other user can enter; all users share /tmp itself.
 std::string private_directory() {
   std::vector<std::string> parents = {"/dev/shm", "/tmp"};
   if (auto chosen = environment::text("TMPDIR")) parents.insert(parents.begin(), *chosen);

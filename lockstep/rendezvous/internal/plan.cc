@@ -63,7 +63,7 @@ std::string place(int rank, int world_size) {
 }
 
 /// The option must not say something else than the environment does: one of the two is a mistake, and a
-/// process that trains alone, or as somebody else, would be a silent one.
+/// process that trains alone, or under another rank, would be a silent one.
 int reconcile(const char* name, int option, int in_environment, const LaunchEnvironment& environment) {
   TORCH_CHECK_VALUE(
       option < 0 || in_environment < 0 || option == in_environment, "the options say ", name, " ", option,
@@ -166,7 +166,7 @@ Plan make_plan(const RendezvousOptions& options, const LaunchEnvironment& enviro
   check_complete(plan, options, environment, from_environment, program);
   if (options.store) return plan;
 
-  // A world of one needs an address only if somebody gave it one.
+  // A world of one needs an address only if it was given one.
   bool explicitly_alone = from_environment && rank == 0 && world_size == 1;
   bool no_address =
       std::holds_alternative<NoMeeting>(plan.meeting) || std::holds_alternative<JobMeeting>(plan.meeting);

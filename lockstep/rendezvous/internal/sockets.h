@@ -23,7 +23,7 @@ struct Listener {
 /// Throws c10::DistNetworkError that names the port when it is in use.
 Listener listen_at(const std::string& host, uint16_t port, bool peers_are_local);
 
-/// Connects to host:port to see whether somebody listens, and closes again; one attempt of at most a few
+/// Connects to host:port to see whether a process listens, and closes again; one attempt of at most a few
 /// seconds. Returns the numeric address that answered, or "" and, in `why`, the reason.
 std::string probe(const std::string& host, uint16_t port, Deadline deadline, std::string& why);
 

@@ -30,7 +30,7 @@ StorePtr construct(const std::string& address, const c10d::TCPStoreOptions& opti
 c10d::TCPStoreOptions store_options(uint16_t port, milliseconds timeout) {
   c10d::TCPStoreOptions options;
   options.port = port;
-  options.waitWorkers = false;  // store_all_gather() does that, and names who is missing
+  options.waitWorkers = false;  // store_all_gather() does that, and names the ranks that are missing
   options.timeout =
       std::max<milliseconds>(timeout, seconds(1));  // TCPStore counts its connection's in whole seconds
   return options;

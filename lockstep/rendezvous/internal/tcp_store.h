@@ -26,7 +26,7 @@ struct HostPort {
 /// Connects to a store, trying again with growing pauses until the deadline, with a warning now and then.
 /// `where` is asked anew at each attempt; nothing means that it is not known yet, which `unknown` puts into
 /// words. `who` ("rank 0", "the agent of torchrun") and `rank`, the caller's, are for messages. Throws
-/// c10::DistNetworkError that says who did not listen where.
+/// c10::DistNetworkError that says which process did not listen where.
 c10::intrusive_ptr<c10d::Store> join_store(const std::function<std::optional<HostPort>()>& where,
                                            const std::string& unknown, const std::string& who, int rank,
                                            std::chrono::milliseconds timeout, Deadline deadline);

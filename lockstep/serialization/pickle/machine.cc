@@ -249,7 +249,7 @@ bool Machine::read_memo(uint8_t opcode) {
       if (protocol < 2 || protocol > 5) fail("protocol " + std::to_string(protocol) + "; 2 to 5 are known");
       return true;
     }
-    case kFrame:  // the frame's length helps those who read from files
+    case kFrame:  // the frame's length helps readers of files
       if (take_raw<uint64_t>() > bytes_.size() - position_) fail("a frame that is longer than the bytes");
       return true;
     case kMemoize:

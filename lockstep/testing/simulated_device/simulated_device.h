@@ -11,7 +11,7 @@
 /// - Streams are threads with queues. Copies between device memory and pinned host memory, copies within the
 ///   device, and what enqueue() adds run there while the host goes on; other copies stop the host, as on
 ///   CUDA.
-/// - Device memory can't be read at its address: whoever dereferences a device tensor's data_ptr() on the
+/// - Device memory can't be read at its address: code that dereferences a device tensor's data_ptr() on the
 ///   host ends with SIGSEGV. New and freed memory is filled with NaN, freed memory in the order of the stream
 ///   that it was allocated on (and of those recorded by record_stream), so that a missing event gives wrong
 ///   numbers.

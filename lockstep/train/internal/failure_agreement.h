@@ -33,17 +33,18 @@ struct FailureReport {
 };
 
 struct FailureAgreement {
-  ProcessGroup group;                  // of those who are left; the new default group
+  ProcessGroup group;                  // of the ranks that are left; the new default group
   std::vector<FailureReport> reports;  // theirs, by rank in `group`
   std::vector<int> former_ranks;       // and what rank each had before
   bool somebody_died = false;
 };
 
 /// To be called by all living ranks after a failure, each with its own report, wherever it struck them: ends
-/// what the others wait for, makes a new default group of those who live, and gathers their reports. Destroys
-/// all groups. When a rank has run out of memory, all give back what torch keeps of their devices' memory
-/// (empty_device_cache()), as ranks may share a device. Without a process group, and with one rank, there is
-/// only the own report. Throws DistTimeoutError when a rank that lives does not come within `timeout`.
+/// what the others wait for, makes a new default group of the ranks that live, and gathers their reports.
+/// Destroys all groups. When a rank has run out of memory, all give back what torch keeps of their devices'
+/// memory (empty_device_cache()), as ranks may share a device. Without a process group, and with one rank,
+/// there is only the own report. Throws DistTimeoutError when a rank that lives does not come within
+/// `timeout`.
 FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep::train

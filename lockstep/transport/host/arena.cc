@@ -235,7 +235,7 @@ void Arena::add_segment(size_t at_least) {
   if (listener_) listener_(index, segment);
   free_.push_back({{0, segment->size()}});
   ranges_[index].bytes = segment->size();
-  // Release: whoever sees the count or the address sees the size.
+  // Release: a process that sees the count or the address sees the size.
   ranges_[index].begin.store(segment->data(), std::memory_order_release);
   range_count_.store(index + 1, std::memory_order_release);
   segments_.push_back(std::move(segment));

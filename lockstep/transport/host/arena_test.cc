@@ -38,7 +38,7 @@ TEST(Arena, HandsOutDistinctAlignedMemoryAndTakesItBack) {
       std::swap(blocks[random() % blocks.size()], blocks.back());
       const Block block = blocks.back();
       blocks.pop_back();
-      // Nobody else wrote into it.
+      // No other rank wrote into it.
       for (size_t i = 0; i < block.bytes; ++i) {
         ASSERT_EQ(block.memory[i], static_cast<std::byte>(block.mark));
       }

@@ -12,8 +12,7 @@
 /// group and its MembershipAgreement touch it.
 namespace lockstep::transport::layout {
 
-/// Up to this many ranks everybody reads everybody's announcement; larger groups combine them in a tree of
-/// this radix.
+/// Up to this many ranks each reads all announcements; larger groups combine them in a tree of this radix.
 constexpr int kFlatRanks = 8;
 /// Payload that fits into an announcement.
 constexpr size_t kPayloadBytes = 8192;
@@ -38,7 +37,7 @@ struct alignas(64) Slot {
 };
 static_assert(sizeof(Slot) == 128);
 
-/// What a leader (or, for everybody, rank 0) found in the announcements below it.
+/// What a leader (or, for all ranks, rank 0) found in the announcements below it.
 struct alignas(64) Summary {
   std::atomic<uint64_t> sequence;
   uint32_t mismatch;
@@ -56,15 +55,15 @@ struct alignas(64) Outcome {
   std::atomic<uint64_t> abort;     // 1 + the member that has aborted the group; 0: none
 };
 
-/// Where a rank waits for messages. Everybody who has changed something that this rank may wait for counts an
-/// event; the waiter looks at everything again when the count has changed.
+/// Where a rank waits for messages. Each rank that has changed something that this rank may wait for counts
+/// an event; the waiter looks at everything again when the count has changed.
 struct alignas(64) MessageEvents {
   Doorbell doorbell;
   alignas(64) std::atomic<uint64_t> count;
 
   void notify() {
-    // Release, and as a read-modify-write also the fence that Doorbell asks for: whoever sees the count sees
-    // what was changed before.
+    // Release, and as a read-modify-write also the fence that Doorbell asks for: a rank that sees the count
+    // sees what was changed before.
     count.fetch_add(1, std::memory_order_seq_cst);
     publish_fence();
     doorbell.ring();
@@ -80,7 +79,7 @@ using SharedRankSet = std::array<std::atomic<uint64_t>, kMaxRanks / 64>;
 struct alignas(64) RecoveryRecord {
   std::atomic<uint64_t> round;
   std::array<std::atomic<uint64_t>, 2> addresses;  // packed references of control blocks for the new groups
-  SharedRankSet wanted;                            // whom this rank would go on with
+  SharedRankSet wanted;                            // those that this rank would go on with
   SharedRankSet agreed;                            // what it tried to enter into the decision
 };
 

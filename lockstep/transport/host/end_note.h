@@ -9,7 +9,7 @@
 
 namespace lockstep::transport {
 
-/// The first bytes of every process's first segment: who it is, the note that it leaves when it ends, and
+/// The first bytes of every process's first segment: its identity, the note that it leaves when it ends, and
 /// what it waits for.
 struct alignas(64) ProcessHeader {
   uint64_t magic = 0;

@@ -23,7 +23,7 @@ struct Registry {
   std::vector<Range> own;  // of this process
   /// Of its forebears. Changes only while a child has but one thread, so the handler may read it.
   std::vector<Range> inherited;
-  struct sigaction before {};  // who else handles SIGSEGV
+  struct sigaction before {};  // the former handler of SIGSEGV
 };
 
 Registry& registry() {

@@ -5,8 +5,9 @@
 namespace lockstep::transport {
 
 /// Shared memory is not inherited: a forked child that wrote to it would write into live collectives. In its
-/// place a child finds pages that nobody may touch, and a handler of SIGSEGV that says so and ends the child
-/// with status 1; without them it would read whatever the child maps there next, or crash without a word.
+/// place a child finds pages that no thread may touch, and a handler of SIGSEGV that says so and ends the
+/// child with status 1; without them it would read whatever the child maps there next, or crash without a
+/// word.
 ///
 /// All functions are thread-safe.
 

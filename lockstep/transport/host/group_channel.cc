@@ -53,7 +53,7 @@ std::shared_ptr<GroupChannel> GroupChannel::open_beside(std::shared_ptr<GroupMem
   return std::shared_ptr<GroupChannel>(new GroupChannel(std::move(members)));
 }
 
-// The first wait of the group: nobody goes on before all have the others' addresses, for `exchange` may end
+// The first wait of the group: no rank goes on before all have the others' addresses, for `exchange` may end
 // with rank 0's process.
 void GroupChannel::join(const Deadline& deadline) {
   joining_ = true;
@@ -117,7 +117,7 @@ void GroupChannel::announce(const Announcement& announcement) {
   if (announcement.payload_bytes > 0) {
     std::memcpy(own_payload(), announcement.payload, announcement.payload_bytes);
   }
-  // Release: whoever sees the sequence sees the announcement, and all that this rank wrote before.
+  // Release: a rank that sees the sequence sees the announcement, and all that this rank wrote before.
   own.sequence.store(sequence(), std::memory_order_release);
   publish_fence();
   if (size() <= kFlatRanks) {
@@ -148,7 +148,7 @@ void GroupChannel::await_flat() {
 }
 
 // Two levels of radix 8: a leader (every eighth rank) combines its eight, rank 0 combines the leaders,
-// everybody reads rank 0's result. Beyond 64 ranks rank 0 has more than eight leaders, which costs time but
+// all ranks read rank 0's result. Beyond 64 ranks rank 0 has more than eight leaders, which costs time but
 // nothing else.
 void GroupChannel::await_tree(const PayloadCombiner* combiner) {
   const uint64_t sequence = this->sequence();
@@ -256,7 +256,7 @@ void GroupChannel::await_rank(Flag flag, int rank, uint64_t value) {
 std::byte* GroupChannel::scratch(size_t bytes) {
   if (scratch_bytes_ < bytes) {
     Arena& arena = transport().arena();
-    // Between operations nobody reads the old scratch: every earlier operation was committed.
+    // Between operations no rank reads the old scratch: every earlier operation was committed.
     if (scratch_ != nullptr) arena.deallocate(scratch_);
     scratch_ = nullptr;
     scratch_ = arena.allocate(bytes);

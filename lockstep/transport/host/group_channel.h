@@ -47,8 +47,7 @@ class PayloadCombiner {
 class GroupChannel {
  public:
   static constexpr size_t kPayloadBytes = layout::kPayloadBytes;
-  /// Up to this size everybody reads everybody's announcement; larger groups combine them in a tree of this
-  /// radix.
+  /// Up to this size each rank reads all announcements; larger groups combine them in a tree of this radix.
   static constexpr int kFlatRanks = layout::kFlatRanks;
   enum class Flag { kStaged, kReduced, kDone };
 
@@ -63,7 +62,7 @@ class GroupChannel {
   /// The same over members that know each other already. Throws ChannelError.
   static std::shared_ptr<GroupChannel> open(std::shared_ptr<GroupMembers> members, const Deadline& deadline);
   /// A second channel of the members of another one, which joins for both: all must have made this one before
-  /// they open that one. Waits for nobody.
+  /// they open that one. Waits for no rank.
   static std::shared_ptr<GroupChannel> open_beside(std::shared_ptr<GroupMembers> members);
   GroupChannel(const GroupChannel&) = delete;
   GroupChannel& operator=(const GroupChannel&) = delete;
@@ -81,7 +80,8 @@ class GroupChannel {
 
   /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
   void begin(const Deadline& deadline, bool background);
-  /// Where the payload of the coming announcement is to stand, kPayloadBytes: for who writes it there itself.
+  /// Where the payload of the coming announcement is to stand, kPayloadBytes: for a caller that writes it
+  /// there itself.
   std::byte* own_payload();
   void announce(const Announcement& announcement);
   /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before
@@ -104,7 +104,7 @@ class GroupChannel {
   /// all must come to the same conclusion, with `text` for each.
   [[noreturn]] void refuse(const std::string& text);
 
-  /// Sets this rank's flag (values only grow) after everything written so far, and wakes who waits.
+  /// Sets this rank's flag (values only grow) after everything written so far, and wakes the ranks that wait.
   void publish(Flag flag, uint64_t value);
   /// Waits until all members' flag, or one member's, is at least `value`; what they wrote before is then
   /// visible.

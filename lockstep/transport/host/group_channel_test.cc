@@ -93,7 +93,7 @@ TEST_P(GroupChannelSizes, FlagsPublishWhatWasWrittenBefore) {
       channel.announce(announcement);
       channel.await_announcements();
       ASSERT_TRUE(channel.all_have_memory());
-      // Everybody writes into everybody's memory, each rank its own place.
+      // Each rank writes into all ranks' memory, each at its own place.
       for (int rank = 0; rank < ranks; ++rank) {
         reinterpret_cast<int*>(channel.memory(rank))[channel.rank()] = round * 100 + channel.rank();
       }

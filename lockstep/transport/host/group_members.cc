@@ -110,7 +110,8 @@ GroupMembers::~GroupMembers() {
   transport_->remove_group(this);
   leave();
   for (auto& view : views_) view.closed[rank_].store(1, std::memory_order_release);
-  // A member's memory may be used again once nobody can read or write it any more: all have closed, or ended.
+  // A member's memory may be used again once no rank can read or write it any more: all have closed, or
+  // ended.
   auto unused = [transport = transport_.get(), own = views_[rank_].closed, members = members_] {
     for (size_t rank = 0; rank < members.size(); ++rank) {
       if (own[rank].load(std::memory_order_acquire) == 0 && !transport->has_ended(members[rank]))
@@ -130,7 +131,7 @@ bool GroupMembers::has_left(int rank) const {
 }
 
 void GroupMembers::leave() {
-  // Release: whoever sees it also sees that the last operation's flags are set.
+  // Release: a rank that sees it also sees that the last operation's flags are set.
   block(rank_).left.value.store(1, std::memory_order_release);
   publish_fence();
   ring(0, size());

@@ -28,8 +28,8 @@ class ChannelError : public std::runtime_error {
   FailureKind kind_;
 };
 
-/// The members of one group as one process sees them: their control blocks mapped, who is gone, and what the
-/// group has decided. The group's channels stand on it. Ranks here are group ranks. Thread-safe.
+/// The members of one group as one process sees them: their control blocks mapped, which of them are gone,
+/// and what the group has decided. The group's channels stand on it. Ranks here are group ranks. Thread-safe.
 class GroupMembers {
  public:
   /// Gives every member the others' words, in group order, each having put in its own.

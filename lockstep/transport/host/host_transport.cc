@@ -186,7 +186,7 @@ int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
     seen[at] = true;
     // Threads that play ranks are stopped all or none.
     if (at != rank_ && fellow_threads_.empty() && (has_ended(at) || is_stopped(at))) return at;
-    bool waits = at == rank_;  // who asks waits
+    bool waits = at == rank_;  // the rank that asks waits
     const ProcessHeader& header = header_of(peers_[at]->bases[0].load(std::memory_order_acquire));
     for (const WaitRecord& record : header.waits) {
       const uint64_t reference = record.word.load(std::memory_order_acquire);

@@ -27,7 +27,7 @@ namespace lockstep::transport {
 
 class GroupMembers;
 
-/// The ranks of one host as one process sees them: everybody's memory mapped, everybody's life watched.
+/// The ranks of one host as one process sees them: all ranks' memory mapped, all ranks' processes watched.
 ///
 /// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping
 /// of every peer's segments, and one monitor thread, which maps further segments as they arrive and notices

@@ -80,7 +80,7 @@ std::optional<MembershipAgreement::Addresses> MembershipAgreement::addresses_of(
 // ---- the decision
 
 Decision MembershipAgreement::decision() const {
-  // Acquire: the set of whoever decided was written before.
+  // Acquire: the set of the rank that decided was written before.
   return unpack_decision(recovery(0).decision.value.load(std::memory_order_acquire));
 }
 
@@ -100,7 +100,7 @@ void MembershipAgreement::ring_all() const {
 }
 
 uint64_t MembershipAgreement::confirmed_by(int rank) const {
-  // Acquire: pairs with confirm(). A rank confirms before it leaves, so whoever sees it leave sees this.
+  // Acquire: pairs with confirm(). A rank confirms before it leaves, so a rank that sees it leave sees this.
   return recovery(rank).confirmed.value.load(std::memory_order_acquire);
 }
 
@@ -152,8 +152,8 @@ uint64_t MembershipAgreement::enter(const RankSet& wanted, const Addresses& own)
   }
 }
 
-/// The largest set that this rank can still hope for: those that it wants, who live, and that are wanted by
-/// all of the set who have come.
+/// The largest set that this rank can still hope for: those that it wants, that live, and that are wanted by
+/// all of the set that have come.
 MembershipAgreement::Standing MembershipAgreement::standing(const RankSet& wanted, uint64_t round) const {
   Standing now{.set = wanted, .missing = {}};
   for (int rank : wanted.ranks()) {
@@ -197,7 +197,7 @@ void MembershipAgreement::await_decision(const RankSet& wanted, uint64_t round, 
       return then.complete || then.missing != now.missing;
     });
     if (woken) continue;
-    // Nobody is missing where another rank wants to go on without this one, and waits for others itself.
+    // No rank is missing where another rank wants to go on without this one, and waits for others itself.
     const std::vector<int> late = now.missing.empty() ? std::vector<int>{own_} : now.missing;
     waited_for_ = "timed out after " + format_duration(timeout) +
                   (now.missing.empty() ? " waiting for ranks that want to go on without this one"
@@ -244,7 +244,7 @@ MembershipAgreement::Agreement MembershipAgreement::agree(const RankSet& wanted,
     try {
       agreement = result_of(round);
     } catch (const ChannelError&) {
-      // Nobody counts on this rank.
+      // No rank counts on this one.
     }
     agreement.interruption = interruption;
     return agreement;

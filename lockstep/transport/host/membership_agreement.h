@@ -34,14 +34,15 @@ class RankSet {
   std::array<uint64_t, std::tuple_size_v<layout::SharedRankSet>> words_{};
 };
 
-/// Where the living members of a group agree on who goes on without the others, in the control blocks that
-/// they still have mapped: no store, no connection, and no rank that must be alive.
+/// Where the living members of a group agree on which of them go on without the others, in the control blocks
+/// that they still have mapped: no store, no connection, and no rank that must be alive.
 ///
-/// They meet in *rounds*, numbered from 1. In a round each says whom it would go on with (`wanted`) and where
-/// its control blocks for the new groups lie. When all that a rank would go on with, who live, and whom each
-/// of them wants too, have said so, it tries to enter this set into the round's decision; the first entry
-/// stays, and all follow it. A rank that can wait no longer tries to enter its failure instead. So a round
-/// has one result for all. docs/internals/shared_memory_protocol.md has the proof. Ranks here are group ranks.
+/// They meet in *rounds*, numbered from 1. In a round each says which members it would go on with (`wanted`)
+/// and where its control blocks for the new groups lie. When all that a rank would go on with, which live,
+/// and which each of them wants too, have said so, it tries to enter this set into the round's decision; the
+/// first entry stays, and all follow it. A rank that can wait no longer tries to enter its failure instead.
+/// So a round has one result for all. docs/internals/shared_memory_protocol.md has the proof. Ranks here are group
+/// ranks.
 ///
 /// One thread of a process at a time; left_behind() from any. Lifetime: within that of the members.
 class MembershipAgreement {
@@ -62,8 +63,8 @@ class MembershipAgreement {
 
   /// One round, whose number it gives. `wanted`: this rank among them; ended members and those that have left
   /// are taken out here. Throws ChannelError on all that take part: kTimeout when a wanted rank lives but did
-  /// not come before somebody's deadline, kAborted when somebody was interrupted; and on this rank alone
-  /// kLeftBehind when the others have agreed without it. After a ChannelError nobody uses `own`.
+  /// not come before a rank's deadline, kAborted when a rank was interrupted; and on this rank alone
+  /// kLeftBehind when the others have agreed without it. After a ChannelError no rank uses `own`.
   Agreement agree(const RankSet& wanted, const Addresses& own, const Deadline& deadline);
 
   /// Says that this rank has got the group that the round was about. To be said before it leaves the old one.
@@ -75,8 +76,8 @@ class MembershipAgreement {
 
  private:
   struct Standing {
-    RankSet set;               // with whom this rank may go on, as far as it knows
-    std::vector<int> missing;  // of these, who have not said so yet
+    RankSet set;               // those with which this rank may go on, as far as it knows
+    std::vector<int> missing;  // of these, those that have not said so yet
     bool complete = false;
   };
 

@@ -23,7 +23,7 @@ using layout::TransferState;
 /// Whose tell_in_background() this thread serves.
 thread_local const MessageChannel* telling_here = nullptr;
 
-/// Whoever has started a request mostly waits for it soon: until then the background thread keeps away.
+/// A thread that has started a request mostly waits for it soon: until then the background thread keeps away.
 constexpr auto kGrace = std::chrono::microseconds(100);
 
 }  // namespace
@@ -91,7 +91,7 @@ MessageChannel::Handle MessageChannel::start(Handle request) {
     }
   }
   advance();
-  // Whoever sleeps does not know of the new request, nor that its own may be done.
+  // A thread that sleeps does not know of the new request, nor that its own may be done.
   if (driving_) members_->block(members_->rank()).messages.notify();
   run_callbacks(lock);
   return request;
@@ -148,7 +148,7 @@ void MessageChannel::close() {
   changed_.wait(lock, [this] { return !serving_ && !driving_ && telling_ == 0; });
 }
 
-// ---- who advances
+// ---- Which thread advances the requests.
 
 void MessageChannel::advance_in_background() {
   Lock lock(mutex_);
@@ -198,7 +198,7 @@ void MessageChannel::serve() {
   changed_.notify_all();
 }
 
-/// Advances everything until `request` is done; without one, until nothing is left or somebody waits.
+/// Advances everything until `request` is done; without one, until nothing is left or another thread waits.
 void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& until) {
   driving_ = true;
   const auto stop = c10::make_scope_exit([this] {
@@ -236,7 +236,7 @@ void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* req
 }
 
 uint64_t MessageChannel::events() const {
-  // Acquire: what was changed before an event was counted is visible to who sees the count.
+  // Acquire: what was changed before an event was counted is visible to a thread that sees the count.
   return members_->block(members_->rank()).messages.count.load(std::memory_order_acquire);
 }
 

@@ -41,7 +41,7 @@ class MessageMismatch : public ChannelError {
 /// else through a ring of chunks that the sender fills. Messages of one sender with one tag match in order;
 /// any number may be in flight, in any order, so nothing waits for anything but its own peer.
 ///
-/// Requests are advanced by whoever waits for one; while nobody does, by a background thread, if
+/// Requests are advanced by the thread that waits for one; while none does, by a background thread, if
 /// advance_in_background() asked for it. Thread-safe. Ranks are group ranks.
 class MessageChannel {
  public:
@@ -84,11 +84,11 @@ class MessageChannel {
   Handle receive(void* data, MessageKind kind, int from, int64_t tag, const Deadline& deadline,
                  Callback on_done = {});
 
-  /// Has the requests advanced, and the others' callbacks run, even if nobody waits. A callback that may wait
-  /// for other messages calls it first.
+  /// Has the requests advanced, and the others' callbacks run, even if no thread waits. A callback that may
+  /// wait for other messages calls it first.
   void advance_in_background();
-  /// Runs it in a thread of its own: what may wait, for messages or for whoever has advanced them. close()
-  /// returns after it.
+  /// Runs it in a thread of its own: what may wait, for messages or for the thread that has advanced them.
+  /// close() returns after it.
   void tell_in_background(std::function<void()> tell);
   /// Whether this thread runs such a thing of this channel: close() would wait for itself.
   bool is_telling_here() const;

@@ -222,7 +222,7 @@ TEST(MessageChannel, AMismatchIsToldToBothSides) {
       Bytes data = pattern(bytes, 1);
       if (channel->rank() == 0) {
         auto handle = messages.send(data.data(), {bytes, 6}, 1, 0, soon());
-        // What travels in the mailbox is sent before anybody can look at it.
+        // What travels in the mailbox is sent before any rank can look at it.
         if (bytes <= 8192) {
           wait(messages, handle);
         } else {
@@ -319,7 +319,7 @@ TEST(MessageChannel, APeerThatLeftFailsItsRequestsButNotWhatItSent) {
       failure_of([&] { wait(messages, unwanted); }, FailureKind::kPeerLeft);
       wait(messages, messages.receive(&value, {4, 1}, 1, 0, soon()));
       EXPECT_EQ(value, 1);
-      // Whoever is left can still be received from.
+      // The ranks that are left can still be received from.
       wait(messages, messages.send(&value, {4, 1}, 2, 0, soon()));
       auto any = messages.receive(&value, {4, 1}, kAny, 8, soon());
       wait(messages, any);
@@ -374,13 +374,13 @@ TEST(MessageChannel, WhosePeerGivesUpAsTheGroupFailsIsToldWhy) {
       together.arrive_and_wait();  // and given up
       const auto text = failure_of([&] { wait(messages, handle); }, FailureKind::kAborted);
       EXPECT_NE(text.find("aborted by rank 1"), std::string::npos) << text;
-      together.arrive_and_wait();  // nobody has left before
+      together.arrive_and_wait();  // no rank has left before
     });
   }
 }
 
 TEST(MessageChannel, CloseEndsWhatIsPending) {
-  std::barrier both_done(2);  // nobody's leaving is another's cause
+  std::barrier both_done(2);  // no rank's leaving is another's cause
   run_rank_threads(2, [&](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     int value = 0;

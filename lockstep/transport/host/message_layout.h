@@ -19,7 +19,7 @@ constexpr size_t kRingChunkBytes = size_t{128} << 10;
 constexpr size_t kRingChunks = 4;
 
 enum class TransferState : uint32_t {
-  kOffered,  // by the sender; nobody has asked for it yet
+  kOffered,  // by the sender; no rank has asked for it yet
   kClaimed,  // by the receiver, which reads it
   kDone,     // the receiver has all of it
   kRefused,  // by the receiver: another kind than expected, or it gave up

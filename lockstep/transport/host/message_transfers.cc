@@ -38,7 +38,7 @@ bool MessageChannel::post(Request& request) {
     peer.outgoing = new (memory) Mailbox;  // default-initialised: payload pages stay untouched
     peer.outgoing->sent.store(0, std::memory_order_relaxed);
     peer.outgoing->taken.store(0, std::memory_order_relaxed);
-    // Release: who finds the mailbox finds it empty.
+    // Release: a rank that finds the mailbox finds it empty.
     members_->inbox(request.peer, members_->rank())
         .store(pack_reference(*arena.find(memory, sizeof(Mailbox))), std::memory_order_release);
   }
@@ -64,7 +64,7 @@ bool MessageChannel::post(Request& request) {
     }
     message.transfer = pack_reference(*arena.find(memory, sizeof(Transfer)));
   }
-  // Release: who sees the count sees the message, and the data in this rank's arena.
+  // Release: a rank that sees the count sees the message, and the data in this rank's arena.
   mailbox.sent.store(sent + 1, std::memory_order_release);
   members_->block(request.peer).messages.notify();
   request.posted = true;
@@ -168,7 +168,7 @@ bool MessageChannel::take_arrivals_of(int from, Peer& peer) {
       if (!offer(arrived)) arrived_.push_back(std::move(arrived));
       continue;
     }
-    // Straight from the mailbox to where it is wanted; kept aside only if nobody wants it yet.
+    // Straight from the mailbox to where it is wanted; kept aside only if no request wants it yet.
     const std::byte* payload = mailbox.payloads[slot].data();
     arrived.inline_data = payload;
     if (offer(arrived)) continue;

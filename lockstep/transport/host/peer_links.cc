@@ -142,7 +142,7 @@ ucred credentials_of(int socket) {
   return credentials;
 }
 
-/// A stopped peer does not read; whoever connects or sends to it must not wait for it for ever.
+/// A stopped peer does not read; a rank that connects or sends to it must not wait for it for ever.
 void limit_sends(int socket) {
   const timeval patience{10, 0};
   ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);

@@ -29,7 +29,7 @@ struct PeerLink {
 ///
 /// Every rank listens on an abstract unix socket with a random name and puts {process, user, name, random
 /// 128-bit token} into the store. It connects to each lower rank and shows that rank's token; the user id of
-/// whoever is at the other end must be ours. `met_at`: an exchange to which all ranks have come, or empty.
+/// the process at the other end must be ours. `met_at`: an exchange to which all ranks have come, or empty.
 ///
 /// Succeeds on all ranks or on none, as far as a store can tell. Throws c10::DistBackendError that names a
 /// rank whose process has ended, at once; or when ranks are on different hosts or a peer's socket can't be

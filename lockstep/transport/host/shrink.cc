@@ -61,7 +61,7 @@ MembershipAgreement::Agreement agree(MembershipAgreement& membership, const Rank
   try {
     return membership.agree(wanted, own.words(), deadline);
   } catch (...) {
-    own.give_back();  // nobody uses them
+    own.give_back();  // no rank uses them
     throw;
   }
 }
@@ -85,8 +85,8 @@ ShrunkChannels make(const GroupMembers& old, const MembershipAgreement::Agreemen
 
 }  // namespace
 
-// It ends: a round ends by a decision, at the latest at somebody's deadline, and then throws on all, or gives
-// a set. Another round follows only when a member of the set has ended (no member ends twice), or when the
+// It ends: a round ends by a decision, at the latest at a rank's deadline, and then throws on all, or gives a
+// set. Another round follows only when a member of the set has ended (no member ends twice), or when the
 // others decided further rounds while this rank slept, which they do no more once it has entered the next.
 ShrunkChannels shrink(const GroupChannel& old_channel, const std::vector<int>& excluded, bool with_control,
                       const Deadline& deadline) {

@@ -16,13 +16,13 @@ struct ShrunkChannels {
   std::shared_ptr<GroupChannel> control;  ///< a second one of the same ranks, if it was asked for
 };
 
-/// A new group of those members of `old` who live and are not among `excluded` (group ranks). They all call
+/// A new group of those members of `old` that live and are not among `excluded` (group ranks). They all call
 /// it, with the same arguments; `old` may have failed in any way, and stays as it is. All get the same
-/// survivors, or all throw, whoever dies meanwhile; whoever dies at the very end is found in the new group.
-/// Nothing but the memory that the members share takes part: no store, no rank that must be alive.
+/// survivors, or all throw, whichever rank dies meanwhile; one that dies at the very end is found in the new
+/// group. Nothing but the memory that the members share takes part: no store, no rank that must be alive.
 ///
 /// Members that have ended or left are left out without being named. Throws ChannelError: kTimeout when a
-/// member lives but did not call it before somebody's deadline, kLeftBehind when the others have gone on
+/// member lives but did not call it before a rank's deadline, kLeftBehind when the others have gone on
 /// without this rank, kAborted and kPeerLeft when another rank's call ended by an error of its own; and what
 /// the arena throws when it has no memory. May be called again after any of these but kLeftBehind. One thread
 /// at a time for each group.

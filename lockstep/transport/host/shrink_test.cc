@@ -19,7 +19,7 @@
 #include <lockstep/transport/host/shrink.h>
 
 // The agreement on membership with ranks as threads of one process, where ThreadSanitizer sees both sides.
-// Here nobody can die, but members leave, stay away, or are interrupted; deaths are in
+// Here no rank can die, but members leave, stay away, or are interrupted; deaths are in
 // collectives/groups/shrink_group_test.cc.
 namespace lockstep::transport::shrink_test {
 namespace {
@@ -161,7 +161,7 @@ TEST(Shrink, ListsMayDifferAndAllAreLeftOut) {
       case 1:
         return expect_works(shrink_soon(channel, {4, 2}), {0, 1});
       default: {
-        // They call it too, and want everybody.
+        // They call it too, and want all ranks.
         std::string text;
         EXPECT_EQ(failure_of([&] { shrink_soon(channel); }, &text), FailureKind::kLeftBehind);
         EXPECT_THAT(text, HasSubstr("ranks 0 and 1"));
@@ -222,7 +222,7 @@ TEST(Shrink, DeadlinesThatPassAtAnyMomentLeaveAllWithTheSame) {
         EXPECT_EQ(error.kind(), FailureKind::kTimeout) << error.what();
       }
     }
-    together.arrive_and_wait();  // or those who have failed last would leave, and who still waits go on alone
+    together.arrive_and_wait();  // or the last ones to fail would leave, and one that still waits go on alone
   });
   for (const auto& count : successes) EXPECT_THAT(count.load(), AnyOf(0, 3));
 }

@@ -8,9 +8,9 @@
 
 namespace lockstep::transport {
 
-/// What one thread of a rank waits for, where its peers read it to find out who keeps all of them waiting.
-/// Ranks are the transport's. One writer at a time. Readers may see a record change: they judge by a mix of
-/// two then, and at worst name a rank between themselves and the cause.
+/// What one thread of a rank waits for, where its peers read it to find out which rank keeps all of them
+/// waiting. Ranks are the transport's. One writer at a time. Readers may see a record change: they judge by a
+/// mix of two then, and at worst name a rank between themselves and the cause.
 struct alignas(64) WaitRecord {
   std::atomic<uint32_t> used{0};
   std::atomic<int32_t> peer{0};    // the rank that is waited for

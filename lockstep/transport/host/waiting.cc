@@ -20,7 +20,7 @@ WaitPolicy choose_wait_policy(int ranks, int cores, bool background) {
   // Yields come soon, for with other load on the machine the awaited rank may be queued behind this very
   // waiter.
   if (ranks <= cores) return {200, 100, true};
-  // More ranks than cores: whoever is waited for needs this core.
+  // More ranks than cores: the rank that is waited for needs this core.
   return {20, 200};
 }
 

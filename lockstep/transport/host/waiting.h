@@ -10,12 +10,12 @@
 namespace lockstep::transport {
 
 /// How long a waiter burns its core before it sleeps in the kernel. A wake-up costs 5 to 40 µs, a spin that
-/// succeeds 0.1 µs; but a core that spins is a core that nobody computes on.
+/// succeeds 0.1 µs; but a core that spins does not compute.
 struct WaitPolicy {
   int spins = 0;   // rounds with a pause instruction
   int yields = 0;  // rounds with sched_yield, which lets another rank on this core run
   // Yields no more once others have had the core for long: it is busy with more than this job's ranks then,
-  // and whoever sleeps is served before whoever yields.
+  // and a sleeping thread is served before one that yields.
   bool gives_up_yielding = false;
 };
 
@@ -27,7 +27,7 @@ WaitPolicy choose_wait_policy(int ranks, int cores, bool background);
 /// ringers, in any process.
 ///
 /// No wake-up is lost: the waiter says that it sleeps, then looks at what it waits for; the ringer changes
-/// what is waited for, then looks whether anybody sleeps. A sequentially consistent fence between the two
+/// what is waited for, then looks whether a thread sleeps. A sequentially consistent fence between the two
 /// steps on either side makes sure that at least one sees the other.
 struct alignas(64) Doorbell {
   std::atomic<uint32_t> rings{0};

@@ -9,7 +9,7 @@
 
 namespace lockstep::transport {
 
-/// Shown by whoever connects: only a process that reads the job's store knows it.
+/// Shown by the rank that connects: only a process that reads the job's store knows it.
 using Token = std::array<uint8_t, 16>;
 
 /// What a rank puts into the store, so that the others can connect to it.

@@ -29,7 +29,7 @@ def loader(batch=BATCH):
 
 
 def outcome(model):
-    """What ranks are compared by: the parameters, the final loss, and who carried the gradients."""
+    """What ranks are compared by: the parameters, the final loss, and the backend that carried the gradients."""
     result = {
         "parameters": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist(),
         "loss": loss_of(model, data()[:]).item(),

@@ -96,7 +96,7 @@ void all_to_all_single(int rank) {
   auto input = torch::full({4}, 1.0 * rank), output = torch::empty({4});
   lockstep::all_to_all_single(output, input);  // one element from each rank: [0, 1, 2, 3]
 
-  // Rank r sends r + 1 rows to everybody, so everybody gets one row of rank 0, two of rank 1, …
+  // Rank r sends r + 1 rows to each rank, so each gets one row of rank 0, two of rank 1, …
   auto rows = torch::full({4 * (rank + 1), 2}, 1.0 * rank), received = torch::empty({10, 2});
   const std::vector<int64_t> given(4, rank + 1);
   lockstep::all_to_all_single(received, rows, /*output_split_sizes=*/{1, 2, 3, 4},

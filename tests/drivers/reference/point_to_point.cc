@@ -20,7 +20,7 @@ void recv(int rank) {
   if (rank == 0) {
     auto tensor = torch::empty({1});
     for (int i = 0; i < 3; ++i) {
-      const int sender = lockstep::recv(tensor);  // from whoever sends first
+      const int sender = lockstep::recv(tensor);  // from the rank that sends first
       TORCH_CHECK(tensor.item<int>() == 10 * sender);
     }
   } else {

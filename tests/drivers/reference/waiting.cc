@@ -33,7 +33,7 @@ void sum_of_losses(const torch::Tensor& loss, const lockstep::Caller& caller = l
 
 void barrier() {
   // [barrier]
-  lockstep::barrier();  // nobody goes on before all are here
+  lockstep::barrier();  // no rank goes on before all are here
   // [end]
 }
 

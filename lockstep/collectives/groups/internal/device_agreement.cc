@@ -46,7 +46,7 @@ std::string who_says_what(const std::vector<RankDevice>& members, const Text& te
   return all;
 }
 
-/// "ranks 0 and 1 share the card GPU-8a5c"; empty when nobody shares one.
+/// "ranks 0 and 1 share the card GPU-8a5c"; empty when no ranks share one.
 std::string who_shares(const std::vector<RankDevice>& members) {
   std::map<std::pair<std::string, std::string>, std::vector<int>> ranks_of;
   for (const RankDevice& member : members) {

@@ -15,7 +15,7 @@ struct RankDevice {
   std::string device;             // "cuda:1" that it has chosen; empty: none
   std::string card;               // which card that is; empty: unknown
   int visible = 0;                // CUDA devices that it sees, if it asks for NCCL; 0 otherwise
-  std::string nccl_problem = {};  // why NCCL does not work there; empty: it does, or nobody asks
+  std::string nccl_problem = {};  // why NCCL does not work there; empty: it does, or it was not asked
 };
 
 /// This process's, for what it asks. Loads CUDA only where a CUDA device was chosen, or NCCL is asked for.

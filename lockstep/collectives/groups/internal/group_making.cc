@@ -65,8 +65,9 @@ std::string bytes_of(uint64_t word) {
   return bytes;
 }
 
-/// Throws once a member has ended. Whoever ended with the group complete had everybody's word: so it throws
-/// at the second call that finds somebody ended, behind a look at the store.
+/// Throws once a member has ended. A member that ended when the group was complete had all members' words, so
+/// the store may hold them all: it throws at the second call that finds an ended member, after a look at the
+/// store.
 std::function<void()> watch(std::shared_ptr<transport::HostTransport> transport, std::vector<int> members,
                             std::string call) {
   return [transport = std::move(transport), members = std::move(members), call = std::move(call),
@@ -221,7 +222,7 @@ void agree(const Gather& gather, const Request& request, const std::vector<int>&
 
 std::shared_ptr<Group> open_together(const DefaultWorld& world, const Plan& plan, const Gather& gather,
                                      const std::vector<int>& positions, Deadline deadline) {
-  bool exchanged = positions.size() == 1;  // a group of one needs nobody's address
+  bool exchanged = positions.size() == 1;  // a group of one needs no addresses
   auto exchange = [&](uint64_t own) {
     exchanged = true;
     const auto records = gather(bytes_of(own));

@@ -20,7 +20,7 @@ class Store;
 ///
 /// A *meeting* is the ranks that take part: those of the default group, of a parent group, or the members
 /// alone. It agrees() on the request; then the members open their channels with each other's addresses. Ranks
-/// that are no members take part in both steps, so that nobody waits for a rank that had nothing to do.
+/// that are no members take part in both steps, so that no rank waits for one that had nothing to do.
 namespace lockstep::group_making {
 
 /// Gives every rank of a meeting all ranks' bytes, by rank; `mine` has one size everywhere. Collective.
@@ -40,8 +40,8 @@ struct Request {
 };
 
 /// Returns when all ranks of the meeting have the same identity and none refuses. Otherwise throws on all of
-/// them, naming who asked for what: c10::DistBackendError, or c10::ValueError when one refused. `ranks`: the
-/// meeting's global ranks. Collective.
+/// them, naming which ranks asked for what: c10::DistBackendError, or c10::ValueError when one refused.
+/// `ranks`: the meeting's global ranks. Collective.
 void agree(const Gather& gather, const Request& request, const std::vector<int>& ranks);
 
 /// What a group will be.
@@ -76,9 +76,9 @@ std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan&
 /// The channel over which all ranks of a new world make their groups; through the store.
 std::shared_ptr<transport::GroupChannel> open_control(const DefaultWorld& world, Deadline deadline);
 
-/// The words of all members (ranks of the transport, by group rank), who meet in the store under `key`, which
-/// must be new. Throws c10::DistBackendError when one has ended or has another `identity`, and as rendezvous'
-/// store_all_gather() does.
+/// The words of all members (ranks of the transport, by group rank), which meet in the store under `key`,
+/// which must be new. Throws c10::DistBackendError when one has ended or has another `identity`, and as
+/// rendezvous' store_all_gather() does.
 transport::GroupMembers::AddressExchange exchange_through_store(
     const c10::intrusive_ptr<c10d::Store>& store, std::shared_ptr<transport::HostTransport> transport,
     std::vector<int> members, std::string key, std::string identity, Deadline deadline);

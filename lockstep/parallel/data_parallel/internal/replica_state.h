@@ -24,7 +24,7 @@ class ReplicaState {
 
   ReplicaState(std::shared_ptr<torch::nn::Module> module, std::vector<at::Device> devices, Clone clone);
 
-  /// Makes all replicas anew; their random initial values, which nobody sees, don't touch the default
+  /// Makes all replicas anew; their random initial values, which are never seen, don't touch the default
   /// generator. Throws for modules that can't be cloned, naming the part.
   void replicate();
   /// Brings the first `count` replicas in step with the module: tensors (to() and load() included), whether

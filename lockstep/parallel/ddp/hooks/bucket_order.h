@@ -13,7 +13,7 @@ namespace lockstep {
 /// Hooks are called on all ranks in the same order, so the collective that a hook starts itself needs
 /// nothing. But callbacks of several buckets, and the program's own collectives, run in the order in which
 /// things happen to be ready, and that differs by rank. So a hook takes a turn; its callback waits for the
-/// turn, and uses the turn's group, which nobody else uses:
+/// turn, and uses the turn's group, which nothing else uses:
 ///
 ///     struct MyState { lockstep::BucketOrder order; … };
 ///

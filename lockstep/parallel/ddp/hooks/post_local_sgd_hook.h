@@ -6,7 +6,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/parallel/ddp/grad_bucket.h>
 
-/// Post-local SGD: gradients are averaged over everybody at first, and over a subgroup after that, while a
+/// Post-local SGD: gradients are averaged over all ranks at first, and over a subgroup after that, while a
 /// model averager brings the parameters of all together now and then. Lin et al. 2018
 /// (https://arxiv.org/abs/1808.07217); torch/distributed/algorithms/ddp_comm_hooks/post_localSGD_hook.py.
 namespace lockstep {
@@ -15,7 +15,7 @@ namespace lockstep {
 /// count. Thread-safe.
 class PostLocalSGDState {
  public:
-  /// `process_group`: everybody; empty means the default group. `subgroup`: empty means the ranks on this
+  /// `process_group`: all ranks; empty means the default group. `subgroup`: empty means the ranks on this
   /// host, which are those of the default group. Gradients are averaged over `subgroup` from iteration
   /// `start_localSGD_iter` on, or with post_local_gradient_allreduce = false left as they are.
   PostLocalSGDState(ProcessGroup process_group, ProcessGroup subgroup, int64_t start_localSGD_iter,

@@ -8,7 +8,7 @@
 /// Communication hooks that send a byte for each gradient element.
 ///
 /// Each rank quantises its bucket to 0…255, with a scale and a zero point chosen from the smallest and the
-/// largest element; all ranks gather everybody's bytes, and add them up in float32. So each rank receives
+/// largest element; all ranks gather each other's bytes, and add them up in float32. So each rank receives
 /// (group size − 1) bytes for an element, where an all-reduce of float32 moves about 8 whatever the size: a
 /// saving for up to some 8 ranks. The error is at most half a scale a rank, in each step anew: there is no
 /// error feedback. A NaN or an infinite element makes all elements that share its scale NaN.

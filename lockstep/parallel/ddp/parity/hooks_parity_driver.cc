@@ -50,7 +50,7 @@ PowerSGDState powersgd_state(const c10::IValue& settings) {
   return PowerSGDState(nullptr, options);
 }
 
-/// Everybody on their own, but 0 and 1 together where there are three.
+/// Each rank on its own, but 0 and 1 together where there are three.
 lockstep::ProcessGroup subgroup() {
   std::vector<std::vector<int>> ranks = {{0}, {1}, {2}};
   ranks.resize(lockstep::get_world_size());

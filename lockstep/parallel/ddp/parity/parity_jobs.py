@@ -161,7 +161,7 @@ def table():
     add("join, effective", "mlp", join="effective", options=small, differs_from="join, initial")
     add("join, cnn", "cnn", join="initial")
     # Without momentum: PyTorch's ranks without inputs add up the others' maps of used parameters from one iteration to
-    # the next, so a parameter that nobody used gets a gradient of zeros there, and momentum would move it.
+    # the next, so a parameter that no rank used gets a gradient of zeros there, and momentum would move it.
     add("join, unused", "branches", **varies, options=unused, join="effective", optimizer="sgd plain")
     add("join, no_sync", "mlp", join="initial", accumulate=2)
 
@@ -241,7 +241,7 @@ def branches_of(job, world_size):
     if job["branch"] != "varies":
         return torch.full(shape, int(job["branch"] or 0))
     branches = torch.randint(8, shape, generator=torch.Generator().manual_seed(3))
-    branches[4] = 0  # iterations in which a branch is nobody's, or everybody's
+    branches[4] = 0  # iterations in which no rank takes a branch, or all do
     branches[7] = 7
     branches[9] = torch.arange(world_size)
     return branches

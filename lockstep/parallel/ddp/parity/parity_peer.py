@@ -69,7 +69,7 @@ class SynchronousGloo:
     def __getattr__(self, name):
         return getattr(dist, name)
 
-    # Never asynchronous: nobody in PyTorch waits for the delayed all-reduce, and PowerSGD waits for one reduction
+    # Never asynchronous: nothing in PyTorch waits for the delayed all-reduce, and PowerSGD waits for one reduction
     # in the callback of another, where two buckets stop both of Gloo's threads.
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         if tensor.dtype in (torch.float16, torch.bfloat16):
