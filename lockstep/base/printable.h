@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <string>
 
-namespace lockstep::internal {
+namespace lockstep {
 
 /// Text from elsewhere (a file, a server) for a message, which may be written to a terminal: no control
 /// characters, and not all of it if it is longer than `most` bytes. UTF-8 stays.
@@ -15,4 +15,4 @@ inline std::string printable(std::string text, size_t most = 200) {
   return text;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep

@@ -55,8 +55,8 @@ StateDict decode(const std::string& text, const Tensors& tensors, const LoadOpti
     if (!is_asked_for(in, options)) return at::Tensor();
     const auto group = tensors.find(in);
     const bool found = group != tensors.end() && group->second.contains(name);
-    LOCKSTEP_CHECK_FILE(found, what, " is damaged: it refers to the tensor '", internal::printable(name),
-                        "' of ", internal::printable(in), ", which is in no file");
+    LOCKSTEP_CHECK_FILE(found, what, " is damaged: it refers to the tensor '", printable(name), "' of ",
+                        printable(in), ", which is in no file");
     return group->second.at(name);
   };
   return internal::decode_state(text, find, what, part);
@@ -65,7 +65,7 @@ StateDict decode(const std::string& text, const Tensors& tensors, const LoadOpti
 void leave_only_asked_for(StateDict& state, const LoadOptions& options,
                           const std::filesystem::path& directory) {
   std::string there;
-  for (const auto& [part, unused] : state) there += (there.empty() ? "" : ", ") + internal::printable(part);
+  for (const auto& [part, unused] : state) there += (there.empty() ? "" : ", ") + printable(part);
   for (const std::string& part : options.parts) {
     TORCH_CHECK_VALUE(state.contains(part), "load_checkpoint: ", directory.string(), " has no part '", part,
                       "'; it has ", there);

@@ -30,7 +30,6 @@ namespace {
 namespace fs = std::filesystem;
 
 using internal::Manifest;
-using internal::printable;
 using internal::TensorRecord;
 using nlohmann::ordered_json;
 

@@ -62,7 +62,7 @@ const std::map<std::string, std::string>& SafeOpen::metadata() const {
 at::Tensor SafeOpen::get_tensor(const std::string& name) const {
   const auto found = file_->index.find(name);
   TORCH_CHECK_VALUE(found != file_->index.end(), file_->input.path().string(), " has no tensor '",
-                    internal::printable(name), "'");
+                    printable(name), "'");
   const internal::SafetensorsEntry& entry = file_->open.header.tensors[found->second];
   at::Tensor tensor = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
   const auto bytes = static_cast<size_t>(entry.end - entry.begin);
