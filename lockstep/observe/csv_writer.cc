@@ -129,7 +129,7 @@ void CsvWriter::log_metrics(const Metrics& metrics, int64_t step) {
     return;
   }
   add_columns(metrics);
-  std::string row = std::to_string(step) + "," + shortest(internal::wall_time());
+  std::string row = std::to_string(step) + "," + shortest(observe::internal::wall_time());
   for (const auto& name : columns_) {
     row += ',';
     if (const auto found = metrics.find(name); found != metrics.end()) row += shortest(found->second);

@@ -29,7 +29,7 @@ json to_json(const std::string& value) {
 }
 
 std::string to_line(json object) {
-  object["wall_time"] = internal::wall_time();
+  object["wall_time"] = observe::internal::wall_time();
   // Bytes that are no UTF-8 become U+FFFD: a name must not stop a training.
   return object.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
 }

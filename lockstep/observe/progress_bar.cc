@@ -216,19 +216,20 @@ void ProgressBar::draw(Time now, bool last) {
   drawn_ = now;
   drawn_done_ = state_.done;
   if (!terminal_) {
-    internal::write_above_terminal_line(options_.fd,
-                                        format_progress(state_, options_.width.value_or(0)) + "\n");
+    observe::internal::write_above_terminal_line(options_.fd,
+                                                 format_progress(state_, options_.width.value_or(0)) + "\n");
     return;
   }
   // The last column stays free: many terminals wrap as soon as it is written.
   const int width =
       std::max(options_.width.value_or(0) > 0 ? *options_.width : terminal_width(options_.fd), 2);
   const std::string line = format_progress(state_, width - 1);
-  last ? internal::end_terminal_line(options_.fd, line) : internal::draw_terminal_line(options_.fd, line);
+  last ? observe::internal::end_terminal_line(options_.fd, line)
+       : observe::internal::draw_terminal_line(options_.fd, line);
 }
 
 void ProgressBar::write(std::string_view line) {
-  if (!options_.quiet) internal::write_above_terminal_line(options_.fd, std::string(line) + "\n");
+  if (!options_.quiet) observe::internal::write_above_terminal_line(options_.fd, std::string(line) + "\n");
 }
 
 void ProgressBar::set_postfix(std::string_view key, double value) {

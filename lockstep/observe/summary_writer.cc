@@ -25,7 +25,7 @@
 namespace lockstep {
 namespace {
 
-using internal::EventTime;
+using observe::internal::EventTime;
 
 std::string host_or_localhost() {
   const std::string name = host_name();
@@ -87,8 +87,8 @@ class SummaryWriter::Impl {
   /// Into a file in `folder`, a name relative to log_dir.
   void add(const std::string& folder, std::optional<int64_t> step, std::optional<double> wall_time,
            const std::string& summary) {
-    std::string event =
-        internal::summary_event({wall_time ? *wall_time : internal::wall_time(), step}, summary);
+    std::string event = observe::internal::summary_event(
+        {wall_time ? *wall_time : observe::internal::wall_time(), step}, summary);
     const std::lock_guard lock(mutex_);
     AppendFile& file = this->file(folder);
     queue_->add(file, std::move(event));
@@ -137,15 +137,15 @@ class SummaryWriter::Impl {
 
   AppendFile& file(const std::string& folder) {
     if (!queue_) {
-      queue_ = std::make_unique<internal::EventQueue>(static_cast<size_t>(options_.max_queue),
-                                                      std::chrono::duration<double>(options_.flush_secs));
+      queue_ = std::make_unique<observe::internal::EventQueue>(
+          static_cast<size_t>(options_.max_queue), std::chrono::duration<double>(options_.flush_secs));
     }
     auto& known = files_[folder];
     if (!known) {
       const auto path =
           (folder.empty() ? log_dir_ : log_dir_ / folder) / event_file_name(options_.filename_suffix);
       known = std::make_unique<AppendFile>("SummaryWriter", path, AppendFile::Kind::kBinary);
-      queue_->add(*known, internal::file_version_event({internal::wall_time()}));
+      queue_->add(*known, observe::internal::file_version_event({observe::internal::wall_time()}));
       if (folder.empty()) purge(*known);
     }
     return *known;
@@ -154,9 +154,9 @@ class SummaryWriter::Impl {
   /// PyTorch's two events: the version again, with the step, and the start of a session.
   void purge(AppendFile& file) {
     if (!purge_step_) return;
-    const EventTime time{internal::wall_time(), std::exchange(purge_step_, std::nullopt)};
-    queue_->add(file, internal::file_version_event(time));
-    queue_->add(file, internal::session_start_event(time));
+    const EventTime time{observe::internal::wall_time(), std::exchange(purge_step_, std::nullopt)};
+    queue_->add(file, observe::internal::file_version_event(time));
+    queue_->add(file, observe::internal::session_start_event(time));
   }
 
   const std::filesystem::path log_dir_;
@@ -167,7 +167,7 @@ class SummaryWriter::Impl {
   std::optional<int64_t> purge_step_;
   int64_t lost_ = 0;  // before the last close()
   std::map<std::string, std::unique_ptr<AppendFile>> files_;
-  std::unique_ptr<internal::EventQueue> queue_;  // ends before the files that it writes
+  std::unique_ptr<observe::internal::EventQueue> queue_;  // ends before the files that it writes
 };
 
 SummaryWriter::SummaryWriter(std::filesystem::path log_dir, SummaryWriterOptions options)
@@ -186,7 +186,7 @@ void SummaryWriter::add_scalar(const std::string& tag, double scalar_value,
                                bool new_style, bool double_precision) {
   if (!impl_->writes()) return;
   impl_->add("", global_step, walltime,
-             internal::scalar_summary(tag, scalar_value, new_style, double_precision));
+             observe::internal::scalar_summary(tag, scalar_value, new_style, double_precision));
 }
 
 void SummaryWriter::add_scalar(const std::string& tag, const at::Tensor& scalar_value,
@@ -204,10 +204,10 @@ void SummaryWriter::add_scalars(const std::string& main_tag, const Metrics& tag_
   if (!impl_->writes()) return;
   std::string folder = main_tag;
   std::replace(folder.begin(), folder.end(), '/', '_');
-  const double time = walltime ? *walltime : internal::wall_time();
+  const double time = walltime ? *walltime : observe::internal::wall_time();
   for (const auto& [tag, value] : tag_scalar_dict) {
     impl_->add(folder + "_" + tag, global_step, time,
-               internal::scalar_summary(main_tag, value, false, false));
+               observe::internal::scalar_summary(main_tag, value, false, false));
   }
 }
 
@@ -215,8 +215,9 @@ void SummaryWriter::add_histogram(const std::string& tag, const at::Tensor& valu
                                   std::optional<int64_t> global_step, const Bins& bins,
                                   std::optional<double> walltime, std::optional<int64_t> max_bins) {
   if (!impl_->writes()) return;
-  impl_->add("", global_step, walltime,
-             internal::histogram_summary(tag, internal::make_histogram(values, bins, max_bins)));
+  impl_->add(
+      "", global_step, walltime,
+      observe::internal::histogram_summary(tag, observe::internal::make_histogram(values, bins, max_bins)));
 }
 
 void SummaryWriter::add_histogram_raw(const std::string& tag, double min, double max, double num, double sum,
@@ -227,19 +228,19 @@ void SummaryWriter::add_histogram_raw(const std::string& tag, double min, double
                     "SummaryWriter::add_histogram_raw: ", bucket_limits.size(), " bucket_limits, but ",
                     bucket_counts.size(), " bucket_counts; give each bucket its upper end");
   if (!impl_->writes()) return;
-  impl_->add(
-      "", global_step, walltime,
-      internal::histogram_summary(tag, {min, max, num, sum, sum_squares, bucket_limits, bucket_counts}));
+  impl_->add("", global_step, walltime,
+             observe::internal::histogram_summary(
+                 tag, {min, max, num, sum, sum_squares, bucket_limits, bucket_counts}));
 }
 
 void SummaryWriter::add_image(const std::string& tag, const at::Tensor& img_tensor,
                               std::optional<int64_t> global_step, std::optional<double> walltime,
                               const std::string& dataformats) {
   if (!impl_->writes()) return;
-  const at::Tensor image = internal::to_image(img_tensor, dataformats);
-  impl_->add(
-      "", global_step, walltime,
-      internal::image_summary(tag, image.size(0), image.size(1), image.size(2), internal::encode_png(image)));
+  const at::Tensor image = observe::internal::to_image(img_tensor, dataformats);
+  impl_->add("", global_step, walltime,
+             observe::internal::image_summary(tag, image.size(0), image.size(1), image.size(2),
+                                              observe::internal::encode_png(image)));
 }
 
 void SummaryWriter::add_images(const std::string& tag, const at::Tensor& img_tensor,
@@ -251,7 +252,7 @@ void SummaryWriter::add_images(const std::string& tag, const at::Tensor& img_ten
 void SummaryWriter::add_text(const std::string& tag, const std::string& text_string,
                              std::optional<int64_t> global_step, std::optional<double> walltime) {
   if (!impl_->writes()) return;
-  impl_->add("", global_step, walltime, internal::text_summary(tag, text_string));
+  impl_->add("", global_step, walltime, observe::internal::text_summary(tag, text_string));
 }
 
 void SummaryWriter::add_hparams(const Hyperparameters& hparam_dict, const Metrics& metric_dict,
@@ -259,13 +260,14 @@ void SummaryWriter::add_hparams(const Hyperparameters& hparam_dict, const Metric
                                 std::optional<int64_t> global_step) {
   check_domains(hparam_dict, hparam_domain_discrete);
   if (!impl_->writes()) return;
-  const std::string folder = run_name.empty() ? std::to_string(internal::wall_time()) : run_name;
+  const std::string folder = run_name.empty() ? std::to_string(observe::internal::wall_time()) : run_name;
   impl_->add(folder, global_step, std::nullopt,
-             internal::experiment_summary(hparam_dict, metric_dict, hparam_domain_discrete));
-  impl_->add(folder, global_step, std::nullopt, internal::session_start_summary(hparam_dict));
-  impl_->add(folder, global_step, std::nullopt, internal::session_end_summary(/*success=*/true));
+             observe::internal::experiment_summary(hparam_dict, metric_dict, hparam_domain_discrete));
+  impl_->add(folder, global_step, std::nullopt, observe::internal::session_start_summary(hparam_dict));
+  impl_->add(folder, global_step, std::nullopt, observe::internal::session_end_summary(/*success=*/true));
   for (const auto& [name, value] : metric_dict) {
-    impl_->add(folder, global_step, std::nullopt, internal::scalar_summary(name, value, false, false));
+    impl_->add(folder, global_step, std::nullopt,
+               observe::internal::scalar_summary(name, value, false, false));
   }
   impl_->close_folder(folder);
 }
@@ -279,7 +281,7 @@ void SummaryWriter::log_metrics(const Metrics& metrics, int64_t step) {
 void SummaryWriter::log_hyperparameters(const Hyperparameters& hyperparameters) {
   if (!impl_->writes()) return;
   impl_->has_hyperparameters = true;
-  impl_->add("", std::nullopt, std::nullopt, internal::session_start_summary(hyperparameters));
+  impl_->add("", std::nullopt, std::nullopt, observe::internal::session_start_summary(hyperparameters));
 }
 
 void SummaryWriter::resume(int64_t next_step) {
@@ -292,7 +294,7 @@ void SummaryWriter::flush() {
 
 void SummaryWriter::finalize(std::string_view status) {
   if (impl_->writes() && impl_->has_hyperparameters.exchange(false)) {
-    impl_->add("", std::nullopt, std::nullopt, internal::session_end_summary(status == "finished"));
+    impl_->add("", std::nullopt, std::nullopt, observe::internal::session_end_summary(status == "finished"));
   }
   close();
 }

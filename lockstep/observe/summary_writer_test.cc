@@ -60,7 +60,7 @@ class SummaryWriterTest : public testing::FolderTest {
 
 TEST(EventRecord, HasTheChecksumsOfTensorFlow) {
   std::string record;
-  internal::append_record(record, "123456789");
+  observe::internal::append_record(record, "123456789");
   ASSERT_EQ(record.size(), 8 + 4 + 9 + 4U);
   uint32_t masked = 0;
   std::memcpy(&masked, record.data() + 21, 4);

@@ -8,7 +8,7 @@
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/internal/flush_at_exit.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 namespace {
 
 // Waking a thread costs the caller up to tens of microseconds where cores are few. So while events come, the
@@ -173,4 +173,4 @@ void EventQueue::write(const std::vector<Item>& items) {
   }
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

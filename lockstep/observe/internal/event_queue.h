@@ -12,7 +12,7 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 
 /// The thread behind a SummaryWriter: takes serialised events from callers, frames them as records, and
 /// writes them into their files within milliseconds, in the order they came. A process that ends waits for it
@@ -71,4 +71,4 @@ class EventQueue {
 /// `event` framed as a record, behind what `to` holds already.
 void append_record(std::string& to, std::string_view event);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

@@ -10,7 +10,7 @@
 #include <lockstep/base/end_hook.h>
 #include <lockstep/observe/internal/flush_at_exit.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 namespace {
 
 constexpr int kChecks = 20'000;
@@ -81,4 +81,4 @@ void add_pending_records(int64_t count) {
   pending.fetch_add(count, std::memory_order_acq_rel);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

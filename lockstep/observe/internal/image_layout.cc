@@ -10,7 +10,7 @@
 
 #include <lockstep/observe/internal/image_layout.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 namespace {
 
 constexpr int64_t kColumns = 8;
@@ -78,4 +78,4 @@ at::Tensor to_image(const at::Tensor& tensor, const std::string& dataformats) {
   return image.to(at::kByte).contiguous();
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

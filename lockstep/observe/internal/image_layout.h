@@ -6,7 +6,7 @@ namespace at {
 class Tensor;
 }
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 
 /// An image, or a grid of a batch of images, as contiguous uint8 of shape (height, width, channels), from a
 /// tensor whose dimensions are the letters of `dataformats` (CHW, HWC, HW, NCHW and so on; any case).
@@ -15,4 +15,4 @@ namespace lockstep::internal {
 /// shape and format don't fit.
 at::Tensor to_image(const at::Tensor& tensor, const std::string& dataformats);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

@@ -12,7 +12,7 @@
 
 #include <lockstep/observe/internal/make_histogram.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 namespace {
 
 /// SummaryWriter.default_bins, by the same additions and multiplications.
@@ -113,4 +113,4 @@ Histogram make_histogram(const at::Tensor& values, const SummaryWriter::Bins& bi
   return result;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

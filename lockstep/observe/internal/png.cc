@@ -7,7 +7,7 @@
 
 #include <lockstep/observe/internal/png.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 
 std::string encode_png(const at::Tensor& image) {
   TORCH_CHECK_VALUE(image.numel() > 0, "an image of shape ", image.sizes(), " has no pixels to show");
@@ -29,4 +29,4 @@ std::string encode_png(const at::Tensor& image) {
   return bytes;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

@@ -3,7 +3,7 @@
 
 #include <lockstep/observe/internal/summary_messages.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 namespace {
 
 using protozero::pbf_builder;
@@ -261,4 +261,4 @@ std::string session_end_summary(bool success) {
   return hparams_summary("_hparams_/session_end_info", HParams::session_end_info, end);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

@@ -10,7 +10,7 @@
 
 /// TensorBoard's protocol buffers, serialised: tensorboard/compat/proto/{event,summary,tensor}.proto and
 /// tensorboard/plugins/hparams/{api,plugin_data}.proto. Pure functions.
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 
 /// When something was logged.
 struct EventTime {
@@ -47,4 +47,4 @@ std::string experiment_summary(const Hyperparameters& hyperparameters, const Met
 std::string session_start_summary(const Hyperparameters& hyperparameters);
 std::string session_end_summary(bool success);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal

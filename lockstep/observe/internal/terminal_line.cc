@@ -6,7 +6,7 @@
 #include <lockstep/base/write_all.h>
 #include <lockstep/observe/internal/terminal_line.h>
 
-namespace lockstep::internal {
+namespace lockstep::observe::internal {
 namespace {
 
 constexpr const char* kToStart = "\r";
@@ -61,4 +61,4 @@ void write_above_terminal_line(int fd, std::string_view lines) {
   write_all(drawn.fd, again);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::observe::internal
