@@ -19,7 +19,7 @@
 namespace lockstep::mlflow_test {
 namespace {
 
-using internal::Journal;
+using mlflow::internal::Journal;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 

@@ -24,10 +24,10 @@
 namespace lockstep {
 namespace {
 
-using internal::Journal;
-using internal::RunDescription;
-using internal::Sender;
-using internal::SenderOptions;
+using mlflow::internal::Journal;
+using mlflow::internal::RunDescription;
+using mlflow::internal::Sender;
+using mlflow::internal::SenderOptions;
 using nlohmann::json;
 
 // MLflow takes no more of them in one request.

@@ -8,7 +8,7 @@
 
 #include <lockstep/mlflow/internal/http.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 namespace {
 
 constexpr size_t kLargestAnswer = size_t{4} << 20;  // more is no tracking server's
@@ -149,4 +149,4 @@ HttpAnswer HttpConnection::perform(const std::string& path, std::chrono::millise
   return answer;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

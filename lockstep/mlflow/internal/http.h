@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 
 /// How a server is reached.
 struct HttpOptions {
@@ -60,4 +60,4 @@ class HttpConnection {
   std::unique_ptr<Curl> curl_;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

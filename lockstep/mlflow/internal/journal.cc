@@ -15,7 +15,7 @@
 #include <lockstep/base/printable.h>
 #include <lockstep/mlflow/internal/journal.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 namespace {
 
 using nlohmann::json;
@@ -201,4 +201,4 @@ int64_t Journal::lost() const {
   return file_.lost();
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

@@ -10,7 +10,7 @@
 #include <lockstep/base/append_file.h>
 #include <lockstep/base/unique_fd.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 
 /// What was logged to a run and may not have reached its server: a file of lines, each a JSON object.
 ///
@@ -76,4 +76,4 @@ class Journal {
   std::string run_id_;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

@@ -11,7 +11,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/mlflow/internal/sender.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 namespace {
 
 using nlohmann::json;
@@ -330,4 +330,4 @@ void Sender::reject(const json& entry, const std::string& error) {
                          << "; this and whatever else it refuses is in " << path.string();
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

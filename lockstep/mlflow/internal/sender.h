@@ -14,7 +14,7 @@
 #include <lockstep/mlflow/internal/journal.h>
 #include <lockstep/mlflow/internal/tracking_client.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 
 struct SenderOptions {
   HttpOptions http = {};
@@ -83,4 +83,4 @@ class Sender {
   BackgroundThread thread_;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

@@ -8,7 +8,7 @@
 #include <lockstep/base/printable.h>
 #include <lockstep/mlflow/internal/tracking_client.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 namespace {
 
 using nlohmann::json;
@@ -227,4 +227,4 @@ Result TrackingClient::log_artifact(const std::string& run_id, const std::filesy
                : Result{};
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal

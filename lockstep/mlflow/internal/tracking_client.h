@@ -10,7 +10,7 @@
 
 #include <lockstep/mlflow/internal/http.h>
 
-namespace lockstep::internal {
+namespace lockstep::mlflow::internal {
 
 /// What became of a request.
 enum class Outcome {
@@ -64,4 +64,4 @@ class TrackingClient {
   std::string artifact_uri_;   // of the run, once asked
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::mlflow::internal
