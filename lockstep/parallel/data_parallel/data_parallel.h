@@ -74,11 +74,11 @@ class DataParallel : public torch::nn::Module {
   /// without a working clone(), naming the part.
   explicit DataParallel(typename Trait::Handle wrapped, DataParallelOptions options = {})
       : torch::nn::Module("DataParallel"),
-        module(internal::not_empty<Trait>(std::move(wrapped))),
+        module(data_parallel::internal::not_empty<Trait>(std::move(wrapped))),
         plain_(register_module("module", Trait::as_module(module))),
         apply_(plain_,
-               internal::ParallelPlan::of(options.device_ids, options.output_device, options.dim,
-                                          options.num_replicas),
+               data_parallel::internal::ParallelPlan::of(options.device_ids, options.output_device,
+                                                         options.dim, options.num_replicas),
                [this](int replica, at::Device device) { return clone_onto(replica, device); }) {}
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
@@ -150,10 +150,11 @@ class DataParallel : public torch::nn::Module {
     // Calls the module, or a replica of it, with these tensors in the arguments.
     const auto call_with = [&](const typename Trait::Handle& handle, const std::vector<at::Tensor>& own) {
       [[maybe_unused]] auto next = own.begin();
-      std::tuple<internal::ReplicaArgument<Arguments>...> copies{
-          internal::argument_for_replica<Arguments>(arguments, next)...};
-      return std::apply([&](auto&... copy) { return call(handle, internal::pass_on<Arguments>(copy)...); },
-                        copies);
+      std::tuple<data_parallel::internal::ReplicaArgument<Arguments>...> copies{
+          data_parallel::internal::argument_for_replica<Arguments>(arguments, next)...};
+      return std::apply(
+          [&](auto&... copy) { return call(handle, data_parallel::internal::pass_on<Arguments>(copy)...); },
+          copies);
     };
     const auto handle_of = [&](int replica) -> const typename Trait::Handle& {
       return batch.replicas == 1 ? module : replicas_[static_cast<size_t>(replica)];
@@ -180,13 +181,13 @@ class DataParallel : public torch::nn::Module {
         auto next = found[i].begin();
         for_each_owned_tensor(outputs[i], [&](at::Tensor& tensor) { tensor = *next++; });
       }
-      return internal::gather_all(outputs, apply_.plan().output);
+      return data_parallel::internal::gather_all(outputs, apply_.plan().output);
     }
   }
 
   std::vector<typename Trait::Handle> replicas_;
   std::shared_ptr<torch::nn::Module> plain_;  // what `module` is as a torch::nn::Module
-  internal::ParallelApply apply_;
+  data_parallel::internal::ParallelApply apply_;
 };
 
 template <class Given>

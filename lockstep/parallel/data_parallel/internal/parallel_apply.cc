@@ -8,7 +8,7 @@
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/data_parallel/internal/parallel_apply.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 namespace {
 
 /// Zero as long as torch's CUDA library is not loaded. Torch's own hooks are not asked: they keep their first
@@ -139,4 +139,4 @@ std::vector<std::vector<at::Tensor>> ParallelApply::join(ParallelBatch& batch,
   return join_graphs(std::move(batch.graphs), batch.inputs, places_);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

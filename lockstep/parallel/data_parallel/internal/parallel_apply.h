@@ -15,7 +15,7 @@
 #include <lockstep/parallel/data_parallel/internal/replica_threads.h>
 #include <lockstep/parallel/data_parallel/internal/scatter_gather.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 /// Where DataParallel's replicas are.
 struct ParallelPlan {
@@ -71,4 +71,4 @@ typename Trait::Handle not_empty(typename Trait::Handle handle) {
   return handle;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

@@ -9,7 +9,7 @@
 
 #include <lockstep/parallel/data_parallel/internal/replica_graphs.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -215,4 +215,4 @@ std::vector<variable_list> join_graphs(std::vector<ReplicaGraph> replicas, const
   return join(std::move(replicas), inputs, places, /*is_shared=*/false);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

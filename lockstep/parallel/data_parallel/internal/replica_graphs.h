@@ -10,7 +10,7 @@
 
 #include <lockstep/parallel/data_parallel/internal/replica_threads.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 /// The autograd graph that one replica's forward built, cut off from the rest: it begins at leaves of its
 /// own.
@@ -37,4 +37,4 @@ std::vector<std::vector<at::Tensor>> join_graphs(std::vector<ReplicaGraph> repli
                                                  const std::vector<at::Tensor>& inputs,
                                                  const ReplicaPlaces& places);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

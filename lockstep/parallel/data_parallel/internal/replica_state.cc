@@ -14,7 +14,7 @@
 #include <lockstep/device/generator_state.h>
 #include <lockstep/parallel/data_parallel/internal/replica_state.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 namespace {
 
 using torch::autograd::impl::set_version_counter;
@@ -198,4 +198,4 @@ void ReplicaState::append_leaves(int replica, size_t first, ReplicaGraph& graph)
   append(original_.buffers, own.buffers);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

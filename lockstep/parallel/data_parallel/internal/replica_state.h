@@ -10,7 +10,7 @@
 
 #include <lockstep/parallel/data_parallel/internal/replica_graphs.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 /// The replicas of a module, their tensors and modes in step with the module's. Replicas have parameters of
 /// their own, leaves for their own graphs, which on the module's device share its parameters' memory: nothing
@@ -59,4 +59,4 @@ class ReplicaState {
   int64_t made_ = 0;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

@@ -16,7 +16,7 @@
 // OpenMP's, found at run time in the runtime that LibTorch loaded, if it loaded one.
 extern "C" __attribute__((weak)) void omp_set_num_threads(int threads);
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 struct ReplicaThreads::Team {
   /// What one run() wants of the threads.
@@ -115,4 +115,4 @@ void ReplicaThreads::run(int count, const std::function<void(int)>& work,
   }
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

@@ -6,7 +6,7 @@
 
 #include <lockstep/base/process/fork_guard.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 /// One thread for each replica of a DataParallel, for as long as it lives. Thread-safe: a run waits for the
 /// one before. In a forked child the threads are made anew.
@@ -27,4 +27,4 @@ class ReplicaThreads {
   std::unique_ptr<Team> team_;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

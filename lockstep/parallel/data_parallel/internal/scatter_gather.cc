@@ -6,7 +6,7 @@
 
 #include <lockstep/parallel/data_parallel/internal/scatter_gather.h>
 
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 Scattered scatter(const std::vector<at::Tensor>& tensors, const std::vector<at::Device>& devices,
                   int64_t dim) {
@@ -101,4 +101,4 @@ c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const 
   return first;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal

@@ -19,7 +19,7 @@
 
 /// Splits arguments over replicas, and puts their outputs together: torch/nn/parallel/scatter_gather.py, by
 /// types.
-namespace lockstep::internal {
+namespace lockstep::data_parallel::internal {
 
 using detail::Holds;
 
@@ -194,4 +194,4 @@ T gather_all(std::vector<T>& outputs, const GatherPlace& place) {
   return std::move(outputs[0]);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::data_parallel::internal
