@@ -59,7 +59,7 @@ StateDict decode(const std::string& text, const Tensors& tensors, const LoadOpti
                         printable(in), ", which is in no file");
     return group->second.at(name);
   };
-  return internal::decode_state(text, find, what, part);
+  return serialization::decode_state(text, find, what, part);
 }
 
 void leave_only_asked_for(StateDict& state, const LoadOptions& options,

@@ -224,11 +224,11 @@ TEST(Checkpoint, TheLatestGoodOneIsFound) {
 }
 
 TEST(StateJson, UnionsOfRanks) {
-  using internal::encode_state;
-  using internal::merge_states;
+  using serialization::encode_state;
+  using serialization::merge_states;
   const auto encoded = [](const StateDict& state) { return encode_state(state, "state").json; };
   const auto decoded = [](const std::string& json) {
-    return internal::decode_state(
+    return serialization::decode_state(
         json, [](const std::string&, const std::string&) { return torch::ones({1}); }, "state.json");
   };
   const StateDict first = {
@@ -257,7 +257,7 @@ TEST(StateJson, UnionsOfRanks) {
 }
 
 StateDict without_tensors(const std::string& json) {
-  return internal::decode_state(
+  return serialization::decode_state(
       json, [](const std::string&, const std::string&) { return at::Tensor(); }, "state.json");
 }
 
@@ -278,7 +278,7 @@ TEST(StateJson, RefusesKeysThatWouldFillTheMemory) {
   auto dict = detail::make_object_dict();
   for (int i = 0; i < 10; ++i) dict.insert(std::nan(""), i);
   EXPECT_THAT(message_of<c10::ValueError>([&] {
-                internal::encode_state({{"part", dict}}, "state");
+                serialization::encode_state({{"part", dict}}, "state");
               }),
               HasSubstr("state['part'] is a dict whose keys collide"));
 }
@@ -295,9 +295,9 @@ TEST(StateJson, ManySmallDictsTakeTheirSpace) {
               HasSubstr("state.json is damaged: it has more dicts than 5100012 bytes"));
   // What is written has them. Braces count in strings, too.
   const std::string braces(1'700'000, '{');
-  const std::string one = internal::encode_state({{"one", braces}}, "state").json;
-  const std::string two = internal::encode_state({{"two", braces}}, "state").json;
-  for (const std::string& text : {one, internal::merge_states({one, two})}) {
+  const std::string one = serialization::encode_state({{"one", braces}}, "state").json;
+  const std::string two = serialization::encode_state({{"two", braces}}, "state").json;
+  for (const std::string& text : {one, serialization::merge_states({one, two})}) {
     EXPECT_EQ(without_tensors(text).at("one").toStringRef(), braces);
   }
 }
@@ -305,7 +305,7 @@ TEST(StateJson, ManySmallDictsTakeTheirSpace) {
 TEST(StateJson, RefusesWhatNobodyWrote) {
   const auto refused = [](const std::string& json) {
     return message_of<CheckpointError>([&] {
-      internal::decode_state(
+      serialization::decode_state(
           json, [](const std::string&, const std::string&) { return torch::ones({1}); }, "state.json");
     });
   };

@@ -245,8 +245,8 @@ class Values {
   Values(const fs::path& directory, const std::string& file, const std::string& part) {
     const fs::path path = directory / file;
     const auto no_tensor = [](const std::string&, const std::string&) { return at::Tensor(); };
-    const auto state = internal::decode_state(internal::read_file(path, internal::InputFile(path).size()),
-                                              no_tensor, path.string(), part);
+    const auto state = serialization::decode_state(
+        internal::read_file(path, internal::InputFile(path).size()), no_tensor, path.string(), part);
     for (const auto& [key, value] : state) add(file + "['" + printable(key) + "']", value);
   }
   const std::map<std::string, std::string>& values() const { return values_; }
@@ -276,7 +276,7 @@ class Values {
     return value.isList() ? value.toListRef()[i] : value.toTupleRef().elements()[i];
   }
   static std::string text_of(const c10::IValue& value) {
-    const std::string json = internal::encode_state({{"x", value}}, "value").json;
+    const std::string json = serialization::encode_state({{"x", value}}, "value").json;
     const size_t begin = json.find(": ") + 2;
     return json.substr(begin, json.rfind("\n}") - begin);
   }

@@ -30,10 +30,10 @@ namespace lockstep {
 namespace {
 
 using c10::IValue;
-using internal::ByteSource;
 using internal::InputFile;
 using internal::OutputFile;
-using internal::ZipDirectory;
+using serialization::ByteSource;
+using serialization::ZipDirectory;
 
 // ---- Reading ----
 

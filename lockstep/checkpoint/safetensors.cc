@@ -63,7 +63,7 @@ at::Tensor SafeOpen::get_tensor(const std::string& name) const {
   const auto found = file_->index.find(name);
   TORCH_CHECK_VALUE(found != file_->index.end(), file_->input.path().string(), " has no tensor '",
                     printable(name), "'");
-  const internal::SafetensorsEntry& entry = file_->open.header.tensors[found->second];
+  const serialization::SafetensorsEntry& entry = file_->open.header.tensors[found->second];
   at::Tensor tensor = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
   const auto bytes = static_cast<size_t>(entry.end - entry.begin);
   file_->input.read(tensor.mutable_data_ptr(), bytes, file_->open.data_begin + entry.begin);

@@ -18,15 +18,15 @@ namespace lockstep::safetensors_fuzz {
 namespace {
 
 std::vector<std::string> seeds() {
-  using internal::SafetensorsEntry;
+  using serialization::SafetensorsEntry;
   std::vector<SafetensorsEntry> tensors = {{"fc1.weight", at::kFloat, {2, 3}, 0, 0},
                                            {"fc1.bias", at::kHalf, {2}, 0, 0},
                                            {"empty", at::kLong, {0, 4}, 0, 0},
                                            {"scalar", at::kBool, {}, 0, 0},
                                            {"packed", at::ScalarType::Float4_e2m1fn_x2, {2}, 0, 0}};
-  const auto bytes = static_cast<size_t>(internal::lay_out(tensors));
-  const std::string header = internal::make_safetensors_header({tensors, {{"format", "pt"}}});
-  return {header + std::string(bytes, 'x'), internal::make_safetensors_header({})};
+  const auto bytes = static_cast<size_t>(serialization::lay_out(tensors));
+  const std::string header = serialization::make_safetensors_header({tensors, {{"format", "pt"}}});
+  return {header + std::string(bytes, 'x'), serialization::make_safetensors_header({})};
 }
 
 }  // namespace
@@ -41,7 +41,7 @@ LOCKSTEP_FUZZ_TARGET(safetensors, seeds) {
   try {
     const auto tensors = safetensors::load_file(path);
     const safetensors::SafeOpen open(path);
-    internal::SafetensorsHeader again{{}, open.metadata()};
+    serialization::SafetensorsHeader again{{}, open.metadata()};
     size_t bytes = 0;
     for (const std::string& name : open.keys()) {
       const at::Tensor& tensor = tensors.at(name);
@@ -52,10 +52,10 @@ LOCKSTEP_FUZZ_TARGET(safetensors, seeds) {
       again.tensors.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
     }
     if (bytes > size || open.keys().size() != tensors.size()) std::abort();
-    const int64_t data_bytes = internal::lay_out(again.tensors);
-    const std::string header = internal::make_safetensors_header(again);
+    const int64_t data_bytes = serialization::lay_out(again.tensors);
+    const std::string header = serialization::make_safetensors_header(again);
     const auto parsed =
-        internal::parse_safetensors_header(std::string_view(header).substr(8), data_bytes, "again");
+        serialization::parse_safetensors_header(std::string_view(header).substr(8), data_bytes, "again");
     if (parsed.tensors.size() != again.tensors.size() || parsed.metadata != again.metadata) std::abort();
   } catch (const CheckpointError&) {
     // what is documented

@@ -12,7 +12,7 @@
 #include <lockstep/base/printable.h>
 #include <lockstep/serialization/safetensors_header.h>
 
-namespace lockstep::internal {
+namespace lockstep::serialization {
 namespace {
 
 constexpr size_t kMaxDimensions = 64;  // what ATen's operations can iterate over
@@ -329,4 +329,4 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, int64_t data_b
   return header;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::serialization

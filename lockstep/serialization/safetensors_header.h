@@ -12,7 +12,7 @@
 
 /// The header of a safetensors file: its length (8 bytes, little-endian), then JSON, padded with spaces so
 /// that the data begin at a multiple of 8. https://github.com/huggingface/safetensors, "Format".
-namespace lockstep::internal {
+namespace lockstep::serialization {
 
 /// What a header may have, as in the original.
 constexpr int64_t kMaxSafetensorsHeader = 100'000'000;
@@ -57,4 +57,4 @@ std::string make_safetensors_header(const SafetensorsHeader& header);
 SafetensorsHeader parse_safetensors_header(std::string_view json, int64_t data_bytes,
                                            const std::string& what);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::serialization

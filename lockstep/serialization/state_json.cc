@@ -19,7 +19,7 @@
 #include <lockstep/serialization/safetensors_header.h>
 #include <lockstep/serialization/state_json.h>
 
-namespace lockstep::internal {
+namespace lockstep::serialization {
 namespace {
 
 using nlohmann::json;
@@ -486,4 +486,4 @@ StateDict decode_state(std::string_view text, const TensorSource& tensors, const
   return decoder.take();
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::serialization

@@ -28,7 +28,7 @@
 /// Spaces at the end make up for very many small dicts, which take much more memory than text: a text has 24
 /// bytes for each "{" beyond the first 1,431,655 (whose dicts take up to 1 GiB), so that reading a text takes
 /// at most that and memory in proportion to its length.
-namespace lockstep::internal {
+namespace lockstep::serialization {
 
 /// How deep states may be nested.
 constexpr int kMaxStateDepth = 200;
@@ -64,4 +64,4 @@ using TensorSource = std::function<at::Tensor(const std::string& part, const std
 StateDict decode_state(std::string_view json, const TensorSource& tensors, const std::string& what,
                        const std::string& part = {});
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::serialization

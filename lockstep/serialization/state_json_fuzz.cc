@@ -29,19 +29,19 @@ LOCKSTEP_FUZZ_TARGET(state_json, seeds) {
   const auto find = [](const std::string&, const std::string&) { return tensor; };
   StateDict state;
   try {
-    state = internal::decode_state({reinterpret_cast<const char*>(data), size}, find, "input");
+    state = serialization::decode_state({reinterpret_cast<const char*>(data), size}, find, "input");
   } catch (const CheckpointError&) {
     return 0;
   }
   std::string text;
   try {
-    text = internal::encode_state(state, "state").json;
+    text = serialization::encode_state(state, "state").json;
   } catch (const c10::ValueError&) {  // nested deeper than is written, or parts called "$…"
     return 0;
   }
-  const StateDict again = internal::decode_state(text, find, "again");
-  if (internal::encode_state(again, "state").json != text) std::abort();
-  if (internal::merge_states({text, text + " "}).empty()) std::abort();
+  const StateDict again = serialization::decode_state(text, find, "again");
+  if (serialization::encode_state(again, "state").json != text) std::abort();
+  if (serialization::merge_states({text, text + " "}).empty()) std::abort();
   return 0;
 }
 

@@ -9,7 +9,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/serialization/zip_directory.h>
 
-namespace lockstep::internal {
+namespace lockstep::serialization {
 namespace {
 
 // Sections 4.3.7 (local header), 4.3.12 (central directory), 4.3.14 to 4.3.16 (its end) of the specification.
@@ -163,4 +163,4 @@ void ZipDirectory::read(const std::string& name, void* data) const {
                       " is damaged: the checksum of '", name, "' is wrong");
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::serialization

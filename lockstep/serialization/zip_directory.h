@@ -8,7 +8,7 @@
 /// Reading zip archives as torch.save writes them: stored, not compressed, in one part. LibTorch's own reader
 /// (caffe2/serialize) checks no checksums and believes the sizes that it reads.
 /// https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-namespace lockstep::internal {
+namespace lockstep::serialization {
 
 /// Bytes that can be read at any place: of a file or in memory.
 class ByteSource {
@@ -47,4 +47,4 @@ class ZipDirectory {
   std::map<std::string, Entry> entries_;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::serialization

@@ -100,13 +100,13 @@ void CheckpointReader::check_header(const FileRecord& file, const OpenTensorFile
   std::map<std::string, const TensorRecord*> expected;
   for (const TensorRecord* tensor : tensors_of_[file.name]) expected.emplace(tensor->name, tensor);
   const auto what = (directory_ / file.name).string();
-  for (const SafetensorsEntry& entry : open.header.tensors) {
+  for (const serialization::SafetensorsEntry& entry : open.header.tensors) {
     const auto found = expected.find(entry.name);
     LOCKSTEP_CHECK_FILE(found != expected.end(), what, " has the tensor '", printable(entry.name),
                         "', of which the manifest knows nothing");
     const TensorRecord& record = *found->second;
     LOCKSTEP_CHECK_FILE(
-        safetensors_dtype(entry.dtype) == record.dtype && entry.shape == record.shape &&
+        serialization::safetensors_dtype(entry.dtype) == record.dtype && entry.shape == record.shape &&
             entry.begin + open.data_begin == record.offset && entry.end - entry.begin == record.bytes,
         what, ": ", shown(record), " has another dtype, shape or place than the manifest says");
     expected.erase(found);

@@ -68,15 +68,15 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
     : info_(info), options_(options), managed_(managed) {
   info_.directory = std::filesystem::absolute(directory).lexically_normal();
   if (!info_.directory.has_filename()) info_.directory = info_.directory.parent_path();
-  EncodedState shared;
-  EncodedState own;
+  serialization::EncodedState shared;
+  serialization::EncodedState own;
   std::vector<TensorOffer> offers;
   const Failure mine = Failure::of(ranks, [&] {
     for (const auto& [part, value] : state) check_part_name(part);
-    shared = encode_state(state, "state");
+    shared = serialization::encode_state(state, "state");
     if (!rank_state.empty()) {
       own_name_ = rank_name(ranks.rank());
-      own = encode_state(rank_state, "rank_state", own_name_);
+      own = serialization::encode_state(rank_state, "rank_state", own_name_);
       own_json_ = std::move(own.json);
       std::move(own.tensors.begin(), own.tensors.end(), std::back_inserter(shared.tensors));
     }
@@ -103,7 +103,7 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
       }
       if (failure.kind != Failure::kNone) return;
       failpoint::here("checkpoint.plan");
-      state_json_ = merge_states(states);
+      state_json_ = serialization::merge_states(states);
       tasks = assign_files(all, options.sharded);
       std::error_code error;
       LOCKSTEP_CHECK_FILE(options.overwrite || !std::filesystem::exists(info_.directory, error),
@@ -136,9 +136,9 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
 
 void SaveJob::stage(Pages& memory, const MemberRanks& ranks, bool later) {
   staging_ = Failure::of(ranks, [&] {
-    std::vector<StateTensor*> tensors;
+    std::vector<serialization::StateTensor*> tensors;
     for (File& file : files_) {
-      for (StateTensor& tensor : file.tensors) tensors.push_back(&tensor);
+      for (serialization::StateTensor& tensor : file.tensors) tensors.push_back(&tensor);
     }
     snapshot_.copy(tensors, memory, later);
   });
@@ -159,7 +159,7 @@ SaveJob::Results SaveJob::write_files(const std::atomic<bool>* cancelled) const 
   Results results;
   for (const File& file : files_) {
     std::vector<NamedTensor> tensors;
-    for (const StateTensor& each : file.tensors) tensors.push_back({each.name, each.tensor});
+    for (const serialization::StateTensor& each : file.tensors) tensors.push_back({each.name, each.tensor});
     // Readers of Hugging Face's want the metadata's "format".
     const WrittenFile written =
         write_tensor_file(path_ / file.name, tensors, {{"format", "pt"}},
@@ -168,9 +168,9 @@ SaveJob::Results SaveJob::write_files(const std::atomic<bool>* cancelled) const 
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor& tensor = tensors[i].tensor;
       results.tensors.push_back({file.part, tensors[i].name, file.name,
-                                 safetensors_dtype(tensor.scalar_type()).value(), tensor.sizes().vec(),
-                                 written.offsets[i], static_cast<int64_t>(tensor.nbytes()),
-                                 written.checksums[i]});
+                                 serialization::safetensors_dtype(tensor.scalar_type()).value(),
+                                 tensor.sizes().vec(), written.offsets[i],
+                                 static_cast<int64_t>(tensor.nbytes()), written.checksums[i]});
     }
   }
   if (!own_name_.empty()) write_text(own_name_ + ".json", own_json_, results);

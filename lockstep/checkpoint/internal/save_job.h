@@ -72,7 +72,7 @@ class SaveJob {
   struct File {
     std::string name;
     std::string part;
-    std::vector<StateTensor> tensors;
+    std::vector<serialization::StateTensor> tensors;
   };
   struct Results {
     std::vector<FileRecord> files;

@@ -35,17 +35,17 @@ at::Tensor as_written(const at::Tensor& tensor) {
 WrittenFile write_tensor_file(const std::filesystem::path& path, const std::vector<NamedTensor>& tensors,
                               const std::map<std::string, std::string>& metadata,
                               const WriteOptions& options) {
-  SafetensorsHeader header;
+  serialization::SafetensorsHeader header;
   header.metadata = metadata;
   std::unordered_map<std::string, size_t> index;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& [name, tensor] = tensors[i];
-    check_can_write(tensor, "tensor '" + printable(name) + "'");
+    serialization::check_can_write(tensor, "tensor '" + printable(name) + "'");
     TORCH_CHECK_VALUE(index.emplace(name, i).second, "there are two tensors called '", printable(name), "'");
     header.tensors.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), 0, 0});
   }
-  lay_out(header.tensors);
-  const std::string head = make_safetensors_header(header);
+  serialization::lay_out(header.tensors);
+  const std::string head = serialization::make_safetensors_header(header);
 
   WrittenFile written;
   written.offsets.resize(tensors.size());
@@ -55,7 +55,7 @@ WrittenFile write_tensor_file(const std::filesystem::path& path, const std::vect
   if (options.checksums) whole.emplace();
   file.write(head.data(), head.size());
   if (whole) whole->update(head.data(), head.size());
-  for (const SafetensorsEntry& entry : header.tensors) {
+  for (const serialization::SafetensorsEntry& entry : header.tensors) {
     const size_t i = index.at(entry.name);
     written.offsets[i] = file.size();
     const at::Tensor tensor = as_written(tensors[i].tensor);
@@ -87,8 +87,9 @@ OpenTensorFile read_tensor_header(const InputFile& file) {
                       " bytes, and a safetensors file begins with 8 that tell its header's length");
   uint64_t length = 0;
   file.read(&length, sizeof(length), 0);
-  LOCKSTEP_CHECK_FILE(length <= static_cast<uint64_t>(kMaxSafetensorsHeader), what, ": the header claims ",
-                      length, " bytes, more than the ", kMaxSafetensorsHeader, " that safetensors allows");
+  LOCKSTEP_CHECK_FILE(length <= static_cast<uint64_t>(serialization::kMaxSafetensorsHeader), what,
+                      ": the header claims ", length, " bytes, more than the ",
+                      serialization::kMaxSafetensorsHeader, " that safetensors allows");
   const auto header_bytes = static_cast<int64_t>(length);
   LOCKSTEP_CHECK_FILE(header_bytes <= file.size() - 8, what, " is truncated: the header claims ", length,
                       " bytes, and the file has ", file.size());
@@ -96,7 +97,7 @@ OpenTensorFile read_tensor_header(const InputFile& file) {
   file.read(json.data(), json.size(), 8);
   OpenTensorFile open;
   open.data_begin = 8 + header_bytes;
-  open.header = parse_safetensors_header(json, file.size() - open.data_begin, what);
+  open.header = serialization::parse_safetensors_header(json, file.size() - open.data_begin, what);
   return open;
 }
 
@@ -105,7 +106,7 @@ std::map<std::string, at::Tensor> read_tensors(const InputFile& file, const Open
   // One piece of memory for all: huge pages, and no allocation for each of thousands of small tensors.
   int64_t needed = 0;
   std::vector<int64_t> places;
-  for (const SafetensorsEntry& entry : open.header.tensors) {
+  for (const serialization::SafetensorsEntry& entry : open.header.tensors) {
     places.push_back(needed);
     needed += (entry.end - entry.begin + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
   }
@@ -119,7 +120,7 @@ std::map<std::string, at::Tensor> read_tensors(const InputFile& file, const Open
   }
   std::map<std::string, at::Tensor> tensors;
   for (size_t i = 0; i < open.header.tensors.size(); ++i) {
-    const SafetensorsEntry& entry = open.header.tensors[i];
+    const serialization::SafetensorsEntry& entry = open.header.tensors[i];
     const auto options = at::TensorOptions().dtype(entry.dtype);
     if (entry.begin == entry.end) {
       tensors.emplace(entry.name, at::empty(entry.shape, options));

@@ -50,7 +50,7 @@ WrittenFile write_tensor_file(const std::filesystem::path& path, const std::vect
 
 /// The header of an open file, and where its data begin.
 struct OpenTensorFile {
-  SafetensorsHeader header;
+  serialization::SafetensorsHeader header;
   int64_t data_begin = 0;
 };
 /// Throws CheckpointError. Takes no memory for what the file can't hold.

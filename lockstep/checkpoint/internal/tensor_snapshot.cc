@@ -104,13 +104,13 @@ TensorSnapshot::~TensorSnapshot() {
   await_events(device_copies_);
 }
 
-void TensorSnapshot::copy(const std::vector<StateTensor*>& tensors, Pages& memory, bool later) {
+void TensorSnapshot::copy(const std::vector<serialization::StateTensor*>& tensors, Pages& memory, bool later) {
   const auto padded = [](int64_t size) {
     return (size + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
   };
   int64_t needed = 0;
   std::set<c10::DeviceType> types;
-  for (const StateTensor* each : tensors) {
+  for (const serialization::StateTensor* each : tensors) {
     needed += padded(static_cast<int64_t>(each->tensor.nbytes()));
     types.insert(each->tensor.device().type());
   }
@@ -121,7 +121,7 @@ void TensorSnapshot::copy(const std::vector<StateTensor*>& tensors, Pages& memor
   std::vector<Copy> copies;
   std::vector<at::Tensor> originals;  // must live until they are copied
   int64_t bytes = 0;
-  for (StateTensor* each : tensors) {
+  for (serialization::StateTensor* each : tensors) {
     at::Tensor& tensor = each->tensor;
     const auto size = static_cast<int64_t>(tensor.nbytes());
     if (size == 0) continue;

@@ -24,7 +24,7 @@ class TensorSnapshot {
   /// tensor's place. With `later`, large tensors in the CPU's memory are left to copy_rest(). Of tensors on
   /// devices it takes the values that the current streams will have made; their copies are done when this
   /// returns, with `later` when copy_rest() does. Once.
-  void copy(const std::vector<StateTensor*>& tensors, Pages& memory, bool later);
+  void copy(const std::vector<serialization::StateTensor*>& tensors, Pages& memory, bool later);
   /// Copies what copy() left, in any thread; the StateTensors must still be there. Throws c10::ValueError for
   /// a tensor that was changed in between.
   void copy_rest();
@@ -34,7 +34,7 @@ class TensorSnapshot {
 
   /// A copy that is made, or ends, later: to where, and in which version the tensor must be then.
   struct Rest {
-    StateTensor* tensor;
+    serialization::StateTensor* tensor;
     char* to;
     uint32_t version;
   };
