@@ -16,8 +16,8 @@
 namespace lockstep {
 namespace {
 
-using internal::CheckpointReader;
-using internal::FileRecord;
+using checkpoint::internal::CheckpointReader;
+using checkpoint::internal::FileRecord;
 
 /// Tensors of a loaded checkpoint, by part and name.
 using Tensors = std::map<std::string, std::map<std::string, at::Tensor>>;
@@ -78,8 +78,8 @@ void leave_only_asked_for(StateDict& state, const LoadOptions& options,
 CheckpointInfo save_checkpoint(const std::filesystem::path& directory, const StateDict& state,
                                const StateDict& rank_state, const CheckpointInfo& info,
                                const SaveOptions& options) {
-  const internal::MemberRanks ranks(options.group, options.alone);
-  internal::SaveJob job(directory, state, rank_state, info, options, /*managed=*/false, ranks);
+  const checkpoint::internal::MemberRanks ranks(options.group, options.alone);
+  checkpoint::internal::SaveJob job(directory, state, rank_state, info, options, /*managed=*/false, ranks);
   return job.write(ranks);
 }
 
@@ -89,17 +89,18 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& directory, const L
   const int64_t world_size = options.world_size.value_or(world.world_size);
   CheckpointReader reader(directory);
   const auto& manifest = reader.manifest();
-  const std::string own_name = internal::rank_name(rank);
+  const std::string own_name = checkpoint::internal::rank_name(rank);
   const bool has_own = options.parts.empty() && manifest.info.world_size == world_size &&
                        std::find(manifest.ranks.begin(), manifest.ranks.end(), rank) != manifest.ranks.end();
   std::set<std::string> own_names;
-  for (const int64_t each : manifest.ranks) own_names.insert(internal::rank_name(each));
+  for (const int64_t each : manifest.ranks) own_names.insert(checkpoint::internal::rank_name(each));
 
   const auto files = tensor_files(reader, [&](const std::string& part) {
     return own_names.contains(part) ? has_own && part == own_name : is_asked_for(part, options);
   });
   reader.check_sizes([&](const FileRecord& file) {
-    return options.parts.empty() || file.name == internal::kStateName || files.contains(file.name);
+    return options.parts.empty() || file.name == checkpoint::internal::kStateName ||
+           files.contains(file.name);
   });
 
   const auto text_of = [&](const std::string& name) -> std::string {
@@ -108,14 +109,15 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& directory, const L
                         name);
     return reader.read_json(*file, options.verify);
   };
-  const std::string state_text = text_of(internal::kStateName);
+  const std::string state_text = text_of(checkpoint::internal::kStateName);
   const std::string own_text = has_own ? text_of(own_name + ".json") : "";
   const Tensors tensors = read_parts(reader, options, files);
   reader.raise();
 
   LoadedCheckpoint loaded;
   loaded.info = manifest.info;
-  loaded.state = decode(state_text, tensors, options, (directory / internal::kStateName).string(), "");
+  loaded.state =
+      decode(state_text, tensors, options, (directory / checkpoint::internal::kStateName).string(), "");
   leave_only_asked_for(loaded.state, options, directory);
   if (has_own) {
     loaded.rank_state =
@@ -126,14 +128,14 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& directory, const L
 
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& directory, bool tensors) {
   try {
-    return internal::problems_of(directory, tensors);
+    return checkpoint::internal::problems_of(directory, tensors);
   } catch (const CheckpointError& error) {
     return {error.what_without_backtrace()};
   }
 }
 
 CheckpointInfo read_checkpoint_info(const std::filesystem::path& directory) {
-  return internal::read_manifest(directory).info;
+  return checkpoint::internal::read_manifest(directory).info;
 }
 
 }  // namespace lockstep

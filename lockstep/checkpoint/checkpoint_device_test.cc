@@ -66,10 +66,11 @@ TEST(CheckpointOnDevice, TakesWhatTheCurrentStreamWillHaveMade) {
       gate.wait_for_arrival();
       gate.open();
     });
-    const internal::MemberRanks ranks;
-    internal::SaveJob job(scratch.path() / "a", {{"model", to_object(tensors.state())}}, {}, {}, {},
-                          /*managed=*/false, ranks);
-    internal::Pages memory;
+    const checkpoint::internal::MemberRanks ranks;
+    checkpoint::internal::SaveJob job(scratch.path() / "a", {{"model", to_object(tensors.state())}}, {}, {},
+                                      {},
+                                      /*managed=*/false, ranks);
+    checkpoint::internal::Pages memory;
     job.stage(memory, ranks);
     overwrite_later(tensors.large, 3);  // the next step
     overwrite_later(tensors.small, 3);
@@ -83,14 +84,14 @@ TEST(CheckpointOnDevice, CopiesLaterWithoutWaiting) {
   const Scratch scratch;
   Tensors tensors;
   synchronize(test_device());
-  const internal::MemberRanks ranks;
-  internal::Pages memory;
+  const checkpoint::internal::MemberRanks ranks;
+  checkpoint::internal::Pages memory;
   Gate gate;
   enqueue(current_stream(test_device()), [&] { gate.wait(); });
   overwrite_later(tensors.large, 2);
   overwrite_later(tensors.small, 2);
-  internal::SaveJob job(scratch.path() / "a", {{"model", to_object(tensors.state())}}, {}, {}, {},
-                        /*managed=*/false, ranks);
+  checkpoint::internal::SaveJob job(scratch.path() / "a", {{"model", to_object(tensors.state())}}, {}, {}, {},
+                                    /*managed=*/false, ranks);
   job.stage(memory, ranks, /*later=*/true);  // returns, though nothing can be copied yet
   overwrite_later(tensors.small, 3);         // a BatchNorm's running mean, in the next forward
   gate.open();
@@ -103,10 +104,10 @@ TEST(CheckpointOnDevice, CopiesLaterWithoutWaiting) {
 TEST(CheckpointOnDevice, ATensorThatIsChangedMeanwhileFailsTheCheckpoint) {
   const Scratch scratch;
   Tensors tensors;
-  const internal::MemberRanks ranks;
-  internal::Pages memory;
-  internal::SaveJob job(scratch.path() / "a", {{"model", to_object(tensors.state())}}, {}, {}, {},
-                        /*managed=*/false, ranks);
+  const checkpoint::internal::MemberRanks ranks;
+  checkpoint::internal::Pages memory;
+  checkpoint::internal::SaveJob job(scratch.path() / "a", {{"model", to_object(tensors.state())}}, {}, {}, {},
+                                    /*managed=*/false, ranks);
   job.stage(memory, ranks, /*later=*/true);
   tensors.large.add_(1);
   job.copy_rest(ranks);
@@ -118,13 +119,14 @@ TEST(CheckpointOnDevice, StagesInPageLockedMemory) {
   if (!testing::test_device_is_simulated()) GTEST_SKIP() << "the simulation counts";
   const Scratch scratch;
   Tensors tensors;
-  const internal::MemberRanks ranks;
+  const checkpoint::internal::MemberRanks ranks;
   const auto before = testing::simulated::counters();
   {
-    internal::Pages memory;
+    checkpoint::internal::Pages memory;
     for (const std::string name : {"a", "b"}) {
-      internal::SaveJob job(scratch.path() / name, {{"model", to_object(tensors.state())}}, {}, {}, {},
-                            /*managed=*/false, ranks);
+      checkpoint::internal::SaveJob job(scratch.path() / name, {{"model", to_object(tensors.state())}}, {},
+                                        {}, {},
+                                        /*managed=*/false, ranks);
       job.stage(memory, ranks);
       job.write(ranks);
     }

@@ -315,7 +315,7 @@ class Damage : public ::testing::Test {
     save_checkpoint(scratch_.path() / "1", training_state(1), {}, {.step = 1}, {.fsync = false});
     save_checkpoint(directory_, state_, state_, {.step = 2, .metrics = {{"loss", 0.5}}}, {.fsync = false});
     for (const auto& name : Scratch::entries_of(directory_)) {
-      files_.emplace_back(directory_ / name, internal::read_file(directory_ / name, 1 << 20));
+      files_.emplace_back(directory_ / name, checkpoint::internal::read_file(directory_ / name, 1 << 20));
       bytes_ += files_.back().second.size();
     }
   }
@@ -385,7 +385,7 @@ TEST_F(Damage, ATruncatedFileIsAlwaysFound) {
 
 TEST_F(Damage, TheDamagedTensorIsNamed) {
   const fs::path path = directory_ / "model.safetensors";
-  std::string bytes = internal::read_file(path, 1 << 20);
+  std::string bytes = checkpoint::internal::read_file(path, 1 << 20);
   bytes.back() = static_cast<char>(bytes.back() ^ 1);  // the smallest elements come last: the weights
   write(path, bytes);
   EXPECT_THAT(

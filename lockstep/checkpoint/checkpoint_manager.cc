@@ -31,10 +31,10 @@
 namespace lockstep {
 namespace {
 
-using internal::Failure;
-using internal::MemberRanks;
-using internal::SaveJob;
-using internal::SaveSchedule;
+using checkpoint::internal::Failure;
+using checkpoint::internal::MemberRanks;
+using checkpoint::internal::SaveJob;
+using checkpoint::internal::SaveSchedule;
 
 using Clock = SaveSchedule::Clock;
 
@@ -65,7 +65,8 @@ std::string name_of(const CheckpointInfo& info) {
 }
 
 void check_is_there(const std::filesystem::path& directory) {
-  const bool there = internal::with_retries([&] { return internal::is_directory(directory); });
+  const bool there =
+      checkpoint::internal::with_retries([&] { return checkpoint::internal::is_directory(directory); });
   LOCKSTEP_CHECK_FILE(there, "there is no folder ", directory.string(),
                       ", so no checkpoint to go on from, and must_resume is set. Name the folder that the "
                       "checkpoints are in, or leave out must_resume to begin at step 0");
@@ -73,16 +74,16 @@ void check_is_there(const std::filesystem::path& directory) {
 
 /// On the leader the lock; what goes wrong is thrown on all ranks. The others wait meanwhile, within the
 /// group's timeout.
-std::unique_ptr<internal::FolderLock> lock_together(const CheckpointManagerOptions& options,
-                                                    const MemberRanks& ranks) {
-  std::unique_ptr<internal::FolderLock> lock;
+std::unique_ptr<checkpoint::internal::FolderLock> lock_together(const CheckpointManagerOptions& options,
+                                                                const MemberRanks& ranks) {
+  std::unique_ptr<checkpoint::internal::FolderLock> lock;
   Failure failure;
   std::exception_ptr interruption;
   if (ranks.leads()) {
     failure = Failure::of(ranks, [&] {
       try {
         if (options.must_resume) check_is_there(options.directory);
-        lock = internal::FolderLock::acquire(options.directory, ranks.timeout() / 2);
+        lock = checkpoint::internal::FolderLock::acquire(options.directory, ranks.timeout() / 2);
       } catch (const Interruption&) {
         interruption = std::current_exception();
         throw;
@@ -193,10 +194,11 @@ class CheckpointManager::Implementation {
     writer_.wait();
     if (!options.rank) options.rank = ranks_.rank();
     if (!options.world_size) options.world_size = ranks_.group_size();
-    internal::Candidates candidates;
+    checkpoint::internal::Candidates candidates;
     Failure failure;
     if (ranks_.leads()) {
-      failure = Failure::of(ranks_, [&] { candidates = internal::candidates(options_.directory); });
+      failure =
+          Failure::of(ranks_, [&] { candidates = checkpoint::internal::candidates(options_.directory); });
     }
     std::vector<CheckpointInfo>& checkpoints = candidates.checkpoints;
     std::vector<std::string>& damaged = candidates.damaged;
@@ -287,15 +289,15 @@ class CheckpointManager::Implementation {
   }
 
   /// Throws unless training may begin at step 0, now that no candidate is left to try.
-  void check_from_scratch(const internal::Candidates& candidates) const {
+  void check_from_scratch(const checkpoint::internal::Candidates& candidates) const {
     if (candidates.damaged.empty()) {
       LOCKSTEP_CHECK_FILE(!options_.must_resume,
-                          internal::none_there_text(options_.directory, candidates.passed_over));
+                          checkpoint::internal::none_there_text(options_.directory, candidates.passed_over));
       return;
     }
     LOCKSTEP_CHECK_FILE(
         options_.from_scratch_if_all_damaged,
-        internal::all_damaged_text(
+        checkpoint::internal::all_damaged_text(
             options_.directory, candidates.damaged,
             options_.must_resume ? "" : "CheckpointManagerOptions::from_scratch_if_all_damaged"));
     LOCKSTEP_LOG(kWarning) << "all checkpoints in " << options_.directory.string()
@@ -305,22 +307,24 @@ class CheckpointManager::Implementation {
   /// What can't be removed is a nuisance, and no reason to end a training.
   void remove_old(const CheckpointInfo& newest) {
     try {
-      std::vector<internal::ManagedCheckpoint> managed;
-      for (const CheckpointInfo& info : internal::list_managed(options_.directory)) {
+      std::vector<checkpoint::internal::ManagedCheckpoint> managed;
+      for (const CheckpointInfo& info : checkpoint::internal::list_managed(options_.directory)) {
         const std::string name = info.directory.filename().string();
-        const bool named = name == name_of(info) || name == internal::replaced_name(name_of(info));
+        const bool named =
+            name == name_of(info) || name == checkpoint::internal::replaced_name(name_of(info));
         if (!named) continue;
-        const auto manifest = internal::with_retries([&] { return internal::read_manifest(info.directory); });
+        const auto manifest = checkpoint::internal::with_retries(
+            [&] { return checkpoint::internal::read_manifest(info.directory); });
         if (!manifest.managed) continue;
         const auto written = written_.find(info.directory);
         managed.push_back({info, written == written_.end() ? 0 : written->second});
       }
-      for (const CheckpointInfo& info : internal::checkpoints_to_remove(
+      for (const CheckpointInfo& info : checkpoint::internal::checkpoints_to_remove(
                managed, options_, {newest.directory},
                [this](const CheckpointInfo& each) { return condition_of(each); })) {
         if (writer_.cancelled()) return;
         LOCKSTEP_LOG(kInfo) << "removing the checkpoint " << info.directory.string();
-        internal::remove_checkpoint_directory(info.directory);
+        checkpoint::internal::remove_checkpoint_directory(info.directory);
       }
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << text_of(error);
@@ -328,11 +332,12 @@ class CheckpointManager::Implementation {
   }
 
   /// Whether it may take the place of an older one. Of what this manager has not written all is read, once.
-  internal::Condition condition_of(const CheckpointInfo& info) {
-    using internal::Condition;
+  checkpoint::internal::Condition condition_of(const CheckpointInfo& info) {
+    using checkpoint::internal::Condition;
     const std::filesystem::path& directory = info.directory;
     const auto problems_of = [&](bool tensors) {
-      return internal::with_retries([&] { return internal::problems_of(directory, tensors); });
+      return checkpoint::internal::with_retries(
+          [&] { return checkpoint::internal::problems_of(directory, tensors); });
     };
     try {
       if (written_.contains(directory)) {
@@ -364,7 +369,7 @@ class CheckpointManager::Implementation {
     Failure damage;
     const Failure failure = Failure::of(ranks_, [&] {
       try {
-        loaded = internal::with_retries([&] { return load_checkpoint(directory, options); });
+        loaded = checkpoint::internal::with_retries([&] { return load_checkpoint(directory, options); });
       } catch (const CheckpointIoError& error) {
         throw CheckpointIoError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                                 c10::str(error.what_without_backtrace(),
@@ -392,10 +397,10 @@ class CheckpointManager::Implementation {
 
   const CheckpointManagerOptions options_;
   const MemberRanks ranks_;
-  const std::unique_ptr<internal::FolderLock> lock_;  // on the leader
+  const std::unique_ptr<checkpoint::internal::FolderLock> lock_;  // on the leader
   const MemberRanks writing_ranks_;
   SaveSchedule schedule_;
-  internal::Pages memory_;
+  checkpoint::internal::Pages memory_;
   mutable std::mutex mutex_;  // of what the thread writes
   std::condition_variable copied_;
   std::atomic<bool> copying_ = false;
@@ -407,7 +412,7 @@ class CheckpointManager::Implementation {
   std::map<std::filesystem::path, int64_t> written_;  // on the leader: the number of the save
   int64_t writes_ = 0;
   std::set<std::filesystem::path> good_, damaged_;  // of those that this manager has not written
-  internal::AsyncWriter writer_;                    // last: its thread uses the rest
+  checkpoint::internal::AsyncWriter writer_;        // last: its thread uses the rest
 };
 
 CheckpointManager::CheckpointManager(CheckpointManagerOptions options, ProcessGroup group) {

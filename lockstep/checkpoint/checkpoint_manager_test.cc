@@ -35,8 +35,8 @@ namespace lockstep::checkpoint_manager_test {
 namespace {
 
 using namespace std::chrono_literals;
-using internal::Condition;
-using internal::SaveSchedule;
+using checkpoint::internal::Condition;
+using checkpoint::internal::SaveSchedule;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -70,9 +70,9 @@ TEST(Retention, KeepsTheLastTheBestAndEmergencies) {
                                              one(5, 0.1),      one(6, NAN),     one(7, 0.8), one(7, 0.7, "e"),
                                              one(8, 0.6, "e"), one(2, 0.6, "e")};
   const auto removed = [&](CheckpointManagerOptions options, std::vector<std::filesystem::path> also = {}) {
-    std::vector<internal::ManagedCheckpoint> managed;
+    std::vector<checkpoint::internal::ManagedCheckpoint> managed;
     for (const auto& info : there) managed.push_back({info});
-    return steps_of(internal::checkpoints_to_remove(managed, options, also, all_good));
+    return steps_of(checkpoint::internal::checkpoints_to_remove(managed, options, also, all_good));
   };
   EXPECT_THAT(removed({.keep_last = 1, .keep_best = 0}), ElementsAre(1, 2, 2, 3, 4, 5, 6));
   EXPECT_THAT(removed({.keep_last = 1, .keep_best = 1, .metric = "loss"}), ElementsAre(1, 2, 2, 3, 4, 6));
@@ -86,7 +86,7 @@ TEST(Retention, KeepsTheLastTheBestAndEmergencies) {
   EXPECT_THAT(removed({.keep_last = 100, .keep_best = 0, .keep_emergency = 3}), IsEmpty());
 }
 
-internal::ManagedCheckpoint one(int64_t step, int64_t written, double loss = 1) {
+checkpoint::internal::ManagedCheckpoint one(int64_t step, int64_t written, double loss = 1) {
   CheckpointInfo info{.step = step, .metrics = {{"loss", loss}}, .directory = std::to_string(step)};
   return {info, written};
 }
@@ -96,17 +96,18 @@ bool contains(const std::vector<int64_t>& steps, const CheckpointInfo& info) {
 }
 
 TEST(Retention, ADamagedOneTakesNoGoodOnesPlace) {
-  const auto removed = [&](const std::vector<internal::ManagedCheckpoint>& there,
+  const auto removed = [&](const std::vector<checkpoint::internal::ManagedCheckpoint>& there,
                            const std::vector<int64_t>& damaged, const CheckpointManagerOptions& options) {
-    return steps_of(internal::checkpoints_to_remove(there, options, {}, [&](const CheckpointInfo& info) {
-      return contains(damaged, info) ? Condition::kDamaged : Condition::kGood;
-    }));
+    return steps_of(
+        checkpoint::internal::checkpoints_to_remove(there, options, {}, [&](const CheckpointInfo& info) {
+          return contains(damaged, info) ? Condition::kDamaged : Condition::kGood;
+        }));
   };
   const CheckpointManagerOptions options{.keep_last = 3, .keep_best = 0};
   // 100 is good and stays until three good ones are newer, and so do the damaged ones.
   const std::vector<int64_t> damaged = {101, 102, 103};
-  std::vector<internal::ManagedCheckpoint> there = {one(99, 0), one(100, 0), one(101, 0), one(102, 0),
-                                                    one(103, 0)};
+  std::vector<checkpoint::internal::ManagedCheckpoint> there = {one(99, 0), one(100, 0), one(101, 0),
+                                                                one(102, 0), one(103, 0)};
   there.push_back(one(110, 1));
   EXPECT_THAT(removed(there, damaged, options), IsEmpty());
   there.push_back(one(120, 2));
@@ -125,14 +126,15 @@ TEST(Retention, ADamagedOneTakesNoGoodOnesPlace) {
 }
 
 TEST(Retention, OneThatMayBeGoodIsKeptAndNotCounted) {
-  const auto removed = [&](const std::vector<internal::ManagedCheckpoint>& there,
+  const auto removed = [&](const std::vector<checkpoint::internal::ManagedCheckpoint>& there,
                            const std::vector<int64_t>& unknown, const CheckpointManagerOptions& options) {
-    return steps_of(internal::checkpoints_to_remove(there, options, {}, [&](const CheckpointInfo& info) {
-      return contains(unknown, info) ? Condition::kUnknown : Condition::kGood;
-    }));
+    return steps_of(
+        checkpoint::internal::checkpoints_to_remove(there, options, {}, [&](const CheckpointInfo& info) {
+          return contains(unknown, info) ? Condition::kUnknown : Condition::kGood;
+        }));
   };
-  const std::vector<internal::ManagedCheckpoint> there = {one(1, 0, 0.1), one(2, 0, 0.2), one(3, 0, 0.3),
-                                                          one(4, 0, 0.4), one(5, 1, 0.5)};
+  const std::vector<checkpoint::internal::ManagedCheckpoint> there = {
+      one(1, 0, 0.1), one(2, 0, 0.2), one(3, 0, 0.3), one(4, 0, 0.4), one(5, 1, 0.5)};
   const CheckpointManagerOptions best{.keep_last = 1, .keep_best = 1, .metric = "loss"};
   EXPECT_THAT(removed(there, {}, best), ElementsAre(2, 3, 4));
   EXPECT_THAT(removed(there, {1}, best), ElementsAre(3, 4));
@@ -147,7 +149,7 @@ TEST(Retention, EveryKthStepIsKeptForEver) {
   std::mt19937 random(5);
   const auto below = [&](int64_t end) { return std::uniform_int_distribution<int64_t>(0, end - 1)(random); };
   for (int trial = 0; trial < 300; ++trial) {
-    std::vector<internal::ManagedCheckpoint> there;
+    std::vector<checkpoint::internal::ManagedCheckpoint> there;
     std::map<int64_t, Condition> conditions;
     const int64_t every = 1 + below(4);
     const int64_t count = below(20);
@@ -159,7 +161,7 @@ TEST(Retention, EveryKthStepIsKeptForEver) {
     CheckpointManagerOptions options{
         .keep_last = 1 + below(4), .keep_best = below(3), .metric = "loss", .keep_emergency = 1 + below(2)};
     const auto removed = [&] {
-      return steps_of(internal::checkpoints_to_remove(
+      return steps_of(checkpoint::internal::checkpoints_to_remove(
           there, options, {}, [&](const CheckpointInfo& info) { return conditions.at(info.step); }));
     };
     const auto without = removed();
@@ -177,13 +179,13 @@ TEST(Retention, EveryKthStepIsKeptForEver) {
 }
 
 TEST(Retention, TheClockHasNoSay) {
-  std::vector<internal::ManagedCheckpoint> there;
+  std::vector<checkpoint::internal::ManagedCheckpoint> there;
   for (int64_t step = 1; step <= 4; ++step) {
     CheckpointInfo info{.step = step, .directory = std::to_string(step)};
     info.saved_at = std::chrono::system_clock::time_point(std::chrono::hours(1000 - step));  // it jumped back
     there.push_back({info, step > 2 ? step : 0});
   }
-  EXPECT_THAT(steps_of(internal::checkpoints_to_remove(there, {.keep_last = 2}, {}, all_good)),
+  EXPECT_THAT(steps_of(checkpoint::internal::checkpoints_to_remove(there, {.keep_last = 2}, {}, all_good)),
               ElementsAre(1, 2));
 }
 
@@ -345,11 +347,11 @@ TEST(CheckpointManager, CopiesWhileTheProgramGoesOn) {
 TEST(CheckpointManager, ATensorThatIsChangedBeforeItIsCopiedFailsTheCheckpoint) {
   const Scratch scratch;
   const auto weight = torch::ones({1 << 20});
-  const internal::MemberRanks ranks;
-  internal::SaveJob job(scratch.path() / "a", {{"model", to_object(StateDict{{"weight", weight}})}}, {}, {},
-                        {},
-                        /*managed=*/true, ranks);
-  internal::Pages memory;
+  const checkpoint::internal::MemberRanks ranks;
+  checkpoint::internal::SaveJob job(scratch.path() / "a",
+                                    {{"model", to_object(StateDict{{"weight", weight}})}}, {}, {}, {},
+                                    /*managed=*/true, ranks);
+  checkpoint::internal::Pages memory;
   job.stage(memory, ranks, /*later=*/true);
   weight.add_(1);
   job.copy_rest(ranks);
@@ -711,7 +713,7 @@ TEST(CheckpointManager, AManifestThatNamesOurFormatIsACheckpoints) {
   const Scratch scratch;
   const auto path = scratch.path() / "best" / "manifest.json";
   save_checkpoint(scratch.path() / "best", training_state(1), {}, {.step = 1});
-  const std::string text = internal::read_file(path, 1 << 20);
+  const std::string text = checkpoint::internal::read_file(path, 1 << 20);
   write(path, text.substr(0, text.size() / 2));
   EXPECT_THAT(message_of<CheckpointError>([&] { find_latest_checkpoint(scratch.path()); }),
               ::testing::AllOf(HasSubstr("all checkpoints in"), HasSubstr("best/manifest.json is damaged")));
@@ -719,7 +721,7 @@ TEST(CheckpointManager, AManifestThatNamesOurFormatIsACheckpoints) {
   std::string body = text.substr(0, text.find(",\n\"checksum\""));
   const std::string version = "\"version\": 1";
   body.replace(body.find(version), version.size(), "\"version\": 2");
-  write(path, body + ",\n\"checksum\": \"" + internal::checksum_of(body) + "\"\n}\n");
+  write(path, body + ",\n\"checksum\": \"" + checkpoint::internal::checksum_of(body) + "\"\n}\n");
   EXPECT_THAT(message_of<CheckpointError>([&] { find_latest_checkpoint(scratch.path()); }),
               HasSubstr("best/manifest.json was written by a newer version of Lockstep: its format is 2"));
 }

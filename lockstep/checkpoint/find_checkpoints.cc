@@ -42,36 +42,37 @@ struct Listing {
 
 std::vector<fs::path> entries_of(const fs::path& root) {
   std::vector<fs::path> entries;
-  if (!internal::exists(root)) return entries;
+  if (!checkpoint::internal::exists(root)) return entries;
   std::error_code error;
   auto entry = fs::directory_iterator(root, error);
   for (; !error && entry != fs::directory_iterator(); entry.increment(error))
     entries.push_back(entry->path());
-  if (error) internal::throw_system_error("read the directory", root, error.value());
+  if (error) checkpoint::internal::throw_system_error("read the directory", root, error.value());
   return entries;
 }
 
 /// Adds to the listing what a directory is. Throws CheckpointIoError, and has added nothing then.
 void look_into(const fs::path& directory, Listing& listing) {
-  if (!internal::is_directory(directory)) return;
-  const bool named = internal::is_managers_name(directory);
-  if (!internal::exists(directory / internal::kManifestName)) {
+  if (!checkpoint::internal::is_directory(directory)) return;
+  const bool named = checkpoint::internal::is_managers_name(directory);
+  if (!checkpoint::internal::exists(directory / checkpoint::internal::kManifestName)) {
     // Of other people's directories nothing is to be said; of a checkpoint's there is.
-    if (internal::exists(directory / internal::kStateName)) {
+    if (checkpoint::internal::exists(directory / checkpoint::internal::kStateName)) {
       (named ? listing.damaged : listing.passed_over)
-          .push_back(directory.string() + ": it is incomplete: there is no " + internal::kManifestName);
+          .push_back(directory.string() + ": it is incomplete: there is no " +
+                     checkpoint::internal::kManifestName);
     }
     return;
   }
   try {
-    const internal::Manifest manifest = internal::read_manifest(directory);
+    const checkpoint::internal::Manifest manifest = checkpoint::internal::read_manifest(directory);
     listing.found.push_back(
         {manifest.info, manifest.info.world_size - static_cast<int64_t>(manifest.ranks.size())});
   } catch (const CheckpointIoError&) {
     throw;
   } catch (const CheckpointError& problem) {
-    if (!internal::exists(directory)) return;  // a job has removed it meanwhile
-    const bool ours = named || internal::names_our_format(directory);
+    if (!checkpoint::internal::exists(directory)) return;  // a job has removed it meanwhile
+    const bool ours = named || checkpoint::internal::names_our_format(directory);
     (ours ? listing.damaged : listing.passed_over)
         .push_back(directory.string() + ": " + problem.what_without_backtrace());
   }
@@ -80,12 +81,12 @@ void look_into(const fs::path& directory, Listing& listing) {
 /// Throws CheckpointIoError rather than leave out a manager's checkpoint that it could not look at.
 Listing list(const fs::path& root, bool managed_only) {
   Listing listing;
-  for (const fs::path& directory : internal::with_retries([&] { return entries_of(root); })) {
+  for (const fs::path& directory : checkpoint::internal::with_retries([&] { return entries_of(root); })) {
     const std::string name = directory.filename().string();
-    const bool named = internal::is_managers_name(directory);
+    const bool named = checkpoint::internal::is_managers_name(directory);
     if (name.front() == '.' || name == kLostAndFound || (managed_only && !named)) continue;
     try {
-      internal::with_retries([&] { look_into(directory, listing); });
+      checkpoint::internal::with_retries([&] { look_into(directory, listing); });
     } catch (const CheckpointIoError& error) {
       if (named) throw;
       listing.passed_over.push_back(directory.string() + ": " + error.what_without_backtrace());
@@ -120,15 +121,16 @@ void warn_of(const std::string& damaged) {
 
 std::optional<CheckpointInfo> find(const fs::path& root, const FindOptions& options) {
   for (int listings = 1;; ++listings) {
-    internal::Candidates candidates = internal::candidates(root);
+    checkpoint::internal::Candidates candidates = checkpoint::internal::candidates(root);
     bool list_anew = false;
     for (auto info = candidates.checkpoints.rbegin(); !list_anew && info != candidates.checkpoints.rend();
          ++info) {
-      const auto problems =
-          internal::with_retries([&] { return internal::problems_of(info->directory, options.verify); });
+      const auto problems = checkpoint::internal::with_retries(
+          [&] { return checkpoint::internal::problems_of(info->directory, options.verify); });
       if (problems.empty()) return *info;
       // A job that saves there removes old ones meanwhile.
-      if (!internal::with_retries([&] { return internal::exists(info->directory); })) {
+      if (!checkpoint::internal::with_retries(
+              [&] { return checkpoint::internal::exists(info->directory); })) {
         list_anew = listings < kMostListings;
         continue;
       }
@@ -140,22 +142,23 @@ std::optional<CheckpointInfo> find(const fs::path& root, const FindOptions& opti
     if (list_anew) continue;
     LOCKSTEP_CHECK_FILE(
         candidates.damaged.empty() || options.none_if_all_damaged,
-        internal::all_damaged_text(root, candidates.damaged, "FindOptions::none_if_all_damaged"));
+        checkpoint::internal::all_damaged_text(root, candidates.damaged, "FindOptions::none_if_all_damaged"));
     return {};
   }
 }
 
 }  // namespace
 
-internal::Candidates internal::candidates(const fs::path& root) {
+checkpoint::internal::Candidates checkpoint::internal::candidates(const fs::path& root) {
   Listing listing = list(root, /*managed_only=*/false);
   std::for_each(listing.damaged.begin(), listing.damaged.end(), warn_of);
   std::for_each(listing.passed_over.begin(), listing.passed_over.end(), warn_of);
   return {infos_of(listing), std::move(listing.damaged), std::move(listing.passed_over)};
 }
 
-std::string internal::all_damaged_text(const fs::path& root, const std::vector<std::string>& damaged,
-                                       const std::string& option) {
+std::string checkpoint::internal::all_damaged_text(const fs::path& root,
+                                                   const std::vector<std::string>& damaged,
+                                                   const std::string& option) {
   const std::string text =
       "all checkpoints in " + root.string() +
       " are damaged, or of a newer version of Lockstep, so there is none to go on from: " + joined(damaged) +
@@ -163,12 +166,13 @@ std::string internal::all_damaged_text(const fs::path& root, const std::vector<s
   return option.empty() ? text : text + ", or set " + option + " to begin at step 0";
 }
 
-std::string internal::none_there_text(const fs::path& root, const std::vector<std::string>& passed_over) {
+std::string checkpoint::internal::none_there_text(const fs::path& root,
+                                                  const std::vector<std::string>& passed_over) {
   std::vector<std::string> names;
-  for (const fs::path& entry : internal::with_retries([&] { return entries_of(root); })) {
+  for (const fs::path& entry : checkpoint::internal::with_retries([&] { return entries_of(root); })) {
     std::string name = entry.filename().string();
-    if (name == internal::kLockName) continue;
-    if (internal::is_temporary_name(entry)) name += " (a save that did not finish)";
+    if (name == checkpoint::internal::kLockName) continue;
+    if (checkpoint::internal::is_temporary_name(entry)) name += " (a save that did not finish)";
     names.push_back(std::move(name));
   }
   std::sort(names.begin(), names.end());
@@ -181,7 +185,7 @@ std::string internal::none_there_text(const fs::path& root, const std::vector<st
          "to begin at step 0";
 }
 
-bool internal::is_managers_name(const fs::path& directory) {
+bool checkpoint::internal::is_managers_name(const fs::path& directory) {
   std::string name = directory.filename().string();
   for (const std::string end : {".replaced", "-emergency"}) {
     if (name.ends_with(end)) name.resize(name.size() - end.size());
@@ -191,12 +195,12 @@ bool internal::is_managers_name(const fs::path& directory) {
          name.find_first_not_of("0123456789", digits) == std::string::npos;
 }
 
-std::vector<CheckpointInfo> internal::list_managed(const fs::path& root) {
+std::vector<CheckpointInfo> checkpoint::internal::list_managed(const fs::path& root) {
   Listing listing = list(root, /*managed_only=*/true);
   return infos_of(listing);
 }
 
-fs::path internal::replaced_name(const fs::path& directory) {
+fs::path checkpoint::internal::replaced_name(const fs::path& directory) {
   return directory.string() + ".replaced";
 }
 
@@ -207,19 +211,19 @@ std::vector<CheckpointInfo> list_checkpoints(const fs::path& root) {
 
 std::optional<CheckpointInfo> find_latest_checkpoint(const fs::path& root, const FindOptions& options) {
   if (!options.group) return find(root, options);
-  const internal::MemberRanks ranks(options.group);
+  const checkpoint::internal::MemberRanks ranks(options.group);
   // The directory that rank 0 has chosen; empty for none.
   using Answer = std::tuple<int64_t, std::string, std::string>;
   std::optional<CheckpointInfo> found;
   Answer answer;
   if (ranks.leads()) {
-    const auto failure = internal::Failure::of(ranks, [&] { found = find(root, options); });
+    const auto failure = checkpoint::internal::Failure::of(ranks, [&] { found = find(root, options); });
     answer = {failure.kind, failure.text, found ? found->directory.string() : ""};
   }
   const auto [kind, text, directory] = from_object<Answer>(ranks.broadcast(to_object(answer)));
-  internal::Failure{static_cast<internal::Failure::Kind>(kind), text}.raise();
+  checkpoint::internal::Failure{static_cast<checkpoint::internal::Failure::Kind>(kind), text}.raise();
   if (ranks.leads() || directory.empty()) return found;
-  return internal::with_retries([&] { return read_checkpoint_info(directory); });
+  return checkpoint::internal::with_retries([&] { return read_checkpoint_info(directory); });
 }
 
 }  // namespace lockstep

@@ -31,7 +31,7 @@ namespace lockstep::folder_lock_test {
 namespace {
 
 using namespace std::chrono_literals;
-using internal::FolderLock;
+using checkpoint::internal::FolderLock;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;

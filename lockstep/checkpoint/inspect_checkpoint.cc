@@ -29,8 +29,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-using internal::Manifest;
-using internal::TensorRecord;
+using checkpoint::internal::Manifest;
+using checkpoint::internal::TensorRecord;
 using nlohmann::ordered_json;
 
 std::string dump(const ordered_json& value) {
@@ -107,7 +107,7 @@ CheckpointInspection inspect_one(const fs::path& directory, const InspectCheckpo
   const auto problems = verify_checkpoint(directory, options.verify);
   std::optional<Manifest> manifest;
   try {
-    manifest = internal::read_manifest(directory);
+    manifest = checkpoint::internal::read_manifest(directory);
   } catch (const CheckpointError&) {  // is among the problems
   }
   CheckpointInspection inspection{.text = {}, .problem = !problems.empty()};
@@ -161,7 +161,8 @@ bool has(const fs::path& directory, const char* file) {
 }
 
 bool looks_like_one(const fs::path& directory) {
-  return has(directory, internal::kManifestName) || has(directory, internal::kStateName);
+  return has(directory, checkpoint::internal::kManifestName) ||
+         has(directory, checkpoint::internal::kStateName);
 }
 
 CheckpointInspection inspect_all(const fs::path& root, const InspectCheckpointOptions& options) {
@@ -173,7 +174,7 @@ CheckpointInspection inspect_all(const fs::path& root, const InspectCheckpointOp
       directories.push_back(entry->path());
     }
   }
-  if (error) internal::throw_system_error("read the directory", root, error.value());
+  if (error) checkpoint::internal::throw_system_error("read the directory", root, error.value());
   LOCKSTEP_CHECK_FILE(!directories.empty(), root.string(), " is no checkpoint, and holds none");
   std::sort(directories.begin(), directories.end());
   CheckpointInspection inspection;
@@ -186,7 +187,7 @@ CheckpointInspection inspect_all(const fs::path& root, const InspectCheckpointOp
     ordered_json one = {{"directory", directory.string()}};
     text << directory.string() << ": " << state_text(problems, options.verify);
     try {
-      const Manifest manifest = internal::read_manifest(directory);
+      const Manifest manifest = checkpoint::internal::read_manifest(directory);
       one = info_to_json(manifest);
       text << ", " << info_to_text(manifest) << "\n";
     } catch (const CheckpointError&) {  // is among the problems
@@ -246,7 +247,8 @@ class Values {
     const fs::path path = directory / file;
     const auto no_tensor = [](const std::string&, const std::string&) { return at::Tensor(); };
     const auto state = serialization::decode_state(
-        internal::read_file(path, internal::InputFile(path).size()), no_tensor, path.string(), part);
+        checkpoint::internal::read_file(path, checkpoint::internal::InputFile(path).size()), no_tensor,
+        path.string(), part);
     for (const auto& [key, value] : state) add(file + "['" + printable(key) + "']", value);
   }
   const std::map<std::string, std::string>& values() const { return values_; }
@@ -326,10 +328,10 @@ class Comparison {
   }
 
   void compare_values() {
-    std::set<std::pair<std::string, std::string>> files = {{internal::kStateName, ""}};
+    std::set<std::pair<std::string, std::string>> files = {{checkpoint::internal::kStateName, ""}};
     const auto add_ranks = [&](const Manifest& manifest) {
       for (const int64_t rank : manifest.ranks) {
-        files.emplace(internal::rank_name(rank) + ".json", internal::rank_name(rank));
+        files.emplace(checkpoint::internal::rank_name(rank) + ".json", checkpoint::internal::rank_name(rank));
       }
     };
     add_ranks(first_);
@@ -417,8 +419,8 @@ CheckpointInspection inspect_checkpoint(const fs::path& directory, const Inspect
 
 CheckpointInspection compare_checkpoints(const fs::path& first, const fs::path& second,
                                          const InspectCheckpointOptions& options) {
-  const Manifest ours = internal::read_manifest(first);
-  const Manifest theirs = internal::read_manifest(second);
+  const Manifest ours = checkpoint::internal::read_manifest(first);
+  const Manifest theirs = checkpoint::internal::read_manifest(second);
   Comparison comparison(ours, theirs);
   comparison.compare_tensors();
   comparison.compare_values();

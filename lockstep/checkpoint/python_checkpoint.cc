@@ -30,8 +30,8 @@ namespace lockstep {
 namespace {
 
 using c10::IValue;
-using internal::InputFile;
-using internal::OutputFile;
+using checkpoint::internal::InputFile;
+using checkpoint::internal::OutputFile;
 using serialization::ByteSource;
 using serialization::ZipDirectory;
 
@@ -262,15 +262,15 @@ StateDict load_python_checkpoint(const std::filesystem::path& path) {
 void save_python_object(const IValue& object, const std::filesystem::path& path) {
   FileWriter writer;
   const std::string pickle = writer.finish(object);
-  FileReplacement temporary(internal::temporary_name(path));
+  FileReplacement temporary(checkpoint::internal::temporary_name(path));
   OutputFile file(temporary.name());
   write_archive(pickle, writer.storages(), file);
   file.finish(/*sync=*/true);
   if (!temporary.commit(path)) {
-    internal::throw_system_error("rename " + temporary.name() + " to", path, errno);
+    checkpoint::internal::throw_system_error("rename " + temporary.name() + " to", path, errno);
   }
-  internal::remove_old_temporaries(path);
-  internal::sync_directory(path.has_parent_path() ? path.parent_path() : ".");
+  checkpoint::internal::remove_old_temporaries(path);
+  checkpoint::internal::sync_directory(path.has_parent_path() ? path.parent_path() : ".");
 }
 
 void save_python_checkpoint(const StateDict& state, const std::filesystem::path& path) {

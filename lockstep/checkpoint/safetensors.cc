@@ -14,19 +14,19 @@ namespace lockstep::safetensors {
 
 void save_file(const std::map<std::string, at::Tensor>& tensors, const std::filesystem::path& filename,
                const std::map<std::string, std::string>& metadata) {
-  std::vector<internal::NamedTensor> named;
+  std::vector<checkpoint::internal::NamedTensor> named;
   for (const auto& [name, tensor] : tensors) named.push_back({name, tensor});
-  FileReplacement temporary(internal::temporary_name(filename));
-  internal::write_tensor_file(temporary.name(), named, metadata, {.sync = false, .checksums = false});
+  FileReplacement temporary(checkpoint::internal::temporary_name(filename));
+  checkpoint::internal::write_tensor_file(temporary.name(), named, metadata, {.sync = false, .checksums = false});
   if (!temporary.commit(filename)) {
-    internal::throw_system_error("rename a temporary file to", filename, errno);
+    checkpoint::internal::throw_system_error("rename a temporary file to", filename, errno);
   }
-  internal::remove_old_temporaries(filename);
+  checkpoint::internal::remove_old_temporaries(filename);
 }
 
 std::map<std::string, at::Tensor> load_file(const std::filesystem::path& filename, c10::Device device) {
-  const internal::InputFile file(filename);
-  auto tensors = internal::read_tensors(file, internal::read_tensor_header(file));
+  const checkpoint::internal::InputFile file(filename);
+  auto tensors = checkpoint::internal::read_tensors(file, checkpoint::internal::read_tensor_header(file));
   if (!device.is_cpu()) {
     for (auto& [name, tensor] : tensors) tensor = tensor.to(device);
   }
@@ -35,11 +35,11 @@ std::map<std::string, at::Tensor> load_file(const std::filesystem::path& filenam
 
 struct SafeOpen::File {
   explicit File(const std::filesystem::path& filename)
-      : input(filename), open(internal::read_tensor_header(input)) {
+      : input(filename), open(checkpoint::internal::read_tensor_header(input)) {
     for (size_t i = 0; i < open.header.tensors.size(); ++i) index.emplace(open.header.tensors[i].name, i);
   }
-  internal::InputFile input;
-  internal::OpenTensorFile open;
+  checkpoint::internal::InputFile input;
+  checkpoint::internal::OpenTensorFile open;
   std::unordered_map<std::string, size_t> index;
 };
 
@@ -67,7 +67,7 @@ at::Tensor SafeOpen::get_tensor(const std::string& name) const {
   at::Tensor tensor = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
   const auto bytes = static_cast<size_t>(entry.end - entry.begin);
   file_->input.read(tensor.mutable_data_ptr(), bytes, file_->open.data_begin + entry.begin);
-  internal::normalize_bools(static_cast<char*>(tensor.mutable_data_ptr()), bytes, entry.dtype);
+  checkpoint::internal::normalize_bools(static_cast<char*>(tensor.mutable_data_ptr()), bytes, entry.dtype);
   return device_.is_cpu() ? tensor : tensor.to(device_);
 }
 

@@ -6,7 +6,7 @@
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 // A write is given up within a chunk; what may take longer is the disk's sync, or a peer.
@@ -98,4 +98,4 @@ void AsyncWriter::run() {
   }
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

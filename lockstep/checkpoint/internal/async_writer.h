@@ -9,7 +9,7 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// A thread that does one task after the other, at most one at a time. When the process ends by exit() while
 /// it works, the task is told to give up, and waited for, before static objects go. In a forked child there
@@ -49,4 +49,4 @@ class AsyncWriter {
   BackgroundThread thread_;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -6,7 +6,7 @@
 
 #include <lockstep/checkpoint/checkpoint.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// What a run may go on from.
 struct Candidates {
@@ -44,4 +44,4 @@ bool is_managers_name(const std::filesystem::path& directory);
 /// as good as any, so it is listed like any; it stays when the writer is killed in between.
 std::filesystem::path replaced_name(const std::filesystem::path& directory);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

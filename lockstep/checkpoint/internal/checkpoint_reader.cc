@@ -6,7 +6,7 @@
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 constexpr size_t kProblemsShown = 20;
@@ -179,4 +179,4 @@ std::vector<std::string> problems_of(const std::filesystem::path& directory, boo
   }
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

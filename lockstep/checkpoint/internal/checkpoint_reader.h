@@ -13,7 +13,7 @@
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// Reads the files of one checkpoint, and gathers what is wrong with them instead of throwing: a program that
 /// restores from a damaged one wants to know all of it. What can't be read is not damage: all functions that
@@ -57,4 +57,4 @@ class CheckpointReader {
 /// verify_checkpoint(), but throws CheckpointIoError for what can't be read.
 std::vector<std::string> problems_of(const std::filesystem::path& directory, bool tensors);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

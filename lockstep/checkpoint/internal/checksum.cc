@@ -9,7 +9,7 @@
 #include <lockstep/base/hex.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 std::string hex_of(XXH128_hash_t hash) {
@@ -48,4 +48,4 @@ std::string checksum_of(std::string_view bytes) {
   return hex_of(XXH3_128bits(bytes.data(), bytes.size()));
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

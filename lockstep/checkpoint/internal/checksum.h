@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// XXH3-128 of bytes that come in pieces, as `xxhsum -H2` prints it: 32 hexadecimal digits, canonical order.
 /// It finds damage; it is no protection against an attacker.
@@ -26,4 +26,4 @@ class Checksum {
 
 std::string checksum_of(std::string_view bytes);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

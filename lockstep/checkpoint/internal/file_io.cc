@@ -19,7 +19,7 @@
 #include <lockstep/base/write_all.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 // One call of the kernel moves at most 2 GiB.
@@ -148,4 +148,4 @@ void sync_directory(const std::filesystem::path& directory) {
   if (::fsync(fd.get()) != 0 && errno != EINVAL) throw_system_error("sync", directory, errno);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -10,7 +10,7 @@
 #include <lockstep/base/unique_fd.h>
 
 /// Files with errors that say what could not be done to which path, and why.
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// Throws "cannot WHAT PATH: No space left on device": CheckpointError for a name that leads nowhere (a part
 /// of a checkpoint is missing), CheckpointIoError for any other reason.
@@ -84,4 +84,4 @@ void remove_old_temporaries(const std::filesystem::path& path);
 /// Makes renames, creations and removals in a directory last.
 void sync_directory(const std::filesystem::path& directory);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -29,7 +29,7 @@
 #include <lockstep/checkpoint/internal/folder_lock.h>
 #include <lockstep/rendezvous/process_stat.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -236,4 +236,4 @@ FolderLock::~FolderLock() {
   here.entries.erase(found);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

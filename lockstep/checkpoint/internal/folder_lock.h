@@ -7,7 +7,7 @@
 
 #include <lockstep/base/process/fork_guard.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// The name of the lock's file. It stays in the folder.
 constexpr const char* kLockName = ".lockstep-lock";
@@ -40,4 +40,4 @@ class FolderLock {
   ForkGuard fork_guard_;  // a forked child has not got it
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

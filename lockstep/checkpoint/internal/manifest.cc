@@ -15,7 +15,7 @@
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/serialization/safetensors_header.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 using nlohmann::json;
@@ -273,4 +273,4 @@ bool names_our_format(const std::filesystem::path& directory) {
   }
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

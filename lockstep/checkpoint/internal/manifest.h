@@ -9,7 +9,7 @@
 #include <lockstep/checkpoint/checkpoint.h>
 
 /// manifest.json: what a checkpoint consists of. It is written last, so a directory without one is none.
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 constexpr const char* kManifestName = "manifest.json";
 constexpr const char* kStateName = "state.json";
@@ -60,4 +60,4 @@ Manifest read_manifest(const std::filesystem::path& directory);
 /// too. False when there is none. Throws CheckpointIoError.
 bool names_our_format(const std::filesystem::path& directory);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

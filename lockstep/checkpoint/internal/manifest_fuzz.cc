@@ -14,7 +14,7 @@ namespace lockstep::manifest_fuzz {
 namespace {
 
 std::vector<std::string> seeds() {
-  using namespace internal;
+  using namespace checkpoint::internal;
   Manifest manifest;
   manifest.info = {.step = 5, .epoch = 1, .metrics = {{"loss", 0.5}, {"nan", 0.0 / 1}}, .emergency = "x"};
   manifest.info.world_size = 2;
@@ -33,18 +33,19 @@ std::vector<std::string> seeds() {
 LOCKSTEP_FUZZ_TARGET(manifest, seeds) {
   const std::string body(reinterpret_cast<const char*>(data), size);
   try {
-    internal::parse_manifest(body, "input");
+    checkpoint::internal::parse_manifest(body, "input");
   } catch (const CheckpointError&) {
   }
-  internal::Manifest manifest;
+  checkpoint::internal::Manifest manifest;
   try {
-    manifest = internal::parse_manifest(
-        body + ",\n\"checksum\": \"" + internal::checksum_of(body) + "\"\n}\n", "input");
+    manifest = checkpoint::internal::parse_manifest(
+        body + ",\n\"checksum\": \"" + checkpoint::internal::checksum_of(body) + "\"\n}\n", "input");
   } catch (const CheckpointError&) {
     return 0;
   }
-  const auto text = internal::to_text(manifest);
-  if (internal::to_text(internal::parse_manifest(text, "again")) != text) std::abort();
+  const auto text = checkpoint::internal::to_text(manifest);
+  if (checkpoint::internal::to_text(checkpoint::internal::parse_manifest(text, "again")) != text)
+    std::abort();
   return 0;
 }
 

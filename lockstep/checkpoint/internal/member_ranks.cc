@@ -6,7 +6,7 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/objects.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 MemberRanks::MemberRanks(ProcessGroup group, bool alone) : group_(std::move(group)) {
   if (!group_ && is_initialized()) group_ = default_group();
@@ -52,4 +52,4 @@ std::vector<c10::IValue> MemberRanks::all_gather(const c10::IValue& object) cons
   return objects;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -7,7 +7,7 @@
 
 #include <lockstep/collectives/process_group.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// The ranks that save together, by their numbers in the group; perhaps this process alone, whose
 /// "collectives" then do not communicate. As thread-safe as the group.
@@ -46,4 +46,4 @@ class MemberRanks {
   int group_size_ = 1;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

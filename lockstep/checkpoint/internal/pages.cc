@@ -9,7 +9,7 @@
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/device/host_memory.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -78,4 +78,4 @@ void Pages::reserve(size_t bytes) {
   if (page == kHugePage) ::madvise(data_, size_, MADV_HUGEPAGE);  // a wish; the kernel may have none
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

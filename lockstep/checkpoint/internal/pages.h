@@ -5,7 +5,7 @@
 
 #include <c10/core/DeviceType.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// Memory for many bytes at once, in huge pages where the kernel has some: a gigabyte of small pages costs a
 /// fifth of a second for their first touch alone. Movable. Not thread-safe.
@@ -32,4 +32,4 @@ class Pages {
   size_t size_ = 0;
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -5,7 +5,7 @@
 
 #include <lockstep/checkpoint/internal/retention.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 using Order = std::vector<const ManagedCheckpoint*>;
@@ -93,4 +93,4 @@ std::vector<CheckpointInfo> checkpoints_to_remove(const std::vector<ManagedCheck
   return to_remove(there, options, keep_also, condition_of);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -8,7 +8,7 @@
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// One that a manager may remove.
 struct ManagedCheckpoint {
@@ -34,4 +34,4 @@ std::vector<CheckpointInfo> checkpoints_to_remove(const std::vector<ManagedCheck
                                                   const std::vector<std::filesystem::path>& keep_also,
                                                   const ConditionOf& condition_of);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

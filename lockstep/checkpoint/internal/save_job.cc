@@ -11,7 +11,7 @@
 #include <lockstep/checkpoint/internal/tensor_file.h>
 #include <lockstep/serialization/object_conversion.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 // Objects that travel between ranks.
@@ -230,4 +230,4 @@ void SaveJob::finish(const std::vector<c10::IValue>& reports) {
   temporary_->publish(options_.overwrite, options_.fsync);
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -15,7 +15,7 @@
 #include <lockstep/checkpoint/internal/tensor_snapshot.h>
 #include <lockstep/serialization/state_json.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// What went wrong on some rank, as it travels to the others.
 struct Failure {
@@ -97,4 +97,4 @@ class SaveJob {
   TensorSnapshot snapshot_;  // of the files' tensors; ends first, for it may still read them
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

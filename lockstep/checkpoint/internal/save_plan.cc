@@ -11,7 +11,7 @@
 #include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 /// One tensor: the rank that has it, and which of that rank's offers it is.
@@ -88,4 +88,4 @@ std::vector<std::vector<FileTask>> assign_files(const std::vector<std::vector<Te
   return tasks;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <vector>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// A tensor that a rank has: its part, its name, its bytes.
 using TensorOffer = std::tuple<std::string, std::string, int64_t>;
@@ -29,4 +29,4 @@ std::vector<std::vector<FileTask>> assign_files(const std::vector<std::vector<Te
 /// bytes become %XX. Throws c10::ValueError for more than 200 characters, and for none.
 std::string file_stem(const std::string& part);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

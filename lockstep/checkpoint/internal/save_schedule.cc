@@ -6,7 +6,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/internal/save_schedule.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 using std::chrono::nanoseconds;
@@ -88,4 +88,4 @@ void SaveSchedule::written(nanoseconds took) {
   whole_ = took;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

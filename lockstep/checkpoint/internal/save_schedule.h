@@ -8,7 +8,7 @@
 
 #include <lockstep/checkpoint/checkpoint_manager.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// When a checkpoint is due. Steps and epochs every rank counts for itself. Time is the leader's business:
 /// behind steps that it names ahead it looks at its clock and tells the others whether to save now, and
@@ -56,4 +56,4 @@ class SaveSchedule {
   std::chrono::nanoseconds whole_{0};
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

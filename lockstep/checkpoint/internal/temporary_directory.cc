@@ -18,7 +18,7 @@
 #include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/internal/temporary_directory.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -193,4 +193,4 @@ void remove_checkpoint_directory(const fs::path& directory) {
   if (error) throw_system_error("remove", away, error.value());
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

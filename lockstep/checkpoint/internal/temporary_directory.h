@@ -5,7 +5,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// A directory that is written beside the place where it shall be, and gets its name when it is whole. Its
 /// writer holds a lock (flock) on it, which the kernel takes back when the writer dies, however it dies: so
@@ -47,4 +47,4 @@ void remove_left_overs(const std::filesystem::path& parent);
 /// Removes a directory so that no process sees a part of it: it loses its name first. Throws CheckpointError.
 void remove_checkpoint_directory(const std::filesystem::path& directory);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

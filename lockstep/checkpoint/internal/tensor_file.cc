@@ -15,7 +15,7 @@
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 // What two checksums and a write go over one after the other stays in the processor's cache.
@@ -154,4 +154,4 @@ std::string checksum_of_range(const InputFile& file, int64_t offset, int64_t byt
   return checksum.hex();
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

@@ -13,7 +13,7 @@
 #include <lockstep/serialization/safetensors_header.h>
 
 /// Safetensors files as a whole: writing tensors with their checksums, and reading them.
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// In bytes: where the tensors of one buffer begin, so that vector instructions and caches like them.
 constexpr int64_t kTensorAlignment = 64;
@@ -68,4 +68,4 @@ void normalize_bools(char* data, size_t bytes, at::ScalarType dtype);
 /// The checksum of a part of a file. Throws CheckpointError when there is no such part.
 std::string checksum_of_range(const InputFile& file, int64_t offset, int64_t bytes);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

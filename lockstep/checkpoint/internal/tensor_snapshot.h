@@ -25,7 +25,7 @@ class TensorSnapshot {
   /// devices it takes the values that the current streams will have made; their copies are done when this
   /// returns, with `later` when copy_rest() does. Once.
   void copy(const std::vector<serialization::StateTensor*>& tensors, Pages& memory, bool later);
-  /// Copies what copy() left, in any thread; the StateTensors must still be there. Throws c10::ValueError for
+  /// Copies what copy() left, in any thread; the tensors must still be there. Throws c10::ValueError for
   /// a tensor that was changed in between.
   void copy_rest();
 

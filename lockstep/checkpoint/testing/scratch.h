@@ -49,7 +49,7 @@ class Scratch {
     std::vector<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator(directory)) {
       const std::string name = entry.path().filename().string();
-      if (name != internal::kLockName) names.push_back(name);
+      if (name != checkpoint::internal::kLockName) names.push_back(name);
     }
     std::sort(names.begin(), names.end());
     return names;
