@@ -10,8 +10,8 @@
 namespace lockstep {
 namespace {
 
-using internal::ReduceElement;
-using internal::ReduceTable;
+using collectives::internal::ReduceElement;
+using collectives::internal::ReduceTable;
 
 constexpr const char* kVariable = "LOCKSTEP_CPU_CAPABILITY";
 
@@ -31,11 +31,11 @@ const Capability* capabilities(size_t& count) {
       const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
       if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        list[count++] = {"avx512", &internal::kReduceTableAvx512};
+        list[count++] = {"avx512", &collectives::internal::kReduceTableAvx512};
       }
-      if (avx2) list[count++] = {"avx2", &internal::kReduceTableAvx2};
+      if (avx2) list[count++] = {"avx2", &collectives::internal::kReduceTableAvx2};
 #endif
-      list[count++] = {"default", &internal::kReduceTableDefault};
+      list[count++] = {"default", &collectives::internal::kReduceTableDefault};
     }
   } all;
   count = all.count;
@@ -116,7 +116,8 @@ std::optional<ReduceElement> element_of(at::ScalarType type) {
 const ReduceKernels& lookup(const Capability& capability, at::ScalarType type, ReduceOperation operation) {
   const std::optional<ReduceElement> element = element_of(type);
   const auto column = static_cast<size_t>(operation);
-  TORCH_CHECK_VALUE(column < internal::kReduceOperations, "There is no reduce operation ", column);
+  TORCH_CHECK_VALUE(column < collectives::internal::kReduceOperations, "There is no reduce operation ",
+                    column);
   if (!element) refuse(type, operation);
   const ReduceKernels& kernels = capability.table->entries[static_cast<size_t>(*element)][column];
   if (kernels.reduce == nullptr) refuse(type, operation);

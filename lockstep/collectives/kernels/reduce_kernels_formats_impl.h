@@ -11,7 +11,7 @@
 
 #define LOCKSTEP_INLINE inline __attribute__((always_inline))
 
-namespace lockstep::internal {
+namespace lockstep::collectives::internal {
 namespace {
 
 #if defined(__AVX512F__)
@@ -247,4 +247,4 @@ using Float16 = Narrow<Float16Conversion>;
 #endif
 
 }  // namespace
-}  // namespace lockstep::internal
+}  // namespace lockstep::collectives::internal

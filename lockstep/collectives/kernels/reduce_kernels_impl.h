@@ -18,7 +18,7 @@
 #define LOCKSTEP_UNROLL _Pragma("GCC unroll 4")
 #endif
 
-namespace lockstep::internal {
+namespace lockstep::collectives::internal {
 namespace {
 
 constexpr size_t kUnroll = 4;
@@ -338,7 +338,7 @@ constexpr ReduceTable make_table() {
 // Made at compile time: no code of this file runs before the table is chosen.
 constinit const ReduceTable LOCKSTEP_REDUCE_TABLE = make_table();
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::collectives::internal
 
 #undef LOCKSTEP_UNROLL
 #undef LOCKSTEP_INLINE

@@ -43,7 +43,7 @@ struct ReduceKernels {
                  size_t n_accumulators, int64_t divisor, size_t count);
 };
 
-namespace internal {
+namespace collectives::internal {
 
 /// The element types that the kernels know.
 enum class ReduceElement : uint8_t {
@@ -74,5 +74,5 @@ extern const ReduceTable kReduceTableDefault;
 extern const ReduceTable kReduceTableAvx2;
 extern const ReduceTable kReduceTableAvx512;
 
-}  // namespace internal
+}  // namespace collectives::internal
 }  // namespace lockstep
