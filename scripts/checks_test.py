@@ -87,6 +87,7 @@ def tree(tmp_path):
     ("lockstep/play/ball/a.cc", "<lockstep/play/ball/internal/a.h>"),
     ("lockstep/play/ball/deep/a.cc", '"../a.inc"'),
     ("lockstep/work/a_test.cc", "<lockstep/testing/harness.h>"),
+    ("lockstep/work/testing/a.h", "<lockstep/testing/harness.h>"),
     ("lockstep/testing/a.cc", "<lockstep/work/internal/a.h>"),
     ("lockstep/lockstep.h", "<lockstep/work/a.h>"),
     ("cli/a.cc", "<lockstep/lockstep.h>"),
@@ -109,7 +110,7 @@ def test_allowed_includes(tree, file, include):
     ("lockstep/work/a.cc", "<lockstep/play/ball/a.h>", "not 'play/ball'"),
     ("cli/a.cc", "<lockstep/play/ball/internal/a.h>", "internal to the room 'play/ball'"),
     ("lockstep/play/ball/a.cc", '"../bat/a.h"', "leaves lockstep/play/ball"),
-    ("lockstep/work/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc and *_driver.cc"),
+    ("lockstep/work/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc, *_driver.cc and testing/"),
     ("lockstep/work/a.cc", "<lockstep/top/a.h>", "not 'top'"),
     ("lockstep/work/a.cc", "<lockstep/lockstep.h>", "is for users"),
     ("lockstep/work/a.cc", '"../store/a.h"', "leaves lockstep/work"),
@@ -118,7 +119,7 @@ def test_allowed_includes(tree, file, include):
     ("cli/a.cc", "<lockstep/store/internal/a.h>", "internal to the room 'store'"),
     ("examples/a.cc", '"../lockstep/store/a.h"', "leaves examples"),
     ("benchmarks/deep/a.cc", "<lockstep/nowhere/a.h>", "there is no room 'nowhere'"),
-    ("examples/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc and *_driver.cc"),
+    ("examples/a.cc", "<lockstep/testing/harness.h>", "only *_test.cc, *_fuzz.cc, *_driver.cc and testing/"),
 ])
 def test_forbidden_includes(tree, file, include, message):
     status, output = tree({file: f"// first\n  #  include {include}\n"})

@@ -1,6 +1,4 @@
 // What a checkpoint holds: models' and optimizers' states by name, random numbers, and all of it as one.
-#include <cstdlib>
-#include <filesystem>
 #include <gmock/gmock.h>
 #include <unistd.h>
 
@@ -23,6 +21,7 @@
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::training_state_test {
 namespace {
@@ -374,17 +373,11 @@ void unite(StateDict& all, const StateDict& part) {
 }
 
 TEST(OptimizerStateDict, ShardsOfTwoRanksLoadOnThreeAndOnOne) {
-  // The folder is the same in the test and in its ranks, which get its environment.
-  constexpr const char* kFolder = "LOCKSTEP_TRAINING_STATE_TEST";
-  if (!std::getenv(kFolder)) {
-    std::string name = (std::filesystem::temp_directory_path() / "training-state-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(name.data()), nullptr);
-    ::setenv(kFolder, name.c_str(), 1);
-  }
-  const std::filesystem::path folder = std::getenv(kFolder);
-  const auto shared = [&](int rank) { return folder / (std::to_string(rank) + ".pt"); };
+  const testing::SharedFolder folder;
+  const testing::RunRanksOptions options{.environment = folder.environment()};
+  const auto shared = [&](int rank) { return folder.path(std::to_string(rank) + ".pt"); };
   const auto make = optimizer_class<optim::AdamW>(optim::AdamWOptions(0.02));
-  run_ranks(2, [&](int rank) {
+  const auto save = [&](int rank) {
     auto world = init_process_group();
     torch::manual_seed(3);
     Net net;
@@ -402,7 +395,8 @@ TEST(OptimizerStateDict, ShardsOfTwoRanksLoadOnThreeAndOnOne) {
     if (rank == 1) save_python_checkpoint(state_dict(zero), shared(9));
     train(net, zero, 3, 6);
     if (rank == 0) save_python_checkpoint(state_dict(net), shared(5));
-  });
+  };
+  run_ranks(2, save, options);
   const auto check = [&] {
     StateDict all = load_python_checkpoint(shared(0));
     unite(all, load_python_checkpoint(shared(1)));
@@ -432,13 +426,13 @@ TEST(OptimizerStateDict, ShardsOfTwoRanksLoadOnThreeAndOnOne) {
     train(net, zero, 3, 6);
     expect_equal(state_dict(net), expected);
   };
-  run_ranks(3, [&](int) {
+  const auto check_on_three = [&](int) {
     auto world = init_process_group();
     check();
-  });
-  run_ranks(1, [&](int) { check(); });
-  std::filesystem::remove_all(folder);
-  ::unsetenv(kFolder);
+  };
+  run_ranks(3, check_on_three, options);
+  run_ranks(
+      1, [&](int) { check(); }, options);
 }
 
 TEST(OptimizerStateDict, PostLocalSgdHasItsAveragersStep) {

@@ -23,6 +23,7 @@
 #include <lockstep/collectives/testing/operation_stream.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/rank_server.h>
+#include <lockstep/testing/temporary_folder.h>
 
 // Random ranks are killed at random moments, in the midst of random operations of all kinds. Survivors must
 // be told which rank it was, must never be told anything wrong, and go on: in groups without the dead, and in
@@ -37,37 +38,9 @@ using testing::OperationStream;
 using testing::Random;
 using testing::RankOutcome;
 using testing::run_ranks_collect;
+using testing::SharedFolder;
 
 constexpr int kRanks = 8;  // each run kills all but one, one after the other
-
-/// A folder that the test makes and its ranks find by the environment.
-class SharedFolder {
- public:
-  static constexpr const char* kVariable = "LOCKSTEP_TEST_FOLDER";
-
-  SharedFolder() {
-    if (const char* given = std::getenv(kVariable)) {
-      path_ = given;
-      return;
-    }
-    std::string name = (std::filesystem::temp_directory_path() / "lockstep-kill-XXXXXX").string();
-    EXPECT_NE(::mkdtemp(name.data()), nullptr);
-    path_ = name;
-    owned_ = true;
-  }
-  ~SharedFolder() {
-    std::error_code ignored;
-    if (owned_) std::filesystem::remove_all(path_, ignored);
-  }
-  SharedFolder(const SharedFolder&) = delete;
-  SharedFolder& operator=(const SharedFolder&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-  bool owned_ = false;
-};
 
 std::vector<std::string> lines_of(const char* file, const std::string& containing) {
   std::ifstream in(file);
@@ -242,13 +215,13 @@ TEST(Kill, IsNamedToAllOthersWhoWereToldNothingWrongAndGoOn) {
     const uint64_t run_seed = seed * 1000 + static_cast<uint64_t>(run);
     const auto order = order_of_death(run_seed);
     auto environment = testing::seed_environment(seed);
-    environment.emplace_back(SharedFolder::kVariable, folder.path());
+    for (const auto& variable : folder.environment()) environment.push_back(variable);
     std::vector<int> all(kRanks);
     std::iota(all.begin(), all.end(), 0);
     const auto outcomes =
         run_ranks_collect(kRanks, [&](int rank) { live(rank, order, run_seed, folder.path()); },
                           {.deadline = 100s, .expected_failures = all, .environment = environment});
-    if (std::getenv(SharedFolder::kVariable) != nullptr) continue;  // in a rank of a later run
+    if (SharedFolder::in_rank()) continue;  // in a rank of a later run
     for (const RankOutcome& outcome : outcomes) {
       SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed) + ", run " + std::to_string(run) + ", rank " +
                    std::to_string(outcome.rank));

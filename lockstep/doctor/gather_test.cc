@@ -12,6 +12,7 @@
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::doctor::gather_test {
 namespace {
@@ -20,24 +21,8 @@ using namespace std::chrono_literals;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-/// A folder that stands for a machine's root, gone at the end.
-class Tree {
- public:
-  Tree() : root_(std::filesystem::temp_directory_path() / ("doctor_" + std::to_string(::getpid()))) {
-    std::filesystem::remove_all(root_);
-    std::filesystem::create_directories(root_);
-  }
-  ~Tree() { std::filesystem::remove_all(root_); }
-  void write(const std::string& path, const std::string& text) {
-    const auto file = root_ / path;
-    std::filesystem::create_directories(file.parent_path());
-    std::ofstream(file) << text;
-  }
-  std::string root() const { return root_.string(); }
-
- private:
-  std::filesystem::path root_;
-};
+/// A folder that stands for a machine's root.
+using Tree = testing::TemporaryFolder;
 
 TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
   Tree tree;
@@ -81,7 +66,7 @@ TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
              "GCC version:  gcc version 12.2.0\n");
   tree.write("sys/class/infiniband/mlx5_0/node_type", "1\n");
 
-  const Facts facts = gather_machine(tree.root());
+  const Facts facts = gather_machine(tree.path());
   EXPECT_EQ(facts.kernel.release, "5.15.0-1051-aws");
   EXPECT_EQ(facts.kernel.major, 5);
   EXPECT_EQ(facts.kernel.minor, 15);
@@ -125,8 +110,8 @@ TEST(GatherMachine, ReadsVersion1Groups) {
              "inactive_file 4096\nactive_file 4096\ntotal_inactive_file 65536\ntotal_active_file 32768\n");
   tree.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
   tree.write("sys/fs/cgroup/pids/pids.max", "max\n");
-  std::filesystem::create_directories(tree.root() + "/dev/shm");
-  const Facts facts = gather_machine(tree.root());
+  std::filesystem::create_directories(tree.path("dev/shm"));
+  const Facts facts = gather_machine(tree.path());
   EXPECT_EQ(facts.cores.quota, 1.5);
   EXPECT_EQ(facts.memory.cgroup_limit, 1 << 20);
   EXPECT_EQ(facts.memory.cgroup_left, 98304);
@@ -136,7 +121,7 @@ TEST(GatherMachine, ReadsVersion1Groups) {
 
 TEST(GatherMachine, KnowsNothingOfAnEmptyRoot) {
   Tree tree;
-  const Facts facts = gather_machine(tree.root());
+  const Facts facts = gather_machine(tree.path());
   EXPECT_EQ(facts.kernel.major, 0);
   EXPECT_TRUE(facts.cores.allowed.empty());
   EXPECT_EQ(facts.cores.quota, std::nullopt);
@@ -153,7 +138,7 @@ TEST(GatherMachine, OddFilesAreUnknownNotFatal) {
   tree.write("sys/fs/cgroup/cpu.max", "0 0\n");
   tree.write("proc/meminfo", "MemTotal: many\n");
   tree.write("proc/self/limits", "Max open files\n");
-  const Facts facts = gather_machine(tree.root());
+  const Facts facts = gather_machine(tree.path());
   EXPECT_EQ(facts.kernel.major, 0);
   EXPECT_TRUE(facts.cores.allowed.empty());
   EXPECT_EQ(facts.cores.quota, std::nullopt);
@@ -207,16 +192,16 @@ TEST(Files, FingerprintsTellFilesApart) {
   tree.write("a", "one");
   tree.write("b", "one");
   tree.write("c", "two");
-  EXPECT_EQ(fingerprint_file(tree.root() + "/a"), "3-7a6c86f1");  // zlib.crc32(b"one")
-  EXPECT_EQ(fingerprint_file(tree.root() + "/a"), fingerprint_file(tree.root() + "/b"));
-  EXPECT_NE(fingerprint_file(tree.root() + "/a"), fingerprint_file(tree.root() + "/c"));
-  EXPECT_EQ(fingerprint_file(tree.root() + "/none"), std::nullopt);
-  EXPECT_EQ(fingerprint_file(tree.root()), std::nullopt);
+  EXPECT_EQ(fingerprint_file(tree.path("a")), "3-7a6c86f1");  // zlib.crc32(b"one")
+  EXPECT_EQ(fingerprint_file(tree.path("a")), fingerprint_file(tree.path("b")));
+  EXPECT_NE(fingerprint_file(tree.path("a")), fingerprint_file(tree.path("c")));
+  EXPECT_EQ(fingerprint_file(tree.path("none")), std::nullopt);
+  EXPECT_EQ(fingerprint_file(tree.path()), std::nullopt);
 }
 
 TEST(Files, LargeFilesAreSampledUpToTheirEnd) {
   Tree tree;
-  const std::string path = tree.root() + "/large";
+  const std::string path = tree.path("large");
   const off_t size = (off_t{65} << 20) + 4321;
   { std::ofstream(path) << "start"; }
   ASSERT_EQ(::truncate(path.c_str(), size), 0);

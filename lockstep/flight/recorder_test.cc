@@ -70,7 +70,7 @@ TEST(FlightRecorder, WritesWhatItWasToldAndTheReaderReadsIt) {
     started(scheduled(group, message));
     const std::string path = dump("timeout");
     EXPECT_EQ(path, folder.path("rank_1.json"));
-    EXPECT_THAT(folder.files(), ElementsAre("rank_1.json"));
+    EXPECT_THAT(folder.entries(), ElementsAre("rank_1.json"));
 
     const RankRecord read = read_file(path);
     EXPECT_EQ(read.rank, 1);
@@ -135,7 +135,7 @@ TEST(FlightRecorder, CanBeSwitchedOff) {
         EXPECT_EQ(record(1), 0U);
         failed(0, "no record");
         EXPECT_EQ(dump("test"), "");
-        EXPECT_THAT(folder.files(), IsEmpty());
+        EXPECT_THAT(folder.entries(), IsEmpty());
       },
       {{"LOCKSTEP_FLIGHT_RECORDS", "0"}});
 }
@@ -267,7 +267,7 @@ TEST(FlightRecorder, WritesOnTheSignalAndTheProcessGoesOn) {
     unwatch_signal();
     std::filesystem::remove(path);
     ASSERT_EQ(::raise(SIGUSR1), 0);  // no longer of interest, and not the end of the process
-    EXPECT_THAT(folder.files(), IsEmpty());
+    EXPECT_THAT(folder.entries(), IsEmpty());
   });
 }
 
@@ -296,7 +296,7 @@ TEST(FlightRecorder, LeavesTheProgramsOwnHandlerAlone) {
     std::raise(SIGUSR1);
     EXPECT_TRUE(program_got_signal);
     unwatch_signal();
-    EXPECT_THAT(folder.files(), IsEmpty());
+    EXPECT_THAT(folder.entries(), IsEmpty());
   });
 }
 
@@ -319,7 +319,7 @@ TEST(FlightRecorder, AForkedChildHasNothingToWrite) {
     const pid_t child = ::fork();
     if (child == 0) {
       ::raise(SIGUSR1);
-      const bool nothing = dump("in the child").empty() && folder.files().empty();
+      const bool nothing = dump("in the child").empty() && folder.entries().empty();
       record(1);  // groups of its own are recorded
       const bool own = !dump("own").empty() && read_file(folder.path("rank_0.json")).entries.size() == 1;
       ::_exit(nothing && own ? 0 : 1);

@@ -6,12 +6,12 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/data/data_loader.h>
-#include <lockstep/data/testing/test_files.h>
 #include <lockstep/image/image_folder.h>
 #include <lockstep/image/random_transforms.h>
 #include <lockstep/image/read_image.h>
 #include <lockstep/image/testing/encode.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::image::image_folder_test {
 namespace {
@@ -36,7 +36,7 @@ class ImageFolderTest : public ::testing::Test {
         {.transform = Compose({RandomResizedCrop(16), RandomHorizontalFlip(), ToTensor()}), .seed = seed});
   }
 
-  data::TemporaryFolder folder_;
+  testing::TemporaryFolder folder_;
 };
 
 TEST_F(ImageFolderTest, GivesImageAndClass) {

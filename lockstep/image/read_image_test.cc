@@ -4,11 +4,11 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/data/testing/test_files.h>
 #include <lockstep/image/internal/exif.h>
 #include <lockstep/image/read_image.h>
 #include <lockstep/image/testing/encode.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::image::read_image_test {
 namespace {
@@ -121,7 +121,7 @@ TEST(ReadImage, SaysWhatIsNoImage) {
 }
 
 TEST(ReadImage, ErrorsNameTheFile) {
-  const data::TemporaryFolder folder;
+  const testing::TemporaryFolder folder;
   const auto error_of = [](const std::string& path) {
     return testing::message_of<c10::Error>([&] { read_image(path); });
   };

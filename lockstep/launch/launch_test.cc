@@ -11,7 +11,6 @@
 #include <sstream>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -23,6 +22,7 @@
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/failure_report.h>
 #include <lockstep/launch/worker_environment.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::launch::launch_test {
 namespace {
@@ -109,21 +109,6 @@ class Launcher {
   pid_t pid_ = -1;
   UniqueFd out_;
   UniqueFd err_;
-};
-
-/// A file that can be read but not started.
-class TextFile {
- public:
-  TextFile()
-      : path_(std::filesystem::temp_directory_path() / ("lockstep_text_" + std::to_string(::getpid()))) {
-    std::ofstream(path_) << "text\n";
-    ::chmod(path_.c_str(), 0644);
-  }
-  ~TextFile() { std::filesystem::remove(path_); }
-  std::string path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
 };
 
 /// Runs `lockstep run /bin/sh -c SCRIPT` to its end.
@@ -255,8 +240,9 @@ TEST(FindProgram, SaysWhyItCannotBeStarted) {
   };
   EXPECT_THAT(complaint("/nowhere/train"), HasSubstr("No such file"));
   EXPECT_THAT(complaint("/tmp"), HasSubstr("a directory"));
-  const TextFile text;
-  EXPECT_THAT(complaint(text.path()), HasSubstr("not executable"));
+  const testing::TemporaryFolder folder;
+  const std::string text = folder.write("text", "text\n");
+  EXPECT_THAT(complaint(text), HasSubstr("not executable"));
   EXPECT_THAT(complaint("no-such-program-anywhere"), HasSubstr("PATH"));
   EXPECT_THAT(complaint(""), HasSubstr("no program"));
 }
@@ -319,16 +305,14 @@ TEST(Run, ArgumentsBehindTheProgramAreItsOwn) {
 }
 
 TEST(Run, StandardInputGoesToRankZeroOnly) {
-  const auto input =
-      std::filesystem::temp_directory_path() / ("lockstep_input_" + std::to_string(::getpid()));
-  std::ofstream(input) << "typed\n";
+  const testing::TemporaryFolder folder;
+  const std::string input = folder.write("input", "typed\n");
   const int saved = ::dup(0);
   UniqueFd file(::open(input.c_str(), O_RDONLY));
   ::dup2(file.get(), 0);
   const auto result = run_shell(2, "cat; echo end");
   ::dup2(saved, 0);
   ::close(saved);
-  std::filesystem::remove(input);
   EXPECT_EQ(lines_of(result.out),
             (std::multiset<std::string>{"[rank 0] typed", "[rank 0] end", "[rank 1] end"}));
 }
@@ -369,7 +353,8 @@ TEST(Run, AStoppedWorkerIsEndedToo) {
 }
 
 TEST(Run, BadCommandLinesAreRefusedBeforeAnythingStarts) {
-  const TextFile text;
+  const testing::TemporaryFolder folder;
+  const std::string text = folder.write("text", "text\n");
   const std::map<std::vector<std::string>, std::string> cases = {
       {{"run", "--nproc-per-node", "0", "sh"}, "from 1 to"},
       {{"run", "--nproc-per-node", "two", "sh"}, "'two'"},
@@ -379,7 +364,7 @@ TEST(Run, BadCommandLinesAreRefusedBeforeAnythingStarts) {
       {{"run", "--master-port", "70000", "sh"}, "70000"},
       {{"run", "--grace-period", "-1", "sh"}, "grace"},
       {{"run", "/nowhere/program"}, "No such file"},
-      {{"run", text.path()}, "not executable"},
+      {{"run", text}, "not executable"},
       {{"walk", "sh"}, "there is no command 'walk'"},
   };
   for (const auto& [arguments, words] : cases) {
@@ -485,17 +470,16 @@ TEST(Run, NothingOutlivesANormalEnd) {
 }
 
 TEST(Run, OutputGoesOnWhenItsReaderIsGone) {
-  const auto marker =
-      std::filesystem::temp_directory_path() / ("lockstep_marker_" + std::to_string(::getpid()));
+  const testing::TemporaryFolder folder;
+  const std::string marker = folder.path("marker");
   Launcher launcher({"run", "/bin/sh", "-c",
                      lockstep_binary() +
                          " run sh -c 'i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done; "
                          "echo finished > " +
-                         marker.string() + "' | head -1"});
+                         marker + "' | head -1"});
   EXPECT_EQ(launcher.finish(), 0);
   EXPECT_EQ(launcher.out, "line 0\n");
   EXPECT_EQ(file_content(marker), "finished\n");
-  std::filesystem::remove(marker);
 }
 
 }  // namespace

@@ -11,7 +11,6 @@
 #include <numeric>
 #include <parquet/arrow/writer.h>
 #include <thread>
-#include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -21,6 +20,7 @@
 #include <lockstep/parquet/parquet_batches.h>
 #include <lockstep/parquet/parquet_rows.h>
 #include <lockstep/parquet/row_group_collate.h>
+#include <lockstep/testing/folder_test.h>
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::data::parquet_test {
@@ -33,15 +33,8 @@ using testing::message_of;
 
 using Rows = std::vector<int64_t>;
 
-/// A folder for the test's files.
-class ParquetTest : public ::testing::Test {
+class ParquetTest : public testing::FolderTest {
  protected:
-  ParquetTest()
-      : folder_(std::filesystem::temp_directory_path() / ("lockstep_parquet_" + std::to_string(::getpid()))) {
-    std::filesystem::create_directories(folder_);
-  }
-  ~ParquetTest() override { std::filesystem::remove_all(folder_); }
-
   /// Row i of column "id" is i, of "name" the number in words of one letter: 3 is "xxx".
   std::string write(const std::string& name, int64_t rows, int64_t rows_per_group) {
     arrow::Int64Builder ids;
@@ -65,8 +58,6 @@ class ParquetTest : public ::testing::Test {
     EXPECT_TRUE(file->Close().ok());
     return path;
   }
-
-  std::filesystem::path folder_;
 };
 
 Rows ids_of(const Table& table) {

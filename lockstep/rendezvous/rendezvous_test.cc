@@ -27,6 +27,7 @@
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::rendezvous_test {
 namespace {
@@ -38,6 +39,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
+using testing::TemporaryFolder;
 
 /// A launcher's variables, left over from whatever started this test, must not matter.
 class Rendezvous : public ::testing::Test {
@@ -80,14 +82,6 @@ uint16_t free_port() {
 std::string tcp(uint16_t port) {
   return "tcp://127.0.0.1:" + std::to_string(port);
 }
-
-/// A path in a directory that goes away with the object.
-struct TemporaryFile {
-  std::string directory = "/tmp/lockstep-test-XXXXXX";
-  TemporaryFile() { EXPECT_NE(::mkdtemp(directory.data()), nullptr); }
-  ~TemporaryFile() { std::filesystem::remove_all(directory); }
-  std::string path() const { return directory + "/meet"; }
-};
 
 /// Every rank on a thread: makes a world, sets a key, reads its left neighbour's. "ok" or the error, by rank.
 std::vector<std::string> run(const std::vector<int>& ranks, int world_size, RendezvousOptions options,
@@ -167,11 +161,12 @@ TEST_F(Rendezvous, TcpAgainAndAgain) {
 }
 
 TEST_F(Rendezvous, FileAgainAndAgain) {
-  TemporaryFile file;
-  RendezvousOptions options{.init_method = "file://" + file.path(), .timeout = 60s};
+  const TemporaryFolder folder;
+  const std::string file = folder.path("meet");
+  RendezvousOptions options{.init_method = "file://" + file, .timeout = 60s};
   EXPECT_THAT(run({0, 1, 2}, 3, options, "first"), Each("ok"));
   EXPECT_THAT(run({0, 1, 2}, 3, options, "second"), Each("ok"));
-  std::filesystem::remove(file.path());
+  std::filesystem::remove(file);
   EXPECT_THAT(run({0, 1, 2}, 3, options, "third"), Each("ok")) << "after somebody deleted the file";
 }
 
@@ -206,8 +201,8 @@ TEST_F(Rendezvous, AnInterruptionEndsTheWaitForRankZero) {
 }
 
 TEST_F(Rendezvous, TwoProcessesWithOneRank) {
-  TemporaryFile file;
-  for (const auto& method : {tcp(free_port()), "file://" + file.path()}) {
+  const TemporaryFolder folder;
+  for (const auto& method : {tcp(free_port()), "file://" + folder.path("meet")}) {
     EXPECT_THAT(run({0, 1, 1}, 3, {.init_method = method, .timeout = 60s}),
                 Each(StartsWith("store: rank 1 of 3 is claimed twice")));
   }
@@ -254,8 +249,8 @@ TEST_F(Rendezvous, RankZeroSaysThatItsNameCannotBeResolved) {
 }
 
 TEST_F(Rendezvous, BadFilesAreRefusedAtOnce) {
-  TemporaryFile file;
-  for (const auto& path : {file.directory + "/missing/meet", file.directory}) {
+  const TemporaryFolder folder;
+  for (const auto& path : {folder.path("missing/meet"), folder.path().string()}) {
     EXPECT_THAT(run({0}, 2, {.init_method = "file://" + path, .timeout = 60s}), Each(HasSubstr(path)));
   }
 }
@@ -263,10 +258,10 @@ TEST_F(Rendezvous, BadFilesAreRefusedAtOnce) {
 // In a process of its own, for a thread of it goes on reading.
 TEST_F(Rendezvous, FileThatEndsInARecordIsNamedAtTheDeadline) {
   testing::run_ranks(1, [](int) {
-    TemporaryFile file;
-    std::ofstream(file.path(), std::ios::binary) << std::string("\x14\0\0\0\0\0\0\0abc", 11);
-    EXPECT_THAT(run({0}, 2, {.init_method = "file://" + file.path(), .timeout = 300ms})[0],
-                AllOf(StartsWith("store: the file " + file.path()), HasSubstr("delete the file")));
+    const TemporaryFolder folder;
+    const std::string file = folder.write("meet", std::string("\x14\0\0\0\0\0\0\0abc", 11));
+    EXPECT_THAT(run({0}, 2, {.init_method = "file://" + file, .timeout = 300ms})[0],
+                AllOf(StartsWith("store: the file " + file), HasSubstr("delete the file")));
   });
 }
 
@@ -288,8 +283,8 @@ TEST_F(Rendezvous, ListensOnAsFewInterfacesAsWillDo) {
 }
 
 TEST_F(Rendezvous, JobFileAppearsWholeAndGoesAway) {
-  TemporaryFile directory;
-  JobFile file(directory.path());
+  const TemporaryFolder folder;
+  JobFile file(folder.path("meet"));
   EXPECT_EQ(file.read(), std::nullopt);
   file.publish(12345);
   EXPECT_EQ(file.read(), 12345);
@@ -305,8 +300,8 @@ TEST_F(Rendezvous, JobFileAppearsWholeAndGoesAway) {
 }
 
 TEST_F(Rendezvous, JobFileLiesInAPrivateDirectoryAndTellsJobsApart) {
-  TemporaryFile directory;
-  ::setenv("TMPDIR", directory.directory.c_str(), 1);
+  const TemporaryFolder folder;
+  ::setenv("TMPDIR", folder.path().c_str(), 1);
   auto file = JobFile::of_job("job 1");
   EXPECT_EQ(file.path(), JobFile::of_job("job 1").path());
   EXPECT_NE(file.path(), JobFile::of_job("job 2").path());
@@ -314,10 +309,10 @@ TEST_F(Rendezvous, JobFileLiesInAPrivateDirectoryAndTellsJobsApart) {
   struct stat status {};
   ASSERT_EQ(::stat(parent.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0700U);
-  EXPECT_THAT(parent.string(), StartsWith(directory.directory));
+  EXPECT_THAT(parent.string(), StartsWith(folder.path().string()));
   // One that others can enter is not used.
   ASSERT_EQ(::chmod(parent.c_str(), 0755), 0);
-  EXPECT_THAT(JobFile::of_job("job 1").path(), ::testing::Not(StartsWith(directory.directory)));
+  EXPECT_THAT(JobFile::of_job("job 1").path(), ::testing::Not(StartsWith(folder.path().string())));
   ::unsetenv("TMPDIR");
 }
 

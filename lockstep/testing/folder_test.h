@@ -1,29 +1,20 @@
 #pragma once
 
 #include <filesystem>
-#include <stdexcept>
-#include <stdlib.h>
-#include <string>
-#include <system_error>
 
 #include <gtest/gtest.h>
 
+#include <lockstep/testing/temporary_folder.h>
+
 namespace lockstep::testing {
 
-/// A test with a new folder of its own, which goes with it.
+/// A test with a new folder of its own.
 class FolderTest : public ::testing::Test {
- protected:
-  FolderTest() {
-    std::string name = (std::filesystem::temp_directory_path() / "lockstep-test-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot make a folder like " + name);
-    folder_ = name;
-  }
-  ~FolderTest() override {
-    std::error_code ignored;
-    std::filesystem::remove_all(folder_, ignored);
-  }
+ private:
+  const TemporaryFolder temporary_;
 
-  std::filesystem::path folder_;
+ protected:
+  const std::filesystem::path& folder_ = temporary_.path();
 };
 
 }  // namespace lockstep::testing

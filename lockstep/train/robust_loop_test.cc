@@ -13,6 +13,7 @@
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 #include <lockstep/train/robust_loop.h>
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
@@ -30,8 +31,9 @@ using ::testing::HasSubstr;
 using testing::Loader;
 using testing::message_of;
 using testing::Points;
+using testing::SharedFolder;
 using testing::SmallNet;
-using testing::TestFolder;
+using testing::TemporaryFolder;
 
 /// An allocation that no machine can serve, for batches of more than `most` samples.
 struct Greed {
@@ -124,11 +126,12 @@ struct Shortage {
 };
 
 TEST(RobustLoop, LowersTheMicroBatchWhenOneRankRunsOutOfMemory) {
-  const TestFolder folder("memory");
-  testing::run_ranks(2, [&](int rank) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
     auto world = init_process_group();
     const auto smaller = [&](int64_t batch_size, double dropout) {
-      Job job(folder / "none", {.batch_size = batch_size, .accumulate = 8 / batch_size, .dropout = dropout});
+      Job job(folder.path() / "none",
+              {.batch_size = batch_size, .accumulate = 8 / batch_size, .dropout = dropout});
       job.trainer.train();
       return job.weights();
     };
@@ -140,7 +143,7 @@ TEST(RobustLoop, LowersTheMicroBatchWhenOneRankRunsOutOfMemory) {
       const double dropout = later ? 0 : 0.3;
       const auto expected = smaller(shortage.most, dropout);
       Greed* greed = nullptr;
-      Job job(folder / std::to_string(number++),
+      Job job(folder.path() / std::to_string(number++),
               {.dropout = dropout, .callbacks = {.before_step = [&](TrainerCore& core) {
                                      if (rank == 1 && core.step() == shortage.from_step)
                                        greed->most = shortage.most;
@@ -160,7 +163,7 @@ TEST(RobustLoop, LowersTheMicroBatchWhenOneRankRunsOutOfMemory) {
       }
     }
     // With one sample at once there is nothing to lower.
-    Job job(folder / "hopeless", {});
+    Job job(folder.path() / "hopeless", {});
     if (rank == 1) job.greed.most = 0;
     if (rank == 1) {
       EXPECT_THAT(message_of<c10::Error>([&] { RobustLoop(job.trainer).run(); }), HasSubstr("allocate"));
@@ -168,11 +171,12 @@ TEST(RobustLoop, LowersTheMicroBatchWhenOneRankRunsOutOfMemory) {
       EXPECT_THAT(message_of<c10::DistBackendError>([&] { RobustLoop(job.trainer).run(); }),
                   AllOf(HasSubstr("rank 1 failed after step 0"), HasSubstr("allocate")));
     }
-    const auto found = find_latest_checkpoint(folder / "hopeless");
+    const auto found = find_latest_checkpoint(folder.path() / "hopeless");
     ASSERT_TRUE(found.has_value());
     EXPECT_THAT(found->emergency, HasSubstr("rank 1 failed after step 0"));
     EXPECT_EQ(found->step, 0);
-  });
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
 /// Runs the job again in the same processes, which goes on, and compares.
@@ -191,10 +195,10 @@ std::vector<torch::Tensor> undisturbed(const std::filesystem::path& folder) {
 }
 
 TEST(RobustLoop, SavesBeforeAnExceptionAndWhenASignalComes) {
-  const TestFolder folder("exception");
-  testing::run_ranks(2, [&](int rank) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
     auto world = init_process_group();
-    const auto expected = undisturbed(folder / "none");
+    const auto expected = undisturbed(folder.path() / "none");
     enum class Place { kBeforeStep, kAfterStep, kAfterEpoch };
     for (const auto& [name, place] : {std::pair{"before-step", Place::kBeforeStep},
                                       {"after-step", Place::kAfterStep},
@@ -204,9 +208,9 @@ TEST(RobustLoop, SavesBeforeAnExceptionAndWhenASignalComes) {
           TORCH_CHECK_INDEX(rank != 1 || here != place || core.step() != 3, "the user's mistake");
         };
       };
-      Job job(folder / name, {.callbacks = {.after_epoch = fail(Place::kAfterEpoch),
-                                            .before_step = fail(Place::kBeforeStep),
-                                            .after_step = fail(Place::kAfterStep)}});
+      Job job(folder.path() / name, {.callbacks = {.after_epoch = fail(Place::kAfterEpoch),
+                                                   .before_step = fail(Place::kBeforeStep),
+                                                   .after_step = fail(Place::kAfterStep)}});
       RobustLoop loop(job.trainer);
       if (rank == 1) {
         EXPECT_THAT(message_of<c10::IndexError>([&] { loop.run(); }), HasSubstr("the user's mistake"));
@@ -214,36 +218,37 @@ TEST(RobustLoop, SavesBeforeAnExceptionAndWhenASignalComes) {
         EXPECT_THAT(message_of<c10::DistBackendError>([&] { loop.run(); }),
                     AllOf(HasSubstr("rank 1 failed after step 3"), HasSubstr("the user's mistake")));
       }
-      const auto found = find_latest_checkpoint(folder / name);
+      const auto found = find_latest_checkpoint(folder.path() / name);
       ASSERT_TRUE(found.has_value()) << name;
       EXPECT_EQ(found->step, 3) << name;
       EXPECT_EQ(found->world_size, 2) << name;
       EXPECT_THAT(found->emergency, HasSubstr("the user's mistake"));
-      expect_the_usual_ending(folder / name, expected);
+      expect_the_usual_ending(folder.path() / name, expected);
     }
     for (const int signal : {SIGTERM, SIGUSR1}) {
       const auto name = std::to_string(signal);
-      Job job(folder / name, {.callbacks = {.after_step = [&](TrainerCore& core) {
-                                if (rank == 1 && core.step() == 4) ::raise(signal);
-                              }}});
+      Job job(folder.path() / name, {.callbacks = {.after_step = [&](TrainerCore& core) {
+                                       if (rank == 1 && core.step() == 4) ::raise(signal);
+                                     }}});
       EXPECT_EQ(RobustLoop(job.trainer).run(), 75);
       EXPECT_EQ(job.trainer.step(), 4);
-      const auto found = find_latest_checkpoint(folder / name);
+      const auto found = find_latest_checkpoint(folder.path() / name);
       ASSERT_TRUE(found.has_value());
       EXPECT_EQ(found->step, 4);
       EXPECT_THAT(found->emergency, HasSubstr("stopped by"));
-      expect_the_usual_ending(folder / name, expected);
+      expect_the_usual_ending(folder.path() / name, expected);
     }
     EXPECT_THAT(message_of<c10::Error>([&] {
-                  Job job(folder / "x", {});
+                  Job job(folder.path() / "x", {});
                   RobustLoop(job.trainer, {.agree_timeout = std::chrono::milliseconds(0)});
                 }),
                 HasSubstr("agree_timeout is 0 ms"));
-  });
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
 TEST(RobustLoop, TheLowestSurvivorSavesWhatWasDone) {
-  const TestFolder folder("death");
+  const SharedFolder folder;
   for (const int victim : {0, 2}) {
     const auto name = "victim" + std::to_string(victim);
     const auto outcomes = testing::run_ranks_collect(
@@ -251,14 +256,14 @@ TEST(RobustLoop, TheLowestSurvivorSavesWhatWasDone) {
         [&](int rank) {
           auto world = init_process_group();
           // Without dropout's random numbers, of which the dead rank takes its own with it.
-          Job job(folder / name,
+          Job job(folder.path() / name,
                   {.dropout = 0, .every_steps = 2, .callbacks = {.before_step = [&](TrainerCore& core) {
                                                      if (rank == victim && core.step() == 3)
                                                        ::kill(::getpid(), SIGKILL);
                                                    }}});
           RobustLoop(job.trainer).run();
         },
-        {.expected_failures = {0, 1, 2}});
+        {.expected_failures = {0, 1, 2}, .environment = folder.environment()});
     if (outcomes[0].pid == 0) continue;  // within a rank of a later call
     for (const auto& outcome : outcomes) {
       if (outcome.rank == victim) {
@@ -268,27 +273,28 @@ TEST(RobustLoop, TheLowestSurvivorSavesWhatWasDone) {
         EXPECT_THAT(outcome.exception.value_or(""), HasSubstr("rank " + std::to_string(victim)));
       }
     }
-    const auto found = find_latest_checkpoint(folder / name);
+    const auto found = find_latest_checkpoint(folder.path() / name);
     ASSERT_TRUE(found.has_value()) << outcomes[1].output;
     EXPECT_EQ(found->step, 3);
     EXPECT_THAT(found->emergency, HasSubstr("rank " + std::to_string(victim)));
   }
-  testing::run_ranks(3, [&](int) {
+  const auto body = [&](int) {
     auto world = init_process_group();
-    Job reference(folder / "none", {.dropout = 0});
+    Job reference(folder.path() / "none", {.dropout = 0});
     reference.trainer.train();
     for (const char* name : {"victim0", "victim2"}) {
-      Job job(folder / name, {.dropout = 0});
+      Job job(folder.path() / name, {.dropout = 0});
       EXPECT_EQ(job.trainer.restore()->step, 3);
       job.trainer.train();
       EXPECT_EQ(job.trainer.step(), reference.trainer.step());
       EXPECT_TRUE(equal(job.weights(), reference.weights())) << name;
     }
-  });
+  };
+  testing::run_ranks(3, body, {.environment = folder.environment()});
 }
 
 TEST(RobustLoop, AShardedOptimizerIsNotSavedInPart) {
-  const TestFolder folder("sharded");
+  const SharedFolder folder;
   const auto outcomes = testing::run_ranks_collect(
       2,
       [&](int rank) {
@@ -299,22 +305,22 @@ TEST(RobustLoop, AShardedOptimizerIsNotSavedInPart) {
         DistributedSampler sampler(24);
         Loader loader(Points{24}, {.batch_size = 4, .sampler = &sampler});
         Trainer trainer(model, optimizer, loader, loss_of,
-                        {.checkpoint = CheckpointManagerOptions{.directory = folder / "run"},
+                        {.checkpoint = CheckpointManagerOptions{.directory = folder.path() / "run"},
                          .progress_bar = false,
                          .callbacks = {{.before_step = [&](TrainerCore& core) {
                            if (rank == 1 && core.step() == 2) ::kill(::getpid(), SIGKILL);
                          }}}});
         RobustLoop(trainer).run();
       },
-      {.expected_failures = {0, 1}});
+      {.expected_failures = {0, 1}, .environment = folder.environment()});
   EXPECT_EQ(outcomes[0].exit_status.value_or(-1), 1);
   EXPECT_THAT(outcomes[0].exception.value_or(""), HasSubstr("rank 1"));
   EXPECT_THAT(outcomes[0].output, HasSubstr("no emergency checkpoint: the optimizer is sharded"));
-  EXPECT_FALSE(find_latest_checkpoint(folder / "run").has_value());
+  EXPECT_FALSE(find_latest_checkpoint(folder.path() / "run").has_value());
 }
 
 TEST(RobustLoop, WorksInOneProcessWithoutAGroup) {
-  const TestFolder folder("alone");
+  const TemporaryFolder folder;
   const auto train = [&](const std::string& name, int64_t most, int64_t fail_at, int64_t batch_size) {
     Greed greed{.most = most};
     GreedyNet net(greed, 0.3);
@@ -323,7 +329,7 @@ TEST(RobustLoop, WorksInOneProcessWithoutAGroup) {
     Trainer trainer(net, optimizer, loader, loss_of,
                     {.max_epochs = 2,
                      .accumulate_grad_batches = 8 / batch_size,
-                     .checkpoint = CheckpointManagerOptions{.directory = folder / name},
+                     .checkpoint = CheckpointManagerOptions{.directory = folder.path() / name},
                      .progress_bar = false,
                      .callbacks = {{.after_step = [&](TrainerCore& core) {
                        TORCH_CHECK_INDEX(core.step() != fail_at, "the user's mistake");
@@ -337,43 +343,43 @@ TEST(RobustLoop, WorksInOneProcessWithoutAGroup) {
   const auto expected = train("four", 8, -1, 4);
   EXPECT_TRUE(equal(train("memory", 4, -1, 8), expected));
   EXPECT_THAT(message_of<c10::IndexError>([&] { train("exception", 4, 4, 8); }), HasSubstr("mistake"));
-  EXPECT_THAT(find_latest_checkpoint(folder / "exception")->emergency,
+  EXPECT_THAT(find_latest_checkpoint(folder.path() / "exception")->emergency,
               HasSubstr("rank 0 failed after step 4"));
   EXPECT_TRUE(equal(train("exception", 4, -1, 8), expected));
 
   // A disk that can't be read is no reason to begin at step 0, nor to remove anything.
-  const auto there = list_checkpoints(folder / "exception").size();
+  const auto there = list_checkpoints(folder.path() / "exception").size();
   failpoint::configure("checkpoint.read=errno(5)");
   EXPECT_THAT(message_of<CheckpointIoError>([&] { train("exception", 4, -1, 8); }),
               HasSubstr("Input/output error"));
   failpoint::configure("");
-  EXPECT_EQ(list_checkpoints(folder / "exception").size(), there);
+  EXPECT_EQ(list_checkpoints(folder.path() / "exception").size(), there);
 
   // What can't be loaded is no reason to save what was not trained.
   torch::nn::Linear other(3, 1);
   torch::optim::SGD optimizer(other->parameters(), 0.05);
   Loader loader(Points{24}, {.batch_size = 8});
-  Trainer trainer(
-      *other, optimizer, loader, loss_of,
-      {.checkpoint = CheckpointManagerOptions{.directory = folder / "exception"}, .progress_bar = false});
-  const auto before = list_checkpoints(folder / "exception").size();
+  Trainer trainer(*other, optimizer, loader, loss_of,
+                  {.checkpoint = CheckpointManagerOptions{.directory = folder.path() / "exception"},
+                   .progress_bar = false});
+  const auto before = list_checkpoints(folder.path() / "exception").size();
   EXPECT_THAT(message_of<c10::Error>([&] { RobustLoop(trainer).run(); }), HasSubstr("model"));
-  EXPECT_EQ(list_checkpoints(folder / "exception").size(), before);
+  EXPECT_EQ(list_checkpoints(folder.path() / "exception").size(), before);
 }
 
 TEST(RobustLoop, EndsAtTheDeadlineWithTheStopStatus) {
-  const TestFolder folder("deadline");
+  const SharedFolder folder;
   const auto outcomes = testing::run_ranks_collect(
       1,
       [&](int) {
         auto world = init_process_group();
-        Job job(folder / "run", {.callbacks = {.before_step = [](TrainerCore&) {
-                                   ::raise(SIGUSR1);
-                                   while (true) ::pause();
-                                 }}});
+        Job job(folder.path() / "run", {.callbacks = {.before_step = [](TrainerCore&) {
+                                          ::raise(SIGUSR1);
+                                          while (true) ::pause();
+                                        }}});
         RobustLoop(job.trainer, {.deadline = std::chrono::milliseconds(50), .stop_status = 99}).run();
       },
-      {.expected_failures = {0}});
+      {.expected_failures = {0}, .environment = folder.environment()});
   EXPECT_EQ(outcomes[0].exit_status.value_or(-1), 99) << outcomes[0].output;
   EXPECT_THAT(outcomes[0].output, HasSubstr("the deadline after the signal has passed"));
 }

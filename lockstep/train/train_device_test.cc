@@ -14,6 +14,7 @@
 #include <lockstep/device/generator_state.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/simulated_device/simulated_device.h>
+#include <lockstep/testing/temporary_folder.h>
 #include <lockstep/testing/test_device.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>
@@ -30,8 +31,8 @@ using ::testing::HasSubstr;
 using testing::Loader;
 using testing::Points;
 using testing::SmallNet;
+using testing::TemporaryFolder;
 using testing::test_device;
-using testing::TestFolder;
 namespace simulated = testing::simulated;
 
 std::vector<torch::Tensor> on_cpu(const std::vector<torch::Tensor>& tensors) {
@@ -94,12 +95,12 @@ TEST(TrainerOnDevice, BringsBatchesThereAndTrainsAsOnTheCpu) {
 }
 
 TEST(TrainerOnDevice, GoesOnInTheMiddleOfAnEpochWithBatchesFetchedAhead) {
-  const TestFolder folder("device-resume");
+  const TemporaryFolder folder;
   const auto options = data::DataLoaderOptions{.batch_size = 8, .shuffle = true, .num_workers = 1, .seed = 4};
   const auto run = [&](const std::string& name, int64_t max_steps) {
     Loader host(Points{50}, options);
     data::DeviceLoader loader(host, test_device(), {.prefetch = 3});
-    return trained(test_device(), loader, folder / name, max_steps);
+    return trained(test_device(), loader, folder.path() / name, max_steps);
   };
   const auto expected = run("whole", 12);
   for (const int64_t steps : {3, 7, 9}) {  // 7: the end of the first epoch, which the loader has seen
@@ -110,18 +111,18 @@ TEST(TrainerOnDevice, GoesOnInTheMiddleOfAnEpochWithBatchesFetchedAhead) {
 }
 
 TEST(RobustLoopOnDevice, LowersTheMicroBatchWhenTheDeviceHasNoMemory) {
-  const TestFolder folder("device-memory");
+  const TemporaryFolder folder;
   Loader loader(Points{48}, {.batch_size = 8});
   const auto expected = trained(test_device(), loader);
   const auto before = simulated::counters();
-  EXPECT_TRUE(close(trained(test_device(), loader, folder / "short", 100, /*most=*/3), expected));
+  EXPECT_TRUE(close(trained(test_device(), loader, folder.path() / "short", 100, /*most=*/3), expected));
   if (testing::test_device_is_simulated()) {
     EXPECT_EQ(simulated::counters().emptied_caches, before.emptied_caches + 2) << "for 4 at once, then for 2";
   }
 }
 
 TEST(RobustLoopOnDevice, DrawsTheSameNumbersWhenAStepIsDoneAgain) {
-  const TestFolder folder("device-random");
+  const TemporaryFolder folder;
   const auto weights = [&](const std::string& name, bool fails) {
     SmallNet net(/*dropout=*/0.5);
     net.to(test_device());
@@ -133,7 +134,7 @@ TEST(RobustLoopOnDevice, DrawsTheSameNumbersWhenAStepIsDoneAgain) {
       return nn::functional::mse_loss(prediction, batch.target);
     };
     Loader loader(Points{24}, {.batch_size = 8});
-    const TrainerOptions options{.checkpoint = CheckpointManagerOptions{.directory = folder / name},
+    const TrainerOptions options{.checkpoint = CheckpointManagerOptions{.directory = folder.path() / name},
                                  .progress_bar = false};
     Trainer trainer(net, optimizer, loader, loss_of, options);
     if (!fails) trainer.set_max_micro_batch(4);
@@ -159,7 +160,7 @@ struct WidePoints {
 
 TEST(RobustLoopOnDevice, LowersTheMicroBatchWhenABatchDoesNotFit) {
   if (!testing::test_device_is_simulated()) GTEST_SKIP() << "the simulation's memory can be limited";
-  const TestFolder folder("device-wide");
+  const TemporaryFolder folder;
   const auto weights = [&](const std::string& name, bool limited) {
     SmallNet net;
     net.to(test_device());
@@ -168,7 +169,7 @@ TEST(RobustLoopOnDevice, LowersTheMicroBatchWhenABatchDoesNotFit) {
       return nn::functional::mse_loss(model.forward(batch.data), batch.target.narrow(1, 0, 1));
     };
     data::DataLoader<WidePoints> loader(WidePoints{24}, {.batch_size = 8});
-    const TrainerOptions options{.checkpoint = CheckpointManagerOptions{.directory = folder / name},
+    const TrainerOptions options{.checkpoint = CheckpointManagerOptions{.directory = folder.path() / name},
                                  .progress_bar = false};
     Trainer trainer(net, optimizer, loader, loss_of, options);
     if (!limited) trainer.set_max_micro_batch(4);

@@ -19,6 +19,7 @@
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
 
@@ -36,8 +37,9 @@ using ::testing::HasSubstr;
 using testing::Loader;
 using testing::message_of;
 using testing::Points;
+using testing::SharedFolder;
 using testing::SmallNet;
-using testing::TestFolder;
+using testing::TemporaryFolder;
 
 const auto loss_of = [](auto& model, const Example& batch) {
   return nn::functional::mse_loss(model.forward(batch.data), batch.target);
@@ -235,8 +237,8 @@ struct JobWithGaps {
 };
 
 TEST(Trainer, BatchesWithoutSamplesArePassedOver) {
-  const TestFolder folder("gaps");
-  testing::run_ranks(2, [&](int) {
+  const SharedFolder folder;
+  const auto body = [&](int) {
     auto world = init_process_group();
     struct Case {
       const char* name;
@@ -247,23 +249,26 @@ TEST(Trainer, BatchesWithoutSamplesArePassedOver) {
                              Case{"rank 0's first", {0, 2}, 6}, Case{"both ranks' last", {20, 21, 22, 23}, 5},
                              Case{"three of rank 0", {4, 6, 8, 10, 12, 14}, 6}}) {
       SCOPED_TRACE(gaps.name);
-      JobWithGaps job({.directory = folder / "none"}, gaps.left_out, /*accumulate=*/1, /*stop_after=*/-1);
+      JobWithGaps job({.directory = folder.path() / "none"}, gaps.left_out, /*accumulate=*/1,
+                      /*stop_after=*/-1);
       job.trainer.train();
       EXPECT_EQ(job.trainer.step(), 2 * gaps.steps);
       job.expect_all_samples_seen();
     }
-    JobWithGaps none({.directory = folder / "none"}, {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23}, 1, -1);
+    JobWithGaps none({.directory = folder.path() / "none"}, {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23}, 1,
+                     -1);
     EXPECT_THAT(message_of<c10::Error>([&] { none.trainer.train(); }),
                 HasSubstr("rank 1 got no sample in epoch 1"));
-  });
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
 TEST(Trainer, BatchesWithoutSamplesArePassedOverAfterAResumeToo) {
-  const TestFolder folder("gaps-resume");
-  testing::run_ranks(2, [&](int) {
+  const SharedFolder folder;
+  const auto body = [&](int) {
     auto world = init_process_group();
     const std::set<int64_t> left_out = {8, 9, 10, 11, 13, 15};  // rank 1 has a batch less
-    JobWithGaps reference({.directory = folder / "reference"}, left_out, /*accumulate=*/2,
+    JobWithGaps reference({.directory = folder.path() / "reference"}, left_out, /*accumulate=*/2,
                           /*stop_after=*/-1);
     reference.trainer.train();
     EXPECT_EQ(reference.trainer.step(), 6);
@@ -277,17 +282,18 @@ TEST(Trainer, BatchesWithoutSamplesArePassedOverAfterAResumeToo) {
         EXPECT_TRUE(equal(job.model.parameters(), reference.model.parameters())) << name;
       };
       {
-        JobWithGaps stopped({.directory = folder / name}, left_out, 2, stop_after);
+        JobWithGaps stopped({.directory = folder.path() / name}, left_out, 2, stop_after);
         stopped.trainer.train();
         EXPECT_EQ(stopped.trainer.step(), stop_after);
         stopped.trainer.save();
         go_on(stopped);  // in the same process
       }
-      JobWithGaps resumed({.directory = folder / name}, left_out, 2, -1);
+      JobWithGaps resumed({.directory = folder.path() / name}, left_out, 2, -1);
       ASSERT_TRUE(resumed.trainer.restore().has_value());
       go_on(resumed);
     }
-  });
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
 TEST(Trainer, ValidationCountsEachSampleOnce) {
@@ -438,7 +444,7 @@ TEST(Trainer, StepsBehindTheLogsLastLineAreLoggedAtTheEnd) {
 }
 
 TEST(Trainer, TheLogsFirstLineAfterAResumeCountsFromThere) {
-  const TestFolder folder("failed-window");
+  const TemporaryFolder folder;
   SmallNet net;
   torch::optim::SGD optimizer(net.parameters(), 0.1);
   Loader loader(Points{10}, {.batch_size = 2});
@@ -447,7 +453,7 @@ TEST(Trainer, TheLogsFirstLineAfterAResumeCountsFromThere) {
   Trainer trainer(
       net, optimizer, loader, loss_of,
       {.max_epochs = 1,
-       .checkpoint = CheckpointManagerOptions{.directory = folder / "checkpoints", .every_steps = 2},
+       .checkpoint = CheckpointManagerOptions{.directory = folder.path() / "checkpoints", .every_steps = 2},
        .progress_bar = false,
        .callbacks = {{.after_step = [&](TrainerCore& core) {
          losses.push_back(core.step_loss());
@@ -592,13 +598,13 @@ void expect_same_ending(Job& job, Job& reference) {
 }
 
 TEST(Trainer, GoesOnAsIfNothingHadHappened) {
-  const TestFolder folder("resume");
-  testing::run_ranks(2, [&](int rank) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
     auto world = init_process_group();
     constexpr int64_t kNever = -1;
     const auto start = [&](int64_t stop_after, const std::string& name) {
       torch::manual_seed(50 + rank);
-      auto job = std::make_unique<Job>(folder / name, stop_after);
+      auto job = std::make_unique<Job>(folder.path() / name, stop_after);
       torch::manual_seed(60 + rank);
       return job;
     };
@@ -626,7 +632,8 @@ TEST(Trainer, GoesOnAsIfNothingHadHappened) {
       job = start(kNever, name + "-empty");
       EXPECT_FALSE(job->trainer.restore().has_value());
     }
-  });
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
 /// Three ranks have 5, 4 and 4 samples, so rank 0 alone has a third batch of two.
@@ -654,12 +661,12 @@ struct UnevenJob {
 };
 
 TEST(Trainer, RanksThatHaveRunOutStandInAfterAResume) {
-  const TestFolder folder("uneven-resume");
-  testing::run_ranks(3, [&](int rank) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
     auto world = init_process_group();
     const auto start = [&](int64_t stop_after, const std::string& name) {
       torch::manual_seed(50 + rank);
-      auto job = std::make_unique<UnevenJob>(folder / name, stop_after);
+      auto job = std::make_unique<UnevenJob>(folder.path() / name, stop_after);
       torch::manual_seed(60 + rank);
       return job;
     };
@@ -678,7 +685,8 @@ TEST(Trainer, RanksThatHaveRunOutStandInAfterAResume) {
     job->trainer.train();
     EXPECT_EQ(job->trainer.step(), 6);
     EXPECT_TRUE(equal(job->model.parameters(), reference->model.parameters()));
-  });
+  };
+  testing::run_ranks(3, body, {.environment = folder.environment()});
 }
 
 /// The samples that this rank has seen go into a file.
@@ -697,21 +705,24 @@ std::multiset<int64_t> read_ids(const std::vector<std::filesystem::path>& paths)
 }
 
 TEST(Trainer, AnotherNumberOfRanksSeesTheRestOfTheEpoch) {
-  const TestFolder folder("other-ranks");
-  const auto part = [&](const std::string& name, int rank) { return folder / (name + std::to_string(rank)); };
-  testing::run_ranks(2, [&](int rank) {
+  const SharedFolder folder;
+  const auto part = [&](const std::string& name, int rank) {
+    return folder.path() / (name + std::to_string(rank));
+  };
+  const auto first = [&](int rank) {
     auto world = init_process_group();
     std::vector<int64_t> seen;
-    Job job(folder / "checkpoints", /*stop_after=*/9, &seen);  // two steps into the second epoch
+    Job job(folder.path() / "checkpoints", /*stop_after=*/9, &seen);  // two steps into the second epoch
     job.trainer.train();
     job.trainer.save();
     seen.erase(seen.begin(), seen.begin() + 13);  // the first epoch
     write_ids(part("before", rank), seen);
-  });
-  testing::run_ranks(3, [&](int rank) {
+  };
+  testing::run_ranks(2, first, {.environment = folder.environment()});
+  const auto then = [&](int rank) {
     auto world = init_process_group();
     std::vector<int64_t> seen;
-    Job job(folder / "checkpoints", /*stop_after=*/12, &seen);
+    Job job(folder.path() / "checkpoints", /*stop_after=*/12, &seen);
     ASSERT_EQ(job.trainer.restore()->world_size, 2);
     EXPECT_EQ(job.trainer.step(), 9);
     job.trainer.train();  // the rest: 18 samples, 3 steps of 6
@@ -720,7 +731,8 @@ TEST(Trainer, AnotherNumberOfRanksSeesTheRestOfTheEpoch) {
     job.trainer.train();
     EXPECT_EQ(job.trainer.epoch(), 3);
     EXPECT_EQ(job.trainer.step(), 9 + 3 + 5) << "an epoch of three ranks has 5 steps";
-  });
+  };
+  testing::run_ranks(3, then, {.environment = folder.environment()});
   const auto ids =
       read_ids({part("before", 0), part("before", 1), part("after", 0), part("after", 1), part("after", 2)});
   EXPECT_EQ(ids.size(), 26U);
@@ -728,8 +740,8 @@ TEST(Trainer, AnotherNumberOfRanksSeesTheRestOfTheEpoch) {
 }
 
 TEST(Trainer, EpochMetricsGoOnOnAnotherNumberOfRanks) {
-  const TestFolder folder("epoch-metrics");
-  testing::run_ranks(2, [&](int rank) {
+  const SharedFolder folder;
+  const auto first = [&](int rank) {
     auto world = init_process_group();
     const auto train_two_steps = [&](const CheckpointManagerOptions& checkpoint) {
       auto job = std::make_unique<JobWithGaps>(checkpoint, std::set<int64_t>{}, /*accumulate=*/1,
@@ -737,26 +749,27 @@ TEST(Trainer, EpochMetricsGoOnOnAnotherNumberOfRanks) {
       job->trainer.train();  // samples 0 to 7
       return job;
     };
-    train_two_steps({.directory = folder / "by-plan", .every_steps = 2});
-    train_two_steps({.directory = folder / "at-once"})->trainer.save();
-    auto survivor = train_two_steps({.directory = folder / "alone"});
+    train_two_steps({.directory = folder.path() / "by-plan", .every_steps = 2});
+    train_two_steps({.directory = folder.path() / "at-once"})->trainer.save();
+    auto survivor = train_two_steps({.directory = folder.path() / "alone"});
     if (rank == 0) survivor->trainer.save_alone("rank 1 is gone");
     barrier();
-    JobWithGaps users({.directory = folder / "first-step"}, {}, /*accumulate=*/1, /*stop_after=*/1);
+    JobWithGaps users({.directory = folder.path() / "first-step"}, {}, /*accumulate=*/1, /*stop_after=*/1);
     users.trainer.train();
     users.trainer.save();
     users.trainer.interrupted = [&users] { return users.trainer.step() == 2; };
     users.trainer.train();
-    CheckpointManager manager({.directory = folder / "by-user"});
+    CheckpointManager manager({.directory = folder.path() / "by-user"});
     manager.save(users.trainer.state(), {.step = 2});
     manager.wait();
-  });
+  };
+  testing::run_ranks(2, first, {.environment = folder.environment()});
   for (const int ranks : {1, 4}) {
-    testing::run_ranks(ranks, [&](int) {
+    const auto then = [&](int) {
       auto world = init_process_group();
       for (const std::string name : {"by-plan", "at-once", "alone", "by-user"}) {
         SCOPED_TRACE(name);
-        JobWithGaps job({.directory = folder / name}, {}, /*accumulate=*/1, /*stop_after=*/-1);
+        JobWithGaps job({.directory = folder.path() / name}, {}, /*accumulate=*/1, /*stop_after=*/-1);
         ASSERT_EQ(job.trainer.restore()->world_size, 2);
         EXPECT_EQ(job.trainer.step(), 2);
         job.trainer.train_epoch();
@@ -768,7 +781,8 @@ TEST(Trainer, EpochMetricsGoOnOnAnotherNumberOfRanks) {
           job.expect_all_samples_seen();
         }
       }
-    });
+    };
+    testing::run_ranks(ranks, then, {.environment = folder.environment()});
   }
 }
 

@@ -7,6 +7,7 @@
 #include <lockstep/data/datasets/csv_dataset.h>
 #include <lockstep/data/testing/test_files.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
 
 // How files are split into numbers is compared with Python's csv module in csv_dataset_test.py.
 namespace lockstep::data::csv_dataset_test {
@@ -30,7 +31,7 @@ class CsvDatasetTest : public ::testing::Test {
     return message;
   }
 
-  TemporaryFolder folder_;
+  testing::TemporaryFolder folder_;
 };
 
 TEST_F(CsvDatasetTest, GivesFeaturesTargetsAndCategories) {

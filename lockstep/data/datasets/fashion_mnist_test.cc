@@ -6,6 +6,7 @@
 
 #include <lockstep/data/datasets/fashion_mnist.h>
 #include <lockstep/data/testing/test_files.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::data::fashion_mnist_test {
 namespace {
@@ -44,7 +45,7 @@ class FashionMnistTest : public ::testing::Test {
     return "no error";
   }
 
-  TemporaryFolder folder_;
+  testing::TemporaryFolder folder_;
 };
 
 TEST_F(FashionMnistTest, GathersAndConvertsAsToTensorDoes) {
@@ -77,7 +78,7 @@ TEST_F(FashionMnistTest, RefusesAnIndexOutside) {
 
 TEST_F(FashionMnistTest, FindsFilesCompressedAndInSubfolders) {
   for (const std::string subfolder : {"", "fashion-mnist/", "FashionMNIST/raw/"}) {
-    const TemporaryFolder folder;
+    const testing::TemporaryFolder folder;
     folder.write(subfolder + "t10k-images-idx3-ubyte.gz", gzip(image_file(2)));
     folder.write(subfolder + "t10k-labels-idx1-ubyte", label_file("\x01\x02"));
     EXPECT_EQ(FashionMnist(folder.path(""), false).size(), 2) << subfolder;

@@ -7,6 +7,7 @@
 
 #include <lockstep/data/datasets/idx.h>
 #include <lockstep/data/testing/test_files.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::data::idx_test {
 namespace {
@@ -29,7 +30,7 @@ class IdxTest : public ::testing::Test {
     return "no error";
   }
 
-  TemporaryFolder folder_;
+  testing::TemporaryFolder folder_;
 };
 
 TEST_F(IdxTest, ReadsEachTypePlainAndCompressed) {

@@ -8,6 +8,7 @@
 #include <lockstep/data/datasets/text_dataset.h>
 #include <lockstep/data/testing/test_files.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::data::text_dataset_test {
 namespace {
@@ -19,7 +20,7 @@ using ::testing::HasSubstr;
 constexpr const char* kText = "zu Fu\u00df \u2192 \U0001f6b6\n";  // 1, 2, 3 and 4 bytes
 
 struct TextDatasetTest : ::testing::Test {
-  TemporaryFolder folder;
+  testing::TemporaryFolder folder;
 
   std::string error(const std::string& bytes, const TextDatasetOptions& options = {.block_size = 3}) {
     return message_of<c10::Error>([&] { TextDataset(folder.write("text", bytes), options); });

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <filesystem>
-#include <fstream>
-#include <stdlib.h>
+#include <cstdint>
 #include <string>
 #include <vector>
 #include <zlib.h>
@@ -11,35 +9,6 @@
 
 /// For the tests of this room: files to read. Not installed as an interface.
 namespace lockstep::data {
-
-/// A new folder under the system's temporary one, removed with all it holds.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "lockstep-data-XXXXXX").string();
-    TORCH_CHECK(::mkdtemp(name.data()) != nullptr, "cannot make a temporary folder");
-    path_ = name;
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  std::string path(const std::string& name) const { return (path_ / name).string(); }
-  /// Writes the file, and the folders above it; returns its path.
-  std::string write(const std::string& name, const std::string& bytes) const {
-    std::filesystem::create_directories((path_ / name).parent_path());
-    std::ofstream file(path_ / name, std::ios::binary | std::ios::trunc);
-    file << bytes << std::flush;
-    TORCH_CHECK(file.good(), "cannot write ", path(name));
-    return path(name);
-  }
-
- private:
-  std::filesystem::path path_;
-};
 
 inline std::string idx_header(uint8_t type, const std::vector<uint32_t>& sizes) {
   std::string header = {'\0', '\0', static_cast<char>(type), static_cast<char>(sizes.size())};

@@ -2,12 +2,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <filesystem>
 #include <memory>
 #include <span>
-#include <string>
-#include <unistd.h>
 #include <vector>
 
 #include <torch/torch.h>
@@ -70,28 +66,5 @@ inline bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [](const auto& x, const auto& y) { return at::equal(x, y); });
 }
-
-/// A folder for one test, the same in all of its ranks: removed and made anew by the test program itself.
-class TestFolder {
- public:
-  explicit TestFolder(const std::string& name)
-      : path_(std::filesystem::temp_directory_path() / ("lockstep-train-" + name)) {
-    if (std::getenv("RANK") != nullptr) return;
-    std::filesystem::remove_all(path_);
-    std::filesystem::create_directories(path_);
-    owner_ = true;
-  }
-  TestFolder(const TestFolder&) = delete;
-  TestFolder& operator=(const TestFolder&) = delete;
-  ~TestFolder() {
-    if (owner_) std::filesystem::remove_all(path_);
-  }
-  operator std::filesystem::path() const { return path_; }  // NOLINT
-  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-
- private:
-  std::filesystem::path path_;
-  bool owner_ = false;
-};
 
 }  // namespace lockstep::testing
