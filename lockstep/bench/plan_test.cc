@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/bench/internal/plan.h>
+#include <lockstep/testing/message_of.h>
 
 namespace lockstep::benchmark::plan_test {
 namespace {
@@ -11,18 +12,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-/// What the function's c10::ValueError says; fails the test when it throws none.
-template <class Function>
-std::string refusal(Function function) {
-  try {
-    function();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  ADD_FAILURE() << "was not refused";
-  return {};
-}
+using testing::message_of;
 
 Plan plan_for(Options options, int ranks = 2) {
   return make_plan(options, ranks);
@@ -39,7 +29,7 @@ TEST(ParseSize, TakesNumbersWithBinarySuffixes) {
 TEST(ParseSize, RefusesAnythingElseAndNamesTheOption) {
   for (const char* text : {"", "K", "4X", "4.5M", "4KK", "4 K", "-4K", "0", "0x10", "4iB", "99999999T",
                            "9999999999999999999", "1125899906842625"}) {
-    EXPECT_THAT(refusal([&] { parse_size(text, "--end"); }),
+    EXPECT_THAT(message_of<c10::ValueError>([&] { parse_size(text, "--end"); }),
                 AllOf(HasSubstr("--end"), HasSubstr("'" + std::string(text) + "'")));
   }
 }
@@ -101,7 +91,7 @@ TEST(Plan, BuffersAreTheLargestOfAllSteps) {
 
 TEST(Plan, MisuseIsNamedWithTheRemedy) {
   const auto words = [](Options options, int ranks = 2) {
-    return refusal([&] { make_plan(options, ranks); });
+    return message_of<c10::ValueError>([&] { make_plan(options, ranks); });
   };
   EXPECT_THAT(words({.collectives = {"allreduce"}}),
               AllOf(HasSubstr("'allreduce'"), HasSubstr("all_reduce"), HasSubstr("pingpong")));

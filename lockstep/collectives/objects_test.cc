@@ -7,6 +7,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/serialization/object_conversion.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::objects_test {
@@ -15,6 +16,7 @@ namespace {
 using c10::IValue;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 using Objects = std::vector<IValue>;
 using Counters = std::map<std::string, double>;
 
@@ -39,17 +41,6 @@ IValue unpicklable() {
   return at::make_generator<at::CPUGeneratorImpl>();
 }
 
-template <class Error>
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
-}
-
 /// The group still works: no rank is left behind in an earlier call.
 void expect_usable(int rank, int nprocs) {
   auto tensor = torch::full({1}, rank);
@@ -60,9 +51,9 @@ void expect_usable(int rank, int nprocs) {
 /// `culprit` can't pickle its object: it gets the reason, the others its number.
 void expect_named(int culprit, int rank, const std::function<void()>& call) {
   if (rank == culprit) {
-    EXPECT_THAT(error_of<c10::ValueError>(call), HasSubstr("can't pickle the object"));
+    EXPECT_THAT(message_of<c10::ValueError>(call), HasSubstr("can't pickle the object"));
   } else {
-    EXPECT_THAT(error_of<c10::DistBackendError>(call),
+    EXPECT_THAT(message_of<c10::DistBackendError>(call),
                 HasSubstr("rank " + std::to_string(culprit) + " could not pickle the object to send"));
   }
 }
@@ -144,7 +135,7 @@ TEST(Objects, TakeGlobalRanksInGroups) {
     const auto group = new_group({1, 2});
     Objects objects(2);
     if (rank == 0) {
-      EXPECT_THAT(error_of<c10::ValueError>([&] { all_gather_object(objects, 1, group); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { all_gather_object(objects, 1, group); }),
                   HasSubstr("all_gather_object: this rank is not a member of the group"));
       return;
     }
@@ -163,33 +154,33 @@ TEST(Objects, RefuseListsBeforeAnybodyWaits) {
     // Only one rank calls at a time: a call that waited would never return.
     Objects none, one(1), two(2), three(3);
     if (rank == 1) {
-      EXPECT_THAT(error_of<c10::ValueError>([&] { gather_object(1, &two, 0); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { gather_object(1, &two, 0); }),
                   AllOf(HasSubstr("must NOT be specified on non-destination ranks"), HasSubstr("rank 0")));
-      EXPECT_THAT(error_of<c10::ValueError>([&] { scatter_object_list(one, two, 0); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { scatter_object_list(one, two, 0); }),
                   AllOf(HasSubstr("must NOT be specified on non-source ranks"), HasSubstr("rank 0")));
-      EXPECT_THAT(error_of<c10::ValueError>([&] { recv_object_list(one, 1); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { recv_object_list(one, 1); }),
                   HasSubstr("invalid source rank"));
     } else {
-      EXPECT_THAT(error_of<c10::ValueError>([&] { gather_object(1); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { gather_object(1); }),
                   HasSubstr("object_gather_list must be specified on destination rank 0"));
-      EXPECT_THAT(error_of<c10::ValueError>([&] { gather_object(1, &none); }), HasSubstr("has 0 elements"));
-      EXPECT_THAT(error_of<c10::ValueError>([&] { gather_object(1, &three); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { gather_object(1, &none); }), HasSubstr("has 0 elements"));
+      EXPECT_THAT(message_of<c10::ValueError>([&] { gather_object(1, &three); }),
                   HasSubstr("object_gather_list has 3 elements, but the group has 2 ranks"));
-      EXPECT_THAT(error_of<c10::ValueError>([&] { scatter_object_list(one); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { scatter_object_list(one); }),
                   HasSubstr("scatter_object_input_list has 0 elements"));
-      EXPECT_THAT(error_of<c10::ValueError>([&] { send_object_list(one, 0); }),
+      EXPECT_THAT(message_of<c10::ValueError>([&] { send_object_list(one, 0); }),
                   HasSubstr("invalid destination rank"));
     }
-    EXPECT_THAT(error_of<c10::ValueError>([&] { all_gather_object(one, 1); }),
+    EXPECT_THAT(message_of<c10::ValueError>([&] { all_gather_object(one, 1); }),
                 HasSubstr("has 1 elements, but the group"));
-    EXPECT_THAT(error_of<c10::ValueError>([&] { scatter_object_list(none, two); }),
+    EXPECT_THAT(message_of<c10::ValueError>([&] { scatter_object_list(none, two); }),
                 HasSubstr("size at least 1"));
-    EXPECT_THAT(error_of<c10::ValueError>([&] { broadcast_object_list(none); }),
+    EXPECT_THAT(message_of<c10::ValueError>([&] { broadcast_object_list(none); }),
                 HasSubstr("size at least 1"));
-    EXPECT_THAT(error_of<c10::ValueError>([&] { send_object_list(none, 1 - rank); }),
+    EXPECT_THAT(message_of<c10::ValueError>([&] { send_object_list(none, 1 - rank); }),
                 HasSubstr("size at least 1"));
-    EXPECT_THAT(error_of<c10::ValueError>([&] { recv_object_list(none); }), HasSubstr("size at least 1"));
-    EXPECT_THAT(error_of<c10::ValueError>([&] { broadcast_object_list(one, 7); }), HasSubstr("7"));
+    EXPECT_THAT(message_of<c10::ValueError>([&] { recv_object_list(none); }), HasSubstr("size at least 1"));
+    EXPECT_THAT(message_of<c10::ValueError>([&] { broadcast_object_list(one, 7); }), HasSubstr("7"));
     expect_usable(rank, 2);
   });
 }
@@ -219,15 +210,15 @@ TEST(Objects, KeepTheSizeLimit) {
     Objects objects(2);
     const auto gather_all = [&] { all_gather_object(objects, std::string(rank == 1 ? 1000 : 10, 'x')); };
     if (rank == 1) {
-      EXPECT_THAT(error_of<c10::ValueError>(gather_all),
+      EXPECT_THAT(message_of<c10::ValueError>(gather_all),
                   HasSubstr("(1000 bytes); send less or raise LOCKSTEP_MAX_OBJECT"));
     } else {
-      EXPECT_THAT(error_of<c10::DistBackendError>(gather_all), HasSubstr("rank 1 could not pickle"));
+      EXPECT_THAT(message_of<c10::DistBackendError>(gather_all), HasSubstr("rank 1 could not pickle"));
     }
     // A peer that doesn't keep it.
     auto size = torch::full({1}, rank == 1 ? int64_t{1} << 50 : 4);
     if (rank == 1) return (void)all_gather({torch::empty(1, at::kLong), torch::empty(1, at::kLong)}, size);
-    EXPECT_THAT(error_of<c10::DistBackendError>([&] { all_gather_object(objects, 1); }),
+    EXPECT_THAT(message_of<c10::DistBackendError>([&] { all_gather_object(objects, 1); }),
                 HasSubstr("rank 1 announces an object of 1125899906842624 bytes; up to 1000 B are allowed"));
   };
   testing::run_ranks(2, call, options);
@@ -239,11 +230,11 @@ TEST(Objects, NameTheSenderOfBytesThatAreNoObject) {
     if (rank == 0) {
       Objects objects{"before", "before"};
       EXPECT_THAT(
-          error_of<c10::DistBackendError>([&] { all_gather_object(objects, std::string(60, 'x')); }),
+          message_of<c10::DistBackendError>([&] { all_gather_object(objects, std::string(60, 'x')); }),
           HasSubstr("all_gather_object: the object of rank 1 can't be read: byte 0, opcode 0x2a '*'"));
       EXPECT_EQ(from_object<std::string>(objects[0]), "before");
       objects.resize(1);
-      EXPECT_THAT(error_of<c10::DistBackendError>([&] { recv_object_list(objects); }),
+      EXPECT_THAT(message_of<c10::DistBackendError>([&] { recv_object_list(objects); }),
                   HasSubstr("recv_object_list: the object of rank 1 can't be read: byte 0"));
     } else {  // the same operations, as all_gather_object makes them, with other contents
       std::vector<at::Tensor> sizes{torch::empty(1, at::kLong), torch::empty(1, at::kLong)};
@@ -277,7 +268,7 @@ TEST(Objects, ConvertStandardTypes) {
 
 TEST(Objects, RefuseConversionsThatDoNotFit) {
   const auto error = [](auto wanted, const IValue& object) {
-    return error_of<c10::ValueError>([&] { from_object<decltype(wanted)>(object); });
+    return message_of<c10::ValueError>([&] { from_object<decltype(wanted)>(object); });
   };
   EXPECT_THAT(error(int{}, 0.5), HasSubstr("an integer was wanted, but the object is of type Double"));
   EXPECT_THAT(error(uint8_t{}, 256), HasSubstr("256 is outside 0 to 255"));
@@ -290,7 +281,7 @@ TEST(Objects, RefuseConversionsThatDoNotFit) {
   EXPECT_THAT(error(std::vector<int>{}, to_object(Counters{})), HasSubstr("a list or tuple was wanted"));
   EXPECT_THAT(error(std::pair<int, int>{}, to_object(std::vector<int>{1})),
               HasSubstr("2 elements were wanted, but there are 1"));
-  EXPECT_THAT(error_of<c10::ValueError>([] { to_object(std::numeric_limits<uint64_t>::max()); }),
+  EXPECT_THAT(message_of<c10::ValueError>([] { to_object(std::numeric_limits<uint64_t>::max()); }),
               HasSubstr("does not fit"));
 }
 

@@ -12,6 +12,7 @@
 
 #include <lockstep/data/data_loader.h>
 #include <lockstep/device/accelerator.h>
+#include <lockstep/testing/message_of.h>
 
 namespace lockstep::data::data_loader_workers_test {
 namespace {
@@ -19,6 +20,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::message_of;
 
 using Indices = std::vector<int64_t>;
 
@@ -42,16 +44,6 @@ auto epoch(Loader& loader) {
   std::vector<typename Loader::Batch> batches;
   for (auto& batch : loader) batches.push_back(batch);
   return batches;
-}
-
-template <class Error, class Function>
-std::string message_of(const Function& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(DataLoaderWorkers, MakeBatchesAtTheSameTime) {

@@ -20,12 +20,14 @@
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/summary_writer.h>
 #include <lockstep/testing/folder_test.h>
+#include <lockstep/testing/message_of.h>
 
 // What stands in the files is observe_test.py's subject.
 namespace lockstep::summary_writer_test {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::message_of;
 using ::testing::StartsWith;
 
 class SummaryWriterTest : public testing::FolderTest {
@@ -179,56 +181,57 @@ TEST_F(SummaryWriterTest, TakesMoreThanMayWaitAndAnEndlessInterval) {
   EXPECT_EQ(records(), 6);
 }
 
-/// What `call` throws, without its backtrace.
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was thrown";
-}
-
 TEST_F(SummaryWriterTest, RefusesWhatMakesNoSense) {
   SummaryWriter writer(folder_);
   const auto values = at::ones({2, 3});
   const auto nan = at::full({2}, std::nan(""));
-  EXPECT_THAT(error_of([&] { writer.add_scalar("x", values); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_scalar("x", values); }),
               StartsWith("Tensor should contain one element (0 dimensions). Was given size: 6 and 2"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", at::ones({0})); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_histogram("x", at::ones({0})); }),
               StartsWith("The input has no element."));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, "fd"); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_histogram("x", values, 1, "fd"); }),
               HasSubstr("'fd'; it takes \"tensorflow\""));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, int64_t{0}); }), HasSubstr("`bins` is 0"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", values, 1, std::vector<double>{1}); }),
-              HasSubstr("at least two edges"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", nan); }), HasSubstr("none of 2 values"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram("x", nan, 1, int64_t{5}); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_histogram("x", values, 1, int64_t{0}); }),
+              HasSubstr("`bins` is 0"));
+  EXPECT_THAT(
+      message_of<c10::ValueError>([&] { writer.add_histogram("x", values, 1, std::vector<double>{1}); }),
+      HasSubstr("at least two edges"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_histogram("x", nan); }),
+              HasSubstr("none of 2 values"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_histogram("x", nan, 1, int64_t{5}); }),
               HasSubstr("nan] is not finite"));
-  EXPECT_THAT(error_of([&] { writer.add_histogram_raw("x", 0, 1, 1, 1, 1, {1}, {}); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_histogram_raw("x", 0, 1, 1, 1, 1, {1}, {}); }),
               HasSubstr("1 bucket_limits, but 0"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", values); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_image("x", values); }),
               HasSubstr("tensor shape: [2, 3], input_format: CHW"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", values, 1, std::nullopt, "HH"); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_image("x", values, 1, std::nullopt, "HH"); }),
               HasSubstr("dimension shorthand twice"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", values, 1, std::nullopt, "HX"); }), HasSubstr("has no W"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", at::ones({5, 2, 2})); }), HasSubstr("has 5 channels"));
-  EXPECT_THAT(error_of([&] { writer.add_image("x", at::ones({3, 0, 2})); }), HasSubstr("no pixels"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of<c10::ValueError>([&] { writer.add_image("x", values, 1, std::nullopt, "HX"); }),
+              HasSubstr("has no W"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                writer.add_image("x", at::ones({5, 2, 2}));
+              }),
+              HasSubstr("has 5 channels"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                writer.add_image("x", at::ones({3, 0, 2}));
+              }),
+              HasSubstr("no pixels"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
                 writer.add_images("x", at::ones({2, 4, 2, 2}));
               }),
               HasSubstr("have 4 channels; a grid takes 1 or 3"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
                 writer.add_hparams({{"lr", 0.1}}, {}, {{"momentum", {0.9}}});
               }),
               HasSubstr("hparam_domain_discrete[momentum]"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
                 writer.add_hparams({{"lr", 0.1}}, {}, {{"lr", {true}}});
               }),
               HasSubstr("hparam_domain_discrete[lr]"));
-  EXPECT_THAT(error_of([&] { SummaryWriter({}, {.max_queue = 0}); }), HasSubstr("max_queue is 0"));
-  EXPECT_THAT(error_of([&] { SummaryWriter({}, {.flush_secs = 0}); }), HasSubstr("flush_secs is 0"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { SummaryWriter({}, {.max_queue = 0}); }),
+              HasSubstr("max_queue is 0"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { SummaryWriter({}, {.flush_secs = 0}); }),
+              HasSubstr("flush_secs is 0"));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/rendezvous/internal/plan.h>
+#include <lockstep/testing/message_of.h>
 
 namespace lockstep::rendezvous_internal::plan_test {
 namespace {
@@ -27,12 +28,7 @@ Plan plan(const RendezvousOptions& options, const LaunchEnvironment& environment
   return make_plan(options, environment, "./train");
 }
 std::string refusal(const RendezvousOptions& options, const LaunchEnvironment& environment) {
-  try {
-    plan(options, environment);
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "accepted";
+  return testing::message_of<c10::ValueError>([&] { plan(options, environment); });
 }
 
 TEST(InitMethod, Parses) {

@@ -14,6 +14,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::store_all_gather_test {
@@ -22,6 +23,7 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 
 /// Runs all-gather on a thread for each of `ranks` and returns what each got: its answer joined by "|", or
 /// the error.
@@ -179,25 +181,14 @@ TEST(StoreAllGather, ATimeoutBehindAnEarlierOneIsThatOfAllRanks) {
   EXPECT_EQ(first, second) << "rank 2 has time left";
 }
 
-/// What the call throws.
-template <class Call>
-std::string error_of(Call&& call) {
-  try {
-    call();
-  } catch (const c10::DistBackendError& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing";
-}
-
 TEST(StoreAllGather, ErrorOfOnesWatchIsThrownByAll) {
   c10d::HashStore store;
   const auto watch = [] { TORCH_CHECK(false, "rank 2 (pid 42) has ended"); };
   std::string other;
   std::thread thread([&] {
-    other = error_of([&] { store_all_gather(store, "key", 1, 3, "", Deadline::after(60s), [] {}); });
+    other = message_of([&] { store_all_gather(store, "key", 1, 3, "", Deadline::after(60s), [] {}); });
   });
-  EXPECT_EQ(error_of([&] { store_all_gather(store, "key", 0, 3, "", Deadline::after(60s), watch); }),
+  EXPECT_EQ(message_of([&] { store_all_gather(store, "key", 0, 3, "", Deadline::after(60s), watch); }),
             "rank 2 (pid 42) has ended");
   thread.join();
   EXPECT_EQ(other, "rank 2 (pid 42) has ended");
@@ -209,16 +200,18 @@ TEST(StoreAllGather, OneThatCannotComeFailsAll) {
   std::string first;
   std::string second;
   std::thread rank1(
-      [&] { first = error_of([&] { store_all_gather(store, "key", 1, 3, "", Deadline::after(60s)); }); });
-  std::thread rank2(
-      [&] { second = error_of([&] { fail_store_all_gather(store, "key", 2, 3, "no memory", false, ""); }); });
-  EXPECT_EQ(error_of([&] { store_all_gather(store, "key", 0, 3, "", Deadline::after(60s)); }), "no memory");
+      [&] { first = message_of([&] { store_all_gather(store, "key", 1, 3, "", Deadline::after(60s)); }); });
+  std::thread rank2([&] {
+    second = message_of([&] { fail_store_all_gather(store, "key", 2, 3, "no memory", false, ""); });
+  });
+  EXPECT_EQ(message_of([&] { store_all_gather(store, "key", 0, 3, "", Deadline::after(60s)); }), "no memory");
   rank1.join();
   rank2.join();
   EXPECT_EQ(first, "no memory");
   EXPECT_EQ(second, "no memory");
   EXPECT_TRUE(store_all_gather_is_decided(store, "key", 2, 3));
-  EXPECT_EQ(error_of([&] { fail_store_all_gather(store, "key", 1, 3, "too late", false, ""); }), "no memory");
+  EXPECT_EQ(message_of([&] { fail_store_all_gather(store, "key", 1, 3, "too late", false, ""); }),
+            "no memory");
 }
 
 // In a process of its own, for a thread of it goes on reading.

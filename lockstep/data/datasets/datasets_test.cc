@@ -13,6 +13,7 @@
 #include <lockstep/data/datasets/tensor_dataset.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/data/samplers/rank_share.h>
+#include <lockstep/testing/message_of.h>
 
 namespace lockstep::data::datasets_test {
 namespace {
@@ -20,18 +21,9 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::message_of;
 
 using Indices = std::vector<int64_t>;
-
-template <class Error = c10::ValueError, class Function>
-std::string message_of(Function function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 /// Sample i is first + i.
 struct Numbers {
@@ -86,9 +78,10 @@ TEST(TensorDataset, TakesAnyTensors) {
 }
 
 TEST(TensorDataset, RefusesWhatMakesNoSamples) {
-  EXPECT_THAT(message_of([] { TensorDataset(torch::zeros({3}), torch::zeros({4})); }),
+  EXPECT_THAT(message_of<c10::ValueError>([] { TensorDataset(torch::zeros({3}), torch::zeros({4})); }),
               HasSubstr("Size mismatch between tensors: 3 and 4 samples"));
-  EXPECT_THAT(message_of([] { TensorDataset(torch::tensor(1)); }), HasSubstr("without dimensions"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { TensorDataset(torch::tensor(1)); }),
+              HasSubstr("without dimensions"));
   const TensorDataset set(torch::zeros({3}));
   for (const int64_t index : {-1, 3}) {
     EXPECT_THAT(message_of<c10::IndexError>([&] {
@@ -139,7 +132,8 @@ TEST(ConcatDataset, PutsDataSetsAfterOneAnother) {
   const ConcatDataset many(std::vector<Numbers>{{0, 2}, {100, 1}});
   EXPECT_EQ(many.get(2), 100);
   for (const int64_t index : {-1, 5}) EXPECT_THROW(both.get(index), c10::IndexError);
-  EXPECT_THAT(message_of([] { ConcatDataset(std::vector<Numbers>{}); }), HasSubstr("should not be an empty"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { ConcatDataset(std::vector<Numbers>{}); }),
+              HasSubstr("should not be an empty"));
   DataLoader loader(both, {.batch_size = 5, .num_workers = 1});
   EXPECT_TRUE(at::equal(*loader.begin(), torch::tensor({10, 11, 12, 34, 31}, torch::kLong)));
 }
@@ -158,16 +152,22 @@ TEST(RandomSplit, CoversTheDataSetAndSharesATemporary) {
   const Numbers numbers{0, 7};
   EXPECT_EQ(random_split(numbers, {4, 3})[1].size(), 3);
   EXPECT_EQ(random_split(numbers, std::vector<int64_t>{7, 0})[1].size(), 0);
-  EXPECT_THAT(message_of([&] {
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
                 random_split(numbers, {4, 2});
               }),
               HasSubstr("Sum of input lengths does not equal the length of the input dataset!"));
-  EXPECT_THAT(message_of([&] { random_split(numbers, {8, -1}); }), HasSubstr("a length is -1"));
-  EXPECT_THAT(message_of([&] {
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                random_split(numbers, {8, -1});
+              }),
+              HasSubstr("a length is -1"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
                 random_split(numbers, {1.5, -0.5});
               }),
               HasSubstr("Fraction at index 0 is not between 0 and 1"));
-  EXPECT_THAT(message_of([&] { random_split(numbers, {0.5, 0.4}); }), HasSubstr("add up to 0.9"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                random_split(numbers, {0.5, 0.4});
+              }),
+              HasSubstr("add up to 0.9"));
 }
 
 TEST(DefaultCollate, FollowsTheStructureOfASample) {
@@ -191,12 +191,15 @@ TEST(DefaultCollate, FollowsTheStructureOfASample) {
   const auto lists = collate(std::vector<std::vector<int64_t>>{{1, 2, 3}, {4, 5, 6}});
   ASSERT_EQ(lists.size(), 3U);
   EXPECT_TRUE(at::equal(lists[2], torch::tensor({3, 6}, torch::kLong)));
-  EXPECT_THAT(message_of([&] {
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
                 collate(std::vector<std::vector<int64_t>>{{1}, {}});
               }),
               HasSubstr("each element in list of batch should be of equal size"));
-  EXPECT_THAT(message_of([&] { collate(std::vector<Sample>{{{"x", {}}}, {{"y", {}}}}); }), HasSubstr("keys"));
-  EXPECT_THAT(message_of([&] { collate(std::vector<int>{}); }), HasSubstr("no samples"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] {
+                collate(std::vector<Sample>{{{"x", {}}}, {{"y", {}}}});
+              }),
+              HasSubstr("keys"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { collate(std::vector<int>{}); }), HasSubstr("no samples"));
 }
 
 TEST(DistributedEvalSampler, NeitherRepeatsNorDrops) {
@@ -212,9 +215,9 @@ TEST(DistributedEvalSampler, NeitherRepeatsNorDrops) {
   }
   EXPECT_THAT(DistributedEvalSampler(5, {.num_replicas = 4, .rank = 0}).indices(), ElementsAre(0, 4));
   EXPECT_THAT(DistributedEvalSampler(3, {.num_replicas = 4, .rank = 3}).indices(), IsEmpty());
-  EXPECT_THAT(message_of([] { DistributedEvalSampler(3, {.num_replicas = 4, .rank = 4}); }),
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedEvalSampler(3, {.num_replicas = 4, .rank = 4}); }),
               HasSubstr("Invalid rank 4, rank should be in the interval [0, 3]"));
-  EXPECT_THAT(message_of([] { DistributedEvalSampler(-3, {.num_replicas = 4, .rank = 0}); }),
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedEvalSampler(-3, {.num_replicas = 4, .rank = 0}); }),
               HasSubstr("-3"));
 }
 
@@ -223,10 +226,11 @@ TEST(RankShare, DividesOrRefuses) {
       rank_share({.global_batch_size = 256, .global_num_workers = 8, .num_replicas = 4, .rank = 3});
   EXPECT_EQ(share.batch_size, 64);
   EXPECT_EQ(share.num_workers, 2);
-  EXPECT_THAT(message_of([] { rank_share({.global_batch_size = 10, .num_replicas = 4, .rank = 0}); }),
+  EXPECT_THAT(message_of<c10::ValueError>(
+                  [] { rank_share({.global_batch_size = 10, .num_replicas = 4, .rank = 0}); }),
               HasSubstr("global_batch_size=10 can't be shared evenly by 4 ranks; take 8 or 12, or say with "
                         ".batch_rounding how to round"));
-  EXPECT_THAT(message_of([] {
+  EXPECT_THAT(message_of<c10::ValueError>([] {
                 rank_share({.global_batch_size = 8, .global_num_workers = 3, .num_replicas = 4, .rank = 0});
               }),
               HasSubstr("global_num_workers=3 can't be shared evenly by 4 ranks; take 4, or say"));
@@ -246,17 +250,20 @@ TEST(RankShare, RoundsAsTold) {
   EXPECT_THAT(shares(Rounding::kDown, 10, 3), ElementsAre(Pair(2, 1), Pair(2, 1), Pair(2, 1), Pair(2, 1)));
   EXPECT_THAT(shares(Rounding::kUp, 10, 5), ElementsAre(Pair(3, 2), Pair(3, 2), Pair(3, 2), Pair(3, 2)));
   EXPECT_THAT(shares(Rounding::kUp, 8, 0), ElementsAre(Pair(2, 0), Pair(2, 0), Pair(2, 0), Pair(2, 0)));
-  EXPECT_THAT(message_of([&] { shares(Rounding::kDown, 3, 0); }),
+  EXPECT_THAT(message_of<c10::ValueError>([&] { shares(Rounding::kDown, 3, 0); }),
               HasSubstr("leaves rank 0 of 4 without a sample"));
-  EXPECT_THAT(message_of([&] { shares(Rounding::kUneven, 3, 0); }), HasSubstr("leaves rank 3 of 4"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { shares(Rounding::kUneven, 3, 0); }),
+              HasSubstr("leaves rank 3 of 4"));
 }
 
 TEST(RankShare, RefusesWhatMakesNoSense) {
   clear_world_defaults();
-  EXPECT_THAT(message_of([] { rank_share({}); }), HasSubstr("init_process_group"));
-  EXPECT_THAT(message_of([] { rank_share({.global_batch_size = 0, .num_replicas = 1, .rank = 0}); }),
-              HasSubstr("global_batch_size=0"));
-  EXPECT_THAT(message_of([] { rank_share({.global_num_workers = -1, .num_replicas = 1, .rank = 0}); }),
+  EXPECT_THAT(message_of<c10::ValueError>([] { rank_share({}); }), HasSubstr("init_process_group"));
+  EXPECT_THAT(
+      message_of<c10::ValueError>([] { rank_share({.global_batch_size = 0, .num_replicas = 1, .rank = 0}); }),
+      HasSubstr("global_batch_size=0"));
+  EXPECT_THAT(message_of<c10::ValueError>(
+                  [] { rank_share({.global_num_workers = -1, .num_replicas = 1, .rank = 0}); }),
               HasSubstr("global_num_workers=-1"));
   set_world_defaults({.rank = 1, .world_size = 2});
   EXPECT_EQ(rank_share({.global_batch_size = 6}).batch_size, 3);

@@ -6,6 +6,7 @@
 
 #include <lockstep/data/datasets/fashion_mnist.h>
 #include <lockstep/data/testing/test_files.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::data::fashion_mnist_test {
@@ -13,6 +14,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 
 constexpr int64_t kPixels = 28 * 28;
 constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
@@ -37,12 +39,7 @@ class FashionMnistTest : public ::testing::Test {
     folder_.write("train-labels-idx1-ubyte", labels);
   }
   std::string error(bool train = true) {
-    try {
-      FashionMnist(folder_.path(""), train);
-    } catch (const c10::Error& error) {
-      return error.what_without_backtrace();
-    }
-    return "no error";
+    return message_of<c10::Error>([&] { FashionMnist(folder_.path(""), train); });
   }
 
   testing::TemporaryFolder folder_;

@@ -7,6 +7,7 @@
 
 #include <lockstep/data/datasets/idx.h>
 #include <lockstep/data/testing/test_files.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::data::idx_test {
@@ -14,6 +15,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 
 class IdxTest : public ::testing::Test {
  protected:
@@ -136,13 +138,8 @@ TEST_F(IdxTest, NothingMayFollowAGzipStream) {
 }
 
 TEST_F(IdxTest, NamesAFileThatCannotBeRead) {
-  const auto message = [](const std::string& path) -> std::string {
-    try {
-      read_idx(path);
-    } catch (const c10::Error& error) {
-      return error.what_without_backtrace();
-    }
-    return "no error";
+  const auto message = [](const std::string& path) {
+    return message_of<c10::Error>([&] { read_idx(path); });
   };
   EXPECT_EQ(message(folder_.path("absent")),
             "cannot open " + folder_.path("absent") + ": No such file or directory");

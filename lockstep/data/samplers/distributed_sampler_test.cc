@@ -8,7 +8,7 @@
 
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
-#include <lockstep/data/testing/value_error.h>
+#include <lockstep/testing/message_of.h>
 
 namespace lockstep::data::distributed_sampler_test {
 namespace {
@@ -16,6 +16,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::message_of;
 
 TEST(DistributedSampler, PadsOrDrops) {
   EXPECT_THAT(DistributedSampler(5, 2, 1, false).indices(), ElementsAre(1, 3, 0));
@@ -60,27 +61,29 @@ TEST(DistributedSampler, EpochChangesTheOrderAndOnlyTheEpoch) {
 
 TEST(DistributedSampler, TakesWhatIsNotToldFromTheDefaultGroup) {
   clear_world_defaults();
-  EXPECT_THAT(value_error([] { DistributedSampler(10); }), HasSubstr("init_process_group"));
-  EXPECT_THAT(value_error([] { DistributedSampler(10, {.rank = 0}); }), HasSubstr("init_process_group"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedSampler(10); }), HasSubstr("init_process_group"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedSampler(10, {.rank = 0}); }),
+              HasSubstr("init_process_group"));
   set_world_defaults({.rank = 2, .world_size = 3});
   const DistributedSampler sampler(10);
   EXPECT_EQ(sampler.rank(), 2);
   EXPECT_EQ(sampler.num_replicas(), 3);
   EXPECT_EQ(DistributedSampler(10, {.rank = 0}).num_replicas(), 3);
-  EXPECT_EQ(value_error([] { DistributedSampler(10, {.num_replicas = 2}); }),
+  EXPECT_EQ(message_of<c10::ValueError>([] { DistributedSampler(10, {.num_replicas = 2}); }),
             "Invalid rank 2, rank should be in the interval [0, 1]");
   clear_world_defaults();
-  EXPECT_THAT(value_error([] { DistributedSampler(10); }), HasSubstr("init_process_group"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedSampler(10); }), HasSubstr("init_process_group"));
   EXPECT_EQ(sampler.rank(), 2) << "a sampler outlives the group";
 }
 
 TEST(DistributedSampler, RefusesWhatMakesNoSense) {
-  EXPECT_THAT(value_error([] { DistributedSampler(-1, 2, 0); }), HasSubstr("size is -1"));
-  EXPECT_THAT(value_error([] { DistributedSampler(1, 0, 0); }), HasSubstr("Invalid num_replicas 0"));
-  EXPECT_EQ(value_error([] { DistributedSampler(1, 2, -1); }),
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedSampler(-1, 2, 0); }), HasSubstr("size is -1"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { DistributedSampler(1, 0, 0); }),
+              HasSubstr("Invalid num_replicas 0"));
+  EXPECT_EQ(message_of<c10::ValueError>([] { DistributedSampler(1, 2, -1); }),
             "Invalid rank -1, rank should be in the interval [0, 1]");
-  EXPECT_THAT(value_error([] { SequentialSampler(-2); }), HasSubstr("size is -2"));
-  EXPECT_THAT(value_error([] { RandomSampler(-2); }), HasSubstr("size is -2"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { SequentialSampler(-2); }), HasSubstr("size is -2"));
+  EXPECT_THAT(message_of<c10::ValueError>([] { RandomSampler(-2); }), HasSubstr("size is -2"));
 }
 
 TEST(WorldDefaults, AreBothOrNone) {
