@@ -9,6 +9,7 @@
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::convert_sync_batchnorm_test {
 namespace {
@@ -17,11 +18,8 @@ namespace nn = torch::nn;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::message_of;
+using testing::random;
 using testing::run_ranks;
-
-torch::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
-}
 
 double difference(const torch::Tensor& a, const torch::Tensor& b) {
   return (a.detach() - b.detach()).abs().max().item<double>();

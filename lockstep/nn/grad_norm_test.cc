@@ -8,6 +8,7 @@
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::grad_norm_test {
 namespace {
@@ -15,14 +16,11 @@ namespace {
 namespace nn = torch::nn;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random;
 using testing::run_ranks;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 const std::vector<double> kNorms{1, 2, 3, 0.5, kInfinity, -kInfinity, -1, 0};
-
-torch::Tensor random(at::IntArrayRef sizes, uint64_t seed, at::ScalarType type = at::kFloat) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble).to(type);
-}
 
 /// Parameters with gradients; the third has none.
 std::vector<torch::Tensor> parameters(at::ScalarType type = at::kFloat) {
@@ -133,7 +131,7 @@ TEST(GradNorm, ReplicatedGradientsNeedNoCommunication) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
     nn::Linear model(4, 3);
-    model(random({5, 4}, 1)).square().sum().backward();
+    model(random({5, 4}, 1, at::kFloat)).square().sum().backward();
     const auto expected = torch::linalg_vector_norm(in_a_row(gradients(model->parameters()))).item<double>();
     const auto count = [] { return default_group()->getBackend(at::kCPU)->getSequenceNumberForGroup(); };
     const auto before = count();
@@ -149,7 +147,7 @@ TEST(GradNorm, NonFiniteNormsAreAnErrorOnlyWhenAskedFor) {
   list[1].mutable_grad()[3] = std::nan("");
   EXPECT_THAT(message_of<c10::Error>([&] { clip_grad_norm_(list, 1.0, 2.0, /*error_if_nonfinite=*/true); }),
               HasSubstr("The total norm of order 2 for gradients from `parameters` is non-finite"));
-  EXPECT_TRUE(at::allclose(list[0].grad(), random({30, 20}, 0))) << "nothing was scaled";
+  EXPECT_TRUE(at::allclose(list[0].grad(), random({30, 20}, 0, at::kFloat))) << "nothing was scaled";
   EXPECT_TRUE(std::isnan(clip_grad_norm_(list, 1.0).item<double>()));
   EXPECT_TRUE(list[0].grad().isnan().all().item<bool>()) << "as torch";
 }
@@ -203,7 +201,7 @@ TEST(GradNorm, AParameterUnderTwoNamesCountsOnce) {
   const double expected = clip_grad_norm_(list, 1e9).item<double>();
   list.push_back(list[0]);
   EXPECT_EQ(clip_grad_norm_(list, expected / 2).item<double>(), expected);
-  EXPECT_TRUE(at::allclose(list[0].grad(), random({30, 20}, 0) / 2, 1e-4)) << "scaled once";
+  EXPECT_TRUE(at::allclose(list[0].grad(), random({30, 20}, 0, at::kFloat) / 2, 1e-4)) << "scaled once";
 }
 
 }  // namespace

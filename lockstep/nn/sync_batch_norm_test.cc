@@ -10,6 +10,7 @@
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::sync_batch_norm_test {
 namespace {
@@ -17,11 +18,9 @@ namespace {
 namespace nn = torch::nn;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random;
 using testing::run_ranks;
-
-torch::Tensor random(at::IntArrayRef sizes, uint64_t seed, at::ScalarType type = at::kDouble) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble).to(type);
-}
+using testing::same_everywhere;
 
 /// The batch sizes of the ranks: first equal, then unequal, then with an empty one.
 std::vector<std::vector<int64_t>> splits(int ranks) {
@@ -40,14 +39,6 @@ torch::Tensor sum_over_ranks(const torch::Tensor& tensor) {
   auto copy = tensor.detach().clone();
   all_reduce(copy);
   return copy;
-}
-
-/// Whether all ranks hold the same bits.
-bool same_everywhere(const torch::Tensor& tensor) {
-  std::vector<torch::Tensor> all;
-  for (int rank = 0; rank < get_world_size(); ++rank) all.push_back(torch::empty_like(tensor));
-  all_gather(all, tensor.detach());
-  return std::all_of(all.begin(), all.end(), [&](const torch::Tensor& other) { return other.equal(tensor); });
 }
 
 ::testing::AssertionResult close(const torch::Tensor& actual, const torch::Tensor& expected,

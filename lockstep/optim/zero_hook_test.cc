@@ -8,6 +8,7 @@
 #include <lockstep/parallel/ddp/grad_bucket.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::zero_hook_test {
 namespace {
@@ -15,18 +16,15 @@ namespace {
 namespace optim = torch::optim;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random;
 using testing::run_ranks;
 using Tensors = std::vector<torch::Tensor>;
-
-torch::Tensor random_tensor(uint64_t seed, at::IntArrayRef sizes) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
-}
 
 Tensors make_parameters() {
   Tensors parameters;
   const std::vector<std::vector<int64_t>> sizes{{3, 4}, {7}, {2, 3, 4, 5}, {1}, {40, 30}, {5, 5}, {2}};
   for (size_t i = 0; i < sizes.size(); ++i) {
-    auto parameter = random_tensor(i, sizes[i]);
+    auto parameter = random(sizes[i], i);
     if (i == 2) parameter = parameter.contiguous(at::MemoryFormat::ChannelsLast);
     parameters.push_back(parameter.requires_grad_());
   }
@@ -35,7 +33,7 @@ Tensors make_parameters() {
 
 /// A rank's own gradient.
 torch::Tensor gradient(int step, size_t index, int rank, const torch::Tensor& parameter) {
-  return random_tensor(1000 * step + 10 * index + static_cast<size_t>(rank), parameter.sizes());
+  return random(parameter.sizes(), 1000 * step + 10 * index + static_cast<size_t>(rank));
 }
 
 /// What allreduce_hook does, with a state to see that it is handed on.

@@ -10,6 +10,7 @@
 #include <lockstep/parallel/ddp/join.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::zero_redundancy_optimizer_test {
 namespace {
@@ -18,12 +19,9 @@ namespace optim = torch::optim;
 using optim::OptimizerParamGroup;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random;
 using testing::run_ranks;
 using Tensors = std::vector<torch::Tensor>;
-
-torch::Tensor random_tensor(uint64_t seed, at::IntArrayRef sizes) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
-}
 
 /// Parameters of uneven sizes, the same on all ranks: one in channels-last order, one without elements, one
 /// that is larger than a parcel of several.
@@ -32,7 +30,7 @@ Tensors make_parameters() {
   const std::vector<std::vector<int64_t>> sizes{{3, 4}, {7},      {2, 3, 4, 5}, {1},
                                                 {0, 4}, {40, 30}, {5, 5},       {400, 350}};
   for (size_t i = 0; i < sizes.size(); ++i) {
-    auto parameter = random_tensor(i, sizes[i]);
+    auto parameter = random(sizes[i], i);
     if (i == 2) parameter = parameter.contiguous(at::MemoryFormat::ChannelsLast);
     parameters.push_back(parameter.requires_grad_());
   }
@@ -42,7 +40,7 @@ Tensors make_parameters() {
 /// What DistributedDataParallel leaves: the same gradients on all ranks.
 void set_gradients(const Tensors& parameters, int step) {
   for (size_t i = 0; i < parameters.size(); ++i) {
-    at::Tensor(parameters[i]).mutable_grad() = random_tensor(1000 + 100 * step + i, parameters[i].sizes());
+    at::Tensor(parameters[i]).mutable_grad() = random(parameters[i].sizes(), 1000 + 100 * step + i);
   }
 }
 
@@ -341,8 +339,7 @@ class GradientAverager : public Joinable {
   void average(int input) {
     Join::notify_join_context(*this);
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      reduce(i,
-             random_tensor(1000 * input + 10 * i + static_cast<size_t>(get_rank()), parameters_[i].sizes()));
+      reduce(i, random(parameters_[i].sizes(), 1000 * input + 10 * i + static_cast<size_t>(get_rank())));
     }
   }
   std::unique_ptr<JoinHook> join_hook(const JoinOptions&) override { return std::make_unique<Hook>(*this); }
@@ -370,7 +367,7 @@ TEST(ZeroRedundancyOptimizer, JoinsWithUnevenInputs) {
     auto world = init_process_group();
     const auto make = [] {
       Tensors parameters;
-      for (int i = 0; i < 5; ++i) parameters.push_back(random_tensor(i, {3, i + 1}).requires_grad_());
+      for (int i = 0; i < 5; ++i) parameters.push_back(random({3, i + 1}, i).requires_grad_());
       return parameters;
     };
     const auto parameters = make();
@@ -390,7 +387,7 @@ TEST(ZeroRedundancyOptimizer, JoinsWithUnevenInputs) {
         auto sum = torch::zeros_like(expected[i]).detach();
         for (int peer = 0; peer < 3; ++peer) {
           if (input < 2 + 2 * peer)
-            sum += random_tensor(1000 * input + 10 * i + static_cast<size_t>(peer), expected[i].sizes());
+            sum += random(expected[i].sizes(), 1000 * input + 10 * i + static_cast<size_t>(peer));
         }
         at::Tensor(expected[i]).mutable_grad() = sum / 3;
       }
@@ -430,7 +427,7 @@ TEST(ZeroRedundancyOptimizer, BehindDistributedDataParallel) {
                                  {.parameters_as_bucket_view = true});
     optim::AdamW plain(plain_model.parameters(), optim::AdamWOptions(0.01));
     for (int step = 0; step < 8; ++step) {
-      const auto x = random_tensor(10 * step + rank, {4, 6});
+      const auto x = random({4, 6}, 10 * step + rank);
       zero.zero_grad();
       plain.zero_grad();
       model(x).square().sum().backward();

@@ -11,6 +11,7 @@
 
 #include <lockstep/parallel/data_parallel/data_parallel.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::data_parallel_test {
 namespace {
@@ -19,6 +20,7 @@ namespace nn = torch::nn;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random;
 using torch::Tensor;
 
 constexpr double kBound = 1e-10;
@@ -76,10 +78,6 @@ struct Calling : nn::Cloneable<Calling> {
 };
 std::shared_ptr<Calling> calling(Calling::Function act) {
   return std::make_shared<Calling>(std::move(act));
-}
-
-Tensor random(at::IntArrayRef sizes, int seed = 0) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
 }
 
 /// A module with the same values, to train alone. (A clone() would not tie the weight.)

@@ -13,13 +13,16 @@
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::ddp_failure_test {
 namespace {
 
 namespace nn = torch::nn;
 using testing::close;
+using testing::copies;
 using testing::data;
+using testing::equal;
 using ::testing::HasSubstr;
 using testing::make_double;
 using testing::message_of;
@@ -37,17 +40,6 @@ struct Noisy : nn::Module {
   nn::Linear b{64, 64};
   nn::Linear c{64, 8};
 };
-
-std::vector<torch::Tensor> copies(const std::vector<torch::Tensor>& tensors) {
-  std::vector<torch::Tensor> answer;
-  for (const auto& tensor : tensors) answer.push_back(tensor.detach().clone());
-  return answer;
-}
-
-bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& x, const auto& y) { return at::equal(x, y); });
-}
 
 std::vector<torch::Tensor> momentum(const torch::optim::SGD& optimizer) {
   std::vector<torch::Tensor> answer;
@@ -67,12 +59,7 @@ torch::Tensor random_state() {
 
 /// The same values on all ranks of the group.
 void expect_same_everywhere(const std::vector<torch::Tensor>& tensors, const ProcessGroup& group) {
-  for (const auto& tensor : tensors) {
-    std::vector<torch::Tensor> all;
-    for (int i = 0; i < get_world_size(group); ++i) all.push_back(torch::empty_like(tensor));
-    all_gather(all, tensor.detach().contiguous(), group);
-    for (const auto& other : all) EXPECT_TRUE(at::equal(other, all[0]));
-  }
+  for (const auto& tensor : tensors) EXPECT_TRUE(testing::same_everywhere(tensor, group));
 }
 
 void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds delay) {

@@ -9,6 +9,7 @@
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::gradient_accumulation_test {
 namespace {
@@ -16,11 +17,8 @@ namespace {
 namespace nn = torch::nn;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random;
 using testing::run_ranks;
-
-torch::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
-}
 
 struct Net : nn::Module {
   Net() { register_module("first", first), register_module("last", last); }

@@ -5,6 +5,7 @@
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 // DistributedDataParallel over modules with synchronised batch normalisation trains as one process does on
 // all batches.
@@ -12,22 +13,12 @@ namespace lockstep::sync_batch_norm_ddp_test {
 namespace {
 
 namespace nn = torch::nn;
+using testing::random;
 using testing::run_ranks;
-
-torch::Tensor random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
-}
+using testing::same_everywhere;
 
 double difference(const torch::Tensor& a, const torch::Tensor& b) {
   return (a.detach() - b.detach()).abs().max().item<double>();
-}
-
-/// Whether all ranks hold the same bits.
-bool same_everywhere(const torch::Tensor& tensor) {
-  std::vector<torch::Tensor> all;
-  for (int rank = 0; rank < get_world_size(); ++rank) all.push_back(torch::empty_like(tensor));
-  all_gather(all, tensor.detach());
-  return std::all_of(all.begin(), all.end(), [&](const torch::Tensor& other) { return other.equal(tensor); });
 }
 
 template <class Norm>

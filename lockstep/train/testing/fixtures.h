@@ -11,6 +11,7 @@
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/testing/tensors.h>
 
 /// A model and data that the tests of this room share.
 namespace lockstep::testing {
@@ -55,16 +56,5 @@ struct SmallNet : torch::nn::Module {
   double dropout;
   torch::nn::Linear hidden{nullptr}, output{nullptr};
 };
-
-inline std::vector<torch::Tensor> copies(const std::vector<torch::Tensor>& tensors) {
-  std::vector<torch::Tensor> answer;
-  for (const auto& tensor : tensors) answer.push_back(tensor.detach().clone());
-  return answer;
-}
-
-inline bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& x, const auto& y) { return at::equal(x, y); });
-}
 
 }  // namespace lockstep::testing
