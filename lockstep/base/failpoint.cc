@@ -66,7 +66,7 @@ const bool configured_from_environment = [] {
 
 }  // namespace
 
-namespace detail {
+namespace internal {
 
 std::atomic<bool> armed{false};
 
@@ -94,7 +94,7 @@ int pass(std::string_view name) {
   TORCH_CHECK(false, "failpoint ", name, ": ", due->argument);
 }
 
-}  // namespace detail
+}  // namespace internal
 
 void configure(std::string_view specification) {
   std::map<std::string, Action, std::less<>> parsed;
@@ -109,7 +109,7 @@ void configure(std::string_view specification) {
   }
   std::lock_guard lock(mutex);
   actions = std::move(parsed);
-  detail::armed.store(!actions.empty(), std::memory_order_relaxed);
+  internal::armed.store(!actions.empty(), std::memory_order_relaxed);
 }
 
 }  // namespace lockstep::failpoint

@@ -15,20 +15,20 @@
 /// program at its start. With the variable unset a failpoint costs one relaxed load.
 namespace lockstep::failpoint {
 
-namespace detail {
+namespace internal {
 extern std::atomic<bool> armed;
 int pass(std::string_view name);
-}  // namespace detail
+}  // namespace internal
 
 /// Call where the failure should strike. Thread-safe.
 inline void here(std::string_view name) {
-  if (detail::armed.load(std::memory_order_relaxed)) detail::pass(name);
+  if (internal::armed.load(std::memory_order_relaxed)) internal::pass(name);
 }
 
 /// Call in front of a system call: the error number with which it shall fail, by errno(NUMBER); 0: make the
 /// call. Other actions act as in here(). Thread-safe.
 inline int fails_with(std::string_view name) {
-  return detail::armed.load(std::memory_order_relaxed) ? detail::pass(name) : 0;
+  return internal::armed.load(std::memory_order_relaxed) ? internal::pass(name) : 0;
 }
 
 /// Replaces the configuration (tests with ranks as threads or after start). Same syntax; empty disarms.

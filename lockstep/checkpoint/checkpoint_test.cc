@@ -37,7 +37,7 @@ using testing::training_state;
 
 template <class Key>
 c10::IValue dict_of(std::vector<std::pair<Key, c10::IValue>> items) {
-  auto dict = detail::make_object_dict();
+  auto dict = serialization::make_object_dict();
   for (auto& [key, value] : items) dict.insert(key, value);
   return dict;
 }
@@ -73,8 +73,8 @@ StateDict everything() {
       {"by truth", dict_of<bool>({{true, 1}, {false, 0}})},
       {"by float", dict_of<double>({{0.5, 1}, {std::numeric_limits<double>::infinity(), 2}})},
       {"odd keys", to_object(StateDict{{"$tensor", "x"}, {"\xff", torch::ones({1})}, {"", 1}})},
-      {"empty", to_object(std::vector<c10::IValue>{c10::IValue(detail::make_object_dict()),
-                                                   c10::IValue(detail::make_object_list(0))})},
+      {"empty", to_object(std::vector<c10::IValue>{c10::IValue(serialization::make_object_dict()),
+                                                   c10::IValue(serialization::make_object_list(0))})},
       {"clash", to_object(Items{{"unused", 1}})},
       {"dots", to_object(StateDict{{"a.b", torch::zeros({1})},
                                    {"a", to_object(StateDict{{"b", torch::ones({2})}})}})},
@@ -234,7 +234,7 @@ TEST(StateJson, UnionsOfRanks) {
   const StateDict first = {
       {"a", to_object(StateDict{{"x", 1}, {"list", to_object(std::vector<int64_t>{1})}})},
       {"b", dict_of<int64_t>({{0, 10}, {2, to_object(StateDict{{"p", 1}})}})},
-      {"c", detail::make_object_dict()}};
+      {"c", serialization::make_object_dict()}};
   const StateDict second = {
       {"a", to_object(StateDict{{"x", 2}, {"y", 3}, {"list", to_object(std::vector<int64_t>{2, 3})}})},
       {"b", dict_of<int64_t>({{1, 11}, {2, to_object(StateDict{{"q", 2}})}})},
@@ -275,7 +275,7 @@ TEST(StateJson, RefusesKeysThatWouldFillTheMemory) {
         message_of<CheckpointError>([&] { without_tensors(R"({"part":{"$dict":[)" + pairs + "]}}"); }),
         HasSubstr("a dict whose keys collide, which would take unreasonable memory, at ['part']"));
   }
-  auto dict = detail::make_object_dict();
+  auto dict = serialization::make_object_dict();
   for (int i = 0; i < 10; ++i) dict.insert(std::nan(""), i);
   EXPECT_THAT(message_of<c10::ValueError>([&] {
                 serialization::encode_state({{"part", dict}}, "state");
@@ -365,7 +365,7 @@ StateDict state_of(int rank, int world) {
   auto model = state.at("model").toGenericDict();
   model.insert("wide.weight", torch::full({128, 128}, 0.5));
   model.insert("wide.bias", torch::full({1 << 14}, 0.25));
-  auto moments = detail::make_object_dict();
+  auto moments = serialization::make_object_dict();
   for (int64_t i = 0; i < 6; ++i) {
     if (i % world == rank)
       moments.insert(i, to_object(StateDict{{"exp_avg", torch::full({2}, i)}, {"step", i}}));

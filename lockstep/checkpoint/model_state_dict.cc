@@ -63,7 +63,7 @@ at::Tensor fitted(const std::string& name, const c10::IValue& value, const at::T
 
 }  // namespace
 
-StateDict detail::state_dict_of(const ModelTensors& model) {
+StateDict checkpoint::internal::state_dict_of(const ModelTensors& model) {
   StateDict state;
   for (const auto* tensors : {&model.parameters, &model.buffers}) {
     for (const auto& [name, tensor] : *tensors) {

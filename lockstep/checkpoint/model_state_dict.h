@@ -6,9 +6,9 @@
 
 namespace lockstep {
 
-namespace detail {
+namespace checkpoint::internal {
 StateDict state_dict_of(const ModelTensors& model);
-}  // namespace detail
+}  // namespace checkpoint::internal
 
 /// Python's model.state_dict(): parameters and buffers by name ("hidden.weight", "norm.running_mean"). The
 /// tensors share the model's memory, so what is to stay must be cloned. Every kind of model that
@@ -16,7 +16,7 @@ StateDict state_dict_of(const ModelTensors& model);
 /// the model. torch/nn/modules/module.py, Module.state_dict.
 template <ModelType Model>
 StateDict state_dict(const Model& model) {
-  return detail::state_dict_of(model_tensors(model));
+  return checkpoint::internal::state_dict_of(model_tensors(model));
 }
 
 /// Python's model.load_state_dict(): copies the state's tensors into the model's, which stay the same

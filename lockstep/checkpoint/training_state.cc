@@ -81,7 +81,7 @@ void TrainingState::add_part(std::string name, Part part, Parts& parts) {
 void TrainingState::add_model_tensors(std::string name, std::function<ModelTensors()> model) {
   model();  // throws for an empty one
   Part part;
-  part.save = [model] { return detail::state_dict_of(model()); };
+  part.save = [model] { return checkpoint::internal::state_dict_of(model()); };
   part.prepare = [model](const StateDict& state, const LoadStateDictOptions& options) {
     return prepare_load_state_dict(model(), state, options);
   };

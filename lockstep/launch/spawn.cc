@@ -7,7 +7,7 @@
 #include <lockstep/launch/spawn.h>
 #include <lockstep/launch/spawn_processes.h>
 
-namespace lockstep::detail {
+namespace lockstep::launch::internal {
 
 void spawn(const SpawnOptions& options, int nprocs, const std::function<void(int)>& function) {
   const auto result = launch::spawn_processes({.options = options, .nprocs = nprocs}, function);
@@ -32,4 +32,4 @@ void spawn(const SpawnOptions& options, int nprocs, const std::function<void(int
                                name == nullptr ? std::to_string(signal) : "SIG" + std::string(name));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::launch::internal

@@ -62,7 +62,7 @@ struct SpawnOptions {
   std::vector<std::pair<std::string, std::optional<std::string>>> environment = {};
 };
 
-namespace detail {
+namespace launch::internal {
 void spawn(const SpawnOptions& options, int nprocs, const std::function<void(int)>& function);
 }
 
@@ -96,13 +96,13 @@ void spawn(const SpawnOptions& options, int nprocs, const std::function<void(int
 template <typename Function, typename... Args>
 requires std::is_invocable_v<Function&, int, Args&...>
 void spawn(const SpawnOptions& options, Function&& function, int nprocs, Args&&... args) {
-  detail::spawn(options, nprocs, [&](int rank) { std::invoke(function, rank, args...); });
+  launch::internal::spawn(options, nprocs, [&](int rank) { std::invoke(function, rank, args...); });
 }
 
 template <typename Function, typename... Args>
 requires std::is_invocable_v<Function&, int, Args&...>
 void spawn(Function&& function, int nprocs, Args&&... args) {
-  detail::spawn({}, nprocs, [&](int rank) { std::invoke(function, rank, args...); });
+  launch::internal::spawn({}, nprocs, [&](int rank) { std::invoke(function, rank, args...); });
 }
 
 }  // namespace lockstep

@@ -36,8 +36,8 @@ constexpr std::pair<const char*, std::optional<double> ScheduledGroups::Group::*
 StateDict write_state(const OptimizerParts& parts, const std::vector<std::vector<IValue>>& ids) {
   const OptimizerFormat& format = format_of(parts.local());
   const auto notes = ScheduledGroups::of(parts.outer());
-  auto states = detail::make_object_dict();
-  auto groups = detail::make_object_list(ids.size());
+  auto states = serialization::make_object_dict();
+  auto groups = serialization::make_object_list(ids.size());
   for (size_t g = 0; g < ids.size(); ++g) {
     StateDict group = format.get_options(parts.outer().param_groups()[g].options());
     for (const auto& [key, note] : kNotes) {

@@ -2,7 +2,7 @@
 
 #include <lockstep/serialization/object_conversion.h>
 
-namespace lockstep::detail {
+namespace lockstep::serialization {
 
 void throw_wrong_object(std::string_view wanted, const c10::IValue& object) {
   TORCH_CHECK_VALUE(false, "from_object: ", wanted, " was wanted, but the object is of type ",
@@ -28,4 +28,4 @@ c10::ArrayRef<c10::IValue> elements_of(const c10::IValue& object, std::optional<
   return elements;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::serialization

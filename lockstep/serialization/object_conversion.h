@@ -49,7 +49,7 @@ T from_object(const c10::IValue& object) {
   return ObjectConversion<T>::from(object);
 }
 
-namespace detail {
+namespace serialization {
 
 [[noreturn]] void throw_wrong_object(std::string_view wanted, const c10::IValue& object);
 /// An empty list or dict of elements of any type.
@@ -76,7 +76,7 @@ struct MapConversion {
   }
 };
 
-}  // namespace detail
+}  // namespace serialization
 
 template <>
 struct ObjectConversion<c10::IValue> {
@@ -88,7 +88,7 @@ template <>
 struct ObjectConversion<bool> {
   static c10::IValue to(bool value) { return value; }
   static bool from(const c10::IValue& object) {
-    if (!object.isBool()) detail::throw_wrong_object("a bool", object);
+    if (!object.isBool()) serialization::throw_wrong_object("a bool", object);
     return object.toBool();
   }
 };
@@ -101,7 +101,7 @@ struct ObjectConversion<T> {
     return static_cast<int64_t>(value);
   }
   static T from(const c10::IValue& object) {
-    if (!object.isInt()) detail::throw_wrong_object("an integer", object);
+    if (!object.isInt()) serialization::throw_wrong_object("an integer", object);
     TORCH_CHECK_VALUE(std::in_range<T>(object.toInt()), "from_object: ", object.toInt(), " is outside ",
                       +std::numeric_limits<T>::min(), " to ", +std::numeric_limits<T>::max());
     return static_cast<T>(object.toInt());
@@ -113,7 +113,7 @@ struct ObjectConversion<T> {
   static c10::IValue to(T value) { return static_cast<double>(value); }
   static T from(const c10::IValue& object) {
     if (object.isInt()) return static_cast<T>(object.toInt());
-    if (!object.isDouble()) detail::throw_wrong_object("a number", object);
+    if (!object.isDouble()) serialization::throw_wrong_object("a number", object);
     return static_cast<T>(object.toDouble());
   }
 };
@@ -122,7 +122,7 @@ template <>
 struct ObjectConversion<std::string> {
   static c10::IValue to(const std::string& value) { return value; }
   static std::string from(const c10::IValue& object) {
-    if (!object.isString()) detail::throw_wrong_object("a string", object);
+    if (!object.isString()) serialization::throw_wrong_object("a string", object);
     return object.toStringRef();
   }
 };
@@ -136,7 +136,7 @@ template <>
 struct ObjectConversion<at::Tensor> {
   static c10::IValue to(const at::Tensor& value) { return value; }
   static at::Tensor from(const c10::IValue& object) {
-    if (!object.isTensor()) detail::throw_wrong_object("a tensor", object);
+    if (!object.isTensor()) serialization::throw_wrong_object("a tensor", object);
     return object.toTensor();
   }
 };
@@ -145,7 +145,7 @@ template <>
 struct ObjectConversion<c10::Device> {
   static c10::IValue to(const c10::Device& value) { return value; }
   static c10::Device from(const c10::IValue& object) {
-    if (!object.isDevice()) detail::throw_wrong_object("a device", object);
+    if (!object.isDevice()) serialization::throw_wrong_object("a device", object);
     return object.toDevice();
   }
 };
@@ -162,13 +162,14 @@ struct ObjectConversion<std::optional<T>> {
 template <class T>
 struct ObjectConversion<std::vector<T>> {
   static c10::IValue to(const std::vector<T>& values) {
-    auto list = detail::make_object_list(values.size());
+    auto list = serialization::make_object_list(values.size());
     for (const T& value : values) list.push_back(to_object<T>(value));
     return list;
   }
   static std::vector<T> from(const c10::IValue& object) {
     std::vector<T> values;
-    for (const c10::IValue& element : detail::elements_of(object)) values.push_back(from_object<T>(element));
+    for (const c10::IValue& element : serialization::elements_of(object))
+      values.push_back(from_object<T>(element));
     return values;
   }
 };
@@ -179,7 +180,7 @@ struct ObjectConversion<std::array<T, kSize>> {
     return to_object(std::vector<T>(values.begin(), values.end()));
   }
   static std::array<T, kSize> from(const c10::IValue& object) {
-    const auto elements = detail::elements_of(object, kSize);
+    const auto elements = serialization::elements_of(object, kSize);
     std::array<T, kSize> values;
     for (size_t i = 0; i < kSize; ++i) values[i] = from_object<T>(elements[i]);
     return values;
@@ -187,10 +188,10 @@ struct ObjectConversion<std::array<T, kSize>> {
 };
 
 template <class K, class V, class... Rest>
-struct ObjectConversion<std::map<K, V, Rest...>> : detail::MapConversion<std::map<K, V, Rest...>> {};
+struct ObjectConversion<std::map<K, V, Rest...>> : serialization::MapConversion<std::map<K, V, Rest...>> {};
 template <class K, class V, class... Rest>
 struct ObjectConversion<std::unordered_map<K, V, Rest...>>
-    : detail::MapConversion<std::unordered_map<K, V, Rest...>> {};
+    : serialization::MapConversion<std::unordered_map<K, V, Rest...>> {};
 
 template <class... Ts>
 struct ObjectConversion<std::tuple<Ts...>> {
@@ -202,7 +203,7 @@ struct ObjectConversion<std::tuple<Ts...>> {
         values);
   }
   static std::tuple<Ts...> from(const c10::IValue& object) {
-    const auto elements = detail::elements_of(object, sizeof...(Ts));
+    const auto elements = serialization::elements_of(object, sizeof...(Ts));
     return [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
       return std::tuple<Ts...>{from_object<Ts>(elements[kIndices])...};
     }

@@ -383,13 +383,13 @@ class Decoder : public nlohmann::json_sax<json> {
   }
 
   static c10::IValue list_of(std::vector<c10::IValue> values) {
-    auto list = lockstep::detail::make_object_list(values.size());
+    auto list = serialization::make_object_list(values.size());
     for (c10::IValue& value : values) list.push_back(std::move(value));
     return list;
   }
 
   c10::IValue dict_of(std::vector<c10::IValue> keys_and_values) const {
-    auto dict = lockstep::detail::make_object_dict();
+    auto dict = serialization::make_object_dict();
     if (const char* problem = pickle::fill_dict(dict, std::move(keys_and_values))) fail(problem);
     return dict;
   }

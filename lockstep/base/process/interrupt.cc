@@ -2,10 +2,10 @@
 
 namespace lockstep {
 
-std::atomic<InterruptCheck> detail::interrupt_check{nullptr};
+std::atomic<InterruptCheck> base::internal::interrupt_check{nullptr};
 
 void set_interrupt_check(InterruptCheck check) {
-  detail::interrupt_check.store(check, std::memory_order_relaxed);
+  base::internal::interrupt_check.store(check, std::memory_order_relaxed);
 }
 
 }  // namespace lockstep

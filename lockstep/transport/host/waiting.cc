@@ -29,7 +29,7 @@ void Doorbell::ring_now() {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&rings), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-namespace detail {
+namespace internal {
 
 bool yield() {
   constexpr auto kLong = std::chrono::microseconds(200);
@@ -47,5 +47,5 @@ void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline) {
   ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&bell.rings), FUTEX_WAIT, seen, &timeout, nullptr, 0);
 }
 
-}  // namespace detail
+}  // namespace internal
 }  // namespace lockstep::transport

@@ -45,7 +45,7 @@ inline void publish_fence() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-namespace detail {
+namespace internal {
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -56,7 +56,7 @@ inline void pause() {
 /// Whether others have had the core for long.
 bool yield();
 void sleep_on(Doorbell& bell, uint32_t seen, const Deadline& deadline);
-}  // namespace detail
+}  // namespace internal
 
 /// Waits until `ready()` holds or the deadline has passed; returns the last ready(). `ready` must only read
 /// atomics. `before_sleep()` runs before each sleep. Throws what an interrupt check throws
@@ -66,10 +66,10 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
                 BeforeSleep&& before_sleep) {
   for (int i = 0; i <= policy.spins; ++i) {
     if (ready()) return true;
-    detail::pause();
+    internal::pause();
   }
   for (int i = 0; i < policy.yields; ++i) {
-    const bool for_long = detail::yield();
+    const bool for_long = internal::yield();
     if (ready()) return true;
     if (for_long && policy.gives_up_yielding) break;
   }
@@ -79,7 +79,7 @@ bool wait_until(Doorbell& bell, const WaitPolicy& policy, const Deadline& deadli
     bell.sleeping.store(1, std::memory_order_relaxed);
     publish_fence();  // pairs with the ringer's
     const bool now = ready();
-    if (!now) detail::sleep_on(bell, seen, deadline);
+    if (!now) internal::sleep_on(bell, seen, deadline);
     bell.sleeping.store(0, std::memory_order_relaxed);
     if (now || ready()) return true;
     check_interrupts();
