@@ -83,7 +83,7 @@ Line::~Line() {
     writer(bytes);
     return;
   }
-  // A log line that can't be written has nowhere to complain to.
+  // That a log line can't be written can't be reported anywhere.
   [[maybe_unused]] auto written = ::write(STDERR_FILENO, bytes.data(), bytes.size());
 }
 

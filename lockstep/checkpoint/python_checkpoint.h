@@ -20,10 +20,10 @@
 /// | torch.Tensor, Parameter: strided, any dtype but quantized ones | at::Tensor, on the CPU |
 /// | torch.device | c10::Device |
 ///
-/// Tensors that share memory in Python share it here. Nothing in a file is run, looked up or believed: sizes
-/// are checked before memory is taken: for tensors never more than the file's bytes, for the rest at most
-/// 64 MiB and 300 times the bytes of the archive's data.pkl; and checksums before bytes are used. Anything
-/// else in a file (objects of classes, numpy's numbers, sets, dtypes) is an error that names it.
+/// Tensors that share memory in Python share it here. Nothing in a file is run, looked up or trusted. Sizes
+/// are checked before memory is taken: for tensors never more than the file's bytes, for the rest at most 64
+/// MiB and 300 times the bytes of the archive's data.pkl; and checksums before bytes are used. Anything else
+/// in a file (objects of classes, numpy's numbers, sets, dtypes) is an error that names it.
 namespace lockstep {
 
 /// What torch.save(object, path) wrote, whatever it is. Throws CheckpointError that says what is wrong and

@@ -26,8 +26,8 @@
 #include <lockstep/testing/temporary_folder.h>
 
 // Random ranks are killed at random moments, in the midst of random operations of all kinds. Survivors must
-// be told which rank it was, must never be told anything wrong, and go on: in groups without the dead, and in
-// a new world.
+// be told which rank it was, must never be told anything wrong, and go on: in groups without the killed
+// ranks, and in a new world.
 namespace lockstep::kill_test {
 namespace {
 
@@ -129,7 +129,8 @@ void survive(OperationStream& stream, int victim, int64_t pid, const ProcessGrou
   }
   for (const auto& error : errors) expect_names(error, victim, pid);
 
-  // Each collective succeeded on all or on none; a group without the dead goes on, and carries the proof.
+  // Each collective succeeded on all or on none; a group without the killed ranks goes on, and compares the
+  // results.
   at::Tensor mine = at::full({1}, stream.succeeded(), at::kLong);
   at::Tensor all = at::empty({get_world_size(survivors)}, at::kLong);
   all_gather_into_tensor(all, mine, survivors);

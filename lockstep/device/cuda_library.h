@@ -15,7 +15,7 @@ class Store;
 /// which is loaded when the program asks for a CUDA device or for NCCL. So a CPU program has neither its
 /// 270 MB nor the time that it takes to load.
 ///
-/// The trap: torch looks for its CUDA part once, when it is first asked about it, and remembers the answer.
+/// Beware: torch looks for its CUDA part once, when it is first asked about it, and remembers the answer.
 /// A program that calls torch::cuda::is_available(), at::hasCUDA() or torch::manual_seed() before the library
 /// is there can't use CUDA any more. lockstep::set_device() as a program's first step avoids it, and so does
 /// linking Lockstep::cuda, which is there before main(). Nothing in Lockstep asks torch before.
@@ -63,7 +63,7 @@ std::string why_no_cuda();
 bool nccl_is_built();
 
 /// Whether torch's CUDA part is in this process and torch knows it. Never loads it, and never makes torch
-/// look for it in vain.
+/// look for it before it is loaded.
 bool cuda_is_loaded();
 
 /// How many CUDA devices this process sees. Loads the library only where there may be some: a device node of

@@ -104,7 +104,7 @@ void probe_loopback() {
   expect(::listen(listener.get(), 1) == 0, "listen on 127.0.0.1");
   expect(::getsockname(listener.get(), generic, &length) == 0, "getsockname");
   const UniqueFd client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  timeval limit{2, 0};  // a firewall may swallow the packets
+  timeval limit{2, 0};  // a firewall may drop the packets
   ::setsockopt(client.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   expect(::connect(client.get(), generic, length) == 0, "connect to 127.0.0.1");
 }

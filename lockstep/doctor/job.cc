@@ -226,7 +226,7 @@ int examine_job(const World& world, JobProbe& probe, const JobOptions& options, 
     out << (options.json ? job_json(findings, job, options.strict) : to_text(findings));
     out.flush();
   }
-  // Rank 0's word, for another version may judge otherwise.
+  // Rank 0's status counts on all ranks, for another version may judge otherwise.
   const int status = exit_status(findings, options.strict);
   const std::string shared =
       examination.board().share(std::to_string(status), Deadline::after(options.timeout));

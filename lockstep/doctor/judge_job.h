@@ -16,7 +16,7 @@ namespace lockstep::doctor {
 namespace thresholds {
 /// A pair is slow when one of its two medians is more than so many times the median of all pairs …
 constexpr double kSlowFactor = 3;
-/// … and so many seconds more, for microseconds are noise where ranks share cores.
+/// … and so many seconds more, for latencies vary by microseconds where ranks share cores.
 constexpr double kSlowSeconds = 200e-6;
 /// Fewer pairs than this have no median to speak of.
 constexpr size_t kPairsToCompare = 3;
@@ -33,7 +33,7 @@ struct PairResult {
 
 struct JobObservations {
   std::vector<std::optional<RankFacts>> ranks;  ///< nothing: it did not answer, or not so as to be understood
-  std::map<int, std::string> gone;              ///< ranks that ended or fell silent: "ended during …"
+  std::map<int, std::string> gone;              ///< ranks that ended or stopped answering: "ended during …"
   std::map<int, std::string> join_errors;
   std::map<int, std::string> all_errors;  ///< of the operations over all ranks
   std::map<int, double> clock_offsets;    ///< seconds, against rank 0

@@ -145,7 +145,7 @@ Analysis analysis_of(const Situation& situation) {
     if (!situation.ranks[i]) continue;
     Rank rank(static_cast<int>(i), situation.world_size);
     situation.ranks[i](rank);
-    // Through the file's format, so that the analysis gets what it gets in life.
+    // Through the file's format, so that the analysis reads what it reads in a job.
     records.push_back(parse(to_json(rank.record()), "record"));
   }
   return analyze(std::move(records));

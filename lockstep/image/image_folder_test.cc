@@ -120,7 +120,7 @@ TEST_F(ImageFolderTest, ErrorsNameWhatIsWrong) {
               AllOf(HasSubstr("Found no valid file for the classes cat, dog"), HasSubstr("are: .gif")));
   EXPECT_THAT(message_of<c10::ValueError>([&] { ImageFolder(root, {.transform = RandomCrop(45)}).get(0); }),
               AllOf(HasSubstr("Required crop size"), HasSubstr("while transforming " + root + "cat/0.png")));
-  // A format that torchvision's list has and that can't be read here is no silent gap in the data.
+  // A format that torchvision's list has and that can't be read here is an error, not left out.
   folder_.write("cat/picture.webp", "RIFF----WEBP");
   const ImageFolder folder(root);
   EXPECT_EQ(folder.size(), 7);

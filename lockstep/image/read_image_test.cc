@@ -79,7 +79,7 @@ TEST(ReadImage, NoFlippedBitCrashesNorChangesAPngUnseen) {
     for (size_t bit = 0; bit < 8 * file.size(); bit += png ? 1 : 5) {
       std::string damaged = file;
       damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ 1 << bit % 8);
-      // The limit keeps a header that lies from costing time.
+      // The limit keeps a header with a false size from costing time.
       const Outcome outcome = decode(damaged, {.max_pixels = 100'000});
       if (!png || !outcome.error.empty()) continue;
       EXPECT_TRUE(at::equal(outcome.image, whole)) << "bit " << bit;

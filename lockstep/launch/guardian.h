@@ -17,12 +17,12 @@ UniqueFd require_pidfd(pid_t pid);
 /// It removes the launcher's temporary files then, too.
 ///
 /// It is forked before the workers, has a session of its own (Ctrl-C does not reach it), no descriptors but
-/// its two, and sleeps until the launcher's process ends or says goodbye. It never writes to the launcher's
+/// its two, and waits until the launcher's process ends or dismisses it. It never writes to the launcher's
 /// memory, so it costs page tables only.
 class Guardian {
  public:
   /// Starts it, for at most `capacity` process groups. `temporary`: files and then their folders, which it
-  /// removes in this order when the launcher has not said goodbye. Throws c10::DistBackendError when the
+  /// removes in this order when the launcher has not dismissed it. Throws c10::DistBackendError when the
   /// system refuses.
   explicit Guardian(int capacity, const std::vector<std::string>& temporary = {});
   Guardian(const Guardian&) = delete;

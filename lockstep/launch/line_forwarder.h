@@ -13,7 +13,7 @@ namespace lockstep::launch {
 ///
 /// - A line is emitted when its newline has come; two sources never share a row.
 /// - An unfinished line is held back until flush() (the source has been idle) or finish() (its stream has
-///   ended). A flushed row stays open for its source's next bytes, until another source speaks.
+///   ended). A flushed row stays open for its source's next bytes, until another source writes.
 /// - A carriage return means that the row is drawn again, as progress bars do. On a terminal each state is
 ///   shown in place, clipped to the terminal's width; a line of another source is put above the bar, which is
 ///   drawn again. Elsewhere only the row's last state is emitted, when its newline comes or its stream ends.

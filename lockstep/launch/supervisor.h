@@ -38,7 +38,7 @@ void prepare_descriptors(int nprocs);
 void order_simultaneous(std::vector<Ending>& endings);
 
 /// Follows the culprits from this local rank on, which failed: the one at which they end is the cause of its
-/// failure. A process that was killed by a signal has its cause outside; where ranks blame each other it is
+/// failure. A process that was killed by a signal has its cause outside; where ranks name each other it is
 /// the given one. Pure.
 int cause_of_failure(const std::vector<Ending>& endings, int local_rank);
 

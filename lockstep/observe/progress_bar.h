@@ -95,7 +95,7 @@ class ProgressBar {
   void set_postfix(std::string_view key, double value);
   void set_postfix(std::string_view key, std::string_view value);
   /// Writes a line of the program's own above the bar, as tqdm.write(); in a log just the line. Does nothing
-  /// when the bar is quiet, so that rank 0 alone speaks; works after finish(), too.
+  /// when the bar is quiet, so that rank 0 alone writes; works after finish(), too.
   void write(std::string_view line);
   /// Draws the final state, with the rate over the whole time, and ends the line. Later calls of any method
   /// do nothing.

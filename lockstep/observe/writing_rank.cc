@@ -13,7 +13,7 @@ WritingRank::WritingRank(std::optional<bool> told) : told_(told) {
   if (told_ || world_defaults()) return;
   try {
     rank_ = std::max(read_launch_environment(environment::text).rank, 0);
-  } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): init_process_group() will complain of it
+  } catch (const c10::Error&) {  // NOLINT(bugprone-empty-catch): init_process_group() will report it
   }
 }
 

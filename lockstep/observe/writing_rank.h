@@ -7,7 +7,7 @@
 namespace lockstep {
 
 /// Whether this process is the one that writes: rank 0 of the default group. Without a group, the last one's
-/// rank counts, so that a rank stays silent after destroy_process_group(); before the first, what the
+/// rank counts, so that a rank writes nothing after destroy_process_group(); before the first, what the
 /// launcher's variables say (RANK and others); and without all of them a process is alone and writes. After
 /// shrink_group() the new rank 0 takes over. Thread-safe.
 class WritingRank {

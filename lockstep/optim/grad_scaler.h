@@ -127,7 +127,7 @@ class GradScaler {
   void update_process_group(const ProcessGroup& process_group);
 
  private:
-  /// Copies of a number on the devices where it is wanted, made at the first wish; _MultiDeviceReplicator.
+  /// Copies of a number on the devices where it is needed, made at the first use; _MultiDeviceReplicator.
   class MultiDeviceReplicator {
    public:
     explicit MultiDeviceReplicator(at::Tensor original) : original_(std::move(original)) {}

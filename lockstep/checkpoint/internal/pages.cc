@@ -75,7 +75,7 @@ void Pages::reserve(size_t bytes) {
   if (end > aligned + size) ::munmap(reinterpret_cast<void*>(aligned + size), end - aligned - size);
   data_ = reinterpret_cast<void*>(aligned);
   size_ = size;
-  if (page == kHugePage) ::madvise(data_, size_, MADV_HUGEPAGE);  // a wish; the kernel may have none
+  if (page == kHugePage) ::madvise(data_, size_, MADV_HUGEPAGE);  // a hint; the kernel may have no huge pages
 }
 
 }  // namespace lockstep::checkpoint::internal

@@ -12,7 +12,7 @@
 #include <lockstep/checkpoint/internal/tensor_snapshot.h>
 #include <lockstep/device/streams.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 namespace {
 
 // Up to this size tensors are copied at once in any case: a forward changes the buffers of BatchNorm.
@@ -165,4 +165,4 @@ void TensorSnapshot::copy_rest() {
   }
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

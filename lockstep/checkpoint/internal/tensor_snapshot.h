@@ -8,7 +8,7 @@
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/serialization/state_json.h>
 
-namespace lockstep::internal {
+namespace lockstep::checkpoint::internal {
 
 /// The values that tensors had at one moment, in the host's memory. Not thread-safe, but the second step may
 /// run in another thread.
@@ -42,4 +42,4 @@ class TensorSnapshot {
   std::vector<c10::Event> device_copies_;  // the ends of copies that are under way
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep::checkpoint::internal

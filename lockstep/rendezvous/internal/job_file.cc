@@ -38,7 +38,7 @@ std::string launcher_process() {
   return "";
 }
 
-/// FNV-1a, 64 bits. Only tells names apart; the directory keeps strangers out.
+/// FNV-1a, 64 bits. Only tells names apart; the directory keeps other users out.
 std::string hash(const std::string& text) {
   uint64_t value = 0xcbf29ce484222325;
   for (unsigned char c : text) value = (value ^ c) * 0x100000001b3;

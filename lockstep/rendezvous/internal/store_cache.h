@@ -19,7 +19,7 @@ namespace lockstep::rendezvous_internal {
 /// ends.
 ///
 /// Why: a program may initialise, destroy and initialise again with one environment. If rank 0 stopped the
-/// server in between, a rank that still said goodbye would fail, and one that was quick would meet in the old
+/// server in between, a rank that still signed off would fail, and one that was quick would meet in the old
 /// server. So the server stays, and each initialisation gets keys of its own by its number, `joined`, which
 /// counts those that succeeded. Where ranks are threads of one process, each has an entry of its own.
 class StoreCache {

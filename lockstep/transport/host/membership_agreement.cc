@@ -152,8 +152,8 @@ uint64_t MembershipAgreement::enter(const RankSet& wanted, const Addresses& own)
   }
 }
 
-/// The largest set that this rank can still hope for: those that it wants, that live, and that are wanted by
-/// all of the set that have come.
+/// The largest set that this rank can still go on with: those that it wants, that live, and that are wanted
+/// by all of the set that have come.
 MembershipAgreement::Standing MembershipAgreement::standing(const RankSet& wanted, uint64_t round) const {
   Standing now{.set = wanted, .missing = {}};
   for (int rank : wanted.ranks()) {

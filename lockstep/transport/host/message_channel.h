@@ -140,7 +140,7 @@ class MessageChannel {
   bool advance_receive(Request& request);
   bool end_hopeless();
   struct Hopeless {
-    std::exception_ptr error = nullptr;  // none: there is hope
+    std::exception_ptr error = nullptr;  // none: it may still succeed
     int culprit = -1;                    // the transport's rank, where one is known
   };
   Hopeless why_hopeless(const Request& request) const;

@@ -184,7 +184,7 @@ void check_same_user(const std::vector<PeerAddress>& addresses, int rank) {
 /// Makes the links of one rank; the state of the handshake lives here. All peers' processes are watched,
 /// linked or not. A peer that closes its connection may have done so because a third has ended, and the
 /// process of one that is killed ends a moment behind its sockets: so its end, or what the ranks have
-/// decided, is waited for before it is blamed.
+/// decided, is waited for before it is named as the cause.
 class Handshake {
  public:
   /// `is_decided`: whether another rank has failed the handshake for all.
@@ -258,8 +258,8 @@ class Handshake {
     if (watches_[peer].pidfd() < 0) links_[peer].pidfd = pidfd_of_peer(socket);
   }
 
-  /// Waits for and handles whatever comes next: a connection, a stranger's or a higher rank's hello, a reply,
-  /// the end of a peer.
+  /// Waits for and handles whatever comes next: a connection, the hello of an unknown process or of a higher
+  /// rank, a reply, the end of a peer.
   void step(const Deadline& deadline) {
     std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
     for (auto& stranger : strangers_) polls.push_back({stranger.get(), POLLIN, 0});

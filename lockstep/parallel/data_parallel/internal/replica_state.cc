@@ -46,7 +46,7 @@ bool shares_memory(const at::Tensor& one, const at::Tensor& other) {
          one.strides() == other.strides() && one.scalar_type() == other.scalar_type();
 }
 
-/// Copies the original's values into the replica's own memory. That alone is no change in the eyes of
+/// Copies the original's values into the replica's own memory. That alone does not count as a change for
 /// autograd: where it saved the replica's values for a backward to come, they are mostly the same still.
 void copy_values(const at::Tensor& replica, const at::Tensor& original) {
   const auto values = original.detach();
