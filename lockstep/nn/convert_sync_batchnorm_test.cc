@@ -15,15 +15,12 @@ namespace lockstep::convert_sync_batchnorm_test {
 namespace {
 
 namespace nn = torch::nn;
+using testing::difference;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::message_of;
 using testing::random;
 using testing::run_ranks;
-
-double difference(const torch::Tensor& a, const torch::Tensor& b) {
-  return (a.detach() - b.detach()).abs().max().item<double>();
-}
 
 /// Calls of a training-mode layer with a batch for each rank: whether they see the other ranks' batches.
 bool synchronises(const std::function<torch::Tensor(const torch::Tensor&)>& layer, int rank, int64_t channels,

@@ -32,6 +32,11 @@ inline bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
                     [](const auto& x, const auto& y) { return at::equal(x, y); });
 }
 
+/// The largest difference of two elements.
+inline double difference(const at::Tensor& a, const at::Tensor& b) {
+  return (a.detach() - b.detach()).abs().max().item<double>();
+}
+
 /// Whether all ranks of the group hold the same values. Collective.
 inline bool same_everywhere(const at::Tensor& tensor, const ProcessGroup& group = {}) {
   std::vector<at::Tensor> all(static_cast<size_t>(get_world_size(group)));

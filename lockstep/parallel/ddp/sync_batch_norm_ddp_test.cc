@@ -13,13 +13,10 @@ namespace lockstep::sync_batch_norm_ddp_test {
 namespace {
 
 namespace nn = torch::nn;
+using testing::difference;
 using testing::random;
 using testing::run_ranks;
 using testing::same_everywhere;
-
-double difference(const torch::Tensor& a, const torch::Tensor& b) {
-  return (a.detach() - b.detach()).abs().max().item<double>();
-}
 
 template <class Norm>
 struct SmallNet : nn::Module {

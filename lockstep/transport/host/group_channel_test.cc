@@ -9,6 +9,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/testing/failure_of.h>
 
 // The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real
 // processes (deaths, forks, sockets) is tested in collectives/failure_test.cc.
@@ -44,17 +45,6 @@ class SumCombiner final : public PayloadCombiner {
     *static_cast<uint64_t*>(output) = total;
   }
 };
-
-std::string failure_of(const std::function<void()>& action, FailureKind kind) {
-  try {
-    action();
-  } catch (const ChannelError& error) {
-    EXPECT_EQ(static_cast<int>(error.kind()), static_cast<int>(kind)) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
-}
 
 class GroupChannelSizes : public ::testing::TestWithParam<int> {};
 

@@ -15,6 +15,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/testing/failure_of.h>
 
 // Messages with ranks as threads of one process, where ThreadSanitizer sees both sides.
 namespace lockstep::transport::message_channel_test {
@@ -35,17 +36,6 @@ Bytes pattern(size_t bytes, unsigned seed) {
   std::mt19937 random(seed);
   std::generate(data.begin(), data.end(), [&] { return static_cast<std::byte>(random()); });
   return data;
-}
-
-std::string failure_of(const std::function<void()>& action, FailureKind kind) {
-  try {
-    action();
-  } catch (const ChannelError& error) {
-    EXPECT_EQ(static_cast<int>(error.kind()), static_cast<int>(kind)) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "should have thrown";
-  return "";
 }
 
 /// Waits, and throws the request's error.
