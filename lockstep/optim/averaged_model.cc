@@ -72,7 +72,7 @@ MultiAvgFn get_swa_multi_avg_fn() {
   };
 }
 
-namespace detail {
+namespace internal {
 namespace {
 
 std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
@@ -181,5 +181,5 @@ void WeightAverage::average(const std::vector<at::Tensor>& averaged, const std::
   }
 }
 
-}  // namespace detail
+}  // namespace internal
 }  // namespace lockstep::swa_utils

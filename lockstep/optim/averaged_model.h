@@ -39,7 +39,7 @@ struct AveragedModelOptions {
   bool use_buffers = false;  ///< average the buffers, too, rather than copy them
 };
 
-namespace detail {
+namespace internal {
 
 /// What AveragedModel does with tensors.
 class WeightAverage {
@@ -59,7 +59,7 @@ class WeightAverage {
 /// Copies parameters and buffers by name. Throws c10::ValueError that names what only one of them has.
 void copy_state(const std::vector<NamedTensor>& from, const std::vector<NamedTensor>& to);
 
-}  // namespace detail
+}  // namespace internal
 
 /// A model whose weights are averages of another's, as that is trained: exponential moving averages (EMA), or
 /// stochastic weight averaging (SWA; Izmailov and others, arXiv:1803.05407). Evaluate with it, and keep it.
@@ -142,15 +142,15 @@ class AveragedModel : public torch::nn::Module {
     Handle copy = factory ? factory() : Traits::clone(model);
     TORCH_CHECK_VALUE(!Traits::is_empty(copy), "AveragedModel: the factory made no module");
     // clone() leaves out members that have none.
-    detail::copy_state(Traits::named_parameters(model), Traits::named_parameters(copy));
-    detail::copy_state(Traits::named_buffers(model), Traits::named_buffers(copy));
+    internal::copy_state(Traits::named_parameters(model), Traits::named_parameters(copy));
+    internal::copy_state(Traits::named_buffers(model), Traits::named_buffers(copy));
     Traits::train(copy, Traits::is_training(model));
     if (device) Traits::as_module(copy)->to(*device);
     return copy;
   }
 
   std::shared_ptr<torch::nn::Module> inner_;
-  detail::WeightAverage average_;
+  internal::WeightAverage average_;
 };
 
 template <class Given>

@@ -3,7 +3,7 @@
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/optim/update_bn.h>
 
-namespace lockstep::swa_utils::detail {
+namespace lockstep::swa_utils::internal {
 namespace {
 
 /// Starts the layer's statistics anew if it is a `Norm`.
@@ -38,4 +38,4 @@ BatchNormRecount::~BatchNormRecount() {
   model_.train(was_training_);
 }
 
-}  // namespace lockstep::swa_utils::detail
+}  // namespace lockstep::swa_utils::internal

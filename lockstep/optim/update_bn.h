@@ -11,7 +11,7 @@
 #include <torch/nn/module.h>
 
 namespace lockstep::swa_utils {
-namespace detail {
+namespace internal {
 
 /// While it lives, the model is in training mode, and its BatchNorm layers (1d, 2d, 3d, SyncBatchNorm) take
 /// the plain mean of all batches from now on. Its end restores mode and momenta.
@@ -56,7 +56,7 @@ torch::nn::Module& module_of(Model& model) {
   }
 }
 
-}  // namespace detail
+}  // namespace internal
 
 /// Computes the running statistics of a model's BatchNorm layers anew, by one pass over `loader` in training
 /// mode without gradients: for an AveragedModel, whose weights no batch has been through. `model`: any
@@ -67,10 +67,10 @@ torch::nn::Module& module_of(Model& model) {
 template <class Loader, class Model>
 void update_bn(Loader&& loader, Model& model, const std::optional<at::Device>& device = std::nullopt) {
   const at::NoGradGuard no_grad;
-  const detail::BatchNormRecount recount(detail::module_of(model));
+  const internal::BatchNormRecount recount(internal::module_of(model));
   if (!recount) return;
   for (auto&& batch : loader) {
-    at::Tensor input = detail::input_of(batch);
+    at::Tensor input = internal::input_of(batch);
     if (device) input = input.to(*device);
     if constexpr (requires { model.forward(input); }) {
       model.forward(input);
