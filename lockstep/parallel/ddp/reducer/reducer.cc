@@ -124,7 +124,7 @@ void Reducer::register_comm_hook(CommunicationHook hook, const std::string& name
   TORCH_CHECK_TYPE(hook, "Communication hook must be callable.");
   TORCH_CHECK(!hook_ || hook_of_old_group_, "register_comm_hook can only be called once; '", hook_name_,
               "' is registered");
-  TORCH_CHECK(!open_ && rounds_ == rounds_at_reset_,
+  TORCH_CHECK(!round_.open() && rounds_ == rounds_at_reset_,
               "register_comm_hook must be called before the first backward");
   hook_ = std::move(hook);
   hook_of_old_group_ = false;
@@ -134,7 +134,7 @@ void Reducer::register_comm_hook(CommunicationHook hook, const std::string& name
 
 void Reducer::set_static_graph() {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(rounds_ == rounds_at_reset_ && !open_,
+  TORCH_CHECK(rounds_ == rounds_at_reset_ && !round_.open(),
               "set_static_graph() must be called before the first backward");
   static_graph_ = true;
 }
@@ -164,9 +164,9 @@ void Reducer::add_post_backward_futures(const std::vector<HookFuture>& futures) 
 
 void Reducer::prepare_forward() {
   std::lock_guard lock(mutex_);
-  if (open_ && next_bucket_ == buckets_.size())
+  if (round_.phase() == RoundPhase::kLaunched)
     finish_round();  // its callback was lost to another's exception
-  TORCH_CHECK(!open_, unfinished_text());
+  TORCH_CHECK(!round_.open(), unfinished_text());
   clock_.begin_forward();
 }
 
@@ -213,7 +213,7 @@ void Reducer::begin_backward() {
     }
     std::lock_guard lock(self->mutex_);
     if (self->on_backward_end_) self->on_backward_end_();
-    if (self->open_ && self->synchronise_ && self->is_first_static_round()) self->queue_everything();
+    if (self->synchronise_ && self->round_.phase() == RoundPhase::kCounting) self->queue_everything();
   });
 }
 
@@ -243,13 +243,11 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
     }
     return;
   }
+  open_round();
   if (is_first_static_round()) {
-    open_ = true;
-    ++uses_[index];
-    if (uses_[index] == 1) arrival_order_.push_back(index);
+    if (++uses_[index] == 1) round_.arrivals().push_back({index, 0});
     return;
   }
-  open_round();
   if (static_graph_) {
     TORCH_CHECK(uses_left_[index] > 0,
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
@@ -284,15 +282,17 @@ void Reducer::note_new_gradient(size_t index) {
 }
 
 void Reducer::open_round() {
-  open_ = true;
-  if (marked_unused_) return;
-  marked_unused_ = true;
+  if (round_.open()) return;
+  const bool counts = is_first_static_round();
+  round_.enter(counts ? RoundPhase::kCounting : RoundPhase::kCollecting);
+  if (counts) return;
   for (const size_t index : unused_) mark_ready(index, /*used=*/false);
 }
 
 void Reducer::mark_ready(size_t index, bool used, const at::Tensor& incoming) {
   if (used) {
     take_gradient(index, incoming);
+    round_.arrivals().push_back({index, std::chrono::duration<double>(clock_.since_backward()).count()});
   } else {
     take_nothing(index);
   }
@@ -300,14 +300,16 @@ void Reducer::mark_ready(size_t index, bool used, const at::Tensor& incoming) {
   Bucket& bucket = buckets_[places_[index].bucket];
   --bucket.pending;
   bucket.streams.note(tensors_[index].device());
-  launch_ready();
+  launch_full();
+  if (round_.phase() == RoundPhase::kLaunched && !is_first_static_round()) queue_finish();
 }
 
 /// Static graph: all gradients of the first round are there, however often each was added to.
 void Reducer::queue_everything() {
+  round_.enter(RoundPhase::kCollecting);
   unused_.clear();
-  const auto order = std::exchange(arrival_order_, {});
-  for (const size_t index : order) mark_ready(index, /*used=*/true);
+  for (const auto& arrival : std::exchange(round_.arrivals(), {}))
+    mark_ready(arrival.parameter, /*used=*/true);
   for (size_t index = 0; index < parameters_.size(); ++index) {
     if (uses_[index] > 0) continue;
     unused_.push_back(index);
@@ -337,7 +339,6 @@ void Reducer::give_slot(size_t index) {
 void Reducer::take_gradient(size_t index, const at::Tensor& incoming) {
   const Place place = places_[index];
   Bucket& bucket = buckets_[place.bucket];
-  arrival_order_.push_back(index);
   if (bucket.sparse) return take_sparse_gradient(bucket, index);
   at::Tensor& gradient = tensors_[index].mutable_grad();
   TORCH_CHECK(gradient.layout() == c10::kStrided, "the gradient of parameter '", parameters_[index].name,
@@ -346,7 +347,6 @@ void Reducer::take_gradient(size_t index, const at::Tensor& incoming) {
   const at::Tensor& view = bucket.views[place.position];
   const bool in_slot = lies_in_slot(bucket, place.position, gradient);
   clock_.gradient(view.nbytes(), in_slot);
-  arrival_seconds_.push_back(std::chrono::duration<double>(clock_.since_backward()).count());
   at::NoGradGuard no_grad;
   if (!in_slot) {
     if (bucket.memory->taken(place.position)) move_to_new_memory(bucket, index);
@@ -372,7 +372,6 @@ void Reducer::take_sparse_gradient(Bucket& bucket, size_t index) {
   if (gradient.use_count() > 1) bucket.copy_back.push_back(0);
   bucket.sparse_gradient = gradient;
   clock_.gradient(gradient._values().nbytes(), false);
-  arrival_seconds_.push_back(std::chrono::duration<double>(clock_.since_backward()).count());
 }
 
 /// An unused parameter adds nothing to the others' sum, but what earlier iterations left.
@@ -384,9 +383,6 @@ void Reducer::take_nothing(size_t index) {
   if (parameter.grad().defined()) {
     before_[index] = parameter.grad().clone();
     if (!bucket.sparse) take_gradient(index, {});
-    arrival_order_.erase(std::remove(arrival_order_.begin(), arrival_order_.end(), index),
-                         arrival_order_.end());
-    if (!bucket.sparse) arrival_seconds_.pop_back();
   } else if (!bucket.sparse) {
     if (bucket.memory->taken(place.position)) move_to_new_memory(bucket, index);
     bucket.views[place.position].zero_();
@@ -404,10 +400,12 @@ bool Reducer::all_unused(const Bucket& bucket) const {
   });
 }
 
-void Reducer::launch_ready() {
+void Reducer::launch_full() {
   // Strictly in order, so that all ranks reduce the same buckets one after the other.
-  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) launch(next_bucket_++);
-  if (next_bucket_ == buckets_.size()) queue_finish();
+  while (round_.phase() == RoundPhase::kCollecting && buckets_[round_.next_bucket()].pending == 0) {
+    launch(round_.launch_next());
+    if (round_.next_bucket() == buckets_.size()) round_.enter(RoundPhase::kLaunched);
+  }
 }
 
 void Reducer::launch(size_t index) {

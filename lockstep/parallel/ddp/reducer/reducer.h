@@ -20,6 +20,7 @@
 #include <lockstep/parallel/ddp/reducer/bucket_tuner.h>
 #include <lockstep/parallel/ddp/reducer/fingerprint.h>
 #include <lockstep/parallel/ddp/reducer/gradient_slots.h>
+#include <lockstep/parallel/ddp/reducer/reduction_round.h>
 #include <lockstep/parallel/ddp/reducer/step_times.h>
 
 namespace torch::autograd {
@@ -178,7 +179,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void give_slot(size_t index);
   void take_sparse_gradient(Bucket& bucket, size_t index);
   void take_nothing(size_t index);
-  void launch_ready();
+  void launch_full();
   void launch(size_t index);
   bool all_unused(const Bucket& bucket) const;
   void queue_finish();
@@ -235,19 +236,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<HookFuture> post_backward_;
 
   // The round:
-  bool open_ = false;
-  bool marked_unused_ = false;
+  ReductionRound round_;
   std::vector<bool> ready_;         // by parameter
   std::vector<bool> used_;          // by parameter: got a gradient on this rank, also under no_sync()
   std::vector<int> uses_left_;      // static graph
   std::vector<size_t> silent_;      // parameters that backward reached, without a gradient for them
   std::vector<at::Tensor> before_;  // by parameter: unused ones' gradients, as they were
-  size_t next_bucket_ = 0;          // the first that is not launched
-  bool finish_queued_ = false;
 
   // Over rounds:
-  std::vector<size_t> arrival_order_;          // in the round
-  std::vector<double> arrival_seconds_;        // since backward began, in that order
   std::vector<size_t> last_arrival_order_;     // in the round before
   std::vector<std::vector<double>> measured_;  // rounds' arrivals in seconds, by parameter
   std::vector<Reduction> reductions_;          // in these rounds

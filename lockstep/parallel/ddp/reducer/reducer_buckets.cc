@@ -170,7 +170,7 @@ void Reducer::move_to_new_memory(Bucket& bucket, size_t needed) {
 
 void Reducer::rebuild_buckets() {
   std::lock_guard lock(mutex_);
-  if (open_) return;  // gradients of an unfinished round lie in them
+  if (round_.open()) return;  // gradients of an unfinished round lie in them
   if (!static_graph_ && options_.find_unused_parameters) return;  // the order may change from round to round
   if (rounds_ == rounds_at_reset_) return;
   if (rebuilt_) {
@@ -253,10 +253,11 @@ void Reducer::note_round(std::chrono::nanoseconds reducing) {
   for (const size_t index : unused_) unused_bytes_ += tensors_[index].nbytes();
   ++rounds_;
   fingerprint_.take(tensors_);
-  last_arrival_order_ = arrival_order_;
-  if (!tunes() || tuned_ || !rebuilt_ || arrival_order_.size() != arrival_seconds_.size()) return;
+  last_arrival_order_.clear();
+  for (const auto& arrival : round_.arrivals()) last_arrival_order_.push_back(arrival.parameter);
+  if (!tunes() || tuned_ || !rebuilt_) return;
   std::vector<double> seconds(parameters_.size(), 0);
-  for (size_t i = 0; i < arrival_order_.size(); ++i) seconds[arrival_order_[i]] = arrival_seconds_[i];
+  for (const auto& arrival : round_.arrivals()) seconds[arrival.parameter] = arrival.seconds;
   measured_.push_back(std::move(seconds));
   for (const Bucket& bucket : buckets_) {
     if (!bucket.work || bucket.sparse) continue;
@@ -293,7 +294,8 @@ void Reducer::update_process_group(const ProcessGroup& group) {
 void Reducer::shadow_backward() {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
-  synchronise_ = open_ = true;
+  synchronise_ = true;
+  if (round_.phase() < RoundPhase::kCollecting) round_.enter(RoundPhase::kCollecting);
   for (Bucket& bucket : buckets_) {
     if (bucket.sparse) {
       bucket.sparse_gradient = empty_sparse_gradient(tensors_[bucket.parameters.front()]);
@@ -305,7 +307,8 @@ void Reducer::shadow_backward() {
       at::Tensor(bucket.memory->buffer()).zero_();
     }
   }
-  while (next_bucket_ < buckets_.size()) launch(next_bucket_++);
+  for (Bucket& bucket : buckets_) bucket.pending = 0;
+  launch_full();
   try {
     for (Bucket& bucket : buckets_) await(bucket);
     agree_on_used();

@@ -37,7 +37,7 @@ std::string Reducer::unfinished_text() const {
 
 void Reducer::check_finalized() const {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(!open_, unfinished_text());
+  TORCH_CHECK(!round_.open(), unfinished_text());
 }
 
 void Reducer::set_sample_rate(int rounds) {

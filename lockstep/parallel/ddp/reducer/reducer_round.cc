@@ -13,11 +13,9 @@
 namespace lockstep {
 
 void Reducer::queue_finish() {
-  if (finish_queued_ || is_first_static_round()) return;
-  finish_queued_ = true;
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
     std::lock_guard lock(self->mutex_);
-    if (self->open_ && self->next_bucket_ == self->buckets_.size()) self->finish_round();
+    if (self->round_.phase() == RoundPhase::kLaunched) self->finish_round();
   });
 }
 
@@ -44,7 +42,6 @@ void Reducer::await(Bucket& bucket) {
 }
 
 void Reducer::finish_round() {
-  finish_queued_ = false;
   std::chrono::nanoseconds reducing{};
   std::vector<bool> globally_used;
   try {
@@ -161,10 +158,7 @@ void Reducer::begin_round() {
     bucket.sparse_gradient.reset();
   }
   uses_left_ = uses_;
-  arrival_order_.clear();
-  arrival_seconds_.clear();
-  next_bucket_ = 0;
-  open_ = marked_unused_ = finish_queued_ = false;
+  if (round_.open()) round_.enter(RoundPhase::kIdle);
 }
 
 void Reducer::abandon_round() {
