@@ -96,10 +96,10 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
     delayed_ = DelayedAllReduce::create(options_.delay_all_reduce_named_params,
                                         options_.param_to_hook_all_reduce, options_.process_group);
   }
-  auto reduced = reduced_parameters(model_.parameters, model_.sparse);
+  const auto reduced = reduced_parameters(model_.parameters, model_.sparse);
   if (reduced.empty()) return;  // all are delayed
   if (options_.init_sync) sync_initial_state();
-  reducer_ = Reducer::create(std::move(reduced), options_, [snapshot = snapshot_] { snapshot->restore(); });
+  reducer_ = Reducer::create(reduced, options_, [snapshot = snapshot_] { snapshot->restore(); });
   if (options_.mixed_precision) {
     mixed_precision_ = std::make_unique<MixedPrecisionParameters>(
         *options_.mixed_precision, model_.parameters, current_buffers(), reducer_);

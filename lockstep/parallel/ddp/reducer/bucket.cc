@@ -5,7 +5,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 
+#include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/ddp/reducer/bucket.h>
 
 namespace lockstep {
@@ -27,12 +29,14 @@ at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const at::Tensor& p
 
 }  // namespace
 
-void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, const BucketLayout& layout) {
+void give_memory(Bucket& bucket, const ReducerSettings& settings) {
   at::NoGradGuard no_grad;
-  const auto options =
-      parameters[bucket.parameters.front()].options().requires_grad(false).dtype(layout.dtype);
-  const size_t element = c10::elementSize(layout.dtype);
-  const size_t unit = layout.aligned ? std::max<size_t>(1, kCacheLine / element) : 1;
+  const auto& parameters = settings.tensors;
+  const size_t first = bucket.parameters.front();
+  const auto dtype = settings.reduce_dtype.value_or(settings.dtypes[first]);
+  const auto options = parameters[first].options().requires_grad(false).dtype(dtype);
+  const size_t element = c10::elementSize(dtype);
+  const size_t unit = settings.hook ? 1 : std::max<size_t>(1, kCacheLine / element);
   std::vector<size_t> begins;  // in elements
   size_t numel = 0;
   bucket.bytes = 0;
@@ -42,7 +46,7 @@ void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, cons
     numel += parameters[index].numel();
     bucket.bytes += parameters[index].numel() * element;
   }
-  const at::Tensor buffer = shared_zeros(layout.group, static_cast<int64_t>(numel), options);
+  const at::Tensor buffer = shared_zeros(settings.group(), static_cast<int64_t>(numel), options);
   bucket.views.clear();
   std::vector<size_t> offsets;
   for (size_t position = 0; position < begins.size(); ++position) {
@@ -51,7 +55,7 @@ void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, cons
     offsets.push_back(begins[position] * element);
   }
   bucket.memory = std::make_shared<BucketMemory>(buffer, std::move(offsets),
-                                                 buffer.is_cpu() ? arena_of(layout.group) : nullptr);
+                                                 buffer.is_cpu() ? arena_of(settings.group()) : nullptr);
 }
 
 void abandon_memory(Bucket& bucket) {
@@ -93,6 +97,54 @@ bool held_by_others(const at::Tensor& gradient, const at::Tensor& incoming) {
     autograds = incoming.is_view() ? 2 : 1;
   }
   return gradient.use_count() > 1 || gradient.storage().use_count() > 1 + autograds;
+}
+
+void launch_reduction(Bucket& bucket, size_t index, bool last, const ReducerSettings& settings) {
+  const c10::Device device = settings.tensors[bucket.parameters.front()].device();
+  // The gradient that completed the bucket may be another device's, and come on another stream.
+  const c10::OptionalDeviceGuard guard(device);
+  bucket.streams.join(device);
+  if (settings.hook) {
+    std::vector<at::Tensor> members;
+    for (const size_t parameter : bucket.parameters) members.push_back(settings.tensors[parameter]);
+    GradBucket grad_bucket(index, bucket.sparse ? bucket.sparse_gradient : bucket.memory->buffer(),
+                           std::move(members), last);
+    bucket.future = settings.hook(grad_bucket);
+    TORCH_CHECK(bucket.future, "the communication hook ", settings.hook_name, " returned no future");
+  } else if (bucket.sparse) {
+    bucket.sparse_gradient = bucket.sparse_gradient / settings.divides_by();
+    bucket.work = all_reduce(bucket.sparse_gradient, ReduceOp::SUM, settings.group(), /*async_op=*/true);
+  } else {
+    c10d::AllreduceOptions options;
+    options.reduceOp = settings.divides_sums() ? c10d::ReduceOp::SUM : c10d::ReduceOp::AVG;
+    // The end of backward() follows the last bucket at once and runs it itself, which saves waking a thread.
+    // On a device its stream goes on meanwhile.
+    options.asyncOp = !last || !device.is_cpu();
+    std::vector<at::Tensor> tensors{bucket.memory->buffer()};
+    bucket.work = settings.group()->allreduce(tensors, options);
+  }
+}
+
+void await_reduction(Bucket& bucket, const ReducerSettings& settings) {
+  at::NoGradGuard no_grad;
+  if (bucket.work) {
+    bucket.work->wait();
+    // In lower precision the sum is rounded, then the mean, as in PyTorch.
+    if (settings.divides_sums() && !bucket.sparse)
+      at::Tensor(bucket.memory->buffer()).div_(settings.divides_by());
+    return;
+  }
+  if (!bucket.future) return;
+  bucket.future->waitAndThrow();
+  const at::Tensor result = tensor_of(bucket.future->constValue());
+  if (bucket.sparse) {
+    bucket.sparse_gradient = result;
+    return;
+  }
+  at::Tensor buffer = bucket.memory->buffer();
+  TORCH_CHECK(result.numel() == buffer.numel(), "the communication hook ", settings.hook_name, " gave ",
+              result.numel(), " elements for a bucket of ", buffer.numel());
+  if (result.data_ptr() != buffer.data_ptr()) buffer.copy_(result.view_as(buffer));
 }
 
 std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work) {

@@ -9,8 +9,8 @@
 
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/ddp/grad_bucket.h>
-#include <lockstep/parallel/ddp/options.h>
 #include <lockstep/parallel/ddp/reducer/bucket_memory.h>
+#include <lockstep/parallel/ddp/reducer/reducer_settings.h>
 
 namespace lockstep {
 
@@ -34,17 +34,9 @@ struct Bucket {
   HookFuture future;  // instead of work, with a hook
 };
 
-/// How a dense bucket's memory is made.
-struct BucketLayout {
-  ProcessGroup group;
-  at::ScalarType dtype;
-  /// Slots begin on cache lines; without it gradients lie one right after the other, as communication hooks
-  /// expect.
-  bool aligned = true;
-};
-
-/// Memory, zeroed, and slots for the gradients of `parameters`, in shared memory where the group has it.
-void give_memory(Bucket& bucket, const std::vector<at::Tensor>& parameters, const BucketLayout& layout);
+/// Memory, zeroed, and slots for a dense bucket's gradients, in shared memory where the group has it. Slots
+/// begin on cache lines; with a communication hook gradients lie one right after the other, as it expects.
+void give_memory(Bucket& bucket, const ReducerSettings& settings);
 
 /// Gives up a dense bucket's memory; see BucketMemory::abandon().
 void abandon_memory(Bucket& bucket);
@@ -62,6 +54,13 @@ bool lies_in_slot(const Bucket& bucket, size_t position, const at::Tensor& gradi
 /// a hook of autograd: what autograd has made the gradient of, which does not count. Gradients of parameters
 /// that forward concatenates are views of one storage, so they hold each other.
 bool held_by_others(const at::Tensor& gradient, const at::Tensor& incoming = {});
+
+/// Starts the reduction of a full bucket, by the communication hook or the group. `index`: its place in the
+/// order of reduction, where it may be the `last`.
+void launch_reduction(Bucket& bucket, size_t index, bool last, const ReducerSettings& settings);
+
+/// Waits for it; averages are in the bucket then. Does nothing for a bucket that was not launched.
+void await_reduction(Bucket& bucket, const ReducerSettings& settings);
 
 /// The operation's own duration; zero for groups that do not measure it.
 std::chrono::nanoseconds duration_of(const c10::intrusive_ptr<c10d::Work>& work);

@@ -32,6 +32,8 @@ class GradientSlots final : public MemorySource {
   /// A pass of autograd begins; `graph_task` is its number. Tensors that other passes make in this thread
   /// (nested ones, or later ones if this one ends by an exception) get no slots.
   void begin(int graph_task);
+  /// The pass that began last; -1: none has.
+  int graph_task() const { return graph_task_; }
   /// The parameter's gradient has arrived at this address.
   void arrived(size_t parameter, const void* gradient, bool in_slot);
 

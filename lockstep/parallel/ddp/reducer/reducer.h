@@ -1,31 +1,23 @@
 #pragma once
 
-#include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
-#include <c10/core/StorageImpl.h>
-#include <c10/util/intrusive_ptr.h>
-
 #include <lockstep/parallel/ddp/options.h>
-#include <lockstep/parallel/ddp/reducer/bucket.h>
-#include <lockstep/parallel/ddp/reducer/bucket_tuner.h>
+#include <lockstep/parallel/ddp/reducer/bucket_set.h>
+#include <lockstep/parallel/ddp/reducer/bucket_sizes.h>
 #include <lockstep/parallel/ddp/reducer/fingerprint.h>
-#include <lockstep/parallel/ddp/reducer/gradient_slots.h>
+#include <lockstep/parallel/ddp/reducer/gradient_hooks.h>
+#include <lockstep/parallel/ddp/reducer/parameter_use.h>
+#include <lockstep/parallel/ddp/reducer/reducer_settings.h>
 #include <lockstep/parallel/ddp/reducer/reduction_round.h>
 #include <lockstep/parallel/ddp/reducer/step_times.h>
-
-namespace torch::autograd {
-struct Node;
-}
 
 namespace lockstep {
 
@@ -52,22 +44,17 @@ namespace lockstep {
 ///
 /// Used by one thread at a time, as a module is (autograd's threads for devices apart); several reducers may
 /// work at once, each on a group of its own or in the same order on all ranks. Hooks hold it weakly.
-class Reducer : public std::enable_shared_from_this<Reducer> {
+class Reducer final : public std::enable_shared_from_this<Reducer>, public GradientObserver {
  public:
-  struct Parameter {
-    std::string name;
-    at::Tensor tensor;
-    bool sparse = false;  // its gradients are
-  };
+  using Parameter = ReducerSettings::Parameter;
 
   /// `parameters`: distinct, requiring gradients, the same on all ranks. `on_failure` runs before an error of
   /// a round leaves the reducer.
-  static std::shared_ptr<Reducer> create(std::vector<Parameter> parameters,
+  static std::shared_ptr<Reducer> create(const std::vector<Parameter>& parameters,
                                          const DistributedDataParallelOptions& options,
                                          std::function<void()> on_failure = {});
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
-  ~Reducer();
 
   /// Reduces buckets by `hook` from now on. Once, before the first backward; and once after each
   /// update_process_group().
@@ -139,129 +126,59 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_rounds(int64_t rounds);
 
  private:
-  struct Place {
-    size_t bucket = 0;
-    size_t position = 0;
-  };
-  struct Reduction {
-    double seconds = 0;
-    size_t bytes = 0;
-  };
-  struct PreHook;
-  struct Hook;
-
-  Reducer(std::vector<Parameter> parameters, const DistributedDataParallelOptions& options,
+  Reducer(const std::vector<Parameter>& parameters, const DistributedDataParallelOptions& options,
           std::function<void()> on_failure);
-  void add_hooks();
-  std::pair<const void*, uintptr_t> watch(torch::autograd::Node& accumulator, size_t index);
-  void before_gradient(size_t index);
-  void on_gradient(size_t index, const at::Tensor& incoming);
+  void before_gradient(size_t index) override;
+  void on_gradient(size_t index, const at::Tensor& incoming) override;
+  bool as_new() const { return !round_.open() && rounds_ == rounds_at_restart_; }
+  bool is_first_static_round() const {
+    return settings_.options.static_graph && rounds_ == rounds_at_restart_;
+  }
+  void build_buckets();
 
-  // reducer_buckets.cc
-  BucketCaps initial_caps() const;
-  BucketCaps caps_in_use() const;
-  bool tunes() const;
-  void build_initial_buckets();
-  void build_buckets(const std::vector<size_t>& order, const BucketCaps& caps, bool last_first = false);
-  void build_buckets_again();
-  void keep_gradient(size_t index, const Bucket& old, size_t old_position);
-  void tune();
-  BackwardProfile profile() const;
-  void move_to_new_memory(Bucket& bucket, size_t needed);
-
-  void begin_round();
   void begin_backward();
   void open_round();
-  void note_new_gradient(size_t index);
   void mark_ready(size_t index, bool used, const at::Tensor& incoming = {});
-  void take_gradient(size_t index, const at::Tensor& incoming);
-  bool known_to_others(size_t index, const at::Tensor& incoming) const;
-  void give_slot(size_t index);
-  void take_sparse_gradient(Bucket& bucket, size_t index);
   void take_nothing(size_t index);
+  void queue_everything();  // static graph, first round
   void launch_full();
   void launch(size_t index);
-  bool all_unused(const Bucket& bucket) const;
+
   void queue_finish();
   void finish_round();
-  void await(Bucket& bucket);
-  std::vector<bool> agree_on_used();
-  void give_gradients(Bucket& bucket);
-  void put_gradient(size_t index, const at::Tensor& values);
-  void give_gradients_to_unused(const std::vector<bool>& globally_used);
+  void begin_round();
   void abandon_round();
   [[noreturn]] void fail_round(std::exception_ptr error);
-  void queue_everything();  // static graph, first round
+
+  // reducer_report.cc
   std::string names_without_gradient() const;
   std::string unfinished_text() const;
-  void note_round(std::chrono::nanoseconds reducing);
-  int64_t divisor() const { return divisor_ > 0 ? divisor_ : group_->getSize(); }
-  bool is_first_static_round() const { return static_graph_ && rounds_ == rounds_at_reset_; }
-
-  std::vector<Parameter> parameters_;
-  std::vector<at::Tensor> tensors_;         // the parameters', by index
-  std::vector<at::ScalarType> own_dtypes_;  // theirs, whatever mixed precision makes of them for a while
-  bool on_cpu_ = true;                      // all of them
-  DistributedDataParallelOptions options_;
-  ProcessGroup group_;
-  std::function<void()> on_failure_;
-  std::unordered_map<const torch::autograd::Node*, size_t> accumulator_index_;
-  std::vector<std::shared_ptr<void>> accumulators_;  // keep the hooks' nodes alive
-  std::vector<std::shared_ptr<void>> hook_removers_;
 
   mutable std::mutex mutex_;
-  CommunicationHook hook_;
-  std::string hook_name_;
-  bool hook_of_old_group_ = false;  // it may be replaced
-  std::optional<at::ScalarType> reduce_dtype_;
+  ReducerSettings settings_;
+  const std::function<void()> on_failure_;
   std::function<void()> on_backward_end_;
-  std::vector<Bucket> buckets_;
-  std::vector<Place> places_;  // by parameter
-  std::shared_ptr<GradientSlots> slots_;
-  std::vector<size_t> initial_bucket_bytes_;
-
-  /// By parameter: the memory that autograd or the reducer last made for its gradient. Weak pointers keep
-  /// addresses from being used again.
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> own_storage_;
-
-  // What backward is to do:
-  bool synchronise_ = false;
-  bool static_graph_ = false;
-  bool watching_outputs_ = false;   // the last forward's outputs tell when backward begins
-  int graph_task_ = -1;             // of the backward in progress
-  std::vector<bool> had_gradient_;  // by parameter: when autograd last came to add to it
-  std::vector<size_t> unused_;      // parameters that this forward did not use
-  std::vector<int> uses_;           // static graph: by parameter, gradients in the first round
-  int64_t divisor_ = 0;
-  std::vector<HookFuture> post_backward_;
-
-  // The round:
+  GradientHooks hooks_;
+  BucketSet buckets_;
+  BucketSizes sizes_;
   ReductionRound round_;
-  std::vector<bool> ready_;         // by parameter
-  std::vector<bool> used_;          // by parameter: got a gradient on this rank, also under no_sync()
-  std::vector<int> uses_left_;      // static graph
-  std::vector<size_t> silent_;      // parameters that backward reached, without a gradient for them
-  std::vector<at::Tensor> before_;  // by parameter: unused ones' gradients, as they were
-
-  // Over rounds:
-  std::vector<size_t> last_arrival_order_;     // in the round before
-  std::vector<std::vector<double>> measured_;  // rounds' arrivals in seconds, by parameter
-  std::vector<Reduction> reductions_;          // in these rounds
-  std::vector<bool> globally_used_;            // by parameter, in the last round that asked
-  bool rebuilt_ = false;
-  bool tuned_ = false;
-  std::optional<BucketCaps> chosen_caps_;
-  bool same_graph_ = true;  // all rounds so far used the same parameters
-  std::vector<bool> used_before_;
-  int sample_rate_ = 100;
-  int64_t rounds_ = 0;
-  int64_t rounds_at_reset_ = 0;
-  internal::Fingerprint fingerprint_;  // of the parameters at the end of the last round
-  bool steps_in_backward_ = false;
-  size_t unused_bytes_ = 0;
-  int moves_ = 0;  // of buckets to new memory
-  std::string error_;
+  ParameterUse use_;
   StepClock clock_;
+
+  bool synchronise_ = false;        // what backward is to do
+  bool watching_outputs_ = false;   // the last forward's outputs tell when backward begins
+  bool rebuilt_ = false;            // buckets are in the order of arrival
+  bool hook_of_old_group_ = false;  // it may be replaced
+  std::vector<HookFuture> post_backward_;
+  std::vector<size_t> initial_bucket_bytes_;
+  std::string error_;
+
+  // Finished rounds:
+  int64_t rounds_ = 0;
+  int64_t rounds_at_restart_ = 0;      // when the reducer was as new
+  std::vector<size_t> arrival_order_;  // in the last one
+  internal::Fingerprint fingerprint_;  // of the parameters at its end
+  bool steps_in_backward_ = false;
 };
 
 }  // namespace lockstep

@@ -11,9 +11,9 @@ std::string Reducer::names_without_gradient() const {
   std::ostringstream names;
   size_t missing = 0;
   constexpr size_t kShown = 20;
-  for (size_t index = 0; index < parameters_.size(); ++index) {
-    if (ready_[index] || (is_first_static_round() && uses_[index] > 0)) continue;
-    if (++missing <= kShown) names << (missing > 1 ? ", " : "") << parameters_[index].name;
+  for (size_t index = 0; index < settings_.size(); ++index) {
+    if (buckets_.ready(index) || (is_first_static_round() && use_.counted(index))) continue;
+    if (++missing <= kShown) names << (missing > 1 ? ", " : "") << settings_.names[index];
   }
   if (missing > kShown) names << " and " << missing - kShown << " more";
   return names.str();
@@ -22,9 +22,10 @@ std::string Reducer::names_without_gradient() const {
 std::string Reducer::unfinished_text() const {
   std::ostringstream text;
   text << "Expected to have finished reduction in the prior iteration before starting a new one. Rank "
-       << group_->getRank() << ": these parameters received no gradient: " << names_without_gradient()
+       << settings_.group()->getRank()
+       << ": these parameters received no gradient: " << names_without_gradient()
        << ". They were not used in producing the loss, or backward() ended with an exception. ";
-  if (options_.find_unused_parameters) {
+  if (settings_.options.find_unused_parameters) {
     text << "find_unused_parameters looks for them from the tensors that forward() returns: make sure that "
             "all of these take part in the loss, and that the graph leads to them from there";
   } else {
@@ -44,13 +45,11 @@ void Reducer::set_sample_rate(int rounds) {
   TORCH_CHECK_VALUE(rounds >= 1, "DDP runtime logging sample rate should be equal or greater than 1; it is ",
                     rounds);
   std::lock_guard lock(mutex_);
-  sample_rate_ = rounds;
+  clock_.set_sample_rate(rounds);
 }
 
 std::vector<size_t> Reducer::bucket_bytes() const {
-  std::vector<size_t> bytes;
-  for (const Bucket& bucket : buckets_) bytes.push_back(bucket.bytes);
-  return bytes;
+  return buckets_.bytes();
 }
 
 int64_t Reducer::rounds() const {
@@ -60,7 +59,7 @@ int64_t Reducer::rounds() const {
 
 void Reducer::set_rounds(int64_t rounds) {
   std::lock_guard lock(mutex_);
-  rounds_ = rounds_at_reset_ = rounds;
+  rounds_ = rounds_at_restart_ = rounds;
 }
 
 void Reducer::set_steps_in_backward() {
@@ -70,27 +69,27 @@ void Reducer::set_steps_in_backward() {
 
 bool Reducer::stepped_since_round() const {
   std::lock_guard lock(mutex_);
-  return steps_in_backward_ || fingerprint_.differs(tensors_);
+  return steps_in_backward_ || fingerprint_.differs(settings_.tensors);
 }
 
 Reducer::Report Reducer::report() const {
   std::lock_guard lock(mutex_);
   Report report{.initial_bucket_bytes = initial_bucket_bytes_,
-                .bucket_bytes = bucket_bytes(),
+                .bucket_bytes = buckets_.bytes(),
                 .bucket_parameters = {},
-                .caps = caps_in_use(),
+                .caps = sizes_.caps(),
                 .rebuilt = rebuilt_,
-                .tuned = chosen_caps_.has_value(),
-                .static_graph = static_graph_,
-                .can_set_static_graph = static_graph_ || same_graph_,
-                .unused_bytes = unused_bytes_,
-                .arrival_order = last_arrival_order_,
-                .hook = hook_name_,
+                .tuned = sizes_.tuned(),
+                .static_graph = settings_.options.static_graph,
+                .can_set_static_graph = settings_.options.static_graph || use_.same_graph(),
+                .unused_bytes = use_.unused_bytes(),
+                .arrival_order = arrival_order_,
+                .hook = settings_.hook_name,
                 .error = error_,
                 .last = clock_.last(),
                 .average = clock_.average(),
                 .rounds = rounds_};
-  for (const Bucket& bucket : buckets_) report.bucket_parameters.push_back(bucket.parameters.size());
+  for (const Bucket& bucket : buckets_.all()) report.bucket_parameters.push_back(bucket.parameters.size());
   return report;
 }
 

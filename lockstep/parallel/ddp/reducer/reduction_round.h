@@ -29,6 +29,7 @@ class ReductionRound {
 
   /// Used parameters, in order. While counting, without times.
   std::vector<Arrival>& arrivals() { return arrivals_; }
+  const std::vector<Arrival>& arrivals() const { return arrivals_; }
   /// The first bucket that is not launched.
   size_t next_bucket() const { return next_bucket_; }
   /// The same; it counts as launched from now on.

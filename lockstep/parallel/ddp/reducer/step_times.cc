@@ -38,7 +38,9 @@ std::chrono::nanoseconds StepClock::since_backward() const {
   return backward_ ? gradient_ - *backward_ : Clock::duration::zero();
 }
 
-void StepClock::finish(std::chrono::nanoseconds reducing) {
+void StepClock::finish(int64_t iteration, std::chrono::nanoseconds reducing) {
+  constexpr int64_t kAlwaysSampled = 10;
+  if (iteration >= kAlwaysSampled && iteration % sample_rate_ != 0) return reset();
   const auto end = Clock::now();
   const auto between = [](Clock::time_point from, Clock::time_point to) {
     return std::max<int64_t>(0, std::chrono::nanoseconds(to - from).count());

@@ -29,15 +29,16 @@ class StepClock {
   void begin_backward();
   void launch();
   void gradient(size_t bytes, bool in_place);
-  /// The iteration is reduced; `reducing`: the operations' durations added up.
-  void finish(std::chrono::nanoseconds reducing);
+  /// The iteration of this number (from 0) is reduced; `reducing`: the operations' durations added up.
+  void finish(int64_t iteration, std::chrono::nanoseconds reducing);
+  /// Times are kept of the first 10 iterations, and then of every so many.
+  void set_sample_rate(int iterations) { sample_rate_ = iterations; }
   /// The iteration failed, or begins anew.
   void reset();
 
   const StepTimes& last() const { return last_; }
   /// Means over the iterations since the first, which differs.
   StepTimes average() const;
-  int64_t iterations() const { return iterations_; }
   /// Since backward began, of the gradient that arrived last.
   std::chrono::nanoseconds since_backward() const;
 
@@ -48,6 +49,7 @@ class StepClock {
   size_t bytes_ = 0, bytes_in_place_ = 0;
   StepTimes last_, sum_;
   int64_t iterations_ = 0, averaged_ = 0;
+  int sample_rate_ = 100;
 };
 
 }  // namespace lockstep
