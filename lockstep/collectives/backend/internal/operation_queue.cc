@@ -74,7 +74,7 @@ bool OperationWork::isSuccess() const {
 
 std::exception_ptr OperationWork::exception() const {
   std::lock_guard lock(queue_->mutex_);
-  return error_;
+  return done_ ? error_ : nullptr;  // before that the thread that runs it may write it
 }
 
 float OperationWork::getDuration() const {
