@@ -8,7 +8,7 @@
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/streams.h>
 
-namespace lockstep::internal {
+namespace lockstep {
 
 std::optional<c10::Stream> current_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
@@ -58,4 +58,4 @@ at::Tensor moved_to(const at::Tensor& tensor, c10::Device device) {
   return moved;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep

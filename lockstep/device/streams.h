@@ -8,7 +8,7 @@
 #include <c10/core/Stream.h>
 
 /// Orders work on a device's streams. Nothing here waits; the CPU has no streams.
-namespace lockstep::internal {
+namespace lockstep {
 
 /// The calling thread's current stream of `device`; nothing for the CPU.
 std::optional<c10::Stream> current_stream(c10::Device device);
@@ -40,4 +40,4 @@ class WritingStreams {
 /// Autograd goes through it. torch/distributed/utils.py, _recursive_to.
 at::Tensor moved_to(const at::Tensor& tensor, c10::Device device);
 
-}  // namespace lockstep::internal
+}  // namespace lockstep

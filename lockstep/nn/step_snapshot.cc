@@ -32,7 +32,7 @@ void StepSnapshot::restore() {
   at::NoGradGuard no_grad;
   for (auto& [buffer, values] : buffers_) buffer.copy_(values);
   // The caller's next step may use another stream than this thread's.
-  for (const at::Device& device : devices_) internal::current_stream(device)->synchronize();
+  for (const at::Device& device : devices_) current_stream(device)->synchronize();
   buffers_.clear();
 }
 

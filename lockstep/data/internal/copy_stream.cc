@@ -17,11 +17,11 @@ c10::Event CopyStream::run(c10::function_ref<void()> enqueue) const {
 }
 
 void CopyStream::let_current_stream_wait(const c10::Event& event) const {
-  event.block(*lockstep::internal::current_stream(stream_.device()));
+  event.block(*current_stream(stream_.device()));
 }
 
 void CopyStream::used_by_current_stream(const at::Tensor& tensor) const {
-  if (tensor.device() == stream_.device()) lockstep::internal::use_on_current_stream(tensor);
+  if (tensor.device() == stream_.device()) use_on_current_stream(tensor);
 }
 
 }  // namespace lockstep::data::internal

@@ -269,7 +269,7 @@ bool DdpCore::prepares_inputs() const {
 }
 
 at::Tensor DdpCore::prepare_input(const at::Tensor& tensor) const {
-  at::Tensor prepared = input_device_ ? internal::moved_to(tensor, *input_device_) : tensor;
+  at::Tensor prepared = input_device_ ? moved_to(tensor, *input_device_) : tensor;
   if (!options_.mixed_precision || !options_.mixed_precision->param_dtype) return prepared;
   return cast_floating_point(prepared, *options_.mixed_precision->param_dtype);
 }

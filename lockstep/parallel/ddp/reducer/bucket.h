@@ -27,7 +27,7 @@ struct Bucket {
 
   // In this round:
   size_t pending = 0;                // parameters that are not ready
-  internal::WritingStreams streams;  // that gradients came on
+  WritingStreams streams;  // that gradients came on
   at::Tensor sparse_gradient;        // sparse buckets
   std::vector<size_t> copy_back;     // positions whose gradient stays that tensor and gets the values
   c10::intrusive_ptr<c10d::Work> work;

@@ -1,4 +1,4 @@
-"""The drawing of a round's phases in docs/reducer.md is the table that the reducer checks each change against."""
+"""The drawing of a round's phases in docs/internals/reducer.md is the table that the reducer checks each change against."""
 
 import pathlib
 import re
@@ -17,7 +17,7 @@ def changes_in_source():
 
 def changes_in_drawing():
     """Phases stand side by side above the arrows, which lead from one's column to another's."""
-    lines = (REPOSITORY / "docs/reducer.md").read_text().splitlines()
+    lines = (REPOSITORY / "docs/internals/reducer.md").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if ARROW.search(line))
     phases = [(word.start(), word.end(), word[0]) for word in re.finditer(r"\w+", lines[first - 1])]
 

@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-/// phases_test.py compares them with the drawing in docs/reducer.md.
+/// phases_test.py compares them with the drawing in docs/internals/reducer.md.
 constexpr std::pair<RoundPhase, RoundPhase> kPhaseChanges[] = {
     {RoundPhase::kIdle, RoundPhase::kCounting},        // the first gradient
     {RoundPhase::kIdle, RoundPhase::kCollecting},      // the first gradient, or a shadow round

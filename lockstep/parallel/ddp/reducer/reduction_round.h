@@ -14,7 +14,7 @@ enum class RoundPhase : uint8_t {
 };
 
 /// How far one reduction of all parameters is: its phase, the gradients that have arrived, the buckets that
-/// are launched. docs/reducer.md draws the phases. No thread-safety of its own.
+/// are launched. docs/internals/reducer.md draws the phases. No thread-safety of its own.
 class ReductionRound {
  public:
   struct Arrival {
