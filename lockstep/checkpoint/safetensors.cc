@@ -17,7 +17,8 @@ void save_file(const std::map<std::string, at::Tensor>& tensors, const std::file
   std::vector<checkpoint::internal::NamedTensor> named;
   for (const auto& [name, tensor] : tensors) named.push_back({name, tensor});
   FileReplacement temporary(checkpoint::internal::temporary_name(filename));
-  checkpoint::internal::write_tensor_file(temporary.name(), named, metadata, {.sync = false, .checksums = false});
+  checkpoint::internal::write_tensor_file(temporary.name(), named, metadata,
+                                          {.sync = false, .checksums = false});
   if (!temporary.commit(filename)) {
     checkpoint::internal::throw_system_error("rename a temporary file to", filename, errno);
   }

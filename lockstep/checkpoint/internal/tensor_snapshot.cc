@@ -104,7 +104,8 @@ TensorSnapshot::~TensorSnapshot() {
   await_events(device_copies_);
 }
 
-void TensorSnapshot::copy(const std::vector<serialization::StateTensor*>& tensors, Pages& memory, bool later) {
+void TensorSnapshot::copy(const std::vector<serialization::StateTensor*>& tensors, Pages& memory,
+                          bool later) {
   const auto padded = [](int64_t size) {
     return (size + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
   };

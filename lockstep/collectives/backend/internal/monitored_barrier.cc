@@ -104,7 +104,7 @@ std::string await_answer(GroupChannel& channel, std::chrono::milliseconds timeou
   // From here rank 0 waits at most as long as this rank would; it needs a moment more to say how it ended.
   const auto answer = std::make_shared<Answer>();
   auto receiving = messages.receive(answer->data(), kAnswerKind, 0, tag_of(round, kAnswer),
-                                 Deadline::after(timeout + std::chrono::seconds(10)), keep(answer));
+                                    Deadline::after(timeout + std::chrono::seconds(10)), keep(answer));
   if (auto error = outcome(messages, receiving); !error.empty()) {
     return "Rank " + std::to_string(channel.job_rank(channel.rank())) + kReached +
            std::to_string(channel.job_rank(0)) + ": " + error;

@@ -26,10 +26,10 @@ struct Bucket {
   size_t bytes = 0;               // of gradients, without the gaps between slots
 
   // In this round:
-  size_t pending = 0;                // parameters that are not ready
-  WritingStreams streams;  // that gradients came on
-  at::Tensor sparse_gradient;        // sparse buckets
-  std::vector<size_t> copy_back;     // positions whose gradient stays that tensor and gets the values
+  size_t pending = 0;             // parameters that are not ready
+  WritingStreams streams;         // that gradients came on
+  at::Tensor sparse_gradient;     // sparse buckets
+  std::vector<size_t> copy_back;  // positions whose gradient stays that tensor and gets the values
   c10::intrusive_ptr<c10d::Work> work;
   HookFuture future;  // instead of work, with a hook
 };
