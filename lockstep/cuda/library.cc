@@ -18,7 +18,7 @@ namespace lockstep {
 namespace {
 
 /// "GPU-8a5c2b1e-…", as nvidia-smi -L writes it.
-std::string text_of(const cudaUUID_t& uuid) {
+std::string uuid_text(const cudaUUID_t& uuid) {
   std::string text = to_hex(std::string_view(uuid.bytes, sizeof uuid.bytes));
   for (const size_t place : {8, 13, 18, 23}) text.insert(place, 1, '-');
   return "GPU-" + text;
@@ -57,7 +57,7 @@ class Library final : public CudaLibrary {
     // part of the processor may have no address on a bus.
     const std::string address = bus.data();
     const bool on_bus = known && address.find_first_not_of("0:.") != std::string::npos;
-    return c10::str(device.name, " (", on_bus ? address : text_of(device.uuid), ")");
+    return c10::str(device.name, " (", on_bus ? address : uuid_text(device.uuid), ")");
   }
   std::string device_name(int index) override { return properties(index).name; }
   std::string nccl_version() override { return c10d::getNcclVersion(); }

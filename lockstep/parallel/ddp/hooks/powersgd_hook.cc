@@ -240,9 +240,9 @@ void Compression::compute_ps() {
 /// Callbacks run on streams of the pool, which know of the future's value alone.
 void Compression::use_on_current_stream() const {
   for (const at::Tensor& tensor : {gradients_, m_, result_, exchange_, qs_}) {
-    use_on_current_stream(tensor);
+    lockstep::use_on_current_stream(tensor);
   }
-  for (const Matrices& group : matrices_) use_on_current_stream(group.m);  // may be a copy
+  for (const Matrices& group : matrices_) lockstep::use_on_current_stream(group.m);  // may be a copy
 }
 
 void Compression::finish_uncompressed() {
