@@ -55,7 +55,7 @@ std::vector<lockstep::UniqueFd> processes_of_others(int rank, int world_size) {
   std::vector<lockstep::UniqueFd> others;
   for (int other = 0; other < world_size; ++other) {
     const auto pid = static_cast<pid_t>(pids[static_cast<size_t>(other)].item<int64_t>());
-    if (other != rank) others.push_back(lockstep::launch::open_pidfd(pid));
+    if (other != rank) others.push_back(lockstep::launch::require_pidfd(pid));
   }
   return others;
 }
