@@ -1,7 +1,8 @@
 """The C++ of the guides compiles: each snippet of docs/*.md and of README.md, as it stands there.
 
 Programs are whole; what fragments take for granted declares tests/snippets/frame.h. All snippets become one source, whose
-lines are the pages', and which is compiled without making anything of it.
+lines are the pages', and which is compiled without making anything of it. So it does not test that a program includes all
+that it uses.
 """
 
 import json
@@ -10,6 +11,7 @@ import pathlib
 import re
 import shlex
 import subprocess
+import textwrap
 
 import pytest
 
@@ -92,7 +94,8 @@ def compiled(code: str, line: int, page: pathlib.Path) -> str:
 
 def snippets(page: pathlib.Path) -> list:
     text = page.read_text()
-    return [(found[1], text[: found.start()].count("\n") + 2) for found in re.finditer(r"^```cpp\n([\s\S]*?)^```$", text, re.M)]
+    return [(textwrap.dedent(found[2]), text[: found.start()].count("\n") + 2)
+            for found in re.finditer(r"^( *)```cpp\n([\s\S]*?)^\1```$", text, re.M)]
 
 
 def source() -> str:

@@ -22,7 +22,7 @@ def is_source(path: pathlib.Path) -> bool:
 
 def one_piece(text: str) -> str:
     """The source with each text that is written in several pieces in one, without what quotes need."""
-    text = re.sub(r"[ \t]+//.*", "", text)
+    text = re.sub(r"(?m)(^|[ \t])[ \t]*//.*", "", text)
     return BETWEEN.sub("", text).replace('\\"', '"')
 
 
@@ -42,7 +42,7 @@ def fixed_words(message: str) -> list:
 
 def is_in(words: list, text: str) -> bool:
     """Whether the text has all the words, in their order, near each other."""
-    pattern = r"[\s\S]{0,400}?".join(map(re.escape, words))
+    pattern = r"[\s\S]{0,120}?".join(map(re.escape, words))
     return re.search(pattern, text) is not None
 
 

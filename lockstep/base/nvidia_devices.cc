@@ -20,8 +20,9 @@ int count_nvidia_cards(const std::filesystem::path& folder) {
   constexpr std::string_view kBegin = "nvidia";
   int cards = 0;
   std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename();
+  std::filesystem::directory_iterator entry(folder, ignored), end;
+  for (; !ignored && entry != end; entry.increment(ignored)) {
+    const std::string name = entry->path().filename();
     cards += name.size() > kBegin.size() && name.starts_with(kBegin) &&
              std::all_of(name.begin() + kBegin.size(), name.end(),
                          [](unsigned char c) { return std::isdigit(c) != 0; });

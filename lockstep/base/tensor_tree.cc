@@ -49,10 +49,10 @@ void exchange(c10::IValue& value, c10::function_ref<void(at::Tensor&)> visit, Ob
       exchange(slot, visit, objects);
       object->setSlot(i, std::move(slot));
     }
-  } else if (!is_plain_list(value)) {
+  } else if (value.isTuple() || value.isGenericDict() || (value.isList() && !is_plain_list(value))) {
     auto parts = parts_of(value);
     for (auto& part : parts) exchange(part, visit, objects);
-    if (!parts.empty()) value = with_parts(value, std::move(parts));
+    value = with_parts(value, std::move(parts));  // an empty one too: others that share it may fill theirs
   }
 }
 

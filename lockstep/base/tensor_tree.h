@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <concepts>
 #include <cstddef>
 #include <functional>
@@ -30,8 +31,9 @@
 ///       template <class Visitor> void visit_tensors(Visitor&& visit) { visit(logits), visit(hidden); }
 ///     };
 ///
-///     template <class Visitor> void visit_tensors(Output& output, Visitor&& visit);   // in Output's
-///     namespace
+///     template <class Visitor> void visit_tensors(Output& output, Visitor&& visit);
+///
+/// the latter in Output's namespace.
 namespace torch::nn::utils::rnn {
 class PackedSequence;
 }
@@ -123,6 +125,10 @@ inline constexpr bool kIsVariant = false;
 template <class... T>
 inline constexpr bool kIsVariant<std::variant<T...>> = true;
 template <class T>
+inline constexpr bool kIsArray = false;
+template <class T, size_t kSize>
+inline constexpr bool kIsArray<std::array<T, kSize>> = true;
+template <class T>
 inline constexpr bool kIsTuple = false;
 template <class... T>
 inline constexpr bool kIsTuple<std::tuple<T...>> = true;
@@ -163,7 +169,7 @@ consteval Holds what_holds() {
   } else if constexpr (OrderedDictLike<T>) {
     return Holds::kOrderedDict;
   } else if constexpr (Range<T>) {
-    return std::is_trivially_copyable_v<T> ? Holds::kView : Holds::kRange;
+    return std::is_trivially_copyable_v<T> && !kIsArray<T> ? Holds::kView : Holds::kRange;
   } else if constexpr (kIsTuple<T>) {
     return Holds::kTuple;
   } else if constexpr (std::is_trivially_copyable_v<T>) {

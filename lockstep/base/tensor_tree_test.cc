@@ -182,6 +182,14 @@ TEST(ForEachTensor, SearchesIValues) {
   EXPECT_THAT(found(arguments), ElementsAre(1, 10, 20, 30, 40));
 }
 
+TEST(ForEachTensor, GivesAnIValueItsOwnContainersEmptyOnesToo) {
+  const c10::impl::GenericDict cache(c10::StringType::get(), c10::TensorType::get());
+  c10::IValue value = c10::ivalue::Tuple::create({cache, c10::List<Tensor>()});
+  EXPECT_THAT(found_after_replacing(value), ElementsAre());
+  value.toTupleRef().elements()[0].toGenericDict().insert("k", t(3));
+  EXPECT_EQ(cache.size(), 0);
+}
+
 TEST(ForEachTensor, SearchesWhatScriptReturns) {
   torch::jit::Module module("Named");
   module.define(R"(

@@ -1,5 +1,4 @@
 #include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <cuda_runtime_api.h>
 #include <string>

@@ -243,10 +243,12 @@ namespace {
 TEST(PinMemoryOnDevice, FindsTheTensorsOfABatch) {
   test_device();
   auto here = torch::ones({3});
-  const auto [list, optionals, map, array, text, bits, pointer, documents, counted] = pin_memory(std::tuple(
-      std::vector{here, at::Tensor(), here}, std::pair{std::optional{here}, std::optional<at::Tensor>()},
-      std::map<int, Example>{{1, {here, {}}}}, std::array{std::pair{1, here}}, std::string("text"),
-      std::vector<bool>{true, false}, &here, Documents{{"a"}, {{"b", here}}}, std::vector<Counted>(2)));
+  const auto [list, optionals, map, array, text, bits, pointer, documents, counted, two] =
+      pin_memory(std::tuple(
+          std::vector{here, at::Tensor(), here}, std::pair{std::optional{here}, std::optional<at::Tensor>()},
+          std::map<int, Example>{{1, {here, {}}}}, std::array{std::pair{1, here}}, std::string("text"),
+          std::vector<bool>{true, false}, &here, Documents{{"a"}, {{"b", here}}}, std::vector<Counted>(2),
+          std::array<Counted, 2>()));
   EXPECT_TRUE(list[0].is_pinned() && !list[1].defined() && list[2].is_pinned());
   EXPECT_TRUE(optionals.first->is_pinned() && !optionals.second);
   EXPECT_TRUE(map.at(1).data.is_pinned() && !map.at(1).target.defined());
@@ -255,6 +257,7 @@ TEST(PinMemoryOnDevice, FindsTheTensorsOfABatch) {
   EXPECT_EQ(bits, (std::vector<bool>{true, false}));
   EXPECT_TRUE(documents.tensors.at("b").is_pinned());
   EXPECT_EQ(counted[0].pinned + counted[1].pinned, 2);
+  EXPECT_EQ(two[0].pinned + two[1].pinned, 2);
   EXPECT_TRUE(pointer == &here && !here.is_pinned());
 }
 

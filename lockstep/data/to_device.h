@@ -15,8 +15,10 @@ T to_device(T value, c10::Device device, bool non_blocking = false) {
   static_assert(can_replace_tensors<T>,
                 "no tensors can be found in this type of batch; give it a visit_tensors() (see "
                 "lockstep/base/tensor_tree.h)");
-  for_each_owned_tensor(
-      value, [&](at::Tensor& tensor) { tensor = tensor.to(tensor.options().device(device), non_blocking); });
+  for_each_owned_tensor(value, [&](auto& tensor) {
+    // Does not compile for a tensor that is const: it would stay where it is.
+    static_cast<at::Tensor&>(tensor) = tensor.to(tensor.options().device(device), non_blocking);
+  });
   return value;
 }
 

@@ -11,13 +11,8 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import time
-import types
 
 from conformance import processes
-
-BARRIER_POLL_SECONDS = 0.1  # that distributed_test.Barrier sleeps between looks
-QUICK_POLL_SECONDS = 0.005
 
 
 class RankFailed(AssertionError):
@@ -90,15 +85,3 @@ def check_exits(ranks, expected):
             raise RankFailed(f"rank {index} was ended by {signal.Signals(-rank.exitcode).name}")
         if rank.exitcode >= 0 and rank.exitcode not in (expected, ranks[0].exitcode):
             raise RankFailed(f"rank {index} ended with status {rank.exitcode}, expected {expected}")
-
-
-def poll_barrier_faster(module):
-    """distributed_test.Barrier, a loop over files, sleeps 0.1 s between looks, at least twice a test: look oftener."""
-
-    def sleep(seconds):
-        time.sleep(QUICK_POLL_SECONDS if seconds == BARRIER_POLL_SECONDS else seconds)
-
-    replacement = types.ModuleType("time")
-    replacement.__dict__.update(time.__dict__)
-    replacement.sleep = sleep
-    module.time = replacement

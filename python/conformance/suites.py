@@ -6,12 +6,16 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import time
+import types
 import unittest
 
 PACKAGE = "torch.testing._internal.distributed"
 BACKENDS = ("gloo", "lockstep", "replace_gloo")
 OWN_WORLD_SIZE = 4  # of the modules whose tests fix the number of ranks themselves
 MAIN = "distributed_test"
+BARRIER_POLL_SECONDS = 0.1  # that distributed_test.Barrier sleeps between looks
+QUICK_POLL_SECONDS = 0.005
 
 # Every module of the package that has code is in one of these two; a test checks that.
 TEST_MODULES = {
@@ -141,11 +145,21 @@ def engage(configuration):
         DistTestCases.backend_feature[feature].add("lockstep")
 
 
-def tests_of_distributed_test():
-    from conformance import ranks
+def poll_barrier_faster(module):
+    """distributed_test.Barrier, a loop over files, sleeps 0.1 s between looks, at least twice a test: look oftener."""
 
+    def sleep(seconds):
+        time.sleep(QUICK_POLL_SECONDS if seconds == BARRIER_POLL_SECONDS else seconds)
+
+    replacement = types.ModuleType("time")
+    replacement.__dict__.update(time.__dict__)
+    replacement.sleep = sleep
+    module.time = replacement
+
+
+def tests_of_distributed_test():
     module = importlib.import_module(f"{PACKAGE}.{MAIN}")
-    ranks.poll_barrier_faster(module)
+    poll_barrier_faster(module)
     lift_outdated_skips(module.DistributedTest._DistTestBase)
     module.PROFILING_SUPPORTED_BACKENDS.append("lockstep")  # so that its collectives' profiler events are looked at too
 

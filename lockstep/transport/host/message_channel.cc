@@ -388,7 +388,7 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
   // that of a rank that any event has just woken does not count.
   const int stopped = cause >= 0 && transport.is_stopped(cause) ? cause : stopped_cause();
   return {std::make_exception_ptr(timeout_error(request, senders, cause, stopped)),
-          stopped >= 0 ? stopped : cause};
+          request.peer == kAnySource ? stopped : cause};
 }
 
 bool MessageChannel::end_hopeless() {

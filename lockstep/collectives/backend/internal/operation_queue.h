@@ -71,9 +71,9 @@ class OperationWork final : public c10d::Work {
   const FutureForm future_form_;
   const std::shared_ptr<const DeviceResults> device_results_;  // left to a device to finish; may be null
   std::function<void(bool)> body_;
+  std::exception_ptr error_;  // written by the thread that runs the operation, before done_
   // Under the queue's mutex:
   bool done_ = false;
-  std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   uint64_t number_ = 0;
   std::chrono::steady_clock::duration duration_{};

@@ -48,7 +48,7 @@ class ParameterUse {
   /// The round is finished.
   void note_round();
   void begin_round();
-  /// As new.
+  /// Forgets what holds for one group: unused parameters, counts, what any rank used.
   void restart();
 
   /// Whether all rounds so far used the same parameters.

@@ -13,7 +13,7 @@ namespace {
 constexpr std::pair<RoundPhase, RoundPhase> kPhaseChanges[] = {
     {RoundPhase::kIdle, RoundPhase::kCounting},        // the first gradient
     {RoundPhase::kIdle, RoundPhase::kCollecting},      // the first gradient, or a shadow round
-    {RoundPhase::kCounting, RoundPhase::kCollecting},  // the end of backward
+    {RoundPhase::kCounting, RoundPhase::kCollecting},  // the end of backward, or a shadow round
     {RoundPhase::kCollecting, RoundPhase::kLaunched},  // the last bucket is launched
     {RoundPhase::kCounting, RoundPhase::kIdle},        // given up
     {RoundPhase::kCollecting, RoundPhase::kIdle},      // given up, or a launch has failed
