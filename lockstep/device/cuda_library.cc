@@ -8,8 +8,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/base/nvidia_devices.h>
 #include <lockstep/device/cuda_library.h>
+#include <lockstep/device/nvidia_devices.h>
 
 namespace lockstep {
 namespace {

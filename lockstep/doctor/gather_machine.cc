@@ -8,8 +8,8 @@
 #include <sys/statvfs.h>
 #include <system_error>
 
-#include <lockstep/base/nvidia_devices.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/device/nvidia_devices.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
 

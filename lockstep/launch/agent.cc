@@ -16,9 +16,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/nvidia_devices.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/write_all.h>
+#include <lockstep/device/nvidia_devices.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/failure_report.h>

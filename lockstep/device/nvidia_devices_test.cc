@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/nvidia_devices.h>
+#include <lockstep/device/nvidia_devices.h>
 #include <lockstep/testing/folder_test.h>
 
 namespace lockstep::nvidia_devices_test {

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <system_error>
 
-#include <lockstep/base/nvidia_devices.h>
+#include <lockstep/device/nvidia_devices.h>
 
 namespace lockstep {
 
