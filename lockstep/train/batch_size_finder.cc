@@ -188,8 +188,8 @@ class Finder {
     std::string reason;
     for (size_t i = 0; i < agreement.reports.size(); ++i) {
       const auto& report = agreement.reports[i];
-      if (report.kind == FailureKind::kOther) std::rethrow_exception(failure);
-      if (report.kind != FailureKind::kOutOfMemory || !reason.empty()) continue;
+      if (report.kind == FailureCause::kOther) std::rethrow_exception(failure);
+      if (report.kind != FailureCause::kOutOfMemory || !reason.empty()) continue;
       reason = "rank " + std::to_string(agreement.former_ranks[i]) + " ran out of memory";
     }
     if (agreement.somebody_died || reason.empty()) std::rethrow_exception(failure);

@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-using train::FailureKind;
+using train::FailureCause;
 
 RobustLoop::RobustLoop(TrainerCore& trainer, RobustLoopOptions options)
     : trainer_(trainer), options_(std::move(options)) {
@@ -126,9 +126,9 @@ bool RobustLoop::all_can_repeat() const {
   const auto& reports = agreement_->reports;
   bool out_of_memory = false, can_lower = false;
   for (const auto& report : reports) {
-    if (!report.can_repeat || !report.can_save || report.kind == FailureKind::kOther) return false;
+    if (!report.can_repeat || !report.can_save || report.kind == FailureCause::kOther) return false;
     if (report.step != reports.front().step) return false;
-    out_of_memory = out_of_memory || report.kind == FailureKind::kOutOfMemory;
+    out_of_memory = out_of_memory || report.kind == FailureCause::kOutOfMemory;
     can_lower = can_lower || report.largest_micro_batch > 1;
   }
   return out_of_memory && can_lower && !agreement_->somebody_died;
@@ -138,7 +138,7 @@ bool RobustLoop::all_can_repeat() const {
 std::string RobustLoop::first_cause() const {
   for (size_t i = 0; i < agreement_->reports.size(); ++i) {
     const auto& report = agreement_->reports[i];
-    if (report.kind == FailureKind::kPeer) continue;
+    if (report.kind == FailureCause::kPeer) continue;
     return "rank " + std::to_string(agreement_->former_ranks[i]) + " failed after step " +
            std::to_string(report.step) + ": " + report.text;
   }
@@ -183,9 +183,9 @@ void RobustLoop::save_what_is_left() {
 }
 
 void RobustLoop::throw_first_cause(const std::exception_ptr& own) const {
-  const bool own_cause = train::kind_of(own) != FailureKind::kPeer;
+  const bool own_cause = train::kind_of(own) != FailureCause::kPeer;
   const bool peers_cause = std::any_of(agreement_->reports.begin(), agreement_->reports.end(),
-                                       [](const auto& report) { return report.kind != FailureKind::kPeer; });
+                                       [](const auto& report) { return report.kind != FailureCause::kPeer; });
   if (own_cause || !peers_cause) std::rethrow_exception(own);
   C10_THROW_ERROR(DistBackendError, first_cause());
 }

@@ -243,11 +243,11 @@ TEST(RobustLoopOnDevice, AllRanksMakeRoomWhenOneHasNoMemory) {
       failure = std::current_exception();
     }
     EXPECT_EQ(train::kind_of(failure),
-              rank == 1 ? train::FailureKind::kOutOfMemory : train::FailureKind::kPeer);
+              rank == 1 ? train::FailureCause::kOutOfMemory : train::FailureCause::kPeer);
     const auto agreement = train::agree_on_failure(
         {.kind = train::kind_of(failure), .text = text_of(failure)}, std::chrono::minutes(1));
     ASSERT_EQ(agreement.reports.size(), 2U);
-    EXPECT_EQ(agreement.reports[1].kind, train::FailureKind::kOutOfMemory);
+    EXPECT_EQ(agreement.reports[1].kind, train::FailureCause::kOutOfMemory);
     if (testing::test_device_is_simulated()) {
       EXPECT_EQ(simulated::counters().emptied_caches, before.emptied_caches + 1);
     }
@@ -282,7 +282,7 @@ TEST(BatchSizeFinderOnDevice, FindsWhatTheDeviceHasMemoryFor) {
   EXPECT_TRUE(at::equal(accelerator_generators().at(0).get_state(), random));
 }
 
-TEST(FailureKind, KnowsWhatTheDriverAndItsLibrariesSay) {
+TEST(FailureCause, KnowsWhatTheDriverAndItsLibrariesSay) {
   const auto kind_of = [](const char* text, bool of_backend) {
     try {
       if (of_backend) C10_THROW_ERROR(DistBackendError, text);
@@ -291,14 +291,14 @@ TEST(FailureKind, KnowsWhatTheDriverAndItsLibrariesSay) {
       return train::kind_of(std::current_exception());
     }
   };
-  using train::FailureKind;
+  using train::FailureCause;
   for (const char* text : {"CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory",
                            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"}) {
-    EXPECT_EQ(kind_of(text, false), FailureKind::kOutOfMemory) << text;
+    EXPECT_EQ(kind_of(text, false), FailureCause::kOutOfMemory) << text;
   }
-  EXPECT_EQ(kind_of("NCCL error: ... Cuda failure 2 'out of memory'", true), FailureKind::kOutOfMemory);
-  EXPECT_EQ(kind_of("CUDA error: an illegal memory access was encountered", false), FailureKind::kOther);
-  EXPECT_EQ(kind_of("rank 1 is gone", true), FailureKind::kPeer);
+  EXPECT_EQ(kind_of("NCCL error: ... Cuda failure 2 'out of memory'", true), FailureCause::kOutOfMemory);
+  EXPECT_EQ(kind_of("CUDA error: an illegal memory access was encountered", false), FailureCause::kOther);
+  EXPECT_EQ(kind_of("rank 1 is gone", true), FailureCause::kPeer);
 }
 
 }  // namespace

@@ -22,13 +22,13 @@ struct Terms {
 };
 
 /// Whose memory an operation works on: what a peer that is late writes there matters to the user alone.
-enum class MemoryOwner { kUser, kOperation };
+enum class BufferOwner { kUser, kOperation };
 
 /// `data`: signature.numel elements of signature.dtype, reduced in rank order; complex numbers as pairs of
 /// real ones. The result replaces the data on all ranks, or if signature.root is a rank, on that one. Memory
 /// of the operation's own must stay until the group is closed, should the operation fail.
 void reduce(transport::GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
-            MemoryOwner owner);
+            BufferOwner owner);
 
 void barrier(transport::GroupChannel& channel, const Terms& terms);
 

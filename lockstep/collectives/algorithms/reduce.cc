@@ -231,7 +231,7 @@ void finish(GroupChannel& channel) {
 }
 
 void reduce(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
-            MemoryOwner owner) {
+            BufferOwner owner) {
   Reduction reduction(channel, signature, data);
   channel.begin(terms.deadline, terms.background);
   auto announcement = announcement_of(signature);
@@ -242,7 +242,7 @@ void reduce(GroupChannel& channel, const Terms& terms, const Signature& signatur
     announcement.payload_bytes = reduction.bytes();
   } else {
     const transport::Arena& arena = channel.transport().arena();
-    exposing = owner == MemoryOwner::kUser && reduction.wants_result();
+    exposing = owner == BufferOwner::kUser && reduction.wants_result();
     announcement.memory =
         exposing ? arena.find_writable(data, reduction.bytes()) : arena.find(data, reduction.bytes());
   }

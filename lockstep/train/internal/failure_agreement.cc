@@ -37,15 +37,15 @@ bool says_nccl_is_out_of_memory(std::string_view text) {
 /// A rank's report of having no memory is every rank's reason to keep none back: ranks may share a card.
 void make_room(const FailureAgreement& agreement) {
   const bool needed = std::any_of(agreement.reports.begin(), agreement.reports.end(), [](const auto& report) {
-    return report.kind == FailureKind::kOutOfMemory;
+    return report.kind == FailureCause::kOutOfMemory;
   });
   if (needed) empty_device_cache();
 }
 
-FailureKind kind_of_nested(const std::exception& error, FailureKind otherwise) {
+FailureCause kind_of_nested(const std::exception& error, FailureCause otherwise) {
   const auto* nested = dynamic_cast<const std::nested_exception*>(&error);
   if (nested == nullptr || !nested->nested_ptr()) return otherwise;
-  return kind_of(nested->nested_ptr()) == FailureKind::kOutOfMemory ? FailureKind::kOutOfMemory : otherwise;
+  return kind_of(nested->nested_ptr()) == FailureCause::kOutOfMemory ? FailureCause::kOutOfMemory : otherwise;
 }
 
 StateDict as_object(const FailureReport& report, int rank) {
@@ -60,7 +60,7 @@ StateDict as_object(const FailureReport& report, int rank) {
 
 FailureReport report_of(const StateDict& object) {
   constexpr const char* kOwner = "FailureReport";
-  return {.kind = static_cast<FailureKind>(state_value<int64_t>(object, "kind", kOwner)),
+  return {.kind = static_cast<FailureCause>(state_value<int64_t>(object, "kind", kOwner)),
           .text = state_value<std::string>(object, "text", kOwner),
           .step = state_value<int64_t>(object, "step", kOwner),
           .largest_micro_batch = state_value<int64_t>(object, "largest_micro_batch", kOwner),
@@ -75,21 +75,21 @@ std::chrono::milliseconds timeout_of(const ProcessGroup& group) {
 
 }  // namespace
 
-FailureKind kind_of(const std::exception_ptr& failure) {
+FailureCause kind_of(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const c10::OutOfMemoryError&) {
-    return FailureKind::kOutOfMemory;
+    return FailureCause::kOutOfMemory;
   } catch (const std::bad_alloc&) {
-    return FailureKind::kOutOfMemory;
+    return FailureCause::kOutOfMemory;
   } catch (const c10::DistBackendError& error) {
-    if (says_nccl_is_out_of_memory(error.what_without_backtrace())) return FailureKind::kOutOfMemory;
-    return kind_of_nested(error, FailureKind::kPeer);
+    if (says_nccl_is_out_of_memory(error.what_without_backtrace())) return FailureCause::kOutOfMemory;
+    return kind_of_nested(error, FailureCause::kPeer);
   } catch (const std::exception& error) {
-    if (says_out_of_memory(text_of(error))) return FailureKind::kOutOfMemory;
-    return kind_of_nested(error, FailureKind::kOther);
+    if (says_out_of_memory(text_of(error))) return FailureCause::kOutOfMemory;
+    return kind_of_nested(error, FailureCause::kOther);
   } catch (...) {
-    return FailureKind::kOther;
+    return FailureCause::kOther;
   }
 }
 

@@ -11,7 +11,7 @@
 namespace lockstep::train {
 
 /// What went wrong on a rank.
-enum class FailureKind {
+enum class FailureCause {
   kPeer,         // a collective failed, because of another rank
   kOutOfMemory,  // an allocation did
   kOther,
@@ -20,11 +20,11 @@ enum class FailureKind {
 /// c10::OutOfMemoryError (a device's), std::bad_alloc, what LibTorch's CPU allocator throws, and what cuBLAS
 /// and NCCL say of a device without memory, also where they are nested in another error, are kOutOfMemory;
 /// any other c10::DistBackendError is kPeer.
-FailureKind kind_of(const std::exception_ptr& failure);
+FailureCause kind_of(const std::exception_ptr& failure);
 
 /// A rank's part of the agreement.
 struct FailureReport {
-  FailureKind kind = FailureKind::kOther;
+  FailureCause kind = FailureCause::kOther;
   std::string text;
   int64_t step = 0;                 // that it has done
   int64_t largest_micro_batch = 0;  // samples

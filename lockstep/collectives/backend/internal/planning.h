@@ -78,7 +78,7 @@ PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& 
   auto* data = const_cast<void*>(buffer.const_data_ptr());
   const bool users = std::any_of(tensors.begin(), tensors.end(),
                                  [&](const at::Tensor& tensor) { return tensor.is_alias_of(buffer); });
-  const auto owner = users ? algorithms::MemoryOwner::kUser : algorithms::MemoryOwner::kOperation;
+  const auto owner = users ? algorithms::BufferOwner::kUser : algorithms::BufferOwner::kOperation;
   return {.signature = signature,
           .type = type,
           .inputs = tensors,

@@ -92,9 +92,9 @@ std::string nccl_problems(const std::vector<RankDevice>& members) {
 constexpr const char* kLockstepInstead =
     "\"lockstep\" (or no backend at all), which stages the tensors of cards through shared memory";
 
-Decision refuse_or_nccl(const std::vector<RankDevice>& members) {
+BackendChoice refuse_or_nccl(const std::vector<RankDevice>& members) {
   const std::string& asked = members.front().backend;
-  Decision decision{.backend = asked, .warnings = {}};
+  BackendChoice decision{.backend = asked, .warnings = {}};
   const std::string begin = "backend '" + asked + "' can't be used: ";
   if (const std::string problems = nccl_problems(members); !problems.empty()) {
     decision.refusal = begin + problems + ". With CPU tensors use \"lockstep\", or no backend at all";
@@ -114,8 +114,8 @@ Decision refuse_or_nccl(const std::vector<RankDevice>& members) {
   return decision;
 }
 
-Decision choose(const std::vector<RankDevice>& members) {
-  Decision decision{.backend = backend_names::kLockstep, .warnings = {}};
+BackendChoice choose(const std::vector<RankDevice>& members) {
+  BackendChoice decision{.backend = backend_names::kLockstep, .warnings = {}};
   const auto on_cuda = [](const RankDevice& member) { return member.device.starts_with("cuda"); };
   const std::string sharing = who_shares(members);
   if (!sharing.empty()) {
@@ -199,13 +199,13 @@ RankDevice from_record(const std::string& record) {
   }
 }
 
-Decision decide(const std::vector<RankDevice>& members) {
+BackendChoice decide(const std::vector<RankDevice>& members) {
   TORCH_INTERNAL_ASSERT(!members.empty());
   const std::string& first = members.front().backend;
   const bool same = std::all_of(members.begin(), members.end(),
                                 [&](const RankDevice& member) { return member.backend == first; });
   if (!same) {
-    Decision decision;
+    BackendChoice decision;
     decision.mismatch = who_says_what(members, [](const RankDevice& member) {
       return member.backend.empty() ? std::string("none") : "'" + member.backend + "'";
     });
@@ -213,7 +213,7 @@ Decision decide(const std::vector<RankDevice>& members) {
   }
   if (first.empty()) return choose(members);
   if (backend_names::uses_nccl(first)) return refuse_or_nccl(members);
-  Decision decision{.backend = first, .warnings = {}};
+  BackendChoice decision{.backend = first, .warnings = {}};
   if (const std::string sharing = who_shares(members); !sharing.empty()) {
     decision.warnings.push_back(sharing + " and take turns on it; start one rank for each card to be faster");
   }

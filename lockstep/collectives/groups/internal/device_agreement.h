@@ -26,7 +26,7 @@ std::string to_record(const RankDevice& device);
 /// The reverse. Throws c10::DistBackendError when it is no such record.
 RankDevice from_record(const std::string& record);
 
-struct Decision {
+struct BackendChoice {
   std::string backend;                // in words of backend_names; never empty
   std::vector<std::string> warnings;  // for people
   std::string mismatch = {};          // the ranks asked for different backends: which
@@ -36,6 +36,6 @@ struct Decision {
 /// For the members of a group, by rank. NCCL, when it was asked for, or refused; when nothing was asked for,
 /// NCCL if every rank has chosen a card of its own and NCCL works there, else "lockstep", which stages device
 /// tensors through shared memory.
-Decision decide(const std::vector<RankDevice>& members);
+BackendChoice decide(const std::vector<RankDevice>& members);
 
 }  // namespace lockstep::device_agreement

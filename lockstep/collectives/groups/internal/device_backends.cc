@@ -93,7 +93,7 @@ std::string agree(const group_making::Gather& gather, const std::string& call, i
   for (const auto& list : lists) {
     std::vector<RankDevice> members;
     for (int position : list) members.push_back(from_record(records.at(static_cast<size_t>(position))));
-    const Decision decision = decide(members);
+    const BackendChoice decision = decide(members);
     TORCH_CHECK_WITH(DistBackendError, decision.mismatch.empty(), call,
                      ": the ranks asked for different backends: ", decision.mismatch,
                      "; all of them must ask for the same");
