@@ -47,7 +47,7 @@ std::vector<rlim_t> limits_of_this_process() {
 
 /// Whether a library may read the variable when it is loaded: the loader, malloc, OpenMP, LibTorch, CUDA,
 /// sanitizers and GoogleTest.
-bool read_at_load(std::string_view name) {
+[[maybe_unused]] bool read_at_load(std::string_view name) {
   for (const char* prefix : {"LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_",
                              "TORCH_", "PYTORCH_", "ATEN_", "C10_", "CUDA_", "NVIDIA_", "NCCL_", "GTEST_"}) {
     if (name.starts_with(prefix)) return true;
