@@ -149,6 +149,7 @@ Place meet(const FileMeeting& meeting, const Call& call) {
   check_file(meeting.path);
   auto entry = StoreCache::instance().entry("file://" + meeting.path, call.rank);
   {
+    std::lock_guard lock(entry->opening);
     // The file was deleted since the last time: what the store remembers of it is worthless. It is leaked,
     // because its destructor would sign this process off in the file that a peer may have made anew.
     if (entry->store && !is_same_file(entry->file, meeting.path)) entry->store.release();
