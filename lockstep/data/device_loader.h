@@ -41,6 +41,7 @@ class DeviceEpoch {
  public:
   DeviceEpoch(Loader& loader, c10::Device device, int64_t prefetch, std::shared_ptr<Ahead> ahead)
       : loader_(loader), iterator_(loader.begin()), prefetch_(prefetch), ahead_(std::move(ahead)) {
+    look();
     if (!device.is_cpu()) copies_.emplace(device);
   }
   DeviceEpoch(const DeviceEpoch&) = delete;
@@ -66,29 +67,38 @@ class DeviceEpoch {
       ready_.pop_front();
       if (copies_) hand_out(*batch);
       fetch_until(prefetch_);
-      if (uncopied_) failure_ = nullptr;  // there may be memory for it when it is asked for
+      if (stands_ == Stands::kAtBatch) failure_ = nullptr;  // there may be memory for it when it is asked for
     }
-    *ahead_ = {static_cast<int64_t>(ready_.size()) + (uncopied_ ? 1 : 0), ended_ && batch};
+    *ahead_ = {static_cast<int64_t>(ready_.size()) + (stands_ == Stands::kAtBatch ? 1 : 0),
+               stands_ == Stands::kAtEnd && batch};
     if (!batch && failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     return batch;
   }
 
  private:
+  /// Where the other loader's iterator stands.
+  enum class Stands : uint8_t {
+    kAtBatch,  // whose copy is to be made, or has failed and is to be tried again
+    kBehind,  // a batch that was copied; ++ leads to the next, also where the other loader failed to make one
+    kAtEnd,
+  };
   struct Entry {
     Batch host;
     std::optional<c10::Event> done;  // copying
   };
 
+  void look() { stands_ = iterator_ == loader_.end() ? Stands::kAtEnd : Stands::kAtBatch; }
+
   void fetch_until(int64_t count) {
-    while (static_cast<int64_t>(ready_.size()) < count && !ended_ && !failure_) {
+    while (static_cast<int64_t>(ready_.size()) < count && stands_ != Stands::kAtEnd && !failure_) {
       try {
-        if (!uncopied_) {
-          if (std::exchange(begun_, true)) ++iterator_;
-          ended_ = iterator_ == loader_.end();
-          uncopied_ = !ended_;
+        if (stands_ == Stands::kBehind) {
+          ++iterator_;
+          look();
         }
-        if (uncopied_) fetch(*iterator_);
-        uncopied_ = false;
+        if (stands_ == Stands::kAtEnd) break;
+        fetch(*iterator_);
+        stands_ = Stands::kBehind;
       } catch (...) {
         failure_ = std::current_exception();  // for the caller that asks for that batch
       }
@@ -125,9 +135,7 @@ class DeviceEpoch {
   std::deque<Batch> ready_;
   std::deque<Entry> ahead_entries_;  // with copies_, of the batches in ready_
   std::deque<Entry> handed_out_;     // with copies_, whose copies may still run
-  bool begun_ = false;
-  bool ended_ = false;
-  bool uncopied_ = false;  // the iterator's batch: its copy has failed, and is to be tried again
+  Stands stands_ = Stands::kAtEnd;
   std::exception_ptr failure_;
 };
 

@@ -118,7 +118,7 @@ void BatchPipeline::make_from_stream(int64_t batch, Outcome& outcome) {
   {
     std::unique_lock<std::mutex> lock(turn_mutex_);
     turn_changed_.wait(lock, [&] { return turns_over_ || turn_ == batch; });
-    if (turns_over_ || stream_ended_) return;
+    if (turns_over_) return;
     position = drawn_;
   }
   // The turn is this thread's until it passes it on, whatever happens to the stream.
@@ -134,9 +134,8 @@ void BatchPipeline::make_from_stream(int64_t batch, Outcome& outcome) {
   {
     const std::lock_guard<std::mutex> lock(turn_mutex_);
     drawn_ += taken;
-    stream_ended_ = failure != nullptr || taken < plan_->batch_size;
     // At the end every worker comes by, to see that it is the end.
-    if (stream_ended_) turns_over_ = true;
+    if (failure != nullptr || taken < plan_->batch_size) turns_over_ = true;
     ++turn_;
   }
   turn_changed_.notify_all();
@@ -218,7 +217,7 @@ BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
 }
 
 std::shared_ptr<void> BatchPipeline::next() {
-  if (over_) return nullptr;
+  if (progress_->phase != EpochPhase::kUnderWay) return nullptr;
   // The caller goes on behind a batch that could not be made; until now it would have come again.
   if (const int64_t failed = std::exchange(failed_samples_, 0); failed > 0) pass(failed);
   Outcome outcome;
@@ -229,16 +228,14 @@ std::shared_ptr<void> BatchPipeline::next() {
   } else {
     outcome = take(lanes_[static_cast<size_t>(next_batch_ % static_cast<int64_t>(lanes_.size()))]);
   }
-  over_ = outcome.samples == 0;
+  if (outcome.samples == 0) {
+    progress_->phase = outcome.failure ? EpochPhase::kFailed : EpochPhase::kFinished;
+  }
   if (outcome.failure) {
     failed_samples_ = outcome.samples;
     std::rethrow_exception(std::move(outcome.failure));
   }
-  if (over_) {
-    progress_->finished = true;
-  } else {
-    pass(outcome.samples);
-  }
+  if (outcome.samples > 0) pass(outcome.samples);
   return std::move(outcome.batch);
 }
 

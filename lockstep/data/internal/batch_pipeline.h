@@ -48,11 +48,22 @@ struct EpochPlan {
   Slice slice(int64_t batch) const;
 };
 
-/// How far an epoch has come; written by the thread that iterates.
+/// Where a loader's latest epoch stands. EpochPlanner makes an epoch loaded or under way;
+/// BatchPipeline::next() ends one that is under way.
+enum class EpochPhase : uint8_t {
+  kNone,            // no epoch has begun
+  kLoaded,          // from a state, and waits for start_epoch()
+  kLoadedFinished,  // from a state, in which it had ended
+  kUnderWay,        // gives batches
+  kFailed,          // gives no more, after an error of the stream or of worker_init_fn; it had no end
+  kFinished,        // its end was reached
+};
+
+/// How far an epoch has come; while it is under way, written by the thread that iterates.
 struct EpochProgress {
+  EpochPhase phase = EpochPhase::kNone;
   int64_t batches = 0;  // that were handed out, those before a resume included
   int64_t samples = 0;
-  bool finished = false;  // the end was reached
 };
 
 /// How an epoch is run.
@@ -80,7 +91,7 @@ struct PipelineOptions {
 /// waited_ is a counter, read and written relaxed: no other data depends on it.
 class BatchPipeline {
  public:
-  /// No pool: no background threads.
+  /// No pool: no background threads. `progress` is under way.
   BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe recipe, PipelineOptions options,
                 std::shared_ptr<EpochProgress> progress, std::shared_ptr<std::atomic<int64_t>> waited,
                 std::shared_ptr<WorkerPool> pool);
@@ -125,16 +136,14 @@ class BatchPipeline {
 
   int64_t next_batch_;          // next()'s own
   int64_t failed_samples_ = 0;  // next()'s own: of the batch that it has thrown for; 0: it has not
-  bool over_ = false;           // next()'s own
   std::vector<Lane> lanes_;
   int64_t job_ = 0;
 
   std::mutex turn_mutex_;
   std::condition_variable turn_changed_;
-  int64_t turn_ = 0;           // the batch whose worker may draw; guarded by turn_mutex_, as all below
-  int64_t drawn_ = 0;          // samples of the epoch that were drawn
-  bool stream_ended_ = false;  // or failed
-  bool turns_over_ = false;    // no thread shall draw any more
+  int64_t turn_ = 0;         // the batch whose worker may draw; guarded by turn_mutex_, as all below
+  int64_t drawn_ = 0;        // samples of the epoch that were drawn
+  bool turns_over_ = false;  // no thread shall draw any more: stop() was called, or the stream is at its end
 };
 
 }  // namespace lockstep::data::internal

@@ -106,16 +106,15 @@ void EpochPlanner::ask_for_order(EpochPlan& plan) const {
   }
 }
 
-void EpochPlanner::go_on(EpochPlan& plan, const Resume& resume) const {
+void EpochPlanner::go_on(EpochPlan& plan, const EpochProgress& loaded) const {
   TORCH_CHECK_VALUE(
-      iterable() || order_of(plan) == resume.order,
+      iterable() || order_of(plan) == loaded_order_,
       "DataLoader: the sampler gives another order than that of the epoch which was saved after ",
-      resume.samples,
+      loaded.samples,
       " samples. Make it with the same arguments and seed, on the same data set "
       "and number of ranks, and begin at the same epoch (set_epoch); or don't load the state");
-  plan.base_seed = resume.base_seed;
-  plan.first = resume.samples;
-  plan.first_batch = resume.batches;
+  plan.first = loaded.samples;
+  plan.first_batch = loaded.batches;
 }
 
 int64_t EpochPlanner::new_base_seed() const {
@@ -132,13 +131,15 @@ std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
                                                     .drop_last = options_.drop_last,
                                                     .dataset_size = dataset_size_.value_or(0)});
   // A resumed epoch has drawn its base seed before it was saved.
-  if (!resume_) plan->base_seed = new_base_seed();
+  plan->base_seed = loaded() ? *base_seed_ : new_base_seed();
   ask_for_order(*plan);
   auto progress = std::make_shared<EpochProgress>();
-  if (const auto resume = std::exchange(resume_, std::nullopt)) {
-    go_on(*plan, *resume);
-    *progress = {.batches = resume->batches, .samples = resume->samples};
+  if (loaded()) {
+    const auto before = std::exchange(progress_, std::make_shared<EpochProgress>());
+    go_on(*plan, *before);
+    *progress = *before;
   }
+  progress->phase = EpochPhase::kUnderWay;
   sampler_state_ = sampler_state();
   base_seed_ = plan->base_seed;
   plan_ = plan;
@@ -169,7 +170,7 @@ bool EpochPlanner::start_at(int64_t position) {
                                           : sampler().start_at(position))) {
     return false;
   }
-  resume_.reset();
+  if (loaded()) progress_ = std::make_shared<EpochProgress>();
   return true;
 }
 
@@ -177,12 +178,12 @@ StateDict EpochPlanner::state_dict(int64_t unseen_batches, bool end_unseen) cons
   StateDict state;
   if (generator_) state["generator"] = generator_->get_state();
   if (base_seed_) state["base_seed"] = *base_seed_;
-  if (resume_) {  // loaded, and not gone on with yet
+  if (loaded()) {
     state["epoch_under_way"] = true;
     state["epoch_finished"] = false;
-    state["samples"] = resume_->samples;
-    state["batches"] = resume_->batches;
-    state["order"] = resume_->order;
+    state["samples"] = progress_->samples;
+    state["batches"] = progress_->batches;
+    state["order"] = loaded_order_;
     state["sampler"] = to_object(sampler_state_);
     return state;
   }
@@ -191,9 +192,10 @@ StateDict EpochPlanner::state_dict(int64_t unseen_batches, bool end_unseen) cons
                     "DataLoader::state_dict: ", unseen_batches, " batches are to come again, but ", given,
                     " have been given in this epoch");
   const bool again = unseen_batches > 0;
-  const bool at_end = plan_ != nullptr && progress_->finished && !again && !end_unseen;
-  const bool under_way = plan_ != nullptr && !at_end;
-  const bool finished = plan_ != nullptr ? at_end : loaded_finished_;
+  EpochPhase phase = progress_->phase;
+  if (phase == EpochPhase::kFinished && (again || end_unseen)) phase = EpochPhase::kUnderWay;
+  const bool under_way = phase == EpochPhase::kUnderWay || phase == EpochPhase::kFailed;
+  const bool finished = phase == EpochPhase::kFinished || phase == EpochPhase::kLoadedFinished;
   state["epoch_under_way"] = under_way;
   state["epoch_finished"] = finished;
   state["sampler"] = to_object(under_way || finished ? sampler_state_ : sampler_state());
@@ -214,17 +216,23 @@ void EpochPlanner::load_state_dict(const StateDict& state) {
   const bool under_way = state_value<bool>(state, "epoch_under_way", kOwner);
   const bool finished = state_value<bool>(state, "epoch_finished", kOwner);
   const auto of_sampler = state_value<StateDict>(state, "sampler", kOwner);
-  std::optional<Resume> resume;
-  if (under_way) {
-    resume = Resume{
-        state_value<int64_t>(state, "base_seed", kOwner), state_value<int64_t>(state, "samples", kOwner),
-        state_value<int64_t>(state, "batches", kOwner), state_value<int64_t>(state, "order", kOwner)};
-    TORCH_CHECK_VALUE(resume->samples >= 0 && resume->batches >= 0,
-                      "DataLoader::load_state_dict: ", resume->samples, " samples in ", resume->batches,
-                      " batches were seen; both are 0 or more");
-  }
   std::optional<int64_t> base_seed;
-  if (state.count("base_seed") != 0) base_seed = state_value<int64_t>(state, "base_seed", kOwner);
+  if (under_way || state.count("base_seed") != 0) {
+    base_seed = state_value<int64_t>(state, "base_seed", kOwner);
+  }
+  EpochProgress progress;
+  int64_t order = 0;
+  if (under_way) {
+    progress.phase = EpochPhase::kLoaded;
+    progress.samples = state_value<int64_t>(state, "samples", kOwner);
+    progress.batches = state_value<int64_t>(state, "batches", kOwner);
+    order = state_value<int64_t>(state, "order", kOwner);
+    TORCH_CHECK_VALUE(progress.samples >= 0 && progress.batches >= 0,
+                      "DataLoader::load_state_dict: ", progress.samples, " samples in ", progress.batches,
+                      " batches were seen; both are 0 or more");
+  } else if (finished) {
+    progress.phase = EpochPhase::kLoadedFinished;
+  }
   std::optional<at::Tensor> of_generator;
   if (generator_) of_generator = state_value<at::Tensor>(state, "generator", kOwner);
   // Between epochs the loader's generator says all about its own sampler.
@@ -235,12 +243,11 @@ void EpochPlanner::load_state_dict(const StateDict& state) {
     ask_for_order(skipped);
   }
   if (generator_) generator_->set_state(*of_generator);
-  base_seed_ = base_seed;
-  resume_ = resume;
-  sampler_state_ = of_sampler;
-  loaded_finished_ = finished;
+  progress_ = std::make_shared<EpochProgress>(progress);
   plan_ = nullptr;
-  progress_ = nullptr;
+  base_seed_ = base_seed;
+  sampler_state_ = of_sampler;
+  loaded_order_ = order;
 }
 
 }  // namespace lockstep::data::internal

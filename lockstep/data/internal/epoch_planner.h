@@ -29,7 +29,7 @@ class EpochPlanner {
   /// A new epoch, or the rest of a loaded one.
   std::unique_ptr<BatchPipeline> start_epoch(BatchRecipe recipe);
   /// Samples of the epoch that the next start_epoch() continues, which were seen before; 0 for a new one.
-  int64_t seen_before() const { return resume_ ? resume_->samples : 0; }
+  int64_t seen_before() const { return loaded() ? progress_->samples : 0; }
 
   StateDict state_dict(int64_t unseen_batches, bool end_unseen) const;
   void load_state_dict(const StateDict& state);
@@ -38,21 +38,14 @@ class EpochPlanner {
   bool start_at(int64_t position);
 
  private:
-  /// An epoch that was loaded, and waits for start_epoch().
-  struct Resume {
-    int64_t base_seed = 0;
-    int64_t samples = 0;
-    int64_t batches = 0;
-    int64_t order = 0;  // what order_of() was
-  };
-
   bool iterable() const { return !dataset_size_; }
+  bool loaded() const { return progress_->phase == EpochPhase::kLoaded; }
   Sampler& sampler() const { return options_.sampler != nullptr ? *options_.sampler : *own_sampler_; }
   StateDict sampler_state() const;
   void load_sampler(const StateDict& state);
   int64_t new_base_seed() const;
   void ask_for_order(EpochPlan& plan) const;
-  void go_on(EpochPlan& plan, const Resume& resume) const;
+  void go_on(EpochPlan& plan, const EpochProgress& loaded) const;
 
   std::optional<int64_t> dataset_size_;
   DataLoaderOptions options_;
@@ -61,13 +54,12 @@ class EpochPlanner {
   std::shared_ptr<WorkerPool> pool_;        // of persistent workers, once there was an epoch
   std::shared_ptr<std::atomic<int64_t>> waited_;
 
-  // The latest epoch; none before the first.
-  std::optional<int64_t> base_seed_;
-  std::shared_ptr<const EpochPlan> plan_;
-  std::shared_ptr<const EpochProgress> progress_;
-  StateDict sampler_state_;       // from which its order came
-  bool loaded_finished_ = false;  // a finished epoch was loaded, and none begun since
-  std::optional<Resume> resume_;
+  // The latest epoch.
+  std::shared_ptr<const EpochProgress> progress_ = std::make_shared<EpochProgress>();
+  std::shared_ptr<const EpochPlan> plan_;  // of one that was begun here
+  std::optional<int64_t> base_seed_;       // none before the first
+  StateDict sampler_state_;                // from which its order came
+  int64_t loaded_order_ = 0;               // of one that is loaded: what order_of() was
 };
 
 }  // namespace lockstep::data::internal
