@@ -104,6 +104,10 @@ void Supervisor::start(WorkerSpec spec) {
   exit_status_.record_start(local_rank, workers_.back().process.pid());
 }
 
+void Supervisor::enter(Phase next) {
+  phase_ = std::max(phase_, next);
+}
+
 const std::vector<Ending>& Supervisor::run(Streams& streams) {
   while (!all_ended()) {
     wait_once(streams, earlier(options_.deadline, earlier(terminate_at_, kill_at_)));
@@ -114,7 +118,7 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
   // The last output; a process that still holds a stream open gets a moment for it, unless SIGKILL was
   // already sent.
   const Deadline drained =
-      killed_ ? Deadline::after(std::chrono::nanoseconds(0)) : Deadline::after(kDrainTime);
+      phase_ == Phase::kKilled ? Deadline::after(std::chrono::nanoseconds(0)) : Deadline::after(kDrainTime);
   for (Deadline until = Deadline::after(std::chrono::nanoseconds(0));; until = earlier(drained, kill_at_)) {
     wait_once(streams, until);
     take_signals();
@@ -127,7 +131,7 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
 void Supervisor::wait_once(Streams& streams, Deadline until) {
   std::vector<pollfd> waits = {{signals_.fd(), POLLIN, 0}};
   for (const Worker& worker : workers_) {
-    if (!worker.ended) waits.push_back({worker.process.pidfd(), POLLIN, 0});
+    if (worker.phase != WorkerPhase::kEnded) waits.push_back({worker.process.pidfd(), POLLIN, 0});
   }
   const auto own = static_cast<std::ptrdiff_t>(waits.size());
   streams.add_to(waits);
@@ -149,14 +153,14 @@ void Supervisor::collect_endings() {
   std::vector<Ending> fresh;
   for (size_t i = 0; i < workers_.size(); ++i) {
     Worker& worker = workers_[i];
-    if (worker.ended) continue;
+    if (worker.phase == WorkerPhase::kEnded) continue;
     auto status = worker.process.wait_status();
     if (!status) continue;
-    worker.ended = true;
+    const bool asked_to_end = std::exchange(worker.phase, WorkerPhase::kEnded) == WorkerPhase::kAskedToEnd;
     const int local_rank = static_cast<int>(i);
     exit_status_.record_end(local_rank, *status);
-    fresh.push_back({local_rank, worker.process.pid(), *status, worker.asked_to_end, now,
-                     exit_status_.culprit_of(local_rank)});
+    fresh.push_back(
+        {local_rank, worker.process.pid(), *status, asked_to_end, now, exit_status_.culprit_of(local_rank)});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());
@@ -168,8 +172,10 @@ void Supervisor::collect_endings() {
 void Supervisor::note_failure(int local_rank) {
   const auto index = static_cast<size_t>(local_rank);
   const bool tolerated = index < options_.may_fail.size() && options_.may_fail[index];
-  // After a signal to the launcher the workers are ending anyhow, each in its own time.
-  if (tolerated || interrupted_by_ || std::exchange(failure_noted_, true)) return;
+  // The first failure sets the deadlines. After a signal to the launcher the workers are ending anyhow, each
+  // in its own time.
+  if (tolerated || phase_ != Phase::kRunning) return;
+  enter(Phase::kEnding);
   terminate_at_ = Deadline::after(std::min<std::chrono::nanoseconds>(kReactionTime, options_.grace_period));
   kill_at_ = Deadline::after(options_.grace_period);
 }
@@ -186,6 +192,7 @@ void Supervisor::take_signals() {
       continue;
     }
     interrupted_by_ = signal;
+    enter(Phase::kEnding);
     kill_at_ = earlier(kill_at_, Deadline::after(options_.grace_period));
     signal_running(*signal);
   }
@@ -198,8 +205,8 @@ void Supervisor::act_on_deadlines() {
   }
   if (kill_at_.expired()) {
     signal_running(SIGKILL);
-    kill_at_ = Deadline::never();  // sent; now only the kernel can delay their ends
-    killed_ = true;
+    kill_at_ = Deadline::never();
+    enter(Phase::kKilled);
   } else if (terminate_at_.expired()) {
     signal_running(SIGTERM);
     terminate_at_ = Deadline::never();
@@ -208,8 +215,8 @@ void Supervisor::act_on_deadlines() {
 
 void Supervisor::signal_running(int signal) {
   for (Worker& worker : workers_) {
-    if (worker.ended || worker.process.wait_status()) continue;
-    worker.asked_to_end = true;
+    if (worker.phase == WorkerPhase::kEnded || worker.process.wait_status()) continue;
+    worker.phase = WorkerPhase::kAskedToEnd;
     worker.process.signal_group(signal);
     worker.process.signal_group(SIGCONT);  // a stopped process gets no other signal
   }

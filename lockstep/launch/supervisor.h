@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <poll.h>
 #include <signal.h>
@@ -104,12 +105,20 @@ class Supervisor {
   bool deadline_passed() const { return deadline_passed_; }
 
  private:
+  /// In the order in which they follow each other; some may be left out.
+  enum class Phase : uint8_t {
+    kRunning,  // nothing has happened
+    kEnding,   // a worker has failed, or a signal has come: kill_at_ is set
+    kKilled,   // SIGKILL was sent; now only the kernel can delay the workers' ends
+  };
+  enum class WorkerPhase : uint8_t { kRunning, kAskedToEnd, kEnded };
   struct Worker {
     WorkerProcess process;
-    bool ended = false;
-    bool asked_to_end = false;
+    WorkerPhase phase = WorkerPhase::kRunning;
   };
 
+  /// The one place where the phase changes, which never goes back.
+  void enter(Phase next);
   bool all_ended() const { return endings_.size() == workers_.size(); }
   void collect_endings();
   void note_failure(int local_rank);
@@ -125,10 +134,9 @@ class Supervisor {
   Guardian guardian_;
   std::vector<Worker> workers_;
   std::vector<Ending> endings_;
+  Phase phase_ = Phase::kRunning;
   std::optional<int> interrupted_by_;
-  bool failure_noted_ = false;
   bool deadline_passed_ = false;
-  bool killed_ = false;
   Deadline terminate_at_ = Deadline::never();
   Deadline kill_at_ = Deadline::never();
 };
