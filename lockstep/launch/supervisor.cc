@@ -104,7 +104,7 @@ void Supervisor::start(WorkerSpec spec) {
   exit_status_.record_start(local_rank, workers_.back().process.pid());
 }
 
-void Supervisor::enter(Phase next) {
+void Supervisor::enter(JobPhase next) {
   phase_ = std::max(phase_, next);
 }
 
@@ -117,8 +117,8 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
   }
   // The last output; a process that still holds a stream open gets a moment for it, unless SIGKILL was
   // already sent.
-  const Deadline drained =
-      phase_ == Phase::kKilled ? Deadline::after(std::chrono::nanoseconds(0)) : Deadline::after(kDrainTime);
+  const Deadline drained = phase_ == JobPhase::kKilled ? Deadline::after(std::chrono::nanoseconds(0))
+                                                       : Deadline::after(kDrainTime);
   for (Deadline until = Deadline::after(std::chrono::nanoseconds(0));; until = earlier(drained, kill_at_)) {
     wait_once(streams, until);
     take_signals();
@@ -174,8 +174,8 @@ void Supervisor::note_failure(int local_rank) {
   const bool tolerated = index < options_.may_fail.size() && options_.may_fail[index];
   // The first failure sets the deadlines. After a signal to the launcher the workers are ending anyhow, each
   // in its own time.
-  if (tolerated || phase_ != Phase::kRunning) return;
-  enter(Phase::kEnding);
+  if (tolerated || phase_ != JobPhase::kRunning) return;
+  enter(JobPhase::kEnding);
   terminate_at_ = Deadline::after(std::min<std::chrono::nanoseconds>(kReactionTime, options_.grace_period));
   kill_at_ = Deadline::after(options_.grace_period);
 }
@@ -192,7 +192,7 @@ void Supervisor::take_signals() {
       continue;
     }
     interrupted_by_ = signal;
-    enter(Phase::kEnding);
+    enter(JobPhase::kEnding);
     kill_at_ = earlier(kill_at_, Deadline::after(options_.grace_period));
     signal_running(*signal);
   }
@@ -206,7 +206,7 @@ void Supervisor::act_on_deadlines() {
   if (kill_at_.expired()) {
     signal_running(SIGKILL);
     kill_at_ = Deadline::never();
-    enter(Phase::kKilled);
+    enter(JobPhase::kKilled);
   } else if (terminate_at_.expired()) {
     signal_running(SIGTERM);
     terminate_at_ = Deadline::never();

@@ -106,7 +106,7 @@ class Supervisor {
 
  private:
   /// In the order in which they follow each other; some may be left out.
-  enum class Phase : uint8_t {
+  enum class JobPhase : uint8_t {
     kRunning,  // nothing has happened
     kEnding,   // a worker has failed, or a signal has come: kill_at_ is set
     kKilled,   // SIGKILL was sent; now only the kernel can delay the workers' ends
@@ -118,7 +118,7 @@ class Supervisor {
   };
 
   /// The one place where the phase changes, which never goes back.
-  void enter(Phase next);
+  void enter(JobPhase next);
   bool all_ended() const { return endings_.size() == workers_.size(); }
   void collect_endings();
   void note_failure(int local_rank);
@@ -134,7 +134,7 @@ class Supervisor {
   Guardian guardian_;
   std::vector<Worker> workers_;
   std::vector<Ending> endings_;
-  Phase phase_ = Phase::kRunning;
+  JobPhase phase_ = JobPhase::kRunning;
   std::optional<int> interrupted_by_;
   bool deadline_passed_ = false;
   Deadline terminate_at_ = Deadline::never();
