@@ -51,9 +51,9 @@ class FileSource final : public ByteSource {
   std::string name_;
 };
 
-class MemorySource final : public ByteSource {
+class ByteViewSource final : public ByteSource {
  public:
-  MemorySource(std::string_view bytes, std::string_view name) : bytes_(bytes), name_(name) {}
+  ByteViewSource(std::string_view bytes, std::string_view name) : bytes_(bytes), name_(name) {}
   uint64_t size() const override { return bytes_.size(); }
   void read(void* data, size_t bytes, uint64_t offset) const override {
     if (bytes > 0) std::memcpy(data, bytes_.data() + offset, bytes);
@@ -241,7 +241,7 @@ IValue load_python_object(const std::filesystem::path& path) {
 }
 
 IValue parse_python_object(std::string_view bytes, std::string_view name) {
-  return read_object(MemorySource(bytes, name));
+  return read_object(ByteViewSource(bytes, name));
 }
 
 StateDict load_python_checkpoint(const std::filesystem::path& path) {

@@ -124,7 +124,7 @@ struct CategoryColumn {
 };
 
 /// A column that is read.
-struct Column {
+struct LoadedColumn {
   size_t position = 0;
   std::string name;
   CategoryColumn* categories = nullptr;  // none: numbers
@@ -136,9 +136,9 @@ std::string name_of(const CsvColumn& column) {
 }
 
 /// One pass over a file.
-class Loader {
+class CsvLoader {
  public:
-  Loader(const std::string& path, const CsvOptions& options)
+  CsvLoader(const std::string& path, const CsvOptions& options)
       : options_(options),
         reader_(path, options.delimiter, options.quote),
         target_dtype_(options.target_dtype.value_or(options.dtype)),
@@ -177,7 +177,7 @@ class Loader {
   }
   std::vector<std::string> feature_names() const {
     std::vector<std::string> names;
-    for (const Column& column : columns_) names.push_back(column.name);
+    for (const LoadedColumn& column : columns_) names.push_back(column.name);
     return names;
   }
   CsvCategories categories() const { return sorted_; }
@@ -219,7 +219,7 @@ class Loader {
     std::map<size_t, bool> wanted;  // columns of categories: were they asked for as a feature or target?
     for (const CsvColumn& column : options_.categories) wanted[position_of(column)] = false;
     const auto make = [&](size_t position) {
-      Column column{position, names_[position], nullptr};
+      LoadedColumn column{position, names_[position], nullptr};
       if (const auto found = wanted.find(position); found != wanted.end()) {
         found->second = true;
         column.categories = &category_columns_[position];
@@ -254,7 +254,7 @@ class Loader {
     const auto& fields = reader_.fields();
     TORCH_CHECK(fields.size() == names_.size(), reader_.path(), ", row ", rows_, " (line ", reader_.line(),
                 "): ", fields.size(), " fields, and the first row has ", names_.size());
-    for (const Column& column : columns_) {
+    for (const LoadedColumn& column : columns_) {
       features_.append(
           column.categories != nullptr ? static_cast<double>(code_of(column)) : number_of<double>(column),
           reader_.path());
@@ -269,13 +269,13 @@ class Loader {
     }
   }
 
-  std::string place(const Column& column) const {
+  std::string place(const LoadedColumn& column) const {
     return reader_.path() + ", row " + std::to_string(rows_) + " (line " + std::to_string(reader_.line()) +
            "), column '" + column.name + "'";
   }
 
   template <class T>
-  T number_of(const Column& column) const {
+  T number_of(const LoadedColumn& column) const {
     const std::string_view text = without_blanks(reader_.fields()[column.position]);
     const auto& missing = options_.missing_values;
     if (text.empty() || std::find(missing.begin(), missing.end(), text) != missing.end()) {
@@ -296,7 +296,7 @@ class Loader {
     return *value;
   }
 
-  int64_t code_of(const Column& column) {
+  int64_t code_of(const LoadedColumn& column) {
     auto& codes = column.categories->codes;
     std::string word(reader_.fields()[column.position]);
     if (column.categories->known) {
@@ -349,8 +349,8 @@ class Loader {
   CsvReader reader_;
   at::ScalarType target_dtype_;
   std::vector<std::string> names_;
-  std::vector<Column> columns_;
-  std::optional<Column> target_;
+  std::vector<LoadedColumn> columns_;
+  std::optional<LoadedColumn> target_;
   std::map<size_t, CategoryColumn> category_columns_;  // a map: its elements stay where they are
   NumberBuffer features_;
   NumberBuffer targets_;
@@ -363,7 +363,7 @@ class Loader {
 }  // namespace
 
 CsvDataset::CsvDataset(const std::string& path, const CsvOptions& options) {
-  Loader loader(path, options);
+  CsvLoader loader(path, options);
   loader.read();
   feature_names_ = loader.feature_names();
   categories_ = loader.categories();
