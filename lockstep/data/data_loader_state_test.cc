@@ -1,6 +1,7 @@
 // A loader that is saved in the middle and goes on in another one.
 #include <algorithm>
 #include <functional>
+#include <gmock/gmock.h>
 #include <memory>
 
 #include <ATen/ops/rand.h>
