@@ -65,4 +65,14 @@ inline StateDict training_state(double seed, int64_t width = 4) {
           {"scheduler", to_object(StateDict{{"last_lr", 0.1 * seed}})}};
 }
 
+/// What save() and restore() take.
+struct StateHolder {
+  StateDict state = training_state(1);
+  StateDict own;
+  StateDict state_dict() const { return state; }
+  StateDict rank_state_dict() const { return own; }
+  void load_state_dict(const StateDict& from) { state = from; }
+  void load_rank_state_dict(const StateDict& from) { own = from; }
+};
+
 }  // namespace lockstep::testing
