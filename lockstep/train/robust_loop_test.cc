@@ -29,6 +29,7 @@ using testing::copies;
 using testing::equal;
 using ::testing::HasSubstr;
 using testing::Loader;
+using testing::loss_of;
 using testing::message_of;
 using testing::Points;
 using testing::SharedFolder;
@@ -79,10 +80,6 @@ struct GreedyNet : nn::Module {
   Greed& greed;
   double dropout;
   nn::Linear a{nullptr}, b{nullptr}, c{nullptr};
-};
-
-const auto loss_of = [](auto& model, const Example& batch) {
-  return nn::functional::mse_loss(model.forward(batch.data), batch.target);
 };
 
 struct Job {

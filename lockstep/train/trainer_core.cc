@@ -8,17 +8,15 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/train/internal/trainer_parts.h>
 #include <lockstep/train/trainer_core.h>
 
 namespace lockstep {
 namespace {
-
-constexpr const char* kOwner = "Trainer";
 
 /// The options with the device that they mean.
 TrainerOptions with_device(TrainerOptions options, const torch::optim::Optimizer& optimizer) {
@@ -78,61 +76,6 @@ double metric_of(const Metrics& metrics, const std::string& name, const char* wh
 
 }  // namespace
 
-/// Of the checkpoint: what is the same on all ranks.
-struct TrainerCore::SharedPart {
-  TrainerCore& core;
-
-  StateDict state_dict() const {
-    StateDict state{{"epoch", core.epoch_},
-                    {"step", core.step_},
-                    {"position", core.position_},
-                    {"epoch_trained", core.epoch_trained_},
-                    {"max_micro_batch", core.max_micro_batch_},
-                    {"metrics", to_object(core.metrics_)},
-                    {"averages", to_object(core.shared_averages_.state_dict())},
-                    {"averages_step", core.shared_step_}};
-    if (core.early_stopping_) state["early_stopping"] = to_object(core.early_stopping_->state_dict());
-    return state;
-  }
-  void load_state_dict(const StateDict& state) {
-    core.epoch_ = state_value<int64_t>(state, "epoch", kOwner);
-    core.step_ = state_value<int64_t>(state, "step", kOwner);
-    core.position_ = state_value<int64_t>(state, "position", kOwner);
-    core.epoch_trained_ = state_value<bool>(state, "epoch_trained", kOwner);
-    core.max_micro_batch_ = state_value<int64_t>(state, "max_micro_batch", kOwner);
-    core.metrics_ = state_value<Metrics>(state, "metrics", kOwner);
-    core.shared_averages_.clear();
-    core.shared_step_ = -1;
-    if (state.count("averages_step") != 0) {  // older checkpoints have none
-      core.shared_step_ = state_value<int64_t>(state, "averages_step", kOwner);
-      core.shared_averages_.load_state_dict(state_value<StateDict>(state, "averages", kOwner));
-    }
-    if (core.early_stopping_ && state.count("early_stopping") != 0) {
-      core.early_stopping_->load_state_dict(state_value<StateDict>(state, "early_stopping", kOwner));
-    }
-  }
-};
-
-/// And what each rank has for itself.
-struct TrainerCore::RankPart {
-  TrainerCore& core;
-
-  StateDict state_dict() const {
-    // Saved while a step still wants them, the last batches are to come again, and so is the end.
-    const bool ended = core.loader_ended_ && core.unseen_batches_ == 0;
-    return {{"loader", to_object(core.loader_state(core.unseen_batches_))},
-            {"ended", ended},
-            {"averages", to_object(core.epoch_averages_.state_dict())}};
-  }
-  void load_state_dict(const StateDict& state) {
-    core.epoch_averages_.load_state_dict(state_value<StateDict>(state, "averages", kOwner));
-    core.load_loader(state_value<StateDict>(state, "loader", kOwner));
-    core.loader_ended_ = state_value<bool>(state, "ended", kOwner);
-    core.unseen_batches_ = 0;
-    core.loader_restored_ = true;
-  }
-};
-
 TrainerCore::TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options)
     : options_(with_device(std::move(options), optimizer)),
       optimizer_(optimizer),
@@ -162,108 +105,12 @@ std::vector<at::Device> TrainerCore::random_devices() const {
   return devices;
 }
 
-/// The Trainer itself has added model and optimizer.
-void TrainerCore::add_parts() {
-  using namespace lr_scheduler;
-  if (auto* schedule = std::get_if<LRScheduler*>(&options_.scheduler)) {
-    training_state_.add("scheduler", **schedule);
-  } else if (auto* plateau = std::get_if<ReduceLROnPlateau*>(&options_.scheduler)) {
-    training_state_.add("scheduler", **plateau);
-  }
-  if (scaler_.is_enabled()) training_state_.add("scaler", scaler_);
-  training_state_.add("trainer", *shared_part_);
-  training_state_.add_per_rank("place", *rank_part_);
-  training_state_.add_rng();
-}
-
 bool TrainerCore::finished() const {
   return epoch_ >= options_.max_epochs || out_of_steps() || (early_stopping_ && early_stopping_->stopped());
 }
 
 bool TrainerCore::out_of_steps() const {
   return options_.max_steps && step_ >= *options_.max_steps;
-}
-
-// ---- Saving
-
-CheckpointInfo TrainerCore::info(const std::string& emergency) const {
-  CheckpointInfo info;
-  info.step = step_;
-  info.epoch = epoch_;
-  info.emergency = emergency;
-  return info;
-}
-
-void TrainerCore::save(const std::string& emergency) {
-  if (!checkpoints_) return;
-  share_averages(epoch_averages_.of_all_ranks(group_));
-  checkpoints_->save(training_state_, info(emergency));
-  checkpoints_->wait();
-}
-
-bool TrainerCore::save_alone(const std::string& emergency) {
-  if (!checkpoints_) return false;
-  share_averages(epoch_averages_);
-  return checkpoints_->save_alone(training_state_, info(emergency));
-}
-
-/// What the next checkpoint holds of the epoch's metrics.
-void TrainerCore::share_averages(MetricAverages averages) {
-  shared_averages_ = std::move(averages);
-  shared_step_ = step_;
-}
-
-std::optional<CheckpointInfo> TrainerCore::restore() {
-  if (!checkpoints_) return {};
-  loader_restored_ = loader_ended_ = false;
-  unseen_batches_ = 0;
-  const StateDict fresh = loader_state(0);
-  auto loaded = checkpoints_->restore(training_state_);
-  if (!loaded) return {};
-  applying_ = false;
-  begin_window();
-  saved_ = {step_, epoch_};
-  if (!loader_restored_) epoch_averages_.clear();  // what was trained here before
-  const bool in_epoch = position_ > 0 && !epoch_trained_;
-  // All ranks go on in the same way: of one that survived alone, only it has its own place.
-  const bool has_place = loader_restored_ && !loader_state(0).empty();
-  bool goes_on = !in_epoch || on_all(has_place);
-  if (!goes_on) {
-    loader_ended_ = false;
-    if (!fresh.empty()) load_loader(fresh);
-    goes_on = on_all(start_loader_at(position_));
-    if (goes_on) resume_averages();
-  }
-  if (!goes_on) {
-    if (!fresh.empty()) load_loader(fresh);
-    position_ = 0;
-    epoch_averages_.clear();
-    if (rank() == 0) {
-      LOCKSTEP_LOG(kWarning) << "Trainer: epoch " << epoch_ + 1 << " was begun by " << loaded->world_size
-                             << " ranks, and the loader's sampler can't go on with it on " << world_size()
-                             << "; it begins again (data::DistributedSampler can)";
-    }
-  }
-  writers_.resume(step_ + 1);
-  if (rank() == 0) {
-    LOCKSTEP_LOG(kInfo) << "Trainer: goes on from " << loaded->directory << ", after step " << step_
-                        << (loaded->emergency.empty() ? "" : ", saved because " + loaded->emergency);
-  }
-  return loaded;
-}
-
-/// The epoch goes on with other ranks than it was begun by: rank 0 takes over the sums of them all. A
-/// checkpoint that the user has saved from state() may have those of an earlier step.
-void TrainerCore::resume_averages() {
-  epoch_averages_.clear();
-  if (rank() != 0) return;
-  if (shared_step_ == step_) epoch_averages_ = shared_averages_;
-  const auto missing = position_ - std::llround(epoch_averages_.samples("loss"));
-  if (missing <= 0) return;
-  LOCKSTEP_LOG(kWarning) << "Trainer: epoch/… metrics of epoch " << epoch_ + 1 << " leave out " << missing
-                         << " of the " << position_
-                         << " samples that were seen before; the checkpoint does not have their sums, which "
-                            "Trainer::save() and saves by plan put there";
 }
 
 void TrainerCore::set_group(const ProcessGroup& group) {
@@ -319,12 +166,6 @@ void TrainerCore::end_training(std::string_view status) {
 
 void TrainerCore::finalize_writers() {
   if (!end_status_.empty()) writers_.finalize(std::exchange(end_status_, {}));
-}
-
-void TrainerCore::save_by_plan(CheckpointInfo about) {
-  share_averages(epoch_averages_.of_all_ranks(group_));
-  checkpoints_->save(training_state_, std::move(about));
-  saved_ = {step_, epoch_};
 }
 
 bool TrainerCore::on_all(bool mine) const {

@@ -57,4 +57,8 @@ struct SmallNet : torch::nn::Module {
   torch::nn::Linear hidden{nullptr}, output{nullptr};
 };
 
+inline const auto loss_of = [](auto& model, const data::Example& batch) {
+  return torch::nn::functional::mse_loss(model.forward(batch.data), batch.target);
+};
+
 }  // namespace lockstep::testing
