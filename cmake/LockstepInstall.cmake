@@ -10,7 +10,8 @@ endif()
 install(TARGETS lockstep ${components} EXPORT LockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/lockstep" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
-  FILES_MATCHING PATTERN "*.h" PATTERN "testing" EXCLUDE PATTERN "parity" EXCLUDE PATTERN "__pycache__" EXCLUDE)
+  FILES_MATCHING PATTERN "*.h" PATTERN "testing" EXCLUDE PATTERN "parity" EXCLUDE PATTERN "__pycache__" EXCLUDE
+  PATTERN "ucx_library.h" EXCLUDE)  # it includes UCX's headers
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION ${CMAKE_INSTALL_DOCDIR})
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/LockstepConfig.cmake.in" "${PROJECT_BINARY_DIR}/LockstepConfig.cmake"
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)

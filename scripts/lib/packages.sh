@@ -2,13 +2,14 @@
 # shellcheck shell=bash
 
 # To build the libraries, the lockstep program and the examples; ccache and mold only make it faster.
-packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libxxhash-dev libisal-dev libprotozero-dev libcurl4-openssl-dev libcli11-dev nlohmann-json3-dev)
+packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libxxhash-dev libisal-dev libprotozero-dev libcurl4-openssl-dev libucx-dev libcli11-dev nlohmann-json3-dev)
 # To build everything else: the tests, the benchmarks and the Python module.
 packages_develop=(libgtest-dev libgmock-dev python3-dev)
 # The 60,000 images that quickstart trains on and some tests read.
 packages_data=(dataset-fashion-mnist)
-# To run the tests: one of them starts under mpirun, and one trains on the King James text.
-packages_test=(openmpi-bin bible-kjv)
+# To run the tests: they start programs under mpirun and under Slurm (13 MB with what it needs), and train on the King James
+# text.
+packages_test=(openmpi-bin slurmctld slurmd slurm-client bible-kjv)
 # To run the benchmarks: Open MPI is a peer we measure against.
 packages_bench=(openmpi-bin libopenmpi-dev)
 

@@ -6,7 +6,7 @@ The build must be configured, but nothing of it built: names are read from the s
 
   program NAME   a test of ctest whose own name contains the text: all of it runs
   cases NAME     a GoogleTest program that has a case of such a name: by convention ROOM_tests, and ROOM_gpu for its part on
-                 a card, for the files lockstep/**/ROOM/**/*_test.cc
+                 a card, for the files lockstep/**/ROOM/**/*_test.cc; not ROOM_hosts, whose own filter would count
   file FILE      a file of Python tests with the text in its path: all of it runs
   tests FILE     another that has a test of such a name
   target NAME    what ninja must build for those: the programs of ctest, and those whose names stand in the Python files
@@ -91,7 +91,7 @@ def targets_of(selected, python, files, programs):
 
     Tests that start programs by their names do so by the fixtures and functions below, some under `lockstep run`.
     """
-    targets = {"bin/" + re.sub("_gpu$", "_tests", name) for _, name in selected}
+    targets = {"bin/" + re.sub("_(gpu|hosts)$", "_tests", name) for _, name in selected}
     for _, path in python:
         words = set(re.findall(r"\w+", files[path]))
         if path.startswith("python/"):
@@ -103,18 +103,23 @@ def targets_of(selected, python, files, programs):
     return sorted(targets)
 
 
+def sources_of_rooms():
+    """{room: texts of its test sources}"""
+    rooms = collections.defaultdict(list)
+    for path in (ROOT / "lockstep").rglob("*_test.cc"):
+        room = next(folder for folder in path.parents if (folder / "CMakeLists.txt").exists())
+        rooms[room.name].append(path.read_text())
+    return rooms
+
+
 def main():
     build, text = pathlib.Path(sys.argv[1]), sys.argv[2]
     ninja = (build / "build.ninja").read_text()
     shown = subprocess.run(["ctest", "--test-dir", build, "--show-only=json-v1"], check=True, capture_output=True)
     tests = [test["name"] for test in json.loads(shown.stdout)["tests"]]
-    rooms = collections.defaultdict(list)
-    for path in (ROOT / "lockstep").rglob("*_test.cc"):
-        room = next(folder for folder in path.parents if (folder / "CMakeLists.txt").exists())
-        rooms[room.name].append(path.read_text())
     files = {path.relative_to(ROOT).as_posix(): path.read_text()
              for folder in PYTHON_FOLDERS if folder != "python" or "build python/all:" in ninja for path in sorted((ROOT / folder).rglob("*_test.py"))}
-    selected, python = select_cpp(tests, rooms, text), select_python(files, text)
+    selected, python = select_cpp(tests, sources_of_rooms(), text), select_python(files, text)
     for kind, name in [*selected, *python]:
         print(kind, name)
     for name in targets_of(selected, python, files, program_names(ninja)):
