@@ -5,6 +5,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/rendezvous/internal/hostlist.h>
 #include <lockstep/rendezvous/launch_environment.h>
+#include <lockstep/rendezvous/port_range.h>
 
 namespace lockstep {
 namespace {
@@ -180,10 +181,12 @@ void read_mpi(const Reader& reader, const Names& names, const char* launcher,
   environment.meeting = mpi_meeting(reader, environment);
 }
 
-/// Below Linux's ephemeral ports, and different for the steps of a job and for jobs with neighbouring
-/// numbers.
-uint16_t slurm_port(int64_t job, int64_t step) {
-  return static_cast<uint16_t>(15000 + (job % 15000 * 31 + step % 15000) % 15000);
+/// In LOCKSTEP_PORT_RANGE, or below Linux's ephemeral ports; different for the steps of a job and for jobs
+/// with neighbouring numbers.
+uint16_t slurm_port(const Reader& reader, int64_t job, int64_t step) {
+  const auto text = reader.text("LOCKSTEP_PORT_RANGE");
+  const auto range = text ? PortRange::parse(*text) : PortRange{.first = 15000, .last = 29999};
+  return static_cast<uint16_t>(range.first + (job % 15000 * 31 + step % 15000) % range.count());
 }
 
 Meeting slurm_meeting(const Reader& reader) {
@@ -211,7 +214,7 @@ Meeting slurm_meeting(const Reader& reader) {
     return NoMeeting{"srun set no SLURM_JOB_ID to derive a port from; set MASTER_PORT to a free port"};
   auto step = reader.integer("SLURM_STEP_ID", 0, kMost);
   if (!step) step = reader.integer("SLURM_STEPID", 0, kMost);
-  meeting.port = slurm_port(*job, step.value_or(0));
+  meeting.port = slurm_port(reader, *job, step.value_or(0));
   meeting.port_derived = true;
   meeting.run_id = "slurm-" + std::to_string(*job) + "." + std::to_string(step.value_or(0));
   return meeting;

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <poll.h>
 #include <sys/ioctl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
@@ -40,8 +39,7 @@ std::optional<int> kernel_exit_status(int pidfd) {
 }  // namespace
 
 std::string ProcessIdentity::to_string() const {
-  return std::to_string(pid) + ' ' + std::to_string(start) + ' ' + std::to_string(pid_namespace) + ' ' +
-         host.to_string();
+  return std::to_string(pid) + ' ' + std::to_string(start) + ' ' + host.to_string();
 }
 
 ProcessIdentity ProcessIdentity::parse(const std::string& text) {
@@ -54,8 +52,7 @@ ProcessIdentity ProcessIdentity::parse(const std::string& text) {
     if (good) at = stop + 1;
     return good;
   };
-  const bool good =
-      read(process.pid) && read(process.start) && read(process.pid_namespace) && process.pid > 0;
+  const bool good = read(process.pid) && read(process.start) && process.pid > 0;
   TORCH_CHECK_VALUE(good, "'", text, "' is not the identity of a process");
   process.host = HostIdentity::parse(std::string(at, end));
   return process;
@@ -63,8 +60,6 @@ ProcessIdentity ProcessIdentity::parse(const std::string& text) {
 
 ProcessIdentity this_process() {
   ProcessIdentity process{.host = this_host(), .pid = ::getpid()};
-  struct stat status {};
-  if (::stat("/proc/self/ns/pid", &status) == 0) process.pid_namespace = status.st_ino;
   if (auto stat = read_process_stat(process.pid)) process.start = stat->start;
   return process;
 }
@@ -72,8 +67,7 @@ ProcessIdentity this_process() {
 ProcessWatch::ProcessWatch(const ProcessIdentity& process, const ProcessIdentity& own)
     : pid_(process.pid),
       start_(process.start),
-      can_tell_(process.host == own.host && process.pid_namespace == own.pid_namespace &&
-                own.pid_namespace != 0 && process.start != 0) {
+      can_tell_(process.host == own.host && own.host.pid_namespace != 0 && process.start != 0) {
   if (!can_tell_) return;
   pidfd_ = open_pidfd(pid_);
   // The descriptor was opened first: with the same start, it is of that process.

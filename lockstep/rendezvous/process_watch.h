@@ -13,12 +13,11 @@ namespace lockstep {
 
 /// A process as the other ranks of its job know it: enough to tell it from one that gets its pid later.
 struct ProcessIdentity {
-  HostIdentity host;
-  uint64_t pid_namespace = 0;  ///< inode of /proc/self/ns/pid: a pid means something within one only
+  HostIdentity host;  ///< by its pid namespace, too: a pid means something within one only
   pid_t pid = 0;
   uint64_t start = 0;  ///< when it started, in clock ticks since the boot
 
-  /// "PID START NAMESPACE HOST", for a peer to parse().
+  /// "PID START HOST", for a peer to parse().
   std::string to_string() const;
   /// Throws c10::ValueError that shows the text when it is not from to_string().
   static ProcessIdentity parse(const std::string& text);
@@ -31,8 +30,7 @@ ProcessIdentity this_process();
 /// (Linux 5.3). Movable, not thread-safe.
 class ProcessWatch {
  public:
-  /// `own`: this_process(). A process of another host or another pid namespace can't be watched: it never
-  /// counts as ended.
+  /// `own`: this_process(). A process of another host can't be watched: it never counts as ended.
   ProcessWatch(const ProcessIdentity& process, const ProcessIdentity& own);
 
   bool can_tell() const { return can_tell_; }

@@ -16,7 +16,9 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/file_store.h>
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/plan.h>
@@ -37,8 +39,7 @@ using Entry = StoreCache::Entry;
 struct Call {
   int rank;
   int world_size;
-  bool peers_are_local;    ///< all processes of the job are on this host
-  bool locality_is_known;  ///< a launcher has said so; else it is a guess
+  bool peers_are_local;  ///< a launcher says that all processes of the job are on this host
   std::chrono::milliseconds timeout;
   Deadline deadline;
 };
@@ -77,13 +78,8 @@ Place meet(const TcpMeeting& meeting, const Call& call) {
   auto place = open_place(StoreCache::instance().entry(address, call.rank), [&]() -> StorePtr {
     if (call.rank == 0 && !meeting.agent_hosts) {
       try {
-        auto listener = listen_at(meeting.host, meeting.port, call.peers_are_local);
-        if (listener.name_is_loopback && !call.locality_is_known && call.world_size > 1) {
-          LOCKSTEP_LOG(kWarning) << "rank 0 listens on " << listener.address
-                                 << " only, to which this host maps the name '" << meeting.host
-                                 << "'; ranks on other hosts can't reach it";
-        }
-        return host_store(std::move(listener), call.timeout, call.deadline);
+        return host_store(listen_at(meeting.host, meeting.port, call.peers_are_local), call.timeout,
+                          call.deadline);
       } catch (const c10::DistNetworkError& error) {
         if (!meeting.port_derived) throw;
         C10_THROW_ERROR(DistNetworkError, c10::str(error.what_without_backtrace(),
@@ -174,9 +170,26 @@ Place meet_at(const StorePtr& given, const Call& call) {
 
 constexpr const char* kJoin = "join";
 
-/// Gives this initialisation keys of its own, and calls the roll.
-StorePtr join(const Place& place, const Call& call) {
-  if (!place.entry) return c10::make_intrusive<c10d::PrefixStore>("lockstep", place.store);
+/// What rendezvous() gives back of the store.
+struct Joined {
+  StorePtr store;
+  Topology topology;
+};
+
+/// By rank, as the ranks published it.
+Topology topology_of(const std::vector<std::string>& published, int rank) {
+  std::vector<HostIdentity> identities;
+  identities.reserve(published.size());
+  for (const auto& text : published) identities.push_back(HostIdentity::parse(text));
+  return Topology::make(identities, rank);
+}
+
+/// Gives this initialisation keys of its own, calls the roll, and learns on which hosts the ranks are.
+Joined join(const Place& place, const Call& call) {
+  const std::string own = this_host().to_string();
+  if (!place.entry) {
+    return {c10::make_intrusive<c10d::PrefixStore>("lockstep", place.store), topology_of({own}, 0)};
+  }
   int64_t number = 0;
   {
     std::lock_guard lock(place.entry->opening);
@@ -184,8 +197,9 @@ StorePtr join(const Place& place, const Call& call) {
   }
   auto prefix = c10::str("lockstep/", place.job, "/init_", number);
   auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, place.store);
+  std::vector<std::string> published;
   try {
-    store_all_gather(*store, kJoin, call.rank, call.world_size, "", call.deadline);
+    published = store_all_gather(*store, kJoin, call.rank, call.world_size, own, call.deadline);
   } catch (const c10::DistStoreError&) {
     // The connection may be dead; a further call shall make a new one. A server stays: others may be
     // connected to it.
@@ -193,9 +207,29 @@ StorePtr join(const Place& place, const Call& call) {
     if (call.rank != 0 && place.entry->store == place.store) place.entry->store.reset();
     throw;
   }
-  std::lock_guard lock(place.entry->opening);
-  place.entry->joined = number + 1;
-  return store;
+  {
+    std::lock_guard lock(place.entry->opening);
+    place.entry->joined = number + 1;
+  }
+  return {store, topology_of(published, call.rank)};
+}
+
+std::string meeting_host_of(const Plan& plan, const RendezvousOptions& options) {
+  const auto* tcp = std::get_if<TcpMeeting>(&plan.meeting);
+  if (tcp != nullptr && !options.store) return tcp->host;
+  return std::holds_alternative<JobMeeting>(plan.meeting) && !options.store ? "127.0.0.1" : "";
+}
+
+/// A launcher that starts each process in a container of its own counts the processes of the machine. One
+/// that counts fewer than there are is one of several on this host, as in tests: that costs nothing.
+void warn_of_containers(const Topology& topology, int launched_here) {
+  const bool pretended = this_host().is_pretended();
+  if (pretended || topology.local_rank() != 0 || launched_here <= topology.local_world_size()) return;
+  LOCKSTEP_LOG(kWarning) << "the launcher says that " << launched_here << " ranks are on this host, but only "
+                         << name_ranks(topology.neighbours())
+                         << " can share memory: the others are in containers with network, process or user "
+                         << "namespaces of their own, and are reached through the network. Start one "
+                         << "container for all ranks of a host";
 }
 
 }  // namespace
@@ -206,27 +240,33 @@ World rendezvous(const RendezvousOptions& options) {
   using std::chrono::hours;
   using std::chrono::milliseconds;
   auto timeout = std::min<milliseconds>(options.timeout, hours(24 * 365));  // far from overflow
-  Call call{
-      .rank = plan.rank,
-      .world_size = plan.world_size,
-      // Where a launcher has not said it: ranks on several hosts can't make a group yet.
-      .peers_are_local = environment.local_world_size < 0 || environment.local_world_size == plan.world_size,
-      .locality_is_known = environment.local_world_size >= 0,
-      .timeout = timeout,
-      .deadline = Deadline::after(timeout)};
+  const bool launched_together =
+      environment.world_size == plan.world_size && environment.local_world_size == plan.world_size;
+  Call call{.rank = plan.rank,
+            .world_size = plan.world_size,
+            .peers_are_local = launched_together,
+            .timeout = timeout,
+            .deadline = Deadline::after(timeout)};
   auto place = options.store
                    ? meet_at(options.store, call)
                    : std::visit([&](const auto& meeting) { return meet(meeting, call); }, plan.meeting);
+  auto [store, topology] = join(place, call);
+  const auto or_else = [](int launched, int found) { return launched >= 0 ? launched : found; };
+  log::set_rank(plan.rank);
   World world{.rank = plan.rank,
               .world_size = plan.world_size,
-              .local_rank = environment.local_rank,
-              .local_world_size = environment.local_world_size,
-              .store = join(place, call),
+              .local_rank = or_else(environment.local_rank, topology.local_rank()),
+              .local_world_size = or_else(environment.local_world_size, topology.local_world_size()),
+              .topology = topology,
+              .meeting_host = meeting_host_of(plan, options),
+              .store = store,
               .met_at = kJoin,
               .launcher = environment.launcher};
-  log::set_rank(world.rank);
-  LOCKSTEP_LOG(kInfo) << "all " << world.world_size << " ranks are there (started by " << world.launcher
-                      << ")";
+  if (environment.world_size == plan.world_size) {
+    warn_of_containers(world.topology, environment.local_world_size);
+  }
+  LOCKSTEP_LOG(kInfo) << "all " << world.world_size << " ranks are there, started by " << world.launcher
+                      << ", on " << world.topology.describe();
   return world;
 }
 

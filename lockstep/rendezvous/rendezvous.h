@@ -29,7 +29,7 @@ struct RendezvousOptions {
 /// with. {.rank = 0, .world_size = 1} needs no environment and opens no socket.
 ///
 /// Where rank 0 hosts the store, it listens on loopback only when the address is a loopback one, on the
-/// address itself when that is one of this host's, and on all interfaces otherwise.
+/// address itself when that is one of this host's, and on that of interface_between_hosts() otherwise.
 ///
 /// May be called again in one process (initialise, destroy, initialise again): every call meets in a key
 /// space of its own, so all ranks must call equally often. Stores of env://, tcp:// and file:// live until

@@ -23,9 +23,11 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/job_file.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/rendezvous.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
 
@@ -38,6 +40,7 @@ using rendezvous_internal::listen_at;
 using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
+using testing::message_of;
 using ::testing::StartsWith;
 using testing::TemporaryFolder;
 
@@ -50,6 +53,7 @@ class Rendezvous : public ::testing::Test {
           "LOCKSTEP_RUN", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
       ::unsetenv(name);
     }
+    ::setenv("LOCKSTEP_SOCKET_IFNAME", "lo", 1);  // no test listens on a network
   }
 };
 
@@ -119,7 +123,9 @@ TEST_F(Rendezvous, AloneWithoutEnvironment) {
   auto world = rendezvous({.rank = 0, .world_size = 1});
   EXPECT_EQ(world.rank, 0);
   EXPECT_EQ(world.world_size, 1);
-  EXPECT_EQ(world.local_rank, -1);
+  EXPECT_EQ(world.local_rank, 0);
+  EXPECT_EQ(world.local_world_size, 1);
+  EXPECT_EQ(world.topology.nodes(), 1);
   EXPECT_EQ(world.launcher, "none");
   world.store->set("k", std::vector<uint8_t>{1});
   EXPECT_TRUE(world.store->check({"k"}));
@@ -279,7 +285,107 @@ TEST_F(Rendezvous, ListensOnAsFewInterfacesAsWillDo) {
   EXPECT_EQ(bound(listen_at("127.0.0.1", 0, false)), "loopback");
   EXPECT_EQ(bound(listen_at("127.1.2.3", 0, false)), "loopback");
   EXPECT_EQ(bound(listen_at("localhost", 0, false)), "loopback");
-  EXPECT_EQ(bound(listen_at("192.0.2.77", 0, false)), "all") << "not an address of this machine";
+  EXPECT_EQ(bound(listen_at("0.0.0.0", 0, true)), "loopback");
+  EXPECT_EQ(bound(listen_at("198.51.100.77", 0, false)), "loopback")
+      << "not an address of this machine: at the interface that is wished";
+}
+
+/// A world of each rank, on a thread that pretends its host.
+std::vector<World> worlds_on(const std::vector<std::string>& hosts, const std::string& method) {
+  std::vector<World> worlds(hosts.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      pretend_host(hosts[rank]);
+      worlds[rank] = rendezvous({.init_method = method,
+                                 .rank = static_cast<int>(rank),
+                                 .world_size = static_cast<int>(hosts.size()),
+                                 .timeout = 60s});
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  return worlds;
+}
+
+TEST_F(Rendezvous, TellsOnWhichHostsTheRanksAre) {
+  const TemporaryFolder folder;
+  for (const auto& method : {tcp(free_port()), "file://" + folder.path("meet")}) {
+    const auto worlds = worlds_on({"b", "a", "a", "b", "a"}, method);
+    for (const auto& world : worlds) {
+      EXPECT_EQ(world.topology.describe(), "2 hosts: b (ranks 0 and 3), a (ranks 1, 2 and 4)");
+      EXPECT_EQ(world.topology.rank, world.rank);
+      EXPECT_EQ(world.local_rank, world.topology.local_rank());
+      EXPECT_EQ(world.local_world_size, world.topology.local_world_size());
+      EXPECT_EQ(world.meeting_host, method.starts_with("tcp") ? "127.0.0.1" : "");
+    }
+    EXPECT_EQ(worlds[4].local_rank, 2);
+    EXPECT_EQ(worlds[4].topology.node_rank(), 1);
+  }
+}
+
+TEST_F(Rendezvous, TheLaunchersNumbersComeBeforeTheTopologys) {
+  ::setenv("LOCAL_RANK", "3", 1);
+  ::setenv("LOCAL_WORLD_SIZE", "4", 1);
+  for (const auto& world : worlds_on({"a", "b"}, tcp(free_port()))) {
+    EXPECT_EQ(world.local_rank, 3);
+    EXPECT_EQ(world.local_world_size, 4);
+    EXPECT_EQ(world.topology.nodes(), 2);
+  }
+  ::unsetenv("LOCAL_RANK");
+  ::unsetenv("LOCAL_WORLD_SIZE");
+}
+
+TEST_F(Rendezvous, SixteenAndSixtyFourHosts) {
+  for (const int size : {16, 64}) {
+    std::vector<std::string> hosts;
+    for (int rank = 0; rank < size; ++rank) hosts.push_back("host-" + std::to_string(rank));
+    for (const auto& world : worlds_on(hosts, tcp(free_port()))) {
+      EXPECT_EQ(world.topology.nodes(), size);
+      EXPECT_EQ(world.topology.node_rank(), world.rank);
+    }
+  }
+}
+
+TEST_F(Rendezvous, PortsThatAreChosenLieInTheRange) {
+  const auto port = free_port();
+  ::setenv("LOCKSTEP_PORT_RANGE", std::to_string(port).c_str(), 1);
+  {
+    const auto listener = listen_at("127.0.0.1", 0, true);
+    EXPECT_EQ(listener.port, port);
+    EXPECT_THAT(message_of<c10::DistNetworkError>([] { listen_at("127.0.0.1", 0, true); }),
+                HasSubstr("no port of LOCKSTEP_PORT_RANGE (" + std::to_string(port) + "-"));
+    EXPECT_NE(listen_at("127.0.0.1", free_port(), true).port, port) << "one that the user gives counts";
+  }
+  ::setenv("LOCKSTEP_PORT_RANGE", "many", 1);
+  EXPECT_THROW(listen_at("127.0.0.1", 0, true), c10::ValueError);
+  ::unsetenv("LOCKSTEP_PORT_RANGE");
+}
+
+// /etc/hosts has "localhost", in any case; Lockstep takes LOCALHOST for any name there, such as Debian's for the
+// host itself.
+TEST_F(Rendezvous, ANameThatIsLoopbackHereOnlyIsMetAtTheInterface) {
+  ::setenv("LOCKSTEP_SOCKET_IFNAME", "::1", 1);
+  try {
+    listen_at("::1", 0, true);
+  } catch (const c10::DistNetworkError& error) {
+    ::setenv("LOCKSTEP_SOCKET_IFNAME", "lo", 1);
+    GTEST_SKIP() << "no IPv6 here: " << error.what_without_backtrace();
+  }
+  EXPECT_EQ(listen_at("LOCALHOST", 0, true).address, "127.0.0.1");
+  EXPECT_EQ(listen_at("LOCALHOST", 0, false).address, "::1") << "other hosts must reach it";
+  const auto method = "tcp://LOCALHOST:" + std::to_string(free_port());
+  EXPECT_THAT(run({0, 1, 2}, 3, {.init_method = method, .timeout = 60s}), Each("ok"));
+  ::setenv("LOCKSTEP_SOCKET_IFNAME", "lo", 1);
+}
+
+TEST_F(Rendezvous, MeetsAtAnIpv6Address) {
+  try {
+    listen_at("::1", 0, true);
+  } catch (const c10::DistNetworkError& error) {
+    GTEST_SKIP() << "no IPv6 here: " << error.what_without_backtrace();
+  }
+  const auto method = "tcp://[::1]:" + std::to_string(free_port());
+  EXPECT_THAT(run({0, 1, 2}, 3, {.init_method = method, .timeout = 60s}), Each("ok"));
 }
 
 TEST_F(Rendezvous, JobFileAppearsWholeAndGoesAway) {

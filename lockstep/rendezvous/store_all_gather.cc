@@ -114,7 +114,7 @@ class StoreAllGather {
     if (rank_ != 0) return;
     const auto patience = Deadline::after(std::chrono::seconds(3));
     for (int peer = 1; peer < world_size_; ++peer) {
-      if (!have_met_ && !check(at("data", peer))) continue;
+      if (!have_met_ && !check(at("claim", peer))) continue;
       while (!check(at("seen", peer)) && !has_ended(peer) && !patience.expired()) {
         check_interrupts();
         std::this_thread::sleep_for(milliseconds(2));

@@ -64,8 +64,9 @@ std::vector<std::string> seeds() {
       "size=3\noutcome=late: rank 1 of 3 did not join\n",
       "outcome=complete\ndata/0=bytes\ncount=2\nseen=2\n",
       "size=2\ncount=0\nclaim/1=0\nseen=0\n",
-      "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
-      "4242 123456 4026531836 8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
+      "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840/4026531836/4026531837 host-1",
+      "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 0 pretended",
+      "4242 123456 8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",
   };
 }
 

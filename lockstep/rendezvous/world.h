@@ -5,6 +5,8 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <lockstep/rendezvous/topology.h>
+
 namespace lockstep {
 
 /// What rendezvous() found out: which rank this process is, how many there are, and the store through which
@@ -12,8 +14,12 @@ namespace lockstep {
 struct World {
   int rank = 0;
   int world_size = 1;
-  int local_rank = -1;        ///< position among this job's processes on this host; -1 where unknown
-  int local_world_size = -1;  ///< this job's processes on this host; -1 where unknown
+  /// As the launcher numbers this job's processes on this host, by which programs choose devices. Where it
+  /// says nothing, as the topology does.
+  int local_rank = 0;
+  int local_world_size = 1;
+  Topology topology = {};         ///< which ranks share memory; the launcher's numbers may be others
+  std::string meeting_host = {};  ///< the store's host, as this process was told; "" where it has none
   c10::intrusive_ptr<c10d::Store> store = {};  ///< this world's own key space; no other keys are in it
   std::string met_at =
       {};  ///< the all-gather (store_all_gather.h) in that store to which all ranks have come

@@ -13,18 +13,19 @@ struct Listener {
   UniqueFd socket = {};
   std::string address = {};  ///< numeric
   uint16_t port = 0;
-  bool name_is_loopback = false;  ///< on loopback only, to which this machine maps the host's name
 };
 
-/// Listens at host:port (0: any free port), on as few interfaces as will do: on loopback when `host` is
-/// localhost or a loopback address; on the host's own address when that belongs to this machine; else, as
-/// behind a forwarding address, on all interfaces. A name that only this machine maps to loopback (Debian's
-/// 127.0.1.1) counts as loopback only with `peers_are_local`, because the others resolve it differently.
-/// Throws c10::DistNetworkError that names the port when it is in use.
+/// Listens at host:port (0: one of LOCKSTEP_PORT_RANGE, or any free port), never on all interfaces: on
+/// loopback when `host` is localhost or a loopback or unspecified address; on the host's own address when
+/// that belongs to this machine; else, as behind a forwarding address, on that of interface_between_hosts().
+/// A name that only this machine maps to loopback (Debian's 127.0.1.1) counts as loopback only with
+/// `peers_are_local`, because the others resolve it differently. Throws c10::DistNetworkError that names the
+/// port when it is in use.
 Listener listen_at(const std::string& host, uint16_t port, bool peers_are_local);
 
 /// Connects to host:port to see whether a process listens, and closes again; one attempt of at most a few
-/// seconds. Returns the numeric address that answered, or "" and, in `why`, the reason.
+/// seconds an address. Where listen_at() would not take the name's loopback address, that of
+/// interface_between_hosts() is tried too. Returns the numeric address that answered, or "" and, in `why`, the reason.
 std::string probe(const std::string& host, uint16_t port, Deadline deadline, std::string& why);
 
 }  // namespace lockstep::rendezvous_internal

@@ -9,6 +9,7 @@
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
+#include <lockstep/rendezvous/no_reverse_lookups.h>
 
 namespace lockstep::rendezvous_internal {
 namespace {
@@ -23,7 +24,10 @@ StorePtr construct(const std::string& address, const c10d::TCPStoreOptions& opti
   // The constructor's own connection deserves a moment even when the probe came at the last one.
   deadline = Deadline::after(std::max<std::chrono::nanoseconds>(deadline.remaining(), milliseconds(200)));
   return call_by(deadline,
-                 [=]() -> StorePtr { return c10::make_intrusive<c10d::TCPStore>(address, options); })
+                 [=]() -> StorePtr {
+                   const NoReverseLookups guard;
+                   return c10::make_intrusive<c10d::TCPStore>(address, options);
+                 })
       .value_or(nullptr);
 }
 
@@ -88,8 +92,8 @@ StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const
       C10_THROW_ERROR(DistNetworkError,
                       c10::str("rank ", rank, " could not reach ", who, " at ", place, " within ", waited(),
                                " s: ", why, ". See whether ", who,
-                               " runs, and whether all processes were given its host and port; if ", who,
-                               " is on another host: groups across hosts are not supported yet"));
+                               " runs, whether all processes were given its host and port, and whether ",
+                               "firewalls between the hosts let the port through"));
     }
     if (next_warning.expired()) {
       LOCKSTEP_LOG(kWarning) << "still trying to reach " << who << " at " << place << " after " << waited()
