@@ -12,10 +12,12 @@
 #include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/rank_server.h>
+#include <lockstep/transport/wire/ucx_engine.h>
 
 namespace lockstep::testing {
 namespace {
@@ -80,7 +82,15 @@ std::string current_test() {
   return std::string(info->test_suite_name()) + "." + info->name();
 }
 
-void run_body(const std::function<void(int)>& body, int rank) {
+/// What a rank does.
+void run_body(const std::function<void(int)>& body, int rank, int nprocs, const RunRanksOptions& options) {
+  const int hosts = options.hosts > 0
+                        ? options.hosts
+                        : static_cast<int>(environment::integer("LOCKSTEP_TEST_HOSTS", 1, 64).value_or(1));
+  // A single rank stands for a job that knows nothing of hosts.
+  if (hosts > 1 && nprocs > 1) {
+    ::setenv("LOCKSTEP_TEST_HOST", pretended_host(rank, nprocs, hosts).c_str(), 1);
+  }
   AssertionCollector collector;
   body(rank);
   if (!collector.failures().empty()) throw AssertionsFailed(collector.failures());
@@ -150,9 +160,22 @@ std::string content(const UniqueFd& fd) {
 
 }  // namespace
 
+std::string pretended_host(int rank, int nprocs, int hosts) {
+  return "host-" + std::to_string(rank * hosts / nprocs);
+}
+
+bool has_wire() {
+#if defined(__SANITIZE_THREAD__)
+  return false;
+#else
+  return transport::wire::why_no_ucx().empty();
+#endif
+}
+
 void run_ranks(int nprocs, const std::function<void(int rank)>& body, const RunRanksOptions& options) {
   const auto request = request_for(nprocs, options, /*all_may_fail=*/false);
-  const auto result = launch::spawn_processes(request, [&](int rank) { run_body(body, rank); });
+  const auto result =
+      launch::spawn_processes(request, [&](int rank) { run_body(body, rank, nprocs, options); });
   if (!result) return;
   judge_deadline(*result, options);
   for (int rank : result->failed) {
@@ -172,7 +195,8 @@ std::vector<RankOutcome> run_ranks_collect(int nprocs, const std::function<void(
     request.outputs.push_back(files.back().get());
   }
   std::vector<RankOutcome> outcomes(static_cast<size_t>(std::max(nprocs, 0)));
-  const auto result = launch::spawn_processes(request, [&](int rank) { run_body(body, rank); });
+  const auto result =
+      launch::spawn_processes(request, [&](int rank) { run_body(body, rank, nprocs, options); });
   if (!result) return outcomes;
   judge_deadline(*result, options);
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {

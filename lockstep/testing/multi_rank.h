@@ -31,6 +31,9 @@ struct RunRanksOptions {
   std::chrono::nanoseconds deadline = std::chrono::seconds(60);
   /// Ranks that the test kills, stops or lets throw: they may fail or, at the deadline, still run.
   std::vector<int> expected_failures = {};
+  /// On how many pretended hosts the ranks are, the first ones on the first host. 0: as LOCKSTEP_TEST_HOSTS says, by
+  /// which ctest runs some tests again over hosts (lockstep_room's HOSTS_TESTS), or on one.
+  int hosts = 0;
   /// Environment variables to set in the ranks, or to remove (nullopt).
   std::vector<std::pair<std::string, std::optional<std::string>>> environment = {};
 };
@@ -51,6 +54,12 @@ struct RankOutcome {
 /// first) when a rank throws, fails a gtest assertion, or ends otherwise; the other ranks are ended then. The
 /// ranks' output goes where the test's goes.
 void run_ranks(int nprocs, const std::function<void(int rank)>& body, const RunRanksOptions& options = {});
+
+/// What a host that a test pretends is called, for run_ranks() as for those that start ranks themselves.
+std::string pretended_host(int rank, int nprocs, int hosts);
+/// Whether ranks can be on several hosts here, which takes UCX. Tests that need it skip themselves without; not under
+/// ThreadSanitizer, for which UCX was not built.
+bool has_wire();
 
 /// The same for tests in which ranks go wrong on purpose: no rank is ended because another failed, nothing
 /// but a passed deadline fails the test, and how each rank ended is returned, by rank.

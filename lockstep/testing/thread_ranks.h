@@ -2,8 +2,9 @@
 
 #include <functional>
 #include <memory>
+#include <vector>
 
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 namespace lockstep::testing {
 
@@ -13,5 +14,10 @@ namespace lockstep::testing {
 void run_rank_threads(int ranks,
                       const std::function<void(std::shared_ptr<transport::GroupChannel> channel)>& body,
                       const transport::HostTransport::Options& options = {});
+
+/// The same over pretended hosts, "host-0", "host-1" and so on: `host_of` has a number for each rank.
+void run_rank_threads(const std::vector<int>& host_of,
+                      const std::function<void(std::shared_ptr<transport::GroupChannel> channel)>& body,
+                      transport::HostTransport::Options options = {});
 
 }  // namespace lockstep::testing

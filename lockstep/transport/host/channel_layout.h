@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include <lockstep/transport/host/waiting.h>
+#include <lockstep/transport/waiting.h>
 
 /// What a rank keeps in its arena for one group, where all members read it. One cache line per flag, one
 /// writer per flag, unless said otherwise. Part of the protocol between processes; only the channels of a
@@ -52,7 +52,7 @@ struct alignas(64) Flag {
 struct alignas(64) Outcome {
   std::atomic<uint64_t> proposal;  // highest sequence that a member thinks of giving up
   std::atomic<uint64_t> decision;  // packed Decision; 0: none yet
-  std::atomic<uint64_t> abort;     // 1 + the member that has aborted the group; 0: none
+  std::atomic<uint64_t> abort;  // 1 + the packed Decision of the member that has aborted the group; 0: none
 };
 
 /// Where a rank waits for messages. Each rank that has changed something that this rank may wait for counts
@@ -91,6 +91,13 @@ struct Recovery {
   std::array<RecoveryRecord, 2> records;  // by the round's last bit
 };
 
+/// Why the group has failed on another host, as this rank was told. Written before the outcome's `abort` names this
+/// rank; once.
+struct alignas(64) OutsideFailure {
+  static constexpr size_t kBytes = 512;
+  std::array<char, kBytes> text;  // ends with 0; empty: this rank was told nothing
+};
+
 /// Behind each block follow, for each member, a word in which that member puts the reference of its mailbox
 /// for this rank, and a byte in which it says that it has closed the group; then the payloads.
 struct ControlBlock {
@@ -101,7 +108,9 @@ struct ControlBlock {
   Flag joined;   // 1: this rank has mapped all members' blocks
   Flag left;     // 1: this rank has closed the group
   Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
+  Flag outside;  // waits of this rank for other hosts that are over
   Outcome outcome;
+  OutsideFailure outside_failure;
   MessageEvents messages;
   Recovery recovery;
   std::array<Slot, 2> slots;        // by the sequence's last bit

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -9,13 +10,20 @@
 
 namespace lockstep::transport {
 
-/// The first bytes of every process's first segment: its identity, the note that it leaves when it ends, and
-/// what it waits for.
+/// How a rank of another host has ended, as that host says: for the neighbours, who were not told themselves.
+struct EndOfFarRank {
+  std::atomic<int32_t> rank{-1};  // of the transport; stored last (release)
+  std::array<char, 256> text{};   // ends with 0
+};
+
+/// The first bytes of every process's first segment: its identity, the note that it leaves when it ends,
+/// what it waits for, and what it has heard.
 struct alignas(64) ProcessHeader {
   uint64_t magic = 0;
   int32_t pid = 0;
   std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
   WaitRecords waits;
+  std::array<EndOfFarRank, 8> far_ends;  // the first ones; written by the monitor thread
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -32,6 +40,8 @@ EndKind note_kind(const ProcessHeader& header);
 void watch_process_end(ProcessHeader& header);
 void unwatch_process_end(ProcessHeader& header);
 
+/// What describe_process_end() says of EndKind::kLeft.
+std::string describe_good_end();
 /// How the process ended, in words, from its note, the launcher's exit status table, or the kernel
 /// (PIDFD_GET_INFO, /proc): whichever knows within about 50 ms. `pidfd` may be -1.
 std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd);

@@ -7,7 +7,6 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/format_duration.h>
-#include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/transport/host/group_members.h>
 #include <lockstep/transport/host/membership_agreement.h>
@@ -70,7 +69,7 @@ std::shared_ptr<GroupMembers> GroupMembers::open(std::shared_ptr<HostTransport> 
   std::shared_ptr<GroupMembers> group(new GroupMembers(std::move(transport), std::move(members)));
   const OwnBlock own(*group->transport_, group->size());
   group->own_block_ = own.memory_;
-  group->map_blocks(group->size() == 1 ? std::vector<uint64_t>{own.word()} : exchange(own.word()), deadline);
+  group->map_blocks(exchange(own.word()), deadline);
   return group;
 }
 
@@ -141,11 +140,11 @@ void GroupMembers::leave() {
   }
 }
 
-void GroupMembers::record_wait(std::optional<RecordedWait>& record, int peer, int owner, const void* word,
-                               uint64_t value) const {
+void GroupMembers::record_wait_for(std::optional<RecordedWait>& record, int transport_rank, int owner,
+                                   const void* word, uint64_t value) const {
   const View& view = views_[owner];
   const auto offset = static_cast<const std::byte*>(word) - reinterpret_cast<const std::byte*>(view.block);
-  record.emplace(transport_->wait_records(), members_[peer], members_[owner],
+  record.emplace(transport_->wait_records(), transport_rank, members_[owner],
                  MemoryReference{view.place.segment, view.place.offset + static_cast<uint64_t>(offset)},
                  value);
 }
@@ -169,14 +168,50 @@ void GroupMembers::wake_waiters() const {
 
 // ---- the outcome
 
-int GroupMembers::aborted_by() const {
-  return static_cast<int>(outcome().abort.load(std::memory_order_acquire)) - 1;
+std::optional<Decision> GroupMembers::aborted() const {
+  const uint64_t word = outcome().abort.load(std::memory_order_acquire);
+  if (word == 0) return std::nullopt;
+  return unpack_decision(word - 1);
 }
 
 void GroupMembers::abort() {
-  uint64_t none = 0;
-  outcome().abort.compare_exchange_strong(none, static_cast<uint64_t>(rank_) + 1, std::memory_order_acq_rel);
+  abort_as({0, static_cast<uint64_t>(FailureKind::kAborted), members_[rank_], rank_});
+}
+
+void GroupMembers::abort_as(const Decision& cause) {
+  uint64_t current = outcome().abort.load(std::memory_order_acquire);
+  // Release: the text of fail_from_outside().
+  while (
+      (current == 0 || unpack_decision(current - 1).sequence > cause.sequence) &&
+      !outcome().abort.compare_exchange_weak(current, pack_decision(cause) + 1, std::memory_order_acq_rel)) {
+  }
   tell_failure();
+}
+
+void GroupMembers::fail_from_outside(const GroupFailure& failure) {
+  std::lock_guard lock(outside_mutex_);
+  Decision cause{failure.sequence, static_cast<uint64_t>(failure.kind), failure.culprit, rank_};
+  if (const auto earlier = aborted()) {
+    // What came first stays, of earlier operations, too.
+    cause = *earlier;
+    cause.sequence = std::min(earlier->sequence, failure.sequence);
+  } else {
+    auto& text = block(rank_).outside_failure.text;
+    failure.text.copy(text.data(), text.size() - 1);
+  }
+  abort_as(cause);
+}
+
+const char* GroupMembers::outside_text() const {
+  const auto abort = aborted();
+  if (!abort) return nullptr;
+  // Something else may have been decided before the abort was seen.
+  const Decision decided = decision();
+  if (decided.is_failure() && (decided.kind != abort->kind || decided.culprit != abort->culprit))
+    return nullptr;
+  const bool by_itself =
+      static_cast<FailureKind>(abort->kind) == FailureKind::kAborted && abort->culprit == members_[abort->by];
+  return by_itself ? nullptr : block(abort->by).outside_failure.text.data();
 }
 
 void GroupMembers::fail(FailureKind kind, int culprit, uint64_t sequence) {
@@ -190,22 +225,15 @@ void GroupMembers::tell_failure() const {
 }
 
 std::string GroupMembers::describe(const std::vector<int>& ranks) const {
-  std::vector<int> global;
-  std::ostringstream pids;
-  for (int rank : ranks) {
-    global.push_back(job_rank(rank));
-    if (ranks.size() <= 4) pids << (pids.tellp() > 0 ? ", " : " (pid ") << transport_->pid_of(members_[rank]);
-  }
-  std::ostringstream text;
-  text << name_ranks(global) << transport_->of_the_job() << pids.str();
-  if (pids.tellp() > 0) text << ')';
-  return text.str();
+  std::vector<int> translated;
+  for (const int rank : ranks) translated.push_back(members_[rank]);
+  return transport_->describe(translated);
 }
 
 std::string GroupMembers::describe_timeout(const Decision& decided, const std::vector<int>& late,
-                                           std::chrono::nanoseconds timeout) const {
+                                           std::chrono::nanoseconds timeout, bool to_others) const {
   std::ostringstream text;
-  const bool own = decided.by == rank_;
+  const bool own = decided.by == rank_ && !to_others;
   const bool cause_is_late =
       std::any_of(late.begin(), late.end(), [&](int rank) { return members_[rank] == decided.culprit; });
   if (own) {
@@ -229,16 +257,17 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
   return text.str();
 }
 
-ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
-                                            std::chrono::nanoseconds timeout) const {
-  const Decision decided = decision();
-  const auto kind = decided.is_failure() ? static_cast<FailureKind>(decided.kind) : FailureKind::kAborted;
+ChannelError GroupMembers::describe_failure(const std::vector<int>& late, std::chrono::nanoseconds timeout,
+                                            bool to_others) const {
   // Without a decision no rank has met the abort in an operation yet.
-  const int culprit = decided.is_failure() ? decided.culprit : members_[aborted_by()];
+  const Decision decided = decision().is_failure() ? decision() : *aborted();
+  const auto kind = static_cast<FailureKind>(decided.kind);
+  const int culprit = decided.culprit;
   const bool left_behind = kind == FailureKind::kPeerLeft && MembershipAgreement(*this).left_behind();
   const bool has_culprit = kind == FailureKind::kPeerEnded || kind == FailureKind::kPeerLeft ||
                            kind == FailureKind::kTimeout || kind == FailureKind::kAborted;
   if (has_culprit && !left_behind) transport_->note_culprit(culprit);
+  if (const char* told = outside_text()) return {kind, told};
   std::ostringstream text;
   switch (kind) {
     case FailureKind::kPeerEnded:
@@ -256,14 +285,15 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late,
       }
       break;
     case FailureKind::kTimeout:
-      text << describe_timeout(decided, late, timeout);
+      text << describe_timeout(decided, late, timeout, to_others);
       break;
     case FailureKind::kMismatch:
       text << "the ranks called different operations";
       break;
     case FailureKind::kAborted:
       text << "aborted by " << transport_->describe(culprit);
-      if (culprit != transport_->rank()) text << ", by a call of abort() or by an exception there";
+      if (culprit != transport_->rank() || to_others)
+        text << ", by a call of abort() or by an exception there";
       break;
     case FailureKind::kLeftBehind:
     case FailureKind::kNone:

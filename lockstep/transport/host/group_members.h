@@ -28,6 +28,14 @@ class ChannelError : public std::runtime_error {
   FailureKind kind_;
 };
 
+/// How a group has failed, for its members on other hosts.
+struct GroupFailure {
+  FailureKind kind = FailureKind::kNone;
+  int culprit = 0;        // a rank of the transport
+  uint64_t sequence = 0;  // of the operation that has failed; 0: whichever is in progress
+  std::string text;
+};
+
 /// The members of one group as one process sees them: their control blocks mapped, which of them are gone,
 /// and what the group has decided. The group's channels stand on it. Ranks here are group ranks. Thread-safe.
 class GroupMembers {
@@ -94,15 +102,29 @@ class GroupMembers {
   void wake_waiters() const;
   /// Records that this rank waits for `peer`, until the word in the control block of `owner` is `value`.
   void record_wait(std::optional<RecordedWait>& record, int peer, int owner, const void* word,
-                   uint64_t value) const;
+                   uint64_t value) const {
+    record_wait_for(record, members_[peer], owner, word, value);
+  }
+  /// The same, for any rank of the transport.
+  void record_wait_for(std::optional<RecordedWait>& record, int transport_rank, int owner, const void* word,
+                       uint64_t value) const;
 
   // How operations end, see OperationOutcome.
   layout::Outcome& outcome() const { return block(0).outcome; }
   Decision decision() const { return outcome::decision(outcome()); }
-  /// The member that has aborted the group, or −1.
-  int aborted_by() const;
-  /// Whether the group takes no further operations: one was decided to have failed, or it was aborted.
-  bool failed() const { return decision().is_failure() || aborted_by() >= 0; }
+  /// Who has aborted the group, and why: kAborted by itself, or what the member was told by fail_from_outside(). Its
+  /// sequence: operations before that one may still succeed.
+  std::optional<Decision> aborted() const;
+  bool is_aborted(uint64_t sequence) const {
+    const auto abort = aborted();
+    return abort && abort->sequence <= sequence;
+  }
+  /// Whether the operation fails, unless it has succeeded already.
+  bool fails(uint64_t sequence) const { return decision().is_failure() || is_aborted(sequence); }
+  /// Whether the group takes no further operations, now or soon: one was decided to have failed, or it was aborted.
+  bool failed() const {
+    return decision().is_failure() || outcome().abort.load(std::memory_order_acquire) != 0;
+  }
   /// Decides that the operation has failed, unless there is a decision already. Only for an operation in
   /// which no rank can have succeeded, by a rank that has concluded the one before. `culprit`: a rank of the
   /// transport.
@@ -111,8 +133,13 @@ class GroupMembers {
   void tell_failure() const;
   /// Makes the operation in progress, or the next one, fail on all members, unless it has succeeded already.
   void abort();
-  /// The group's failure. `late`: members that had not come; `timeout`: what they were given.
-  ChannelError describe_failure(const std::vector<int>& late, std::chrono::nanoseconds timeout) const;
+  /// abort() because of what has happened on another host, of the operations from failure.sequence on. All members here
+  /// say its text then. From any thread.
+  void fail_from_outside(const GroupFailure& failure);
+  /// The group's failure. `late`: members that had not come; `timeout`: what they were given. `to_others`: as other
+  /// ranks say it.
+  ChannelError describe_failure(const std::vector<int>& late, std::chrono::nanoseconds timeout,
+                                bool to_others = false) const;
 
   /// "rank 2 (pid 4242)", in ranks of the job.
   std::string describe(const std::vector<int>& ranks) const;
@@ -136,13 +163,17 @@ class GroupMembers {
   void map_blocks(const std::vector<uint64_t>& words, const Deadline& deadline);
   View view_of(std::byte* block) const;
   std::string describe_timeout(const Decision& decided, const std::vector<int>& late,
-                               std::chrono::nanoseconds timeout) const;
+                               std::chrono::nanoseconds timeout, bool to_others) const;
+  void abort_as(const Decision& cause);
+  /// What a member was told by fail_from_outside(), if that is why the group has failed; or null.
+  const char* outside_text() const;
 
   std::shared_ptr<HostTransport> transport_;
   std::vector<int> members_;
   int rank_ = 0;
   std::byte* own_block_ = nullptr;
   std::vector<View> views_;
+  std::mutex outside_mutex_;
   std::mutex releases_mutex_;
   std::vector<std::function<void()>> releases_;
 };

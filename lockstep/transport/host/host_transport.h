@@ -7,17 +7,22 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/transport/control_message.h>
+#include <lockstep/transport/group_layout.h>
 #include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/host/wait_record.h>
+#include <lockstep/transport/wire/wire.h>
 
 namespace c10d {
 class Store;
@@ -27,11 +32,12 @@ namespace lockstep::transport {
 
 class GroupMembers;
 
-/// The ranks of one host as one process sees them: all ranks' memory mapped, all ranks' processes watched.
+/// The ranks of a job as one process sees them: of those on this host all memory mapped and all processes
+/// watched; of those on other hosts the connection.
 ///
 /// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping
-/// of every peer's segments, and one monitor thread, which maps further segments as they arrive and notices
-/// when a peer ends. Knows nothing of operations. Thread-safe. Lifetime: channels and arena memory keep what
+/// of every neighbour's segments, the wire to the other hosts if there are any, and one monitor thread, which maps
+/// further segments as they arrive, hears what other hosts have to say, and notices when a peer ends. Knows nothing of operations. Thread-safe. Lifetime: channels and arena memory keep what
 /// they need alive; when the last goes, the peers are told that this rank left in good order.
 class HostTransport : public std::enable_shared_from_this<HostTransport> {
  public:
@@ -39,12 +45,17 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     size_t segment_bytes = size_t{64} << 20;  // arena growth step; pages cost nothing until touched
     std::vector<int> job_ranks = {};  // what messages call the ranks; empty: 0, 1, … as everywhere else
     std::string met_at = {};          // an all-gather to which all ranks have come: see store_all_gather()
+    // For jobs over several hosts:
+    std::vector<int> host_of = {};             // by rank: a host's number; empty: all are on this one
+    std::vector<std::string> host_names = {};  // by number, for messages
+    std::function<std::unique_ptr<wire::Engine>(int rank)> make_engine = {};  // of this rank's wire
   };
 
-  /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does.
+  /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does. Over hosts, each
+  /// two of them have then passed messages both ways.
   static std::shared_ptr<HostTransport> connect(c10d::Store& store, int rank, int world_size,
                                                 const Deadline& deadline, const Options& options);
-  /// Ranks as threads of this process over one mapping, so that ThreadSanitizer sees the protocol. Nobody is
+  /// Ranks as threads of this process over one mapping, so that ThreadSanitizer sees the protocol. No process is
   /// watched.
   static std::vector<std::shared_ptr<HostTransport>> connect_threads(int world_size, const Options& options);
 
@@ -54,8 +65,17 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// What messages call a rank: where this transport's ranks are only some of the job's.
   int job_rank(int rank) const { return job_ranks_.empty() ? rank : job_ranks_[rank]; }
   int world_size() const { return static_cast<int>(peers_.size()); }
-  /// How many ranks there still are, this one among them.
-  int living_count() const { return world_size() - static_cast<int>(endings()); }
+  /// How many ranks there still are on this host, this one among them.
+  int living_count() const {
+    return static_cast<int>(layout_.neighbours().size()) -
+           static_cast<int>(neighbours_ended_.load(std::memory_order_relaxed));
+  }
+  /// Of all ranks of the job.
+  const GroupLayout& layout() const { return layout_; }
+  bool spans_hosts() const { return layout_.spans_hosts(); }
+  bool is_here(int rank) const { return layout_.host_of[rank] == layout_.host(); }
+  /// " on node-a", of a rank of a job over several hosts; else "".
+  std::string on_host(int rank) const;
   /// Says that the program calls ranks by other numbers than the job did at its start: messages, which keep
   /// to the job's, say so from now on.
   void set_renumbered() { renumbered_.store(true, std::memory_order_relaxed); }
@@ -72,21 +92,41 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Counts the peers that have ended or left so far: changes whenever has_ended() of any peer does.
   uint32_t endings() const { return endings_.load(std::memory_order_acquire); }
   bool has_ended(int rank) const { return peers_[rank]->ended.load(std::memory_order_acquire); }
-  /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended.
+  /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended, and 300 ms
+  /// on another host.
   std::string describe_end(int rank) const;
   int pid_of(int rank) const { return peers_[rank]->link.pid; }
-  /// "rank 2 (pid 4242)".
+  /// "rank 2 (pid 4242)"; in a job over several hosts "rank 2 (pid 4242 on node-a)".
   std::string describe(int rank) const;
-  /// Whether the rank's process is stopped by a signal or a debugger, as far as /proc says.
+  /// "ranks 2 and 3 (pid 4242, 4243)"
+  std::string describe(const std::vector<int>& ranks) const;
+  /// Whether the rank's process is stopped by a signal or a debugger, as far as this host's /proc says; of a rank on
+  /// another host, as was heard by cause_of_waiting().
   bool is_stopped(int rank) const;
   /// The rank that keeps `ranks`, at least one, from going on: one that has ended or is stopped, if it is
   /// among them or they wait for such a one by way of others, in whatever groups; else one that waits for no
   /// rank; else the first of them. A guess when several threads of a rank wait at once, or ranks move
-  /// meanwhile.
+  /// meanwhile. Ranks on other hosts are asked: takes up to 300 ms for one that does not answer.
   int cause_of_waiting(const std::vector<int>& ranks);
   WaitRecords& wait_records() const;
   /// Tells the launcher that this rank made an operation fail, for its report.
   void note_culprit(int rank) const;
+
+  // To ranks on other hosts. Only in a job over several hosts:
+  wire::Wire& wire() const { return *wire_; }
+  /// Says that this rank sends to another or receives from it, so that each hears how the other ends.
+  void meet(int rank) { peers_[rank]->met.store(true, std::memory_order_relaxed); }
+  /// Sends it without waiting. From any thread.
+  void tell(int rank, const ControlMessage& message);
+  /// Once this returns, what others had told this rank before what it has received from them counts.
+  void await_heard();
+  /// Gives the listener a number, which no other group of this rank has, for messages' `group` and the tags of data that
+  /// come to this rank: the wire's channels [number, number + kChannelsPerGroup). Throws c10::DistBackendError when all
+  /// have been given.
+  static constexpr uint32_t kChannelsPerGroup = 2;
+  uint32_t add_listener(ControlListener& listener);
+  /// The listener is called no more when this returns. `last_words` stay, if the group has failed.
+  void remove_listener(uint32_t number, const std::optional<ControlMessage>& last_words);
 
   /// Groups register to have their sleeping waiters woken when a peer ends; GroupMembers does this itself.
   void add_group(GroupMembers* group);
@@ -102,6 +142,20 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Peer {
     PeerLink link;
     std::atomic<bool> ended{false};
+    std::string host;            // its name; empty in a job on one host
+    std::string wire;            // of a rank on another host: what its wire says of itself
+    bool asked_for_end = false;  // describe_end() has waited for it before; under segments_mutex_
+    std::string end;  // how a rank on another host has ended, if its host has said so; under segments_mutex_
+    // What a rank on another host has said of what it waits for; under segments_mutex_:
+    bool asked = false;  // and has not answered yet
+    Deadline patience = Deadline::never();
+    uint32_t answers = 0;
+    int cause = -1;
+    bool stopped = false;
+    std::atomic<bool> met{false};              // has messages with this rank
+    std::atomic<uint32_t> told{0};             // control messages that were sent to it
+    uint32_t heard{0};                         // and received from it; monitor thread only
+    std::unique_ptr<ControlMessage> incoming;  // the next one
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
@@ -120,23 +174,41 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Of a word; null unless it lies in a segment that is mapped.
   std::byte* mapped_address(int rank, const MemoryReference& reference) const;
   void publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment);
-  void start_monitor();
-  void monitor();
+  void start_monitor(bool watches);
+  void make_wire(const Options& options);
+  void meet_hosts(const std::function<void()>& look, const Deadline& deadline);
+  void receive_control(int from);
+  void hear_control();
+  void hear(int from, const ControlMessage& message);
+  int cause_known_here(const std::vector<int>& ranks) const;
+  std::vector<int> awaited_by(int rank) const;
+  std::optional<int> ask_for_cause(int rank);
+  void tell_cause(int rank);
+  void hear_cause(int from, const ControlMessage& message);
+  void tell_end_of(int neighbour);
+  void say_goodbye();
+  void hear_end(int rank, const std::string& end);
+  std::string end_of_far_rank(int rank) const;
+  std::chrono::nanoseconds patience_with_neighbours_of(int rank) const;
+  std::string describe_loss(int rank, const std::string& reason) const;
+  void monitor(bool watches);
   void note_unmapped(int rank, uint32_t index, const std::string& reason);
   void mark_ended(int rank);
   void sweep_retired();
 
   const int rank_;
   const std::vector<int> job_ranks_;
+  const GroupLayout layout_;
   ForkGuard fork_guard_;
   std::shared_ptr<Arena> arena_;
   std::vector<std::unique_ptr<Peer>> peers_;    // by rank, the own one too
   std::vector<HostTransport*> fellow_threads_;  // connect_threads only
   std::atomic<uint32_t> endings_{0};
+  std::atomic<uint32_t> neighbours_ended_{0};
   std::atomic<bool> renumbered_{false};
 
-  std::mutex segments_mutex_;
-  std::condition_variable segments_changed_;
+  mutable std::mutex segments_mutex_;
+  mutable std::condition_variable segments_changed_;
 
   std::mutex groups_mutex_;
   std::unordered_set<GroupMembers*> groups_;
@@ -144,7 +216,20 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;
 
+  std::mutex listeners_mutex_;
+  std::map<uint32_t, ControlListener*> listeners_;
+  std::map<uint32_t, ControlMessage> last_words_;  // of groups that have failed and were closed
+  uint32_t next_number_ = 1;                       // 0: control messages
+
+  std::mutex inbox_mutex_;
+  std::vector<std::pair<int, bool>> inbox_;  // ranks, and whether their `incoming` has come or won't any more
+  std::atomic<uint32_t> unheard_{0};         // of these, and of those just being heard
+  UniqueFd inbox_event_;
+
   UniqueFd stop_event_;
+  std::map<int, Deadline>
+      reported_;  // ranks that have ended, as others say: when that holds; monitor thread only
+  std::unique_ptr<wire::Wire> wire_;  // null on one host
   BackgroundThread monitor_;
 };
 

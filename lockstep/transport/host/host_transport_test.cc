@@ -1,14 +1,29 @@
+#include <array>
+#include <exception>
 #include <gmock/gmock.h>
+#include <memory>
+#include <string>
+#include <sys/socket.h>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/peer_links.h>
+#include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/wire/thread_engine.h>
 
 namespace lockstep::transport::host_transport_test {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 /// Where rank 0 finds so many bytes of rank 1, or the error.
 std::string find(HostTransport& transport, const MemoryReference& reference, size_t bytes) {
@@ -31,6 +46,160 @@ TEST(HostTransport, RefusesReferencesOutsideOfASegment) {
   EXPECT_THAT(find(transport, {0, kBytes}, 1), HasSubstr("byte 1048576 of segment 0"));
   EXPECT_THAT(find(transport, {0, size_t{1} << 49}, 1), HasSubstr("of segment 0"));
   EXPECT_THAT(find(transport, {1024, 0}, 1), HasSubstr("segment 1024, which no arena has"));
+}
+
+TEST(PeerLinks, WhatAPeerHadSentComesThoughItHasEndedBeforeItReadAll) {
+  std::array<int, 2> sockets{};
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets.data()), 0);
+  PeerLink own, of_peer;
+  own.socket.reset(sockets[0]);
+  of_peer.socket.reset(sockets[1]);
+  constexpr size_t kBytes = size_t{64} << 10;
+  ASSERT_TRUE(send_segment(own, 1, *Segment::create(kBytes)));
+  ASSERT_TRUE(send_segment(of_peer, 5, *Segment::create(kBytes)));
+  of_peer.socket.reset();  // which resets the connection
+  bool open = true;
+  const auto received = receive_segment(own, open);
+  ASSERT_TRUE(received && received->segment);
+  EXPECT_EQ(received->index, 5u);
+  EXPECT_FALSE(receive_segment(own, open));
+  EXPECT_FALSE(open);
+}
+
+/// Ranks as threads that join through a store as processes do, over pretended hosts.
+class Job {
+ public:
+  Job(const std::vector<int>& host_of, std::shared_ptr<wire::ThreadHub> hub,
+      std::chrono::nanoseconds timeout = std::chrono::seconds(60))
+      : transports(host_of.size()), errors(host_of.size()) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    HostTransport::Options options{.segment_bytes = size_t{1} << 20};
+    options.host_of = host_of;
+    options.host_names = {"node-a", "node-b", "node-c"};
+    options.make_engine = [hub](int rank) { return hub->make_engine(rank); };
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < host_of.size(); ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          transports[rank] =
+              HostTransport::connect(*store, static_cast<int>(rank), static_cast<int>(host_of.size()),
+                                     Deadline::after(timeout), options);
+        } catch (...) {
+          errors[rank] = text_of(std::current_exception());
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+
+  std::vector<std::shared_ptr<HostTransport>> transports;
+  std::vector<std::string> errors;
+};
+
+std::string own_pid() {
+  return "(pid " + std::to_string(::getpid());
+}
+
+void await_end(const HostTransport& transport, int rank) {
+  while (!transport.has_ended(rank)) std::this_thread::yield();
+}
+
+TEST(HostTransport, JoinsTheRanksOfSeveralHosts) {
+  const Job job({0, 1, 0, 2, 1}, wire::ThreadHub::make(5));
+  for (int rank = 0; rank < 5; ++rank) {
+    ASSERT_EQ(job.errors[rank], "");
+    const HostTransport& transport = *job.transports[rank];
+    EXPECT_TRUE(transport.spans_hosts());
+    EXPECT_EQ(transport.living_count(), rank == 3 ? 1 : 2);
+    EXPECT_EQ(transport.describe(3), "rank 3 " + own_pid() + " on node-c)");
+    EXPECT_EQ(transport.endings(), 0u);
+  }
+  EXPECT_EQ(find(*job.transports[4], {0, 0}, 64), "found");
+}
+
+TEST(HostTransport, ALostConnectionNamesTheRankAndItsHost) {
+  const auto hub = wire::ThreadHub::make(3);
+  const Job job({0, 0, 1}, hub);
+  hub->disconnect(0, 2);
+  await_end(*job.transports[0], 2);
+  EXPECT_EQ(
+      job.transports[0]->describe_end(2),
+      "rank 2 " + own_pid() + " on node-b) is lost: disconnected; its process has ended or the wire is cut");
+  EXPECT_EQ(job.transports[0]->living_count(), 2);
+  EXPECT_EQ(job.transports[0]->endings(), 1u);
+  EXPECT_FALSE(job.transports[1]->has_ended(2));
+}
+
+TEST(HostTransport, OtherHostsHearHowARankHasEnded) {
+  Job job({0, 0, 1, 1}, wire::ThreadHub::make(4));
+  job.transports[3].reset();
+  for (const int rank : {0, 1, 2}) {
+    await_end(*job.transports[rank], 3);
+    EXPECT_THAT(job.transports[rank]->describe_end(3),
+                StartsWith("rank 3 " + own_pid() + " on node-b) left the job in good order"));
+  }
+}
+
+TEST(HostTransport, HostsThatCanNotReachEachOtherAreNamedWithBothEnds) {
+  const auto hub = wire::ThreadHub::make(4);
+  hub->disconnect(1, 3);
+  const Job job({0, 0, 1, 1}, hub);
+  int named = 0;
+  for (const std::string& error : job.errors) {
+    EXPECT_NE(error, "");
+    named += error.find("rank 1 " + own_pid() + " on node-a), by threads of this process, and rank 3 " +
+                        own_pid() + " on node-b), by threads of this process, can't pass messages: ") !=
+                 std::string::npos ||
+             error.find("rank 3 " + own_pid() + " on node-b), by threads of this process, and rank 1 " +
+                        own_pid() + " on node-a), by threads of this process, can't pass messages: ") !=
+                 std::string::npos;
+  }
+  EXPECT_EQ(named, 4);
+}
+
+/// An engine that drops all messages of more than 1 KiB, as a path does whose MTU is smaller than its ends believe.
+class NarrowEngine final : public wire::Engine {
+ public:
+  explicit NarrowEngine(std::unique_ptr<wire::Engine> engine) : engine_(std::move(engine)) {
+    engine_->on_done = [this](wire::Operation& operation) { on_done(operation); };
+    engine_->on_peer_lost = [this](int rank, const std::string& reason) { on_peer_lost(rank, reason); };
+  }
+  std::string describe() const override { return engine_->describe(); }
+  std::string address() const override { return engine_->address(); }
+  void connect(int rank, const std::string& address) override { engine_->connect(rank, address); }
+  void send(wire::Operation& operation, wire::Tag tag, const void* data, size_t bytes) override {
+    if (bytes <= 1024) engine_->send(operation, tag, data, bytes);
+  }
+  void receive(wire::Operation& operation, wire::Tag tag, void* data, size_t bytes) override {
+    engine_->receive(operation, tag, data, bytes);
+  }
+  void cancel(wire::Operation& operation) override { engine_->cancel(operation); }
+  bool progress() override { return engine_->progress(); }
+  bool arm() override { return engine_->arm(); }
+  int event_fd() const override { return engine_->event_fd(); }
+
+ private:
+  std::unique_ptr<wire::Engine> engine_;
+};
+
+TEST(HostTransport, APathWithASmallerMtuIsNamedAtTheTimeout) {
+  class NarrowHub final : public wire::ThreadHub {
+   public:
+    std::unique_ptr<wire::Engine> make_engine(int rank) override {
+      return std::make_unique<NarrowEngine>(hub_->make_engine(rank));
+    }
+    void disconnect(int rank, int other) override { hub_->disconnect(rank, other); }
+
+   private:
+    std::shared_ptr<wire::ThreadHub> hub_ = wire::ThreadHub::make(2);
+  };
+  const Job job({0, 1}, std::make_shared<NarrowHub>(), std::chrono::milliseconds(500));
+  for (const std::string& error : job.errors) {
+    EXPECT_THAT(
+        error,
+        HasSubstr("small messages pass, but not 64 KiB: do all interfaces between the two hosts have the "
+                  "same MTU?"));
+  }
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/transport/host/membership_agreement.h>
-#include <lockstep/transport/host/waiting.h>
+#include <lockstep/transport/waiting.h>
 
 namespace lockstep::transport {
 

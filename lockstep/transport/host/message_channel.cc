@@ -28,8 +28,13 @@ constexpr auto kGrace = std::chrono::microseconds(100);
 
 }  // namespace
 
-MessageChannel::MessageChannel(std::shared_ptr<GroupMembers> members)
-    : members_(std::move(members)), peers_(members_->size()) {
+MessageChannel::MessageChannel(std::shared_ptr<GroupMembers> members,
+                               std::optional<WireMessages::Members> members_on_hosts)
+    : members_(std::move(members)), rank_(members_on_hosts ? members_on_hosts->rank : members_->rank()) {
+  if (members_on_hosts) {
+    wire_ = std::make_unique<WireMessages>(members_->transport(), *std::move(members_on_hosts), own_events());
+  }
+  peers_.resize(wire_ ? wire_->members().places.size() : static_cast<size_t>(members_->size()));
   const int ranks = members_->transport().living_count();
   const int cores = usable_cores();
   foreground_policy_ = choose_wait_policy(ranks, cores, false);
@@ -82,6 +87,9 @@ MessageChannel::Handle MessageChannel::start(Handle request) {
   Lock lock(mutex_);
   if (members_->failed()) throw members_->describe_failure({}, {});
   TORCH_CHECK_WITH(DistBackendError, !closed_, "the process group was destroyed");
+  for (int rank = 0; wire_ && rank < static_cast<int>(peers_.size()); ++rank) {
+    if ((request->peer == rank || request->peer == kAnySource) && is_remote(rank)) wire_->open(rank);
+  }
   requests_.push_back(request);
   if (!request->is_send) {
     for (Peer& peer : peers_) peer.unreadable = nullptr;
@@ -92,7 +100,7 @@ MessageChannel::Handle MessageChannel::start(Handle request) {
   }
   advance();
   // A thread that sleeps does not know of the new request, nor that its own may be done.
-  if (driving_) members_->block(members_->rank()).messages.notify();
+  if (driving_) own_events().notify();
   run_callbacks(lock);
   return request;
 }
@@ -109,7 +117,7 @@ bool MessageChannel::wait(const Handle& request, const Deadline& until) {
       drive(lock, request.get(), until);
     } else {
       // The background thread gives way, another waiter advances this request too.
-      if (waiters_ == 1) members_->block(members_->rank()).messages.notify();
+      if (waiters_ == 1) own_events().notify();
       wait_interruptibly(changed_, lock, until);
     }
   }
@@ -143,7 +151,7 @@ void MessageChannel::close() {
   for (const Handle& request : requests_) give_up(*request, error);
   remove_done();
   run_callbacks(lock);
-  members_->block(members_->rank()).messages.notify();
+  own_events().notify();
   changed_.notify_all();
   changed_.wait(lock, [this] { return !serving_ && !driving_ && telling_ == 0; });
 }
@@ -223,21 +231,26 @@ void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* req
   }
   lock.unlock();
   const auto relock = c10::make_scope_exit([&lock] { lock.lock(); });
-  MessageEvents& own = members_->block(members_->rank()).messages;
+  MessageEvents& own = own_events();
   std::optional<RecordedWait> recorded;
   wait_until(
       own.doorbell, request == nullptr ? background_policy_ : foreground_policy_, nearest,
-      [&] { return events() != seen; },
       [&] {
+        if (events() != seen) return true;
+        if (wire_) wire_->progress();
+        return wire_ && events() != seen;
+      },
+      [&] {
+        if (wire_) wire_->before_sleep();
         if (peer != kAnySource && !recorded) {
-          members_->record_wait(recorded, peer, members_->rank(), &own.count, seen + 1);
+          members_->record_wait_for(recorded, transport_rank(peer), members_->rank(), &own.count, seen + 1);
         }
       });
 }
 
 uint64_t MessageChannel::events() const {
   // Acquire: what was changed before an event was counted is visible to a thread that sees the count.
-  return members_->block(members_->rank()).messages.count.load(std::memory_order_acquire);
+  return own_events().count.load(std::memory_order_acquire);
 }
 
 void MessageChannel::run_callbacks(Lock& lock) {
@@ -294,18 +307,28 @@ void MessageChannel::finish(Request& request, std::exception_ptr error) {
 
 // ---- giving up
 
+bool MessageChannel::has_left(int rank) const {
+  return is_remote(rank) ? wire_->members().has_left(rank) : members_->has_left(place_of(rank));
+}
+
+std::string MessageChannel::describe(const std::vector<int>& ranks) const {
+  std::vector<int> translated;
+  for (const int rank : ranks) translated.push_back(transport_rank(rank));
+  return members_->transport().describe(translated);
+}
+
 ChannelError MessageChannel::gone_error(int peer) const {
-  if (members_->has_left(peer)) {
+  if (has_left(peer)) {
     return {FailureKind::kPeerLeft,
-            members_->describe({peer}) + " has left the group (destroyed it or ended) without its part"};
+            describe({peer}) + " has left the group (destroyed it or ended) without its part"};
   }
-  return {FailureKind::kPeerEnded, members_->describe_end(peer)};
+  return {FailureKind::kPeerEnded, members_->transport().describe_end(transport_rank(peer))};
 }
 
 ChannelError MessageChannel::peer_gave_up(const Request& request, const char* doing) const {
   // Where the group has failed, that is why; the peer is not the cause.
   if (members_->failed()) return members_->describe_failure({}, request.timeout);
-  return {FailureKind::kPeerLeft, members_->describe({request.peer}) + " gave up " + doing + " it"};
+  return {FailureKind::kPeerLeft, describe({request.peer}) + " gave up " + doing + " it"};
 }
 
 int MessageChannel::stopped_cause() const {
@@ -331,10 +354,10 @@ ChannelError MessageChannel::timeout_error(const Request& request, const std::ve
   std::ostringstream text;
   text << "timed out after " << format_duration(request.timeout) << " waiting for ";
   if (request.peer == kAnySource) {
-    text << "a message from any of " << members_->describe(senders);
+    text << "a message from any of " << describe(senders);
   } else {
-    text << members_->describe({request.peer});
-    if (cause >= 0 && cause != members_->transport_rank(request.peer)) {
+    text << describe({request.peer});
+    if (cause >= 0 && cause != transport_rank(request.peer)) {
       text << ", which waits for " << transport.describe(cause);
     }
   }
@@ -347,8 +370,10 @@ ChannelError MessageChannel::timeout_error(const Request& request, const std::ve
   return {FailureKind::kTimeout, text.str()};
 }
 
-MessageChannel::Hopeless MessageChannel::gone(int peer) const {
-  return {std::make_exception_ptr(gone_error(peer)), members_->transport_rank(peer)};
+MessageChannel::Hopeless MessageChannel::gone(const Request& request, int peer) const {
+  // It may have gone because the group has failed, and has told so before.
+  if (members_->failed()) return {std::make_exception_ptr(members_->describe_failure({}, request.timeout))};
+  return {std::make_exception_ptr(gone_error(peer)), transport_rank(peer)};
 }
 
 /// Why the request can't be done any more, if so.
@@ -356,7 +381,8 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
   std::vector<int> senders;  // see timeout_error()
   if (members_->failed()) return {std::make_exception_ptr(members_->describe_failure({}, request.timeout))};
   if (request.peer != kAnySource) {
-    if (request.peer != members_->rank() && members_->is_gone(request.peer)) return gone(request.peer);
+    const bool is_other = request.peer != rank_;
+    if (is_other && (has_left(request.peer) || has_ended(request.peer))) return gone(request, request.peer);
     if (!request.is_send && !request.posted && peers_[request.peer].unreadable) {
       return {peers_[request.peer].unreadable};
     }
@@ -364,25 +390,25 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
     // A rank that left in good order will send nothing more, but others may; one that died may have been the
     // sender.
     int left = -1;
-    for (int peer = 0; peer < members_->size(); ++peer) {
-      if (peer == members_->rank()) continue;
-      if (members_->has_left(peer)) {
+    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+      if (peer == rank_) continue;
+      if (has_left(peer)) {
         left = peer;
-      } else if (members_->has_ended(peer)) {
-        return gone(peer);
+      } else if (has_ended(peer)) {
+        return gone(request, peer);
       } else if (!request.posted && peers_[peer].unreadable) {
         return {peers_[peer].unreadable};
       } else {
         senders.push_back(peer);
       }
     }
-    if (senders.empty() && left >= 0) return gone(left);
+    if (senders.empty() && left >= 0) return gone(request, left);
   }
   if (!request.deadline.expired()) return {};
   HostTransport& transport = members_->transport();
   int cause = -1;
-  if (request.peer != kAnySource && request.peer != members_->rank()) {
-    cause = transport.cause_of_waiting({members_->transport_rank(request.peer)});
+  if (request.peer != kAnySource && request.peer != rank_) {
+    cause = transport.cause_of_waiting({transport_rank(request.peer)});
   }
   // Records may not lead to it: a rank that has given up its own wait for the stopped one has no record, and
   // that of a rank that any event has just woken does not count.
@@ -398,7 +424,7 @@ bool MessageChannel::end_hopeless() {
     const auto [error, culprit] = why_hopeless(*request);
     if (!error) continue;
     // Look again: its part may have come just before the peer went.
-    take_arrivals();
+    take_all_arrivals();
     if (!request->done) {
       const bool moved = (!request->is_send || request->posted) && advance(*request);
       if (!moved && !request->done) {
@@ -413,7 +439,11 @@ bool MessageChannel::end_hopeless() {
 
 void MessageChannel::give_up(Request& request, const std::exception_ptr& error) {
   if (request.done) return;
-  if (request.transfer != nullptr) {
+  if (request.crossing) {
+    // Where the group has failed the peer hears of that, which says more.
+    wire_->give_up(*request.crossing, /*tell=*/!members_->failed());
+    request.crossing.reset();
+  } else if (request.transfer != nullptr) {
     Transfer& transfer = *request.transfer;
     if (request.is_send) {
       if (change(transfer, TransferState::kOffered, TransferState::kGivenUp) ||
@@ -435,7 +465,7 @@ void MessageChannel::give_up(Request& request, const std::exception_ptr& error) 
       }
       request.transfer = nullptr;
     }
-    members_->block(request.peer).messages.notify();
+    notify(request.peer);
   }
   finish(request, error);
 }

@@ -12,14 +12,9 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/transport/host/group_members.h>
 #include <lockstep/transport/host/message_layout.h>
+#include <lockstep/transport/wire_messages.h>
 
 namespace lockstep::transport {
-
-/// What the layer above says of a message; sender and receiver must agree. Tags match messages to receives.
-struct MessageKind {
-  size_t bytes = 0;
-  uint32_t type = 0;  // of the elements, in the words of the layer above
-};
 
 /// The sender's message is not what the receiver expects. Thrown to the receiver, and to the sender if it
 /// still waits.
@@ -39,7 +34,8 @@ class MessageMismatch : public ChannelError {
 /// Small messages travel in the sender's mailbox, one for each receiver; of larger ones only the description
 /// does. Once a receive matches, the receiver reads them where they lie, if that is in the sender's arena, or
 /// else through a ring of chunks that the sender fills. Messages of one sender with one tag match in order;
-/// any number may be in flight, in any order, so nothing waits for anything but its own peer.
+/// any number may be in flight, in any order, so nothing waits for anything but its own peer. Members on other
+/// hosts are served by WireMessages, with the same promises.
 ///
 /// Requests are advanced by the thread that waits for one; while none does, by a background thread, if
 /// advance_in_background() asked for it. Thread-safe. Ranks are group ranks.
@@ -63,14 +59,17 @@ class MessageChannel {
     int peer;                              // of a receive from any source: kAnySource until it has matched
     bool posted = false;                   // sends: in the mailbox; receives: matched
     layout::Transfer* transfer = nullptr;  // in the sender's arena, for messages that are not in the mailbox
-    std::byte* memory = nullptr;           // of the data or of the ring, as mapped here
-    size_t moved = 0;                      // bytes copied so far
+    std::shared_ptr<WireTransfer> crossing = {};  // the same of a peer on another host
+    std::byte* memory = nullptr;                  // of the data or of the ring, as mapped here
+    size_t moved = 0;                             // bytes copied so far
     bool done = false;
     std::exception_ptr error = nullptr;
   };
   using Handle = std::shared_ptr<Request>;
 
-  explicit MessageChannel(std::shared_ptr<GroupMembers> members);
+  /// Between the members on this host; or, with `members_on_hosts`, between all of a group over hosts.
+  explicit MessageChannel(std::shared_ptr<GroupMembers> members,
+                          std::optional<WireMessages::Members> members_on_hosts = std::nullopt);
   MessageChannel(const MessageChannel&) = delete;
   MessageChannel& operator=(const MessageChannel&) = delete;
   /// close().
@@ -113,9 +112,10 @@ class MessageChannel {
     int from;
     int64_t tag;
     MessageKind kind;
-    std::vector<std::byte> payload;          // small ones …
-    const std::byte* inline_data = nullptr;  // … while they are in the mailbox: there
-    layout::Transfer* transfer = nullptr;    // the others
+    std::vector<std::byte> payload;               // small ones …
+    const std::byte* inline_data = nullptr;       // … while they are in the mailbox: there
+    layout::Transfer* transfer = nullptr;         // the others …
+    std::shared_ptr<WireTransfer> crossing = {};  // … and those from other hosts
   };
   struct Peer {
     layout::Mailbox* outgoing = nullptr;  // ours, for it
@@ -133,18 +133,22 @@ class MessageChannel {
   bool fill_ring(Request& request);
   bool advance(Request& request);
   bool take_arrivals();
+  void take_all_arrivals();
   bool take_arrivals_from(int from);
   bool take_arrivals_of(int from, Peer& peer);
+  bool take_remote_arrivals(int from);
   bool offer(Arrived& arrived);
   bool match(Request& request, Arrived& arrived);
+  bool match_transfer(Request& request, Arrived& arrived, bool fits);
   bool advance_receive(Request& request);
+  bool advance_crossing(Request& request);
   bool end_hopeless();
   struct Hopeless {
     std::exception_ptr error = nullptr;  // none: it may still succeed
     int culprit = -1;                    // the transport's rank, where one is known
   };
   Hopeless why_hopeless(const Request& request) const;
-  Hopeless gone(int peer) const;
+  Hopeless gone(const Request& request, int peer) const;
   ChannelError gone_error(int peer) const;
   /// Why a message failed that its peer had begun to move.
   ChannelError peer_gave_up(const Request& request, const char* doing) const;
@@ -165,7 +169,22 @@ class MessageChannel {
   bool busy() const { return !requests_.empty(); }
   uint64_t events() const;
 
+  // Of group ranks. `members_` knows those on this host, by their places.
+  bool is_remote(int rank) const { return wire_ && wire_->is_remote(rank); }
+  int place_of(int rank) const { return wire_ ? wire_->members().places[rank] : rank; }
+  int transport_rank(int rank) const {
+    return wire_ ? wire_->members().transport_ranks[rank] : members_->transport_rank(rank);
+  }
+  bool has_left(int rank) const;
+  bool has_ended(int rank) const { return members_->transport().has_ended(transport_rank(rank)); }
+  std::string describe(const std::vector<int>& ranks) const;
+  /// Has a peer on this host look for what has changed.
+  void notify(int rank) const { members_->block(place_of(rank)).messages.notify(); }
+  layout::MessageEvents& own_events() const { return members_->block(members_->rank()).messages; }
+
   std::shared_ptr<GroupMembers> members_;
+  std::unique_ptr<WireMessages> wire_;  // null on one host
+  const int rank_;
   WaitPolicy foreground_policy_;
   WaitPolicy background_policy_;
 

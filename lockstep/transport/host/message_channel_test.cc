@@ -14,7 +14,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/testing/thread_ranks.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 #include <lockstep/transport/host/testing/failure_of.h>
 
 // Messages with ranks as threads of one process, where ThreadSanitizer sees both sides.
@@ -22,7 +22,6 @@ namespace lockstep::transport::message_channel_test {
 namespace {
 
 using namespace std::chrono_literals;
-using testing::run_rank_threads;
 using Channel = std::shared_ptr<GroupChannel>;
 using Bytes = std::vector<std::byte>;
 
@@ -44,11 +43,32 @@ void wait(MessageChannel& messages, const MessageChannel::Handle& request) {
   if (messages.error(request)) std::rethrow_exception(messages.error(request));
 }
 
-/// One byte, empty, around the border of the mailbox, several chunks and several rings.
-const std::vector<size_t> kSizes = {0, 1, 8192, 8193, 131072, 1000001, 3 << 20};
+/// On which host each of so many ranks is.
+struct Layout {
+  const char* name;
+  int (*host_of)(int rank);
+};
+constexpr Layout kLayouts[] = {{"OneHost", [](int) { return 0; }},
+                               {"HostsOfOneRank", [](int rank) { return rank; }},
+                               {"TwoHosts", [](int rank) { return rank % 2; }}};
 
-TEST(MessageChannel, CarriesEverySizeFromPlainMemory) {
-  run_rank_threads(2, [](const Channel& channel) {
+class Messages : public ::testing::TestWithParam<Layout> {
+ protected:
+  static void on_ranks(int ranks, const std::function<void(const Channel& channel)>& body) {
+    std::vector<int> host_of;
+    for (int rank = 0; rank < ranks; ++rank) host_of.push_back(GetParam().host_of(rank));
+    testing::run_rank_threads(host_of, body);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(On, Messages, ::testing::ValuesIn(kLayouts),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+/// One byte, empty, around the border of the mailbox, several chunks and several rings.
+const std::vector<size_t> kSizes = {0, 1, 8192, 8193, 131072, 1000001, 3 << 20, 9 << 20};
+
+TEST_P(Messages, CarriesEverySizeFromPlainMemory) {
+  on_ranks(2, [](const Channel& channel) {
     for (size_t bytes : kSizes) {
       const Bytes expected = pattern(bytes, bytes);
       if (channel->rank() == 0) {
@@ -62,8 +82,8 @@ TEST(MessageChannel, CarriesEverySizeFromPlainMemory) {
   });
 }
 
-TEST(MessageChannel, CarriesEverySizeFromTheArena) {
-  run_rank_threads(2, [](const Channel& channel) {
+TEST_P(Messages, CarriesEverySizeFromTheArena) {
+  on_ranks(2, [](const Channel& channel) {
     Arena& arena = channel->transport().arena();
     for (size_t bytes : kSizes) {
       const Bytes expected = pattern(bytes, bytes + 1);
@@ -81,9 +101,9 @@ TEST(MessageChannel, CarriesEverySizeFromTheArena) {
   });
 }
 
-TEST(MessageChannel, MessagesOfOneTagKeepTheirOrderAndTagsAreIndependent) {
+TEST_P(Messages, MessagesOfOneTagKeepTheirOrderAndTagsAreIndependent) {
   constexpr int kMessages = 100;  // far more than the mailbox has room for
-  run_rank_threads(2, [](const Channel& channel) {
+  on_ranks(2, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     std::vector<int> values(kMessages);
     std::vector<MessageChannel::Handle> handles;
@@ -108,8 +128,8 @@ TEST(MessageChannel, MessagesOfOneTagKeepTheirOrderAndTagsAreIndependent) {
   });
 }
 
-TEST(MessageChannel, LargeSendsInBothDirectionsAtOnceDoNotBlockEachOther) {
-  run_rank_threads(4, [](const Channel& channel) {
+TEST_P(Messages, LargeSendsInBothDirectionsAtOnceDoNotBlockEachOther) {
+  on_ranks(4, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     constexpr size_t kBytes = 2 << 20;
     std::vector<Bytes> out;
@@ -126,8 +146,8 @@ TEST(MessageChannel, LargeSendsInBothDirectionsAtOnceDoNotBlockEachOther) {
   });
 }
 
-TEST(MessageChannel, AnySourceTakesWhatComesAndSaysFromWhom) {
-  run_rank_threads(4, [](const Channel& channel) {
+TEST_P(Messages, AnySourceTakesWhatComesAndSaysFromWhom) {
+  on_ranks(4, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     if (channel->rank() != 0) {
       const int value = channel->rank() * 11;
@@ -147,8 +167,8 @@ TEST(MessageChannel, AnySourceTakesWhatComesAndSaysFromWhom) {
   });
 }
 
-TEST(MessageChannel, BackgroundServiceAdvancesWhatNobodyWaitsFor) {
-  run_rank_threads(2, [](const Channel& channel) {
+TEST_P(Messages, BackgroundServiceAdvancesWhatNobodyWaitsFor) {
+  on_ranks(2, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     constexpr size_t kBytes = 5 << 20;
     Bytes data = channel->rank() == 0 ? pattern(kBytes, 5) : Bytes(kBytes);
@@ -165,8 +185,8 @@ TEST(MessageChannel, BackgroundServiceAdvancesWhatNobodyWaitsFor) {
   });
 }
 
-TEST(MessageChannel, AWaiterTakesOverFromTheBackground) {
-  run_rank_threads(2, [](const Channel& channel) {
+TEST_P(Messages, AWaiterTakesOverFromTheBackground) {
+  on_ranks(2, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     for (int round = 0; round < 200; ++round) {
       int value = round;
@@ -181,9 +201,9 @@ TEST(MessageChannel, AWaiterTakesOverFromTheBackground) {
   });
 }
 
-TEST(MessageChannel, SeveralThreadsOfARankWaitAtOnce) {
+TEST_P(Messages, SeveralThreadsOfARankWaitAtOnce) {
   constexpr int kThreads = 4;
-  run_rank_threads(2, [](const Channel& channel) {
+  on_ranks(2, [](const Channel& channel) {
     std::vector<std::thread> threads;
     for (int tag = 0; tag < kThreads; ++tag) {
       threads.emplace_back([&, tag] {
@@ -205,9 +225,9 @@ TEST(MessageChannel, SeveralThreadsOfARankWaitAtOnce) {
   });
 }
 
-TEST(MessageChannel, AMismatchIsToldToBothSides) {
+TEST_P(Messages, AMismatchIsToldToBothSides) {
   for (size_t bytes : {size_t{8}, size_t{100000}}) {
-    run_rank_threads(2, [bytes](const Channel& channel) {
+    on_ranks(2, [bytes](const Channel& channel) {
       MessageChannel& messages = channel->messages();
       Bytes data = pattern(bytes, 1);
       if (channel->rank() == 0) {
@@ -241,9 +261,9 @@ TEST(MessageChannel, AMismatchIsToldToBothSides) {
   }
 }
 
-TEST(MessageChannel, TimeoutsLeaveNothingBehind) {
+TEST_P(Messages, TimeoutsLeaveNothingBehind) {
   for (size_t bytes : {size_t{8}, size_t{100000}}) {
-    run_rank_threads(2, [bytes](const Channel& channel) {
+    on_ranks(2, [bytes](const Channel& channel) {
       MessageChannel& messages = channel->messages();
       Bytes data = pattern(bytes, 1);
       int ready = 0;
@@ -270,8 +290,8 @@ TEST(MessageChannel, TimeoutsLeaveNothingBehind) {
   }
 }
 
-TEST(MessageChannel, AWaitMayEndBeforeItsRequest) {
-  run_rank_threads(2, [](const Channel& channel) {
+TEST_P(Messages, AWaitMayEndBeforeItsRequest) {
+  on_ranks(2, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     int value = 0;
     int go = 0;
@@ -289,8 +309,8 @@ TEST(MessageChannel, AWaitMayEndBeforeItsRequest) {
   });
 }
 
-TEST(MessageChannel, APeerThatLeftFailsItsRequestsButNotWhatItSent) {
-  run_rank_threads(3, [](const Channel& channel) {
+TEST_P(Messages, APeerThatLeftFailsItsRequestsButNotWhatItSent) {
+  on_ranks(3, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     int value = channel->rank();
     if (channel->rank() == 1) {
@@ -318,8 +338,31 @@ TEST(MessageChannel, APeerThatLeftFailsItsRequestsButNotWhatItSent) {
   });
 }
 
-TEST(MessageChannel, AbortEndsAllWaitsOfTheGroup) {
-  run_rank_threads(3, [](const Channel& channel) {
+TEST_P(Messages, ManyThatAPeerSentBeforeItLeftStillCome) {
+  constexpr int kMessages = 8;  // as many as a mailbox holds
+  on_ranks(2, [](const Channel& channel) {
+    MessageChannel& messages = channel->messages();
+    std::vector<Bytes> data;
+    if (channel->rank() == 1) {
+      for (int i = 0; i < kMessages; ++i) {
+        data.push_back(pattern(layout::kInlineBytes, i));
+        wait(messages, messages.send(data.back().data(), {layout::kInlineBytes, 1}, 0, i, soon()));
+      }
+      messages.close();
+      return channel->leave();
+    }
+    Bytes got(layout::kInlineBytes);
+    const auto never_sent = messages.receive(got.data(), {got.size(), 1}, 1, kMessages, soon());
+    failure_of([&] { wait(messages, never_sent); }, FailureKind::kPeerLeft);
+    for (int i = kMessages - 1; i >= 0; --i) {
+      wait(messages, messages.receive(got.data(), {got.size(), 1}, 1, i, soon()));
+      ASSERT_EQ(got, pattern(layout::kInlineBytes, i));
+    }
+  });
+}
+
+TEST_P(Messages, AbortEndsAllWaitsOfTheGroup) {
+  on_ranks(3, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     int value = 0;
     Bytes large(100000);
@@ -340,10 +383,10 @@ TEST(MessageChannel, AbortEndsAllWaitsOfTheGroup) {
   });
 }
 
-TEST(MessageChannel, WhosePeerGivesUpAsTheGroupFailsIsToldWhy) {
+TEST_P(Messages, WhosePeerGivesUpAsTheGroupFailsIsToldWhy) {
   for (const bool sender_gives_up : {false, true}) {
     std::barrier together(2);
-    run_rank_threads(2, [&](const Channel& channel) {
+    on_ranks(2, [&](const Channel& channel) {
       MessageChannel& messages = channel->messages();
       Bytes data(100000);
       const int other = 1 - channel->rank();
@@ -369,9 +412,9 @@ TEST(MessageChannel, WhosePeerGivesUpAsTheGroupFailsIsToldWhy) {
   }
 }
 
-TEST(MessageChannel, CloseEndsWhatIsPending) {
+TEST_P(Messages, CloseEndsWhatIsPending) {
   std::barrier both_done(2);  // no rank's leaving is another's cause
-  run_rank_threads(2, [&](const Channel& channel) {
+  on_ranks(2, [&](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     int value = 0;
     auto handle = messages.receive(&value, {4, 1}, 1 - channel->rank(), 0, soon());
@@ -385,10 +428,10 @@ TEST(MessageChannel, CloseEndsWhatIsPending) {
 
 // ---- what this rank lacks
 
-TEST(MessageChannel, SendThatFailedIsNeverDeliveredAndDisturbsNoOther) {
+TEST_P(Messages, SendThatFailedIsNeverDeliveredAndDisturbsNoOther) {
   failpoint::configure("send=error(no memory)@1");
   std::atomic<bool> failed_once{false};
-  run_rank_threads(2, [&failed_once](const Channel& channel) {
+  on_ranks(2, [&failed_once](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     std::array<int, 3> values{};
     if (channel->rank() == 0) {
@@ -413,10 +456,10 @@ TEST(MessageChannel, SendThatFailedIsNeverDeliveredAndDisturbsNoOther) {
   failpoint::configure("");
 }
 
-TEST(MessageChannel, FailureInTheBackgroundFailsTheMessageNotTheProcess) {
+TEST_P(Messages, FailureInTheBackgroundFailsTheMessageNotTheProcess) {
   constexpr int kMessages = 3 * static_cast<int>(layout::kMailboxSlots);
   std::atomic<bool> sent{false};
-  run_rank_threads(2, [&sent](const Channel& channel) {
+  on_ranks(2, [&sent](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     std::vector<int> values(kMessages);
     std::vector<MessageChannel::Handle> handles;

@@ -7,6 +7,16 @@
 
 #include <lockstep/transport/host/channel_layout.h>
 
+namespace lockstep::transport {
+
+/// What the layer above says of a message; sender and receiver must agree. Tags match messages to receives.
+struct MessageKind {
+  size_t bytes = 0;
+  uint32_t type = 0;  // of the elements, in the words of the layer above
+};
+
+}  // namespace lockstep::transport
+
 /// What a rank keeps in its arena for the messages that it sends. Part of the protocol between processes;
 /// only MessageChannel touches it.
 namespace lockstep::transport::layout {

@@ -32,6 +32,19 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
 
 bool MessageChannel::post(Request& request) {
   Peer& peer = peers_[request.peer];
+  if (is_remote(request.peer)) {
+    peer.full = peer.full || !wire_->has_room(request.peer);
+    if (peer.full) return false;
+    failpoint::here("send");
+    if (request.kind.bytes <= layout::kInlineBytes) {
+      wire_->send(request.peer, request.tag, request.kind, request.data);
+    } else {
+      request.crossing = wire_->offer(request.peer, request.tag, request.kind, request.data);
+    }
+    request.posted = true;
+    if (!request.crossing) finish(request);
+    return true;
+  }
   Arena& arena = members_->transport().arena();
   if (peer.outgoing == nullptr) {
     auto* memory = arena.allocate(sizeof(Mailbox));
@@ -39,7 +52,7 @@ bool MessageChannel::post(Request& request) {
     peer.outgoing->sent.store(0, std::memory_order_relaxed);
     peer.outgoing->taken.store(0, std::memory_order_relaxed);
     // Release: a rank that finds the mailbox finds it empty.
-    members_->inbox(request.peer, members_->rank())
+    members_->inbox(place_of(request.peer), members_->rank())
         .store(pack_reference(*arena.find(memory, sizeof(Mailbox))), std::memory_order_release);
   }
   Mailbox& mailbox = *peer.outgoing;
@@ -66,7 +79,7 @@ bool MessageChannel::post(Request& request) {
   }
   // Release: a rank that sees the count sees the message, and the data in this rank's arena.
   mailbox.sent.store(sent + 1, std::memory_order_release);
-  members_->block(request.peer).messages.notify();
+  notify(request.peer);
   request.posted = true;
   if (request.transfer == nullptr) finish(request);
   return true;
@@ -74,6 +87,7 @@ bool MessageChannel::post(Request& request) {
 
 bool MessageChannel::advance_send(Request& request) {
   if (!request.posted) return post(request);
+  if (request.crossing) return advance_crossing(request);
   Transfer& transfer = *request.transfer;
   switch (transfer.state.load(std::memory_order_acquire)) {
     case TransferState::kClaimed:
@@ -113,7 +127,7 @@ bool MessageChannel::fill_ring(Request& request) {
   std::memcpy(request.memory + at, request.data + request.moved, bytes);
   request.moved += bytes;
   transfer.filled.store(request.moved, std::memory_order_release);
-  members_->block(request.peer).messages.notify();
+  notify(request.peer);
   return true;
 }
 
@@ -131,15 +145,24 @@ void MessageChannel::release_transfer(Request& request) {
 
 bool MessageChannel::take_arrivals() {
   bool moved = false;
-  for (int from = 0; from < members_->size(); ++from) moved |= take_arrivals_from(from);
+  for (int from = 0; from < static_cast<int>(peers_.size()); ++from) moved |= take_arrivals_from(from);
   return moved;
+}
+
+/// Also what has come to this host, and waits there for a receive of the wire's.
+void MessageChannel::take_all_arrivals() {
+  constexpr int kMostRounds = 64;  // others may send without end
+  for (int round = 0; round < kMostRounds; ++round) {
+    if (wire_) wire_->before_sleep();  // moves all, whichever thread is at it
+    if (!take_arrivals() || !wire_) return;
+  }
 }
 
 bool MessageChannel::take_arrivals_from(int from) {
   Peer& peer = peers_[from];
   if (peer.unreadable) return false;
   try {
-    return take_arrivals_of(from, peer);
+    return is_remote(from) ? take_remote_arrivals(from) : take_arrivals_of(from, peer);
   } catch (...) {
     peer.unreadable = std::current_exception();
     return true;
@@ -149,10 +172,10 @@ bool MessageChannel::take_arrivals_from(int from) {
 bool MessageChannel::take_arrivals_of(int from, Peer& peer) {
   HostTransport& transport = members_->transport();
   if (peer.incoming == nullptr) {
-    const uint64_t word = members_->inbox(members_->rank(), from).load(std::memory_order_acquire);
+    const uint64_t word = members_->inbox(members_->rank(), place_of(from)).load(std::memory_order_acquire);
     if (word == 0) return false;
-    peer.incoming = reinterpret_cast<Mailbox*>(transport.address(
-        members_->transport_rank(from), unpack_reference(word), Deadline::after(std::chrono::seconds(10))));
+    peer.incoming = reinterpret_cast<Mailbox*>(transport.address(transport_rank(from), unpack_reference(word),
+                                                                 Deadline::after(std::chrono::seconds(10))));
   }
   Mailbox& mailbox = *peer.incoming;
   const uint64_t sent = mailbox.sent.load(std::memory_order_acquire);
@@ -163,7 +186,7 @@ bool MessageChannel::take_arrivals_of(int from, Peer& peer) {
     Arrived arrived{from, message.tag, {message.bytes, message.type}, {}};
     if (message.transfer != 0) {
       arrived.transfer = reinterpret_cast<Transfer*>(
-          transport.address(members_->transport_rank(from), unpack_reference(message.transfer),
+          transport.address(transport_rank(from), unpack_reference(message.transfer),
                             Deadline::after(std::chrono::seconds(10))));
       if (!offer(arrived)) arrived_.push_back(std::move(arrived));
       continue;
@@ -177,8 +200,21 @@ bool MessageChannel::take_arrivals_of(int from, Peer& peer) {
     arrived_.push_back(std::move(arrived));
   }
   mailbox.taken.store(sent, std::memory_order_release);
-  members_->block(from).messages.notify();  // the sender may wait for room
+  notify(from);  // the sender may wait for room
   return true;
+}
+
+bool MessageChannel::take_remote_arrivals(int from) {
+  return wire_->take(from, [&](WireMessages::Arrival& arrival) {
+    Arrived arrived{
+        from, arrival.tag, arrival.kind, {}, arrival.payload, nullptr, std::move(arrival.transfer)};
+    if (offer(arrived)) return;
+    if (arrived.inline_data != nullptr) {
+      arrived.payload.assign(arrival.payload, arrival.payload + arrival.kind.bytes);
+      arrived.inline_data = nullptr;
+    }
+    arrived_.push_back(std::move(arrived));
+  });
 }
 
 /// Gives a message to the first receive that waits for such a one.
@@ -194,20 +230,10 @@ bool MessageChannel::match(Request& request, Arrived& arrived) {
   if (request.tag != arrived.tag || (request.peer != kAnySource && request.peer != arrived.from))
     return false;
   const bool fits = request.kind.bytes == arrived.kind.bytes && request.kind.type == arrived.kind.type;
-  auto& sender = members_->block(arrived.from).messages;
-  if (arrived.transfer != nullptr) {
-    Transfer& transfer = *arrived.transfer;
-    if (!fits) {
-      transfer.expected_bytes = request.kind.bytes;
-      transfer.expected_type = request.kind.type;
-    }
-    if (!change(transfer, TransferState::kOffered,
-                fits ? TransferState::kClaimed : TransferState::kRefused)) {
-      transfer.state.store(TransferState::kDropped, std::memory_order_release);
+  const bool in_transfer = arrived.transfer != nullptr || arrived.crossing;
+  if (in_transfer) {
+    if (!match_transfer(request, arrived, fits))
       return true;  // the sender has given it up; the receive waits on
-    }
-    sender.notify();
-    request.transfer = arrived.transfer;
   } else if (fits) {
     copy_bytes(request.data, arrived.inline_data != nullptr ? arrived.inline_data : arrived.payload.data(),
                arrived.kind.bytes);
@@ -216,13 +242,40 @@ bool MessageChannel::match(Request& request, Arrived& arrived) {
   request.peer = arrived.from;
   if (!fits) {
     finish(request, std::make_exception_ptr(MessageMismatch(arrived.from, arrived.kind, request.kind)));
-  } else if (arrived.transfer == nullptr) {
+  } else if (!in_transfer) {
     finish(request);
   }
   return true;
 }
 
+/// False if the sender has given it up.
+bool MessageChannel::match_transfer(Request& request, Arrived& arrived, bool fits) {
+  if (arrived.crossing) {
+    if (arrived.crossing->state != WireTransfer::State::kOffered) return false;
+    if (fits) {
+      wire_->claim(*arrived.crossing, request.data);
+      request.crossing = arrived.crossing;
+    } else {
+      wire_->refuse(*arrived.crossing, request.kind);
+    }
+    return true;
+  }
+  Transfer& transfer = *arrived.transfer;
+  if (!fits) {
+    transfer.expected_bytes = request.kind.bytes;
+    transfer.expected_type = request.kind.type;
+  }
+  if (!change(transfer, TransferState::kOffered, fits ? TransferState::kClaimed : TransferState::kRefused)) {
+    transfer.state.store(TransferState::kDropped, std::memory_order_release);
+    return false;
+  }
+  notify(arrived.from);
+  request.transfer = arrived.transfer;
+  return true;
+}
+
 bool MessageChannel::advance_receive(Request& request) {
+  if (request.crossing) return advance_crossing(request);
   if (request.transfer == nullptr) return false;
   Transfer& transfer = *request.transfer;
   if (transfer.state.load(std::memory_order_acquire) == TransferState::kGivenUp) {
@@ -237,7 +290,7 @@ bool MessageChannel::advance_receive(Request& request) {
     if (transfer.direct == 0 && ring == 0) return false;
     const MemoryReference reference =
         transfer.direct != 0 ? MemoryReference{transfer.segment, transfer.offset} : unpack_reference(ring);
-    request.memory = members_->transport().address(members_->transport_rank(request.peer), reference,
+    request.memory = members_->transport().address(transport_rank(request.peer), reference,
                                                    Deadline::after(std::chrono::seconds(10)));
   }
   if (transfer.direct != 0) {
@@ -252,11 +305,10 @@ bool MessageChannel::advance_receive(Request& request) {
     std::memcpy(request.data + request.moved, request.memory + at, bytes);
   }
   request.moved += bytes;
-  auto& sender = members_->block(request.peer).messages;
   if (request.moved < request.kind.bytes) {
     if (transfer.direct == 0) {
       transfer.taken.store(request.moved, std::memory_order_release);
-      sender.notify();
+      notify(request.peer);
     }
     return true;
   }
@@ -264,9 +316,42 @@ bool MessageChannel::advance_receive(Request& request) {
   // read may be torn.
   if (change(transfer, TransferState::kClaimed, TransferState::kDone)) {
     request.transfer = nullptr;
-    sender.notify();
+    notify(request.peer);
     finish(request);
   }
+  return true;
+}
+
+// ---- to and from other hosts
+
+bool MessageChannel::advance_crossing(Request& request) {
+  const std::shared_ptr<WireTransfer> crossing = request.crossing;
+  // What this rank gives up as the group fails the peer is not to get afterwards: it is told why instead.
+  if (request.is_send && members_->failed()) crossing->allowed = crossing->begun;
+  const bool moved = wire_->advance(*crossing);
+  std::exception_ptr error;
+  switch (crossing->state) {
+    case WireTransfer::State::kOffered:
+    case WireTransfer::State::kMoving:
+      return moved;
+    case WireTransfer::State::kDone:
+      break;
+    case WireTransfer::State::kRefused:
+      error = crossing->expected.bytes == kReceiverGaveUp
+                  ? std::make_exception_ptr(peer_gave_up(request, "receiving"))
+                  : std::make_exception_ptr(MessageMismatch(request.peer, request.kind, crossing->expected));
+      break;
+    case WireTransfer::State::kGivenUp:
+      error = std::make_exception_ptr(peer_gave_up(request, "sending"));
+      break;
+    case WireTransfer::State::kFailed:
+      error = std::make_exception_ptr(
+          ChannelError(FailureKind::kAborted,
+                       "the wire between this host and that of " + describe({request.peer}) + " has failed"));
+      break;
+  }
+  request.crossing.reset();
+  finish(request, error);
   return true;
 }
 

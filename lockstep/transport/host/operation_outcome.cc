@@ -1,15 +1,18 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/transport/host/operation_outcome.h>
+#include <lockstep/transport/wire/engine.h>
 
 namespace lockstep::transport {
 
+static_assert(layout::kMaxRanks <= 1 << 9 && wire::Engine::kMaxRanks <= 1 << 12);
+
 uint64_t pack_decision(const Decision& decision) {
-  return decision.sequence << 24 | decision.kind << 20 | static_cast<uint64_t>(decision.culprit) << 10 |
+  return decision.sequence << 24 | decision.kind << 21 | static_cast<uint64_t>(decision.culprit) << 9 |
          static_cast<uint64_t>(decision.by);
 }
 Decision unpack_decision(uint64_t word) {
-  return {word >> 24, word >> 20 & 0xf, static_cast<int>(word >> 10 & 0x3ff), static_cast<int>(word & 0x3ff)};
+  return {word >> 24, word >> 21 & 0x7, static_cast<int>(word >> 9 & 0xfff), static_cast<int>(word & 0x1ff)};
 }
 
 Decision outcome::decision(const layout::Outcome& words) {

@@ -19,7 +19,7 @@ enum class FailureKind : uint8_t {
 
 /// How an operation of a group ended.
 struct Decision {
-  static constexpr uint64_t kSuccess = 15;
+  static constexpr uint64_t kSuccess = 7;
   uint64_t sequence;  // 0: no outcome yet
   uint64_t kind;      // FailureKind or kSuccess
   int culprit;        // the rank that is the cause; of an operation's outcome a rank of the transport
@@ -28,8 +28,8 @@ struct Decision {
   bool is_failure() const { return kind != 0 && kind != kSuccess; }
 };
 
-/// An outcome in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 4 of kind, 10
-/// of each rank.
+/// An outcome in one word, so that one compare-and-swap decides for all: 40 bits of sequence, 3 of kind, 12 of
+/// the culprit, 9 of the member.
 uint64_t pack_decision(const Decision& decision);
 Decision unpack_decision(uint64_t word);
 

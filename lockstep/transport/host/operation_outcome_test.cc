@@ -10,7 +10,7 @@
 
 // Every order of the protocol's steps: what ranks announce, decide and commit, when one of them dies, gives
 // up at its timeout or aborts the group, and what they do in the next operation. The ranks here do by single
-// steps what GroupChannel does in its waits, with the protocol's own class and words.
+// steps what HostChannel does in its waits, with the protocol's own class and words.
 namespace lockstep::transport::operation_outcome_test {
 namespace {
 

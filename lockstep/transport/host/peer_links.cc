@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -113,9 +114,10 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0) {
   // Not the padded size, which has room for a second descriptor: the kernel closes what does not fit.
   message.msg_controllen = CMSG_LEN(sizeof(int));
   ssize_t received = 0;
+  // A peer that ends before it has read all resets the connection. That is told once, ahead of what it had sent.
   do {
     received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
-  } while (received < 0 && errno == EINTR);
+  } while (received < 0 && (errno == EINTR || errno == ECONNRESET));
   UniqueFd fd;
   if (received <= 0) return fd;
   // The kernel installs no descriptor beyond the limit, and says only this.
@@ -155,28 +157,11 @@ UniqueFd pidfd_of_peer(int socket) {
   return UniqueFd(::getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0 ? fd : -1);
 }
 
-/// All ranks must be on this host; says which are not.
-void check_same_host(const std::vector<PeerAddress>& addresses, int rank) {
-  const HostIdentity& own = addresses[rank].process.host;
-  std::vector<int> elsewhere;
-  for (size_t peer = 0; peer < addresses.size(); ++peer) {
-    if (!(addresses[peer].process.host == own)) elsewhere.push_back(static_cast<int>(peer));
-  }
-  if (elsewhere.empty()) return;
-  const HostIdentity& first = addresses[elsewhere.front()].process.host;
-  const bool same_kernel = first.boot_id == own.boot_id;
-  TORCH_CHECK_WITH(
-      DistBackendError, false, "rank ", rank, " is on host ", own.to_string(), ", but ",
-      name_ranks(elsewhere), " on ", first.to_string(),
-      same_kernel ? " (the same machine, but another network namespace: two containers?)" : "",
-      "; groups across hosts are not supported yet: start all ranks on one host, in one container");
-}
-
 /// All must run as one user, or they may not open each other's memory.
-void check_same_user(const std::vector<PeerAddress>& addresses, int rank) {
+void check_same_user(const std::vector<PeerAddress>& addresses, int rank, const std::vector<bool>& here) {
   for (size_t peer = 0; peer < addresses.size(); ++peer) {
-    TORCH_CHECK_WITH(DistBackendError, addresses[peer].uid == addresses[rank].uid, "rank ", rank,
-                     " runs as user ", addresses[rank].uid, " and rank ", peer, " as user ",
+    TORCH_CHECK_WITH(DistBackendError, !here[peer] || addresses[peer].uid == addresses[rank].uid, "rank ",
+                     rank, " runs as user ", addresses[rank].uid, " and rank ", peer, " as user ",
                      addresses[peer].uid, "; ranks share memory, so all must run as one user");
   }
 }
@@ -188,10 +173,11 @@ void check_same_user(const std::vector<PeerAddress>& addresses, int rank) {
 class Handshake {
  public:
   /// `is_decided`: whether another rank has failed the handshake for all.
-  Handshake(int rank, const std::vector<PeerAddress>& addresses, const Segment& own, UniqueFd listener,
-            std::function<bool()> is_decided)
+  Handshake(int rank, const std::vector<PeerAddress>& addresses, const std::vector<bool>& here,
+            const Segment& own, UniqueFd listener, std::function<bool()> is_decided)
       : rank_(rank),
         addresses_(addresses),
+        here_(here),
         own_(own),
         listener_(std::move(listener)),
         is_decided_(std::move(is_decided)),
@@ -200,17 +186,33 @@ class Handshake {
   }
 
   std::vector<PeerLink> run(const Deadline& deadline) {
-    for (int peer = 0; peer < rank_; ++peer) connect_to(peer);
+    for (int peer = 0; peer < rank_; ++peer) {
+      if (here_[peer]) connect_to(peer);
+    }
     failpoint::here("peers_connected");
-    while (missing_count() > 0) {
+    while (!missing().empty()) {
       if (deadline.expired()) fail_missing();
       step(deadline);
     }
     for (size_t peer = 0; peer < links_.size(); ++peer) {
       const bool own = static_cast<int>(peer) == rank_;
-      if (!own && !links_[peer].pidfd) links_[peer].pidfd = watches_[peer].release_pidfd();
+      if (!own && here_[peer] && !links_[peer].pidfd) links_[peer].pidfd = watches_[peer].release_pidfd();
     }
     return std::move(links_);
+  }
+
+  // For waits behind run():
+  /// Throws when a process has ended.
+  void check_processes() const {
+    for (size_t peer = 0; peer < watches_.size(); ++peer) {
+      if (static_cast<int>(peer) == rank_) continue;
+      TORCH_CHECK_WITH(DistBackendError, !watches_[peer].has_ended(), "rank ", peer, " ",
+                       watches_[peer].describe_end());
+    }
+  }
+  /// Also when another rank has failed.
+  void look() {
+    if (look_.expired()) look_around();
   }
 
  private:
@@ -305,11 +307,7 @@ class Handshake {
   /// linked.
   void look_around() {
     look_ = Deadline::after(kLookInterval);
-    for (size_t peer = 0; peer < watches_.size(); ++peer) {
-      if (static_cast<int>(peer) == rank_) continue;
-      TORCH_CHECK_WITH(DistBackendError, !watches_[peer].has_ended(), "rank ", peer, " ",
-                       watches_[peer].describe_end());
-    }
+    check_processes();
     TORCH_CHECK_WITH(DistBackendError, !is_decided_(), "another rank failed; its own error says more");
     TORCH_CHECK_WITH(DistBackendError, !suspicion_.expired(), suspected_);
   }
@@ -337,7 +335,8 @@ class Handshake {
     Hello hello;
     UniqueFd fd = receive_with_fd(socket.get(), &hello, sizeof hello);
     const bool expected = fd && is_for_me(hello) && hello.rank > rank_ &&
-                          hello.rank < static_cast<int>(links_.size()) && !links_[hello.rank].segment;
+                          hello.rank < static_cast<int>(links_.size()) && here_[hello.rank] &&
+                          !links_[hello.rank].segment;
     if (!expected) {
       LOCKSTEP_LOG(kWarning) << "a process that is not of this job, or has ended, connected to rank " << rank_
                              << "; refused";
@@ -361,28 +360,26 @@ class Handshake {
     return hello.magic == kHelloMagic && hello.token == addresses_[rank_].token;
   }
 
-  size_t missing_count() const {
-    size_t count = 0;
+  std::vector<int> missing() const {
+    std::vector<int> missing;
     for (size_t peer = 0; peer < links_.size(); ++peer) {
-      if (static_cast<int>(peer) != rank_ && !links_[peer].segment) ++count;
+      if (here_[peer] && static_cast<int>(peer) != rank_ && !links_[peer].segment)
+        missing.push_back(static_cast<int>(peer));
     }
-    return count;
+    return missing;
   }
 
   [[noreturn]] void fail_missing() {
     look_around();
     TORCH_CHECK_WITH(DistBackendError, suspected_.empty(), suspected_);
-    std::vector<int> missing;
-    for (size_t peer = 0; peer < links_.size(); ++peer) {
-      if (static_cast<int>(peer) != rank_ && !links_[peer].segment) missing.push_back(static_cast<int>(peer));
-    }
     LOCKSTEP_THROW_TIMEOUT("rank " + std::to_string(rank_) + " has no shared memory with ranks " +
-                           format_ranks(missing) +
+                           format_ranks(missing()) +
                            " at the timeout: they joined, but then did not connect; are they stopped?");
   }
 
   const int rank_;
   const std::vector<PeerAddress>& addresses_;
+  const std::vector<bool>& here_;
   const Segment& own_;
   UniqueFd listener_;
   std::function<bool()> is_decided_;
@@ -397,7 +394,8 @@ class Handshake {
 }  // namespace
 
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
-                                    const Deadline& deadline, const std::string& met_at) {
+                                    const Deadline& deadline, const std::string& met_at,
+                                    const OtherHosts& others) {
   if (world_size == 1) return std::vector<PeerLink>(1);
   PeerAddress mine;
   mine.process = this_process();
@@ -407,14 +405,29 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   UniqueFd listener = listen_on(mine.socket_name, world_size);
 
   const std::string key = "lockstep/host";
-  std::vector<PeerAddress> addresses;
-  for (const auto& text :
-       store_all_gather(store, key, rank, world_size, mine.to_string(), deadline, {}, met_at)) {
-    addresses.push_back(PeerAddress::parse(text));
+  // Behind the address the wire's, of any bytes.
+  const bool spans_hosts = !others.host_of.empty();
+  std::string own_text = mine.to_string();
+  if (spans_hosts) {
+    try {
+      own_text += '\n' + others.make_address();
+    } catch (const c10::Error& error) {
+      fail_store_all_gather(
+          store, key, rank, world_size,
+          c10::str("joining the job failed on rank ", rank, ": ", error.what_without_backtrace()),
+          /*late=*/false, met_at);
+    }
   }
+  const auto texts = store_all_gather(store, key, rank, world_size, own_text, deadline, {}, met_at);
+  std::vector<PeerAddress> addresses;
+  for (const auto& text : texts) {
+    addresses.push_back(PeerAddress::parse(spans_hosts ? text.substr(0, text.find('\n')) : text));
+  }
+  std::vector<bool> here(world_size, true);
+  for (int peer = 0; spans_hosts && peer < world_size; ++peer)
+    here[peer] = others.host_of[peer] == others.host_of[rank];
   try {
-    check_same_host(addresses, rank);
-    check_same_user(addresses, rank);
+    check_same_user(addresses, rank, here);
   } catch (const c10::Error&) {
     keep_store_until_seen(store, key, rank,
                           world_size);  // all ranks see the same and fail, but must first have read it
@@ -429,17 +442,25 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
         store, linked, rank, world_size,
         c10::str("joining the job failed on rank ", rank, ": ", error.what_without_backtrace()), late, key);
   };
+  const auto is_decided = [&, lost = std::make_shared<bool>(false)] {
+    try {
+      return !*lost && store_all_gather_is_decided(store, linked, rank, world_size);
+    } catch (const c10::Error&) {
+      *lost = true;  // with the store; the processes are watched all the same
+      return false;
+    }
+  };
+  std::optional<Handshake> handshake;
   std::vector<PeerLink> links;
   try {
-    Handshake handshake(rank, addresses, own, std::move(listener), [&, lost = false]() mutable {
-      try {
-        return !lost && store_all_gather_is_decided(store, linked, rank, world_size);
-      } catch (const c10::Error&) {
-        lost = true;  // with the store; the processes are watched all the same
-        return false;
-      }
-    });
-    links = handshake.run(deadline);
+    handshake.emplace(rank, addresses, here, own, std::move(listener), is_decided);
+    links = handshake->run(deadline);
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (here[peer]) continue;
+      links[peer].pid = addresses[peer].process.pid;
+      links[peer].wire_address = texts[peer].substr(std::min(texts[peer].size(), texts[peer].find('\n') + 1));
+    }
+    if (others.meet) others.meet(links, [&] { handshake->look(); });
   } catch (const DistTimeoutError& error) {
     give_up(error, /*late=*/true);
   } catch (const c10::Error& error) {
@@ -454,11 +475,25 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
     }
     std::rethrow_exception(own);
   }
-  store_all_gather(store, linked, rank, world_size, "", deadline, {}, key);
+  // The watch over processes sees those of this host alone; the wire, those that it has met on others.
+  std::function<void()> look;
+  if (others.look) {
+    look = [&] {
+      try {
+        handshake->check_processes();
+        others.look();
+      } catch (const c10::Error& error) {
+        C10_THROW_ERROR(DistBackendError, c10::str("joining the job failed on rank ", rank, ": ",
+                                                   error.what_without_backtrace()));
+      }
+    };
+  }
+  store_all_gather(store, linked, rank, world_size, "", deadline, look, key);
   return links;
 }
 
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment) {
+  if (failpoint::fails_with("send_segment") != 0) return false;
   SegmentNotice notice;
   notice.index = index;
   notice.bytes = segment.size();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,9 +23,21 @@ struct PeerLink {
   UniqueFd pidfd;   // readable once the peer has ended; none on old kernels
   pid_t pid = 0;
   std::shared_ptr<Segment> segment;  // the peer's first segment
+  std::string wire_address;          // of a peer on another host, which has but this and the pid
 };
 
-/// Connects this process with every other of the job and exchanges first segments. The answer has one entry
+/// What a job over several hosts needs beside links.
+struct OtherHosts {
+  std::vector<int> host_of = {};                   // by rank; empty: all are on one host
+  std::function<std::string()> make_address = {};  // of this rank's wire
+  /// Passes the first messages between hosts: once the ranks of this host are linked, with the answer of connect_peers().
+  /// `look`, again and again, throws when a rank of this host has ended or another one has failed the joining for all.
+  std::function<void(const std::vector<PeerLink>& links, const std::function<void()>& look)> meet = {};
+  /// Behind that, again and again: throws c10::DistBackendError when a rank is lost.
+  std::function<void()> look = {};
+};
+
+/// Connects this process with every other of the job on its host and exchanges first segments. The answer has one entry
 /// per rank; the own one is empty.
 ///
 /// Every rank listens on an abstract unix socket with a random name and puts {process, user, name, random
@@ -32,11 +45,11 @@ struct PeerLink {
 /// the process at the other end must be ours. `met_at`: an exchange to which all ranks have come, or empty.
 ///
 /// Succeeds on all ranks or on none, as far as a store can tell. Throws c10::DistBackendError that names a
-/// rank whose process has ended, at once; or when ranks are on different hosts or a peer's socket can't be
-/// reached (another container, another user: the message says which); DistTimeoutError at the deadline,
-/// naming the missing ranks.
+/// rank whose process has ended, at once; or when a peer is of another user or its socket can't be reached;
+/// DistTimeoutError at the deadline, naming the missing ranks.
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
-                                    const Deadline& deadline, const std::string& met_at = {});
+                                    const Deadline& deadline, const std::string& met_at = {},
+                                    const OtherHosts& others = {});
 
 /// Sends a further segment to a peer. False if the peer is gone or has not read for ten seconds.
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment);

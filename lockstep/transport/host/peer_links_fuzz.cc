@@ -116,7 +116,8 @@ std::string message(uint8_t attachments, uint8_t flags, uint32_t index, uint64_t
 
 std::vector<std::string> seeds() {
   PeerAddress address;
-  address.process = {{"8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c", 4026531840, "host-1"}, 4026531836, 4242, 777};
+  address.process =
+      ProcessIdentity::parse("4242 777 8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840/4026531836/1 host-1");
   address.uid = 1000;
   address.socket_name = "lockstep-00112233445566778899aabb";
   return {

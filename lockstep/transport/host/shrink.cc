@@ -13,7 +13,7 @@ using OwnBlock = GroupMembers::OwnBlock;
 
 /// An operation of the new group that succeeds on all survivors or on none: only then has the shrinking
 /// succeeded.
-void confirm(GroupChannel& channel, const Deadline& deadline) {
+void confirm(HostChannel& channel, const Deadline& deadline) {
   channel.begin(deadline, /*background=*/false);
   channel.announce({});
   channel.await_announcements();
@@ -75,9 +75,9 @@ ShrunkChannels make(const GroupMembers& old, const MembershipAgreement::Agreemen
   ShrunkChannels made;
   made.survivors = agreement.ranks;
   if (own.control) {
-    made.control = GroupChannel::open_beside(open_members(old, agreement, 1, *own.control, deadline));
+    made.control = HostChannel::open_beside(open_members(old, agreement, 1, *own.control, deadline));
   }
-  made.channel = GroupChannel::open(std::move(members), deadline);
+  made.channel = HostChannel::open(std::move(members), deadline);
   failpoint::here("shrink_joined");
   confirm(*made.channel, deadline);
   return made;
@@ -88,7 +88,7 @@ ShrunkChannels make(const GroupMembers& old, const MembershipAgreement::Agreemen
 // It ends: a round ends by a decision, at the latest at a rank's deadline, and then throws on all, or gives a
 // set. Another round follows only when a member of the set has ended (no member ends twice), or when the
 // others decided further rounds while this rank slept, which they do no more once it has entered the next.
-ShrunkChannels shrink(const GroupChannel& old_channel, const std::vector<int>& excluded, bool with_control,
+ShrunkChannels shrink(const HostChannel& old_channel, const std::vector<int>& excluded, bool with_control,
                       const Deadline& deadline) {
   const GroupMembers& old = old_channel.members();
   RankSet wanted = RankSet::all(old.size());

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/host_channel.h>
 
 namespace lockstep::transport {
 
@@ -12,8 +12,8 @@ namespace lockstep::transport {
 struct ShrunkChannels {
   /// Group ranks of the old group, ascending: a survivor's place here is its rank in the new one.
   std::vector<int> survivors;
-  std::shared_ptr<GroupChannel> channel;
-  std::shared_ptr<GroupChannel> control;  ///< a second one of the same ranks, if it was asked for
+  std::shared_ptr<HostChannel> channel;
+  std::shared_ptr<HostChannel> control;  ///< a second one of the same ranks, if it was asked for
 };
 
 /// A new group of those members of `old` that live and are not among `excluded` (group ranks). They all call
@@ -26,7 +26,7 @@ struct ShrunkChannels {
 /// without this rank, kAborted and kPeerLeft when another rank's call ended by an error of its own; and what
 /// the arena throws when it has no memory. May be called again after any of these but kLeftBehind. One thread
 /// at a time for each group.
-ShrunkChannels shrink(const GroupChannel& old, const std::vector<int>& excluded, bool with_control,
+ShrunkChannels shrink(const HostChannel& old, const std::vector<int>& excluded, bool with_control,
                       const Deadline& deadline);
 
 }  // namespace lockstep::transport

@@ -15,8 +15,8 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/process/interrupt.h>
-#include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/host/shrink.h>
+#include <lockstep/transport/host/testing/host_ranks.h>
 
 // The agreement on membership with ranks as threads of one process, where ThreadSanitizer sees both sides.
 // Here no rank can die, but members leave, stay away, or are interrupted; deaths are in
@@ -29,10 +29,10 @@ using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-using Channel = std::shared_ptr<GroupChannel>;
+using Channel = std::shared_ptr<HostChannel>;
 
 void on_ranks(int ranks, const std::function<void(const Channel&)>& body) {
-  testing::run_rank_threads(ranks, body, {.segment_bytes = size_t{8} << 20});
+  run_host_ranks(ranks, body, {.segment_bytes = size_t{8} << 20});
 }
 
 ShrunkChannels shrink_soon(const Channel& channel, const std::vector<int>& excluded = {},
@@ -75,7 +75,7 @@ FailureKind failure_of(const std::function<void()>& action, std::string* text = 
 }
 
 /// Whether a rank takes part in the first round.
-bool has_entered(const GroupChannel& channel, int rank) {
+bool has_entered(const HostChannel& channel, int rank) {
   return channel.members().block(rank).recovery.records[1].round.load() == 1;
 }
 
@@ -230,7 +230,7 @@ TEST(Shrink, DeadlinesThatPassAtAnyMomentLeaveAllWithTheSame) {
 struct Stop : std::runtime_error, Interruption {
   Stop() : std::runtime_error("stop") {}
 };
-thread_local const GroupChannel* stop_once_rank_0_is_in = nullptr;
+thread_local const HostChannel* stop_once_rank_0_is_in = nullptr;
 
 TEST(Shrink, InterruptedRankIsNamedOnAllAndMayComeAgain) {
   set_interrupt_check([] {

@@ -11,14 +11,14 @@ namespace {
 using ::testing::HasSubstr;
 
 const std::string kToken = "00112233445566778899aabbccddeeff";
-const std::string kProcess = "4242 777 4026531836 boot 4026531840 a host";
+const std::string kProcess = "4242 777 boot 4026531840/4026531836/4026531837 a host";
 
 TEST(PeerAddress, IsReadAsItWasWritten) {
   const std::string text = "1000 lockstep-ab " + kToken + " " + kProcess;
   const auto address = PeerAddress::parse(text);
   EXPECT_EQ(address.process.pid, 4242);
   EXPECT_EQ(address.process.start, 777u);
-  EXPECT_EQ(address.process.pid_namespace, 4026531836u);
+  EXPECT_EQ(address.process.host.pid_namespace, 4026531836u);
   EXPECT_EQ(address.uid, 1000u);
   EXPECT_EQ(address.socket_name, "lockstep-ab");
   EXPECT_EQ(address.token[0], 0x00);
@@ -31,14 +31,14 @@ TEST(PeerAddress, IsReadAsItWasWritten) {
 TEST(PeerAddress, RefusesWhatNoRankWrote) {
   const std::string bad_token = "zz" + kToken.substr(2);
   const std::string signed_token = "-1" + kToken.substr(2);
-  const std::string host = " 1 1 boot 1 a host";
+  const std::string host = " 1 boot 1 a host";
   for (const std::string& text :
        {std::string(), std::string("1000"), "1 name " + kToken + " 0" + host,
         "1 name " + kToken + " -7" + host, "1 name " + kToken + " 99999999999" + host,
-        "1 name " + kToken + " 7 -1 1 boot 1 a host", "-1 name " + kToken + " " + kProcess,
+        "1 name " + kToken + " 7 -1 boot 1 a host", "-1 name " + kToken + " " + kProcess,
         "1  " + kToken + " " + kProcess, "1 name " + bad_token + " " + kProcess,
         "1 name " + signed_token + " " + kProcess, "1 name " + kToken + "0 " + kProcess,
-        "1 name " + kToken + " 7 1 1 boot", "1 " + std::string(107, 'n') + " " + kToken + " " + kProcess}) {
+        "1 name " + kToken + " 7 1 boot", "1 " + std::string(107, 'n') + " " + kToken + " " + kProcess}) {
     try {
       PeerAddress::parse(text);
       ADD_FAILURE() << text << " was accepted";

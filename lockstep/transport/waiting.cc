@@ -7,7 +7,7 @@
 
 #include <climits>
 
-#include <lockstep/transport/host/waiting.h>
+#include <lockstep/transport/waiting.h>
 
 namespace lockstep::transport {
 

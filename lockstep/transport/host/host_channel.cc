@@ -7,7 +7,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/cpu.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/host_channel.h>
 
 namespace lockstep::transport {
 
@@ -18,7 +18,7 @@ constexpr const char* kDifferentOperations = "the ranks called different operati
 
 // ---- joining and leaving
 
-GroupChannel::GroupChannel(std::shared_ptr<GroupMembers> members)
+HostChannel::HostChannel(std::shared_ptr<GroupMembers> members)
     : members_(std::move(members)), rank_(members_->rank()), messages_(members_) {
   const int ranks = members_->transport().living_count();
   const int cores = usable_cores();
@@ -27,35 +27,20 @@ GroupChannel::GroupChannel(std::shared_ptr<GroupMembers> members)
   spin_apart_ = ranks <= cores && ranks > 1;
 }
 
-std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<HostTransport> transport,
-                                                 std::vector<int> members, const AddressExchange& exchange,
-                                                 const Deadline& deadline) {
-  auto group = GroupMembers::open(std::move(transport), std::move(members), exchange, deadline);
-  const int rank = group->job_rank(group->rank());
-  try {
-    return open(std::move(group), deadline);
-  } catch (const ChannelError& error) {
-    const std::string text =
-        "making the process group failed on rank " + std::to_string(rank) + ": " + error.what();
-    if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
-    C10_THROW_ERROR(DistBackendError, text);
-  }
-}
-
-std::shared_ptr<GroupChannel> GroupChannel::open(std::shared_ptr<GroupMembers> members,
-                                                 const Deadline& deadline) {
+std::shared_ptr<HostChannel> HostChannel::open(std::shared_ptr<GroupMembers> members,
+                                               const Deadline& deadline) {
   auto channel = open_beside(std::move(members));
   channel->join(deadline);
   return channel;
 }
 
-std::shared_ptr<GroupChannel> GroupChannel::open_beside(std::shared_ptr<GroupMembers> members) {
-  return std::shared_ptr<GroupChannel>(new GroupChannel(std::move(members)));
+std::shared_ptr<HostChannel> HostChannel::open_beside(std::shared_ptr<GroupMembers> members) {
+  return std::shared_ptr<HostChannel>(new HostChannel(std::move(members)));
 }
 
 // The first wait of the group: no rank goes on before all have the others' addresses, for `exchange` may end
 // with rank 0's process.
-void GroupChannel::join(const Deadline& deadline) {
+void HostChannel::join(const Deadline& deadline) {
   joining_ = true;
   deadline_ = deadline;
   timeout_ = deadline.remaining();
@@ -70,7 +55,7 @@ void GroupChannel::join(const Deadline& deadline) {
   joining_ = false;
 }
 
-GroupChannel::~GroupChannel() {
+HostChannel::~HostChannel() {
   if (scratch_ == nullptr) return;
   members_->release_after_close(
       [arena = transport().shared_arena(), scratch = scratch_] { arena->deallocate(scratch); });
@@ -78,17 +63,19 @@ GroupChannel::~GroupChannel() {
 
 // ---- one operation
 
-void GroupChannel::begin(const Deadline& deadline, bool background) {
+void HostChannel::begin(const Deadline& deadline, bool background) {
   TORCH_CHECK_WITH(
       DistBackendError, !transport().in_forked_child(),
       "a process group of the parent can't be used in a forked child; start the child's own group, or "
       "start processes by lockstep::spawn instead of fork()");
   if (failure_) throw *failure_;
+  // Over hosts: an operation that has failed elsewhere, and was told before this rank began it, fails here, too.
+  if (on_failure_) transport().await_heard();
   if (failed()) {
     // An abort decides nothing by itself. This rank has not announced the operation, so that no rank can have
     // succeeded in it; but a failure there would hide whether the one before has failed, if that is open.
-    if (const int aborter = members_->aborted_by(); aborter >= 0 && concluded_) {
-      members_->fail(FailureKind::kAborted, members_->transport_rank(aborter), sequence() + 1);
+    if (const auto abort = members_->aborted(); abort && concluded_.load(std::memory_order_relaxed)) {
+      members_->fail(static_cast<FailureKind>(abort->kind), abort->culprit, sequence() + 1);
     }
     fail_as_decided({});
   }
@@ -96,14 +83,14 @@ void GroupChannel::begin(const Deadline& deadline, bool background) {
   timeout_ = deadline.remaining();
   policy_ = background ? background_policy_ : foreground_policy_;
   sequence_.store(sequence() + 1, std::memory_order_relaxed);
-  concluded_ = false;
+  concluded_.store(false, std::memory_order_relaxed);
 }
 
-std::byte* GroupChannel::own_payload() {
+std::byte* HostChannel::own_payload() {
   return members_->payloads(rank_) + (sequence() & 1) * kPayloadBytes;
 }
 
-void GroupChannel::announce(const Announcement& announcement) {
+void HostChannel::announce(const Announcement& announcement) {
   failpoint::here("announce");
   layout::Slot& own = slot(rank_);
   own.digest = announcement.digest;
@@ -128,15 +115,13 @@ void GroupChannel::announce(const Announcement& announcement) {
   }
 }
 
-void GroupChannel::await_announcements(const PayloadCombiner* combiner) {
-  if (size() <= kFlatRanks) {
-    await_flat();
-  } else {
-    await_tree(combiner);
-  }
+void HostChannel::await_announcements(const PayloadCombiner* combiner,
+                                      const std::function<std::string()>& explain) {
+  const bool same = size() <= kFlatRanks ? await_flat() : await_tree(combiner);
+  if (!same) refuse(explain ? explain() : kDifferentOperations);
 }
 
-void GroupChannel::await_flat() {
+bool HostChannel::await_flat() {
   await_ranks(0, size(), 1, sequence(), [&](int rank) { return &slot(rank).sequence; });
   all_have_memory_ = true;
   bool mismatch = false;
@@ -144,13 +129,13 @@ void GroupChannel::await_flat() {
     mismatch |= slot(rank).digest != slot(rank_).digest;
     all_have_memory_ &= slot(rank).has_memory != 0;
   }
-  if (mismatch) refuse(kDifferentOperations);
+  return !mismatch;
 }
 
 // Two levels of radix 8: a leader (every eighth rank) combines its eight, rank 0 combines the leaders,
 // all ranks read rank 0's result. Beyond 64 ranks rank 0 has more than eight leaders, which costs time but
 // nothing else.
-void GroupChannel::await_tree(const PayloadCombiner* combiner) {
+bool HostChannel::await_tree(const PayloadCombiner* combiner) {
   const uint64_t sequence = this->sequence();
   const size_t parity = sequence & 1;
   if (rank_ % kFlatRanks == 0) {
@@ -191,41 +176,52 @@ void GroupChannel::await_tree(const PayloadCombiner* combiner) {
   await_ranks(0, 1, 1, sequence, [&](int) { return &block(0).result[parity].sequence; });
   const layout::Summary& result = block(0).result[parity];
   all_have_memory_ = result.all_have_memory != 0;
-  if (result.mismatch != 0) refuse(kDifferentOperations);
+  return result.mismatch == 0;
 }
 
-const void* GroupChannel::payload(int rank) const {
+const void* HostChannel::payload(int rank) const {
   return members_->payloads(rank) + (sequence() & 1) * kPayloadBytes;
 }
-std::byte* GroupChannel::partial_payload(int rank) const {
+std::byte* HostChannel::partial_payload(int rank) const {
   return members_->payloads(rank) + 2 * kPayloadBytes + (sequence() & 1) * kPartialBytes;
 }
-std::byte* GroupChannel::result_payload() const {
+std::byte* HostChannel::result_payload() const {
   return members_->payloads(0) + 2 * kPayloadBytes + 2 * kPartialBytes + (sequence() & 1) * kPayloadBytes;
 }
-const void* GroupChannel::combined_payload() const {
+const void* HostChannel::combined_payload() const {
   return result_payload();
 }
 
-std::byte* GroupChannel::memory(int rank) {
+std::byte* HostChannel::memory(int rank) {
   const layout::Slot& announced = slot(rank);
   return memory(rank, {announced.memory_segment, announced.memory_offset});
 }
-std::byte* GroupChannel::memory(int rank, const MemoryReference& reference) {
-  return transport().address(members_->transport_rank(rank), reference, deadline_);
+std::byte* HostChannel::memory(int rank, const MemoryReference& reference) {
+  const int owner = members_->transport_rank(rank);
+  try {
+    return transport().address(owner, reference, deadline_);
+  } catch (const c10::DistBackendError&) {
+    // It ended before its memory was here: that ends the operation for all, as it ends a wait for that rank. This rank
+    // has not done its part, so no rank can have succeeded.
+    if (transport().has_ended(owner)) give_up(FailureKind::kPeerEnded, owner, [] { return false; });
+    throw;
+  }
 }
 
-void GroupChannel::refuse(const std::string& text) {
+void HostChannel::refuse(const std::string& text) {
   members_->fail(FailureKind::kMismatch, members_->transport_rank(rank_), sequence());
-  if (!failure_) failure_.emplace(FailureKind::kMismatch, text);
+  if (!failure_) {
+    failure_.emplace(FailureKind::kMismatch, text);
+    if (on_failure_) on_failure_({FailureKind::kMismatch, members_->transport_rank(rank_), sequence(), text});
+  }
   throw *failure_;
 }
 
-const std::array<std::byte, layout::kDetailBytes>& GroupChannel::details(int rank) const {
+const std::array<std::byte, layout::kDetailBytes>& HostChannel::details(int rank) const {
   return slot(rank).details;
 }
 
-layout::Flag& GroupChannel::flag_of(Flag flag, int rank) const {
+layout::Flag& HostChannel::flag_of(Flag flag, int rank) const {
   layout::ControlBlock& block = this->block(rank);
   switch (flag) {
     case Flag::kStaged:
@@ -238,22 +234,22 @@ layout::Flag& GroupChannel::flag_of(Flag flag, int rank) const {
   return block.done;
 }
 
-void GroupChannel::publish(Flag flag, uint64_t value) {
+void HostChannel::publish(Flag flag, uint64_t value) {
   // Release: pairs with the acquire load in await_all and await_rank.
   flag_of(flag, rank_).value.store(value, std::memory_order_release);
   publish_fence();
   members_->ring(0, size());
 }
 
-void GroupChannel::await_all(Flag flag, uint64_t value) {
+void HostChannel::await_all(Flag flag, uint64_t value) {
   await_ranks(0, size(), 1, value, [&](int rank) { return &flag_of(flag, rank).value; });
 }
 
-void GroupChannel::await_rank(Flag flag, int rank, uint64_t value) {
+void HostChannel::await_rank(Flag flag, int rank, uint64_t value) {
   await_ranks(rank, rank + 1, 1, value, [&](int peer) { return &flag_of(flag, peer).value; });
 }
 
-std::byte* GroupChannel::scratch(size_t bytes) {
+std::byte* HostChannel::scratch(size_t bytes) {
   if (scratch_bytes_ < bytes) {
     Arena& arena = transport().arena();
     // Between operations no rank reads the old scratch: every earlier operation was committed.
@@ -267,17 +263,17 @@ std::byte* GroupChannel::scratch(size_t bytes) {
   return scratch_;
 }
 
-std::byte* GroupChannel::scratch_of(int rank) {
+std::byte* HostChannel::scratch_of(int rank) {
   const uint64_t word = block(rank).scratch.value.load(std::memory_order_acquire);
   TORCH_INTERNAL_ASSERT(word != 0, "rank ", rank, " has no scratch");
-  return transport().address(members_->transport_rank(rank), unpack_reference(word), deadline_);
+  return memory(rank, unpack_reference(word));
 }
 
 // ---- waiting and failure
 
 // Two ranks that spin and yield never sleep, so the kernel has no occasion to place them on two cores when
 // they have come to share one; then each operation costs several switches between them, ten times its price.
-WaitPolicy GroupChannel::policy_for(int rank) const {
+WaitPolicy HostChannel::policy_for(int rank) const {
   const bool may_spin = policy_.spins >= foreground_policy_.spins && spin_apart_;
   if (!may_spin || size() > kFlatRanks || sequence() < 2 || rank == rank_) return policy_;
   const auto& last = block(rank).slots[(sequence() - 1) & 1];
@@ -286,44 +282,112 @@ WaitPolicy GroupChannel::policy_for(int rank) const {
   return {0, policy_.yields, policy_.gives_up_yielding};
 }
 
-/// Waits until word(rank), which is in that rank's control block, is at least `value` for each of the ranks.
+/// Until word(rank), which is in that rank's control block, is at least `value` for each of the ranks.
 template <class Word>
-void GroupChannel::await_ranks(int first, int last, int step, uint64_t value, Word&& word) {
-  int next = first;
+class HostChannel::RankWait {
+ public:
+  RankWait(HostChannel& channel, int first, int last, int step, uint64_t value, Word& word)
+      : channel_(channel), last_(last), step_(step), value_(value), word_(word), next_(first) {}
+
+  bool complete() {
+    while (next_ < last_ && arrived(next_)) next_ += step_;
+    return next_ >= last_;
+  }
+  std::optional<OutsideWait::Gone> gone() const {
+    const GroupMembers& members = *channel_.members_;
+    std::optional<OutsideWait::Gone> left;
+    for (int rank = next_; rank < last_; rank += step_) {
+      // First look whether it is gone, then whether it arrived before it went.
+      if (!members.is_gone(rank) || arrived(rank)) continue;
+      if (members.has_ended(rank)) {
+        return OutsideWait::Gone{FailureKind::kPeerEnded, members.transport_rank(rank)};
+      }
+      if (!left) left = {FailureKind::kPeerLeft, members.transport_rank(rank)};
+    }
+    return left;  // maybe because of one that has ended, which is named first
+  }
+  bool has_changed() const { return channel_.block(next_).left.value.load(std::memory_order_relaxed) != 0; }
+  std::vector<int> late() const {
+    std::vector<int> late;
+    for (int rank = next_; rank < last_; rank += step_) {
+      if (!arrived(rank)) late.push_back(channel_.members_->transport_rank(rank));
+    }
+    return late;
+  }
+  WaitPolicy policy() const { return channel_.policy_for(next_); }
+  void before_sleep() {
+    if (recorded_rank_ == next_) return;
+    recorded_rank_ = next_;
+    channel_.members_->record_wait(recorded_, next_, next_, word_(next_), value_);
+  }
+
+ private:
   // Acquire: pairs with the release store of publish(), announce() and their like.
-  auto arrived = [&](int rank) { return word(rank)->load(std::memory_order_acquire) >= value; };
-  auto complete = [&] {
-    while (next < last && arrived(next)) next += step;
-    return next >= last;
+  bool arrived(int rank) const { return word_(rank)->load(std::memory_order_acquire) >= value_; }
+
+  HostChannel& channel_;
+  const int last_;
+  const int step_;
+  const uint64_t value_;
+  Word& word_;
+  int next_;
+  std::optional<RecordedWait> recorded_;
+  int recorded_rank_ = -1;
+};
+
+template <class Word>
+void HostChannel::await_ranks(int first, int last, int step, uint64_t value, Word&& word) {
+  RankWait<Word> wait(*this, first, last, step, value, word);
+  await(wait);
+}
+
+void HostChannel::await_outside(OutsideWait& outside) {
+  /// Others see in `outside`, a word of this rank's block, how far it has come.
+  struct Recorded {
+    bool complete() { return outside.complete(); }
+    std::optional<OutsideWait::Gone> gone() { return outside.gone(); }
+    bool has_changed() const { return outside.has_changed(); }
+    std::vector<int> late() const { return outside.late(); }
+    WaitPolicy policy() const { return channel.policy_; }
+    void before_sleep() {
+      if (const auto late = outside.late(); !late.empty() && late.front() != awaited) {
+        awaited = late.front();
+        const auto& word = channel.block(channel.rank_).outside.value;
+        channel.members_->record_wait_for(recorded, awaited, channel.rank_, &word,
+                                          word.load(std::memory_order_relaxed) + 1);
+      }
+      outside.before_sleep();
+    }
+
+    HostChannel& channel;
+    OutsideWait& outside;
+    std::optional<RecordedWait> recorded = std::nullopt;
+    int awaited = -1;
   };
-  Doorbell& bell = block(rank_).doorbell;
-  std::optional<RecordedWait> recorded;
-  int recorded_rank = -1;
+  Recorded wait{*this, outside};
+  await(wait);
+  block(rank_).outside.value.fetch_add(1, std::memory_order_release);
+}
+
+template <class Wait>
+void HostChannel::await(Wait& wait) {
+  const auto complete = [&] { return wait.complete(); };
+  Doorbell& bell = doorbell();
   while (!complete()) {
     const uint32_t endings = transport().endings();
-    for (int rank = next; rank < last; rank += step) {
-      // First look whether it is gone, then whether it arrived before it went.
-      if (!members_->is_gone(rank) || arrived(rank)) continue;
-      const bool ended = members_->has_ended(rank);
-      if (!ended && members_->aborted_by() >= 0) continue;  // it left because of that: see below
-      if (give_up(ended ? FailureKind::kPeerEnded : FailureKind::kPeerLeft, members_->transport_rank(rank),
-                  complete)) {
-        return;
-      }
-    }
+    // A rank that has gone after an abort is not the cause. What it has told of that is seen by whoever sees that it
+    // has gone.
+    const auto gone = wait.gone();
+    if (gone && !members_->is_aborted(sequence()) && give_up(gone->kind, gone->culprit, complete)) return;
     bool woken = false;
     try {
       woken = wait_until(
-          bell, policy_for(next), deadline_,
+          bell, wait.policy(), deadline_,
           [&] {
-            return complete() || failed() || transport().endings() != endings ||
-                   block(next).left.value.load(std::memory_order_relaxed) != 0;
+            return wait.complete() || members_->fails(sequence()) || transport().endings() != endings ||
+                   wait.has_changed();
           },
-          [&] {
-            if (recorded_rank == next) return;
-            recorded_rank = next;
-            members_->record_wait(recorded, next, next, word(next), value);
-          });
+          [&] { wait.before_sleep(); });
     } catch (...) {
       // An interruption (base/process/interrupt.h). It ends the operation for all, unless all flags are set
       // by now: then this wait is over, and the interruption reaches the caller behind the operation.
@@ -340,15 +404,16 @@ void GroupChannel::await_ranks(int first, int last, int step, uint64_t value, Wo
     if (decided.is_failure() && decided.sequence <= sequence()) fail_as_decided(not_announced());
     // A failure of a later operation was decided by a rank that had succeeded in this one.
     if (decided.is_failure() && complete()) return;
-    const int aborter = members_->aborted_by();
-    if (aborter >= 0 && give_up(FailureKind::kAborted, members_->transport_rank(aborter), complete)) return;
+    const auto abort = members_->aborted();
+    if (abort && abort->sequence <= sequence() &&
+        give_up(static_cast<FailureKind>(abort->kind), abort->culprit, complete)) {
+      return;
+    }
     if (!woken) {
-      std::vector<int> late;
-      for (int rank = next; rank < last; rank += step) {
-        if (!arrived(rank)) late.push_back(members_->transport_rank(rank));
-      }
+      const auto late = wait.late();
       if (late.empty()) continue;  // they have come just now
       const int cause = transport().cause_of_waiting(late);
+      if (members_->fails(sequence())) continue;  // another host has told why meanwhile
       if (give_up(FailureKind::kTimeout, cause, complete)) return;
     }
   }
@@ -356,7 +421,7 @@ void GroupChannel::await_ranks(int first, int last, int step, uint64_t value, Wo
 
 /// True if what this rank waits for has come after all, so that it goes on.
 template <class Complete>
-bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
+bool HostChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   using Phase = OperationOutcome::Phase;
   std::vector<int> late;
   OperationOutcome outcome(members_->outcome(), rank_, sequence());
@@ -373,15 +438,15 @@ bool GroupChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
   return true;
 }
 
-void GroupChannel::commit() {
+void HostChannel::commit() {
   OperationOutcome outcome(members_->outcome(), rank_, sequence());
   outcome.see_all();
   while (outcome.is_stepping()) outcome.step([] { return true; });
   if (outcome.phase() == OperationOutcome::Phase::kFailed) fail_as_decided({});
-  concluded_ = true;
+  concluded_.store(true, std::memory_order_relaxed);
 }
 
-std::vector<int> GroupChannel::not_announced() const {
+std::vector<int> HostChannel::not_announced() const {
   std::vector<int> late;
   for (int rank = 0; rank < size(); ++rank) {
     const bool arrived = joining_ ? block(rank).joined.value.load(std::memory_order_acquire) != 0
@@ -391,10 +456,19 @@ std::vector<int> GroupChannel::not_announced() const {
   return late;
 }
 
-void GroupChannel::fail_as_decided(const std::vector<int>& late) {
-  concluded_ = true;
-  if (!failure_) failure_.emplace(members_->describe_failure(late, timeout_));
+void HostChannel::fail_as_decided(const std::vector<int>& late) {
+  concluded_.store(true, std::memory_order_relaxed);
+  if (!failure_) {
+    failure_.emplace(members_->describe_failure(late, timeout_));
+    if (on_failure_) on_failure_(failure_for_others(late));
+  }
   throw *failure_;
+}
+
+GroupFailure HostChannel::failure_for_others(const std::vector<int>& late) const {
+  const ChannelError error = members_->describe_failure(late, {}, /*to_others=*/true);
+  const Decision decided = members_->decision().is_failure() ? members_->decision() : *members_->aborted();
+  return {error.kind(), decided.culprit, decided.sequence, error.what()};
 }
 
 }  // namespace lockstep::transport

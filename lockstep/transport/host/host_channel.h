@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,7 +21,7 @@ struct Announcement {
   uint64_t digest = 0;  // of everything that must agree
   std::array<std::byte, layout::kDetailBytes> details{};
   std::optional<MemoryReference> memory;  // the data, if they lie in this rank's arena
-  const void* payload = nullptr;          // the data themselves, at most GroupChannel::kPayloadBytes
+  const void* payload = nullptr;          // the data themselves, at most HostChannel::kPayloadBytes
   size_t payload_bytes = 0;
 };
 
@@ -34,6 +35,27 @@ class PayloadCombiner {
   virtual void finish(void* result, const std::vector<const void*>& partials) const = 0;
 };
 
+/// What a rank waits for from ranks of other hosts, for HostChannel::await_outside().
+class OutsideWait {
+ public:
+  struct Gone {
+    FailureKind kind;
+    int culprit;  // a rank of the transport
+  };
+
+  virtual ~OutsideWait() = default;
+  /// Whether all has come; moves what can be moved now.
+  virtual bool complete() = 0;
+  /// Of the ranks from which something has not come, one that has ended or left.
+  virtual std::optional<Gone> gone() = 0;
+  /// Whether gone() may have changed since it was called last. Reads atomics only.
+  virtual bool has_changed() const = 0;
+  /// The ranks from which something has not come, of the transport.
+  virtual std::vector<int> late() const = 0;
+  /// Runs before each sleep. What comes must ring HostChannel::doorbell() from then on.
+  virtual void before_sleep() = 0;
+};
+
 /// One process group's share of the host transport: announcements, flags, scratch.
 /// docs/internals/shared_memory_protocol.md has the protocol and its proof.
 ///
@@ -44,36 +66,31 @@ class PayloadCombiner {
 /// failed.
 ///
 /// Ranks here are group ranks, 0 to size()−1.
-class GroupChannel {
+class HostChannel {
  public:
   static constexpr size_t kPayloadBytes = layout::kPayloadBytes;
   /// Up to this size each rank reads all announcements; larger groups combine them in a tree of this radix.
   static constexpr int kFlatRanks = layout::kFlatRanks;
   enum class Flag { kStaged, kReduced, kDone };
 
-  using AddressExchange = GroupMembers::AddressExchange;
-
-  /// Collective over `members` (transport ranks, in group order, this one among them). `exchange` is used no
-  /// more once open() has returned on any member. Throws what `exchange` throws, and c10::DistBackendError or
-  /// DistTimeoutError if a member fails while the group is being made.
-  static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport,
-                                            std::vector<int> members, const AddressExchange& exchange,
-                                            const Deadline& deadline);
-  /// The same over members that know each other already. Throws ChannelError.
-  static std::shared_ptr<GroupChannel> open(std::shared_ptr<GroupMembers> members, const Deadline& deadline);
+  /// Collective over members that know each other already. Throws ChannelError.
+  static std::shared_ptr<HostChannel> open(std::shared_ptr<GroupMembers> members, const Deadline& deadline);
   /// A second channel of the members of another one, which joins for both: all must have made this one before
   /// they open that one. Waits for no rank.
-  static std::shared_ptr<GroupChannel> open_beside(std::shared_ptr<GroupMembers> members);
-  GroupChannel(const GroupChannel&) = delete;
-  GroupChannel& operator=(const GroupChannel&) = delete;
-  ~GroupChannel();
+  static std::shared_ptr<HostChannel> open_beside(std::shared_ptr<GroupMembers> members);
+  /// The first wait of a group whose channel was made by open_beside() but joins by itself. Throws ChannelError.
+  void join(const Deadline& deadline);
+  HostChannel(const HostChannel&) = delete;
+  HostChannel& operator=(const HostChannel&) = delete;
+  ~HostChannel();
 
   int rank() const { return rank_; }
   int size() const { return members_->size(); }
   /// The rank within the job, for messages.
   int job_rank(int rank) const { return members_->job_rank(rank); }
-  HostTransport& transport() { return members_->transport(); }
+  HostTransport& transport() const { return members_->transport(); }
   const GroupMembers& members() const { return *members_; }
+  const std::shared_ptr<GroupMembers>& shared_members() const { return members_; }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   /// Send and receive between members.
   MessageChannel& messages() { return messages_; }
@@ -85,9 +102,10 @@ class GroupChannel {
   std::byte* own_payload();
   void announce(const Announcement& announcement);
   /// Returns once every member has announced this operation; throws kMismatch if the digests differ, before
-  /// any member's data were touched. With a combiner, groups beyond kFlatRanks have the combined payload
-  /// ready after it.
-  void await_announcements(const PayloadCombiner* combiner = nullptr);
+  /// any member's data were touched, with what `explain`, if any, makes of the announcements. With a combiner,
+  /// groups beyond kFlatRanks have the combined payload ready after it.
+  void await_announcements(const PayloadCombiner* combiner = nullptr,
+                           const std::function<std::string()>& explain = {});
 
   // After await_announcements():
   bool all_have_memory() const { return all_have_memory_; }
@@ -110,6 +128,11 @@ class GroupChannel {
   /// visible.
   void await_all(Flag flag, uint64_t value);
   void await_rank(Flag flag, int rank, uint64_t value);
+
+  /// The same for what comes from other hosts. It ends as the other waits do, also by the end of a rank there.
+  void await_outside(OutsideWait& wait);
+  /// Ends the sleep of this rank's waits, which then look again.
+  Doorbell& doorbell() const { return block(rank_).doorbell; }
 
   /// The last step of each operation, after its last await: makes success final for all, or throws if the
   /// others have decided otherwise. Nothing may be waited for after it.
@@ -135,7 +158,21 @@ class GroupChannel {
   /// Fails the group on all members: the operation in progress, unless it has succeeded already, or else the
   /// next one. Waits in progress end. From any thread.
   void abort() { members_->abort(); }
-  bool failed() const { return members_->failed(); }
+  /// The same because of what has happened on another host: all members here throw its kind with its text, in the
+  /// operation that has failed there or a later one.
+  void fail_from_outside(const GroupFailure& failure) { members_->fail_from_outside(failure); }
+  /// Whether the next operation fails, if not that in progress.
+  bool failed() const { return members_->fails(sequence() + 1); }
+  /// The operation that abort() fails, if it was called now.
+  uint64_t next_to_fail() const {
+    return concluded_.load(std::memory_order_relaxed) ? sequence() + 1 : sequence();
+  }
+  /// Of a channel that has failed. From any thread.
+  GroupFailure failure_for_others(const std::vector<int>& late = {}) const;
+  /// `on_failure` runs once, in the operation's thread, before it throws that the channel has failed.
+  void set_on_failure(std::function<void(const GroupFailure&)> on_failure) {
+    on_failure_ = std::move(on_failure);
+  }
   /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have
   /// closed it).
   void release_after_close(std::function<void()> release) {
@@ -143,7 +180,7 @@ class GroupChannel {
   }
 
  private:
-  explicit GroupChannel(std::shared_ptr<GroupMembers> members);
+  explicit HostChannel(std::shared_ptr<GroupMembers> members);
 
   layout::ControlBlock& block(int rank) const { return members_->block(rank); }
   layout::Slot& slot(int rank) const { return block(rank).slots[sequence() & 1]; }
@@ -151,12 +188,16 @@ class GroupChannel {
   std::byte* result_payload() const;
   layout::Flag& flag_of(Flag flag, int rank) const;
 
-  void join(const Deadline& deadline);
-  void await_flat();
-  void await_tree(const PayloadCombiner* combiner);
+  template <class Word>
+  class RankWait;
+  /// Both: whether all have announced the same.
+  bool await_flat();
+  bool await_tree(const PayloadCombiner* combiner);
   WaitPolicy policy_for(int rank) const;
   template <class Word>
   void await_ranks(int first, int last, int step, uint64_t value, Word&& word);
+  template <class Wait>
+  void await(Wait& wait);
   template <class Complete>
   bool give_up(FailureKind kind, int culprit, Complete&& complete);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
@@ -178,13 +219,14 @@ class GroupChannel {
   bool joining_ = false;
   /// Whether the last operation has succeeded here, or was decided to have failed. Otherwise this rank has
   /// left it by an error of its own, and its flags may have let others succeed.
-  bool concluded_ = true;
+  std::atomic<bool> concluded_{true};
   std::exception_ptr interruption_;
 
   std::byte* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
   uint64_t chunk_base_ = 0;
   std::optional<ChannelError> failure_;
+  std::function<void(const GroupFailure&)> on_failure_;
 };
 
 }  // namespace lockstep::transport

@@ -7,20 +7,20 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/failpoint.h>
-#include <lockstep/testing/thread_ranks.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/host_channel.h>
 #include <lockstep/transport/host/testing/failure_of.h>
+#include <lockstep/transport/host/testing/host_ranks.h>
 
 // The protocol with ranks as threads of one process, where ThreadSanitizer sees both sides. What needs real
 // processes (deaths, forks, sockets) is tested in collectives/failure_test.cc.
-namespace lockstep::transport::group_channel_test {
+namespace lockstep::transport::host_channel_test {
 namespace {
 
 using namespace std::chrono_literals;
-using Flag = GroupChannel::Flag;
+using Flag = HostChannel::Flag;
 
-void on_ranks(int ranks, const std::function<void(GroupChannel&)>& body) {
-  testing::run_rank_threads(ranks, [&](const std::shared_ptr<GroupChannel>& channel) { body(*channel); });
+void on_ranks(int ranks, const std::function<void(HostChannel&)>& body) {
+  run_host_ranks(ranks, [&](const std::shared_ptr<HostChannel>& channel) { body(*channel); });
 }
 
 Announcement announce_value(uint64_t digest, const uint64_t& value) {
@@ -46,11 +46,11 @@ class SumCombiner final : public PayloadCombiner {
   }
 };
 
-class GroupChannelSizes : public ::testing::TestWithParam<int> {};
+class HostChannelSizes : public ::testing::TestWithParam<int> {};
 
-TEST_P(GroupChannelSizes, AnnouncementsCarryPayloadsInEveryOperation) {
+TEST_P(HostChannelSizes, AnnouncementsCarryPayloadsInEveryOperation) {
   const auto ranks = static_cast<uint64_t>(GetParam());
-  on_ranks(GetParam(), [ranks](GroupChannel& channel) {
+  on_ranks(GetParam(), [ranks](HostChannel& channel) {
     const SumCombiner combiner;
     for (uint64_t round = 1; round <= 300; ++round) {
       const uint64_t mine = round * 1000 + channel.rank();
@@ -64,16 +64,16 @@ TEST_P(GroupChannelSizes, AnnouncementsCarryPayloadsInEveryOperation) {
         ASSERT_EQ(seen, round * 1000 + rank);
         sum += seen;
       }
-      if (ranks > GroupChannel::kFlatRanks) {
+      if (ranks > HostChannel::kFlatRanks) {
         ASSERT_EQ(*static_cast<const uint64_t*>(channel.combined_payload()), sum);
       }
     }
   });
 }
 
-TEST_P(GroupChannelSizes, FlagsPublishWhatWasWrittenBefore) {
+TEST_P(HostChannelSizes, FlagsPublishWhatWasWrittenBefore) {
   const int ranks = GetParam();
-  on_ranks(ranks, [ranks](GroupChannel& channel) {
+  on_ranks(ranks, [ranks](HostChannel& channel) {
     Arena& arena = channel.transport().arena();
     auto* values = reinterpret_cast<int*>(arena.allocate(sizeof(int) * ranks));
     for (int round = 1; round <= 100; ++round) {
@@ -95,8 +95,8 @@ TEST_P(GroupChannelSizes, FlagsPublishWhatWasWrittenBefore) {
   });
 }
 
-TEST_P(GroupChannelSizes, DifferentDigestsFailOnEveryRank) {
-  on_ranks(GetParam(), [](GroupChannel& channel) {
+TEST_P(HostChannelSizes, DifferentDigestsFailOnEveryRank) {
+  on_ranks(GetParam(), [](HostChannel& channel) {
     const uint64_t value = 0;
     const uint64_t digest = channel.rank() == channel.size() - 1 && channel.size() > 1 ? 2 : 1;
     channel.begin(Deadline::after(60s), false);
@@ -108,10 +108,10 @@ TEST_P(GroupChannelSizes, DifferentDigestsFailOnEveryRank) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, GroupChannelSizes, ::testing::Values(1, 2, 3, 8, 9, 17));
+INSTANTIATE_TEST_SUITE_P(Ranks, HostChannelSizes, ::testing::Values(1, 2, 3, 8, 9, 17));
 
-TEST(GroupChannel, LateRankIsNamedByEverybodyAtTheTimeout) {
-  on_ranks(3, [](GroupChannel& channel) {
+TEST(HostChannel, LateRankIsNamedByEverybodyAtTheTimeout) {
+  on_ranks(3, [](HostChannel& channel) {
     const uint64_t value = 0;
     if (channel.rank() == 2) {
       // Comes only after the others have given up.
@@ -126,8 +126,8 @@ TEST(GroupChannel, LateRankIsNamedByEverybodyAtTheTimeout) {
   });
 }
 
-TEST(GroupChannel, LeavingEarlyFailsThoseWhoStay) {
-  on_ranks(2, [](GroupChannel& channel) {
+TEST(HostChannel, LeavingEarlyFailsThoseWhoStay) {
+  on_ranks(2, [](HostChannel& channel) {
     if (channel.rank() == 1) return;  // destroys its channel
     const uint64_t value = 0;
     channel.begin(Deadline::after(60s), false);
@@ -137,9 +137,9 @@ TEST(GroupChannel, LeavingEarlyFailsThoseWhoStay) {
   });
 }
 
-TEST(GroupChannel, LeavingAfterTheLastOperationDisturbsNobody) {
+TEST(HostChannel, LeavingAfterTheLastOperationDisturbsNobody) {
   for (int repetition = 0; repetition < 50; ++repetition) {
-    on_ranks(3, [](GroupChannel& channel) {
+    on_ranks(3, [](HostChannel& channel) {
       const uint64_t value = channel.rank();
       channel.begin(Deadline::after(60s), false);
       channel.announce(announce_value(1, value));
@@ -149,8 +149,8 @@ TEST(GroupChannel, LeavingAfterTheLastOperationDisturbsNobody) {
   }
 }
 
-TEST(GroupChannel, AbortFromAnotherThreadEndsTheWaitEverywhere) {
-  on_ranks(3, [](GroupChannel& channel) {
+TEST(HostChannel, AbortFromAnotherThreadEndsTheWaitEverywhere) {
+  on_ranks(3, [](HostChannel& channel) {
     const uint64_t value = 0;
     std::thread other;
     if (channel.rank() == 1) other = std::thread([&] { channel.abort(); });
@@ -170,11 +170,11 @@ TEST(GroupChannel, AbortFromAnotherThreadEndsTheWaitEverywhere) {
 }
 
 // At a timeout that races with the last arrival, all ranks must agree on what happened.
-TEST(GroupChannel, TimeoutsAndArrivalsNeverDisagree) {
+TEST(HostChannel, TimeoutsAndArrivalsNeverDisagree) {
   for (int repetition = 0; repetition < 400; ++repetition) {
     std::atomic<int> succeeded{0};
     std::atomic<int> failed{0};
-    on_ranks(3, [&](GroupChannel& channel) {
+    on_ranks(3, [&](HostChannel& channel) {
       const uint64_t value = 0;
       try {
         channel.begin(Deadline::after(std::chrono::microseconds(300 + 2 * repetition)), false);
@@ -198,11 +198,11 @@ TEST(GroupChannel, TimeoutsAndArrivalsNeverDisagree) {
 }
 
 // The last arrival falls between the look at the flags and the decision of the one that gives up.
-TEST(GroupChannel, ArrivalWhileAnotherRankGivesUpIsDecidedOnce) {
+TEST(HostChannel, ArrivalWhileAnotherRankGivesUpIsDecidedOnce) {
   failpoint::configure("give_up=delay(60)");
   for (int repetition = 0; repetition < 5; ++repetition) {
     std::atomic<int> succeeded{0};
-    on_ranks(2, [&](GroupChannel& channel) {
+    on_ranks(2, [&](HostChannel& channel) {
       const uint64_t value = 0;
       try {
         channel.begin(Deadline::after(channel.rank() == 0 ? 1ms : 60s), false);
@@ -229,4 +229,4 @@ TEST(WaitPolicy, SpinsOnlyOnCoresThatNobodyNeeds) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport::group_channel_test
+}  // namespace lockstep::transport::host_channel_test

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace lockstep::transport {
+
+/// What ranks of different hosts tell each other beside the data, on the wire's channel 0. Small and always of one size, so
+/// that a rank keeps a receive for one from each other rank.
+struct ControlMessage {
+  enum class Kind : uint32_t {
+    kFailure,      // a group has failed
+    kLeave,        // the sender takes no further part in a group
+    kMeet,         // the sender has messages with this rank, and wants to hear when it leaves a group
+    kLeaveJob,     // the sender ends in good order
+    kEndOfFellow,  // how another rank of the sender's host has ended
+    kAskForCause,  // which rank keeps the receiver waiting?
+    kCause         // the answer
+  };
+
+  Kind kind = Kind::kFailure;
+  uint32_t group = 0;     // by the receiver's number for it: see HostTransport::add_listener()
+  uint64_t sequence = 0;  // kFailure: of the operation; 0: whichever is in progress
+  uint32_t failure = 0;   // FailureKind
+  int32_t rank = -1;      // kFailure: the cause; kEndOfFellow, kCause: which one. Of the transport
+  uint32_t number = 0;    // kMeet: the sender's number for the group; kCause: 1 if that rank is stopped
+  std::array<char, 512> text{};  // ends with 0
+
+  void set_text(std::string_view whole) { whole.copy(text.data(), text.size() - 1); }
+  /// Whatever has come.
+  std::string get_text() const {
+    const std::string_view whole(text.data(), text.size());
+    return std::string(whole.substr(0, whole.find('\0')));
+  }
+};
+
+/// Is told what other hosts say of one group.
+class ControlListener {
+ public:
+  virtual ~ControlListener() = default;
+  /// `from`: a rank of the transport. Runs in the transport's monitor thread: must not wait.
+  virtual void on_control(int from, const ControlMessage& message) = 0;
+};
+
+}  // namespace lockstep::transport
