@@ -65,6 +65,36 @@ INSTANTIATE_TEST_SUITE_P(Places, DeathInAllReduce,
                                            Death{"reduce", 100000, true}, Death{"reduce", 500000, false},
                                            Death{"finish", 100000, true}));
 
+class DeathBeforeItsMemoryCame : public ::testing::TestWithParam<int> {};
+
+TEST_P(DeathBeforeItsMemoryCame, IsToldToAllOthers) {
+  const int hosts = GetParam();
+  if (hosts > 1 && !testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  const auto outcomes = run_ranks_collect(
+      4,
+      [](int rank) {
+        auto world = init_process_group();
+        if (rank == 3) failpoint::configure("send_segment=errno(32);reduce=kill(9)");
+        at::Tensor tensor = empty_shared({1'000'000}).fill_(1);  // more than a segment holds
+        const auto text = message_of([&] { all_reduce(tensor); });
+        EXPECT_TRUE(std::regex_search(
+            text, std::regex("rank 3 \\(pid [0-9]+( on host-1)?\\) (was )?killed by signal 9")))
+            << text;
+        EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
+      },
+      {.expected_failures = {3}, .hosts = hosts, .environment = {{"LOCKSTEP_SEGMENT_MB", "1"}}});
+  for (const RankOutcome& outcome : outcomes) {
+    if (outcome.rank == 3) {
+      EXPECT_EQ(outcome.signal.value_or(0), 9);
+    } else {
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(On, DeathBeforeItsMemoryCame, ::testing::Values(1, 2),
+                         [](const auto& info) { return std::to_string(info.param) + "Hosts"; });
+
 TEST(Failure, EndsInOtherWaysAreNamedToo) {
   struct End {
     const char* action;

@@ -66,15 +66,18 @@ std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline de
                              .timeout = options.timeout});
   const auto& [rank, size] = std::pair(world->world.rank, world->world.world_size);
   log::set_rank(rank);
-  auto to_connect = transport_options();
+  const bool over_hosts = world->world.topology.spans_hosts();
+  if (over_hosts && rank == 0) world->wire_model = hosts::read_cost_model();
+  auto to_connect = transport_options(world->world.topology, world->world.meeting_host);
   to_connect.met_at = world->world.met_at;
   world->transport = HostTransport::connect(*world->world.store, rank, size, deadline, to_connect);
   world->members.resize(size);
   std::iota(world->members.begin(), world->members.end(), 0);
-  world->control = group_making::open_control(*world, deadline);
-  world->backend_name = device_backends::agree(
-      group_making::over_control(*world, "init_process_group", deadline), "init_process_group", rank,
-      backend_names::check(options.backend), {world->members});
+  world->control = group_making::open_control(*world, options.between_hosts, deadline);
+  const auto gather = group_making::over_control(*world, "init_process_group", deadline);
+  if (over_hosts) world->wire_model = group_making::agree_on_wire_model(gather, world->wire_model);
+  world->backend_name = device_backends::agree(gather, "init_process_group", rank,
+                                               backend_names::check(options.backend), {world->members});
   return world;
 }
 
@@ -85,6 +88,7 @@ void open_default_group(DefaultWorld& world, const InitOptions& options, Deadlin
   plan.backend_name = world.backend_name;
   plan.timeout = options.timeout;
   plan.nccl = options.nccl;
+  plan.between_hosts = options.between_hosts;
   plan.device_id = options.device_id;
   plan.ranks.resize(world.world.world_size);
   std::iota(plan.ranks.begin(), plan.ranks.end(), 0);
@@ -116,6 +120,7 @@ DefaultGroup init_process_group(const InitOptions& options) {
   backend_names::check(options.backend);
   TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "init_process_group: the timeout is ",
                     options.timeout.count(), " ms; it must be more than 0");
+  checked_compression(options.between_hosts, "init_process_group: between_hosts");
   TORCH_CHECK_VALUE(
       !is_initialized(),
       "trying to initialize the default process group twice! Call destroy_process_group() first.");
@@ -195,9 +200,7 @@ int get_node_local_rank(std::optional<int> fallback_rank) {
   if (auto rank = environment::integer("LOCAL_RANK", 0, std::numeric_limits<int>::max())) {
     return static_cast<int>(*rank);
   }
-  if (const auto world = registry::find_world(); world && world->world.local_rank >= 0) {
-    return world->world.local_rank;
-  }
+  if (const auto world = registry::find_world()) return world->world.local_rank;
   const int local_rank = read_launch_environment(environment::text).local_rank;
   if (local_rank >= 0) return local_rank;
   TORCH_CHECK(fallback_rank.has_value(),

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/device/nccl_options.h>
 
 /// Process groups: making them, asking about them, ending them. torch/distributed/distributed_c10d.py has the
@@ -47,6 +48,8 @@ struct InitOptions {
   /// group instead of at the first operation.
   std::optional<c10::Device> device_id = {};
   NcclOptions nccl = {};  ///< pg_options in Python
+  /// How large reductions of the default group travel between hosts; on all ranks the same. No effect on one host.
+  HostCompression between_hosts = HostCompression::kNone;
 };
 
 /// Owns the default group: destroys it at the end of its scope. When an exception is on its way, operations
@@ -69,8 +72,9 @@ class [[nodiscard]] DefaultGroup {
 /// Joins the job's processes to the default group; all of them must call it. Throws c10::ValueError for
 /// options that make no sense, when there is a default group already, and on all ranks when "nccl" was asked
 /// for and can't be used (no card, ranks that share one; which ranks, and what to do); what rendezvous()
-/// throws; and c10::DistBackendError when the ranks can't share memory (different hosts, containers or users)
-/// or ask for different backends. A process may initialise again after destroying the group.
+/// throws; and c10::DistBackendError when ranks of one host can't share memory (they are of different users),
+/// ranks of different hosts don't reach each other, or ranks ask for different backends. A process may
+/// initialise again after destroying the group.
 DefaultGroup init_process_group(const InitOptions& options = {});
 
 /// Destroys one group, or with none given the default group and all others. Finishes what was submitted.
@@ -89,6 +93,7 @@ struct GroupOptions {
   bool sort_ranks = true;                  ///< group ranks in ascending order of ranks; false: as listed
   std::string group_name = {};             ///< for messages; made up ("1", "2", …) when empty
   NcclOptions nccl = {};                   ///< pg_options in Python
+  HostCompression between_hosts = HostCompression::kNone;  ///< as InitOptions::between_hosts, of this group
 };
 
 /// A further group of `ranks` (empty: all). Every process of the default group must call it, members or not,
@@ -189,8 +194,8 @@ bool is_member(const ProcessGroup& group);
 int get_rank(const ProcessGroup& group = {});
 /// The group's size; -1 if this process is not a member.
 int get_world_size(const ProcessGroup& group = {});
-/// This process's rank among those on this host, as its launcher says (LOCAL_RANK and others), else
-/// `fallback_rank`; throws c10::Error if there is neither. Needs no default group.
+/// This process's rank among those on this host, as its launcher says (LOCAL_RANK and others), else its place
+/// among the default group's ranks there, else `fallback_rank`; throws c10::Error if there is none of these.
 int get_node_local_rank(std::optional<int> fallback_rank = {});
 
 /// The group rank of a global rank, and the other way round. Throw c10::ValueError if there is no such

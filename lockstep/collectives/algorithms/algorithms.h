@@ -3,7 +3,9 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/algorithms/staging.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/collectives/host_compression.h>
+#include <lockstep/collectives/hosts/cost_model.h>
+#include <lockstep/transport/group_channel.h>
 
 /// What the collectives do with the bytes, over one group channel. Each call is one operation of the channel:
 /// it begins, announces, moves and commits. Throws transport::ChannelError when the group failed; memory is
@@ -15,10 +17,12 @@
 /// can't see.
 namespace lockstep::algorithms {
 
-/// When the operation must be done, and by which thread it is run.
+/// When the operation must be done, by which thread it is run, and what it brings beside its arguments.
 struct Terms {
   Deadline deadline = Deadline::never();
-  bool background = false;  // by a communication thread beside a computing one
+  bool background = false;            // by a communication thread beside a computing one
+  ErrorFeedback* feedback = nullptr;  // of a reduction whose signature says kInt8; may be null there, too
+  lockstep::hosts::CostModel wire_model = {};  // the same on all members of a group over hosts
 };
 
 /// Whose memory an operation works on: what a peer that is late writes there matters to the user alone.

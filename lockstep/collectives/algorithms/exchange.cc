@@ -1,127 +1,28 @@
-#include <array>
-#include <optional>
-#include <sstream>
+#include <algorithm>
+#include <vector>
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/algorithms/exchange.h>
+#include <lockstep/collectives/algorithms/hosts/hosts.h>
+#include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
 namespace lockstep::algorithms {
 namespace {
 
 using transport::GroupChannel;
-using Flag = GroupChannel::Flag;
-
-enum class Place : uint32_t { kInline, kArena, kStaged };
-
-/// The head of a rank's announcement payload; entries, and if sizes are compared the bytes taken from each
-/// rank, follow; then the data, if they are there.
-struct Header {
-  Place place;
-  uint32_t entries;  // 0, 1 (for all ranks) or one for each rank
-};
-struct Entry {
-  uint64_t bytes;
-  uint64_t location;  // kInline: offset in the payload; kArena: segment and offset in the arena
-};
-constexpr uint64_t kOffsetBits = 48;
-
-/// A rank's announcement, read or written in the payload.
-class Offer {
- public:
-  Offer(const std::byte* payload, int ranks) : payload_(payload), ranks_(ranks) {}
-
-  const Header& header() const { return *reinterpret_cast<const Header*>(payload_); }
-  const Entry& entry(int to) const {
-    const auto* entries = reinterpret_cast<const Entry*>(payload_ + sizeof(Header));
-    return entries[header().entries == 1 ? 0 : to];
-  }
-  size_t bytes_for(int to) const { return header().entries == 0 ? 0 : entry(to).bytes; }
-  uint64_t taken_from(int rank) const {
-    const std::byte* takes = payload_ + sizeof(Header) + header().entries * sizeof(Entry);
-    return reinterpret_cast<const uint64_t*>(takes)[rank];
-  }
-  /// The largest part of a piece that passes at once.
-  size_t window_bytes(size_t capacity) const {
-    const size_t parts = header().entries > 1 ? static_cast<size_t>(ranks_) : 1;
-    return capacity / parts / kCacheLine * kCacheLine;
-  }
-  const std::byte* payload() const { return payload_; }
-
- private:
-  const std::byte* payload_;
-  int ranks_;
-};
-
-size_t table_bytes(const Exchange& exchange) {
-  return sizeof(Header) + exchange.gives.size() * sizeof(Entry) +
-         (exchange.compare_sizes ? exchange.takes.size() * sizeof(uint64_t) : 0);
-}
-
-/// Writes this rank's announcement payload.
-void write_offer(GroupChannel& channel, const Exchange& exchange) {
-  std::byte* payload = channel.own_payload();
-  size_t total = 0;
-  std::vector<std::optional<transport::MemoryReference>> references;
-  bool in_arena = true;
-  for (size_t to = 0; to < exchange.gives.size(); ++to) {
-    const Piece& piece = exchange.gives[to];
-    total += piece.bytes;
-    const bool to_myself = exchange.gives.size() > 1 && to == static_cast<size_t>(channel.rank());
-    references.push_back(piece.bytes == 0 || to_myself
-                             ? transport::MemoryReference{}
-                             : channel.transport().arena().find(piece.data, piece.bytes));
-    in_arena &= references.back().has_value();
-  }
-  const size_t table = table_bytes(exchange);
-  auto* header = reinterpret_cast<Header*>(payload);
-  header->entries = static_cast<uint32_t>(exchange.gives.size());
-  header->place = table + total <= GroupChannel::kPayloadBytes ? Place::kInline
-                  : in_arena                                   ? Place::kArena
-                                                               : Place::kStaged;
-  auto* entries = reinterpret_cast<Entry*>(payload + sizeof(Header));
-  size_t at = table;
-  for (size_t to = 0; to < exchange.gives.size(); ++to) {
-    const Piece& piece = exchange.gives[to];
-    entries[to] = {piece.bytes, 0};
-    if (header->place == Place::kInline) {
-      entries[to].location = at;
-      copy_bytes(payload + at, piece.data, piece.bytes);
-      at += piece.bytes;
-    } else if (header->place == Place::kArena) {
-      entries[to].location = uint64_t{references[to]->segment} << kOffsetBits | references[to]->offset;
-    }
-  }
-  if (exchange.compare_sizes) {
-    copy_bytes(entries + exchange.gives.size(), exchange.takes.data(),
-               exchange.takes.size() * sizeof(uint64_t));
-  }
-}
-
-/// All ranks look at all pairs, so all throw.
-void compare_sizes(GroupChannel& channel, const std::vector<Offer>& offers) {
-  for (int from = 0; from < channel.size(); ++from) {
-    for (int to = 0; to < channel.size(); ++to) {
-      const uint64_t given = offers[from].bytes_for(to);
-      const uint64_t taken = offers[to].taken_from(from);
-      if (given == taken) continue;
-      std::ostringstream text;
-      text << "rank " << channel.job_rank(from) << " sends " << given << " bytes to rank "
-           << channel.job_rank(to) << ", which expects " << taken << "; each pair's split sizes must agree";
-      channel.refuse(text.str());
-    }
-  }
-}
+using transport::HostChannel;
+using Flag = HostChannel::Flag;
 
 /// The rounds of one exchange, as all ranks see them.
 class Rounds {
  public:
-  Rounds(GroupChannel& channel, const Exchange& exchange, const std::vector<Offer>& offers)
+  Rounds(HostChannel& channel, const Exchange& exchange, const std::vector<Offer>& offers)
       : channel_(channel), exchange_(exchange), offers_(offers), buffers_(channel) {
     for (const Offer& offer : offers) any_staged_ |= offer.header().place == Place::kStaged;
     if (!any_staged_) return;
     for (const Offer& offer : offers) {
-      const size_t window = offer.window_bytes(buffers_.capacity());
+      const size_t window = window_bytes(offer);
       for (int to = 0; to < channel.size(); ++to) {
         rounds_ = std::max(rounds_, (offer.bytes_for(to) + window - 1) / window);
       }
@@ -146,9 +47,12 @@ class Rounds {
   }
 
  private:
-  size_t window_bytes(int from) const {
-    return any_staged_ ? offers_[from].window_bytes(buffers_.capacity()) : ~size_t{0} / 2;
+  /// The largest part of a piece that passes at once.
+  size_t window_bytes(const Offer& offer) const {
+    const size_t parts = offer.header().entries > 1 ? offers_.size() : 1;
+    return buffers_.capacity() / parts / kCacheLine * kCacheLine;
   }
+  size_t window_bytes(int from) const { return any_staged_ ? window_bytes(offers_[from]) : ~size_t{0} / 2; }
   /// Part k of what `from` gives to `to`.
   Window window(int from, int to, size_t k) const {
     const size_t size = window_bytes(from);
@@ -182,12 +86,9 @@ class Rounds {
         const Piece& piece = exchange_.gives[exchange_.gives.size() == 1 ? 0 : own];
         part.data = static_cast<const std::byte*>(piece.data) + part.offset;
       } else if (offer.header().place == Place::kInline) {
-        part.data = offer.payload() + offer.entry(own).location + part.offset;
+        part.data = offer.inline_for(own) + part.offset;
       } else if (offer.header().place == Place::kArena) {
-        const uint64_t location = offer.entry(own).location;
-        part.data = channel_.memory(from, {static_cast<uint32_t>(location >> kOffsetBits),
-                                           location & ((uint64_t{1} << kOffsetBits) - 1)}) +
-                    part.offset;
+        part.data = channel_.memory(from, offer.memory_for(own)) + part.offset;
       } else {
         channel_.await_rank(Flag::kStaged, from, buffers_.number(k));
         part.data = buffers_.of(from, k) + (offer.header().entries == 1 ? 0 : own * window_bytes(from));
@@ -196,7 +97,7 @@ class Rounds {
     return windows;
   }
 
-  GroupChannel& channel_;
+  HostChannel& channel_;
   const Exchange& exchange_;
   const std::vector<Offer>& offers_;
   DoubleBuffer buffers_;
@@ -204,10 +105,8 @@ class Rounds {
   size_t rounds_ = 1;
 };
 
-}  // namespace
-
-void exchange(GroupChannel& channel, const Terms& terms, const Signature& signature, const Exchange& exchange,
-              const Consume& consume) {
+void exchange_on_host(HostChannel& channel, const Terms& terms, const Signature& signature,
+                      const Exchange& exchange, const Consume& consume) {
   channel.begin(terms.deadline, terms.background);
   write_offer(channel, exchange);
   channel.announce(announcement_of(signature));
@@ -215,7 +114,7 @@ void exchange(GroupChannel& channel, const Terms& terms, const Signature& signat
   std::vector<Offer> offers;
   bool all_inline = true;
   for (int rank = 0; rank < channel.size(); ++rank) {
-    offers.emplace_back(static_cast<const std::byte*>(channel.payload(rank)), channel.size());
+    offers.emplace_back(channel, rank);
     all_inline &= offers.back().header().place == Place::kInline;
   }
   if (exchange.compare_sizes) compare_sizes(channel, offers);
@@ -230,6 +129,32 @@ void exchange(GroupChannel& channel, const Terms& terms, const Signature& signat
   rounds.run(consume);
   channel.add_chunks(rounds.chunks());
   finish(channel);
+}
+
+}  // namespace
+
+void exchange(GroupChannel& channel, const Terms& terms, const Signature& signature, const Exchange& exchange,
+              const Consume& consume) {
+  if (channel.spans_hosts()) return hosts::exchange(channel, terms, signature, exchange, consume);
+  exchange_on_host(channel.host(), terms, signature, exchange, consume);
+}
+
+Consume fold_into(const Signature& signature, void* output) {
+  const ReduceKernels& kernels =
+      reduce_kernels(signature.real_dtype(), static_cast<ReduceOperation>(signature.operation));
+  return [&kernels, output](const std::vector<Window>& windows) {
+    std::vector<const void*> inputs;
+    for (const Window& window : windows) inputs.push_back(window.data);
+    void* to = static_cast<std::byte*>(output) + windows.front().offset;
+    const size_t count = windows.front().bytes / kernels.element_size;
+    if (count > 0) kernels.reduce(&to, 1, inputs.data(), inputs.size(), count);
+  };
+}
+
+void reduce_scatter(GroupChannel& channel, const Terms& terms, const Signature& signature,
+                    const Exchange& exchange, void* output) {
+  if (channel.spans_hosts()) return hosts::reduce_scatter(channel, terms, signature, exchange, output);
+  exchange_on_host(channel.host(), terms, signature, exchange, fold_into(signature, output));
 }
 
 }  // namespace lockstep::algorithms

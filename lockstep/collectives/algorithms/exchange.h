@@ -7,7 +7,7 @@
 #include <lockstep/collectives/algorithms/algorithms.h>
 
 /// The operations that bring data from each rank to each other: broadcast, gather, scatter, all_gather,
-/// all_to_all, and reduce_scatter, which combines what has come.
+/// all_to_all, and reduce_scatter, which folds what has come.
 namespace lockstep::algorithms {
 
 /// What one rank gives to one other.
@@ -41,5 +41,13 @@ using Consume = std::function<void(const std::vector<Window>& windows)>;
 /// at a time with a part for each peer.
 void exchange(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
               const Exchange& exchange, const Consume& consume);
+
+/// An exchange with a piece for each rank, of which each takes equal ones: their elements, of signature's type, are
+/// reduced by its operation into `output`. On one host in rank order; over hosts see hosts/hosts.h. `output` may be the
+/// very piece that this rank gives to itself.
+void reduce_scatter(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
+                    const Exchange& exchange, void* output);
+/// Reduces the windows of all ranks, in rank order.
+Consume fold_into(const Signature& signature, void* output);
 
 }  // namespace lockstep::algorithms

@@ -2,17 +2,19 @@
 #include <atomic>
 #include <vector>
 
-#include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/log.h>
 #include <lockstep/collectives/algorithms/algorithms.h>
+#include <lockstep/collectives/algorithms/exposed_memory.h>
+#include <lockstep/collectives/algorithms/hosts/hosts.h>
+#include <lockstep/collectives/algorithms/ranges.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
 namespace lockstep::algorithms {
 namespace {
 
 using transport::GroupChannel;
-using Flag = GroupChannel::Flag;
+using transport::HostChannel;
+using Flag = HostChannel::Flag;
 
 /// Up to this many ranks each reduces everything staged for itself: that moves hardly more bytes than slices
 /// do, and needs one wait less a chunk.
@@ -20,22 +22,6 @@ constexpr int kDirectRanks = 3;
 /// Of the scratch's buffers they use no more than this at a time, so that what is staged and the piece of the
 /// tensor fit into a core's second-level cache; with slices the extra waits cost more than that gains.
 constexpr size_t kDirectChunkBytes = size_t{128} << 10;
-
-/// A range of elements.
-struct Range {
-  size_t begin;
-  size_t count;
-};
-
-/// Part `index` of `count` elements cut into `parts`, on cache-line boundaries so that no line has two
-/// writers.
-Range slice_of(size_t count, size_t element_size, int parts, int index) {
-  const size_t per_line = std::max<size_t>(1, kCacheLine / element_size);
-  const size_t lines = (count + per_line - 1) / per_line;
-  const size_t begin = std::min(count, lines * index / parts * per_line);
-  const size_t end = std::min(count, lines * (index + 1) / parts * per_line);
-  return {begin, end - begin};
-}
 
 /// Combines small tensors on their way up the tree of a group beyond eight ranks.
 class ReduceCombiner final : public transport::PayloadCombiner {
@@ -55,41 +41,10 @@ class ReduceCombiner final : public transport::PayloadCombiner {
   size_t count_;
 };
 
-/// A tensor that peers may write, from its announcement on. If the operation does not succeed it is detached
-/// from them, before the error reaches the caller: a peer that was stopped half-way, or has not heard of the
-/// failure yet, goes on to write, and what it then writes into is no tensor any more. No check before a store
-/// could give that, for a peer may be stopped between the two. docs/internals/shared_memory_protocol.md, "After an
-/// error".
-class ExposedMemory {
- public:
-  ExposedMemory(GroupChannel& channel, void* data, size_t bytes)
-      : channel_(channel), data_(data), bytes_(bytes) {}
-  ExposedMemory(const ExposedMemory&) = delete;
-  ExposedMemory& operator=(const ExposedMemory&) = delete;
-  ~ExposedMemory() {
-    if (data_ == nullptr || channel_.size() == 1) return;
-    auto arena = channel_.transport().shared_arena();
-    try {
-      arena->detach(data_, bytes_);
-      channel_.release_after_close([arena, data = data_] { arena->reattach(data); });
-    } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kError) << "a tensor of a failed reduction may still be changed by late ranks until they "
-                              "have left the group: "
-                           << text_of(error);
-    }
-  }
-  void succeeded() { data_ = nullptr; }
-
- private:
-  GroupChannel& channel_;
-  void* data_;
-  size_t bytes_;
-};
-
 /// One reduction on its way.
 class Reduction {
  public:
-  Reduction(GroupChannel& channel, const Signature& signature, void* data)
+  Reduction(HostChannel& channel, const Signature& signature, void* data)
       : channel_(channel),
         kernels_(reduce_kernels(signature.real_dtype(), static_cast<ReduceOperation>(signature.operation))),
         data_(static_cast<std::byte*>(data)),
@@ -106,9 +61,9 @@ class Reduction {
     // They stay until the operation after the next is announced: success can be made final first.
     channel_.commit();
     if (!wants_result()) return;
-    if (channel_.size() > GroupChannel::kFlatRanks)
+    if (channel_.size() > HostChannel::kFlatRanks)
       return copy_bytes(data_, channel_.combined_payload(), bytes_);
-    std::array<const void*, GroupChannel::kFlatRanks> inputs{};
+    std::array<const void*, HostChannel::kFlatRanks> inputs{};
     for (int rank = 0; rank < channel_.size(); ++rank) inputs[rank] = channel_.payload(rank);
     reduce_into(data_, inputs.data(), count_);
   }
@@ -204,7 +159,7 @@ class Reduction {
     kernels_.reduce(&output, 1, inputs, channel_.size(), count);
   }
 
-  GroupChannel& channel_;
+  HostChannel& channel_;
   const ReduceKernels& kernels_;
   std::byte* data_;
   size_t count_;
@@ -223,19 +178,21 @@ void set_chunk_bytes_for_testing(size_t bytes) {
   chunk_bytes_setting.store(bytes, std::memory_order_relaxed);
 }
 
-void finish(GroupChannel& channel) {
+void finish(HostChannel& channel) {
   failpoint::here("finish");
   channel.publish(Flag::kDone, channel.sequence());
   channel.await_all(Flag::kDone, channel.sequence());
   channel.commit();
 }
 
-void reduce(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
+void reduce(GroupChannel& group, const Terms& terms, const Signature& signature, void* data,
             BufferOwner owner) {
+  if (group.spans_hosts()) return hosts::reduce(group, terms, signature, data, owner);
+  HostChannel& channel = group.host();
   Reduction reduction(channel, signature, data);
   channel.begin(terms.deadline, terms.background);
   auto announcement = announcement_of(signature);
-  const bool small = reduction.bytes() <= GroupChannel::kPayloadBytes;
+  const bool small = reduction.bytes() <= HostChannel::kPayloadBytes;
   bool exposing = false;
   if (small) {
     announcement.payload = data;
@@ -264,7 +221,9 @@ void reduce(GroupChannel& channel, const Terms& terms, const Signature& signatur
   exposed.succeeded();
 }
 
-void barrier(GroupChannel& channel, const Terms& terms) {
+void barrier(GroupChannel& group, const Terms& terms) {
+  if (group.spans_hosts()) return hosts::barrier(group, terms);
+  HostChannel& channel = group.host();
   channel.begin(terms.deadline, terms.background);
   channel.announce(announcement_of(Signature::barrier()));
   channel.await_announcements();

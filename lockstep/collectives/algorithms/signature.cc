@@ -10,6 +10,7 @@
 #include <lockstep/base/mix_bits.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/algorithms/signature.h>
+#include <lockstep/collectives/kernels/wire_codec.h>
 
 namespace lockstep {
 namespace {
@@ -82,10 +83,14 @@ Signature Signature::of_dtype(CollectiveKind kind, at::ScalarType dtype) {
   return signature;
 }
 
-Signature Signature::with(ReduceOperation reduce_operation, bool is_premultiplied) const {
+Signature Signature::with(ReduceOperation reduce_operation, bool is_premultiplied,
+                          HostCompression compression) const {
   Signature signature = *this;
   signature.operation = static_cast<uint8_t>(reduce_operation);
   signature.premultiplied = is_premultiplied ? 1 : 0;
+  if (is_encoded(compression, real_dtype(), reduce_operation, real_numel())) {
+    signature.between_hosts = static_cast<uint16_t>(compression);
+  }
   return signature;
 }
 
@@ -130,6 +135,8 @@ std::string Signature::describe() const {
       if (dims > kMaxDims) text << ", …";
       text << ']';
     }
+    if (compression() != HostCompression::kNone)
+      text << ", " << lockstep::to_string(compression()) << " between hosts";
     if (root >= 0) {
       const bool to_root = kind == CollectiveKind::kReduce || kind == CollectiveKind::kGather;
       text << (to_root ? ", dst " : ", src ") << root;
@@ -146,23 +153,35 @@ transport::Announcement announcement_of(const Signature& signature) {
   return announcement;
 }
 
-std::string describe_announcements(const transport::GroupChannel& channel) {
-  std::vector<std::pair<Signature, std::vector<int>>> calls;
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    Signature signature;
-    std::memcpy(&signature, channel.details(rank).data(), sizeof signature);
-    auto same = std::find_if(calls.begin(), calls.end(), [&](const auto& call) {
-      return std::memcmp(&call.first, &signature, sizeof signature) == 0;
-    });
-    if (same == calls.end()) same = calls.insert(calls.end(), {signature, {}});
-    same->second.push_back(channel.job_rank(rank));
-  }
-  if (calls.size() == 1) return "";
+void Calls::add(const std::array<std::byte, transport::layout::kDetailBytes>& details,
+                const std::vector<int>& ranks) {
+  Signature signature;
+  std::memcpy(&signature, details.data(), sizeof signature);
+  auto same = std::find_if(calls_.begin(), calls_.end(), [&](const auto& call) {
+    return std::memcmp(&call.first, &signature, sizeof signature) == 0;
+  });
+  if (same == calls_.end()) same = calls_.insert(calls_.end(), {signature, {}});
+  same->second.insert(same->second.end(), ranks.begin(), ranks.end());
+}
+
+std::string Calls::describe() const {
+  if (calls_.size() == 1) return "";
   std::ostringstream text;
-  for (const auto& [signature, ranks] : calls) {
+  for (const auto& [signature, ranks] : calls_) {
     text << (text.tellp() > 0 ? "; " : "") << name_ranks(ranks) << ": " << signature.describe();
   }
   return text.str();
+}
+
+Calls announced_calls(const transport::HostChannel& channel) {
+  Calls calls;
+  for (int rank = 0; rank < channel.size(); ++rank)
+    calls.add(channel.details(rank), {channel.job_rank(rank)});
+  return calls;
+}
+
+std::string describe_announcements(const transport::GroupChannel& channel) {
+  return channel.spans_hosts() ? "" : announced_calls(channel.host()).describe();
 }
 
 }  // namespace lockstep

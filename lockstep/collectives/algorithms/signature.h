@@ -1,14 +1,17 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/collectives/kernels/reduce_kernels.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 namespace lockstep {
 
@@ -51,7 +54,9 @@ struct Signature {
   uint64_t more_sizes = 0;     // digest of the sizes beyond kMaxDims, and of the sizes of several tensors
   uint64_t counts = 0;         // digest of the numbers of elements of several tensors
   uint32_t sparse_dims = 0;    // of sparse tensors
-  uint32_t premultiplied = 0;  // PREMUL_SUM: 1
+  uint16_t premultiplied = 0;  // PREMUL_SUM: 1
+  /// HostCompression of what travels between hosts; 0 for what is not encoded there, whatever was asked for.
+  uint16_t between_hosts = 0;
 
   static Signature barrier() { return {}; }
   /// `tensor`: what each rank contributes, or one part of it.
@@ -60,11 +65,14 @@ struct Signature {
   static Signature of(CollectiveKind kind, const std::vector<at::Tensor>& tensors);
   /// For operations in which sizes may differ by rank.
   static Signature of_dtype(CollectiveKind kind, at::ScalarType dtype);
-  Signature with(ReduceOperation reduce_operation, bool is_premultiplied = false) const;
+  /// `compression`: what is asked for; is_encoded() decides.
+  Signature with(ReduceOperation reduce_operation, bool is_premultiplied = false,
+                 HostCompression compression = HostCompression::kNone) const;
 
   /// Complex numbers as what they are made of.
   at::ScalarType real_dtype() const;
   size_t real_numel() const;
+  HostCompression compression() const { return static_cast<HostCompression>(between_hosts); }
 
   uint64_t digest() const;
   /// "all_reduce(SUM, Float [2, 3])"
@@ -75,8 +83,23 @@ static_assert(sizeof(Signature) == 88 && sizeof(Signature) <= transport::layout:
 /// The signature's part of an announcement.
 transport::Announcement announcement_of(const Signature& signature);
 
-/// What each rank of the channel's current operation announced, ranks with the same call together:
-/// "rank 0: all_reduce(SUM, Float [4]); ranks 1-3: barrier()". Empty if all called the same.
+/// Who called what, for the error of a mismatch.
+class Calls {
+ public:
+  /// `details`: of an announcement; `ranks`: of the job.
+  void add(const std::array<std::byte, transport::layout::kDetailBytes>& details,
+           const std::vector<int>& ranks);
+  /// Ranks with the same call together: "rank 0: all_reduce(SUM, Float [4]); ranks 1-3: barrier()". Empty if all called
+  /// the same.
+  std::string describe() const;
+
+ private:
+  std::vector<std::pair<Signature, std::vector<int>>> calls_;
+};
+
+/// What the members on this host announced in the channel's current operation.
+Calls announced_calls(const transport::HostChannel& channel);
+/// The same in words. Empty in groups over hosts, whose errors have said it.
 std::string describe_announcements(const transport::GroupChannel& channel);
 
 }  // namespace lockstep

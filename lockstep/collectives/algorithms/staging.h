@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/host/host_channel.h>
 
 /// What the algorithms share: chunks that pass through the scratch, and the end of an operation.
 namespace lockstep::algorithms {
@@ -25,7 +25,7 @@ inline void copy_bytes(void* to, const void* from, size_t bytes) {
 /// life, so that flags only grow.
 class DoubleBuffer {
  public:
-  explicit DoubleBuffer(transport::GroupChannel& channel) : channel_(channel) {
+  explicit DoubleBuffer(transport::HostChannel& channel) : channel_(channel) {
     // A line for each peer at least. The same for all operations, so that both sides agree where a buffer is.
     capacity_ = std::max(chunk_bytes(), kCacheLine * static_cast<size_t>(channel.size()));
     capacity_ = (capacity_ + kCacheLine - 1) / kCacheLine * kCacheLine;
@@ -39,11 +39,11 @@ class DoubleBuffer {
   uint64_t number(size_t k) const { return channel_.chunk_base() + k + 1; }
 
  private:
-  transport::GroupChannel& channel_;
+  transport::HostChannel& channel_;
   size_t capacity_;
 };
 
 /// The last phase of every operation beyond the announcements.
-void finish(transport::GroupChannel& channel);
+void finish(transport::HostChannel& channel);
 
 }  // namespace lockstep::algorithms

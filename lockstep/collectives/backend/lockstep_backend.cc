@@ -99,6 +99,7 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
   }
   options_ = c10::make_intrusive<GroupOptions>("lockstep", settings_.timeout);
   options_->group_name = settings_.name;
+  options_->between_hosts = settings_.between_hosts;
   options_->global_ranks_in_group.assign(settings_.global_ranks.begin(), settings_.global_ranks.end());
   flight_group_ =
       std::make_shared<const flight::Group>(flight::Group{settings_.name, settings_.global_ranks, rank_});
@@ -144,14 +145,19 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
   const auto identity = std::make_shared<Identity>();
   const auto timeout = timeout_or_default(operation.timeout);
   const Signature signature = operation.signature;
+  auto feedback = signature.compression() == HostCompression::kInt8 ? BetweenHosts::feedback() : nullptr;
   auto run = [identity, channel = channel_, group = flight_group_, signature, timeout,
-              operands = operation.operands, body = std::move(operation.body)](bool background) {
+              operands = operation.operands, feedback = std::move(feedback),
+              wire_model = settings_.wire_model, body = std::move(operation.body)](bool background) {
     const uint64_t before = channel->sequence();
     flight::started(identity->record);
     const Deadline deadline = Deadline::after(timeout);
     try {
       if (operands) operands->start(deadline);
-      body({deadline, background});
+      body({.deadline = deadline,
+            .background = background,
+            .feedback = feedback.get(),
+            .wire_model = wire_model});
       if (operands) operands->finish();
       flight::completed(identity->record);
     } catch (const ChannelError& error) {

@@ -9,12 +9,16 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <lockstep/collectives/backend/internal/operation_queue.h>
+#include <lockstep/collectives/host_compression.h>
+#include <lockstep/collectives/hosts/cost_model.h>
 #include <lockstep/flight/recorder.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 namespace lockstep {
 
 struct PlannedOperation;
+struct Reducing;
+struct Signature;
 class StagingArea;
 
 /// Where the user's program is while this object lives in this thread, for the flight recorder.
@@ -30,7 +34,8 @@ class CallSite {
   const std::source_location* before_;
 };
 
-/// The c10d backend "lockstep": collectives among ranks of one host, through shared memory.
+/// The c10d backend "lockstep": collectives among ranks, through shared memory within a host and by messages
+/// between hosts.
 ///
 /// Tensors are on the CPU or on an accelerator, all of one call on one device; ranks may differ in that.
 /// Those on an accelerator pass through the host's memory, on streams of the group's own, with the manners of
@@ -48,7 +53,9 @@ class LockstepBackend : public c10d::Backend {
   struct Settings {
     std::string name;  // of the group, for messages
     std::chrono::milliseconds timeout{};
-    std::vector<int> global_ranks = {};  // in group order; empty: those of the transport
+    std::vector<int> global_ranks = {};                      // in group order; empty: those of the transport
+    HostCompression between_hosts = HostCompression::kNone;  // of reductions outside of a BetweenHosts
+    hosts::CostModel wire_model = {};                        // the same on all members of a group over hosts
     /// For programs that ask for "gloo": called so in profiles, and an all_gather's future has Gloo's form.
     bool stands_in_for_gloo = false;
     /// Of a subclass: makes those that come from this one by split(), merge() and shrink(), too.
@@ -71,8 +78,10 @@ class LockstepBackend : public c10d::Backend {
     using Options::Options;
     std::vector<std::shared_ptr<void>> devices;
     int threads = 2;
+    HostCompression between_hosts = HostCompression::kNone;  // of reductions outside of a BetweenHosts
   };
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  HostCompression between_hosts() const { return settings_.between_hosts; }
   bool supportsSplitting() const override { return true; }
   /// A backend for `ranks` of this group, who alone call it. `store` is new, or has a prefix of its own; null
   /// on ranks that are not among them.
@@ -174,6 +183,7 @@ class LockstepBackend : public c10d::Backend {
   /// Of operations that are given none.
   std::chrono::milliseconds timeout() const { return timeout_or_default({}); }
   transport::GroupChannel& channel() { return *channel_; }
+  bool spans_hosts() const { return channel_->spans_hosts(); }
 
  protected:
   // The calls above take one tensor a rank; these take several, as c10d::ProcessGroupGloo does. The caller
@@ -195,6 +205,10 @@ class LockstepBackend : public c10d::Backend {
 
  private:
   c10::intrusive_ptr<c10d::Work> submit(PlannedOperation operation);
+  /// Of a reduction that this thread starts.
+  Signature reducing_signature(const Signature& signature, const Reducing& reducing) const;
+  /// Of a group that is made from this one with such options; null, or another backend's: the same as here.
+  HostCompression between_hosts_of(const Options* options) const;
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   int checked_root(int64_t root, const char* operation, const char* role) const;
 

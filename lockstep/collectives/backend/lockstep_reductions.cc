@@ -7,24 +7,15 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 
 // The reductions of LockstepBackend: each checks its arguments, says what must agree on all ranks, and
-// describes the work as a reduction, or as an exchange that combines what has come.
+// describes the work as a reduction, or as an exchange whose pieces are reduced.
 namespace lockstep {
-namespace {
 
 using namespace planning;
 
-/// Folds windows of all ranks into `output`, in rank order.
-Consume reduce_to(const ReduceKernels& kernels, std::byte* output) {
-  return [&kernels, output](const std::vector<algorithms::Window>& windows) {
-    std::vector<const void*> inputs;
-    for (const auto& window : windows) inputs.push_back(window.data);
-    void* to = output + windows.front().offset;
-    const size_t count = windows.front().bytes / kernels.element_size;
-    if (count > 0) kernels.reduce(&to, 1, inputs.data(), inputs.size(), count);
-  };
+Signature LockstepBackend::reducing_signature(const Signature& signature, const Reducing& reducing) const {
+  return signature.with(reducing.operation, reducing.factor.defined(),
+                        BetweenHosts::compression().value_or(settings_.between_hosts));
 }
-
-}  // namespace
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce(Tensors& tensors,
                                                           const c10d::AllreduceOptions& options) {
@@ -36,8 +27,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce(Tensors& tensors,
   const at::Tensor buffer =
       reducing.factor.defined() ? operands->scaled(tensor, reducing.factor) : operands->in_out(tensor);
   if (reducing.factor.defined()) operands->copy_back(tensor, buffer);
-  const Signature signature =
-      Signature::of(CollectiveKind::kAllReduce, tensor).with(reducing.operation, reducing.factor.defined());
+  const Signature signature = reducing_signature(Signature::of(CollectiveKind::kAllReduce, tensor), reducing);
   return submit(
       plan_reduction(channel_, options, signature, c10d::OpType::ALLREDUCE, tensors, operands, buffer));
 }
@@ -79,8 +69,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_coalesced(
   const at::Tensor buffer = operands->flattened(tensors);
   operands->unflatten(buffer, tensors);
   if (reducing.factor.defined()) operands->scale(buffer, reducing.factor);
-  const Signature signature = Signature::of(CollectiveKind::kAllReduceCoalesced, tensors)
-                                  .with(reducing.operation, reducing.factor.defined());
+  const Signature signature =
+      reducing_signature(Signature::of(CollectiveKind::kAllReduceCoalesced, tensors), reducing);
   return submit(plan_reduction(channel_, options, signature, c10d::OpType::ALLREDUCE_COALESCED, tensors,
                                operands, buffer));
 }
@@ -98,8 +88,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::reduce(Tensors& tensors, const c
   } else {
     buffer = root == rank_ ? operands->in_out(tensor) : operands->input(tensor);
   }
-  const Signature signature = Signature::of(CollectiveKind::kReduce, tensor, root)
-                                  .with(reducing.operation, reducing.factor.defined());
+  const Signature signature =
+      reducing_signature(Signature::of(CollectiveKind::kReduce, tensor, root), reducing);
   return submit(
       plan_reduction(channel_, options, signature, c10d::OpType::REDUCE, tensors, operands, buffer));
 }
@@ -127,9 +117,9 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::reduce_scatter(Tensors& outputs,
   exchange.compare_sizes = true;
   const Signature signature = Signature::of_dtype(CollectiveKind::kReduceScatter, output.scalar_type())
                                   .with(reducing.operation, reducing.factor.defined());
-  auto consume = reduce_to(reducing.kernels, bytes_of(operands->output(output)));
-  return submit(plan_exchange(channel_, options, signature, c10d::OpType::REDUCE_SCATTER, list, outputs,
-                              operands, std::move(exchange), consume));
+  const at::Tensor result = operands->output(output);
+  return submit(plan_reduce_scatter(channel_, options, signature, c10d::OpType::REDUCE_SCATTER, list, outputs,
+                                    operands, std::move(exchange), result));
 }
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::_reduce_scatter_base(
@@ -148,9 +138,9 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::_reduce_scatter_base(
   exchange.takes.assign(size_, output.nbytes());
   const Signature signature = Signature::of(CollectiveKind::kReduceScatterTensor, output)
                                   .with(reducing.operation, reducing.factor.defined());
-  auto consume = reduce_to(reducing.kernels, bytes_of(operands->output(output)));
-  return submit(plan_exchange(channel_, options, signature, c10d::OpType::_REDUCE_SCATTER_BASE, {input},
-                              {output}, operands, std::move(exchange), consume));
+  const at::Tensor result = operands->output(output);
+  return submit(plan_reduce_scatter(channel_, options, signature, c10d::OpType::_REDUCE_SCATTER_BASE, {input},
+                                    {output}, operands, std::move(exchange), result));
 }
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::reduce_scatter_tensor_coalesced(
@@ -182,9 +172,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::reduce_scatter_tensor_coalesced(
   exchange.takes.assign(size_, result.nbytes());
   const Signature signature = Signature::of(CollectiveKind::kReduceScatterCoalesced, outputs)
                                   .with(reducing.operation, reducing.factor.defined());
-  auto consume = reduce_to(reducing.kernels, bytes_of(result));
-  return submit(plan_exchange(channel_, options, signature, c10d::OpType::REDUCE_SCATTER, inputs, outputs,
-                              operands, std::move(exchange), consume));
+  return submit(plan_reduce_scatter(channel_, options, signature, c10d::OpType::REDUCE_SCATTER, inputs,
+                                    outputs, operands, std::move(exchange), result));
 }
 
 }  // namespace lockstep

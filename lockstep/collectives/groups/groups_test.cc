@@ -113,6 +113,13 @@ TEST(Groups, LocalRankIsTheLaunchersOrTheFallback) {
         {"OMPI_COMM_WORLD_SIZE", "6"},
         {"OMPI_COMM_WORLD_LOCAL_RANK", "2"}},
        [] { EXPECT_EQ(get_node_local_rank(7), 2); });
+  // By hand, without LOCAL_RANK.
+  run_ranks(2,
+            [](int rank) {
+              auto world = init_process_group();
+              EXPECT_EQ(get_node_local_rank(7), rank);
+            },
+            {.environment = {{"LOCAL_RANK", std::nullopt}, {"LOCAL_WORLD_SIZE", std::nullopt}}});
   with({{"TORCHELASTIC_RUN_ID", std::nullopt}}, [] { EXPECT_FALSE(is_torchelastic_launched()); });
   with({{"TORCHELASTIC_RUN_ID", "none"}}, [] { EXPECT_TRUE(is_torchelastic_launched()); });
 }

@@ -49,6 +49,12 @@ std::string describe(const std::vector<int>& ranks) {
   return std::is_sorted(ranks.begin(), ranks.end()) ? name_ranks(ranks) : "ranks " + list_of(ranks);
 }
 
+/// ", int8 between hosts" where the group compresses.
+std::string compression_of(const Plan& plan) {
+  if (plan.between_hosts == HostCompression::kNone) return "";
+  return c10::str(", ", to_string(plan.between_hosts), " between hosts");
+}
+
 std::vector<int> checked_ranks(std::vector<int> ranks, const GroupOptions& options, int world_size) {
   if (ranks.empty()) {
     ranks.resize(world_size);
@@ -117,8 +123,8 @@ ProcessGroup make_locally(DefaultWorld& world, Plan plan, const std::string& wan
   }
   const std::string refusal = refusal_of(world, plan.name);
   TORCH_CHECK_VALUE(refusal.empty(), "new_group: ", refusal);
-  const std::string identity =
-      "new_group(" + describe(plan.ranks) + ", name '" + plan.name + "', backend " + plan.backend_name + ")";
+  const std::string identity = "new_group(" + describe(plan.ranks) + ", name '" + plan.name + "', backend " +
+                               plan.backend_name + compression_of(plan) + ")";
   try {
     auto group =
         group_making::open_through_store(world, plan, key, identity, Deadline::after(world.timeout()));
@@ -200,6 +206,7 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   plan.backend_name = options.backend.empty() ? world->backend_name : backend_names::check(options.backend);
   plan.description = options.group_desc.empty() ? "undefined" : options.group_desc;
   plan.nccl = options.nccl;
+  plan.between_hosts = checked_compression(options.between_hosts, "new_group: between_hosts");
   if (local) return make_locally(*world, std::move(plan), options.group_name);
 
   std::lock_guard making(world->making);
@@ -207,8 +214,10 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   const std::string made_up = registry::next_name(*world);
   plan.name = options.group_name.empty() ? made_up : options.group_name;
   Request request;
-  request.text = "new_group(" + describe(plan.ranks) + ", name '" + plan.name + "')";
-  request.identity = c10::str("new_group ", list_of(plan.ranks), plan.backend_name, ' ', plan.name);
+  request.text =
+      "new_group(" + describe(plan.ranks) + ", name '" + plan.name + "'" + compression_of(plan) + ")";
+  request.identity =
+      c10::str("new_group ", list_of(plan.ranks), plan.backend_name, ' ', plan.name, compression_of(plan));
   if (contains(plan.ranks, rank)) request.refusal = refusal_of(*world, plan.name);
   const Deadline deadline = Deadline::after(world->timeout());
   const Gather gather = group_making::over_control(*world, request.text, deadline);
@@ -279,6 +288,7 @@ ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::v
   plan.backend_name = backend.empty() ? parent->backend_name : backend_names::check(backend);
   plan.description = group_desc;
   plan.nccl = parent->nccl;
+  plan.between_hosts = parent->backend->between_hosts();
 
   const bool of_default = parent->handle == default_group();
   std::lock_guard making(of_default ? world->making : parent->splitting);

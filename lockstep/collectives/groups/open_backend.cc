@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/random_bytes.h>
@@ -20,6 +21,7 @@
 #include <lockstep/collectives/groups/internal/transport_options.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/rendezvous/store_all_gather.h>
+#include <lockstep/rendezvous/topology.h>
 
 namespace lockstep {
 namespace {
@@ -31,6 +33,7 @@ using transport::HostTransport;
 struct Mapping {
   uint64_t token;
   std::weak_ptr<HostTransport> transport;
+  hosts::CostModel wire_model;  // of its rank 0, where it spans hosts
 };
 
 /// What this process has opened and has not closed yet. A forked child begins anew.
@@ -56,15 +59,22 @@ void remember(const c10::intrusive_ptr<LockstepBackend>& backend) {
 struct SharedMapping {
   std::shared_ptr<HostTransport> transport;  // null: the members have none in common
   std::vector<int> members;                  // their ranks there, by group rank
+  hosts::CostModel wire_model;
 };
 
-std::vector<std::pair<uint64_t, std::shared_ptr<HostTransport>>> living_mappings() {
+struct LivingMapping {
+  uint64_t token;
+  std::shared_ptr<HostTransport> transport;
+  hosts::CostModel wire_model;
+};
+
+std::vector<LivingMapping> living_mappings() {
   Opened& all = opened();
   std::lock_guard lock(all.mutex);
-  std::vector<std::pair<uint64_t, std::shared_ptr<HostTransport>>> living;
+  std::vector<LivingMapping> living;
   std::erase_if(all.mappings, [&](const Mapping& mapping) {
     auto transport = mapping.transport.lock();
-    if (transport) living.emplace_back(mapping.token, std::move(transport));
+    if (transport) living.push_back({mapping.token, std::move(transport), mapping.wire_model});
     return mapping.transport.expired();
   });
   return living;
@@ -90,8 +100,8 @@ constexpr const char* kMeeting = "lockstep/mappings";
 SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const Deadline& deadline) {
   const auto living = living_mappings();
   std::ostringstream mine;
-  for (const auto& [token, transport] : living) {
-    mine << (mine.tellp() > 0 ? " " : "") << token << ':' << transport->rank();
+  for (const LivingMapping& one : living) {
+    mine << (mine.tellp() > 0 ? " " : "") << one.token << ':' << one.transport->rank();
   }
   const auto texts = store_all_gather(store, kMeeting, rank, size, mine.str(), deadline);
   std::vector<std::vector<std::pair<uint64_t, int>>> all;
@@ -104,8 +114,10 @@ SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const 
       if (found != theirs.end()) shared.members.push_back(found->second);
     }
     if (static_cast<int>(shared.members.size()) < size) continue;
-    for (const auto& [token, transport] : living) {
-      if (token == candidate.first) shared.transport = transport;
+    for (const LivingMapping& one : living) {
+      if (one.token != candidate.first) continue;
+      shared.transport = one.transport;
+      shared.wire_model = one.wire_model;
     }
     return shared;
   }
@@ -115,18 +127,31 @@ SharedMapping find_shared_mapping(c10d::Store& store, int rank, int size, const 
 SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBackendOptions& options,
                            const Deadline& deadline) {
   SharedMapping made;
-  auto transport_options = lockstep::transport_options();
+  std::vector<HostIdentity> hosts;
+  for (const auto& host : store_all_gather(store, "lockstep/hosts", rank, size, this_host().to_string(),
+                                           deadline, {}, kMeeting)) {
+    hosts.push_back(HostIdentity::parse(host));
+  }
+  const Topology topology = Topology::make(hosts, rank);
+  if (topology.spans_hosts() && rank == 0) made.wire_model = hosts::read_cost_model();
+  // Where the store is, only the launcher knows here.
+  const auto meeting_host = environment::text("MASTER_ADDR").value_or("");
+  auto transport_options = lockstep::transport_options(topology, meeting_host);
   transport_options.job_ranks = options.global_ranks;
   transport_options.met_at = kMeeting;
   made.transport = HostTransport::connect(store, rank, size, deadline, transport_options);
   made.members.resize(size);
   std::iota(made.members.begin(), made.members.end(), 0);
-  const auto token = std::bit_cast<uint64_t>(random_bytes<sizeof(uint64_t)>());
-  const auto tokens =
-      store_all_gather(store, "lockstep/token", rank, size, std::to_string(token), deadline, {}, kMeeting);
+  // A number, and behind rank 0's over hosts the cost model.
+  std::string token = std::to_string(std::bit_cast<uint64_t>(random_bytes<sizeof(uint64_t)>()));
+  if (topology.spans_hosts() && rank == 0) token += ' ' + hosts::to_json(made.wire_model);
+  token = store_all_gather(store, "lockstep/token", rank, size, token, deadline, {}, kMeeting).front();
+  if (topology.spans_hosts()) {
+    made.wire_model = hosts::parse_cost_model(token.substr(token.find(' ') + 1), "the cost model of rank 0");
+  }
   Opened& all = opened();
   std::lock_guard lock(all.mutex);
-  all.mappings.push_back({std::stoull(tokens.front()), made.transport});
+  all.mappings.push_back({std::stoull(token), made.transport, made.wire_model});
   return made;
 }
 
@@ -154,17 +179,25 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
                                c10::Join(", ", options.global_ranks), " of the job"));
     throw;
   }
-  const auto exchange = group_making::exchange_through_store(store, mapping.transport, mapping.members,
-                                                             "lockstep/addresses", "open_backend", deadline);
+  const auto exchange = group_making::exchange_through_store(
+      store, mapping.transport, mapping.members, "lockstep/addresses", "open_backend",
+      c10::str("open_backend(between_hosts ", to_string(options.between_hosts), ')'), deadline);
   auto channel = GroupChannel::open(mapping.transport, mapping.members, exchange, deadline);
   auto backend = LockstepBackend::make(std::move(channel), {.name = options.group_name,
                                                             .timeout = options.timeout,
                                                             .global_ranks = options.global_ranks,
+                                                            .between_hosts = options.between_hosts,
+                                                            .wire_model = mapping.wire_model,
                                                             .make_subclass = options.make_subclass});
   LOCKSTEP_LOG(kInfo) << "joined group '" << options.group_name << "' as rank " << rank << " of " << size
                       << (is_new ? ", with a mapping of its own" : "");
   remember(backend);
   return backend;
+}
+
+HostCompression LockstepBackend::between_hosts_of(const Options* options) const {
+  const auto* own = dynamic_cast<const GroupOptions*>(options);
+  return own != nullptr ? own->between_hosts : settings_.between_hosts;
 }
 
 c10::intrusive_ptr<c10d::Backend> LockstepBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -175,6 +208,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::split(const c10::intrusive_pt
   if (own == ranks.end()) return nullptr;
   OpenBackendOptions of_part{.group_name = options->group_name,
                              .timeout = options->timeout,
+                             .between_hosts = between_hosts_of(options.get()),
                              .make_subclass = settings_.make_subclass};
   for (const int rank : ranks) of_part.global_ranks.push_back(settings_.global_ranks.at(rank));
   return open_backend(c10::make_intrusive<c10d::PrefixStore>("lockstep_split", store),
@@ -188,6 +222,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::merge(const c10::intrusive_pt
   return open_backend(c10::make_intrusive<c10d::PrefixStore>("lockstep_merge", store), rank, size,
                       {.group_name = options->group_name,
                        .timeout = options->timeout,
+                       .between_hosts = between_hosts_of(options.get()),
                        .make_subclass = settings_.make_subclass});
 }
 
@@ -199,6 +234,7 @@ c10::intrusive_ptr<c10d::Backend> LockstepBackend::shrink(const std::vector<int6
   Settings settings = settings_;
   settings.name += ":shrunk";
   settings.timeout = opts_override ? opts_override->timeout : timeout();
+  settings.between_hosts = between_hosts_of(opts_override.get());
   settings.global_ranks.clear();
   for (int rank : shrunk.survivors) settings.global_ranks.push_back(settings_.global_ranks.at(rank));
   auto backend = make(shrunk.channel, std::move(settings));

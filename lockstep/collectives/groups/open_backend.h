@@ -21,16 +21,17 @@ struct OpenBackendOptions {
   std::chrono::milliseconds timeout{};
   /// The members within the job, by group rank, for messages; empty when the group is the whole job.
   std::vector<int> global_ranks = {};
-  LockstepBackend::Make make_subclass = nullptr;  ///< see LockstepBackend::Settings
+  HostCompression between_hosts = HostCompression::kNone;  ///< on all ranks the same
+  LockstepBackend::Make make_subclass = nullptr;           ///< see LockstepBackend::Settings
 };
 
 /// Joins `size` ranks to a group. Collective over them; `store` is theirs alone (a PrefixStore will do) and
 /// new, and is not needed any more when this returns on all of them.
 ///
-/// All groups of a job share one mapping of the host's memory: the members first look for a mapping that all
+/// All groups of a job share one mapping of their hosts' memory: the members first look for a mapping that all
 /// of them have from an earlier group, and make one only if there is none. Thread-safe. Throws
 /// c10::ValueError for a rank, size or timeout out of range, DistTimeoutError when ranks are missing after
-/// `timeout`, c10::DistBackendError when one ended, or ranks are on different hosts.
+/// `timeout`, c10::DistBackendError when one ended, ranks don't reach each other, or differ in between_hosts.
 c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                  int size, const OpenBackendOptions& options);
 

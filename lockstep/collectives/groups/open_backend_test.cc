@@ -112,6 +112,36 @@ TEST(OpenBackend, SplitsAndMerges) {
   });
 }
 
+TEST(OpenBackend, MembersHaveOneCompressionAndPassItOn) {
+  run_ranks(3, [](int rank) {
+    const World world = rendezvous();
+    const auto open_with = [&](const std::string& name, HostCompression between_hosts) {
+      return open_backend(
+          part_of(world, name), rank, 3,
+          {.group_name = name, .timeout = std::chrono::seconds(30), .between_hosts = between_hosts});
+    };
+    EXPECT_THAT(
+        message_of([&] { open_with("mixed", rank == 1 ? HostCompression::kBf16 : HostCompression::kInt8); }),
+        HasSubstr("ranks 0 and 2: open_backend(between_hosts int8); "
+                  "rank 1: open_backend(between_hosts bf16)"));
+    const Backend whole = open_with("whole", HostCompression::kInt8);
+    EXPECT_EQ(whole->between_hosts(), HostCompression::kInt8);
+    const auto compression_of_part = [&](const std::string& name,
+                                         const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+      const auto part = whole->split(part_of(world, name), {0, 1, 2}, options);
+      return dynamic_cast<LockstepBackend&>(*part).between_hosts();
+    };
+    const auto of_any_backend =
+        c10::make_intrusive<c10d::Backend::Options>("lockstep", std::chrono::seconds(30));
+    const auto chosen =
+        c10::make_intrusive<LockstepBackend::GroupOptions>("lockstep", std::chrono::seconds(30));
+    chosen->between_hosts = HostCompression::kBf16;
+    EXPECT_EQ(compression_of_part("like its parent", whole->getBackendOptions()), HostCompression::kInt8);
+    EXPECT_EQ(compression_of_part("nothing asked for", of_any_backend), HostCompression::kInt8);
+    EXPECT_EQ(compression_of_part("its own", chosen), HostCompression::kBf16);
+  });
+}
+
 TEST(OpenBackend, RefusesWhatMakesNoSense) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   const OpenBackendOptions good{.group_name = "g", .timeout = std::chrono::seconds(1)};

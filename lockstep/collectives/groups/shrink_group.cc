@@ -18,7 +18,7 @@ namespace lockstep {
 namespace {
 
 using group_making::Plan;
-using transport::ShrunkChannels;
+using shrinking::Shrunk;
 
 /// The new group, but for its ranks. Its name differs from that of all groups before it, for the flight
 /// recorder.
@@ -28,19 +28,19 @@ Plan plan_shrunk(const Group& old, const ShrinkOptions& options) {
   plan.backend_name = old.backend_name;
   plan.timeout = options.timeout.value_or(old.backend->timeout());
   plan.nccl = old.nccl;
+  plan.between_hosts = old.backend->between_hosts();
   return plan;
 }
 
 std::shared_ptr<Group> shrunk_group_of(const DefaultWorld& world, const Plan& plan, const Group& old,
-                                       const ShrunkChannels& channels) {
+                                       const Shrunk& channels) {
   auto group = group_making::group_of(world, plan, channels.channel);
   group->first_name = old.first_name;
   group->times_shrunk = old.times_shrunk + 1;
   return group;
 }
 
-void log_shrunk(const DefaultWorld& world, const Group& old, const Group& made,
-                const ShrunkChannels& channels) {
+void log_shrunk(const DefaultWorld& world, const Group& old, const Group& made, const Shrunk& channels) {
   std::vector<int> survivors;
   for (int rank = 0; rank < channels.channel->size(); ++rank) {
     survivors.push_back(channels.channel->job_rank(rank));
@@ -66,11 +66,12 @@ void abort_other_groups(DefaultWorld& world, const Group& shrunk) {
 }
 
 /// What is left of a world: the same memory, store and settings, fewer ranks, no groups yet.
-std::shared_ptr<DefaultWorld> successor_of(const DefaultWorld& world, const ShrunkChannels& channels) {
+std::shared_ptr<DefaultWorld> successor_of(const DefaultWorld& world, const Shrunk& channels) {
   auto successor = std::make_shared<DefaultWorld>();
   successor->world = world.world;
   successor->world.rank = channels.channel->rank();
   successor->world.world_size = channels.channel->size();
+  successor->world.topology = world.world.topology.among(channels.survivors, channels.channel->rank());
   successor->transport = world.transport;
   successor->members = world.transport_ranks(channels.survivors);
   successor->times_shrunk = world.times_shrunk + 1;

@@ -1,10 +1,8 @@
-#include <cstring>
 #include <optional>
-#include <string>
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/environment.h>
+#include <lockstep/collectives/kernels/cpu_capability.h>
 #include <lockstep/collectives/kernels/reduce_kernels.h>
 
 namespace lockstep {
@@ -13,57 +11,12 @@ namespace {
 using collectives::internal::ReduceElement;
 using collectives::internal::ReduceTable;
 
-constexpr const char* kVariable = "LOCKSTEP_CPU_CAPABILITY";
-
-struct Capability {
-  const char* name;
-  const ReduceTable* table;
-};
-
-/// What this machine can run, best first.
-const Capability* capabilities(size_t& count) {
-  static const struct All {
-    Capability list[3];
-    size_t count = 0;
-    All() {
+const ReduceTable& table_of(CpuCapability capability) {
 #if defined(__x86_64__)
-      __builtin_cpu_init();
-      const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-      if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        list[count++] = {"avx512", &collectives::internal::kReduceTableAvx512};
-      }
-      if (avx2) list[count++] = {"avx2", &collectives::internal::kReduceTableAvx2};
+  if (capability == CpuCapability::kAvx512) return collectives::internal::kReduceTableAvx512;
+  if (capability == CpuCapability::kAvx2) return collectives::internal::kReduceTableAvx2;
 #endif
-      list[count++] = {"default", &collectives::internal::kReduceTableDefault};
-    }
-  } all;
-  count = all.count;
-  return all.list;
-}
-
-/// `asked_by` says what asks for it, for the error message.
-const Capability& find_capability(const std::string& name, const std::string& asked_by) {
-  size_t count = 0;
-  const Capability* list = capabilities(count);
-  std::string offered;
-  for (size_t i = 0; i < count; ++i) {
-    if (name == list[i].name) return list[i];
-    offered += (i == 0 ? "" : ", ") + std::string(list[i].name);
-  }
-  const bool known = name == "avx2" || name == "avx512";
-  TORCH_CHECK_VALUE(false, asked_by, " asks for the CPU capability '", name, "', which ",
-                    known ? "this machine does not have" : "does not exist",
-                    "; this machine offers: ", offered);
-}
-
-const Capability& active() {
-  static const Capability& chosen = []() -> const Capability& {
-    const std::optional<std::string> wanted = environment::text(kVariable);
-    size_t count = 0;
-    return wanted ? find_capability(*wanted, kVariable) : capabilities(count)[0];
-  }();
-  return chosen;
+  return collectives::internal::kReduceTableDefault;
 }
 
 std::optional<ReduceElement> element_of(at::ScalarType type) {
@@ -113,13 +66,13 @@ std::optional<ReduceElement> element_of(at::ScalarType type) {
                                        c10::toString(type), " tensors: ", remedy));
 }
 
-const ReduceKernels& lookup(const Capability& capability, at::ScalarType type, ReduceOperation operation) {
+const ReduceKernels& lookup(CpuCapability capability, at::ScalarType type, ReduceOperation operation) {
   const std::optional<ReduceElement> element = element_of(type);
   const auto column = static_cast<size_t>(operation);
   TORCH_CHECK_VALUE(column < collectives::internal::kReduceOperations, "There is no reduce operation ",
                     column);
   if (!element) refuse(type, operation);
-  const ReduceKernels& kernels = capability.table->entries[static_cast<size_t>(*element)][column];
+  const ReduceKernels& kernels = table_of(capability).entries[static_cast<size_t>(*element)][column];
   if (kernels.reduce == nullptr) refuse(type, operation);
   return kernels;
 }
@@ -127,16 +80,12 @@ const ReduceKernels& lookup(const Capability& capability, at::ScalarType type, R
 }  // namespace
 
 const ReduceKernels& reduce_kernels(at::ScalarType type, ReduceOperation operation) {
-  return lookup(active(), type, operation);
+  return lookup(cpu_capability(), type, operation);
 }
 
 const ReduceKernels& reduce_kernels_for(const char* capability, at::ScalarType type,
                                         ReduceOperation operation) {
-  return lookup(find_capability(capability, "The caller"), type, operation);
-}
-
-const char* reduce_kernels_capability() {
-  return active().name;
+  return lookup(cpu_capability_named(capability), type, operation);
 }
 
 const char* to_string(ReduceOperation operation) {

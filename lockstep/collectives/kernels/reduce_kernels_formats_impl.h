@@ -1,5 +1,5 @@
 // The formats in which the reduce kernels' values lie in memory, and the vectors in which they are computed
-// with. A part of reduce_kernels_impl.h, whose words and rules hold here too.
+// with. A part of reduce_kernels_impl.h and wire_codec_impl.h; the words and rules of the former hold here too.
 #pragma once
 
 #include <cstddef>

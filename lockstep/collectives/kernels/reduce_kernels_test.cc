@@ -17,6 +17,7 @@
 #include <c10/util/Half.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/collectives/kernels/cpu_capability.h>
 #include <lockstep/collectives/kernels/reduce_kernels.h>
 
 namespace lockstep::reduce_kernels_test {
@@ -513,9 +514,9 @@ TEST(ReduceKernels, RefusesWhatHasNoMeaning) {
 [[noreturn]] void report_capability(const char* wanted) {
   ::setenv("LOCKSTEP_CPU_CAPABILITY", wanted, 1);
   try {
-    std::fprintf(stderr, "capability %s", reduce_kernels_capability());
+    std::fprintf(stderr, "capability %s", to_string(cpu_capability()));
     const bool same = &reduce_kernels(at::kHalf, Operation::kSum) ==
-                      &reduce_kernels_for(reduce_kernels_capability(), at::kHalf, Operation::kSum);
+                      &reduce_kernels_for(to_string(cpu_capability()), at::kHalf, Operation::kSum);
     std::_Exit(same ? 0 : 1);
   } catch (const c10::ValueError& error) {
     std::fprintf(stderr, "%s", error.what_without_backtrace());

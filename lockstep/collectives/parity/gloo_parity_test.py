@@ -162,6 +162,16 @@ def sides(request, run_lockstep, run_pytorch, tmp_path_factory):
     return sides
 
 
+@pytest.fixture(scope="module")
+def over_hosts(sides, run_lockstep, tmp_path_factory):
+    """Lockstep with the ranks on two hosts, and tensors in private memory."""
+    jobs, folder = sides["gloo"].jobs, tmp_path_factory.mktemp("parity_over_hosts")
+    torch.save(jobs, folder / "jobs.pt")
+    size = len(sides["gloo"].results)
+    return Side(jobs, run_lockstep("collectives_parity_driver", folder / "jobs.pt", folder / "ours", "private",
+                                   output=folder / "ours", world_size=size, hosts=2))
+
+
 def each_case(sides):
     return enumerate(sides["gloo"].jobs["cases"])
 
@@ -224,6 +234,14 @@ def test_private_and_shared_memory_give_the_same_bits(sides):
         for number, case in each_case(sides)
         if private.verdicts[number] == shared.verdicts[number] == "right"
         and not all(map(torch.equal, private.parts(number), shared.parts(number)))
+    ])  # fmt: skip
+
+
+def test_does_the_same_over_hosts(sides, over_hosts):
+    fail_if([
+        f"{case['name']}: {theirs} over hosts, {ours} on one: {[error[:300] for error in over_hosts.errors(number) if error]}"
+        for number, case in each_case(sides)
+        if (theirs := over_hosts.verdicts[number]) != (ours := sides["private"].verdicts[number])
     ])  # fmt: skip
 
 

@@ -16,7 +16,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/collectives/backend/internal/shared_tensor.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 /// How tensors on accelerators take part in operations that happen in host memory: they are copied into the
 /// group's shared memory before and back after, on streams of the group's own. The caller's stream goes on

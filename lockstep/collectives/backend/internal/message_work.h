@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <lockstep/flight/recorder.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 namespace lockstep {
 

@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 namespace lockstep {
 

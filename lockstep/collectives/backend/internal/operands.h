@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/collectives/backend/internal/device_copies.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 namespace lockstep {
 

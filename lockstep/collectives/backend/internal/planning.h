@@ -68,6 +68,26 @@ PlannedOperation plan_exchange(const std::shared_ptr<transport::GroupChannel>& c
           }};
 }
 
+/// The same for pieces of all ranks that are reduced into `output`, which is the operands'. `Options`: any of c10d's.
+template <class Options>
+PlannedOperation plan_reduce_scatter(const std::shared_ptr<transport::GroupChannel>& channel,
+                                     const Options& options, const Signature& signature, c10d::OpType type,
+                                     const Tensors& inputs, const Tensors& outputs,
+                                     std::shared_ptr<Operands> operands, Exchange exchange,
+                                     const at::Tensor& output) {
+  return {.signature = signature,
+          .type = type,
+          .inputs = inputs,
+          .outputs = outputs,
+          .operands = std::move(operands),
+          .timeout = options.timeout,
+          .asynchronous = options.asyncOp,
+          .body = [channel, signature, exchange = std::move(exchange),
+                   data = output.mutable_data_ptr()](const Terms& terms) {
+            algorithms::reduce_scatter(*channel, terms, signature, exchange, data);
+          }};
+}
+
 /// A reduction of `buffer` in place. `Options`: any of c10d's.
 template <class Options>
 PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& channel,

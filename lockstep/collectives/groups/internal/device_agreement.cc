@@ -16,8 +16,8 @@
 namespace lockstep::device_agreement {
 namespace {
 
-constexpr size_t kRecordBytes = 2048;
-constexpr size_t kLongestText = 250;      // of host, device and card: six bytes each in JSON at worst
+constexpr size_t kRecordBytes = 2304;
+constexpr size_t kLongestText = 250;      // of host, backend and identity
 constexpr size_t kLongestProblem = 1000;  // of plain text
 
 /// ASCII alone, so that nothing grows beyond the record.
@@ -27,6 +27,10 @@ std::string cut(std::string text, size_t longest) {
       text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c > 0x7e || c == '"' || c == '\\'; },
       '\'');
   return text;
+}
+
+std::pair<std::string, std::string> host_of(const RankDevice& member) {
+  return {member.host_identity, member.host};
 }
 
 /// "ranks 0 and 1: text; rank 2: other text", for the members that have one.
@@ -48,15 +52,15 @@ std::string who_says_what(const std::vector<RankDevice>& members, const Text& te
 
 /// "ranks 0 and 1 share the card GPU-8a5c"; empty when no ranks share one.
 std::string who_shares(const std::vector<RankDevice>& members) {
-  std::map<std::pair<std::string, std::string>, std::vector<int>> ranks_of;
+  std::map<std::pair<std::pair<std::string, std::string>, std::string>, std::vector<int>> ranks_of;
   for (const RankDevice& member : members) {
-    if (!member.card.empty()) ranks_of[{member.host, member.card}].push_back(member.rank);
+    if (!member.card.empty()) ranks_of[{host_of(member), member.card}].push_back(member.rank);
   }
   std::string all;
   for (const auto& [card, ranks] : ranks_of) {
     if (ranks.size() < 2) continue;
     all += (all.empty() ? "" : "; ") + name_ranks(ranks) + " share the card " + card.second + " on host " +
-           card.first;
+           card.first.second;
   }
   return all;
 }
@@ -68,17 +72,17 @@ std::string too_few_cards(const std::vector<RankDevice>& members) {
     std::vector<int> ranks;
     int visible = 0;
   };
-  std::map<std::string, Host> hosts;
+  std::map<std::pair<std::string, std::string>, Host> hosts;
   for (const RankDevice& member : members) {
     if (member.visible == 0 || !member.card.empty()) continue;
-    Host& host = hosts[member.host];
+    Host& host = hosts[host_of(member)];
     host.ranks.push_back(member.rank);
     host.visible = std::max(host.visible, member.visible);
   }
   std::string all;
   for (const auto& [name, host] : hosts) {
     if (static_cast<int>(host.ranks.size()) <= host.visible) continue;
-    all += (all.empty() ? "" : "; ") + name_ranks(host.ranks) + " on host " + name + " see " +
+    all += (all.empty() ? "" : "; ") + name_ranks(host.ranks) + " on host " + name.second + " see " +
            std::to_string(host.visible) + (host.visible == 1 ? " card" : " cards") +
            ", and have not chosen one";
   }
@@ -147,7 +151,9 @@ BackendChoice choose(const std::vector<RankDevice>& members) {
 }  // namespace
 
 RankDevice describe_this_rank(int rank, const std::string& backend) {
-  RankDevice own{.rank = rank, .host = this_host().hostname, .backend = backend, .device = {}, .card = {}};
+  const HostIdentity host = this_host();
+  RankDevice own{.rank = rank, .host = host.hostname, .backend = backend, .device = {}, .card = {}};
+  own.host_identity = host.to_string();
   // The others wait for this rank's answer: whatever goes wrong is told, not thrown.
   try {
     const auto chosen = chosen_device();
@@ -176,7 +182,8 @@ std::string to_record(const RankDevice& device) {
                                       {"device", cut(device.device, 64)},
                                       {"card", cut(device.card, 128)},
                                       {"visible", device.visible},
-                                      {"nccl_problem", cut(device.nccl_problem, kLongestProblem)}}
+                                      {"nccl_problem", cut(device.nccl_problem, kLongestProblem)},
+                                      {"identity", cut(device.host_identity, kLongestText)}}
                            .dump();
   TORCH_INTERNAL_ASSERT(record.size() <= kRecordBytes);
   record.resize(kRecordBytes, '\0');
@@ -192,7 +199,8 @@ RankDevice from_record(const std::string& record) {
             .device = json.at("device").get<std::string>(),
             .card = json.at("card").get<std::string>(),
             .visible = json.at("visible").get<int>(),
-            .nccl_problem = json.at("nccl_problem").get<std::string>()};
+            .nccl_problem = json.at("nccl_problem").get<std::string>(),
+            .host_identity = json.at("identity").get<std::string>()};
   } catch (const nlohmann::json::exception& error) {
     C10_THROW_ERROR(DistBackendError, std::string("a rank did not say which device it has (") + error.what() +
                                           "); all ranks must run the same version of Lockstep");

@@ -9,13 +9,14 @@ namespace lockstep::device_agreement {
 
 /// What a rank says of itself.
 struct RankDevice {
-  int rank = 0;                   // global
-  std::string host;               // for messages; equal: the same host
-  std::string backend;            // as it asked for, see backend_names::check(); empty: it leaves it to us
-  std::string device;             // "cuda:1" that it has chosen; empty: none
-  std::string card;               // which card that is; empty: unknown
-  int visible = 0;                // CUDA devices that it sees, if it asks for NCCL; 0 otherwise
-  std::string nccl_problem = {};  // why NCCL does not work there; empty: it does, or it was not asked
+  int rank = 0;                    // global
+  std::string host;                // for messages
+  std::string backend;             // as it asked for, see backend_names::check(); empty: it leaves it to us
+  std::string device;              // "cuda:1" that it has chosen; empty: none
+  std::string card;                // which card that is; empty: unknown
+  int visible = 0;                 // CUDA devices that it sees, if it asks for NCCL; 0 otherwise
+  std::string nccl_problem = {};   // why NCCL does not work there; empty: it does, or it was not asked
+  std::string host_identity = {};  // hosts may have one name, as containers do
 };
 
 /// This process's, for what it asks. Loads CUDA only where a CUDA device was chosen, or NCCL is asked for.

@@ -138,7 +138,7 @@ void end(const Group& group, bool aborting) {
   bool broken = aborting || channel.failed();
   for (int rank = 0; rank < channel.size(); ++rank) {
     // One that has left the group first has finished, too.
-    broken = broken || (channel.members().has_ended(rank) && !channel.members().has_left(rank));
+    broken = broken || (channel.has_ended(rank) && !channel.has_left(rank));
   }
   if (broken) return abort(group);
   for_each_backend(group, "ending", [](c10d::Backend& backend) { backend.shutdown(); });

@@ -27,6 +27,8 @@ using transport::GroupChannel;
 
 /// What is said of a request when the ranks disagree; longer texts are cut.
 constexpr size_t kTextBytes = 4096;
+constexpr const char* kDifferentGroups =
+    "no process group was made, for the ranks asked for different ones: ";
 
 /// The digest that all must have in common, and a character that says whether this rank refuses.
 std::string record_of(const Request& request) {
@@ -115,7 +117,10 @@ std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
   group->backend_name = plan.backend_name;
   group->ranks = plan.ranks;
   group->backend = c10::make_intrusive<LockstepBackend>(
-      std::move(channel), LockstepBackend::Settings{.name = plan.name, .timeout = plan.timeout});
+      std::move(channel), LockstepBackend::Settings{.name = plan.name,
+                                                    .timeout = plan.timeout,
+                                                    .between_hosts = plan.between_hosts,
+                                                    .wire_model = world.wire_model});
   auto store = c10::make_intrusive<c10d::PrefixStore>(plan.name + "/", world.world.store);
   group->handle = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
   device_backends::open(*group, world, plan);
@@ -137,22 +142,30 @@ std::pair<uint64_t, std::string> parse_store_value(const std::string& value, int
 GroupChannel::AddressExchange exchange_through_store(const c10::intrusive_ptr<c10d::Store>& store,
                                                      std::shared_ptr<transport::HostTransport> transport,
                                                      std::vector<int> members, std::string key,
-                                                     std::string identity, Deadline deadline) {
+                                                     std::string call, std::string identity,
+                                                     Deadline deadline) {
   return [=](uint64_t own) {
     const auto place = std::find(members.begin(), members.end(), transport->rank());
     const int rank = static_cast<int>(place - members.begin());
     failpoint::here("agree_on_group");
     const auto values =
         store_all_gather(*store, key, rank, static_cast<int>(members.size()),
-                         std::to_string(own) + ' ' + identity, deadline, watch(transport, members, identity));
+                         std::to_string(own) + ' ' + identity, deadline, watch(transport, members, call));
     failpoint::here("join_group");
     std::vector<uint64_t> words;
+    std::vector<std::string> identities;
+    std::vector<int> ranks;
     for (size_t i = 0; i < members.size(); ++i) {
       auto [word, theirs] = parse_store_value(values[i], members[i]);
-      TORCH_CHECK_WITH(DistBackendError, theirs == identity,
-                       "no process group was made, for its members asked for different ones: rank ",
-                       members[rank], ": ", identity, "; rank ", members[i], ": ", theirs);
       words.push_back(word);
+      identities.push_back(std::move(theirs));
+      ranks.push_back(transport->job_rank(members[i]));
+    }
+    const bool same = std::all_of(identities.begin(), identities.end(),
+                                  [&](const std::string& theirs) { return theirs == identity; });
+    if (!same) {
+      keep_store_until_seen(*store, key, rank, static_cast<int>(members.size()));
+      C10_THROW_ERROR(DistBackendError, kDifferentGroups + who_said_what(identities, ranks));
     }
     return words;
   };
@@ -216,8 +229,17 @@ void agree(const Gather& gather, const Request& request, const std::vector<int>&
   text.back() = '\0';
   const std::string all = who_said_what(gather(text), ranks);
   TORCH_CHECK_VALUE(!refused, "no process group was made: ", all);
-  C10_THROW_ERROR(DistBackendError, "no process group was made, for the ranks asked for different ones: " +
-                                        all + "; all of them must make the same groups in the same order");
+  C10_THROW_ERROR(DistBackendError, c10::str(kDifferentGroups, all,
+                                             "; all of them must make the same groups in the same order"));
+}
+
+hosts::CostModel agree_on_wire_model(const Gather& gather, const hosts::CostModel& own) {
+  std::string bytes(sizeof own, '\0');
+  std::memcpy(bytes.data(), &own, sizeof own);
+  bytes = gather(bytes).front();
+  hosts::CostModel model;
+  std::memcpy(&model, bytes.data(), sizeof model);
+  return model;
 }
 
 std::shared_ptr<Group> open_together(const DefaultWorld& world, const Plan& plan, const Gather& gather,
@@ -251,10 +273,11 @@ void stand_by(const Gather& gather, size_t size) {
 
 std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
                                           const std::string& identity, Deadline deadline) {
-  auto group = open(world, plan,
-                    exchange_through_store(world.world.store, world.transport,
-                                           world.transport_ranks(plan.ranks), key, identity, deadline),
-                    deadline);
+  auto group =
+      open(world, plan,
+           exchange_through_store(world.world.store, world.transport, world.transport_ranks(plan.ranks), key,
+                                  identity, identity, deadline),
+           deadline);
   // All members have joined, so all have read the store.
   if (plan.ranks.front() == world.world.rank) {
     forget_store_all_gather(*world.world.store, key, static_cast<int>(plan.ranks.size()));
@@ -262,11 +285,13 @@ std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan&
   return group;
 }
 
-std::shared_ptr<GroupChannel> open_control(const DefaultWorld& world, Deadline deadline) {
+std::shared_ptr<GroupChannel> open_control(const DefaultWorld& world, HostCompression between_hosts,
+                                           Deadline deadline) {
   std::vector<int> everybody(world.world.world_size);
   std::iota(everybody.begin(), everybody.end(), 0);
-  const auto exchange = exchange_through_store(world.world.store, world.transport, everybody,
-                                               "lockstep/control", "init_process_group", deadline);
+  const auto exchange = exchange_through_store(
+      world.world.store, world.transport, everybody, "lockstep/control", "init_process_group",
+      c10::str("init_process_group(between_hosts ", to_string(between_hosts), ')'), deadline);
   return GroupChannel::open(world.transport, everybody, exchange, deadline);
 }
 

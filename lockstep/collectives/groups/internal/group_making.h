@@ -52,6 +52,7 @@ struct Plan {
   std::vector<int> ranks;  // global, by group rank; this process's among them
   std::chrono::milliseconds timeout{};
   NcclOptions nccl = {};
+  HostCompression between_hosts = HostCompression::kNone;
   std::optional<c10::Device> device_id = {};  // whose communicator is made with the group
 };
 
@@ -73,15 +74,20 @@ void stand_by(const Gather& gather, size_t size);
 std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
                                           const std::string& identity, Deadline deadline);
 
-/// The channel over which all ranks of a new world make their groups; through the store.
-std::shared_ptr<transport::GroupChannel> open_control(const DefaultWorld& world, Deadline deadline);
+/// The channel over which all ranks of a new world make their groups; through the store. Throws
+/// c10::DistBackendError where ranks differ in `between_hosts`, which is what their default group shall have.
+std::shared_ptr<transport::GroupChannel> open_control(const DefaultWorld& world,
+                                                      HostCompression between_hosts, Deadline deadline);
+
+/// Rank 0's cost model, on all ranks of a meeting. `own` counts on rank 0 alone. Collective.
+hosts::CostModel agree_on_wire_model(const Gather& gather, const hosts::CostModel& own);
 
 /// The words of all members (ranks of the transport, by group rank), which meet in the store under `key`,
-/// which must be new. Throws c10::DistBackendError when one has ended or has another `identity`, and as
-/// rendezvous' store_all_gather() does.
+/// which must be new. Throws c10::DistBackendError, which begins with `call`, when one has ended, or which
+/// names all identities when they differ, and as rendezvous' store_all_gather() does.
 transport::GroupMembers::AddressExchange exchange_through_store(
     const c10::intrusive_ptr<c10d::Store>& store, std::shared_ptr<transport::HostTransport> transport,
-    std::vector<int> members, std::string key, std::string identity, Deadline deadline);
+    std::vector<int> members, std::string key, std::string call, std::string identity, Deadline deadline);
 
 /// What a member of exchange_through_store() writes into the store, taken apart: its address, a space, and
 /// the identity. Throws c10::DistStoreError that names the rank when no member wrote it.

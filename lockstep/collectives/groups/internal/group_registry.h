@@ -15,7 +15,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/device/nccl_options.h>
 #include <lockstep/rendezvous/world.h>
-#include <lockstep/transport/host/group_channel.h>
+#include <lockstep/transport/group_channel.h>
 
 /// The groups that are alive in this process. All functions are thread-safe.
 namespace lockstep {
@@ -47,6 +47,7 @@ struct DefaultWorld {
   std::vector<int> members;
   uint64_t times_shrunk = 0;
   std::string backend_name;
+  hosts::CostModel wire_model = {};  // rank 0's, where the ranks are on several hosts
   std::atomic<std::chrono::milliseconds::rep> timeout_ms{0};  // of the default group
 
   /// One at a time, in the same order on all ranks: new_group(). Taken before the registry's lock.

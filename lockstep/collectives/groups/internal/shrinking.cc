@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/groups/internal/shrinking.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/transport/host/shrink.h>
 
 namespace lockstep::shrinking {
 namespace {
@@ -45,16 +47,25 @@ void check_arguments(const LockstepBackend& backend, const std::vector<int>& ran
 
 }  // namespace
 
-transport::ShrunkChannels shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude,
-                                 int shrink_flags, bool with_control) {
+Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude, int shrink_flags,
+              bool with_control) {
   check_arguments(backend, ranks_to_exclude, shrink_flags);
   backend.check_not_forked();
+  transport::GroupChannel& channel = backend.channel();
+  TORCH_CHECK_WITH(
+      DistBackendError, !channel.spans_hosts(), "shrink_group: group '", backend.name(), "' has ranks on ",
+      channel.layout().hosts.size(),
+      " hosts, and only groups on one host can be shrunk so far; destroy the group, and start the job "
+      "again without the lost ranks");
   const Deadline deadline = Deadline::after(backend.timeout());
   if (shrink_flags == SHRINK_ABORT) backend.abort();
   backend.finish();
-  transport::GroupChannel& channel = backend.channel();
   try {
-    return transport::shrink(channel, ranks_to_exclude, with_control, deadline);
+    auto shrunk = transport::shrink(channel.host(), ranks_to_exclude, with_control, deadline);
+    return {
+        .survivors = std::move(shrunk.survivors),
+        .channel = transport::GroupChannel::of_host(std::move(shrunk.channel)),
+        .control = shrunk.control ? transport::GroupChannel::of_host(std::move(shrunk.control)) : nullptr};
   } catch (const ChannelError& error) {
     const std::string text = "shrink_group failed on rank " +
                              std::to_string(channel.job_rank(channel.rank())) + " of group '" +

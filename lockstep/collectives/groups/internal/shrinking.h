@@ -1,17 +1,25 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
-#include <lockstep/transport/host/shrink.h>
+#include <lockstep/transport/group_channel.h>
 
 /// What shrink_group() and LockstepBackend::shrink() have in common.
 namespace lockstep::shrinking {
 
+/// What shrink() makes; see transport::ShrunkChannels.
+struct Shrunk {
+  std::vector<int> survivors;
+  std::shared_ptr<transport::GroupChannel> channel;
+  std::shared_ptr<transport::GroupChannel> control;
+};
+
 /// Checks the arguments, with the errors of torch.distributed.shrink_group; finishes what the group was
 /// given, or aborts it; and makes the channels of the ranks that go on. Collective over them. Throws as
 /// shrink_group().
-transport::ShrunkChannels shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude,
-                                 int shrink_flags, bool with_control);
+Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude, int shrink_flags,
+              bool with_control);
 
 }  // namespace lockstep::shrinking

@@ -1,17 +1,15 @@
 #pragma once
 
-#include <lockstep/base/environment.h>
+#include <string>
+
+#include <lockstep/rendezvous/topology.h>
 #include <lockstep/transport/host/host_transport.h>
 
 namespace lockstep {
 
-/// What the environment says about the memory that ranks share. Throws c10::ValueError for a bad value.
-inline transport::HostTransport::Options transport_options() {
-  transport::HostTransport::Options options;
-  if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
-    options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
-  }
-  return options;
-}
+/// For the ranks of a job on these hosts, with what the environment says about the memory that ranks share and about
+/// the network. `meeting_host`: see World. Throws c10::ValueError for a bad value.
+transport::HostTransport::Options transport_options(const Topology& topology,
+                                                    const std::string& meeting_host);
 
 }  // namespace lockstep

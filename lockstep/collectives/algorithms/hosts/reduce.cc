@@ -1,0 +1,102 @@
+#include <vector>
+
+#include <lockstep/collectives/algorithms/exposed_memory.h>
+#include <lockstep/collectives/algorithms/hosts/agreement.h>
+#include <lockstep/collectives/algorithms/hosts/hosts.h>
+#include <lockstep/collectives/algorithms/hosts/segmented_reduction.h>
+
+namespace lockstep::algorithms::hosts {
+namespace {
+
+using transport::GroupChannel;
+using transport::HostChannel;
+
+/// The kernels whose elements are partial results of this type.
+at::ScalarType accumulator_type(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
+}
+
+/// A tensor that fits into an announcement.
+class SmallReduction final : public AgreementPayload, public transport::PayloadCombiner {
+ public:
+  SmallReduction(const Signature& signature, int ranks)
+      : kernels_(reduce_kernels(signature.real_dtype(), static_cast<ReduceOperation>(signature.operation))),
+        accumulators_(reduce_kernels(accumulator_type(signature.real_dtype()),
+                                     static_cast<ReduceOperation>(signature.operation))),
+        ranks_(ranks),
+        count_(signature.real_numel()) {}
+
+  // Beyond eight members; combine() runs on the leaders of eight, finish() on the host's.
+  const transport::PayloadCombiner* combiner() const override { return this; }
+  void combine(void* partial, const std::vector<const void*>& inputs) const override {
+    kernels_.partial(partial, inputs.data(), inputs.size(), count_);
+  }
+  void finish(void*, const std::vector<const void*>& partials) const override { in_tree_ = partials; }
+
+  size_t combine_host(void* partial, HostChannel& host) const override {
+    if (host.size() > HostChannel::kFlatRanks) {
+      accumulators_.partial(partial, in_tree_.data(), in_tree_.size(), count_);
+    } else {
+      std::vector<const void*> inputs;
+      for (int place = 0; place < host.size(); ++place) inputs.push_back(host.payload(place));
+      kernels_.partial(partial, inputs.data(), inputs.size(), count_);
+    }
+    return count_ * kernels_.accumulator_size;
+  }
+  void finish_hosts(void* result, const std::vector<const void*>& partials) const override {
+    kernels_.finish(&result, 1, partials.data(), partials.size(), ranks_, count_);
+  }
+
+ private:
+  const ReduceKernels& kernels_;
+  const ReduceKernels& accumulators_;
+  int ranks_;
+  size_t count_;
+  mutable std::vector<const void*> in_tree_;  // the partials below the leader, in shared memory
+};
+
+}  // namespace
+
+void reduce(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
+            BufferOwner owner) {
+  HostChannel& host = channel.host();
+  const Arithmetic arithmetic(signature, channel.size());
+  const size_t bytes = signature.real_numel() * arithmetic.element_size();
+  const bool wants_result = signature.root < 0 || signature.root == channel.rank();
+  auto announcement = announcement_of(signature);
+  host.begin(terms.deadline, terms.background);
+  Agreement agreement(channel);
+  if (bytes <= HostChannel::kPayloadBytes) {
+    const SmallReduction small(signature, channel.size());
+    announcement.payload = data;
+    announcement.payload_bytes = bytes;
+    host.announce(announcement);
+    agreement.reach(signature, 0, &small);
+    // The result stays until the next operation is announced: success can be made final first.
+    host.commit();
+    if (wants_result) copy_bytes(data, agreement.result(), bytes);
+    return;
+  }
+  SegmentedReduction reduction(channel, terms, signature, arithmetic, agreement,
+                               static_cast<std::byte*>(data));
+  const transport::Arena& arena = host.transport().arena();
+  const bool exposing = owner == BufferOwner::kUser && wants_result;
+  announcement.memory = exposing ? arena.find_writable(data, bytes) : arena.find(data, bytes);
+  ExposedMemory exposed(host, exposing && announcement.memory ? data : nullptr, bytes);
+  host.announce(announcement);
+  agreement.reach(signature, reduction.scratch_bytes());
+  reduction.run();
+  algorithms::finish(host);
+  exposed.succeeded();
+}
+
+void barrier(GroupChannel& channel, const Terms& terms) {
+  HostChannel& host = channel.host();
+  host.begin(terms.deadline, terms.background);
+  Agreement agreement(channel);
+  host.announce(announcement_of(Signature::barrier()));
+  agreement.reach(Signature::barrier(), 0);
+  host.commit();
+}
+
+}  // namespace lockstep::algorithms::hosts

@@ -1,0 +1,376 @@
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <gmock/gmock.h>
+#include <regex>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/torch.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/groups/open_backend.h>
+#include <lockstep/collectives/hosts/cost_model.h>
+#include <lockstep/rendezvous/rendezvous.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+
+// Groups over pretended hosts: what only they have. What they have in common with groups on one host, the tests of that
+// check a second time (HOSTS_TESTS in CMakeLists.txt).
+namespace lockstep::hosts_test {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_ranks;
+using testing::run_ranks_collect;
+
+class Hosts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  }
+};
+
+/// Each rank's number, seen by all, through every way that a tensor of this size takes.
+void check_sum(const ProcessGroup& group, int64_t numel) {
+  double expected = 0;
+  for (const int rank : get_process_group_ranks(group)) expected += rank + 1;
+  at::Tensor tensor = at::full({numel}, get_rank() + 1.0, at::kDouble);
+  all_reduce(tensor, ReduceOp::SUM, group);
+  ASSERT_EQ(tensor.min().item<double>(), expected) << numel;
+  ASSERT_EQ(tensor.max().item<double>(), expected) << numel;
+}
+
+TEST_F(Hosts, AnyNumberOfRanksOnEachInAnyOrder) {
+  for (const std::vector<int>& host_of :
+       {std::vector<int>{0, 1}, {0, 1, 1}, {0, 1, 1, 1}, {0, 1, 0, 1}, {1, 0, 0, 2}, {0, 0, 1, 2, 1}}) {
+    run_ranks(static_cast<int>(host_of.size()), [&](int rank) {
+      ::setenv("LOCKSTEP_TEST_HOST", ("host-" + std::to_string(host_of[rank])).c_str(), 1);
+      auto world = init_process_group();
+      for (const int64_t numel : {1, 1000, 300'001}) check_sum({}, numel);
+      const at::Tensor mine = at::full({3}, rank, at::kLong);
+      std::vector<at::Tensor> all;
+      for (int peer = 0; peer < world.size(); ++peer) all.push_back(at::empty_like(mine));
+      all_gather(all, mine);
+      for (int peer = 0; peer < world.size(); ++peer) EXPECT_EQ(all[peer][2].item<int64_t>(), peer);
+      barrier();
+    });
+  }
+}
+
+TEST_F(Hosts, GroupsWithinOneAndOverSeveralAtOnce) {
+  run_ranks(
+      4,
+      [](int rank) {
+        auto world = init_process_group();
+        std::vector<ProcessGroup> groups;
+        for (const auto& ranks : std::vector<std::vector<int>>{{0, 1}, {2, 3}, {2, 0}, {1, 3}, {3, 0, 1}}) {
+          groups.push_back(new_group(ranks, {}, {.sort_ranks = false}));
+        }
+        if (rank == 0 || rank == 3) {
+          groups.push_back(new_group({0, 3}, {}, {.use_local_synchronization = true}));
+        }
+        groups.push_back(split_group({}, {{1, 2}, {0, 3}}));
+        for (int round = 0; round < 10; ++round) {
+          for (const auto& group : groups) {
+            if (is_member(group)) check_sum(group, 5000);
+          }
+        }
+      },
+      {.hosts = 2});
+}
+
+TEST_F(Hosts, NcclTakesTheInterfaceThatIsWished) {
+  struct Case {
+    const char* wished;
+    const char* nccls_own;
+    const char* expected;
+  };
+  for (const auto& [wished, nccls_own, expected] :
+       {Case{"lo", "", "=lo"}, Case{"127.0.0.0/8", "", "=lo"}, Case{"lo", "eth", "eth"}, Case{"", "", ""}}) {
+    run_ranks(
+        2,
+        [&](int) {
+          auto world = init_process_group();
+          const char* set = std::getenv("NCCL_SOCKET_IFNAME");
+          EXPECT_STREQ(set, expected);
+        },
+        {.hosts = 2, .environment = {{"LOCKSTEP_SOCKET_IFNAME", wished}, {"NCCL_SOCKET_IFNAME", nccls_own}}});
+  }
+}
+
+TEST_F(Hosts, AGroupIsMadeAgainAfterItWasDestroyed) {
+  run_ranks(4,
+            [](int) {
+              for (int world = 0; world < 3; ++world) {
+                auto default_group = init_process_group();
+                for (int round = 0; round < 5; ++round) {
+                  auto group = new_group();
+                  check_sum(group, 1000);
+                  destroy_process_group(group);
+                }
+              }
+            },
+            {.hosts = 2});
+}
+
+TEST_F(Hosts, ALateRankIsNamedWithItsHostOnAll) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              auto group = new_group({}, 500ms);
+              if (rank != 3) {
+                EXPECT_THAT(
+                    message_of<DistTimeoutError>([&] { all_reduce(at::ones({1}), ReduceOp::SUM, group); }),
+                    AllOf(HasSubstr("rank 3"), HasSubstr("on host-1)")));
+              }
+              barrier();
+            },
+            {.hosts = 2});
+}
+
+TEST_F(Hosts, TooFewPortsAreSaidAtOnce) {
+  const auto outcomes = run_ranks_collect(4, [](int) { auto world = init_process_group(); },
+                                          {.expected_failures = {0, 1, 2, 3},
+                                           .hosts = 2,
+                                           .environment = {{"LOCKSTEP_PORT_RANGE", "20000-20001"}}});
+  for (const auto& outcome : outcomes) {
+    EXPECT_FALSE(outcome.timed_out) << outcome.rank;
+    EXPECT_THAT(outcome.exception.value_or(""),
+                HasSubstr("no port of LOCKSTEP_PORT_RANGE (20000-20001) is free at 127.0.0.1"));
+  }
+}
+
+TEST_F(Hosts, DifferentCallsAreNamedOnAll) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              const at::Tensor before = at::full({5000}, rank, at::kFloat);
+              at::Tensor tensor = before.clone();
+              const auto text = message_of<c10::DistBackendError>(
+                  [&] { rank == 2 ? broadcast(tensor, 0) : all_reduce(tensor); });
+              EXPECT_THAT(text, AllOf(HasSubstr("rank 2: broadcast"), HasSubstr("rank 3: all_reduce")));
+              EXPECT_TRUE(at::equal(tensor, before));
+            },
+            {.hosts = 2});
+}
+
+TEST_F(Hosts, AKilledRankIsNamedOnAll) {
+  const auto outcomes = run_ranks_collect(4,
+                                          [](int rank) {
+                                            auto world = init_process_group();
+                                            barrier();
+                                            if (rank == 3) ::kill(::getpid(), SIGKILL);
+                                            while (true) all_reduce(at::ones({1000}));
+                                          },
+                                          {.expected_failures = {0, 1, 2, 3}, .hosts = 2});
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_FALSE(outcomes[rank].timed_out) << rank;
+    EXPECT_THAT(outcomes[rank].exception.value_or(""),
+                AllOf(HasSubstr("rank 3 (pid"), HasSubstr("on host-1)")));
+  }
+}
+
+/// The last of so many ranks on two hosts dies in init_process_group(), at a pass of a failpoint. What the others say.
+void die_in_init(int ranks, const std::string& failpoint, int pass, const std::string& expected) {
+  SCOPED_TRACE(failpoint);
+  const int victim = ranks - 1;
+  const auto outcomes = run_ranks_collect(
+      ranks,
+      [&](int rank) {
+        if (rank == victim) failpoint::configure(failpoint + "=kill(9)@" + std::to_string(pass));
+        const auto text = message_of<c10::Error>([] { auto world = init_process_group({.timeout = 5min}); });
+        EXPECT_TRUE(std::regex_search(text, std::regex(expected))) << text;
+      },
+      {.deadline = 40s, .expected_failures = {victim}, .hosts = 2});
+  for (int rank = 0; rank < victim; ++rank) {
+    EXPECT_EQ(outcomes[rank].exit_status.value_or(-1), 0)
+        << outcomes[rank].exception.value_or("") << outcomes[rank].output;
+  }
+}
+
+TEST_F(Hosts, ADeathInInitIsToldByTheRanksOfThatHost) {
+  const std::string end = R"(rank 3 \(pid [0-9]+.*\) (was )?killed by signal 9)";
+  die_in_init(4, "peers_connected", 1, end);
+  die_in_init(4, "meet_claimed", 3, end);
+  die_in_init(4, "meet_counted", 3, end);
+  die_in_init(4, "transport_connected", 1, end);
+}
+
+TEST_F(Hosts, ADeathInInitOfTheOnlyRankOfAHostIsALostConnection) {
+  const std::string wire = R"( on .*\), by UCX .*, at [0-9.]+:[0-9]+\))";
+  die_in_init(
+      3, "peers_connected", 1,
+      R"(rank [01] \(pid [0-9]+)" + wire + R"(, and rank 2 \(pid [0-9]+)" + wire + ", can't pass messages: ");
+  const std::string lost = R"(rank 2 \(pid [0-9]+ on .*\) is lost: )";
+  die_in_init(3, "meet_claimed", 3, lost);
+  die_in_init(3, "transport_connected", 1, lost);
+}
+
+TEST_F(Hosts, AbortReachesAll) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              auto group = new_group();
+              if (rank == 0) {
+                abort(group);
+              } else {
+                EXPECT_THAT(message_of([&] { barrier(group); }), HasSubstr("aborted by rank 0"));
+              }
+              barrier();
+            },
+            {.hosts = 2});
+}
+
+TEST_F(Hosts, MessagesOfAnySizeGoEitherWay) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              for (const int64_t numel : {0, 1, 2048, 2049, 1'000'000, 3'000'000}) {
+                std::vector<Work> works;
+                std::vector<at::Tensor> tensors;
+                for (int peer = 0; peer < 4; ++peer) {
+                  if (peer == rank) continue;
+                  tensors.push_back(at::full({numel}, rank, at::kFloat));
+                  works.push_back(isend(tensors.back(), peer));
+                  tensors.push_back(at::full({numel}, -1, at::kFloat));
+                  works.push_back(irecv(tensors.back(), peer));
+                }
+                for (const Work& work : works) work->wait();
+                size_t at = 1;
+                for (int peer = 0; peer < 4; ++peer) {
+                  if (peer == rank) continue;
+                  EXPECT_TRUE(at::equal(tensors[at], at::full({numel}, peer, at::kFloat))) << numel;
+                  at += 2;
+                }
+              }
+            },
+            {.hosts = 2});
+}
+
+TEST_F(Hosts, ARankThatLeavesEndsItsPeersMessages) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              auto group = new_group();
+              if (rank == 0) {
+                send(at::ones({1}), 3, group);
+                destroy_process_group(group);
+              } else if (rank == 3) {
+                EXPECT_THAT(message_of<c10::DistBackendError>([&] { recv(at::ones({1}), 0, group, 7); }),
+                            AllOf(HasSubstr("rank 0"), HasSubstr("has left the group")));
+                at::Tensor sent = at::zeros({1});
+                recv(sent, 0, group);
+                EXPECT_EQ(sent.item<float>(), 1) << "what it had sent before comes";
+              }
+              barrier();
+            },
+            {.hosts = 2});
+}
+
+TEST_F(Hosts, ShrinkingIsRefusedOnAllButWithinAHostItWorks) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              for (const auto& group : {ProcessGroup(), new_group()}) {
+                if (rank == 3) continue;  // which is to leave and does not call
+                EXPECT_THAT(message_of<c10::DistBackendError>([&] { shrink_group({3}, group); }),
+                            AllOf(HasSubstr("shrink_group"), HasSubstr("has ranks on 2 hosts")));
+              }
+              auto pairs = new_subgroups(2);
+              if (rank % 2 == 0) {
+                EXPECT_EQ(get_world_size(shrink_group({1}, pairs.first)), 1);
+              }
+              check_sum({}, 10);
+            },
+            {.hosts = 2});
+}
+
+/// This rank's model while it lives.
+class OwnModel {
+ public:
+  explicit OwnModel(const hosts::CostModel& model)
+      : path_(std::filesystem::temp_directory_path() / ("wire_model_" + std::to_string(::getpid()))) {
+    std::ofstream(path_) << hosts::to_json(model);
+    ::setenv("LOCKSTEP_WIRE_MODEL", path_.c_str(), 1);
+  }
+  OwnModel(const OwnModel&) = delete;
+  OwnModel& operator=(const OwnModel&) = delete;
+  ~OwnModel() {
+    ::unsetenv("LOCKSTEP_WIRE_MODEL");
+    std::filesystem::remove(path_);
+  }
+
+ private:
+  std::filesystem::path path_;
+};
+
+// Four hosts that reduce in different ways, and so with different bits, if messages cost nothing, or bytes.
+constexpr hosts::CostModel kOnlyBytesCost{.wire = {1e-12, 1e-9}, .host = {}};
+constexpr hosts::CostModel kOnlyMessagesCost{.wire = {1, 0}, .host = {}};
+constexpr int64_t kModelled = 200'000;
+
+at::Tensor modelled_values(int rank) {
+  return at::arange(kModelled, at::kFloat).mul(1.0 / (rank + 3));
+}
+
+/// Whether it is what the model of rank 0 gives.
+void check_modelled(const at::Tensor& sum, const hosts::CostModel& model) {
+  const at::Tensor a = modelled_values(0), b = modelled_values(1), c = modelled_values(2),
+                   d = modelled_values(3);
+  const at::Tensor halving = (a + c) + (b + d), direct = ((a + b) + c) + d;
+  ASSERT_FALSE(at::equal(halving, direct));
+  const hosts::HostReduction reduction{.hosts = 4, .bytes = sum.nbytes()};
+  const bool halves = &model == &kOnlyBytesCost;
+  ASSERT_EQ(hosts::choose(reduction, model),
+            halves ? hosts::HostAlgorithm::kHalving : hosts::HostAlgorithm::kDirect);
+  EXPECT_TRUE(at::equal(sum, halves ? halving : direct));
+}
+
+TEST_F(Hosts, TheCostModelOfRank0HoldsForAll) {
+  run_ranks(4,
+            [](int rank) {
+              for (const bool bytes_cost : {true, false}) {
+                const OwnModel own((rank == 0) == bytes_cost ? kOnlyBytesCost : kOnlyMessagesCost);
+                auto world = init_process_group();
+                for (const auto& group : {ProcessGroup(), new_group()}) {
+                  at::Tensor sum = modelled_values(rank);
+                  all_reduce(sum, ReduceOp::SUM, group);
+                  check_modelled(sum, bytes_cost ? kOnlyBytesCost : kOnlyMessagesCost);
+                }
+              }
+            },
+            {.hosts = 4});
+}
+
+TEST_F(Hosts, TheCostModelOfRank0HoldsForBackendsFromAStore) {
+  run_ranks(4,
+            [](int rank) {
+              const OwnModel own(rank == 0 ? kOnlyBytesCost : kOnlyMessagesCost);
+              const World world = rendezvous();
+              const auto open = [&](const char* name) {
+                return open_backend(c10::make_intrusive<c10d::PrefixStore>(name, world.store), rank, 4,
+                                    {.group_name = name, .timeout = 30s});
+              };
+              const auto first = open("first"), second = open("second, with the mapping of the first");
+              for (const auto& backend : {first, second}) {
+                std::vector<at::Tensor> tensors{modelled_values(rank)};
+                backend->allreduce(tensors)->wait();
+                check_modelled(tensors[0], kOnlyBytesCost);
+              }
+            },
+            {.hosts = 4});
+}
+
+}  // namespace
+}  // namespace lockstep::hosts_test
