@@ -5,7 +5,9 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <limits>
+#include <sched.h>
 #include <string>
+#include <sys/mount.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -17,6 +19,7 @@
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/checkpoint/testing/states.h>
+#include <lockstep/collectives/functional.h>
 #include <lockstep/serialization/state_json.h>
 #include <lockstep/testing/memory_bound.h>
 #include <lockstep/testing/message_of.h>
@@ -25,6 +28,7 @@
 namespace lockstep::checkpoint_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::MemoryBound;
@@ -452,6 +456,30 @@ TEST(Checkpoint, WhatGoesWrongOnOneRankIsThrownOnAll) {
         EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.group = default_group()})->step, 4);
       },
       {.environment = scratch.environment()});
+}
+
+/// For this thread another file system stands there, as on a host with disks of its own. False if that is not allowed.
+bool hide(const std::filesystem::path& folder) {
+  return ::unshare(CLONE_NEWNS) == 0 && ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+         ::mount("none", folder.c_str(), "tmpfs", 0, nullptr) == 0;
+}
+
+TEST(Checkpoint, ARankThatDoesNotSeeTheFolderSaysSo) {
+  const Scratch scratch;
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              torch::Tensor hidden = torch::ones({1}).mul(rank == 0 || hide(scratch.path()) ? 1 : 0);
+              all_reduce(hidden, ReduceOp::MIN);
+              if (hidden.item<float>() == 0) return;  // that takes root
+              EXPECT_THAT(
+                  message_of<CheckpointError>([&] {
+                    save_checkpoint(scratch.path() / "a", training_state(1), {{"own", torch::ones({2})}}, {});
+                  }),
+                  AllOf(HasSubstr("rank 1: cannot create"), HasSubstr("rank 0 has made this folder"),
+                        HasSubstr("must share a file system")));
+            },
+            {.environment = scratch.environment()});
 }
 
 TEST(Checkpoint, OneRankSavesAlone) {

@@ -1,10 +1,14 @@
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <exception>
 #include <fstream>
+#include <functional>
+#include <map>
 #include <numeric>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -17,6 +21,7 @@
 #include <lockstep/device/accelerator.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/recovery.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>
 
@@ -61,12 +66,39 @@ struct Measured {
   double seconds = 0;
 };
 
-/// The largest of all ranks, and the sum of what they have: all ranks are on one host.
-int64_t reduced(int64_t number, const ReduceOp& op) {
+int64_t largest(int64_t number) {
   if (!in_group()) return number;
   at::Tensor tensor = at::empty({1}, at::kLong).fill_(number);
-  all_reduce(tensor, op);
+  all_reduce(tensor, ReduceOp::MAX);
   return tensor.item<int64_t>();
+}
+
+/// Bytes of a host.
+struct Demand {
+  int64_t needed = 0;  // by its ranks together
+  int64_t available = 0;
+};
+
+/// Of all hosts the one that is shortest of memory. The same on all ranks.
+Demand shortest(const Demand& of_this_rank, double share) {
+  if (!in_group()) return of_this_rank;
+  const auto host = static_cast<int64_t>(std::hash<std::string>{}(this_host().key()));
+  at::Tensor mine = at::empty({3}, at::kLong);
+  std::ranges::copy(std::array{host, of_this_rank.needed, of_this_rank.available},
+                    mine.mutable_data_ptr<int64_t>());
+  at::Tensor all = at::empty({get_world_size(), 3}, at::kLong);
+  all_gather_into_tensor(all, mine);
+  std::map<int64_t, Demand> hosts;
+  const auto* at = all.const_data_ptr<int64_t>();
+  for (int rank = 0; rank < get_world_size(); ++rank, at += 3) {
+    const auto [found, is_new] = hosts.emplace(at[0], Demand{0, at[2]});
+    found->second.needed += at[1];
+    found->second.available = std::min(found->second.available, at[2]);
+  }
+  const auto lack = [share](const auto& host) {
+    return static_cast<double>(host.second.needed) - share * static_cast<double>(host.second.available);
+  };
+  return std::ranges::max_element(hosts, {}, lack)->second;
 }
 
 double largest(double number) {
@@ -128,9 +160,9 @@ class Finder {
   /// The same answer on all ranks.
   bool fits(int64_t size) {
     BatchSizeTrial trial{.batch_size = size};
-    const int64_t needed = reduced(predicted(size), ReduceOp::SUM);
     const auto limits = read_memory_limits();
-    const auto available = reduced(std::min(limits.available, limits.cgroup_left), ReduceOp::MIN);
+    const auto [needed, available] = shortest(
+        {predicted(size), std::min<int64_t>(limits.available, limits.cgroup_left)}, options_.memory_share);
     const auto allowed = static_cast<int64_t>(options_.memory_share * static_cast<double>(available));
     if (needed > allowed) {
       trial.reason = "it would take about " + format_bytes(needed) + " of the " + format_bytes(available) +
@@ -176,7 +208,7 @@ class Finder {
     std::sort(own_.begin(), own_.end());
     const int ranks = in_group() ? get_world_size() : 1;
     trial.fits = true;
-    trial.bytes = reduced(bytes, ReduceOp::MAX);
+    trial.bytes = largest(bytes);
     trial.samples_per_second = static_cast<double>(ranks * size * options_.steps_per_trial) / seconds;
   }
 
@@ -192,7 +224,7 @@ class Finder {
       if (report.kind != FailureCause::kOutOfMemory || !reason.empty()) continue;
       reason = "rank " + std::to_string(agreement.former_ranks[i]) + " ran out of memory";
     }
-    if (agreement.somebody_died || reason.empty()) std::rethrow_exception(failure);
+    if (agreement.somebody_died || agreement.apart || reason.empty()) std::rethrow_exception(failure);
     if (agreement.group) move_to_(agreement.group);
     return reason;
   }

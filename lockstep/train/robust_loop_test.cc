@@ -290,6 +290,42 @@ TEST(RobustLoop, TheLowestSurvivorSavesWhatWasDone) {
   testing::run_ranks(3, body, {.environment = folder.environment()});
 }
 
+TEST(RobustLoop, OverHostsRankZeroSavesAloneAndAllEndWithWhatFailed) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  const SharedFolder folder;
+  const testing::RunRanksOptions options{.hosts = 2, .environment = folder.environment()};
+  const auto fail = [&](int rank) {
+    auto world = init_process_group();
+    // After two steps rank 1 runs out of memory. On one host all ranks would do the third again.
+    Greed* greed = nullptr;
+    Job job(folder.path() / "run", {.dropout = 0, .callbacks = {.before_step = [&](TrainerCore& core) {
+                                                    if (rank == 1 && core.step() == 2) greed->most = 4;
+                                                  }}});
+    greed = &job.greed;
+    if (rank == 1) {
+      EXPECT_THAT(message_of<c10::Error>([&] { RobustLoop(job.trainer).run(); }), HasSubstr("allocate"));
+    } else {
+      EXPECT_THAT(message_of<c10::DistBackendError>([&] { RobustLoop(job.trainer).run(); }),
+                  HasSubstr("rank 1"));
+      const auto found = find_latest_checkpoint(folder.path() / "run");
+      ASSERT_TRUE(found.has_value());
+      EXPECT_EQ(found->step, 2);
+      EXPECT_THAT(found->emergency, HasSubstr("rank 1"));
+    }
+  };
+  testing::run_ranks(2, fail, options);
+  const auto go_on = [&](int) {
+    auto world = init_process_group();
+    Job reference(folder.path() / "none", {.dropout = 0});
+    reference.trainer.train();
+    Job job(folder.path() / "run", {.dropout = 0});
+    EXPECT_EQ(job.trainer.restore()->step, 2);
+    job.trainer.train();
+    EXPECT_TRUE(equal(job.weights(), reference.weights()));
+  };
+  testing::run_ranks(2, go_on, options);
+}
+
 TEST(RobustLoop, AShardedOptimizerIsNotSavedInPart) {
   const SharedFolder folder;
   const auto outcomes = testing::run_ranks_collect(

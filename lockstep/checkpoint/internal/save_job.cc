@@ -5,6 +5,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/host_name.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/save_job.h>
@@ -183,6 +184,11 @@ CheckpointInfo SaveJob::write(const MemberRanks& ranks, const std::atomic<bool>*
   Results results;
   Failure mine = staging_;
   if (mine.kind == Failure::kNone) mine = Failure::of(ranks, [&] { results = write_files(cancelled); });
+  std::error_code unknown;
+  if (mine.kind == Failure::kFile && !std::filesystem::exists(path_, unknown)) {
+    mine.text += "; rank 0 has made this folder, but it is not there on host '" + host_name() +
+                 "': ranks that write, and those that load, must share a file system";
+  }
   std::vector<FileObject> files;
   for (const FileRecord& file : results.files) files.emplace_back(file.name, file.bytes, file.checksum);
   std::vector<TensorObject> tensors;

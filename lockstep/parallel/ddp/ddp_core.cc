@@ -46,6 +46,7 @@ void check_options(const DistributedDataParallelOptions& options) {
   TORCH_CHECK_VALUE(options.device_ids.size() <= 1,
                     "device_ids can only be None or contain a single element; it has ",
                     options.device_ids.size());
+  if (options.between_hosts) checked_compression(*options.between_hosts, "between_hosts");
   if (options.mixed_precision) {
     for (const auto& dtype : {options.mixed_precision->param_dtype, options.mixed_precision->reduce_dtype,
                               options.mixed_precision->buffer_dtype}) {
@@ -93,8 +94,9 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   check_parameters();
   choose_devices(all);
   if (!options_.delay_all_reduce_named_params.empty()) {
-    delayed_ = DelayedAllReduce::create(options_.delay_all_reduce_named_params,
-                                        options_.param_to_hook_all_reduce, options_.process_group);
+    delayed_ =
+        DelayedAllReduce::create(options_.delay_all_reduce_named_params, options_.param_to_hook_all_reduce,
+                                 options_.process_group, options_.between_hosts);
   }
   const auto reduced = reduced_parameters(model_.parameters, model_.sparse);
   if (reduced.empty()) return;  // all are delayed

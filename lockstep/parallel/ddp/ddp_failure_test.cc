@@ -251,5 +251,21 @@ TEST(DdpFailure, AMismatchFailsAllAndAnotherGroupGoesOn) {
   });
 }
 
+TEST(DdpFailure, AnotherGroupOverHostsIsRefusedAndTheOldOneStays) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  testing::run_ranks(
+      2,
+      [](int rank) {
+        auto world = init_process_group();
+        auto net = make_double<Noisy>();
+        DistributedDataParallel model(net);
+        EXPECT_THAT(message_of<c10::DistBackendError>([&] { model.update_process_group(new_group()); }),
+                    HasSubstr("has ranks on several hosts"));
+        model(data(rank, {16, 32})).square().mean().backward();
+        expect_same_everywhere({net->a->weight.grad(), net->c->bias.grad()}, {});
+      },
+      {.hosts = 2});
+}
+
 }  // namespace
 }  // namespace lockstep::ddp_failure_test

@@ -13,6 +13,7 @@ namespace lockstep::ddp_options_test {
 namespace {
 
 namespace nn = torch::nn;
+using ::testing::AllOf;
 using testing::close;
 using testing::data;
 using ::testing::HasSubstr;
@@ -324,6 +325,49 @@ TEST(DdpOptions, ResultsDoNotDependOnTunedSizes) {
         EXPECT_TRUE(at::equal(net->parameters()[i], first[i])) << cap << ' ' << i;
     }
   });
+}
+
+TEST(DdpOptions, CompressionBetweenHostsChangesNothingOnOneHost) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto gradient_with = [&](std::optional<HostCompression> between_hosts) {
+      torch::manual_seed(3);
+      nn::Linear net(70, 70);  // 19 KiB of weights
+      DistributedDataParallel<nn::LinearImpl> model(net.ptr(), {.between_hosts = between_hosts});
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad();
+        torch::manual_seed(10 * step + rank);
+        model(torch::randn({4, 70})).square().sum().backward();
+      }
+      return net->weight.grad().clone();
+    };
+    const torch::Tensor plain = gradient_with({});
+    for (const auto between_hosts :
+         {HostCompression::kNone, HostCompression::kBf16, HostCompression::kInt8}) {
+      EXPECT_TRUE(torch::equal(gradient_with(between_hosts), plain));
+    }
+  });
+}
+
+TEST(DdpOptions, CompressionBetweenHostsMustBeTheSameOnAllRanks) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    nn::Linear net(70, 70);
+    DistributedDataParallel<nn::LinearImpl> model(
+        net.ptr(), {.between_hosts = rank == 0 ? HostCompression::kBf16 : HostCompression::kInt8});
+    const torch::Tensor loss = model(torch::ones({4, 70})).sum();
+    EXPECT_THAT(message_of([&] { loss.backward(); }),
+                AllOf(HasSubstr("bf16 between hosts"), HasSubstr("int8 between hosts")));
+  });
+}
+
+TEST(DdpOptions, ACompressionThatDoesNotExistIsRefused) {
+  auto world = init_process_group({.rank = 0, .world_size = 1});
+  EXPECT_THAT(message_of([] {
+                DistributedDataParallel model(make_double<Net>(),
+                                              {.between_hosts = static_cast<HostCompression>(7)});
+              }),
+              HasSubstr("between_hosts is 7"));
 }
 
 TEST(DdpOptions, WhatTorchSaveWritesIsThePlainModules) {

@@ -12,8 +12,9 @@ namespace lockstep {
 
 std::shared_ptr<DelayedAllReduce> DelayedAllReduce::create(const std::vector<NamedTensor>& parameters,
                                                            const at::Tensor& trigger,
-                                                           const ProcessGroup& group) {
-  std::shared_ptr<DelayedAllReduce> self(new DelayedAllReduce(parameters, group));
+                                                           const ProcessGroup& group,
+                                                           std::optional<HostCompression> between_hosts) {
+  std::shared_ptr<DelayedAllReduce> self(new DelayedAllReduce(parameters, group, between_hosts));
   broadcast_coalesced(parameters, group);
   trigger.register_hook([weak = std::weak_ptr(self)](const at::Tensor&) {
     if (auto locked = weak.lock()) locked->start();
@@ -21,8 +22,9 @@ std::shared_ptr<DelayedAllReduce> DelayedAllReduce::create(const std::vector<Nam
   return self;
 }
 
-DelayedAllReduce::DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group)
-    : group_(group) {
+DelayedAllReduce::DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group,
+                                   std::optional<HostCompression> between_hosts)
+    : group_(group), between_hosts_(between_hosts) {
   int64_t numel = 0;
   for (const auto& [name, parameter] : parameters) {
     TORCH_CHECK_VALUE(parameter.scalar_type() == parameters.front().second.scalar_type(), "parameter '", name,
@@ -57,6 +59,7 @@ void DelayedAllReduce::start() {
   std::vector<at::Tensor> tensors{buffer_};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::AVG;
+  const BetweenHosts between_hosts(between_hosts_, feedback_);
   work_ = group_->allreduce(tensors, options);
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
     if (auto work = std::exchange(self->work_, {})) work->wait();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -19,18 +20,25 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
  public:
   /// Broadcasts the parameters of rank 0; collective.
   static std::shared_ptr<DelayedAllReduce> create(const std::vector<NamedTensor>& parameters,
-                                                  const at::Tensor& trigger, const ProcessGroup& group);
+                                                  const at::Tensor& trigger, const ProcessGroup& group,
+                                                  std::optional<HostCompression> between_hosts);
 
   /// After a forward: gives the gradients their places again, where the user has dropped them; zeroed.
   void after_forward();
-  void update_process_group(const ProcessGroup& group) { group_ = group; }
+  void update_process_group(const ProcessGroup& group) {
+    group_ = group;
+    feedback_ = std::make_shared<ErrorFeedback>();
+  }
 
  private:
-  DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group);
+  DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group,
+                   std::optional<HostCompression> between_hosts);
   void start();
 
   std::vector<at::Tensor> parameters_;
   ProcessGroup group_;
+  std::optional<HostCompression> between_hosts_;
+  std::shared_ptr<ErrorFeedback> feedback_ = std::make_shared<ErrorFeedback>();
   at::Tensor buffer_;
   std::vector<at::Tensor> views_;
   c10::intrusive_ptr<c10d::Work> work_;

@@ -61,6 +61,10 @@ struct DistributedDataParallelOptions {
   /// When a synchronised step fails, buffers are put back as they were before its first forward, as the
   /// random number generator always is. Costs a copy of the buffers per step.
   bool restore_buffers_on_failure = false;
+  /// How gradients travel between hosts, on all ranks the same; the group's own if not given. With kInt8 what the
+  /// rounding lost of a step's gradients is added to the next one's. No effect on one host, and none on what a
+  /// communication hook reduces, which travels as its group has it.
+  std::optional<HostCompression> between_hosts = {};
 };
 
 }  // namespace lockstep

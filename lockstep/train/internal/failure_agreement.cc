@@ -68,11 +68,6 @@ FailureReport report_of(const StateDict& object) {
           .can_save = state_value<bool>(object, "can_save", kOwner)};
 }
 
-std::chrono::milliseconds timeout_of(const ProcessGroup& group) {
-  const auto backend = c10::dynamic_intrusive_pointer_cast<LockstepBackend>(group->getBackend(c10::kCPU));
-  return backend ? backend->timeout() : std::chrono::minutes(30);
-}
-
 }  // namespace
 
 FailureCause kind_of(const std::exception_ptr& failure) {
@@ -104,9 +99,16 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
   }
   const int former_rank = get_rank();
   const int former_size = get_world_size();
-  const auto usual_timeout = timeout_of(default_group());
+  const auto backend =
+      c10::dynamic_intrusive_pointer_cast<LockstepBackend>(default_group()->getBackend(c10::kCPU));
+  const auto usual_timeout = backend ? backend->timeout() : std::chrono::minutes(30);
   set_group_timeout(timeout);  // how long the others are waited for
   abort();                     // whatever they wait for: this rank does not come there
+  if (backend && backend->spans_hosts()) {
+    FailureAgreement own{.group = {}, .reports = {mine}, .former_ranks = {former_rank}, .apart = true};
+    make_room(own);
+    return own;
+  }
   // Another one may die meanwhile; then the survivors meet again.
   for (int left = former_size;; --left) {
     try {

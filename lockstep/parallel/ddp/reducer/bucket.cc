@@ -121,6 +121,7 @@ void launch_reduction(Bucket& bucket, size_t index, bool last, const ReducerSett
     // On a device its stream goes on meanwhile.
     options.asyncOp = !last || !device.is_cpu();
     std::vector<at::Tensor> tensors{bucket.memory->buffer()};
+    const BetweenHosts between_hosts(settings.options.between_hosts, bucket.feedback);
     bucket.work = settings.group()->allreduce(tensors, options);
   }
 }

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/ddp/grad_bucket.h>
 #include <lockstep/parallel/ddp/reducer/bucket_memory.h>
@@ -24,6 +25,7 @@ struct Bucket {
   std::shared_ptr<BucketMemory> memory;
   std::vector<at::Tensor> views;  // the slots, by position; sizes and strides as the gradients'
   size_t bytes = 0;               // of gradients, without the gaps between slots
+  std::shared_ptr<ErrorFeedback> feedback = std::make_shared<ErrorFeedback>();
 
   // In this round:
   size_t pending = 0;             // parameters that are not ready
