@@ -1,12 +1,17 @@
 #include "bench.h"
 
 #include <chrono>
+#include <fstream>
+#include <iostream>
+#include <iterator>
 #include <memory>
 #include <string>
 
 #include <CLI/CLI.hpp>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/bench/bench.h>
+#include <lockstep/collectives/hosts/cost_model.h>
 
 namespace lockstep::cli {
 namespace {
@@ -31,6 +36,8 @@ struct BenchArguments {
   bool arena = false, staged = false;
   bool in_place = false, out_of_place = false;
   double timeout = 300;
+  std::string fit;
+  bool forecast = false;
 };
 
 benchmark::Options options_from(const BenchArguments& arguments) {
@@ -97,6 +104,46 @@ void add_how_to_measure(CLI::App& bench, BenchArguments& arguments) {
       ->capture_default_str();
 }
 
+void add_cost_model(CLI::App& bench, BenchArguments& arguments) {
+  CLI::Option* fit = bench
+                         .add_option("--fit", arguments.fit,
+                                     "Measure nothing: fit the cost model of several hosts to the "
+                                     "measurements in a JSON file, and write "
+                                     "it to standard output, for LOCKSTEP_WIRE_MODEL")
+                         ->type_name("FILE")
+                         ->check(CLI::ExistingFile);
+  bench
+      .add_flag("--forecast", arguments.forecast,
+                "Measure nothing: what the cost model forecasts for an all_reduce over up to 1,000 hosts")
+      ->excludes(fit);
+}
+
+/// The model of the environment, or without one the default at two speeds.
+void print_forecast() {
+  if (environment::text("LOCKSTEP_WIRE_MODEL")) {
+    std::cout << "Forecast by LOCKSTEP_WIRE_MODEL, not measured:\n\n"
+              << hosts::forecast_table(hosts::read_cost_model());
+    return;
+  }
+  for (const int gigabits : {10, 100}) {
+    std::cout << (gigabits == 10 ? "" : "\n") << "Forecast for TCP at " << gigabits
+              << " Gbit/s, not measured:\n\n"
+              << hosts::forecast_table(hosts::CostModel::of_wire(gigabits));
+  }
+}
+
+void print_fit(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::cout << hosts::to_json(hosts::fit(hosts::parse_measurements(text, path)));
+}
+
+int run_bench(const BenchArguments& arguments) {
+  if (arguments.fit.empty() && !arguments.forecast) return benchmark::run(options_from(arguments));
+  arguments.forecast ? print_forecast() : print_fit(arguments.fit);
+  return 0;
+}
+
 }  // namespace
 
 void add_bench(CLI::App& program, int& status) {
@@ -106,7 +153,8 @@ void add_bench(CLI::App& program, int& status) {
   bench->footer(kBenchExamples);
   add_what_to_measure(*bench, *arguments);
   add_how_to_measure(*bench, *arguments);
-  bench->callback([arguments, &status] { status = benchmark::run(options_from(*arguments)); });
+  add_cost_model(*bench, *arguments);
+  bench->callback([arguments, &status] { status = run_bench(*arguments); });
 }
 
 }  // namespace lockstep::cli

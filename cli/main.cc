@@ -14,6 +14,7 @@
 #include "help.h"
 #include "inspect.h"
 #include "run.h"
+#include "scaling.h"
 
 namespace {
 
@@ -51,6 +52,7 @@ int main(int argc, char** argv) {
   int status = 0;
   lockstep::cli::add_run(program, status);
   lockstep::cli::add_bench(program, status);
+  lockstep::cli::add_scaling(program, status, restore_library_path);
   lockstep::cli::add_inspect(program, status);
   lockstep::cli::add_doctor(program, status);
   lockstep::cli::add_help(program);
@@ -61,10 +63,11 @@ int main(int argc, char** argv) {
   }
   try {
     std::vector<std::string> words(argv + 1, argv + argc);
-    if (words.front() == "run") {
+    if (words.front() == "run" || words.front() == "scaling") {
       words = lockstep::cli::run_words(program, words);
-      restore_library_path();  // bench and doctor start this program again, which needs the libraries
     }
+    // bench, doctor and, at first, scaling start this program again, which needs the libraries.
+    if (words.front() == "run") restore_library_path();
     std::reverse(words.begin(), words.end());  // as CLI11 takes them
     program.parse(std::move(words));
     if (program.get_subcommands().empty()) throw CLI::RequiredError("a command");

@@ -27,10 +27,10 @@ Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and th
 variables. When one fails, the others are ended and the exit status is 1; with Ctrl-C it is 130.
 A second Ctrl-C kills. docs/troubleshooting.md says what messages mean, and what to do.)";
 
-class RunFormatter : public CLI::Formatter {
+class StarterFormatter : public CLI::Formatter {
  public:
-  std::string make_usage(const CLI::App*, std::string) const override {
-    return "Usage: lockstep run [OPTIONS] PROGRAM [ARGS...]\n";
+  std::string make_usage(const CLI::App* command, std::string) const override {
+    return "Usage: lockstep " + command->get_name() + " [OPTIONS] PROGRAM [ARGS...]\n";
   }
 };
 
@@ -62,13 +62,26 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
 
 }  // namespace
 
+void make_starter(CLI::App& command) {
+  command.formatter(std::make_shared<StarterFormatter>());
+  command.prefix_command();  // parsing stops at PROGRAM
+}
+
+std::vector<std::string> program_words(const CLI::App& command) {
+  std::vector<std::string> words = command.remaining();
+  if (words.empty()) throw CLI::RequiredError("PROGRAM");
+  if (words.front().size() > 1 && words.front().starts_with('-')) {
+    throw CLI::ExtrasError(std::vector<std::string>{words.front()});
+  }
+  return words;
+}
+
 void add_run(CLI::App& program, int& status) {
   auto arguments = std::make_shared<RunArguments>();
   CLI::App* run =
       program.add_subcommand("run", "Start a program in several processes and see them to their end");
-  run->formatter(std::make_shared<RunFormatter>());
+  make_starter(*run);
   run->footer(kRunExamples);
-  run->prefix_command();  // parsing stops at PROGRAM
   run->add_option("--nproc-per-node,--nproc_per_node,-n,--np", arguments->nproc_per_node,
                   "Processes to start: a number, auto, cpu or gpu")
       ->envname("PET_NPROC_PER_NODE")
@@ -92,25 +105,19 @@ void add_run(CLI::App& program, int& status) {
       ->check(check_one_host)
       ->capture_default_str();
   run->add_flag("--standalone", arguments->standalone, "One host with a store of its own: always so");
-  run->callback([run, arguments, &status] {
-    const std::vector<std::string> command = run->remaining();
-    if (command.empty()) throw CLI::RequiredError("PROGRAM");
-    if (command.front().size() > 1 && command.front().starts_with('-')) {
-      throw CLI::ExtrasError(std::vector<std::string>{command.front()});
-    }
-    status = launch::run(options_from(*arguments, command));
-  });
+  run->callback(
+      [run, arguments, &status] { status = launch::run(options_from(*arguments, program_words(*run))); });
 }
 
 std::vector<std::string> run_words(const CLI::App& program, std::vector<std::string> words) {
-  const CLI::App* run = program.get_subcommand("run");
+  const CLI::App* command = program.get_subcommand(words.front());
   for (size_t i = 1; i < words.size() && words[i].starts_with('-'); ++i) {
     if (words[i] == "--") {
       words.erase(words.begin() + static_cast<std::ptrdiff_t>(i));
       break;
     }
     if (words[i] == "-np") words[i] = "--np";
-    const CLI::Option* option = run->get_option_no_throw(words[i]);
+    const CLI::Option* option = command->get_option_no_throw(words[i]);
     if (option != nullptr && option->get_items_expected_max() > 0) ++i;  // past its value
   }
   return words;

@@ -4,15 +4,23 @@
 #include <vector>
 
 #include <CLI/App.hpp>
+#include <CLI/Formatter.hpp>
 
 namespace lockstep::cli {
 
 /// Adds `lockstep run` to the program. `status` becomes its exit status when it was chosen.
 void add_run(CLI::App& program, int& status);
 
-/// The words of a command line "run …" as CLI11 takes them: of one dash it knows only single letters, not
-/// mpirun's "-np", and a "--" before PROGRAM ends the command for it. The words from PROGRAM on are left as
-/// they are.
+/// Of a command that starts a program: its options stand before PROGRAM, and the help says so.
+void make_starter(CLI::App& command);
+
+/// PROGRAM and its arguments, once such a command is parsed. Throws CLI::RequiredError where there is none, and
+/// CLI::ExtrasError for an option that the command does not have.
+std::vector<std::string> program_words(const CLI::App& command);
+
+/// The words of a command line "run …" or "scaling …" as CLI11 takes them: of one dash it knows only single
+/// letters, not mpirun's "-np", and a "--" before PROGRAM ends the command for it. The words from PROGRAM on
+/// are left as they are.
 std::vector<std::string> run_words(const CLI::App& program, std::vector<std::string> words);
 
 }  // namespace lockstep::cli

@@ -1,9 +1,5 @@
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <string.h>
 #include <sys/wait.h>
@@ -18,6 +14,7 @@
 #include <lockstep/bench/bench.h>
 #include <lockstep/bench/internal/cases.h>
 #include <lockstep/bench/internal/measure.h>
+#include <lockstep/bench/internal/output_file.h>
 #include <lockstep/bench/internal/plan.h>
 #include <lockstep/bench/internal/report.h>
 #include <lockstep/bench/internal/status_line.h>
@@ -35,18 +32,6 @@ constexpr const char* kDefaultRanks = "2";
 
 void say(const std::string& text) {
   std::cerr << "lockstep bench: " + text + "\n" << std::flush;
-}
-
-/// Before anything is measured for a file that can't be written. Throws c10::ValueError.
-void check_json_path(const std::string& path) {
-  if (path.empty() || path == "-") return;
-  const std::filesystem::path file(path);
-  TORCH_CHECK_VALUE(!std::filesystem::is_directory(file), "--json '", path,
-                    "' is a directory; name a file in it");
-  const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
-  const std::string& checked = ::access(path.c_str(), F_OK) == 0 ? path : folder.string();
-  TORCH_CHECK_VALUE(::access(checked.c_str(), W_OK) == 0, "--json '", path, "' can't be written: ", checked,
-                    ": ", std::strerror(errno));
 }
 
 /// The check that all ranks make on the same numbers, rank 0's, so that all go on or none.
@@ -119,16 +104,6 @@ class Session {
   StatusLine status_;
 };
 
-void write_json(const std::string& path, const std::string& json) {
-  if (path == "-") {
-    std::cout << json << std::flush;
-    return;
-  }
-  std::ofstream file(path, std::ios::trunc);
-  file << json << std::flush;
-  TORCH_CHECK(file, "the results can't be written to '", path, "': ", std::strerror(errno));
-}
-
 /// In a process that has its place in a job. Returns the exit status, the same on all ranks.
 int run_rank(const Options& options) {
   at::set_num_threads(1);
@@ -141,13 +116,13 @@ int run_rank(const Options& options) {
   const Machine machine = describe_machine();
   const std::vector<Row> rows =
       Session(plan, world.rank(), options.json == "-" ? std::cerr : std::cout).run(machine);
-  if (world.rank() == 0 && !options.json.empty()) write_json(options.json, to_json(plan, machine, rows));
+  if (world.rank() == 0 && !options.json.empty()) write_output(options.json, to_json(plan, machine, rows));
   return count_wrong(rows) == 0 ? 0 : kWrongStatus;
 }
 
 void check_options(const Options& options, int ranks) {
   make_plan(options, ranks);
-  check_json_path(options.json);
+  check_output_path("--json", options.json);
 }
 
 int run_in_job(const Options& options, const LaunchEnvironment& environment) {

@@ -88,7 +88,8 @@ struct Interface {
 };
 struct Network {
   std::vector<Interface> interfaces;
-  Probe loopback_tcp;  ///< a connection from 127.0.0.1 to itself
+  std::string between_hosts;  ///< the interface that a job over several hosts would use; empty: none
+  Probe loopback_tcp;         ///< a connection from 127.0.0.1 to itself
   std::string hostname;
   Probe resolution;                             ///< of the host's own name
   std::vector<std::string> resolved;            ///< to these addresses
@@ -96,11 +97,10 @@ struct Network {
 };
 
 struct Ucx {
-  bool library = false;
-  std::string version;
-  bool info_program = false;         ///< ucx_info is in PATH
-  std::vector<std::string> devices;  ///< "tcp/eth0"
-  bool rdma_hardware = false;        ///< /sys/class/infiniband has a device
+  std::string missing = {};                     ///< why there is none: not installed, or not in this build
+  std::string engine = {};                      ///< with what it would use: "UCX 1.13.1 (tcp/eth0)"
+  std::string error = {};                       ///< why it can't be used
+  std::vector<std::string> rdma_hardware = {};  ///< in /sys/class/infiniband: "mlx5_0"
 };
 
 struct Gpu {

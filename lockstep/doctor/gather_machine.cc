@@ -186,7 +186,7 @@ Facts gather_machine(const std::string& root) {
   facts.limits = gather_limits(root);
   facts.dev_shm = gather_dev_shm(root);
   facts.gpu = gather_gpu_files(root);
-  facts.ucx.rdma_hardware = !list_folder(root + "/sys/class/infiniband").empty();
+  facts.ucx.rdma_hardware = list_folder(root + "/sys/class/infiniband");
   return facts;
 }
 

@@ -18,6 +18,9 @@
 #include <thread>
 #include <unistd.h>
 
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/pidfd.h>
@@ -25,7 +28,9 @@
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>
+#include <lockstep/rendezvous/network_interface.h>
 #include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/wire/ucx_engine.h>
 
 namespace lockstep::doctor {
 namespace {
@@ -179,37 +184,23 @@ void gather_resolution(Network& network) {
   network.resolved = result.addresses;
 }
 
-/// "#      Transport: tcp" and then "#         Device: eth0" become "tcp/eth0".
-std::vector<std::string> parse_ucx_devices(const std::string& text) {
-  std::vector<std::string> devices;
-  std::string transport;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
-    std::string hash;
-    std::string key;
-    std::string value;
-    words >> hash >> key >> value;
-    if (key == "Transport:") transport = value;
-    if (key == "Device:") devices.push_back(transport + "/" + value);
+/// Empty where no interface fits what the variables say, which is judged with them.
+std::string interface_for_hosts() {
+  try {
+    return interface_between_hosts(environment::text("MASTER_ADDR").value_or("")).name;
+  } catch (const c10::Error&) {
+    return "";
   }
-  return devices;
 }
 
-void gather_ucx(Ucx& ucx) {
-  if (const auto program = find_in_path("ucx_info")) {
-    ucx.info_program = true;
-    const auto result = run_command({*program, "-d"}, kCommandTimeout);
-    if (result.succeeded()) ucx.devices = parse_ucx_devices(result.output);
-  }
-  void* library = ::dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return;
-  ucx.library = true;
-  using GetVersion = void (*)(unsigned*, unsigned*, unsigned*);
-  if (auto get_version = reinterpret_cast<GetVersion>(::dlsym(library, "ucp_get_version"))) {
-    std::array<unsigned, 3> parts{};
-    get_version(&parts[0], &parts[1], &parts[2]);
-    ucx.version = std::to_string(parts[0]) + "." + std::to_string(parts[1]) + "." + std::to_string(parts[2]);
+/// Opens it as a rank would, which sets UCX's variables for this process and those that it starts.
+void try_ucx(Ucx& ucx, const std::string& interface) {
+  ucx.missing = transport::wire::why_no_ucx();
+  if (!ucx.missing.empty()) return;
+  try {
+    ucx.engine = transport::wire::make_ucx_engine(0, {.interface = interface})->describe();
+  } catch (const std::exception& error) {
+    ucx.error = text_of(error);
   }
 }
 
@@ -265,7 +256,8 @@ void gather_probes(Facts& facts, const std::string& root) {
   facts.network.loopback_tcp = try_out(probe_loopback);
   facts.network.interfaces = gather_interfaces(root);
   gather_resolution(facts.network);
-  gather_ucx(facts.ucx);
+  facts.network.between_hosts = interface_for_hosts();
+  try_ucx(facts.ucx, facts.network.between_hosts);
   ask_nvidia_smi(facts.gpu);
   // A driver that hangs would take this process with it; nvidia-smi has found that out.
   if (facts.gpu.smi_error.empty()) ask_cuda_driver(facts.gpu);

@@ -2,12 +2,15 @@
 #include <array>
 #include <set>
 #include <string_view>
+#include <vector>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/judge.h>
 #include <lockstep/rendezvous/launch_environment.h>
+#include <lockstep/rendezvous/network_interface.h>
+#include <lockstep/rendezvous/port_range.h>
 
 namespace lockstep::doctor {
 namespace {
@@ -34,15 +37,21 @@ constexpr std::string_view kOwnVariables[] = {
     "LOCKSTEP_MAX_OBJECT_BYTES",
     "LOCKSTEP_OFFLINE_KIT",
     "LOCKSTEP_OLDEST_TORCH",
+    "LOCKSTEP_PORT_RANGE",
     "LOCKSTEP_PYTHON",
     "LOCKSTEP_REPLACE_GLOO",
     "LOCKSTEP_RUN",
     "LOCKSTEP_SEGMENT_MB",
     "LOCKSTEP_SKIP_PACKAGES",
+    "LOCKSTEP_SOCKET_IFNAME",
     "LOCKSTEP_SPAWN",
     "LOCKSTEP_TERMINAL_COLUMNS",
     "LOCKSTEP_TEST_DEVICE",
+    "LOCKSTEP_TEST_HOST",
+    "LOCKSTEP_TEST_HOSTS",
     "LOCKSTEP_TORCH",
+    "LOCKSTEP_UCX_LIBRARY",
+    "LOCKSTEP_WIRE_MODEL",
 };
 
 /// The value; nothing when unset or empty, which counts as unset.
@@ -219,6 +228,32 @@ void judge_interface_names(const Facts& facts, Findings& findings) {
   }
 }
 
+/// What Lockstep itself reads for jobs over several hosts.
+void judge_wire_variables(const Facts& facts, Findings& findings) {
+  if (const auto* value = value_of(facts.environment, "LOCKSTEP_SOCKET_IFNAME")) {
+    std::vector<NetworkInterface> interfaces;
+    for (const Interface& each : facts.network.interfaces) {
+      for (const std::string& address : each.addresses) {
+        interfaces.push_back(
+            {.name = each.name, .address = address, .is_up = each.up, .is_loopback = each.loopback});
+      }
+    }
+    try {
+      choose_interface(interfaces, InterfaceWish{.variable = "LOCKSTEP_SOCKET_IFNAME", .value = *value}, "");
+    } catch (const c10::Error& error) {
+      findings.push_back(warning("variables", error.what_without_backtrace(),
+                                 "name one that is up, or unset it: no job over several hosts starts here"));
+    }
+  }
+  if (const auto* value = value_of(facts.environment, "LOCKSTEP_PORT_RANGE")) {
+    try {
+      PortRange::parse(*value);
+    } catch (const c10::Error& error) {
+      findings.push_back(problem("variables", error.what_without_backtrace(), "mend it, or unset it"));
+    }
+  }
+}
+
 }  // namespace
 
 Findings judge_environment(const Facts& facts) {
@@ -229,6 +264,7 @@ Findings judge_environment(const Facts& facts) {
   judge_word(facts.environment, "TORCH_DISTRIBUTED_DEBUG", {"off", "info", "detail"}, findings);
   judge_pinning(facts.environment, findings);
   judge_interface_names(facts, findings);
+  judge_wire_variables(facts, findings);
   const auto visible = facts.environment.find("CUDA_VISIBLE_DEVICES");
   if (visible != facts.environment.end() && (visible->second.empty() || visible->second.starts_with("-"))) {
     findings.push_back(note("variables",

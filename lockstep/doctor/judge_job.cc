@@ -161,7 +161,8 @@ void name_bad_pairs(const std::vector<PairResult>& pairs,
   findings.push_back(form);
 }
 
-void judge_pairs(const std::vector<PairResult>& pairs, Findings& findings) {
+/// Of pairs that are alike: `which` is " between hosts", or nothing.
+void judge_speed(const std::vector<PairResult>& pairs, const std::string& which, Findings& findings) {
   if (pairs.empty()) return;
   const Typical typical = typical_of(pairs);
   const auto is_slow = [&](const PairResult& pair) {
@@ -169,16 +170,12 @@ void judge_pairs(const std::vector<PairResult>& pairs, Findings& findings) {
            (exceeds(latency_of(pair), typical.latency) || exceeds(transfer_of(pair), typical.transfer));
   };
   name_bad_pairs(
-      pairs, failed, [](const PairResult& pair) { return tell_errors(pair.errors); },
-      problem("pairs", "",
-              "see which of the two ranks fails with others too, and what is special "
-              "about its host, container or user"),
-      findings);
-  name_bad_pairs(
       pairs, is_slow, [&](const PairResult& pair) { return tell_slowness(pair, typical); },
       warning("pairs", "",
-              "see what else runs on its cores (top), their clock rate, and on which "
-              "NUMA nodes the ranks are"),
+              which.empty()
+                  ? "see what else runs on its cores (top), their clock rate, and on which NUMA nodes the "
+                    "ranks are"
+                  : "see what else runs on its cores (top), and what its host's interface has to do"),
       findings);
   std::vector<double> latencies;
   std::vector<double> transfers;
@@ -189,8 +186,26 @@ void judge_pairs(const std::vector<PairResult>& pairs, Findings& findings) {
   }
   if (latencies.empty()) return;
   findings.push_back(ok("pairs", std::to_string(latencies.size()) + " of " + std::to_string(pairs.size()) +
-                                     " pairs work: all_reduce of 4 B in " + duration(median(latencies)) +
-                                     ", of 1 MiB in " + duration(median(transfers)) + " in the median"));
+                                     " pairs" + which + " work: all_reduce of 4 B in " +
+                                     duration(median(latencies)) + ", of 1 MiB in " +
+                                     duration(median(transfers)) + " in the median"));
+}
+
+void judge_pairs(const JobObservations& job, Findings& findings) {
+  name_bad_pairs(
+      job.pairs, failed, [](const PairResult& pair) { return tell_errors(pair.errors); },
+      problem("pairs", "",
+              "see which of the two ranks fails with others too, and what is special "
+              "about its host, container or user"),
+      findings);
+  std::vector<PairResult> within, between;
+  for (const PairResult& pair : job.pairs) {
+    const auto& one = job.ranks.at(static_cast<size_t>(pair.ranks.first));
+    const auto& other = job.ranks.at(static_cast<size_t>(pair.ranks.second));
+    (one && other && one->host != other->host ? between : within).push_back(pair);
+  }
+  judge_speed(within, "", findings);
+  judge_speed(between, " between hosts", findings);
 }
 
 }  // namespace
@@ -212,7 +227,7 @@ Findings judge_communication(const JobObservations& job) {
                                            std::to_string(job.ranks.size()) +
                                            " ranks gave the right values"));
   }
-  judge_pairs(job.pairs, findings);
+  judge_pairs(job, findings);
   return findings;
 }
 

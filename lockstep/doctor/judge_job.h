@@ -14,7 +14,8 @@
 namespace lockstep::doctor {
 
 namespace thresholds {
-/// A pair is slow when one of its two medians is more than so many times the median of all pairs …
+/// A pair is slow when one of its two medians is more than so many times the median of all pairs, of those within hosts
+/// or of those between them …
 constexpr double kSlowFactor = 3;
 /// … and so many seconds more, for latencies vary by microseconds where ranks share cores.
 constexpr double kSlowSeconds = 200e-6;

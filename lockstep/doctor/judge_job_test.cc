@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <functional>
 #include <gmock/gmock.h>
 
@@ -9,6 +10,7 @@
 namespace lockstep::doctor::judge_job_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 RankFacts healthy_rank(int rank) {
@@ -62,6 +64,31 @@ TEST(JudgeJob, AHealthyJobHasNothingButOks) {
               HasSubstr("6 of 6 pairs work: all_reduce of 4 B in 3 µs, of 1 MiB in 150 µs"));
 }
 
+TEST(JudgeJob, PairsBetweenHostsAreComparedWithEachOther) {
+  JobObservations job = healthy();
+  for (const int rank : {2, 3}) {
+    job.ranks[rank]->host = "boot 2 other";
+    job.ranks[rank]->hostname = "other";
+  }
+  for (PairResult& pair : job.pairs) {
+    if ((pair.ranks.first < 2) != (pair.ranks.second < 2))
+      pair.latencies = pair.transfers = {9e-3, 10e-3, 11e-3};
+  }
+  std::string text;
+  for (const Finding& finding : judge_job(job)) {
+    EXPECT_LE(finding.severity, Severity::kNote) << finding.message;
+    text += finding.message + '\n';
+  }
+  EXPECT_THAT(text, AllOf(HasSubstr("2 of 2 pairs work: all_reduce of 4 B in 3 µs"),
+                          HasSubstr("4 of 4 pairs between hosts work: all_reduce of 4 B in 10 ms")));
+  pair_of(job, 0, 3).latencies = {1, 1, 1};
+  const Findings findings = judge_job(job);
+  EXPECT_TRUE(std::any_of(findings.begin(), findings.end(), [](const Finding& finding) {
+    return finding.severity == Severity::kWarning &&
+           finding.message.find("ranks 0 and 3") != std::string::npos;
+  }));
+}
+
 TEST(JudgeJob, ASingleRankHasNoPairs) {
   JobObservations job;
   job.ranks = {healthy_rank(0)};
@@ -112,7 +139,14 @@ INSTANTIATE_TEST_SUITE_P(
                job.ranks[3]->host = "boot 2 other";
                job.ranks[3]->hostname = "other";
              },
-             kProblem, "hosts", "box (ranks 0-2), other (rank 3)"},
+             kNote, "hosts", "box (ranks 0-2), other (rank 3)"},
+        Case{"users by host",
+             [](auto& job) {
+               job.ranks[3]->host = "boot 2 other";
+               job.ranks[3]->hostname = "other";
+               job.ranks[3]->user = 7;
+             },
+             kNote, "hosts", "other (rank 3)"},
         Case{"users", [](auto& job) { job.ranks[1]->user = 7; }, kProblem, "users", "rank 1: 7"},
         Case{"cpu", [](auto& job) { job.ranks[2]->cpu = "Xeon"; }, kNote, "cpu",
              "ranks 0, 1 and 3: EPYC, rank 2: Xeon"},

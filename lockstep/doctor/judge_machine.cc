@@ -206,7 +206,7 @@ void judge_limits(const Facts& facts, Findings& findings) {
     return;
   }
   judge_open_files(limits.open_files, findings);
-  judge_locked_memory(limits.locked_memory, facts.ucx.rdma_hardware, findings);
+  judge_locked_memory(limits.locked_memory, !facts.ucx.rdma_hardware.empty(), findings);
   judge_processes(limits, findings);
   if (limits.address_space.soft && *limits.address_space.soft < kAddressSpaceWarning) {
     findings.push_back(warning("rlimit as",
@@ -230,6 +230,7 @@ void judge_interfaces(const Network& network, Findings& findings) {
   std::string text = up.empty() ? "none is up" : "up: " + joined(up);
   if (!down.empty()) text += "; down: " + joined(down);
   if (reachable) {
+    if (!network.between_hosts.empty()) text += "; between hosts: " + network.between_hosts;
     findings.push_back(ok("interfaces", text));
   } else {
     findings.push_back(note("interfaces", text + "; other machines can't reach this one",

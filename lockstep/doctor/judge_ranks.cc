@@ -51,13 +51,18 @@ void judge_hosts(const Ranks& ranks, Findings& findings) {
   if (hosts.size() == 1) {
     findings.push_back(ok("hosts", std::to_string(ranks.size()) + " rank(s) on " + text));
   } else {
-    findings.push_back(problem("hosts", "the ranks are on several hosts or in several containers: " + text,
-                               "start all ranks on one host, in one container: groups across hosts are not "
-                               "supported yet"));
+    findings.push_back(
+        note("hosts", "the ranks are on several hosts, or in containers that count as such: " + text,
+             "nothing, if it is meant: they pass messages over the network, and share memory within "
+             "each host"));
   }
   const auto users = group_by(ranks, [](const RankFacts& facts) { return std::to_string(facts.user); });
-  if (users.size() > 1) {
-    findings.push_back(problem("users", "the ranks run as different users: " + tell_groups(users),
+  const bool shared = std::any_of(hosts.begin(), hosts.end(), [](const auto& host) {
+    return std::any_of(host.second.begin(), host.second.end(),
+                       [&](const auto* facts) { return facts->user != host.second.front()->user; });
+  });
+  if (users.size() > 1 && shared) {
+    findings.push_back(problem("users", "ranks of one host run as different users: " + tell_groups(users),
                                "run all as one user: ranks share memory"));
   }
   const auto models = group_by(ranks, [](const RankFacts& facts) { return facts.cpu; });

@@ -74,23 +74,27 @@ Finding judge_compiler(const Software& software) {
 }
 
 Finding judge_ucx(const Ucx& ucx) {
-  constexpr const char* kOnlyBetween = "; needed only for training on several machines";
-  if (!ucx.library) {
-    return note("ucx", std::string("libucp.so.0 is not installed") + kOnlyBetween,
-                "nothing on one machine; else install UCX (Debian, Ubuntu: apt-get install libucx0 "
-                "ucx-utils; RHEL: dnf install ucx)");
+  if (!ucx.missing.empty()) {
+    return note("ucx", ucx.missing, "nothing on one machine: only jobs over several hosts need it");
   }
-  const std::string version = "UCX " + ucx.version;
-  if (!ucx.info_program) {
-    return note("ucx", version + "; its devices can't be listed without ucx_info" + kOnlyBetween,
-                "install it to see them (Debian, Ubuntu: apt-get install ucx-utils; RHEL: dnf install ucx)");
+  if (!ucx.error.empty()) {
+    return warning(
+        "ucx", ucx.error,
+        "name another interface in LOCKSTEP_SOCKET_IFNAME; unset variables UCX_…; jobs over several "
+        "hosts do not start here");
   }
-  if (ucx.devices.empty()) {
-    return warning("ucx", version + " finds no device", "run ucx_info -d and see why");
+  std::string unused;
+  for (const std::string& device : ucx.rdma_hardware) {
+    if (ucx.engine.find("/" + device + ":") == std::string::npos)
+      unused += (unused.empty() ? "" : ", ") + device;
   }
-  std::string list;
-  for (const std::string& device : ucx.devices) list += (list.empty() ? "" : ", ") + device;
-  return ok("ucx", version + ": " + list);
+  if (!unused.empty()) {
+    return note(
+        "ucx", ucx.engine + ", without the RDMA devices that are here: " + unused,
+        "see that their ports are active (ibv_devinfo), that UCX_TLS and UCX_NET_DEVICES leave them in, and "
+        "that this UCX was built for RDMA (PyPI's is not)");
+  }
+  return ok("ucx", ucx.engine);
 }
 
 std::string smi_list(const Gpu& gpu) {

@@ -47,11 +47,8 @@ Facts healthy() {
   facts.network.hostname = "box";
   facts.network.resolution = {true, ""};
   facts.network.resolved = {"10.0.0.5"};
-  facts.ucx = {.library = true,
-               .version = "1.13.1",
-               .info_program = true,
-               .devices = {"tcp/eth0"},
-               .rdma_hardware = false};
+  facts.network.between_hosts = "eth0";
+  facts.ucx.engine = "UCX 1.13.1 (tcp/eth0)";
   facts.environment = {{"OMP_NUM_THREADS", "2"}};
   return facts;
 }
@@ -121,12 +118,17 @@ INSTANTIATE_TEST_SUITE_P(
              "no C++ compiler", "g++"},
         Case{"old compiler", [](Facts& f) { f.software.compilers[0].version = "10.2.1"; }, kWarning,
              "compiler", "/usr/bin/c++ 10.2.1", "g++ 11"},
-        Case{"no ucx", [](Facts& f) { f.ucx = {}; }, kNote, "ucx", "only for training on several machines",
-             "libucx0"},
-        Case{"no ucx_info", [](Facts& f) { f.ucx.info_program = false; }, kNote, "ucx", "1.13.1",
-             "ucx-utils"},
-        Case{"no ucx device", [](Facts& f) { f.ucx.devices.clear(); }, kWarning, "ucx", "no device",
-             "ucx_info -d"},
+        Case{"no ucx", [](Facts& f) { f.ucx = {.missing = "install the package libucx0"}; }, kNote, "ucx",
+             "libucx0", "nothing on one machine"},
+        Case{"no ucx device", [](Facts& f) { f.ucx = {.error = "no such device"}; }, kWarning, "ucx",
+             "no such device", "LOCKSTEP_SOCKET_IFNAME"},
+        Case{"unused rdma",
+             [](Facts& f) {
+               f.ucx.engine = "UCX 1.22.0 (tcp/eth0, rc_verbs/mlx5_0:1)";
+               f.ucx.rdma_hardware = {"mlx5_0", "mlx5_1"};
+               f.limits.locked_memory = {};
+             },
+             kNote, "ucx", "the RDMA devices that are here: mlx5_1", "UCX_NET_DEVICES"},
         Case{"driver without device", [](Facts& f) { f.gpu.driver = "550.54"; }, kWarning, "gpu", "550.54",
              "--gpus all"},
         Case{"smi fails",
@@ -248,8 +250,12 @@ INSTANTIATE_TEST_SUITE_P(
              "limits.conf"},
         Case{"no files", [](Facts& f) { f.limits.open_files = {20, 20}; }, kProblem, "nofile", "20",
              "nofile=65536"},
-        Case{"memlock", [](Facts& f) { f.ucx.rdma_hardware = true; }, kWarning, "memlock", "8.0 MiB; RDMA",
-             "ulimit -l unlimited"},
+        Case{"memlock",
+             [](Facts& f) {
+               f.ucx.engine = "UCX 1.13.1 (tcp/eth0, rc_verbs/mlx5_0:1)";
+               f.ucx.rdma_hardware = {"mlx5_0"};
+             },
+             kWarning, "memlock", "8.0 MiB; RDMA", "ulimit -l unlimited"},
         Case{
             "few processes",
             [](Facts& f) {
@@ -322,6 +328,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"gloo", set_variable("GLOO_SOCKET_IFNAME", "eth7"), kWarning, "variables", "'eth7'", "unset"},
         Case{"nccl", set_variable("NCCL_SOCKET_IFNAME", "=ib0,eth0"), kWarning, "variables", "'=ib0,eth0'",
              "unset"},
+        Case{"interface", set_variable("LOCKSTEP_SOCKET_IFNAME", "eth7"), kWarning, "variables",
+             "no interface that is up fits it", "unset"},
+        Case{"ports", set_variable("LOCKSTEP_PORT_RANGE", "many"), kProblem, "variables", "'many'", "unset"},
         Case{"hidden gpus", set_variable("CUDA_VISIBLE_DEVICES", ""), kNote, "variables", "hidden", "unset"},
         Case{"half a launcher", set_variable("MASTER_ADDR", "localhost"), kWarning, "launcher", "only some",
              "lockstep run"},
@@ -360,6 +369,8 @@ INSTANTIATE_TEST_SUITE_P(
                       std::pair("TORCH_DISTRIBUTED_DEBUG", "INFO"), std::pair("OMP_PROC_BIND", "FALSE"),
                       std::pair("OMP_NUM_THREADS", "4,2"), std::pair("NCCL_SOCKET_IFNAME", "eth"),
                       std::pair("NCCL_SOCKET_IFNAME", "^docker0"), std::pair("GLOO_SOCKET_IFNAME", "eth0"),
+                      std::pair("LOCKSTEP_SOCKET_IFNAME", "eth"),
+                      std::pair("LOCKSTEP_PORT_RANGE", "20000-20100"),
                       std::pair("CUDA_VISIBLE_DEVICES", "0,1")));
 
 TEST(Judge, SaysWhichGpusThereAre) {

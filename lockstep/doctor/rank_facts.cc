@@ -49,8 +49,7 @@ RankFacts gather_rank_facts(int rank, const std::string& program) {
   facts.rank = rank;
   facts.pid = process.pid;
   facts.hostname = process.host.hostname;
-  facts.host = process.host.to_string();
-  facts.pid_namespace = process.pid_namespace;
+  facts.host = process.host.key();
   facts.user = ::geteuid();
   facts.local_rank = local_rank();
   facts.cores = machine.cores.allowed;
@@ -78,7 +77,6 @@ std::string to_json(const RankFacts& facts) {
                          {"pid", facts.pid},
                          {"hostname", facts.hostname},
                          {"host", facts.host},
-                         {"pid_namespace", facts.pid_namespace},
                          {"user", facts.user},
                          {"local_rank", facts.local_rank},
                          {"cores", facts.cores},
@@ -107,7 +105,6 @@ std::optional<RankFacts> parse_rank_facts(const std::string& text) {
     read(json, "pid", facts.pid);
     read(json, "hostname", facts.hostname);
     read(json, "host", facts.host);
-    read(json, "pid_namespace", facts.pid_namespace);
     read(json, "user", facts.user);
     read(json, "local_rank", facts.local_rank);
     read(json, "cores", facts.cores);

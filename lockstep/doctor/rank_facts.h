@@ -13,8 +13,7 @@ struct RankFacts {
   int rank = 0;
   int64_t pid = 0;
   std::string hostname;
-  std::string host;  ///< HostIdentity::to_string(): the same text on one host
-  uint64_t pid_namespace = 0;
+  std::string host;  ///< HostIdentity::key(): the same text on one host
   int64_t user = 0;
   int local_rank = -1;               ///< -1: no launcher said it
   std::vector<int> cores;            ///< by the affinity mask

@@ -149,7 +149,10 @@ int run(const RunOptions& options) {
   std::string flight_folder;
   IgnoredBrokenPipe no_broken_pipe;
   TemporaryFolder folder;
-  OutputRouter output({.nprocs = options.nprocs, .prefix = prefix});
+  OutputRouter output({.nprocs = options.nprocs,
+                       .prefix = prefix,
+                       .targets = options.output,
+                       .observe = options.observe_output});
   std::vector<Ending> endings;
   std::optional<int> interrupted_by;
   {

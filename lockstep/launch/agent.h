@@ -1,8 +1,11 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 /// `lockstep run`: starts the processes of a job on one machine and sees them to their end.
@@ -14,7 +17,11 @@ struct RunOptions {
   uint16_t master_port = 0;          // of the store on 127.0.0.1; 0: a free one
   bool prefix = true;                // mark output lines with "[rank N] "; a single process's never are
   std::chrono::nanoseconds grace_period =
-      std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
+      std::chrono::seconds(30);        // from the first failure or signal to SIGKILL
+  std::array<int, 2> output = {1, 2};  // descriptors for the processes' standard output and error
+  // Is given what each process writes, besides: the local rank, 1 or 2 for standard output or error, and bytes
+  // as they came, which need not be whole lines.
+  std::function<void(int, int, std::string_view)> observe_output = {};
 };
 
 /// The number of processes that the text asks for: a number from 1; "cpu", the cores that this process may

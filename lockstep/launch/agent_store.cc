@@ -17,6 +17,8 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent_store.h>
+#include <lockstep/rendezvous/no_reverse_lookups.h>
+#include <lockstep/rendezvous/port_range.h>
 
 namespace lockstep::launch {
 namespace {
@@ -64,6 +66,7 @@ StorePtr start_store(const c10d::TCPStoreOptions& options, const Deadline& deadl
   std::thread([promise, options] {
     try {
       failpoint::here("start_store");
+      const NoReverseLookups guard;
       promise->set_value(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
     } catch (...) {
       promise->set_exception(std::current_exception());
@@ -79,23 +82,18 @@ StorePtr start_store(const c10d::TCPStoreOptions& options, const Deadline& deadl
 }  // namespace
 
 AgentStore::AgentStore(uint16_t port, const std::function<bool()>& cancelled) {
-  UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  TORCH_CHECK_WITH(DistNetworkError, static_cast<bool>(listener),
-                   "can't make a socket: ", std::strerror(errno));
-  const int one = 1;  // a chosen port may still be in TIME_WAIT from the last run
-  ::setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
-  sockaddr_in address = {};
+  sockaddr_storage place = {};
+  auto& address = reinterpret_cast<sockaddr_in&>(place);
   address.sin_family = AF_INET;
   address.sin_port = htons(port);
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  // listen() already here: two sockets with SO_REUSEADDR may both bind one port, but only one may listen on
-  // it.
-  if (::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
-      ::listen(listener.get(), SOMAXCONN) != 0) {
+  UniqueFd listener = listen_tcp(place, sizeof(address));
+  if (!listener) {
     const int error = errno;
-    const char* remedy = error == EADDRINUSE ? "; choose another --master-port, or none for a free one"
-                         : error == EACCES   ? "; ports below 1024 need privileges, choose a higher one"
-                                             : "";
+    const char* remedy = error == EADDRINUSE && port == 0 ? "; no port of LOCKSTEP_PORT_RANGE is free"
+                         : error == EADDRINUSE ? "; choose another --master-port, or none for a free one"
+                         : error == EACCES     ? "; ports below 1024 need privileges, choose a higher one"
+                                               : "";
     TORCH_CHECK_WITH(DistNetworkError, false, "can't listen on 127.0.0.1:", port, ": ", std::strerror(error),
                      remedy);
   }

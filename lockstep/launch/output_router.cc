@@ -69,6 +69,8 @@ std::array<UniqueFd, 2> OutputRouter::open_next() {
     write_ends[stream].reset(ends[1]);
     source.sink = merged ? 0 : stream;
     source.index = merged ? local_rank * 2 + stream : local_rank;
+    source.local_rank = static_cast<int>(local_rank);
+    source.stream = static_cast<int>(stream) + 1;
     source.tail = stream == 1 ? &tails_.at(local_rank) : nullptr;
     sources_.push_back(std::move(source));
   }
@@ -121,6 +123,7 @@ void OutputRouter::read_from(Source& source) {
   }
   const std::string_view bytes(buffer, static_cast<size_t>(got));
   if (source.tail != nullptr) source.tail->feed(bytes);
+  if (options_.observe) options_.observe(source.local_rank, source.stream, bytes);
   if (!options_.prefix && options_.nprocs == 1) {
     sink.queue += bytes;
     return;

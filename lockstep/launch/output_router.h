@@ -1,8 +1,10 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
@@ -25,6 +27,7 @@ class OutputRouter : public Streams {
     int nprocs = 1;
     bool prefix = true;  // "[rank N] "; without it and with one worker only, bytes pass as they come
     std::array<int, 2> targets = {1, 2};
+    std::function<void(int, int, std::string_view)> observe = {};  // see RunOptions::observe_output
   };
   explicit OutputRouter(const Options& options);
 
@@ -60,7 +63,9 @@ class OutputRouter : public Streams {
   struct Source {
     UniqueFd fd;
     size_t sink = 0;
-    size_t index = 0;                      // in the sink's LineForwarder
+    size_t index = 0;  // in the sink's LineForwarder
+    int local_rank = 0;
+    int stream = 1;                        // 1: standard output, 2: standard error
     LineTail* tail = nullptr;              // of standard error
     Deadline idle_at = Deadline::never();  // when its unfinished line is written
   };

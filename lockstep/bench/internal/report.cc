@@ -1,27 +1,15 @@
-#include <array>
-#include <cstdarg>
-#include <cstdio>
-
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/bench/internal/print.h>
 #include <lockstep/bench/internal/report.h>
 
 namespace lockstep::benchmark {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-__attribute__((format(printf, 1, 2))) std::string print(const char* format, ...) {
-  std::array<char, 512> text{};
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(text.data(), text.size(), format, arguments);
-  va_end(arguments);
-  return text.data();
-}
 
 const char* memory_name(const Plan& plan) {
   return plan.memory == MemoryKind::kArena ? "arena" : "staged";

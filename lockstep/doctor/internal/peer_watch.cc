@@ -8,7 +8,6 @@ PeerWatch::PeerWatch(const std::vector<RankFacts>& ranks, int rank) : pidfds_(ra
   for (size_t peer = 0; peer < ranks.size(); ++peer) {
     const RankFacts& facts = ranks[peer];
     if (facts.pid <= 0 || facts.pid == own.pid || facts.host != own.host) continue;
-    if (facts.pid_namespace != own.pid_namespace) continue;
     // One that ended meanwhile has no pidfd, and is then found out by the timeout.
     pidfds_[peer] = open_pidfd(static_cast<pid_t>(facts.pid));
   }

@@ -7,8 +7,8 @@
 
 namespace lockstep::doctor {
 
-/// Knows when the process of a rank has ended, for ranks on this host in this pid namespace; of others it
-/// knows nothing. Thread-safe.
+/// Knows when the process of a rank has ended, for ranks on this host; of others it knows nothing.
+/// Thread-safe.
 class PeerWatch {
  public:
   /// `ranks`: all ranks' facts, by rank; a rank without facts has the default ones. `rank`: this one.

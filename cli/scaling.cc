@@ -1,0 +1,97 @@
+#include "scaling.h"
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include <CLI/CLI.hpp>
+
+#include <lockstep/bench/scaling.h>
+#include <lockstep/launch/agent.h>
+
+#include "run.h"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr const char* kScalingExamples = R"(
+Examples:
+  lockstep scaling ./train --epochs 1                   1, 2, 4, … ranks, up to one for each core (or GPU)
+  lockstep scaling --ranks 1,2,3 --repeats 3 -- ./train three runs each, the median counts
+  lockstep scaling --work per-rank ./train --steps 100  a program in which each rank does as much, however many
+  lockstep scaling --plot scaling.svg --json scaling.json ./train
+
+Throughput is what the program says: the last line "LOCKSTEP_SCALING VALUE [UNIT]" of rank 0, for all ranks
+together, or else samples/s of the Trainer's progress bar; or else the time of the whole run tells it. The
+program's output goes to standard error. docs/bench.md explains the columns.)";
+
+struct ScalingArguments {
+  benchmark::ScalingOptions options;
+  std::string ranks;
+  std::string nproc_per_node = "auto";
+  bool no_barrier = false;
+  double grace_period = 30;
+};
+
+benchmark::ScalingOptions scaling_options_from(const ScalingArguments& arguments) {
+  benchmark::ScalingOptions options = arguments.options;
+  options.ranks = arguments.ranks.empty()
+                      ? benchmark::powers_of_two(launch::parse_nprocs(arguments.nproc_per_node))
+                      : benchmark::parse_rank_list(arguments.ranks);
+  if (!arguments.no_barrier) options.lockstep = std::filesystem::read_symlink("/proc/self/exe");
+  options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(arguments.grace_period));
+  return options;
+}
+
+}  // namespace
+
+void add_scaling(CLI::App& program, int& status, const std::function<void()>& before_program) {
+  auto arguments = std::make_shared<ScalingArguments>();
+  CLI::App* scaling =
+      program.add_subcommand("scaling", "Run a program with 1, 2, 4, … ranks and tell what more ranks bring");
+  make_starter(*scaling);
+  scaling->footer(kScalingExamples);
+  CLI::Option* most = scaling
+                          ->add_option("--nproc-per-node,--nproc_per_node,-n", arguments->nproc_per_node,
+                                       "The most ranks: a number, auto, cpu or gpu, as for lockstep run")
+                          ->type_name("N")
+                          ->capture_default_str();
+  scaling->add_option("--ranks", arguments->ranks, "The numbers of ranks, 1,2,4 say")
+      ->type_name("LIST")
+      ->excludes(most);
+  scaling->add_option("--repeats", arguments->options.repeats, "Runs with each number of ranks")
+      ->type_name("N")
+      ->capture_default_str();
+  const std::map<std::string, benchmark::Scaling> scalings = {{"fixed", benchmark::Scaling::kStrong},
+                                                              {"per-rank", benchmark::Scaling::kWeak}};
+  scaling
+      ->add_option("--work", arguments->options.scaling,
+                   "Where time tells the throughput: fixed (more ranks share the same work) or per-rank "
+                   "(each does as much) [fixed]")
+      ->type_name("KIND")
+      ->transform(CLI::CheckedTransformer(scalings).description(""));
+  scaling->add_flag("--no-barrier,--no_barrier", arguments->no_barrier,
+                    "Do not measure the barrier's latency");
+  scaling
+      ->add_option("--json", arguments->options.json,
+                   "Write the results there too; - is standard output, and the table goes to standard error")
+      ->type_name("FILE");
+  scaling->add_option("--plot", arguments->options.plot, "Draw the speedup there, as SVG")->type_name("FILE");
+  scaling
+      ->add_option("--grace-period,--grace_period", arguments->grace_period,
+                   "Seconds from a run's first failure or signal until what still runs is killed")
+      ->type_name("SECONDS")
+      ->check(CLI::Range(0.0, 86400.0))
+      ->capture_default_str();
+  scaling->callback([scaling, arguments, before_program, &status] {
+    arguments->options.command = program_words(*scaling);
+    arguments->options.before_program = before_program;
+    status = benchmark::scale(scaling_options_from(*arguments));
+  });
+}
+
+}  // namespace lockstep::cli

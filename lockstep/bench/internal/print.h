@@ -1,0 +1,20 @@
+#pragma once
+
+#include <array>
+#include <cstdarg>
+#include <cstdio>
+#include <string>
+
+namespace lockstep::benchmark {
+
+/// printf into a string; longer text is cut at 511 bytes.
+__attribute__((format(printf, 1, 2))) inline std::string print(const char* format, ...) {
+  std::array<char, 512> text{};
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text.data(), text.size(), format, arguments);
+  va_end(arguments);
+  return text.data();
+}
+
+}  // namespace lockstep::benchmark
