@@ -5,6 +5,8 @@ process that runs the test, which was itself forked from a clean server: torch i
 group. The test code is PyTorch's, unchanged. Two things are stricter than there: a rank other than the first that
 crashes or ends with a status of its own fails the test too (PyTorch looks only at the first), and no rank outlives its
 test.
+
+With LOCKSTEP_TEST_HOSTS=2 the ranks are as if on two hosts, in turns: 2 x 2 with four of them.
 """
 
 import multiprocessing
@@ -19,11 +21,19 @@ class RankFailed(AssertionError):
     """A rank ended in a way that PyTorch's own check does not see."""
 
 
+def pretend_host(rank):
+    """Puts this process on one of the hosts that LOCKSTEP_TEST_HOSTS asks for."""
+    hosts = int(os.environ.get("LOCKSTEP_TEST_HOSTS", 1))
+    if hosts > 1:
+        os.environ["LOCKSTEP_TEST_HOST"] = f"host-{rank % hosts}"
+
+
 class ForkedRank(multiprocessing.context.ForkProcess):
     """A rank, forked; it ends with the process that runs the test."""
 
     def run(self):
         processes.die_with_parent(self._parent_pid)
+        pretend_host(self._args[0])
         super().run()
 
 
@@ -32,6 +42,7 @@ def spawned_rank(parent, configuration, name, *args, **kwargs):
     from conformance import suites  # imports torch
 
     processes.die_with_parent(parent)
+    pretend_host(args[0])
     suites.load(configuration)[name].runnable_class()._run(*args, **kwargs)
 
 

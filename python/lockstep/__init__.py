@@ -1,4 +1,4 @@
-"""Lockstep's engine as a backend of torch.distributed, for processes on one host.
+"""Lockstep's engine as a backend of torch.distributed, for processes on one host or several.
 
     import lockstep
     torch.distributed.init_process_group("lockstep")
@@ -15,6 +15,10 @@ _requirements.check_torch()
 
 # The order matters: _C links to torch's libraries, which `import torch` loads.
 from lockstep._backend import DistTimeoutError, ProcessGroupLockstep  # noqa: E402
+from lockstep._between_hosts import BetweenHostsState, ErrorFeedback, between_hosts, between_hosts_hook  # noqa: E402
 from lockstep._gloo import gloo_is_replaced, replace_gloo  # noqa: E402
 
-__all__ = ["DistTimeoutError", "ProcessGroupLockstep", "__version__", "gloo_is_replaced", "replace_gloo"]
+__all__ = [
+    "BetweenHostsState", "DistTimeoutError", "ErrorFeedback", "ProcessGroupLockstep", "__version__", "between_hosts",
+    "between_hosts_hook", "gloo_is_replaced", "replace_gloo",
+]  # fmt: skip

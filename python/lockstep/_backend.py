@@ -4,6 +4,7 @@ import atexit
 import sys
 
 import torch
+import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -18,10 +19,10 @@ _excepthook = None  # ours, once there was a group
 _ended_by_exception = False
 
 
-def create(store, rank, size, timeout, group_name="", global_ranks=(), stands_in_for_gloo=False):
+def create(store, rank, size, timeout, group_name="", global_ranks=(), between_hosts="none", stands_in_for_gloo=False):
     """The engine of one process group of `size` ranks, which meet in `store`; collective. See _C.open_backend."""
     _watch_excepthook()
-    backend = _C.open_backend(store, rank, size, timeout, group_name, list(global_ranks), stands_in_for_gloo)
+    backend = _C.open_backend(store, rank, size, timeout, group_name, list(global_ranks), between_hosts, stands_in_for_gloo)
     _ddp.install()
     return backend
 
@@ -42,9 +43,14 @@ def _without_wrapper(make_wrapper):
     return make
 
 
-def _create_from_options(options, _backend_options):
+def _create_from_options(options, backend_options):
+    if not isinstance(backend_options, (_c10d.Backend.Options, type(None))):
+        raise TypeError(f"pg_options is a {type(backend_options).__name__}; the backend lockstep takes "
+                        "lockstep.ProcessGroupLockstep.Options")
+    # Those of another backend come for a group that has several, such as "cpu:lockstep,cuda:nccl".
+    own = isinstance(backend_options, ProcessGroupLockstep.Options)
     return create(options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
-                  options.global_ranks_in_group)
+                  options.global_ranks_in_group, backend_options.between_hosts if own else "none")
 
 
 def _keep_handler_in_dataloader_workers():

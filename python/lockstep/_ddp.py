@@ -22,7 +22,7 @@ _backend_kind_lock = threading.Lock()  # while a group's kind is CUSTOM for one 
 Wrapper = getattr(_c10d, "_ProcessGroupWrapper", ())  # torch without Gloo has none
 
 
-def _engine_of(process_group):
+def engine_of(process_group):
     """The engine behind a group's CPU tensors, or None if another backend is; and whether TORCH_DISTRIBUTED_DEBUG=DETAIL
     has wrapped it."""
     try:
@@ -58,7 +58,7 @@ class Reducer(dist.Reducer):
     """torch.distributed.Reducer whose CPU buckets lie in the group's arena, if the group's engine is Lockstep's."""
 
     def __init__(self, params, bucket_indices, per_bucket_size_limits, process_group, *args, **kwargs):
-        self.engine, wrapped = _engine_of(process_group)
+        self.engine, wrapped = engine_of(process_group)
         self.wrapped_gloo = process_group if wrapped and process_group.name() == "gloo" else None
         self.backend_name = None
         with contextlib.suppress(ValueError):  # a group that torch.distributed does not know has no name

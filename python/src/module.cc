@@ -3,10 +3,12 @@
 #include <memory>
 #include <optional>
 #include <pybind11/chrono.h>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -14,6 +16,7 @@
 #include <lockstep/collectives/backend/arena_allocator.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/open_backend.h>
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/transport/host/forked_memory.h>
 
 #include "gloo_stand_in.h"
@@ -94,13 +97,39 @@ class ArenaAllocationScope {
   size_t bytes_ = 0;
 };
 
+HostCompression compression_of(const std::string& name) {
+  for (const auto each : {HostCompression::kNone, HostCompression::kBf16, HostCompression::kInt8}) {
+    if (name == to_string(each)) return each;
+  }
+  throw py::value_error(c10::str("between_hosts is \"", name, "\"; it takes \"none\", \"bf16\" or \"int8\""));
+}
+
+/// The BetweenHosts that this thread has entered. Python may leave them in another order, or on another thread.
+std::vector<std::unique_ptr<BetweenHosts>>& entered_between_hosts() {
+  thread_local std::vector<std::unique_ptr<BetweenHosts>> entered;
+  return entered;
+}
+
+void enter_between_hosts(const std::string& compression, std::shared_ptr<ErrorFeedback> feedback) {
+  auto scope = std::make_unique<BetweenHosts>(compression_of(compression), std::move(feedback));
+  entered_between_hosts().push_back(std::move(scope));
+}
+
+void leave_between_hosts() {
+  auto& entered = entered_between_hosts();
+  if (entered.empty()) throw std::runtime_error("between_hosts() was entered on another thread");
+  entered.pop_back();
+}
+
 c10::intrusive_ptr<LockstepBackend> join(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                          std::chrono::milliseconds timeout, const std::string& group_name,
-                                         std::vector<int> global_ranks, bool stands_in_for_gloo) {
+                                         std::vector<int> global_ranks, const std::string& between_hosts,
+                                         bool stands_in_for_gloo) {
   return open_backend(store, rank, size,
                       {.group_name = group_name,
                        .timeout = timeout,
                        .global_ranks = std::move(global_ranks),
+                       .between_hosts = compression_of(between_hosts),
                        .make_subclass = stands_in_for_gloo ? &GlooStandIn::make : nullptr});
 }
 
@@ -109,23 +138,37 @@ c10::intrusive_ptr<LockstepBackend> join(const c10::intrusive_ptr<c10d::Store>& 
 
 PYBIND11_MODULE(_C, module) {
   using namespace lockstep::python;
+  using lockstep::ErrorFeedback;
   using lockstep::LockstepBackend;
   py::module_::import("torch.distributed");  // registers Backend and Store
   register_errors(module);
   watch_signals();
 
-  py::class_<LockstepBackend, NoGilPointer<LockstepBackend>, c10d::Backend>(
+  py::class_<LockstepBackend, NoGilPointer<LockstepBackend>, c10d::Backend> backend(
       module, "ProcessGroupLockstep",
-      "The engine behind one process group, as group._get_backend(torch.device(\"cpu\")) gives it.")
-      // What ProcessGroupGloo has, too; torch.distributed asks for them where the engine stands in for it.
-      .def_property_readonly("options", &LockstepBackend::getBackendOptions)
+      "The engine behind one process group, as group._get_backend(torch.device(\"cpu\")) gives it.");
+  using Options = LockstepBackend::GroupOptions;
+  py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(
+      backend, "Options", "What a group is made with: pg_options of init_process_group() and new_group().")
+      .def(py::init([](const std::string& between_hosts) {
+             auto options = c10::make_intrusive<Options>("lockstep");
+             options->between_hosts = compression_of(between_hosts);
+             return options;
+           }),
+           py::arg("between_hosts") = "none")
+      .def_property_readonly(
+          "between_hosts", [](const Options& options) { return lockstep::to_string(options.between_hosts); },
+          "How large reductions travel between hosts, on all ranks the same: \"none\", \"bf16\" or "
+          "\"int8\".");
+  // What ProcessGroupGloo has, too; torch.distributed asks for them where the engine stands in for it.
+  backend.def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"));
   py::class_<GlooStandIn, NoGilPointer<GlooStandIn>, LockstepBackend>(
       module, "ProcessGroupGloo", "The engine in Gloo's place: see lockstep.replace_gloo().");
 
   module.def("open_backend", &join, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("group_name"), py::arg("global_ranks"), py::arg("stands_in_for_gloo"),
-             py::call_guard<py::gil_scoped_release>(),
+             py::arg("group_name"), py::arg("global_ranks"), py::arg("between_hosts"),
+             py::arg("stands_in_for_gloo"), py::call_guard<py::gil_scoped_release>(),
              "Joins `size` ranks, which meet in `store`, to a group; see "
              "lockstep/collectives/groups/open_backend.h.");
   module.def("close_all_backends", &lockstep::close_all_backends, py::arg("by_exception"),
@@ -134,6 +177,14 @@ PYBIND11_MODULE(_C, module) {
              "ends the program.");
   module.def("install_forked_memory_handler", &lockstep::transport::install_forked_memory_handler,
              "In a forked child: see lockstep/transport/host/forked_memory.h.");
+
+  py::class_<ErrorFeedback, std::shared_ptr<ErrorFeedback>>(
+      module, "ErrorFeedback",
+      "What rounding to 8 bits has lost of one tensor that is reduced again and again: see between_hosts().")
+      .def(py::init<>());
+  module.def("enter_between_hosts", &enter_between_hosts, py::arg("compression"), py::arg("feedback"),
+             "For the reductions that this thread starts from now on.");
+  module.def("leave_between_hosts", &leave_between_hosts, "What was before the last enter_between_hosts().");
 
   py::class_<ArenaAllocationScope>(
       module, "ArenaAllocation",

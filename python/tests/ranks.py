@@ -35,6 +35,7 @@ import traceback
 from multiprocessing.connection import Connection, Pipe
 
 BACKEND = os.environ.get("LOCKSTEP_TEST_BACKEND", "lockstep")  # "gloo": does a test of ours hold for PyTorch's own?
+HOSTS = int(os.environ.get("LOCKSTEP_TEST_HOSTS", 1))  # pretended ones, over which the ranks are spread
 TIMEOUT = float(os.environ.get("LOCKSTEP_TEST_TIMEOUT", 60))  # seconds: no test's ranks take that long unless they hang
 LAST_WORDS = 5  # seconds that a hanging rank has to write where it hangs
 SERVER_START = 120  # seconds for the imports on a busy machine
@@ -58,6 +59,7 @@ class Task:
     backend: str | None  # None: the function makes its process group itself, if any
     timeout: float
     environment: dict
+    hosts: int
     tolerant: bool  # some ranks shall fail: the first failure is no reason to end the others
 
 
@@ -78,11 +80,14 @@ class Outcome:
 # The test's side.
 
 
-def run_ranks(function, world_size, *args, backend=BACKEND, timeout=TIMEOUT, expect=None, environment=None):
+def run_ranks(
+    function, world_size, *args, backend=BACKEND, timeout=TIMEOUT, expect=None, environment=None, hosts=HOSTS
+):
     """[function(rank, world_size, *args) for each rank], each in a process of its own.
 
     The default process group has the given backend and is destroyed afterwards; with backend=None there is none.
-    `environment` holds variables that all ranks get. `expect` says how ranks must fail: by an exception of a class, or
+    `environment` holds variables that all ranks get. With `hosts` the ranks are as if on so many hosts, the first ones on
+    the first. `expect` says how ranks must fail: by an exception of a class, or
     by a signal ({1: signal.SIGKILL, 0: DistBackendError}); the result of such a rank is its traceback or last output.
     Fails the test with the first failing rank's traceback, or with all stacks when the deadline is over.
     """
@@ -98,6 +103,7 @@ def run_ranks(function, world_size, *args, backend=BACKEND, timeout=TIMEOUT, exp
         backend=backend,
         timeout=timeout,
         environment={name: str(value) for name, value in (environment or {}).items()},
+        hosts=min(hosts, world_size),
         tolerant=bool(expect),
     )
     if not task.function.isidentifier():
@@ -372,6 +378,8 @@ def _rank_main(task, function, rank, folder, log, pipe, server):
         os.dup2(log.fileno(), 2)
         faulthandler.enable(file=2, all_threads=True)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if task.hosts > 1:
+            os.environ["LOCKSTEP_TEST_HOST"] = f"host-{rank * task.hosts // task.world_size}"
         os.environ.update(task.environment)
         value = pickle.dumps(_call(task, function, rank, folder))
     except BaseException as problem:
