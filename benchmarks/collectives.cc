@@ -3,13 +3,16 @@
 //     lockstep run --nproc-per-node 2 bench_collectives all_reduce 26214400 100 5
 //
 // Operations: those of kOperations below, on plain tensors; with _arena behind the name on tensors in shared
-// memory (lockstep::empty_shared); barrier, whose argument is 0; and all_reduce_latency, which times one call
-// of many in a row. The argument is the number of bytes on the larger side of a rank: of all outputs
+// memory (lockstep::empty_shared), with _bf16 or _int8 in so few bits between hosts; barrier, whose argument is
+// 0; and all_reduce_latency, which times one call of many in a row. The argument is the number of bytes on the larger side of a rank: of all outputs
 // together for a gather, of all inputs for a scatter, of the message for send_recv (a round trip between
 // ranks 2k and 2k+1). peers/gloo_collectives.py measures the same for torch.distributed.
 #include <charconv>
+#include <cmath>
 #include <functional>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -19,6 +22,7 @@
 #include <ATen/ops/empty.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/collectives/process_group.h>
 
 #include "command_loop.h"
@@ -26,6 +30,7 @@
 
 namespace {
 
+using lockstep::HostCompression;
 using lockstep::bench::Command;
 using lockstep::bench::Timings;
 
@@ -33,7 +38,18 @@ using lockstep::bench::Timings;
 constexpr int64_t kCpuTimeFromBytes = 1 << 20;
 constexpr int64_t kCallsInARow = 200;
 constexpr int kRoot = 0;  // of the operations that have one
+constexpr float kLost =
+    2.0f / 127;  // by int8, of a sum that is rounded once on each host and once as a whole
 const std::string kArena = "_arena";
+const std::map<std::string, HostCompression> kBetweenHosts = {{"_bf16", HostCompression::kBf16},
+                                                              {"_int8", HostCompression::kInt8}};
+
+/// Whether `name` had it at its end.
+bool take_suffix(std::string& name, const std::string& suffix) {
+  if (!name.ends_with(suffix)) return false;
+  name.resize(name.size() - suffix.size());
+  return true;
+}
 
 /// A buffer that grows to the largest size asked for; smaller ones are its beginning.
 class Buffer {
@@ -89,13 +105,15 @@ struct Case {
   void prepare(int64_t i, int rank) const {
     for (size_t part = 0; part < inputs.size(); ++part) inputs[part].fill_(value(i, rank, part));
   }
-  void check(int64_t i, const std::string& operation) const {
+  /// `tolerance`: the part of what is expected by which it may be missed.
+  void check(int64_t i, const std::string& operation, float tolerance) const {
     for (size_t part = 0; part < outputs.size(); ++part) {
       const at::Tensor& output = outputs[part];
+      const float wanted = expected(i, static_cast<int>(part));
       const float* data = output.const_data_ptr<float>();
       for (const float seen : {data[0], data[output.numel() - 1]}) {
-        TORCH_CHECK(seen == expected(i, part), operation, " gave ", seen, " instead of ", expected(i, part),
-                    " in part ", part, " of its output");
+        TORCH_CHECK(std::abs(seen - wanted) <= tolerance * wanted, operation, " gave ", seen, " instead of ",
+                    wanted, " in part ", part, " of its output");
       }
     }
   }
@@ -244,15 +262,19 @@ class Collectives {
     TORCH_CHECK_VALUE(bytes % unit == 0, "the size is ", bytes, " bytes; it must be a multiple of ", unit,
                       ", one number for each rank");
     std::string name = command.operation;
-    const bool arena = name.ends_with(kArena);
-    if (arena) name.resize(name.size() - kArena.size());
+    const bool arena = take_suffix(name, kArena);
+    std::optional<HostCompression> compression;
+    for (const auto& [suffix, each] : kBetweenHosts) {
+      if (take_suffix(name, suffix)) compression = each;
+    }
+    const lockstep::BetweenHosts between_hosts(compression, feedback_);
     const auto operation = kOperations.find(name);
     TORCH_CHECK_VALUE(operation != kOperations.end(), "there is no operation '", command.operation, "'");
     const Case what = operation->second(
         {rank_, size_, bytes / 4, arena ? arena_input_ : input_, arena ? arena_output_ : output_});
     return timed(
         command, bytes >= kCpuTimeFromBytes, [&](int64_t i) { what.prepare(i, rank_); }, what.run,
-        [&](int64_t i) { what.check(i, command.operation); });
+        [&](int64_t i) { what.check(i, command.operation, compression ? kLost : 0); });
   }
 
  private:
@@ -307,6 +329,7 @@ class Collectives {
 
   int rank_, size_;
   Buffer input_{false}, output_{false}, arena_input_{true}, arena_output_{true};
+  const std::shared_ptr<lockstep::ErrorFeedback> feedback_ = std::make_shared<lockstep::ErrorFeedback>();
 };
 
 }  // namespace

@@ -3,11 +3,12 @@
 //
 //     lockstep run --nproc-per-node 2 bench_ddp_step ddp large 20 2
 //
-// Modes: ddp (with the bucket sizes that DistributedDataParallel chooses itself); fixed (with PyTorch's:
-// 1 MiB, then 25); alone (the same processes at the same time, without communication); abreast (as alone,
-// with a barrier after each step, which shows what waiting for the slower rank costs); single (as alone, but
-// only the rank that is told so works). The argument is a network of networks.h. ddp and fixed answer with
-// what get_ddp_logging_data() says, too. LOCKSTEP_BENCH_DEVICE=cuda:0 puts the networks there.
+// Modes: ddp (with the bucket sizes that DistributedDataParallel chooses itself); ddp_bf16 and ddp_int8 (the
+// same with gradients in so few bits between hosts); fixed (with PyTorch's sizes: 1 MiB, then 25); alone (the
+// same processes at the same time, without communication); abreast (as alone, with a barrier after each step,
+// which shows what waiting for the slower rank costs); single (as alone, but only the rank that is told so
+// works). The argument is a network of networks.h. Those with DDP answer with what get_ddp_logging_data() says,
+// too. LOCKSTEP_BENCH_DEVICE=cuda:0 puts the networks there.
 #include <map>
 #include <memory>
 #include <optional>
@@ -27,6 +28,7 @@
 namespace {
 
 using lockstep::DistributedDataParallelOptions;
+using lockstep::HostCompression;
 using lockstep::bench::Command;
 using lockstep::bench::Company;
 using lockstep::bench::Timings;
@@ -39,6 +41,12 @@ struct Mode {
 
 Mode find_mode(const std::string& name) {
   if (name == "ddp") return {.options = DistributedDataParallelOptions{}};
+  if (name == "ddp_bf16") {
+    return {.options = DistributedDataParallelOptions{.between_hosts = HostCompression::kBf16}};
+  }
+  if (name == "ddp_int8") {
+    return {.options = DistributedDataParallelOptions{.between_hosts = HostCompression::kInt8}};
+  }
   // PyTorch's sizes when the user says nothing.
   if (name == "fixed") {
     return {.options = DistributedDataParallelOptions{.bucket_cap_mb = 25, .first_bucket_cap_mb = 1}};
@@ -46,7 +54,8 @@ Mode find_mode(const std::string& name) {
   if (name == "alone") return {};
   if (name == "abreast") return {.company = Company::kAbreast};
   if (name == "single") return {.company = Company::kNone};
-  TORCH_CHECK_VALUE(false, "there is no mode '", name, "'; there are ddp, fixed, alone, abreast and single");
+  TORCH_CHECK_VALUE(false, "there is no mode '", name,
+                    "'; there are ddp, ddp_bf16, ddp_int8, fixed, alone, abreast and single");
 }
 
 class Trainers {

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <torch/torch.h>
@@ -87,6 +89,42 @@ class Transformer : public Model {
   torch::nn::Linear head_;
 };
 
+/// A layer that sleeps instead of computing: its output is its input, and its weight's gradient is a constant.
+class SleepingLayer : public torch::autograd::Function<SleepingLayer> {
+ public:
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& input,
+                               const torch::Tensor& weight) {
+    context->save_for_backward({weight});
+    std::this_thread::sleep_for(std::chrono::milliseconds(15));
+    return input.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(45));
+    return {gradients[0], torch::full_like(context->get_saved_variables()[0], 1e-3)};
+  }
+};
+
+/// Simulates a step of 480 ms of computation with 25 MiB of gradients on more ranks than there are cores: eight
+/// layers of SleepingLayer.
+class Sleeping : public Model {
+ public:
+  Sleeping() {
+    for (int64_t i = 0; i < 8; ++i) {
+      weights_.push_back(register_parameter("weight" + std::to_string(i), torch::zeros({kWeights})));
+    }
+  }
+  torch::Tensor forward(const torch::Tensor& input) override {
+    torch::Tensor x = input;
+    for (const torch::Tensor& weight : weights_) x = SleepingLayer::apply(x, weight);
+    return x;
+  }
+
+ private:
+  static constexpr int64_t kWeights = (25 << 20) / 4 / 8;
+  std::vector<torch::Tensor> weights_;
+};
+
 /// How a network is made and what a batch of it looks like.
 struct Network {
   std::function<std::shared_ptr<Model>()> make;
@@ -117,7 +155,9 @@ inline const Network& find_network(const std::string& name) {
         .input_sizes = {Transformer::kLength},
         .tokens = Transformer::kVocabulary,
         .target_sizes = {Transformer::kLength},
-        .classes = Transformer::kVocabulary}}};
+        .classes = Transformer::kVocabulary}},
+      {"sleeping",
+       {.make = [] { return std::make_shared<Sleeping>(); }, .batch_size = 32, .input_sizes = {10}}}};
   const auto found = networks.find(name);
   if (found != networks.end()) return found->second;
   std::string known;

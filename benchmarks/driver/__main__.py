@@ -9,16 +9,19 @@ import sys
 import time
 
 from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, machine, report,
-                               results, soak, startup, training)
+                               results, several_hosts, soak, startup, training)
+from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
-          "checkpoint": checkpoint.checkpoint, "gpu": gpu.gpu, "startup": startup.startup, "soak": soak.soak}
+          "checkpoint": checkpoint.checkpoint, "gpu": gpu.gpu, "startup": startup.startup, "hosts": several_hosts.several_hosts,
+          "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
-BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup", "soak")
-ROUNDS, QUICK_ROUNDS = 15, 3
+BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup", "hosts", "soak")
+ONLY_WHERE_NAMED = ("hosts",)  # it needs root
+ROUNDS = 15
 SOAK_ROUNDS, SOAK_QUICK_ROUNDS = 200, 20  # where it is the only suite
 BUSY_LOAD = 0.7
 
@@ -66,7 +69,7 @@ def run(options):
     def say(text):
         print(f"== [{time.monotonic() - begin:4.0f} s] {text}", flush=True)
 
-    suites = options.only or list(SUITES)
+    suites = options.only or [suite for suite in SUITES if suite not in ONLY_WHERE_NAMED]
     if options.only and "gpu" in options.only and (reason := gpu.why_not(options.device)):
         raise gpu.NoGpu(reason)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed

@@ -5,14 +5,19 @@ by mpirun, with its own placement.
 """
 
 import importlib.util
+import itertools
 import os
 import pathlib
 import shutil
 import sys
+from dataclasses import dataclass
 
 from benchmarks.driver.job import BenchmarkError, Job
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))  # at the end: nothing there hides a package
+import hosts  # noqa: E402
+
 PEERS = ROOT / "benchmarks" / "peers"
 # Fashion-MNIST's four files: where the user says, or where Debian's package puts them.
 DATA = pathlib.Path(os.environ.get("LOCKSTEP_DATA_DIR") or "/usr/share/datasets/fashion-mnist").absolute()
@@ -21,7 +26,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # training step more than its communication, are then paid once.
 KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 # The user's shell may say something else for these; a contender has its own word for them, or none.
-DEFAULT_ENVIRONMENT = ("LOCKSTEP_BENCH_BACKEND", "LOCKSTEP_BENCH_DEVICE", "LOCKSTEP_REPLACE_GLOO", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_",
+DEFAULT_ENVIRONMENT = ("LOCKSTEP_BENCH_BACKEND", "LOCKSTEP_BENCH_DEVICE", "LOCKSTEP_REPLACE_GLOO", "LOCKSTEP_SOCKET_IFNAME",
+                       "LOCKSTEP_PORT_RANGE", hosts.TEST_HOST, "MASTER_ADDR", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_",
                        "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX",
                        "LD_PRELOAD")
 
@@ -31,6 +37,8 @@ KINDS = {
     "bare": ("bench_flag_barrier", {}),
     "gloo": ("gloo_collectives.py", {}),
     "mpi": ("bench_mpi", {}),
+    "mpi_hierarchical": ("bench_mpi", {}),  # over hosts only
+    "wire": ("raw_wire.py", {}),  # one rank on each host
     "hooks": ("bench_comm_hooks", {"LOCKSTEP_DATA_DIR": str(DATA)}),
     "cpp": ("bench_ddp_step", {}),
     "cpp_keep": ("bench_ddp_step", KEEP_PAGES),
@@ -54,12 +62,24 @@ WITHOUT_NCCL = {"gpu_nccl": "gpu_staged", "gpu_python_nccl": "gpu_python_gloo"}
 NEED_PACKAGE = ("python_lockstep", "python_groups")
 
 
+FIRST_PORT = 29500  # on hosts of our own, where no other process listens
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a job over several hosts are: layout[h] of them on host h of `net` (tests/hosts.py)."""
+
+    net: object
+    layout: tuple
+
+
 class Fleet:
     """Starts jobs when they are first asked for, and ends them all. Use it in a `with` statement."""
 
     def __init__(self, bin_dir, say, device="cuda:0"):
         self.bin_dir, self.say, self.device = pathlib.Path(bin_dir), say, device
         self.jobs = {}
+        self.ports = itertools.count(FIRST_PORT)
 
     def __enter__(self):
         return self
@@ -70,14 +90,14 @@ class Fleet:
     def why_not(self, kind):
         """Why a contender cannot take part here, or None."""
         program = KINDS[kind][0]
-        if kind == "mpi" and not shutil.which("mpirun"):
+        if program == "bench_mpi" and not shutil.which("mpirun"):
             return "Open MPI is left out: there is no mpirun (Debian: openmpi-bin)"
         if kind == "bare" and len(os.sched_getaffinity(0)) < 2:
             return "the bare barrier is left out: it needs two cores, one for each process"
         if kind in NEED_PACKAGE and not has_package():
             return f"{kind} is left out: {sys.executable} has no package lockstep (pip install ./python)"
         if not program.endswith(".py") and not (self.bin_dir / program).exists():
-            hint = " (it needs libopenmpi-dev)" if kind == "mpi" else ""
+            hint = " (it needs libopenmpi-dev)" if program == "bench_mpi" else ""
             return f"{kind} is left out: there is no {self.bin_dir / program}{hint}"
         return None
 
@@ -86,13 +106,20 @@ class Fleet:
         library = self.bin_dir.parent / "lib" / f"liblockstep_{component}.so"
         return None if library.exists() else f"it is left out: there is no {library} (docs/getting_started.md)"
 
-    def job(self, kind, ranks):
-        key = kind, ranks
+    def hosts(self, count, rate):
+        """Hosts as network namespaces, in a `with` statement; raises hosts.NotAllowed where there can be none."""
+        return hosts.Hosts(count, rate)
+
+    def job(self, kind, ranks, place=None):
+        """One that runs, or is started: on this machine as it is, or over the hosts of a Place."""
+        key = kind, ranks, place
         if key not in self.jobs:
             if reason := self.why_not(kind):
                 raise BenchmarkError(f"{reason}; do: scripts/bench builds it")
             self.say(f"starting {kind} with {ranks} ranks")
-            self.jobs[key] = Job(f"{kind} with {ranks} ranks", ranks, processes(kind, ranks, self.bin_dir, self.device))
+            started = (processes_over_hosts(kind, place, self.bin_dir, next(self.ports)) if place else
+                       processes(kind, ranks, self.bin_dir, self.device))
+            self.jobs[key] = Job(f"{kind} with {ranks} ranks", ranks, started)
         return self.jobs[key]
 
     def stop(self, in_peace=True):
@@ -112,8 +139,7 @@ def processes(kind, ranks, bin_dir, device="cuda:0"):
     program, environment = KINDS[WITHOUT_NCCL.get(kind, kind) if device == "cpu" else kind]
     if kind.startswith("gpu_"):
         environment = {**environment, "LOCKSTEP_BENCH_DEVICE": device}
-    # The system's env undoes what the user's shell may have set for malloc, or to put us where Gloo is measured.
-    clean = ["env", *(word for name in DEFAULT_ENVIRONMENT if name not in environment for word in ("-u", name))]
+    clean = without_users_environment(environment)
     if kind == "bare":
         return [([*clean, str(bin_dir / program)], environment)]  # makes its second process itself
     if kind == "mpi":
@@ -131,3 +157,34 @@ def processes(kind, ranks, bin_dir, device="cuda:0"):
     return [([*clean, *command],
              {**ONE_THREAD, **environment, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
               "LOCAL_WORLD_SIZE": str(ranks)}) for rank in range(ranks)]
+
+
+def without_users_environment(environment):
+    """The system's env undoes what the user's shell may have set for malloc, or to put us where Gloo is measured."""
+    return ["env", *(word for name in DEFAULT_ENVIRONMENT if name not in environment for word in ("-u", name))]
+
+
+def processes_over_hosts(kind, place, bin_dir, port):
+    """The same for ranks over several hosts, which meet at a port of the first one."""
+    program, environment = KINDS[kind]
+    net, layout = place.net, place.layout
+    environment = {**ONE_THREAD, **environment, "GLOO_SOCKET_IFNAME": hosts.DEVICE}
+    path = [sys.executable, str(PEERS / program)] if program.endswith(".py") else [str(bin_dir / program)]
+    if program == "bench_mpi":
+        slots = ",".join(f"{address}:{ranks}" for address, ranks in zip(net.addresses, layout))
+        command = ["mpirun", "-n", str(sum(layout)), "--host", slots, "--bind-to", "none"]
+        if os.geteuid() == 0:
+            command.append("--allow-run-as-root")
+        # Ranks of several hosts share this machine's cores, which Open MPI can't know. Shared memory inside a host, TCP between.
+        for name, value in (("plm_rsh_agent", net.remote_shell()), ("btl_tcp_if_include", hosts.DEVICE),
+                            ("oob_tcp_if_include", hosts.DEVICE), ("pml", "ob1"), ("btl", "tcp,vader,self"),
+                            ("mpi_yield_when_idle", 1)):
+            command += ["--mca", name, str(value)]
+        if kind == "mpi_hierarchical":
+            command += ["--mca", "coll_han_priority", "100"]  # collectives by hosts, which Open MPI 4.1 has but does not choose
+        return [([*without_users_environment(environment), *net.inside(0, *command, *path)], environment)]
+    answer = []
+    for host, rank in hosts.torchrun_environments(layout, net.addresses[0], port):
+        mine = {**environment, **rank, "LOCKSTEP_BENCH_ADDRESS": net.addresses[host]}
+        answer.append(([*without_users_environment(mine), *net.inside(host, *path)], mine))
+    return answer

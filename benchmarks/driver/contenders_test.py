@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.driver import collectives, contenders
+from benchmarks.driver import collectives, contenders, several_hosts
 from benchmarks.driver.job import BenchmarkError
 
 FOLDER = contenders.ROOT / "benchmarks"
@@ -20,6 +20,12 @@ def test_our_program_and_the_peers_know_every_operation():
     assert operations_of("peers/gloo_collectives.py", r'"(\w+)": self\.\1\b') == set(collectives.OPERATIONS)
     assert operations_of("peers/mpi_collectives.c", r'is_\w+ = strcmp\(operation, "(\w+)"\)') == {
         *collectives.MPI_OPERATIONS, "barrier"}
+
+
+def test_our_programs_know_what_is_compressed_between_hosts():
+    known = set(several_hosts.COMPRESSIONS)
+    assert operations_of("collectives.cc", r'\{"_(\w+)", HostCompression::') == known
+    assert operations_of("ddp_step.cc", r'name == "ddp_(\w+)"') == known
 
 
 def test_each_rank_is_a_process_of_its_own_but_where_a_launcher_makes_them():

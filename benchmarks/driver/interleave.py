@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.driver import stats
 
+QUICK_ROUNDS = 3  # of scripts/bench --quick
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -45,6 +47,9 @@ def run_rounds(turns, rounds, generator):
 
 
 def calibrate(turn):
+    if turn.least == turn.most:
+        measure(turn, 1, warmup=0)
+        return turn.least
     first = measure(turn, 1, warmup=1)  # first touch of memory, connections
     if stats.slowest_rank(first.wall)[0] >= turn.seconds * 1e9:
         return turn.least

@@ -2,7 +2,8 @@
 
 import statistics
 
-from benchmarks.driver import checkpoint, data, from_python, gpu, soak, startup, stats, targets, training_report
+from benchmarks.driver import (checkpoint, data, from_python, gpu, several_hosts_report, soak, startup, stats, targets,
+                               training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -15,8 +16,8 @@ def report(results, markdown=False):
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
                *training_report.tables(results), *python(results), loading(results), checkpoints(results),
-               gpu_steps(results), gpu_staging(results), startups(results), soaked(results), failed_rounds(results),
-               promises(results)]
+               gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results), soaked(results),
+               failed_rounds(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
 

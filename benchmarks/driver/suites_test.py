@@ -1,5 +1,6 @@
 """Tests of the rounds, the suites' figures, targets and report, with jobs that answer what they are told to."""
 
+import contextlib
 import random
 import re
 
@@ -14,7 +15,7 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("cpp", "single"): 40, ("cpp_keep", "ddp"): 52.5, ("cpp_keep", "alone"): 50, ("cpp_keep", "abreast"): 51,
         ("cpp_keep", "single"): 40, ("python", "ddp"): 80, ("python", "alone"): 55,
         ("python", "single"): 44, ("python_keep", "ddp"): 78, ("python_keep", "alone"): 54,
-        ("python_lockstep", "ddp"): 60, ("hooks", "step:all_reduce"): 50, ("hooks", "step:bf16"): 55,
+        ("cpp", "ddp_bf16"): 45, ("cpp", "ddp_int8"): 40, ("python_lockstep", "ddp"): 60, ("hooks", "step:all_reduce"): 50, ("hooks", "step:bf16"): 55,
         ("hooks", "step:fp16"): 60, ("hooks", "step:int8"): 100, ("hooks", "step:power_sgd"): 40,
         ("data", "memory:0"): 4, ("data", "memory:2"): 5, ("python_data", "memory:0"): 80,
         ("python_data", "memory:2"): 60, ("data", "jpeg:0"): 50, ("data", "jpeg:2"): 40, ("python_data", "jpeg:0"): 100,
@@ -68,7 +69,10 @@ class FakeFleet:
     def why_no_component(self, component):
         return f"{component} is not built" if component in self.missing else None
 
-    def job(self, kind, ranks):
+    def hosts(self, count, rate):
+        return contextlib.nullcontext()
+
+    def job(self, kind, ranks, place=None):
         return FakeJob(kind, ranks, self.log)
 
     def stop(self):
@@ -106,6 +110,13 @@ def test_a_turn_takes_the_time_it_was_given_within_its_bounds():
 def test_a_turn_that_one_iteration_fills_is_not_tried_for_longer():
     log = []
     turn = interleave.Turn("x", FakeJob("gloo", 2, log), "all_reduce", 4, seconds=50e-6, least=2)
+    assert interleave.calibrate(turn) == 2
+    assert [iterations for *_, iterations in log] == [1]
+
+
+def test_a_turn_of_a_fixed_number_of_iterations_is_tried_once():
+    log = []
+    turn = interleave.Turn("x", FakeJob("gloo", 2, log), "all_reduce", 4, seconds=0, most=2, least=2)
     assert interleave.calibrate(turn) == 2
     assert [iterations for *_, iterations in log] == [1]
 

@@ -47,6 +47,27 @@ STEP_TARGETS = (
       for network in ("small", "large", "huge")),
 )
 
+# Over network namespaces on this machine.
+HOST_TARGETS = (
+    *(Target(f"hosts.1gbit.{layout}.25MiB.{figure}", bound, f"1 Gbit/s, {layout}, all_reduce 25 MiB{words}")
+      for layout, figure, bound, words in (
+        ("2x2", "vs_gloo", 1.4, ", faster than Gloo"), ("2x2", "bf16_vs_gloo", 2.3, " by bf16, faster than Gloo"),
+        ("2x2", "int8_vs_gloo", 3.7, " by int8, faster than Gloo"), ("2x1", "vs_gloo", 0.95, ", within 5 % of Gloo"),
+        ("4x2", "vs_gloo", 1.3, ", faster than Gloo"), ("1+3", "vs_gloo", 1, ", not slower than Gloo"),
+        ("2+1", "vs_gloo", 1, ", not slower than Gloo"),
+        *((layout, "vs_mpi", 1.4, ", faster than Open MPI") for layout in ("2x2", "2x1", "4x2", "1+3", "2+1")),
+        *((layout, "vs_mpi_hierarchical", 1.4, ", faster than Open MPI by hosts") for layout in ("2x2", "4x2")))),
+    Target("hosts.unshaped.2x1.25MiB.vs_gloo", 1, "unshaped wire, 2x1, all_reduce 25 MiB, not slower than Gloo"),
+    Target("hosts.unshaped.2x2.25MiB.vs_gloo", 1.5, "unshaped wire, 2x2, all_reduce 25 MiB, faster than Gloo"),
+    Target("hosts.1gbit.2x2.4KiB.vs_gloo", 20, "1 Gbit/s, 2x2, all_reduce 4 KiB, faster than Gloo"),
+    Target("hosts.1gbit.2x2.barrier.vs_gloo", 20, "1 Gbit/s, 2x2, barrier, faster than Gloo"),
+    *(Target(f"hosts_cpu.1gbit.{layout}.of_slices", 1.5, f"1 Gbit/s, {layout}, processor time, of one Gloo group a slice",
+             at_most=True) for layout in ("2x2", "4x2")),
+    Target("hosts_step.1gbit.2x2.large.vs_python", 1.4, "1 Gbit/s, 2x2, step of the large network, than Python DDP with Gloo"),
+    Target("hosts_step.1gbit.2x2.large.int8_vs_python", 2, "the same by int8"),
+    Target("hosts_scaling.1gbit.8.lockstep.efficiency", 0.9, "1 Gbit/s, 8 ranks on 4 hosts, efficiency (a simulation)"),
+)
+
 TARGETS = (
     Target("cells.least", 1, "every operation, size and number of ranks: the slowest against Gloo"),
     Target("cells.median", 5, "every operation, size and number of ranks: the median against Gloo"),
@@ -61,6 +82,7 @@ TARGETS = (
     Target("all_reduce.4.1MiB.arena_vs_gloo", 50, "all_reduce 1 MiB on 4 ranks, in the arena, faster than Gloo"),
     Target("all_reduce.2.25MiB.vs_gloo", 4, "all_reduce 25 MiB, plain, faster than Gloo"),
     *STEP_TARGETS,
+    *HOST_TARGETS,
     *(Target(f"python_all_reduce.2.{size}.vs_gloo", bound, f"all_reduce {shown} from Python, faster than Gloo")
       for size, shown, bound in (("4B", "4 B", 10), ("64B", "64 B", 10), ("1KiB", "1 KiB", 10), ("4KiB", "4 KiB", 10),
                                  ("64KiB", "64 KiB", 10), ("25MiB", "25 MiB", 8))),

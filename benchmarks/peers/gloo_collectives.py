@@ -6,7 +6,7 @@ Gloo has every operation that we measure, so nothing is put together here from o
 have them. The argument is the number of bytes on the larger side of a rank, as there.
 """
 
-import time
+import os
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import command_loop
 
-CPU_TIME_FROM_BYTES = 1 << 20  # below it, reading the clock would disturb
 ROOT = 0
 # The names of torch 2.13, which warns at each call by the names from before.
 all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -56,7 +55,9 @@ class Collectives:
             "broadcast": self.broadcast, "all_gather": self.all_gather,
             "all_gather_into_tensor": self.all_gather_into_tensor, "gather": self.gather, "scatter": self.scatter,
             "reduce_scatter": self.reduce_scatter, "reduce_scatter_tensor": self.reduce_scatter_tensor,
-            "all_to_all": self.all_to_all, "all_to_all_single": self.all_to_all_single, "send_recv": self.send_recv}
+            "all_to_all": self.all_to_all, "all_to_all_single": self.all_to_all_single, "send_recv": self.send_recv,
+            "slices": self.all_reduce_slices}
+        self.slice_group = None
 
     def measure(self, operation, argument, iterations, warmup):
         if operation not in self.operations:
@@ -65,8 +66,8 @@ class Collectives:
         if size < 0 or size % (4 * self.size):
             raise ValueError(f"the size is {size} bytes; it must be a multiple of {4 * self.size}, one number for each rank")
         case = self.operations[operation](size // 4)
-        return timed(iterations, warmup, size, lambda i: case.prepare(i, self.rank), case.run,
-                     lambda i: case.check(i, operation))
+        return command_loop.timed(iterations, warmup, size, lambda i: case.prepare(i, self.rank), case.run,
+                                  lambda i: case.check(i, operation), dist.barrier)
 
     def first(self, name, elements):
         """The beginning of a buffer that grows to the largest size asked for."""
@@ -84,6 +85,17 @@ class Collectives:
     def all_reduce(self, elements):
         data = self.first("input", elements)
         return Case(lambda: dist.all_reduce(data), lambda i, part: self.sum_of_values(i, 0), [data], [data])
+
+    def all_reduce_slices(self, elements):
+        """What passes between hosts in a hierarchical all_reduce, and nothing else: of as many ranks on each host, each reduces
+        its slice with those of the same place on the other hosts, in a group of their own."""
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        if self.slice_group is None:
+            groups = [dist.new_group(list(range(place, self.size, local))) for place in range(local)]
+            self.slice_group = groups[self.rank % local]
+        data, members = self.first("input", elements // local), range(self.rank % local, self.size, local)
+        return Case(lambda: dist.all_reduce(data, group=self.slice_group),
+                    lambda i, part: sum(value(i, rank, 0) for rank in members), [data], [data])
 
     def reduce(self, elements):
         data = self.first("input", elements)
@@ -148,25 +160,6 @@ class Collectives:
             dist.send(data, peer)
 
         return Case(send_first if self.rank < peer else receive_first, lambda i, part: value(i, peer, 0), [data], [output])
-
-
-def timed(iterations, warmup, size, prepare, call, check, barrier=dist.barrier):
-    """Each iteration: fresh data, a barrier, the operation under the clock, a look at the result."""
-    with_cpu = size >= CPU_TIME_FROM_BYTES
-    wall, cpu = [], []
-    for i in range(warmup + iterations):
-        prepare(i)
-        barrier()
-        cpu_begin = time.process_time_ns() if with_cpu else 0
-        begin = time.perf_counter_ns()
-        call()
-        end = time.perf_counter_ns()
-        if i >= warmup:
-            wall.append(end - begin)
-            if with_cpu:
-                cpu.append(time.process_time_ns() - cpu_begin)
-        check(i)
-    return wall, cpu
 
 
 if __name__ == "__main__":

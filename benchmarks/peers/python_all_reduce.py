@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import command_loop
-from gloo_collectives import timed, value
+from gloo_collectives import value
 
 
 class Groups:
@@ -64,8 +64,8 @@ class Groups:
             if first != expected or last != expected:
                 raise AssertionError(f"all_reduce gave {first} … {last} instead of {expected}")
 
-        return timed(iterations, warmup, data.nbytes, lambda i: data.fill_(value(i, self.rank, 0)), call, check,
-                     lambda: dist.barrier(group))
+        return command_loop.timed(iterations, warmup, data.nbytes, lambda i: data.fill_(value(i, self.rank, 0)), call, check,
+                                  lambda: dist.barrier(group))
 
     def all_reduce_train(self, group, data, iterations, warmup):
         """One entry: the mean over the iterations. The data are zeros, since sums of sums would not stay finite."""

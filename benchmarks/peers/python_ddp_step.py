@@ -17,7 +17,40 @@ import command_loop
 
 DEVICE = torch.device(os.environ.get("LOCKSTEP_BENCH_DEVICE") or "cpu")
 NETWORKS = {"small": ((784, 256, 10), 64), "large": ((1024, 2048, 2048, 10), 128),
-            "huge": ((*[4096] * 7, 10), 32)}  # widths, batch size
+            "huge": ((*[4096] * 7, 10), 32), "sleeping": ((10, 10), 32)}  # widths, batch size
+
+
+class SleepingLayer(torch.autograd.Function):
+    """As in benchmarks/networks.h: sleeps instead of computing."""
+
+    @staticmethod
+    def forward(context, x, weight):
+        context.save_for_backward(weight)
+        time.sleep(0.015)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(0.045)
+        return gradient, torch.full_like(context.saved_tensors[0], 1e-3)
+
+
+class Sleeping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros((25 << 20) // 4 // 8) for _ in range(8))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = SleepingLayer.apply(x, weight)
+        return x
+
+
+def multilayer(widths):
+    layers = []
+    for inputs, outputs in zip(widths, widths[1:]):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
 
 
 class Trainer:
@@ -25,10 +58,7 @@ class Trainer:
 
     def __init__(self, network, distributed):
         self.widths, self.batch_size = NETWORKS[network]
-        layers = []
-        for inputs, outputs in zip(self.widths, self.widths[1:]):
-            layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-        self.model = torch.nn.Sequential(*layers[:-1]).to(DEVICE)
+        self.model = (Sleeping() if network == "sleeping" else multilayer(self.widths)).to(DEVICE)
         if distributed:
             self.model = torch.nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
