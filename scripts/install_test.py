@@ -67,6 +67,8 @@ def test_headers_and_program_are_installed_but_no_test_harness(prefix):
     assert (prefix / "include/lockstep/lockstep.h").exists()
     assert (prefix / "include/lockstep/base/deadline.h").exists()
     assert not list((prefix / "include").rglob("testing"))
+    headers = list((prefix / "include").rglob("*.h"))
+    assert not [header for header in headers if "<ucp/" in header.read_text()], "UCX's headers are for the build alone"
     assert len(list(prefix.rglob("LICENSE"))) == 1
     assert (prefix / "share/man/man1/lockstep.1").read_text().startswith(".TH LOCKSTEP 1")
     assert "complete " in (prefix / "share/bash-completion/completions/lockstep").read_text()

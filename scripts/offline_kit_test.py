@@ -113,7 +113,8 @@ def test_sets_up_and_builds_without_a_network(kit, clone):
     assert f"data in {kit}/fashion-mnist" in output and "pytest " in output, output
     assert (clone / "build/release/bin/planted_fuzz").exists()
     cache = (clone / "build/release/CMakeCache.txt").read_text()
-    for name in ("GTest_DIR", "nlohmann_json_DIR", "CLI11_DIR", "LOCKSTEP_XXHASH_LIBRARY", "LOCKSTEP_ISAL_LIBRARY"):
+    for name in ("GTest_DIR", "nlohmann_json_DIR", "CLI11_DIR", "LOCKSTEP_XXHASH_LIBRARY", "LOCKSTEP_ISAL_LIBRARY",
+                 "LOCKSTEP_UCX_INCLUDE_DIR"):
         found = next(line.split("=", 1)[1] for line in cache.splitlines() if line.startswith(f"{name}:"))
         assert found.startswith(f"{clone}/build/offline-kit/"), (name, found)
 

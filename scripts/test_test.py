@@ -1,5 +1,6 @@
 """Tests of scripts/test: its options, how --only picks C++ tests, and how results are counted."""
 
+import fnmatch
 import pathlib
 import re
 import subprocess
@@ -41,10 +42,29 @@ def test_case_names():
     ("Kernels.Add", []),
     ("idx", [("program", "idx_fuzz")]),
     ("nonesuch", []),
+    ("data", [("program", "data_tests"), ("program", "data_hosts")]),
+    ("Reads", [("cases", "data_tests")]),
 ])
 def test_select_cpp(text, selected):
-    tests = ["base_tests", "data_tests", "idx_fuzz", "base_gpu"]
+    tests = ["base_tests", "data_tests", "idx_fuzz", "base_gpu", "data_hosts"]
     assert select_tests.select_cpp(tests, {"base": [SOURCE], "data": ["TEST(Idx, Reads) {"]}, text) == selected
+
+
+def hosts_tests():
+    """(room, pattern) of all that rooms name behind HOSTS_TESTS."""
+    for path in (ROOT / "lockstep").rglob("CMakeLists.txt"):
+        text = re.sub(r"#.*", "", path.read_text())
+        for words in re.findall(r"\bHOSTS_TESTS\s((?:(?![A-Z_]+\s)[^)])*)", text):
+            yield from ((path.parent.name, word.removeprefix("-")) for word in words.split())
+
+
+def test_what_shall_run_over_hosts_is_there():
+    """A test that was renamed would be left out in silence."""
+    rooms, patterns = select_tests.sources_of_rooms(), list(hosts_tests())
+    assert {"collectives", "ddp", "train"} <= {room for room, _ in patterns}
+    for room, pattern in patterns:
+        known = re.sub(r"/\d+$", "/N", pattern)
+        assert fnmatch.filter(select_tests.case_names(rooms[room]), known), f"{room} has no test {pattern}"
 
 
 FILES = {"lockstep/data/csv_test.py": 'def test_reads_rows(bin_dir):\n    run(bin_dir / "csv_driver")\n',
@@ -74,7 +94,8 @@ def test_only_what_the_selected_need_is_built():
     def targets_of(*python):
         return select_tests.targets_of([], [("file", path) for path in python], FILES, programs)
 
-    assert select_tests.targets_of([("program", "data_tests"), ("program", "data_gpu")], [], FILES, programs) == ["bin/data_tests"]
+    of_data = [("program", f"data_{kind}") for kind in ("tests", "gpu", "hosts")]
+    assert select_tests.targets_of(of_data, [], FILES, programs) == ["bin/data_tests"]
     assert targets_of("lockstep/data/csv_test.py") == ["bin/csv_driver", "bin/lockstep"]
     assert targets_of("tests/cli_test.py") == ["bin/lockstep"]
     assert targets_of("python/tests/ddp_test.py") == ["python/all"]

@@ -86,6 +86,15 @@ def test_the_loaded_torch_is_told(programs):
     assert kind in told, done.text
 
 
+def test_what_jobs_over_hosts_would_use_is_told(programs):
+    done = programs.run("lockstep", "doctor", "--no-self-test", LOCKSTEP_SOCKET_IFNAME="lo")
+    if "needs UCX" in findings(done, "note", "ucx"):
+        pytest.skip("no UCX here")
+    assert re.search(r"UCX [\d.]+ \(.*\btcp/lo\b", findings(done, "ok", "ucx") + findings(done, "note", "ucx")), done.text
+    done = programs.run("lockstep", "doctor", "--no-self-test", LOCKSTEP_UCX_LIBRARY="/nonesuch/libucp.so.0")
+    assert "/nonesuch/libucp.so.0" in findings(done, "note", "ucx") and done.status == 0, done.text
+
+
 def test_the_self_test_alone(programs):
     done = programs.run("lockstep", "doctor", "--self-test")
     assert done.status == 0 and len(done.stdout.splitlines()) == 2, done.text

@@ -124,6 +124,16 @@ def test_two_processes_with_one_rank(meeting):
         assert_says(result, "rank 1 of 3 is claimed twice")
 
 
+def test_a_rank_that_is_contested_before_it_has_published(programs):
+    """Rank 0, which hosts the store, knows of the conflict first, and stays until the slow one has read it."""
+    place = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": support.free_port()}
+    slow = {"LOCKSTEP_FAILPOINTS": "meet_claimed=delay(1000)"}
+    children = [programs.start("meeting_driver", "--timeout", 30, RANK=0, **place)]
+    children += [programs.start("meeting_driver", "--timeout", 30, RANK=1, **slow, **place) for _ in range(2)]
+    for child in children:
+        assert_says(child.finish(), "rank 1 of 3 is claimed twice")
+
+
 def test_two_processes_with_rank_zero_at_one_port(programs):
     children = [
         programs.start("meeting_driver", "--timeout", 2, RANK=0, WORLD_SIZE=2, **meeting_place)

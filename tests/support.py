@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 
+from hosts import torchrun_environments
 from ports import free_port
 
 HANG = 60  # seconds: nothing here takes that long unless it hangs
@@ -137,6 +138,11 @@ class Programs:
         place = {"WORLD_SIZE": len(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **variables}
         children = [self.start(*command, **{**place, "RANK": rank}) for rank in ranks]
         return [child.finish() for child in children]
+
+    def start_on(self, net, layout, *command, **variables) -> list:
+        """The command once for each rank of a job in which layout[h] ranks are on host h of `net` (hosts.py)."""
+        ranks = torchrun_environments(layout, net.addresses[0], free_port())
+        return [self.start(*net.inside(host, *command), **{**place, **variables}) for host, place in ranks]
 
     def survivors(self) -> list:
         """Pids of this test's processes, whichever process is their parent by now."""

@@ -1,0 +1,88 @@
+"""mpirun and Slurm start a program on two hosts: its ranks find each other by what these tell, and reduce over the cable."""
+
+import os
+import re
+import shutil
+
+import pytest
+
+PORT = 29500  # on hosts of our own, where no other process listens
+SLURM = """\
+ClusterName=lockstep
+SlurmctldHost={names[0]}({addresses[0]})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+NodeName={names[0]} NodeAddr={addresses[0]} CPUs=2
+NodeName={names[1]} NodeAddr={addresses[1]} CPUs=2
+PartitionName=all Nodes=ALL Default=YES
+"""
+CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # with cgroup/v2 slurmd wants systemd
+
+
+def require(program, package) -> str:
+    """The program's path; skips the test where there is none. Daemons are not in every user's PATH."""
+    path = shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+    if not path:
+        pytest.skip(f"{program} is not installed (Debian: {package})")
+    return path
+
+
+def check_sums(done):
+    """That of the example all_reduce: four ranks, two on each host."""
+    if "needs UCX" in done.stderr:
+        pytest.skip("ranks on several hosts need UCX")
+    assert done.status == 0, done.text
+    sums = [line for line in done.stdout.splitlines() if "now has" in line]
+    assert sorted(sums) == [f"rank {rank} now has [6, 6]" for rank in range(4)], done.text
+
+
+def test_mpirun_starts_a_program_on_two_hosts(programs, make_hosts):
+    mpirun = require("mpirun.openmpi", "openmpi-bin")
+    net = make_hosts(2)
+    options = ["--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", net.remote_shell()]
+    place = ["-n", 4, "--host", ",".join(f"{name}:2" for name in net.names)]
+    meeting = ["-x", f"MASTER_ADDR={net.names[0]}", "-x", f"MASTER_PORT={PORT}"]
+    command = [mpirun, *options, *place, *meeting, programs.find("all_reduce")]
+    done = programs.run(*net.inside(0, *command), LOCKSTEP_LOG="info")
+    check_sums(done)
+    where = r"all 4 ranks are there, started by mpirun, on 2 hosts: host-a \(ranks 0 and 1\), host-b \(ranks 2 and 3\)"
+    assert re.search(where, done.stderr), done.text
+    programs.wait_until_gone()
+
+
+@pytest.fixture
+def slurm(programs, make_hosts):
+    """A cluster of two hosts; answers the words that begin an srun command."""
+    daemons = {name: require(name, name) for name in ("slurmctld", "slurmd")}
+    srun = require("srun", "slurm-client")
+    net = make_hosts(2)
+    folder = programs.folder
+    (folder / "state").mkdir()
+    configuration = folder / "slurm.conf"
+    configuration.write_text(SLURM.format(names=net.names, addresses=net.addresses, folder=folder))
+    (folder / "cgroup.conf").write_text(CGROUP)
+    control = programs.start(*net.inside(0, daemons["slurmctld"], "-D", "-i", "-f", configuration))
+    for host, name in enumerate(net.names):
+        programs.start(*net.inside(host, daemons["slurmd"], "-D", "-N", name, "-f", configuration))
+    control.wait_for("Running as primary controller", stream="stderr")
+    return net.inside(0, "env", f"SLURM_CONF={configuration}", srun)
+
+
+def test_slurm_starts_a_program_on_two_hosts(programs, slurm):
+    done = programs.run(*slurm, "-N", 2, "--ntasks-per-node", 2, programs.find("all_reduce"), LOCKSTEP_LOG="info")
+    check_sums(done)
+    where = r"all 4 ranks are there, started by srun, on 2 hosts: host-a \(ranks 0 and 1\), host-b \(ranks 2 and 3\)"
+    assert re.search(where, done.stderr), done.text
