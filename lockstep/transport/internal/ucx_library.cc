@@ -14,9 +14,12 @@
 namespace lockstep::transport::wire {
 namespace {
 
+void set(const char* name, const char* value) {
+  ::setenv(name, value, /*overwrite=*/0);
+}
+
 /// What can't be set by ucp_config_modify(): read when the library is loaded, or by its transports.
-void set_ucx_variables(const std::string& port_range) {
-  const auto set = [](const char* name, const char* value) { ::setenv(name, value, /*overwrite=*/0); };
+void set_ucx_variables() {
   set("UCX_MEM_EVENTS", "n");        // else it patches munmap() and others in the whole process
   set("UCX_HANDLE_ERRORS", "none");  // else it takes SIGSEGV and other signals
   set("UCX_WARN_UNUSED_ENV_VARS", "n");
@@ -25,7 +28,6 @@ void set_ucx_variables(const std::string& port_range) {
   set("UCX_LOG_LEVEL", log::enabled(log::Level::kDebug) ? "warn" : "fatal");
   // As long as a fragment that is received: with 8 KiB, the default, long messages take thrice the time.
   set("UCX_TCP_TX_SEG_SIZE", "64k");
-  if (!port_range.empty()) set("UCX_TCP_PORT_RANGE", port_range.c_str());
 }
 
 UcxLibrary load_ucx() {
@@ -59,7 +61,9 @@ const UcxLibrary& UcxLibrary::load(const std::string& port_range) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   static bool variables_are_set = false;
-  if (!std::exchange(variables_are_set, true)) set_ucx_variables(port_range);
+  if (!std::exchange(variables_are_set, true)) set_ucx_variables();
+  // The transports read it anew for each engine; the first to load the library may have had none.
+  if (!port_range.empty()) set("UCX_TCP_PORT_RANGE", port_range.c_str());
   static const UcxLibrary library = load_ucx();  // tried again if it has thrown
   return library;
 }

@@ -39,7 +39,7 @@ struct UcxLibrary {
 #undef LOCKSTEP_UCX_MEMBER
 
   /// Loads the library at the first call, and sets what UCX reads from the environment, unless the user has
-  /// set it; `port_range` ("20000-20100", or empty) counts at that call only. Throws c10::DistBackendError
+  /// set it; `port_range` ("20000-20100", or empty) counts unless an earlier call had one. Throws c10::DistBackendError
   /// that says what to install when it can't be loaded.
   ///
   /// setenv(3) is not safe while other threads call getenv(3). The first call comes from
