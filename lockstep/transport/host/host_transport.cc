@@ -44,6 +44,8 @@ void expect_no_reports_of(const Segment& of_another_process) {
 constexpr uint64_t kHeaderMagic = 0x335054534b434f4cULL;  // "LOCKSTP3"
 /// Of the messages by which two hosts meet, on the control channel; control messages count from 0.
 constexpr uint32_t kFirstMeeting = uint32_t{1} << 31;
+/// With a host that is asked for the cause of a wait.
+constexpr auto kAnswerPatience = std::chrono::seconds(2);
 
 ProcessHeader& header_of(std::byte* first_segment) {
   return *reinterpret_cast<ProcessHeader*>(first_segment);
@@ -297,6 +299,8 @@ int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
     if (next == rank_ || asked[next]) break;  // they wait for each other
     cause = next;
   }
+  std::lock_guard lock(segments_mutex_);
+  last_cause_.emplace(cause, Deadline::after(kAnswerPatience));
   return cause;
 }
 
@@ -353,7 +357,7 @@ std::optional<int> HostTransport::ask_for_cause(int rank) {
   // An answer serves all threads that ask; one that does not come is waited for once, not for each of many
   // messages.
   if (!std::exchange(peer.asked, true)) {
-    peer.patience = Deadline::after(std::chrono::milliseconds(300));
+    peer.patience = Deadline::after(kAnswerPatience);
     lock.unlock();
     ControlMessage question;
     question.kind = ControlMessage::Kind::kAskForCause;
@@ -369,9 +373,15 @@ std::optional<int> HostTransport::ask_for_cause(int rank) {
 void HostTransport::tell_cause(int rank) {
   ControlMessage answer;
   answer.kind = ControlMessage::Kind::kCause;
-  // Ranks that wait for each other are all the cause: then it is the first for which this one waits.
+  // Ranks that wait for each other are all the cause: then it is the first for which this one waits. One that has just
+  // given up was held up until then; that it has failed may not be known yet where the question comes from.
   const std::vector<int> awaited = awaited_by(rank_);
-  answer.rank = awaited.empty() ? rank_ : cause_known_here(awaited);
+  if (!awaited.empty()) {
+    answer.rank = cause_known_here(awaited);
+  } else {
+    std::lock_guard lock(segments_mutex_);
+    answer.rank = last_cause_ && !last_cause_->second.expired() ? last_cause_->first : rank_;
+  }
   answer.number = is_here(answer.rank) && is_stopped(answer.rank) ? 1 : 0;
   tell(rank, answer);
 }

@@ -106,7 +106,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// The rank that keeps `ranks`, at least one, from going on: one that has ended or is stopped, if it is
   /// among them or they wait for such a one by way of others, in whatever groups; else one that waits for no
   /// rank; else the first of them. A guess when several threads of a rank wait at once, or ranks move
-  /// meanwhile. Ranks on other hosts are asked: takes up to 300 ms for one that does not answer.
+  /// meanwhile. Ranks on other hosts are asked: takes up to 2 s for one that does not answer.
   int cause_of_waiting(const std::vector<int>& ranks);
   WaitRecords& wait_records() const;
   /// Tells the launcher that this rank made an operation fail, for its report.
@@ -209,6 +209,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   mutable std::mutex segments_mutex_;
   mutable std::condition_variable segments_changed_;
+  // For which rank this one has waited in vain, and how long that is told to those who ask; segments_mutex_.
+  std::optional<std::pair<int, Deadline>> last_cause_;
 
   std::mutex groups_mutex_;
   std::unordered_set<GroupMembers*> groups_;
