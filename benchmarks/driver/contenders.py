@@ -37,7 +37,6 @@ KINDS = {
     "bare": ("bench_flag_barrier", {}),
     "gloo": ("gloo_collectives.py", {}),
     "mpi": ("bench_mpi", {}),
-    "mpi_hierarchical": ("bench_mpi", {}),  # over hosts only
     "wire": ("raw_wire.py", {}),  # one rank on each host
     "hooks": ("bench_comm_hooks", {"LOCKSTEP_DATA_DIR": str(DATA)}),
     "cpp": ("bench_ddp_step", {}),
@@ -180,8 +179,6 @@ def processes_over_hosts(kind, place, bin_dir, port):
                             ("oob_tcp_if_include", hosts.DEVICE), ("pml", "ob1"), ("btl", "tcp,vader,self"),
                             ("mpi_yield_when_idle", 1)):
             command += ["--mca", name, str(value)]
-        if kind == "mpi_hierarchical":
-            command += ["--mca", "coll_han_priority", "100"]  # collectives by hosts, which Open MPI 4.1 has but does not choose
         return [([*without_users_environment(environment), *net.inside(0, *command, *path)], environment)]
     answer = []
     for host, rank in hosts.torchrun_environments(layout, net.addresses[0], port):

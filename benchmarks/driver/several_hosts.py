@@ -1,6 +1,6 @@
 """The suite `hosts`: network namespaces of this machine as hosts, on a wire of 1 Gbit/s and on one as fast as memory.
 
-In each layout ours, Gloo as torch.distributed has it (flat), Open MPI as it comes and by hosts, and Gloo in one group for each
+In each layout ours, Gloo as torch.distributed has it (flat), Open MPI, and Gloo in one group for each
 slice (what passes between hosts in a hierarchical all_reduce, without its part inside the hosts) take turns in the same places.
 Beside them plain sockets tell what the wire gives: the least that any all_reduce has to send over it, in both directions at once.
 
@@ -23,7 +23,7 @@ LARGE, SMALL = "25MiB", "4KiB"
 SMALL_LAYOUT = "2x2"  # of small operations
 COMPRESSIONS = ("bf16", "int8")  # between hosts
 OURS = {"lockstep": "all_reduce", **{each: f"all_reduce_{each}" for each in COMPRESSIONS}}
-PEERS = ("gloo", "mpi", "mpi_hierarchical")
+PEERS = ("gloo", "mpi")
 TURN_SECONDS = 0.2  # where the wire's rate does not set it
 # Steps of DDP with 24 MiB of gradients.
 STEP_LAYOUT, STEP_NETWORK = "2x2", "large"
@@ -72,7 +72,7 @@ def measure_layout(fleet, results, wire, name, place, effort, generator):
     cell = f"hosts.{wire}.{name}"
     fleet.say(f"{name} ranks on a wire of {wire}")
     ranks, count = sum(place.layout), len(place.layout)
-    peers = present(fleet, results, [peer for peer in PEERS if peer != "mpi_hierarchical" or is_hierarchical(place.layout)])
+    peers = present(fleet, results, PEERS)
     jobs = {who: fleet.job(who, ranks, place) for who in ("lockstep", *peers)}
     size = whole(LARGE, ranks)
     large = {who: (jobs["lockstep"], operation, size) for who, operation in OURS.items()}

@@ -9,7 +9,7 @@ WIRE_WORDS = {"1gbit": "1 Gbit/s", "unshaped": "unshaped"}
 WHO = {"lockstep": "C++, Lockstep", "bf16": "C++, Lockstep, bf16 between hosts", "int8": "C++, Lockstep, int8 between hosts",
        "python": "Python, Gloo"}
 NAMES = {"lockstep": "Lockstep", "bf16": "bf16", "int8": "int8", "gloo": "Gloo", "slices": "Gloo, slices alone",
-         "mpi": "Open MPI", "mpi_hierarchical": "Open MPI, by hosts", "wire": "plain sockets"}
+         "mpi": "Open MPI", "wire": "plain sockets"}
 
 
 def tables(results):
@@ -42,7 +42,7 @@ def large(results, wire):
 
 def large_ratios(results, wire):
     figures = {"vs_gloo": "than Gloo", **{f"{each}_vs_gloo": f"{each}, than Gloo" for each in COMPRESSIONS},
-               "vs_mpi": "than Open MPI", "vs_mpi_hierarchical": "than it by hosts", "of_wire": "time, of plain sockets'"}
+               "vs_mpi": "than Open MPI", "of_wire": "time, of plain sockets'"}
     rows = [[in_words(layout), *(ratio(results, f"{cell}.{figure}") for figure in figures)]
             for layout, cell in measured_layouts(results, f"hosts.{wire}", f".{LARGE}")]
     return Table(f"How many times faster it is, {WIRE_WORDS[wire]} (quartiles)", ["", *figures.values()], rows)
@@ -53,7 +53,7 @@ def small(results, wire):
              *medians(results, cell, ("lockstep", *PEERS)), *(ratio(results, f"{cell}.vs_{peer}") for peer in PEERS)]
             for what in (SMALL, "barrier") for layout, cell in measured_layouts(results, f"hosts.{wire}", f".{what}")]
     return Table(f"Small operations over hosts, {WIRE_WORDS[wire]}, and how many times faster (quartiles)",
-                 ["", "Lockstep", *(NAMES[peer] for peer in PEERS), "than Gloo", "than Open MPI", "than it by hosts"], rows)
+                 ["", "Lockstep", *(NAMES[peer] for peer in PEERS), "than Gloo", "than Open MPI"], rows)
 
 
 def processor_time(results):
