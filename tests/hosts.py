@@ -26,6 +26,7 @@ import time
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux", "mount": "mount"}
 COMMAND_SECONDS = 60
 END_SECONDS = 10
+PORT = 29500  # on hosts of our own, where no other process listens
 DEVICE = "eth0"  # of a host; its port at the switch is called port0, port1, …
 TEST_HOST = "LOCKSTEP_TEST_HOST"
 # Mounts happen in a namespace that nothing is passed on from. /sys shows the devices of the namespace it was mounted in; the

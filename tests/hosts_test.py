@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import support
+from hosts import PORT
 
 NOBODY = 65534
-PORT = 29500  # on hosts of our own, where no other process listens
 
 
 def is_loopback(address: str) -> bool:

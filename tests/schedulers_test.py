@@ -5,8 +5,8 @@ import re
 import shutil
 
 import pytest
+from hosts import PORT
 
-PORT = 29500  # on hosts of our own, where no other process listens
 SLURM = """\
 ClusterName=lockstep
 SlurmctldHost={names[0]}({addresses[0]})

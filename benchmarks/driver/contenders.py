@@ -61,9 +61,6 @@ WITHOUT_NCCL = {"gpu_nccl": "gpu_staged", "gpu_python_nccl": "gpu_python_gloo"}
 NEED_PACKAGE = ("python_lockstep", "python_groups")
 
 
-FIRST_PORT = 29500  # on hosts of our own, where no other process listens
-
-
 @dataclass(frozen=True)
 class Place:
     """Where the ranks of a job over several hosts are: layout[h] of them on host h of `net` (tests/hosts.py)."""
@@ -78,7 +75,7 @@ class Fleet:
     def __init__(self, bin_dir, say, device="cuda:0"):
         self.bin_dir, self.say, self.device = pathlib.Path(bin_dir), say, device
         self.jobs = {}
-        self.ports = itertools.count(FIRST_PORT)
+        self.ports = itertools.count(hosts.PORT)
 
     def __enter__(self):
         return self
@@ -89,14 +86,14 @@ class Fleet:
     def why_not(self, kind):
         """Why a contender cannot take part here, or None."""
         program = KINDS[kind][0]
-        if program == "bench_mpi" and not shutil.which("mpirun"):
+        if kind == "mpi" and not shutil.which("mpirun"):
             return "Open MPI is left out: there is no mpirun (Debian: openmpi-bin)"
         if kind == "bare" and len(os.sched_getaffinity(0)) < 2:
             return "the bare barrier is left out: it needs two cores, one for each process"
         if kind in NEED_PACKAGE and not has_package():
             return f"{kind} is left out: {sys.executable} has no package lockstep (pip install ./python)"
         if not program.endswith(".py") and not (self.bin_dir / program).exists():
-            hint = " (it needs libopenmpi-dev)" if program == "bench_mpi" else ""
+            hint = " (it needs libopenmpi-dev)" if kind == "mpi" else ""
             return f"{kind} is left out: there is no {self.bin_dir / program}{hint}"
         return None
 
@@ -142,9 +139,7 @@ def processes(kind, ranks, bin_dir, device="cuda:0"):
     if kind == "bare":
         return [([*clean, str(bin_dir / program)], environment)]  # makes its second process itself
     if kind == "mpi":
-        command = ["mpirun", "-n", str(ranks)]
-        if os.geteuid() == 0:
-            command.append("--allow-run-as-root")
+        command = mpirun(ranks)
         if ranks > len(os.sched_getaffinity(0)):
             command += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
         return [([*clean, *command, str(bin_dir / program)], {**ONE_THREAD, **environment})]
@@ -158,6 +153,10 @@ def processes(kind, ranks, bin_dir, device="cuda:0"):
               "LOCAL_WORLD_SIZE": str(ranks)}) for rank in range(ranks)]
 
 
+def mpirun(ranks):
+    return ["mpirun", "-n", str(ranks), *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
 def without_users_environment(environment):
     """The system's env undoes what the user's shell may have set for malloc, or to put us where Gloo is measured."""
     return ["env", *(word for name in DEFAULT_ENVIRONMENT if name not in environment for word in ("-u", name))]
@@ -169,11 +168,9 @@ def processes_over_hosts(kind, place, bin_dir, port):
     net, layout = place.net, place.layout
     environment = {**ONE_THREAD, **environment, "GLOO_SOCKET_IFNAME": hosts.DEVICE}
     path = [sys.executable, str(PEERS / program)] if program.endswith(".py") else [str(bin_dir / program)]
-    if program == "bench_mpi":
+    if kind == "mpi":
         slots = ",".join(f"{address}:{ranks}" for address, ranks in zip(net.addresses, layout))
-        command = ["mpirun", "-n", str(sum(layout)), "--host", slots, "--bind-to", "none"]
-        if os.geteuid() == 0:
-            command.append("--allow-run-as-root")
+        command = [*mpirun(sum(layout)), "--host", slots, "--bind-to", "none"]
         # Ranks of several hosts share this machine's cores, which Open MPI can't know. Shared memory inside a host, TCP between.
         for name, value in (("plm_rsh_agent", net.remote_shell()), ("btl_tcp_if_include", hosts.DEVICE),
                             ("oob_tcp_if_include", hosts.DEVICE), ("pml", "ob1"), ("btl", "tcp,vader,self"),

@@ -148,7 +148,7 @@ def net():
 @pytest.mark.parametrize("kind, layout, command", [
     ("gloo", (1, 1), ("all_reduce", 4096)), ("gloo", (2, 2), ("slices", 4096)), ("wire", (1, 1), ("exchange", 3 << 20))])
 def test_the_peers_over_hosts(net, kind, layout, command):
-    job = Job(kind, sum(layout), contenders.processes_over_hosts(kind, contenders.Place(net, layout), ".", contenders.FIRST_PORT))
+    job = Job(kind, sum(layout), contenders.processes_over_hosts(kind, contenders.Place(net, layout), ".", contenders.hosts.PORT))
     try:
         answers = job.measure(*command, iterations=3, warmup=1)
         assert [len(answer["wall"]) for answer in answers] == [3] * sum(layout)

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <chrono>
 #include <cstdint>
@@ -65,7 +64,7 @@ class ScalingMeasurement {
   }
 
  private:
-  /// Not 0: a signal ended it. What has no barrier is none of our programs, or has no place for it.
+  /// Not 0: a signal ended it. A number of ranks whose barrier can't be measured has none in the table.
   int measure_barriers() {
     if (options_.lockstep.empty()) return 0;
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));

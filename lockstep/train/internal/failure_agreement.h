@@ -39,6 +39,8 @@ struct FailureAgreement {
   bool somebody_died = false;
   /// The ranks are on several hosts, and can't meet again: there is only the own report, and no group.
   bool apart = false;
+
+  bool all_are_here() const { return !somebody_died && !apart; }
 };
 
 /// To be called by all living ranks after a failure, each with its own report, wherever it struck them: ends
