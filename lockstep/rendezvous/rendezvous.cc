@@ -215,16 +215,16 @@ Joined join(const Place& place, const Call& call) {
 }
 
 std::string meeting_host_of(const Plan& plan, const RendezvousOptions& options) {
-  const auto* tcp = std::get_if<TcpMeeting>(&plan.meeting);
-  if (tcp != nullptr && !options.store) return tcp->host;
-  return std::holds_alternative<JobMeeting>(plan.meeting) && !options.store ? "127.0.0.1" : "";
+  if (options.store) return "";
+  if (const auto* tcp = std::get_if<TcpMeeting>(&plan.meeting)) return tcp->host;
+  return std::holds_alternative<JobMeeting>(plan.meeting) ? "127.0.0.1" : "";
 }
 
 /// A launcher that starts each process in a container of its own counts the processes of the machine. One
 /// that counts fewer than there are is one of several on this host, as in tests: that costs nothing.
 void warn_of_containers(const Topology& topology, int launched_here) {
-  const bool pretended = this_host().is_pretended();
-  if (pretended || topology.local_rank() != 0 || launched_here <= topology.local_world_size()) return;
+  if (topology.local_rank() != 0 || launched_here <= topology.local_world_size()) return;
+  if (this_host().is_pretended()) return;
   LOCKSTEP_LOG(kWarning) << "the launcher says that " << launched_here << " ranks are on this host, but only "
                          << name_ranks(topology.neighbours())
                          << " can share memory: the others are in containers with network, process or user "

@@ -29,7 +29,7 @@ struct ControlMessage {
   std::array<char, 512> text{};  // ends with 0
 
   void set_text(std::string_view whole) { whole.copy(text.data(), text.size() - 1); }
-  /// Whatever has come.
+  /// Also of a text without the 0 behind it.
   std::string get_text() const {
     const std::string_view whole(text.data(), text.size());
     return std::string(whole.substr(0, whole.find('\0')));

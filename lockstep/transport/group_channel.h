@@ -48,7 +48,6 @@ class GroupChannel {
   int size() const { return layout_.size(); }
   /// The rank within the job, for messages.
   int job_rank(int rank) const { return transport().job_rank(members_[rank]); }
-  int transport_rank(int rank) const { return members_[rank]; }
   HostTransport& transport() const { return host_->transport(); }
   const GroupLayout& layout() const { return layout_; }
   bool spans_hosts() const { return between_ != nullptr; }

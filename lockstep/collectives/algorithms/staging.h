@@ -10,6 +10,10 @@
 namespace lockstep::algorithms {
 
 constexpr size_t kCacheLine = 64;
+/// Whole cache lines for so many bytes.
+constexpr size_t whole_lines(size_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
 
 /// Bytes of a chunk, for tests that want many chunks from few bytes ("internal only", as Gloo's segment
 /// size).
@@ -27,8 +31,7 @@ class DoubleBuffer {
  public:
   explicit DoubleBuffer(transport::HostChannel& channel) : channel_(channel) {
     // A line for each peer at least. The same for all operations, so that both sides agree where a buffer is.
-    capacity_ = std::max(chunk_bytes(), kCacheLine * static_cast<size_t>(channel.size()));
-    capacity_ = (capacity_ + kCacheLine - 1) / kCacheLine * kCacheLine;
+    capacity_ = whole_lines(std::max(chunk_bytes(), kCacheLine * static_cast<size_t>(channel.size())));
   }
 
   size_t capacity() const { return capacity_; }

@@ -259,8 +259,7 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
 
 ChannelError GroupMembers::describe_failure(const std::vector<int>& late, std::chrono::nanoseconds timeout,
                                             bool to_others) const {
-  // Without a decision no rank has met the abort in an operation yet.
-  const Decision decided = decision().is_failure() ? decision() : *aborted();
+  const Decision decided = cause();
   const auto kind = static_cast<FailureKind>(decided.kind);
   const int culprit = decided.culprit;
   const bool left_behind = kind == FailureKind::kPeerLeft && MembershipAgreement(*this).left_behind();

@@ -119,6 +119,11 @@ class GroupMembers {
     const auto abort = aborted();
     return abort && abort->sequence <= sequence;
   }
+  /// Why a group that has failed has; without a decision no rank has met the abort in an operation yet.
+  Decision cause() const {
+    const Decision decided = decision();
+    return decided.is_failure() ? decided : *aborted();
+  }
   /// Whether the operation fails, unless it has succeeded already.
   bool fails(uint64_t sequence) const { return decision().is_failure() || is_aborted(sequence); }
   /// Whether the group takes no further operations, now or soon: one was decided to have failed, or it was aborted.
@@ -144,7 +149,6 @@ class GroupMembers {
   /// "rank 2 (pid 4242)", in ranks of the job.
   std::string describe(const std::vector<int>& ranks) const;
   /// How an ended member ended.
-  std::string describe_end(int rank) const { return transport_->describe_end(members_[rank]); }
 
   /// Runs `release` when no member can touch this group's memory any more (at the earliest when all have
   /// closed it).

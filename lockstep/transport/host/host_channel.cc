@@ -375,8 +375,8 @@ void HostChannel::await(Wait& wait) {
   Doorbell& bell = doorbell();
   while (!complete()) {
     const uint32_t endings = transport().endings();
-    // A rank that has gone after an abort is not the cause. What it has told of that is seen by whoever sees that it
-    // has gone.
+    // A rank that has gone after an abort is not the cause. Where it is seen to have gone, the abort that it has told of
+    // is seen, too.
     const auto gone = wait.gone();
     if (gone && !members_->is_aborted(sequence()) && give_up(gone->kind, gone->culprit, complete)) return;
     bool woken = false;
@@ -467,7 +467,7 @@ void HostChannel::fail_as_decided(const std::vector<int>& late) {
 
 GroupFailure HostChannel::failure_for_others(const std::vector<int>& late) const {
   const ChannelError error = members_->describe_failure(late, {}, /*to_others=*/true);
-  const Decision decided = members_->decision().is_failure() ? members_->decision() : *members_->aborted();
+  const Decision decided = members_->cause();
   return {error.kind(), decided.culprit, decided.sequence, error.what()};
 }
 

@@ -45,7 +45,7 @@ struct UcxTransfer {
   UcxPeer* peer = nullptr;
   Operation* operation = nullptr;  // none once it is done
   bool is_send = false;
-  std::byte* data = nullptr;  // none: of no one's concern any more
+  std::byte* data = nullptr;  // null: no longer to be touched
   size_t bytes = 0;
   size_t moved = 0;                  // of a receive: how far; what UCX tells of it is not always set
   std::vector<std::byte> copy = {};  // of a cancelled send
@@ -621,8 +621,7 @@ std::unique_ptr<Engine> make_ucx_engine(int, const UcxOptions&) {
 
 std::string why_no_ucx() {
   return "a job over several hosts needs UCX, and this build of Lockstep has no UCX: install libucx-dev "
-         "(Fedora: "
-         "ucx-devel) and build it again";
+         "(Fedora: ucx-devel) and build it again";
 }
 
 }  // namespace lockstep::transport::wire

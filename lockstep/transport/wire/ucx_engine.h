@@ -9,7 +9,7 @@ namespace lockstep::transport::wire {
 
 struct UcxOptions {
   std::string interface = {};   // the socket interface to use, "eth0"; empty: those that UCX chooses
-  std::string port_range = {};  // "20000-20100": where to listen; counts for a process's first engine
+  std::string port_range = {};  // "20000-20100": where to listen; unless an earlier engine had one
 };
 
 /// An engine between processes, by UCX: over TCP, and over InfiniBand or RoCE where UCX finds them. Never by

@@ -88,7 +88,7 @@ class Wire {
   UniqueFd wake_fd_;
   UniqueFd poll_fd_;  // epoll: wake_fd_, and the engine's descriptor for one event at a time
 
-  mutable std::mutex mutex_;  // protects the engine, and the next four
+  mutable std::mutex mutex_;  // protects the next four
   std::unique_ptr<Engine> engine_;
   std::vector<Handle> pending_;                      // each knows its place
   std::vector<Request*> finished_;                   // since the last settle()

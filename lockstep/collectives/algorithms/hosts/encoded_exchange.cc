@@ -18,10 +18,8 @@ class EncodedExchange : public OwnersExchange {
  protected:
   static float* values(const Crossing& crossing) { return reinterpret_cast<float*>(crossing.partial); }
   size_t encoded(size_t count) const { return encoded_bytes(compression_, count); }
-  /// Room for so many encoded elements: whole cache lines.
-  size_t slot_bytes(size_t count) const {
-    return (encoded(count) + kCacheLine - 1) / kCacheLine * kCacheLine;
-  }
+  /// Room for so many encoded elements.
+  size_t slot_bytes(size_t count) const { return whole_lines(encoded(count)); }
 
   const WireCodec& codec_;
 

@@ -53,8 +53,7 @@ class Ways {
       : layout_(layout), pattern_(pattern_of(signature.kind)), root_(signature.root) {}
 
   bool shared() const { return pattern_ == Pattern::kEachToAll || pattern_ == Pattern::kRootToAll; }
-  /// The rank of host `host` that receives what rank `from` of another host gives to the members there, or to rank
-  /// `to` of them.
+  /// The rank on the host of `to` that receives what `from`, of another host, gives to `to`.
   int receiver(int from, int to) const {
     return shared() ? layout_.counterpart(from, layout_.host_of[to]) : to;
   }
@@ -129,15 +128,6 @@ class WindowedExchange {
     const size_t window = std::min(chunk_bytes(), kChunksPerRound * chunk_bytes() / ways_.most_sources());
     window_ = std::max(kCacheLine, window / kCacheLine * kCacheLine);
     if (exchange.gives.empty()) destinations_.clear();
-    // What is not received by this rank is in the scratch of a neighbour.
-    place_of_source_.resize(channel.size());
-    for (int place = 0; place < host_.size(); ++place) {
-      const auto sources = ways_.sources(layout_.neighbours()[place]);
-      windows_of_.push_back(host_.size() + sources.size());
-      for (size_t i = 0; i < sources.size(); ++i) {
-        if (ways_.shared() || place == host_.rank()) place_of_source_[sources[i]] = {place, i};
-      }
-    }
   }
 
   const Exchange& local() const { return local_; }
@@ -148,10 +138,11 @@ class WindowedExchange {
     for (int from : sources_) most = std::max(most, exchange_.takes[from]);
     return most;
   }
-  size_t scratch_bytes() const { return kWindowBuffers * window_ * windows_of_[host_.rank()]; }
+  size_t scratch_bytes() const { return kWindowBuffers * window_ * (host_.size() + sources_.size()); }
 
   /// All but the commit.
   void run(const Consume& consume) {
+    find_sources();
     read_offers();
     for (size_t k = 0; k < std::min(rounds_, kWindowBuffers - 1); ++k) post(k);
     stage(0);
@@ -194,6 +185,18 @@ class WindowedExchange {
   }
   std::byte* buffer(int place, size_t k) {
     return agreement_.scratch_of(place) + k % kWindowBuffers * windows_of_[place] * window_;
+  }
+
+  /// What is not received by this rank is in the scratch of a neighbour.
+  void find_sources() {
+    place_of_source_.resize(channel_.size());
+    for (int place = 0; place < host_.size(); ++place) {
+      const auto sources = ways_.sources(layout_.neighbours()[place]);
+      windows_of_.push_back(host_.size() + sources.size());
+      for (size_t i = 0; i < sources.size(); ++i) {
+        if (ways_.shared() || place == host_.rank()) place_of_source_[sources[i]] = {place, i};
+      }
+    }
   }
 
   void read_offers() {

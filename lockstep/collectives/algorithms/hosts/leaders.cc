@@ -15,7 +15,7 @@ struct alignas(kCacheLine) BlockHeader {
 };
 
 size_t block_stride(size_t bytes) {
-  return (sizeof(BlockHeader) + bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  return whole_lines(sizeof(BlockHeader) + bytes);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ using transport::HostChannel;
 
 /// Offers stand on cache lines.
 size_t room_for(const Offer& offer) {
-  return (offer.header().whole_bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  return whole_lines(offer.header().whole_bytes);
 }
 
 }  // namespace
