@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <sys/types.h>
@@ -26,6 +27,10 @@ struct alignas(64) ProcessHeader {
   std::array<EndOfFarRank, 8> far_ends;  // the first ones; written by the monitor thread
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+inline ProcessHeader& header_of(std::byte* first_segment) {
+  return *reinterpret_cast<ProcessHeader*>(first_segment);
+}
 
 enum class EndKind : uint32_t { kRunning = 0, kLeft = 1, kExit = 2, kSignal = 3 };
 

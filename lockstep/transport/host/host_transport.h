@@ -17,9 +17,9 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/transport/control_message.h>
 #include <lockstep/transport/group_layout.h>
 #include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/control_channel.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/host/wait_record.h>
 #include <lockstep/transport/wire/wire.h>
@@ -119,14 +119,16 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Sends it without waiting. From any thread.
   void tell(int rank, const ControlMessage& message);
   /// Once this returns, what others had told this rank before what it has received from them counts.
-  void await_heard();
+  void await_heard() { control_->await_heard(); }
   /// Gives the listener a number, which no other group of this rank has, for messages' `group` and the tags of data that
   /// come to this rank: the wire's channels [number, number + kChannelsPerGroup). Throws c10::DistBackendError when all
   /// have been given.
-  static constexpr uint32_t kChannelsPerGroup = 2;
-  uint32_t add_listener(ControlListener& listener);
+  static constexpr uint32_t kChannelsPerGroup = ControlChannel::kChannelsPerGroup;
+  uint32_t add_listener(ControlListener& listener) { return control_->add_listener(listener); }
   /// The listener is called no more when this returns. `last_words` stay, if the group has failed.
-  void remove_listener(uint32_t number, const std::optional<ControlMessage>& last_words);
+  void remove_listener(uint32_t number, const std::optional<ControlMessage>& last_words) {
+    control_->remove_listener(number, last_words);
+  }
 
   /// Groups register to have their sleeping waiters woken when a peer ends; GroupMembers does this itself.
   void add_group(GroupMembers* group);
@@ -152,10 +154,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     uint32_t answers = 0;
     int cause = -1;
     bool stopped = false;
-    std::atomic<bool> met{false};              // has messages with this rank
-    std::atomic<uint32_t> told{0};             // control messages that were sent to it
-    uint32_t heard{0};                         // and received from it; monitor thread only
-    std::unique_ptr<ControlMessage> incoming;  // the next one
+    std::atomic<bool> met{false};  // has messages with this rank
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
@@ -176,9 +175,6 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment);
   void start_monitor(bool watches);
   void make_wire(const Options& options);
-  void meet_hosts(const std::function<void()>& look, const Deadline& deadline);
-  void receive_control(int from);
-  void hear_control();
   void hear(int from, const ControlMessage& message);
   int cause_known_here(const std::vector<int>& ranks) const;
   std::vector<int> awaited_by(int rank) const;
@@ -218,20 +214,11 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;
 
-  std::mutex listeners_mutex_;
-  std::map<uint32_t, ControlListener*> listeners_;
-  std::map<uint32_t, ControlMessage> last_words_;  // of groups that have failed and were closed
-  uint32_t next_number_ = 1;                       // 0: control messages
-
-  std::mutex inbox_mutex_;
-  std::vector<std::pair<int, bool>> inbox_;  // ranks, and whether their `incoming` has come or won't any more
-  std::atomic<uint32_t> unheard_{0};         // of these, and of those just being heard
-  UniqueFd inbox_event_;
-
   UniqueFd stop_event_;
   std::map<int, Deadline>
       reported_;  // ranks that have ended, as others say: when that holds; monitor thread only
-  std::unique_ptr<wire::Wire> wire_;  // null on one host
+  std::unique_ptr<ControlChannel> control_;  // null on one host, as the wire
+  std::unique_ptr<wire::Wire> wire_;         // goes first
   BackgroundThread monitor_;
 };
 

@@ -1,0 +1,128 @@
+#include <utility>
+
+#include <lockstep/transport/host/end_note.h>
+#include <lockstep/transport/host/host_transport.h>
+
+// Of HostTransport: which rank keeps others waiting.
+namespace lockstep::transport {
+namespace {
+
+/// With a host that is asked for the cause of a wait.
+constexpr auto kAnswerPatience = std::chrono::seconds(2);
+
+}  // namespace
+
+WaitRecords& HostTransport::wait_records() const {
+  return header_of(arena_->segment(0)->data()).waits;
+}
+
+int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
+  int cause = cause_known_here(ranks);
+  std::vector<bool> asked(world_size());
+  while (!is_here(cause) && !has_ended(cause)) {
+    asked[cause] = true;
+    const auto answer = ask_for_cause(cause);
+    if (!answer) break;
+    const int next = is_here(*answer) ? cause_known_here({*answer}) : *answer;
+    if (next == rank_ || asked[next]) break;  // they wait for each other
+    cause = next;
+  }
+  std::lock_guard lock(segments_mutex_);
+  last_cause_.emplace(cause, Deadline::after(kAnswerPatience));
+  return cause;
+}
+
+/// The same without asking: of ranks on other hosts it is not known what they wait for.
+int HostTransport::cause_known_here(const std::vector<int>& ranks) const {
+  int waits_for_none = -1;
+  std::vector<bool> seen(world_size());
+  std::vector<int> open(ranks.rbegin(), ranks.rend());
+  while (!open.empty()) {
+    const int at = open.back();
+    open.pop_back();
+    if (seen[at]) continue;
+    seen[at] = true;
+    if (!is_here(at)) {
+      if (has_ended(at)) return at;
+      if (waits_for_none < 0) waits_for_none = at;
+      continue;
+    }
+    // Threads that play ranks are stopped all or none.
+    if (at != rank_ && fellow_threads_.empty() && (has_ended(at) || is_stopped(at))) return at;
+    const std::vector<int> awaited = awaited_by(at);
+    open.insert(open.end(), awaited.begin(), awaited.end());
+    // The rank that asks waits.
+    if (awaited.empty() && at != rank_ && waits_for_none < 0) waits_for_none = at;
+  }
+  return waits_for_none < 0 ? ranks.front() : waits_for_none;
+}
+
+/// The ranks for which one of this host waits, in whatever groups, as it has recorded.
+std::vector<int> HostTransport::awaited_by(int rank) const {
+  std::vector<int> awaited;
+  const ProcessHeader& header = header_of(peers_[rank]->bases[0].load(std::memory_order_acquire));
+  for (const WaitRecord& record : header.waits) {
+    const uint64_t reference = record.word.load(std::memory_order_acquire);
+    const int peer = record.peer.load(std::memory_order_relaxed);
+    const int owner = record.owner.load(std::memory_order_relaxed);
+    if (reference == 0 || peer < 0 || peer >= world_size() || owner < 0 || owner >= world_size()) continue;
+    const std::byte* word = mapped_address(owner, unpack_reference(reference));
+    // What it waits for has come, and it has not gone on: it is not held up by others.
+    if (word == nullptr || reinterpret_cast<const std::atomic<uint64_t>*>(word)->load(
+                               std::memory_order_acquire) >= record.value.load(std::memory_order_relaxed)) {
+      continue;
+    }
+    awaited.push_back(peer);
+  }
+  return awaited;
+}
+
+/// Which rank keeps one on another host waiting, as that one says; nothing if it does not answer.
+std::optional<int> HostTransport::ask_for_cause(int rank) {
+  Peer& peer = *peers_[rank];
+  std::unique_lock lock(segments_mutex_);
+  const uint32_t before = peer.answers;
+  // An answer serves all threads that ask; one that does not come is waited for once, not for each of many
+  // messages.
+  if (!std::exchange(peer.asked, true)) {
+    peer.patience = Deadline::after(kAnswerPatience);
+    lock.unlock();
+    ControlMessage question;
+    question.kind = ControlMessage::Kind::kAskForCause;
+    tell(rank, question);
+    lock.lock();
+  }
+  segments_changed_.wait_for(lock, peer.patience.remaining(), [&] {
+    return peer.answers != before || peer.ended.load(std::memory_order_acquire);
+  });
+  return peer.answers != before ? std::optional(peer.cause) : std::nullopt;
+}
+
+void HostTransport::tell_cause(int rank) {
+  ControlMessage answer;
+  answer.kind = ControlMessage::Kind::kCause;
+  // Ranks that wait for each other are all the cause: then it is the first for which this one waits. One that has just
+  // given up was held up until then; that it has failed may not be known yet where the question comes from.
+  const std::vector<int> awaited = awaited_by(rank_);
+  if (!awaited.empty()) {
+    answer.rank = cause_known_here(awaited);
+  } else {
+    std::lock_guard lock(segments_mutex_);
+    answer.rank = last_cause_ && !last_cause_->second.expired() ? last_cause_->first : rank_;
+  }
+  answer.number = is_here(answer.rank) && is_stopped(answer.rank) ? 1 : 0;
+  tell(rank, answer);
+}
+
+void HostTransport::hear_cause(int from, const ControlMessage& message) {
+  if (message.rank < 0 || message.rank >= world_size()) return;
+  std::lock_guard lock(segments_mutex_);
+  Peer& peer = *peers_[from];
+  peer.asked = false;
+  ++peer.answers;
+  peer.cause = message.rank;
+  peers_[message.rank]->stopped = message.number != 0;
+  segments_changed_.notify_all();
+}
+
+}  // namespace lockstep::transport

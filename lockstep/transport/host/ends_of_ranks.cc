@@ -1,0 +1,141 @@
+#include <sstream>
+#include <utility>
+
+#include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
+#include <lockstep/rendezvous/exit_status_table.h>
+#include <lockstep/rendezvous/process_stat.h>
+#include <lockstep/transport/host/end_note.h>
+#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/host_transport.h>
+
+// Of HostTransport: how ranks end, and what they are called.
+namespace lockstep::transport {
+
+std::string HostTransport::describe_end(int rank) const {
+  Peer& peer = *peers_[rank];
+  if (!is_here(rank)) {
+    // The rank's neighbours notice its end as soon as this one, and know more of it. They tell this one, or one of its
+    // own neighbours.
+    std::unique_lock lock(segments_mutex_);
+    const auto patience = Deadline::after(std::chrono::milliseconds(peer.asked_for_end ? 0 : 300));
+    peer.asked_for_end = true;
+    while (true) {
+      if (peer.end.empty()) peer.end = end_of_far_rank(rank);
+      if (!peer.end.empty()) return describe(rank) + " " + peer.end;
+      if (patience.expired()) break;
+      segments_changed_.wait_for(lock, std::chrono::milliseconds(10));
+    }
+    lock.unlock();
+    return describe_loss(rank, wire_->lost(rank).value_or("its host says that it has ended"));
+  }
+  std::byte* first = peer.bases[0].load(std::memory_order_acquire);
+  return describe(rank) + " " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
+}
+
+std::string HostTransport::describe_loss(int rank, const std::string& reason) const {
+  return describe(rank) + " is lost: " + reason + "; its process has ended or the wire is cut";
+}
+
+std::string HostTransport::describe(int rank) const {
+  return "rank " + std::to_string(job_rank(rank)) + of_the_job() + " (pid " + std::to_string(pid_of(rank)) +
+         on_host(rank) + ")";
+}
+
+std::string HostTransport::describe(const std::vector<int>& ranks) const {
+  std::vector<int> named;
+  std::ostringstream pids;
+  for (const int rank : ranks) {
+    named.push_back(job_rank(rank));
+    if (ranks.size() <= 4) pids << (pids.tellp() > 0 ? ", " : " (pid ") << pid_of(rank) << on_host(rank);
+  }
+  std::ostringstream text;
+  text << name_ranks(named) << of_the_job() << pids.str();
+  if (pids.tellp() > 0) text << ')';
+  return text.str();
+}
+
+std::string HostTransport::on_host(int rank) const {
+  const std::string& host = peers_[rank]->host;
+  return host.empty() ? "" : " on " + host;
+}
+
+bool HostTransport::is_stopped(int rank) const {
+  if (!is_here(rank)) {
+    std::lock_guard lock(segments_mutex_);
+    return peers_[rank]->stopped;
+  }
+  const auto stat = read_process_stat(pid_of(rank));
+  return stat && (stat->state == 'T' || stat->state == 't');
+}
+
+void HostTransport::note_culprit(int rank) const {
+  if (!is_here(rank)) return;  // its own host's launcher has it
+  if (const auto table = ExitStatusTable::from_environment()) table->record_culprit(pid_of(rank));
+}
+
+void HostTransport::mark_ended(int rank) {
+  {
+    std::lock_guard lock(segments_mutex_);
+    if (peers_[rank]->ended.exchange(true, std::memory_order_acq_rel)) return;
+    segments_changed_.notify_all();
+  }
+  LOCKSTEP_LOG(kDebug) << "rank " << rank << " is gone";
+  if (is_here(rank)) neighbours_ended_.fetch_add(1, std::memory_order_relaxed);
+  endings_.fetch_add(1, std::memory_order_acq_rel);
+  std::lock_guard lock(groups_mutex_);
+  for (GroupMembers* group : groups_) group->wake_waiters();
+}
+
+void HostTransport::hear_end(int rank, const std::string& end) {
+  std::lock_guard lock(segments_mutex_);
+  if (!peers_[rank]->end.empty()) return;
+  peers_[rank]->end = end;
+  segments_changed_.notify_all();
+  for (EndOfFarRank& free : header_of(arena_->segment(0)->data()).far_ends) {
+    if (free.rank.load(std::memory_order_relaxed) >= 0) continue;
+    end.copy(free.text.data(), free.text.size() - 1);
+    free.rank.store(rank, std::memory_order_release);
+    return;
+  }
+}
+
+/// What a neighbour has heard; or empty.
+std::string HostTransport::end_of_far_rank(int rank) const {
+  for (const int neighbour : layout_.neighbours()) {
+    std::byte* first = peers_[neighbour]->bases[0].load(std::memory_order_acquire);
+    for (const EndOfFarRank& heard : header_of(first).far_ends) {
+      if (heard.rank.load(std::memory_order_acquire) == rank) return heard.text.data();
+    }
+  }
+  return "";
+}
+
+/// How long those that share a lost rank's host may take to say more of it than this rank can.
+std::chrono::nanoseconds HostTransport::patience_with_neighbours_of(int rank) const {
+  return std::chrono::seconds(layout_.hosts[layout_.host_of[rank]].size() > 1 ? 2 : 0);
+}
+
+/// Each rank has a counterpart on each host, so all hosts hear of it.
+void HostTransport::tell_end_of(int neighbour) {
+  ControlMessage message;
+  message.kind = ControlMessage::Kind::kEndOfFellow;
+  message.rank = neighbour;
+  const std::string who = describe(neighbour);
+  message.set_text(describe_end(neighbour).substr(who.size() + 1));
+  for (const int rank : layout_.counterparts()) {
+    if (!has_ended(rank)) tell(rank, message);
+  }
+}
+
+void HostTransport::say_goodbye() {
+  ControlMessage message;
+  message.kind = ControlMessage::Kind::kLeaveJob;
+  message.set_text(describe_good_end());
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (!is_here(rank) && peers_[rank]->met.load(std::memory_order_relaxed) && !has_ended(rank))
+      tell(rank, message);
+  }
+}
+
+}  // namespace lockstep::transport

@@ -1,0 +1,98 @@
+#include <algorithm>
+#include <cstddef>
+#include <thread>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/transport/host/first_messages.h>
+#include <lockstep/transport/waiting.h>
+
+namespace lockstep::transport {
+namespace {
+
+/// On the control channel; control messages count from 0.
+constexpr uint32_t kFirstMeeting = uint32_t{1} << 31;
+
+}  // namespace
+
+void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const Deadline& deadline,
+                         const FirstMessages& with) {
+  constexpr size_t kSmall = 64;
+  constexpr size_t kFull = size_t{64} << 10;
+  constexpr auto kLookInterval = std::chrono::milliseconds(200);
+  constexpr auto kLongestHead = std::chrono::seconds(5);
+  struct Meeting {
+    int rank;
+    std::vector<std::byte> incoming;
+    wire::Handle small, full;
+  };
+  const std::vector<std::byte> outgoing(kSmall + kFull);
+  Doorbell bell;
+  std::vector<Meeting> meetings;
+  std::vector<wire::Handle> requests;
+  for (const int rank : ranks) {
+    meetings.push_back({rank, std::vector<std::byte>(kSmall + kFull), nullptr, nullptr});
+    std::byte* incoming = meetings.back().incoming.data();
+    meetings.back().small = wire.receive(rank, {0, kFirstMeeting}, incoming, kSmall, &bell);
+    meetings.back().full = wire.receive(rank, {0, kFirstMeeting + 1}, incoming + kSmall, kFull, &bell);
+    requests.push_back(wire.send(rank, {0, kFirstMeeting}, outgoing.data(), kSmall, &bell));
+    requests.push_back(wire.send(rank, {0, kFirstMeeting + 1}, outgoing.data() + kSmall, kFull, &bell));
+    requests.push_back(meetings.back().small);
+    requests.push_back(meetings.back().full);
+  }
+  struct Cancel {
+    ~Cancel() {
+      for (const auto& request : requests) wire.cancel(request);
+    }
+    wire::Wire& wire;
+    const std::vector<wire::Handle>& requests;
+  } cancel{wire, requests};
+  const auto fail = [&](const Meeting& meeting, const std::string& what) {
+    std::string text = with.own + ", and " + with.describe(meeting.rank) + ", can't pass messages: " + what;
+    if (meeting.small->status() == wire::RequestStatus::kSucceeded && !meeting.full->done()) {
+      text += "; small messages pass, but not " + std::to_string(kFull >> 10) +
+              " KiB: do all interfaces between the two hosts have the same MTU?";
+    }
+    return text;
+  };
+  // Ahead of the deadline, at which those that have met would only say that this rank is late.
+  const auto verdict = Deadline::after(
+      deadline.remaining() - std::min<std::chrono::nanoseconds>(deadline.remaining() / 10, kLongestHead));
+  const auto is_over = [](const wire::Handle& request) { return request->done(); };
+  const WaitPolicy policy{.spins = 0, .yields = 20};
+  while (true) {
+    const auto all_over = [&] { return std::all_of(requests.begin(), requests.end(), is_over); };
+    const auto drive = [&] {
+      wire.progress();
+      return all_over();
+    };
+    wait_until(bell, policy, Deadline::after(verdict.remaining(kLookInterval)), drive,
+               [&] { wire.before_sleep(); });
+    for (const auto& request : requests) {
+      if (!request->done() || request->status() == wire::RequestStatus::kSucceeded) continue;
+      const auto meeting = std::find_if(meetings.begin(), meetings.end(),
+                                        [&](const Meeting& one) { return one.rank == request->peer(); });
+      const auto patience = Deadline::after(with.patience(request->peer()));
+      while (!patience.expired()) {
+        with.look();
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      C10_THROW_ERROR(
+          DistBackendError,
+          fail(*meeting, wire.lost(request->peer()).value_or("the wire has failed on this rank")));
+    }
+    if (all_over()) return;
+    with.look();
+    if (!verdict.expired()) continue;
+    for (const Meeting& meeting : meetings) {
+      if (meeting.full->done()) continue;
+      LOCKSTEP_THROW_TIMEOUT(fail(meeting,
+                                  "nothing has come by the timeout; does a firewall lie between them, or are "
+                                  "these the wrong interfaces?"));
+    }
+    LOCKSTEP_THROW_TIMEOUT(fail(meetings.front(), "what was sent is not through at the timeout"));
+  }
+}
+
+}  // namespace lockstep::transport
