@@ -32,6 +32,7 @@ constexpr std::string_view kOwnVariables[] = {
     "LOCKSTEP_FLIGHT_RECORDS",
     "LOCKSTEP_FLIGHT_SIGNAL",
     "LOCKSTEP_FORMER_LD_LIBRARY_PATH",
+    "LOCKSTEP_HEARTBEAT_TIMEOUT_SEC",
     "LOCKSTEP_JOBS",
     "LOCKSTEP_LOG",
     "LOCKSTEP_MAX_OBJECT_BYTES",
@@ -117,6 +118,7 @@ void judge_own_variables(const Environment& environment, Findings& findings) {
   judge_word(environment, "LOCKSTEP_CPU_CAPABILITY", {"default", "avx2", "avx512"}, findings);
   judge_number(environment, "LOCKSTEP_SEGMENT_MB", 1, 1 << 20, findings);
   judge_number(environment, "LOCKSTEP_FLIGHT_RECORDS", 0, 50000, findings);
+  judge_number(environment, "LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", 1, 86400, findings);
   if (const auto* value = value_of(environment, "LOCKSTEP_FAILPOINTS")) {
     findings.push_back(warning("variables",
                                quoted("LOCKSTEP_FAILPOINTS", *value) + ": something goes wrong on purpose",

@@ -1,14 +1,15 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
 namespace lockstep::transport {
 
-/// What ranks of different hosts tell each other beside the data, on the wire's channel 0. Small and always of one size, so
-/// that a rank keeps a receive for one from each other rank.
+/// What ranks of different hosts tell each other beside the data, on the wire's channel 0. Small, so that a
+/// rank keeps a receive for one from each other rank; what stands behind the text is not sent.
 struct ControlMessage {
   enum class Kind : uint32_t {
     kFailure,      // a group has failed
@@ -17,17 +18,21 @@ struct ControlMessage {
     kLeaveJob,     // the sender ends in good order
     kEndOfFellow,  // how another rank of the sender's host has ended
     kAskForCause,  // which rank keeps the receiver waiting?
-    kCause         // the answer
+    kCause,        // the answer
+    kHeartbeat,    // number 1: answer me; 0: the answer
+    kAskForState,  // how is that rank of the receiver's host?
+    kState         // the answer, of one that has not ended
   };
 
   Kind kind = Kind::kFailure;
   uint32_t group = 0;     // by the receiver's number for it: see HostTransport::add_listener()
   uint64_t sequence = 0;  // kFailure: of the operation; 0: whichever is in progress
   uint32_t failure = 0;   // FailureKind
-  int32_t rank = -1;      // kFailure: the cause; kEndOfFellow, kCause: which one. Of the transport
-  uint32_t number = 0;    // kMeet: the sender's number for the group; kCause: 1 if that rank is stopped
+  int32_t rank = -1;      // kFailure: the cause; the others: which one. Of the transport
+  uint32_t number = 0;  // kMeet: the sender's number for the group; kCause, kState: 1 if that rank is stopped
   std::array<char, 512> text{};  // ends with 0
 
+  size_t bytes() const { return offsetof(ControlMessage, text) + get_text().size() + 1; }
   void set_text(std::string_view whole) { whole.copy(text.data(), text.size() - 1); }
   /// Also of a text without the 0 behind it.
   std::string get_text() const {

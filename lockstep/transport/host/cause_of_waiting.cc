@@ -90,10 +90,11 @@ std::optional<int> HostTransport::ask_for_cause(int rank) {
     ControlMessage question;
     question.kind = ControlMessage::Kind::kAskForCause;
     tell(rank, question);
+    ask_host_of(rank);  // a stopped rank does not answer
     lock.lock();
   }
   segments_changed_.wait_for(lock, peer.patience.remaining(), [&] {
-    return peer.answers != before || peer.ended.load(std::memory_order_acquire);
+    return peer.answers != before || peer.life->is_stopped() || peer.ended.load(std::memory_order_acquire);
   });
   return peer.answers != before ? std::optional(peer.cause) : std::nullopt;
 }
@@ -110,7 +111,7 @@ void HostTransport::tell_cause(int rank) {
     std::lock_guard lock(segments_mutex_);
     answer.rank = last_cause_ && !last_cause_->second.expired() ? last_cause_->first : rank_;
   }
-  answer.number = is_here(answer.rank) && is_stopped(answer.rank) ? 1 : 0;
+  answer.number = is_stopped(answer.rank) ? 1 : 0;
   tell(rank, answer);
 }
 
@@ -121,7 +122,9 @@ void HostTransport::hear_cause(int from, const ControlMessage& message) {
   peer.asked = false;
   ++peer.answers;
   peer.cause = message.rank;
-  peers_[message.rank]->stopped = message.number != 0;
+  // That a rank runs is known on its own host alone.
+  const bool knows = message.number != 0 || layout_.host_of[from] == layout_.host_of[message.rank];
+  if (!is_here(message.rank) && knows) peers_[message.rank]->life->hear_of(message.number != 0);
   segments_changed_.notify_all();
 }
 

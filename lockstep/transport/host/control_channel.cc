@@ -17,12 +17,13 @@ ControlChannel::ControlChannel(wire::Wire& wire, int ranks)
 void ControlChannel::send(int rank, const ControlMessage& message) {
   const auto kept = std::make_shared<const ControlMessage>(message);
   const uint32_t number = peers_[rank].sent.fetch_add(1, std::memory_order_relaxed);
-  wire_.send(rank, {0, number}, kept.get(), sizeof *kept, nullptr, [kept](wire::RequestStatus) {});
+  wire_.send(rank, {0, number}, kept.get(), kept->bytes(), nullptr, [kept](wire::RequestStatus) {});
 }
 
 void ControlChannel::receive_from(int rank) {
   Peer& peer = peers_[rank];
   if (!peer.incoming) peer.incoming = std::make_unique<ControlMessage>();
+  *peer.incoming = {};
   wire_.receive(rank, {0, peer.received++}, peer.incoming.get(), sizeof *peer.incoming, nullptr,
                 [this, rank](wire::RequestStatus status) {
                   if (status == wire::RequestStatus::kCancelled) return;  // this rank ends

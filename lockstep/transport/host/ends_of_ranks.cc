@@ -34,7 +34,10 @@ std::string HostTransport::describe_end(int rank) const {
 }
 
 std::string HostTransport::describe_loss(int rank, const std::string& reason) const {
-  return describe(rank) + " is lost: " + reason + "; its process has ended or the wire is cut";
+  const bool alone = layout_.hosts[layout_.host_of[rank]].size() == 1;
+  return describe(rank) + " is lost: " + reason + "; its process has ended" +
+         (alone ? ", its host is lost or the wire is cut (no other rank is on its host to say how)"
+                : " or the wire is cut");
 }
 
 std::string HostTransport::describe(int rank) const {
@@ -63,7 +66,7 @@ std::string HostTransport::on_host(int rank) const {
 bool HostTransport::is_stopped(int rank) const {
   if (!is_here(rank)) {
     std::lock_guard lock(segments_mutex_);
-    return peers_[rank]->stopped;
+    return peers_[rank]->life->is_stopped();
   }
   const auto stat = read_process_stat(pid_of(rank));
   return stat && (stat->state == 'T' || stat->state == 't');
@@ -91,6 +94,7 @@ void HostTransport::hear_end(int rank, const std::string& end) {
   std::lock_guard lock(segments_mutex_);
   if (!peers_[rank]->end.empty()) return;
   peers_[rank]->end = end;
+  peers_[rank]->life->end(PeerState::kEnded);
   segments_changed_.notify_all();
   for (EndOfFarRank& free : header_of(arena_->segment(0)->data()).far_ends) {
     if (free.rank.load(std::memory_order_relaxed) >= 0) continue;
@@ -116,13 +120,18 @@ std::chrono::nanoseconds HostTransport::patience_with_neighbours_of(int rank) co
   return std::chrono::seconds(layout_.hosts[layout_.host_of[rank]].size() > 1 ? 2 : 0);
 }
 
-/// Each rank has a counterpart on each host, so all hosts hear of it.
-void HostTransport::tell_end_of(int neighbour) {
+ControlMessage HostTransport::end_message(int neighbour) const {
   ControlMessage message;
   message.kind = ControlMessage::Kind::kEndOfFellow;
   message.rank = neighbour;
   const std::string who = describe(neighbour);
   message.set_text(describe_end(neighbour).substr(who.size() + 1));
+  return message;
+}
+
+/// Each rank has a counterpart on each host, so all hosts hear of it.
+void HostTransport::tell_end_of(int neighbour) {
+  const ControlMessage message = end_message(neighbour);
   for (const int rank : layout_.counterparts()) {
     if (!has_ended(rank)) tell(rank, message);
   }

@@ -1,10 +1,12 @@
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <thread>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/format_duration.h>
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/waiting.h>
 
@@ -60,6 +62,8 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
   const auto verdict = Deadline::after(
       deadline.remaining() - std::min<std::chrono::nanoseconds>(deadline.remaining() / 10, kLongestHead));
   const auto is_over = [](const wire::Handle& request) { return request->done(); };
+  std::chrono::nanoseconds silent{0};
+  auto looked = std::chrono::steady_clock::now();
   const WaitPolicy policy{.spins = 0, .yields = 20};
   while (true) {
     const auto all_over = [&] { return std::all_of(requests.begin(), requests.end(), is_over); };
@@ -84,6 +88,17 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
     }
     if (all_over()) return;
     with.look();
+    // Time in which this process did not run is no silence.
+    const auto now = std::chrono::steady_clock::now();
+    silent += std::min<std::chrono::nanoseconds>(now - looked, 2 * kLookInterval);
+    looked = now;
+    for (const Meeting& meeting : meetings) {
+      const bool has_spoken = wire.arrivals(meeting.rank) != 0 || meeting.small->done();
+      TORCH_CHECK_WITH(DistBackendError, silent < with.silence_limit || has_spoken,
+                       fail(meeting, "nothing has come for " + format_duration(with.silence_limit) +
+                                         "; does a firewall lie between them, are these the wrong "
+                                         "interfaces, or is that host stopped or lost?"));
+    }
     if (!verdict.expired()) continue;
     for (const Meeting& meeting : meetings) {
       if (meeting.full->done()) continue;

@@ -16,7 +16,8 @@ struct FirstMessages {
   std::function<std::string(int rank)> describe;  // the same of another
   /// How long those that share a lost rank's host may take to say more of it than this rank can.
   std::function<std::chrono::nanoseconds(int rank)> patience;
-  std::function<void()> look;  // again and again: throws when the joining has failed otherwise
+  std::chrono::nanoseconds silence_limit;  // for one from which nothing has come yet
+  std::function<void()> look;              // again and again: throws when the joining has failed otherwise
 };
 
 /// Passes a small and a full-size message both ways between this rank and each of `ranks`, which do likewise, so that what

@@ -250,6 +250,8 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
   if (transport_->is_stopped(decided.culprit)) {
     text << ", which is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT "
          << transport_->pid_of(decided.culprit) << " continues it)";
+  } else if (const auto silence = transport_->describe_silence(decided.culprit); !silence.empty()) {
+    text << ", which " << silence << "; it may be stopped, its host lost, or the wire cut";
   } else {
     text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
   }

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <new>
 #include <poll.h>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <climits>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
@@ -46,11 +46,13 @@ HostTransport::HostTransport(int rank, int world_size, const Options& options)
       job_ranks_(options.job_ranks),
       layout_(GroupLayout::make(options.host_of.empty() ? std::vector<int>(world_size, 0) : options.host_of,
                                 rank)),
+      heartbeat_timeout_(options.heartbeat_timeout),
       arena_(std::make_shared<Arena>(options.segment_bytes, sizeof(ProcessHeader))) {
   TORCH_INTERNAL_ASSERT(layout_.size() == world_size);
   for (int peer = 0; peer < world_size; ++peer) {
     peers_.push_back(std::make_unique<Peer>());
     if (spans_hosts()) peers_[peer]->host = options.host_names.at(static_cast<size_t>(options.host_of[peer]));
+    if (!is_here(peer)) peers_[peer]->life.emplace(heartbeat_timeout_);
   }
   auto* header = new (arena_->segment(0)->data()) ProcessHeader;
   header->magic = kHeaderMagic;
@@ -85,6 +87,7 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
       };
       with.patience = [&](int peer) { return transport->patience_with_neighbours_of(peer); };
       with.look = look;
+      with.silence_limit = transport->heartbeat_timeout_;
       for (const int peer : transport->layout_.counterparts()) transport->meet(peer);
       pass_first_messages(*transport->wire_, transport->layout_.counterparts(), deadline, with);
     };
@@ -261,6 +264,8 @@ void HostTransport::start_monitor(bool watches) {
 }
 
 void HostTransport::monitor(bool watches) {
+  const auto interval = PeerLiveness::interval(heartbeat_timeout_);
+  auto look = wire_ ? Deadline::after(interval) : Deadline::never();
   while (true) {
     std::vector<pollfd> polls{{stop_event_.get(), POLLIN, 0},
                               {control_ ? control_->event_fd() : -1, POLLIN, 0}};
@@ -272,7 +277,7 @@ void HostTransport::monitor(bool watches) {
       polls.push_back({peer.link.pidfd.get(), POLLIN, 0});  // a negative descriptor is ignored
       ranks.insert(ranks.end(), {rank, rank});
     }
-    int timeout = -1;
+    int timeout = look.is_never() ? -1 : look.poll_milliseconds();
     for (const auto& [rank, deadline] : reported_) {
       timeout = std::min(timeout < 0 ? INT_MAX : timeout, deadline.poll_milliseconds());
     }
@@ -284,9 +289,14 @@ void HostTransport::monitor(bool watches) {
     }
     std::erase_if(reported_, [this](const auto& reported) {
       if (!reported.second.expired()) return false;
+      wire_->abandon(reported.first, "its host says that it has ended");
       mark_ended(reported.first);
       return true;
     });
+    if (look.expired()) {
+      look_at_far_ranks();
+      look = Deadline::after(interval);
+    }
     for (size_t i = 2; i < polls.size(); i += 2) {
       bool ended = polls[i + 1].revents != 0;
       if (polls[i].revents != 0 || ended) {
@@ -324,10 +334,8 @@ void HostTransport::make_wire(const Options& options) {
   TORCH_CHECK_VALUE(world_size() <= wire::Engine::kMaxRanks, "a job over several hosts has at most ",
                     wire::Engine::kMaxRanks, " ranks, not ", world_size());
   TORCH_INTERNAL_ASSERT(options.make_engine, "a job over several hosts needs an engine");
-  wire_ =
-      std::make_unique<wire::Wire>(options.make_engine(rank_), [this](int rank, const std::string& reason) {
-        LOCKSTEP_LOG(kInfo) << "the connection to " << describe(rank) << " is lost: " << reason;
-      });
+  wire_ = std::make_unique<wire::Wire>(
+      options.make_engine(rank_), [this](int rank, const std::string& reason) { hear_loss(rank, reason); });
   control_ = std::make_unique<ControlChannel>(*wire_, world_size());
 }
 
@@ -337,6 +345,11 @@ void HostTransport::tell(int rank, const ControlMessage& message) {
 }
 
 void HostTransport::hear(int from, const ControlMessage& message) {
+  {
+    std::lock_guard lock(segments_mutex_);
+    peers_[from]->life->hear();
+  }
+  const bool is_of_job = message.rank >= 0 && message.rank < world_size();
   switch (message.kind) {
     case ControlMessage::Kind::kFailure:
     case ControlMessage::Kind::kLeave:
@@ -346,7 +359,7 @@ void HostTransport::hear(int from, const ControlMessage& message) {
       hear_end(from, message.get_text());
       return mark_ended(from);
     case ControlMessage::Kind::kEndOfFellow:
-      if (message.rank < 0 || message.rank >= world_size() || is_here(message.rank)) return;
+      if (!is_of_job || is_here(message.rank)) return;
       hear_end(message.rank, message.get_text());
       // What it had sent before may still be on its way: the own connection to it says when nothing more comes. For a rank
       // without one, others' word holds after a while.
@@ -356,6 +369,18 @@ void HostTransport::hear(int from, const ControlMessage& message) {
       return tell_cause(from);
     case ControlMessage::Kind::kCause:
       return hear_cause(from, message);
+    case ControlMessage::Kind::kHeartbeat: {
+      if (message.number == 0) return;  // an answer
+      ControlMessage answer;
+      answer.kind = ControlMessage::Kind::kHeartbeat;
+      return tell(from, answer);
+    }
+    case ControlMessage::Kind::kAskForState:
+      if (is_of_job && is_here(message.rank)) tell_state_of(message.rank, from);
+      return;
+    case ControlMessage::Kind::kState:
+      if (is_of_job && !is_here(message.rank)) hear_state(message.rank, message.number != 0);
+      return;
   }
 }
 

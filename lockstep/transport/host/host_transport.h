@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -21,6 +22,7 @@
 #include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/control_channel.h>
 #include <lockstep/transport/host/peer_links.h>
+#include <lockstep/transport/host/peer_liveness.h>
 #include <lockstep/transport/host/wait_record.h>
 #include <lockstep/transport/wire/wire.h>
 
@@ -49,6 +51,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::vector<int> host_of = {};             // by rank: a host's number; empty: all are on this one
     std::vector<std::string> host_names = {};  // by number, for messages
     std::function<std::unique_ptr<wire::Engine>(int rank)> make_engine = {};  // of this rank's wire
+    std::chrono::nanoseconds heartbeat_timeout = std::chrono::seconds(10);    // see PeerLiveness: the limit
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does. Over hosts, each
@@ -101,8 +104,12 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// "ranks 2 and 3 (pid 4242, 4243)"
   std::string describe(const std::vector<int>& ranks) const;
   /// Whether the rank's process is stopped by a signal or a debugger, as far as this host's /proc says; of a rank on
-  /// another host, as was heard by cause_of_waiting().
+  /// another host, as was heard from there last.
   bool is_stopped(int rank) const;
+  /// Of a rank on another host.
+  PeerState state_of(int rank) const;
+  /// "has been silent for 7 s", of a rank on another host that is suspected; else "".
+  std::string describe_silence(int rank) const;
   /// The rank that keeps `ranks`, at least one, from going on: one that has ended or is stopped, if it is
   /// among them or they wait for such a one by way of others, in whatever groups; else one that waits for no
   /// rank; else the first of them. A guess when several threads of a rank wait at once, or ranks move
@@ -153,8 +160,10 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     Deadline patience = Deadline::never();
     uint32_t answers = 0;
     int cause = -1;
-    bool stopped = false;
-    std::atomic<bool> met{false};  // has messages with this rank
+    std::atomic<bool> met{false};      // has messages with this rank
+    std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_
+    uint32_t arrivals = 0;             // wire::Wire::arrivals() at the last look; monitor thread only
+    bool witness = false;              // is asked how another of its host is; monitor thread only
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
@@ -182,6 +191,14 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void tell_cause(int rank);
   void hear_cause(int from, const ControlMessage& message);
   void tell_end_of(int neighbour);
+  ControlMessage end_message(int neighbour) const;
+  void look_at_far_ranks();
+  std::vector<int> witnesses_of(int rank) const;
+  void ask_host_of(int rank);
+  void tell_state_of(int neighbour, int to);
+  void hear_state(int rank, bool stopped);
+  void give_up(int rank);
+  void hear_loss(int rank, const std::string& reason);
   void say_goodbye();
   void hear_end(int rank, const std::string& end);
   std::string end_of_far_rank(int rank) const;
@@ -195,6 +212,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   const int rank_;
   const std::vector<int> job_ranks_;
   const GroupLayout layout_;
+  const std::chrono::nanoseconds heartbeat_timeout_;
   ForkGuard fork_guard_;
   std::shared_ptr<Arena> arena_;
   std::vector<std::unique_ptr<Peer>> peers_;    // by rank, the own one too

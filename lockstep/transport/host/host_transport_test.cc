@@ -70,11 +70,13 @@ TEST(PeerLinks, WhatAPeerHadSentComesThoughItHasEndedBeforeItReadAll) {
 class Job {
  public:
   Job(const std::vector<int>& host_of, std::shared_ptr<wire::ThreadHub> hub,
-      std::chrono::nanoseconds timeout = std::chrono::seconds(60))
+      std::chrono::nanoseconds timeout = std::chrono::seconds(60),
+      std::chrono::nanoseconds heartbeat_timeout = std::chrono::seconds(10))
       : transports(host_of.size()), errors(host_of.size()) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     HostTransport::Options options{.segment_bytes = size_t{1} << 20};
     options.host_of = host_of;
+    options.heartbeat_timeout = heartbeat_timeout;
     options.host_names = {"node-a", "node-b", "node-c"};
     options.make_engine = [hub](int rank) { return hub->make_engine(rank); };
     std::vector<std::thread> threads;
@@ -124,7 +126,9 @@ TEST(HostTransport, ALostConnectionNamesTheRankAndItsHost) {
   await_end(*job.transports[0], 2);
   EXPECT_EQ(
       job.transports[0]->describe_end(2),
-      "rank 2 " + own_pid() + " on node-b) is lost: disconnected; its process has ended or the wire is cut");
+      "rank 2 " + own_pid() +
+          " on node-b) is lost: disconnected; its process has ended, its host is lost or the wire is cut (no "
+          "other rank is on its host to say how)");
   EXPECT_EQ(job.transports[0]->living_count(), 2);
   EXPECT_EQ(job.transports[0]->endings(), 1u);
   EXPECT_FALSE(job.transports[1]->has_ended(2));
@@ -157,6 +161,18 @@ TEST(HostTransport, HostsThatCanNotReachEachOtherAreNamedWithBothEnds) {
   EXPECT_EQ(named, 4);
 }
 
+TEST(HostTransport, AWireThatIsCutBeforeTheStartIsNamedAtTheLimitOfSilence) {
+  const auto hub = wire::ThreadHub::make(2);
+  hub->cut(0, 1);
+  hub->cut(1, 0);
+  const Job job({0, 1}, hub, std::chrono::minutes(5), std::chrono::milliseconds(500));
+  for (const std::string& error : job.errors) {
+    EXPECT_THAT(error, HasSubstr("can't pass messages: nothing has come for 500 ms"));
+    EXPECT_THAT(error, HasSubstr("rank 0 " + own_pid() + " on node-a), by threads of this process"));
+    EXPECT_THAT(error, HasSubstr("rank 1 " + own_pid() + " on node-b), by threads of this process"));
+  }
+}
+
 /// An engine that drops all messages of more than 1 KiB, as a path does whose MTU is smaller than its ends believe.
 class NarrowEngine final : public wire::Engine {
  public:
@@ -174,6 +190,7 @@ class NarrowEngine final : public wire::Engine {
     engine_->receive(operation, tag, data, bytes);
   }
   void cancel(wire::Operation& operation) override { engine_->cancel(operation); }
+  void abandon(int rank, const std::string& reason) override { engine_->abandon(rank, reason); }
   bool progress() override { return engine_->progress(); }
   bool arm() override { return engine_->arm(); }
   int event_fd() const override { return engine_->event_fd(); }
@@ -189,6 +206,8 @@ TEST(HostTransport, APathWithASmallerMtuIsNamedAtTheTimeout) {
       return std::make_unique<NarrowEngine>(hub_->make_engine(rank));
     }
     void disconnect(int rank, int other) override { hub_->disconnect(rank, other); }
+    void cut(int from, int to) override { hub_->cut(from, to); }
+    void heal(int from, int to) override { hub_->heal(from, to); }
 
    private:
     std::shared_ptr<wire::ThreadHub> hub_ = wire::ThreadHub::make(2);

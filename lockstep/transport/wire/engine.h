@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace lockstep::transport::wire {
@@ -60,6 +61,8 @@ class Engine {
   /// The operation is done when this returns, one way or the other; its memory is not touched any more. What
   /// a cancelled send has to say may arrive all the same, and then as it was when it was cancelled.
   virtual void cancel(Operation& operation) = 0;
+  /// Gives a rank up, as if its connection were lost: on_peer_lost is told this reason. Nothing if it is lost already.
+  virtual void abandon(int rank, const std::string& reason) = 0;
   /// Moves what can be moved now; true if anything has.
   virtual bool progress() = 0;
   /// Asks for event_fd() to become readable with the next event. False: call progress() again first.
@@ -67,21 +70,32 @@ class Engine {
   /// For poll(2), level-triggered.
   virtual int event_fd() const = 0;
 
+  /// Changes whenever bytes from that rank have come into a receive. From any thread.
+  uint32_t arrivals(int rank) const { return arrivals_[rank].load(std::memory_order_relaxed); }
+
   // Told from within the functions above; must not call the engine.
   /// Once for each operation, after its status was stored.
   std::function<void(Operation& operation)> on_done;
-  /// Within progress(), once for each rank whose connection is lost, with the reason in the engine's words.
+  /// Within progress() or abandon(), once for each rank whose connection is lost, with the reason in the engine's words.
   /// All operations with that rank are done by then, as kPeerLost; so is each that is started later, but for
   /// receives of what had arrived before. A rank is noticed to be lost once something was sent to it or
   /// received from it.
   std::function<void(int rank, const std::string& reason)> on_peer_lost;
 
  protected:
+  /// One thread at a time, as all that changes the engine.
+  void note_arrival(int rank) {
+    arrivals_[rank].store(arrivals_[rank].load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
   void finish(Operation& operation, RequestStatus status, size_t bytes = 0) {
     operation.bytes = bytes;
     operation.status.store(status, std::memory_order_release);
     if (on_done) on_done(operation);
   }
+
+ private:
+  const std::unique_ptr<std::atomic<uint32_t>[]> arrivals_ =
+      std::make_unique<std::atomic<uint32_t>[]>(kMaxRanks);
 };
 
 }  // namespace lockstep::transport::wire

@@ -61,11 +61,44 @@ class Hub final : public ThreadHub {
     disconnect_locked(rank, other, "disconnected");
   }
 
+  void cut(int from, int to) override {
+    std::lock_guard lock(mutex_);
+    held_.try_emplace({from, to});
+  }
+  void heal(int from, int to) override {
+    std::lock_guard lock(mutex_);
+    const auto held = held_.extract({from, to});
+    if (held.empty()) return;
+    for (const auto& message : held.mapped().messages) deliver(to, message);
+    if (held.mapped().end) lose_locked(to, from, kThreadClosed);
+  }
+
   void disconnect_locked(int rank, int other, const std::string& reason) {
-    for (const auto& [from, to] : {std::pair(rank, other), std::pair(other, rank)}) {
-      if (!boxes_[to].lost.insert(from).second) continue;
-      if (boxes_[to].known.count(from) != 0) tell_loss(boxes_[to], from, reason);
-    }
+    lose_locked(other, rank, reason);
+    lose_locked(rank, other, reason);
+  }
+  /// `rank` loses the other, which hears of it unless it is cut off.
+  void leave_locked(int rank, int other, const std::string& reason) {
+    lose_locked(rank, other, reason);
+    const auto held = held_.find({rank, other});
+    if (held == held_.end()) return lose_locked(other, rank, kThreadClosed);
+    held->second.end = true;
+  }
+  void lose_locked(int rank, int other, const std::string& reason) {
+    RankBox& box = boxes_[rank];
+    if (box.lost.insert(other).second && box.known.count(other) != 0) tell_loss(box, other, reason);
+  }
+
+  /// Unless the way is cut.
+  void send_locked(int to, std::shared_ptr<ThreadMessage> message) {
+    const auto held = held_.find({std::get<0>(message->key), to});
+    if (held == held_.end()) return deliver(to, std::move(message));
+    held->second.messages.push_back(std::move(message));
+  }
+  void deliver(int to, std::shared_ptr<ThreadMessage> message) {
+    if (boxes_[to].lost.count(std::get<0>(message->key)) != 0) return;
+    boxes_[to].come[message->key].push_back(std::move(message));
+    signal(boxes_[to]);
   }
 
   void tell_loss(RankBox& box, int rank, const std::string& reason) {
@@ -82,6 +115,8 @@ class Hub final : public ThreadHub {
 
   /// Takes a message that was not received back from its receiver; true if it was.
   bool withdraw(int to, const std::shared_ptr<ThreadMessage>& message) {
+    const auto held = held_.find({std::get<0>(message->key), to});
+    if (held != held_.end() && std::erase(held->second.messages, message) != 0) return true;
     auto& come = boxes_[to].come;
     const auto found = come.find(message->key);
     if (found == come.end() || std::erase(found->second, message) == 0) return false;
@@ -89,7 +124,13 @@ class Hub final : public ThreadHub {
     return true;
   }
 
-  std::mutex mutex_;  // protects all boxes and messages
+  struct Held {
+    std::vector<std::shared_ptr<ThreadMessage>> messages;
+    bool end = false;  // and then the sender has closed the connection
+  };
+
+  std::mutex mutex_;                          // protects all boxes and messages
+  std::map<std::pair<int, int>, Held> held_;  // on ways that are cut: from, to
   std::vector<RankBox> boxes_;
 };
 
@@ -102,7 +143,7 @@ class ThreadEngine final : public Engine {
     for (auto& [operation, message] : long_sends_) hub_->withdraw(operation->peer, message);
     const int ranks = static_cast<int>(hub_->boxes_.size());
     for (int peer = 0; peer < ranks; ++peer) {
-      if (peer != rank_) hub_->disconnect_locked(rank_, peer, kThreadClosed);
+      if (peer != rank_) hub_->leave_locked(rank_, peer, kThreadClosed);
     }
     RankBox& box = hub_->boxes_[rank_];
     box.come.clear();
@@ -140,8 +181,7 @@ class ThreadEngine final : public Engine {
       message->operation = &operation;
       long_sends_.emplace(&operation, message);
     }
-    hub_->boxes_[to].come[message->key].push_back(std::move(message));
-    hub_->signal(hub_->boxes_[to]);
+    hub_->send_locked(to, std::move(message));
     lock.unlock();
     if (eager) finish(operation, RequestStatus::kSucceeded, bytes);
   }
@@ -172,6 +212,13 @@ class ThreadEngine final : public Engine {
       }
     }
     finish(operation, RequestStatus::kCancelled);
+  }
+
+  void abandon(int rank, const std::string& reason) override {
+    std::unique_lock lock(hub_->mutex_);
+    hub_->leave_locked(rank_, rank, reason);
+    lock.unlock();
+    progress();
   }
 
   bool progress() override {
@@ -238,6 +285,7 @@ class ThreadEngine final : public Engine {
     }
     if (message.bytes > receive.bytes) return finish(*receive.operation, RequestStatus::kFailed);
     if (message.bytes != 0) std::memcpy(receive.data, message.data, message.bytes);
+    note_arrival(std::get<0>(message.key));
     finish(*receive.operation, RequestStatus::kSucceeded, message.bytes);
   }
 

@@ -23,6 +23,11 @@ class ThreadHub : public std::enable_shared_from_this<ThreadHub> {
   virtual std::unique_ptr<Engine> make_engine(int rank) = 0;
   /// Ends the connection between two ranks, as if the wire were cut: each loses the other.
   virtual void disconnect(int rank, int other) = 0;
+  /// From now on nothing that `from` sends reaches `to`, which learns nothing of that; so does a rank that is stopped seem to
+  /// the others, if it is cut off from them in both directions.
+  virtual void cut(int from, int to) = 0;
+  /// What was held up comes now.
+  virtual void heal(int from, int to) = 0;
 };
 
 }  // namespace lockstep::transport::wire

@@ -135,6 +135,7 @@ class UcxEngine final : public Engine {
   void send(Operation& operation, Tag tag, const void* data, size_t bytes) override;
   void receive(Operation& operation, Tag tag, void* data, size_t bytes) override;
   void cancel(Operation& operation) override;
+  void abandon(int rank, const std::string& reason) override;
   bool progress() override;
   bool arm() override { return words_.empty() && errors_.empty() && ucx_.ucp_worker_arm(worker_) == UCS_OK; }
   int event_fd() const override { return event_fd_; }
@@ -429,6 +430,11 @@ void UcxEngine::cancel(Operation& operation) {
   detach(transfer, RequestStatus::kCancelled);
 }
 
+void UcxEngine::abandon(int rank, const std::string& reason) {
+  UcxPeer& peer = peers_.at(rank);
+  if (!peer.lost) lose(peer, reason);
+}
+
 size_t UcxEngine::pack(void* transfer, size_t offset, void* to, size_t most) {
   const auto& self = *static_cast<const UcxTransfer*>(transfer);
   const size_t bytes = std::min(most, self.bytes - offset);
@@ -444,6 +450,7 @@ ucs_status_t UcxEngine::unpack(void* transfer, size_t offset, const void* from, 
   auto& self = *static_cast<UcxTransfer*>(transfer);
   if (offset > self.bytes || bytes > self.bytes - offset) return UCS_ERR_MESSAGE_TRUNCATED;
   self.moved = std::max(self.moved, offset + bytes);
+  self.peer->engine->note_arrival(self.peer->rank);
   if (self.data != nullptr) std::memcpy(self.data + offset, from, bytes);
   return UCS_OK;
 }

@@ -86,20 +86,22 @@ void Wire::connect(int rank, const std::string& address) {
 }
 
 Handle Wire::send(int to, Tag tag, const void* data, size_t bytes, Doorbell* bell, OnDone on_done) {
-  return start(to, bell, std::move(on_done),
+  return start(to, tag, bell, std::move(on_done),
                [&](Request& request) { engine_->send(request, tag, data, bytes); });
 }
 
 Handle Wire::receive(int from, Tag tag, void* data, size_t bytes, Doorbell* bell, OnDone on_done) {
-  return start(from, bell, std::move(on_done),
+  return start(from, tag, bell, std::move(on_done),
                [&](Request& request) { engine_->receive(request, tag, data, bytes); });
 }
 
-Handle Wire::start(int peer, Doorbell* bell, OnDone on_done, const std::function<void(Request&)>& post) {
+Handle Wire::start(int peer, Tag tag, Doorbell* bell, OnDone on_done,
+                   const std::function<void(Request&)>& post) {
   auto request = std::make_shared<Request>();
   request->Operation::peer = peer;
   request->bell_ = bell;
   request->on_done_ = std::move(on_done);
+  request->is_control_ = tag.channel == 0;
   if (fork_guard_.in_forked_child()) {
     request->Operation::status.store(RequestStatus::kFailed, std::memory_order_release);
     if (request->on_done_) request->on_done_(RequestStatus::kFailed);
@@ -110,6 +112,7 @@ Handle Wire::start(int peer, Doorbell* bell, OnDone on_done, const std::function
   pending_.push_back(request);
   try {
     post(*request);
+    if (!request->is_control_) awaited_[peer].fetch_add(1, std::memory_order_relaxed);
   } catch (...) {
     pending_.pop_back();
     throw;
@@ -126,6 +129,13 @@ void Wire::cancel(const Handle& request) {
   Lock lock(mutex_);  // also waits for a bell that is just being rung
   if (request->done()) return;
   engine_->cancel(*request);
+  settle(std::move(lock));
+}
+
+void Wire::abandon(int rank, const std::string& reason) {
+  if (fork_guard_.in_forked_child()) return;
+  Lock lock(mutex_);
+  engine_->abandon(rank, reason);
   settle(std::move(lock));
 }
 
@@ -168,6 +178,7 @@ void Wire::settle(Lock lock) {
   std::vector<Handle> done;
   done.reserve(finished_.size());
   for (Request* request : finished_) {
+    if (!request->is_control_) awaited_[request->peer()].fetch_sub(1, std::memory_order_relaxed);
     done.push_back(std::move(pending_[request->place_]));
     if (pending_.back()) {  // it is another one
       pending_.back()->place_ = request->place_;

@@ -64,6 +64,14 @@ class Wire {
   /// The request is done when this returns, and neither its memory nor its bell are touched any more.
   void cancel(const Handle& request);
 
+  /// Gives a rank up, as if its connection were lost: all requests with it are done when this returns, as kPeerLost, and
+  /// their memory is not touched any more.
+  void abandon(int rank, const std::string& reason);
+  /// Changes whenever bytes from that rank have come.
+  uint32_t arrivals(int rank) const { return engine_->arrivals(rank); }
+  /// Whether requests with that rank are pending, but for control messages (channel 0).
+  bool awaits(int rank) const { return awaited_[rank].load(std::memory_order_relaxed) > 0; }
+
   /// One round of progress, unless another thread is at it; true if anything has moved. For those who wait,
   /// before they sleep.
   bool progress();
@@ -77,7 +85,7 @@ class Wire {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  Handle start(int peer, Doorbell* bell, OnDone on_done, const std::function<void(Request&)>& post);
+  Handle start(int peer, Tag tag, Doorbell* bell, OnDone on_done, const std::function<void(Request&)>& post);
   void settle(Lock lock);
   bool watch();
   void wake_thread();
@@ -93,6 +101,9 @@ class Wire {
   std::vector<Handle> pending_;                      // each knows its place
   std::vector<Request*> finished_;                   // since the last settle()
   std::vector<std::pair<int, std::string>> untold_;  // losses since then
+  // By rank: pending requests that are not of channel 0. Written under the lock.
+  const std::unique_ptr<std::atomic<uint32_t>[]> awaited_ =
+      std::make_unique<std::atomic<uint32_t>[]>(Engine::kMaxRanks);
   mutable std::mutex lost_mutex_;
   std::unordered_map<int, std::string> lost_;
 
@@ -118,7 +129,8 @@ class Request : private Operation {
   friend class Wire;
   Doorbell* bell_ = nullptr;
   Wire::OnDone on_done_;
-  size_t place_ = 0;  // in Wire::pending_
+  size_t place_ = 0;         // in Wire::pending_
+  bool is_control_ = false;  // of channel 0
 };
 
 }  // namespace lockstep::transport::wire

@@ -340,6 +340,46 @@ TEST_P(Wires, LostPeerEndsAllThatConcernsIt) {
   EXPECT_EQ(places[0]->losses, 1);
 }
 
+TEST_P(Wires, AnAbandonedRankTouchesNoMemoryAnyMore) {
+  const auto places = make(2);
+  EXPECT_EQ(places[1]->send(0, {1, 7}, pattern(10, 1)), RequestStatus::kSucceeded);
+  EXPECT_EQ(places[0]->receive(1, {1, 7}, 10), pattern(10, 1));
+  Bytes in(1000, 9);
+  const Bytes out = pattern(kLong, 1);
+  const Handle receive = places[0]->wire->receive(1, {1, 1}, in.data(), in.size(), &places[0]->bell);
+  const Handle send = places[0]->wire->send(1, {1, 1}, out.data(), out.size(), &places[0]->bell);
+  EXPECT_TRUE(places[0]->wire->awaits(1));
+  places[0]->wire->abandon(1, "it is silent");
+  EXPECT_EQ(receive->status(), RequestStatus::kPeerLost);
+  EXPECT_TRUE(send->done());
+  EXPECT_FALSE(places[0]->wire->awaits(1));
+  EXPECT_EQ(places[0]->wire->lost(1), "it is silent");
+  EXPECT_EQ(places[0]->lost_rank, 1);
+  places[0]->wire->abandon(1, "again");
+  EXPECT_EQ(places[0]->losses, 1);
+  places[1]->someone_lost.wait();
+  EXPECT_EQ(places[1]->lost_rank, 0);
+  EXPECT_EQ(in, Bytes(1000, 9));
+}
+
+TEST_P(Wires, ArrivalsAndAwaitedRanksAreCounted) {
+  const auto places = make(3);
+  Wire& wire = *places[0]->wire;
+  const uint32_t before = wire.arrivals(1);
+  Bytes in(100), control(100);
+  const Handle asked = wire.receive(1, {0, 0}, control.data(), control.size(), &places[0]->bell);
+  EXPECT_FALSE(wire.awaits(1)) << "control messages do not count";
+  const Handle awaited = wire.receive(1, {1, 0}, in.data(), in.size(), &places[0]->bell);
+  EXPECT_TRUE(wire.awaits(1));
+  EXPECT_FALSE(wire.awaits(2));
+  EXPECT_EQ(places[1]->send(0, {1, 0}, pattern(100, 1)), RequestStatus::kSucceeded);
+  EXPECT_EQ(places[0]->wait(awaited), RequestStatus::kSucceeded);
+  EXPECT_FALSE(wire.awaits(1));
+  EXPECT_NE(wire.arrivals(1), before);
+  EXPECT_EQ(wire.arrivals(2), 0u);
+  wire.cancel(asked);
+}
+
 TEST_P(Wires, LastMessagesOfARankThatEndsArrive) {
   const auto places = make(2);
   const Bytes data = pattern(kLong, 3);
@@ -532,6 +572,39 @@ TEST_F(UcxEngines, KilledProcessIsLost) {
       {.expected_failures = {1}});
   EXPECT_EQ(outcomes[0].exit_status, 0) << outcomes[0].exception.value_or(outcomes[0].output);
   EXPECT_EQ(outcomes[1].signal, SIGKILL);
+}
+
+TEST(ThreadHub, WhatIsSentOverACutComesOnceItHeals) {
+  const auto hub = ThreadHub::make(2);
+  std::vector<std::unique_ptr<Place>> places;
+  for (int rank = 0; rank < 2; ++rank) {
+    auto engine = hub->make_engine(rank);
+    engine->connect(1 - rank, std::to_string(1 - rank));
+    places.push_back(std::make_unique<Place>(std::move(engine)));
+  }
+  hub->cut(0, 1);
+  EXPECT_EQ(places[0]->send(1, {1, 1}, pattern(10, 1)), RequestStatus::kSucceeded);
+  const Bytes longer = pattern(kLong, 2);
+  const Handle sending = places[0]->wire->send(1, {1, 2}, longer.data(), kLong, &places[0]->bell);
+  Bytes in(10, 9);
+  const Handle receiving = places[1]->wire->receive(0, {1, 1}, in.data(), in.size(), &places[1]->bell);
+  // The other direction is none of it, and shows that the first would have come.
+  EXPECT_EQ(places[1]->send(0, {1, 1}, pattern(10, 3)), RequestStatus::kSucceeded);
+  EXPECT_EQ(places[0]->receive(1, {1, 1}, 10), pattern(10, 3));
+  EXPECT_FALSE(receiving->done());
+  EXPECT_FALSE(sending->done());
+  hub->heal(0, 1);
+  EXPECT_EQ(places[1]->wait(receiving), RequestStatus::kSucceeded);
+  EXPECT_EQ(in, pattern(10, 1));
+  EXPECT_EQ(places[1]->receive(0, {1, 2}, kLong), longer);
+  EXPECT_EQ(places[0]->wait(sending), RequestStatus::kSucceeded);
+  // An end is not heard of either.
+  hub->cut(0, 1);
+  places[0].reset();
+  EXPECT_FALSE(places[1]->wire->lost(0));
+  hub->heal(0, 1);
+  places[1]->someone_lost.wait();
+  EXPECT_EQ(places[1]->lost_reason, "it has closed the connection");
 }
 
 }  // namespace

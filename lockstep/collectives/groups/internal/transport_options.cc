@@ -1,3 +1,4 @@
+#include <chrono>
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -30,6 +31,9 @@ transport::HostTransport::Options transport_options(const Topology& topology,
   }
   if (!topology.spans_hosts()) return options;
   options.host_of = topology.host_of;
+  if (const auto seconds = environment::integer("LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", 1, 86400)) {
+    options.heartbeat_timeout = std::chrono::seconds(*seconds);
+  }
   for (const auto& host : topology.hosts) options.host_names.push_back(host.name);
   options.make_engine = [meeting_host](int rank) {
     const auto ports = port_range();

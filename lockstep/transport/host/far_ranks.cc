@@ -1,0 +1,174 @@
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <fcntl.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/format_duration.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
+#include <lockstep/transport/host/host_transport.h>
+
+// Of HostTransport: whether the ranks of other hosts live.
+namespace lockstep::transport {
+namespace {
+
+/// Others of a host that are asked how a rank of it is.
+constexpr size_t kMostWitnesses = 8;
+
+/// Whether this process can't open a descriptor, by which an engine loses connections. The descriptor is any open one.
+bool has_no_descriptor_left(int descriptor) {
+  const UniqueFd copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  return !copy && (errno == EMFILE || errno == ENFILE);
+}
+
+/// In tenths of a second: how often this rank looks says no more.
+std::string format_silence(const PeerLiveness& life) {
+  return format_duration(std::chrono::round<std::chrono::duration<int64_t, std::deci>>(life.silence()));
+}
+
+}  // namespace
+
+PeerState HostTransport::state_of(int rank) const {
+  TORCH_INTERNAL_ASSERT(!is_here(rank));
+  std::lock_guard lock(segments_mutex_);
+  return peers_[rank]->life->state();
+}
+
+std::string HostTransport::describe_silence(int rank) const {
+  if (is_here(rank)) return "";
+  std::lock_guard lock(segments_mutex_);
+  const PeerLiveness& life = *peers_[rank]->life;
+  if (life.state() != PeerState::kSuspected) return "";
+  return "has been silent for " + format_silence(life);
+}
+
+/// By the monitor thread, each PeerLiveness::interval(). Of ranks with which this one has no messages nothing is expected.
+void HostTransport::look_at_far_ranks() {
+  const auto now = std::chrono::steady_clock::now();
+  std::vector<int> given_up;
+  std::vector<int> suspected;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    Peer& peer = *peers_[rank];
+    if (is_here(rank) || !peer.met.load(std::memory_order_relaxed) || has_ended(rank)) continue;
+    const bool awaited = wire_->awaits(rank) || peer.witness;
+    const uint32_t arrivals = wire_->arrivals(rank);
+    std::unique_lock lock(segments_mutex_);
+    if (std::exchange(peer.arrivals, arrivals) != arrivals) peer.life->hear();
+    const auto action = peer.life->look(now, awaited);
+    const bool stopped = peer.life->is_stopped();
+    const bool still = peer.life->state() != PeerState::kAlive;
+    lock.unlock();
+    if (still) suspected.push_back(rank);
+    if (action == PeerLiveness::Action::kGiveUp) given_up.push_back(rank);
+    if (action == PeerLiveness::Action::kAskHost) {
+      ask_host_of(rank);
+      for (const int witness : witnesses_of(rank)) peers_[witness]->witness = true;
+    }
+    const bool asks = action == PeerLiveness::Action::kHeartbeat || action == PeerLiveness::Action::kAskHost;
+    if (!asks || stopped) continue;  // what a stopped rank was asked before it answers when it goes on
+    ControlMessage heartbeat;
+    heartbeat.kind = ControlMessage::Kind::kHeartbeat;
+    heartbeat.number = 1;
+    tell(rank, heartbeat);
+  }
+  for (const int rank : given_up) give_up(rank);
+  // Witnesses are needed as long as one of their host is suspected.
+  std::vector<bool> in_doubt(layout_.hosts.size());
+  for (const int rank : suspected) {
+    if (!has_ended(rank)) in_doubt[layout_.host_of[rank]] = true;
+  }
+  for (size_t host = 0; host < layout_.hosts.size(); ++host) {
+    if (in_doubt[host]) continue;
+    for (const int rank : layout_.hosts[host]) peers_[rank]->witness = false;
+  }
+}
+
+/// The other ranks of its host that may know how a rank is.
+std::vector<int> HostTransport::witnesses_of(int rank) const {
+  std::vector<int> witnesses;
+  for (const int fellow : layout_.hosts[layout_.host_of[rank]]) {
+    if (fellow != rank && !has_ended(fellow) && witnesses.size() < kMostWitnesses)
+      witnesses.push_back(fellow);
+  }
+  return witnesses;
+}
+
+void HostTransport::ask_host_of(int rank) {
+  ControlMessage question;
+  question.kind = ControlMessage::Kind::kAskForState;
+  question.rank = rank;
+  for (const int witness : witnesses_of(rank)) tell(witness, question);
+}
+
+void HostTransport::tell_state_of(int neighbour, int to) {
+  if (has_ended(neighbour)) return tell(to, end_message(neighbour));
+  ControlMessage answer;
+  answer.kind = ControlMessage::Kind::kState;
+  answer.rank = neighbour;
+  answer.number = is_stopped(neighbour) ? 1 : 0;
+  tell(to, answer);
+}
+
+void HostTransport::hear_state(int rank, bool stopped) {
+  std::lock_guard lock(segments_mutex_);
+  peers_[rank]->life->hear_of(stopped);
+  segments_changed_.notify_all();
+}
+
+void HostTransport::give_up(int rank) {
+  std::vector<int> silent{rank};
+  std::vector<int> speaking;
+  std::string text;
+  {
+    std::lock_guard lock(segments_mutex_);
+    for (const int fellow : layout_.hosts[layout_.host_of[rank]]) {
+      const Peer& peer = *peers_[fellow];
+      const PeerState state = peer.life->state();
+      if (fellow == rank || state == PeerState::kEnded || state == PeerState::kOwnFault) continue;
+      if (state == PeerState::kAlive && !peer.witness) continue;  // was not asked
+      const bool speaks = peer.life->silence() < PeerLiveness::interval(heartbeat_timeout_);
+      (speaks ? speaking : silent).push_back(job_rank(fellow));
+    }
+    text = "is unreachable: silent for " + format_silence(*peers_[rank]->life);
+  }
+  silent.front() = job_rank(rank);
+  std::sort(silent.begin(), silent.end());
+  if (!speaking.empty()) {
+    text += ", though " + name_ranks(speaking) + on_host(rank) +
+            (speaking.size() > 1 ? " answer" : " answers") + "; its process hangs, or the way to it is cut";
+  } else if (silent.size() > 1) {
+    text += ", as are all that were asked" + on_host(rank) + " (" + name_ranks(silent) +
+            "); that host is lost or stopped, or the wire is cut";
+  } else {
+    text += "; it is stopped, its host is lost, or the wire is cut (no other rank of its host can say which)";
+  }
+  LOCKSTEP_LOG(kWarning) << describe(rank) << ' ' << text;
+  hear_end(rank, text);
+  // If only the way from there is cut, it hears why.
+  ControlMessage farewell;
+  farewell.kind = ControlMessage::Kind::kLeaveJob;
+  farewell.set_text("has given up " + describe(rank) + ", from which nothing came: the way there may be cut");
+  tell(rank, farewell);
+  // What waits for it ends, once all is heard that it had told before.
+  wire_->abandon(rank, text);
+}
+
+/// Of the engine, in any thread.
+void HostTransport::hear_loss(int rank, const std::string& reason) {
+  const bool own_fault = has_no_descriptor_left(stop_event_ ? stop_event_.get() : 0);
+  LOCKSTEP_LOG(kInfo) << "the connection to " << describe(rank) << " is lost: " << reason;
+  {
+    std::lock_guard lock(segments_mutex_);
+    peers_[rank]->life->end(own_fault ? PeerState::kOwnFault : PeerState::kEnded);
+  }
+  if (own_fault) {
+    hear_end(rank, "is out of reach by a fault of " + describe(rank_) +
+                       ", which has no file descriptor left (" + reason +
+                       "; raise ulimit -n, or close files)");
+  }
+}
+
+}  // namespace lockstep::transport

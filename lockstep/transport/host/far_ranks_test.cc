@@ -1,0 +1,245 @@
+#include <barrier>
+#include <chrono>
+#include <functional>
+#include <gmock/gmock.h>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/testing/thread_ranks.h>
+#include <lockstep/transport/group_channel.h>
+#include <lockstep/transport/host/testing/failure_of.h>
+#include <lockstep/transport/wire/thread_engine.h>
+
+// Cut wires and silent ranks, with ranks as threads of one process, where ThreadSanitizer sees both sides.
+namespace lockstep::transport::far_ranks_test {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using Flag = HostChannel::Flag;
+
+/// Ranks on hosts whose wires a test cuts.
+class CutHosts {
+ public:
+  CutHosts(std::vector<int> host_of, std::chrono::nanoseconds limit)
+      : host_of_(std::move(host_of)), limit_(limit) {}
+
+  void run(const std::function<void(GroupChannel&)>& body) {
+    HostTransport::Options options;
+    options.host_of = host_of_;
+    options.host_names = {"host-0", "host-1", "host-2"};
+    options.make_engine = [this](int rank) { return hub->make_engine(rank); };
+    options.heartbeat_timeout = limit_;
+    testing::run_rank_threads(
+        ranks(), [&](const std::shared_ptr<GroupChannel>& channel) { body(*channel); }, options);
+  }
+  int ranks() const { return static_cast<int>(host_of_.size()); }
+
+  /// Both ways, to all of other hosts.
+  void cut_off(int rank) {
+    for (int other = 0; other < ranks(); ++other) {
+      if (host_of_[other] == host_of_[rank]) continue;
+      hub->cut(rank, other);
+      hub->cut(other, rank);
+    }
+  }
+
+  const std::shared_ptr<wire::ThreadHub> hub = wire::ThreadHub::make(ranks());
+
+ private:
+  const std::vector<int> host_of_;
+  const std::chrono::nanoseconds limit_;
+};
+
+std::string name(int rank, int host) {
+  return "rank " + std::to_string(rank) + " (pid " + std::to_string(::getpid()) + " on host-" +
+         std::to_string(host) + ")";
+}
+
+void begin(GroupChannel& channel, std::chrono::nanoseconds timeout = 60s) {
+  channel.host().begin(Deadline::after(timeout), false);
+  channel.host().announce({});
+  channel.host().await_announcements();
+}
+
+void finish(GroupChannel& channel) {
+  channel.host().publish(Flag::kDone, channel.host().sequence());
+  channel.host().await_all(Flag::kDone, channel.host().sequence());
+  channel.host().commit();
+}
+
+/// Waits for a message from `from`.
+uint64_t receive(GroupChannel& channel, int from, std::chrono::nanoseconds timeout = 60s) {
+  uint64_t memory = 42;
+  begin(channel, timeout);
+  channel.await({channel.receive(from, &memory, sizeof memory)});
+  finish(channel);
+  return memory;
+}
+
+TEST(FarRanks, ACutWireIsNamedOnBothSides) {
+  CutHosts hosts({0, 1}, 2s);
+  std::barrier met(2);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    if (channel.rank() == 0) hosts.cut_off(0);
+    met.arrive_and_wait();
+    const int other = 1 - channel.rank();
+    std::vector<char> memory(100'000, 'a');
+    const std::vector<char> late(1000, 'b');
+    begin(channel);
+    channel.send(other, late.data(), late.size());
+    const auto pending = channel.receive(other, memory.data(), memory.size());
+    const auto text = failure_of([&] { channel.await({pending}); }, FailureKind::kPeerEnded);
+    EXPECT_THAT(text, AllOf(StartsWith(name(other, other) + " is unreachable: silent for "),
+                            HasSubstr("its host is lost, or the wire is cut")));
+    EXPECT_EQ(channel.transport().state_of(other), PeerState::kUnreachable);
+    EXPECT_TRUE(channel.transport().has_ended(other));
+    EXPECT_EQ(channel.transport().describe_end(other), text);
+    // Nothing is left posted, and nothing comes any more, though the wire heals.
+    EXPECT_TRUE(pending->done());
+    EXPECT_FALSE(channel.transport().wire().awaits(other));
+    met.arrive_and_wait();
+    hosts.hub->heal(channel.rank(), other);
+    EXPECT_EQ(memory, std::vector<char>(memory.size(), 'a'));
+  });
+}
+
+TEST(FarRanks, ASilentHostIsNamedWithItsRanks) {
+  CutHosts hosts({0, 0, 1, 1}, 2s);
+  std::barrier met(4);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    if (channel.rank() == 0) {
+      hosts.cut_off(0);
+      hosts.cut_off(1);
+    }
+    const int counterpart = (channel.rank() + 2) % 4;
+    const bool first = channel.layout().host() == 0;
+    const auto text = failure_of([&] { receive(channel, counterpart); }, FailureKind::kPeerEnded);
+    EXPECT_THAT(text, HasSubstr(first ? "as are all that were asked on host-1 (ranks 2 and 3)"
+                                      : "as are all that were asked on host-0 (ranks 0 and 1)"));
+    EXPECT_THAT(text, HasSubstr("that host is lost or stopped, or the wire is cut"));
+  });
+}
+
+TEST(FarRanks, WhatItsNeighbourSaysIsTold) {
+  CutHosts hosts({0, 1, 1}, 2s);
+  std::barrier met(3);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    if (channel.rank() == 0) {
+      hosts.hub->cut(0, 2);
+      hosts.hub->cut(2, 0);
+    }
+    const auto text = failure_of(
+        [&] {
+          if (channel.rank() == 0) {
+            receive(channel, 2);
+          } else {
+            // The others hear it from rank 0, or find it out by themselves.
+            receive(channel, 0);
+          }
+        },
+        FailureKind::kPeerEnded);
+    if (channel.rank() == 0) {
+      EXPECT_THAT(text, AnyOf(AllOf(StartsWith(name(2, 1) + " is unreachable"),
+                                    HasSubstr("though rank 1 on host-1 answers")),
+                              StartsWith(name(0, 0) + " is unreachable")));
+    }
+  });
+}
+
+TEST(FarRanks, ACutThatHealsInTimeIsNoError) {
+  CutHosts hosts({0, 1}, 6s);
+  std::barrier met(2);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    const int other = 1 - channel.rank();
+    if (channel.rank() == 0) hosts.cut_off(0);
+    met.arrive_and_wait();
+    const uint64_t mine = 100 + channel.rank();
+    uint64_t theirs = 0;
+    begin(channel);
+    const auto sending = channel.send(other, &mine, sizeof mine);
+    const auto receiving = channel.receive(other, &theirs, sizeof theirs);
+    while (channel.transport().state_of(other) != PeerState::kSuspected) std::this_thread::yield();
+    hosts.hub->heal(channel.rank(), other);
+    channel.await({sending, receiving});
+    finish(channel);
+    EXPECT_EQ(theirs, static_cast<uint64_t>(100 + other));
+    while (channel.transport().state_of(other) != PeerState::kAlive) std::this_thread::yield();
+  });
+}
+
+TEST(FarRanks, ARankThatComputesAnswersAndIsAwaited) {
+  CutHosts hosts({0, 1}, 2s);
+  std::barrier met(2);
+  hosts.run([&](GroupChannel& channel) {
+    if (channel.rank() == 0) {
+      std::thread counter([&] {
+        // An answer comes for each interval of silence; the limit has passed after these.
+        const uint32_t before = channel.transport().wire().arrivals(1);
+        while (channel.transport().wire().arrivals(1) - before < 7) std::this_thread::yield();
+        EXPECT_EQ(channel.transport().state_of(1), PeerState::kAlive);
+        met.arrive_and_wait();
+      });
+      EXPECT_EQ(receive(channel, 1), 7u);
+      counter.join();
+      return;
+    }
+    met.arrive_and_wait();
+    const uint64_t mine = 7;
+    begin(channel);
+    channel.await({channel.send(0, &mine, sizeof mine)});
+    finish(channel);
+  });
+}
+
+TEST(FarRanks, AnUnreachableRootIsNamedAcrossHosts) {
+  CutHosts hosts({0, 1, 2}, 2s);
+  std::barrier met(3);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    if (channel.rank() == 2) hosts.cut_off(2);
+    met.arrive_and_wait();
+    // Rank 0 waits for rank 1, which waits for rank 2, which hears of none.
+    const auto text =
+        failure_of([&] { receive(channel, (channel.rank() + 1) % 3); }, FailureKind::kPeerEnded);
+    if (channel.rank() == 2) {
+      EXPECT_THAT(text, StartsWith(name(0, 0) + " is unreachable: "));
+    } else {
+      EXPECT_THAT(text, StartsWith(name(2, 2) + " is unreachable: "));
+      EXPECT_FALSE(channel.transport().has_ended(1 - channel.rank()));
+    }
+  });
+}
+
+TEST(FarRanks, ATimeoutNamesTheRootThatDoesNotAnswer) {
+  CutHosts hosts({0, 1, 2}, 60s);
+  std::barrier met(3);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    if (channel.rank() == 2) hosts.cut_off(2);
+    met.arrive_and_wait();
+    if (channel.rank() == 2) return;
+    if (channel.rank() == 0) {
+      while (channel.transport().cause_of_waiting({1}) != 2) std::this_thread::yield();
+    }
+    const auto text =
+        failure_of([&] { receive(channel, channel.rank() + 1, channel.rank() == 0 ? 200ms : 60s); },
+                   FailureKind::kTimeout);
+    EXPECT_THAT(text, HasSubstr(name(2, 2)));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::transport::far_ranks_test
