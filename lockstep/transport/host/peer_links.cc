@@ -1,14 +1,10 @@
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <optional>
 #include <poll.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
@@ -27,11 +23,8 @@
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/peer_links.h>
+#include <lockstep/transport/internal/local_socket.h>
 #include <lockstep/transport/internal/peer_address.h>
-
-#ifndef SO_PEERPIDFD
-#define SO_PEERPIDFD 77  // Linux 6.5
-#endif
 
 namespace lockstep::transport {
 namespace {
@@ -53,109 +46,6 @@ struct SegmentNotice {
   uint32_t unused = 0;
   uint64_t bytes = 0;
 };
-
-/// An abstract socket's address: a name that begins with a zero byte and needs no file.
-std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof address.sun_path);
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
-}
-
-UniqueFd listen_on(const std::string& name, int backlog) {
-  UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  auto [address, length] = abstract_address(name);
-  TORCH_CHECK_WITH(DistBackendError,
-                   listener && ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                       ::listen(listener.get(), backlog) == 0,
-                   "a local socket for the peers can't be made: ", std::strerror(errno));
-  return listener;
-}
-
-bool send_with_fd(int socket, const void* data, size_t bytes, int fd) {
-  iovec part{const_cast<void*>(data), bytes};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  ssize_t sent = 0;
-  do {
-    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
-  return sent == static_cast<ssize_t>(bytes);
-}
-
-/// The beginning of a message; the operation follows.
-std::string no_descriptor_left() {
-  rlimit limit{};
-  ::getrlimit(RLIMIT_NOFILE, &limit);
-  return "this process has no file descriptor left (ulimit -n is " + std::to_string(limit.rlim_cur) +
-         "; raise it, or close files), ";
-}
-
-/// The descriptor that came with a message of exactly `bytes`; none at end of file or for anything else. With
-/// MSG_DONTWAIT in `flags` errno is EAGAIN when there is no message. Throws c10::DistBackendError when this
-/// process has no room for the descriptor, which is then lost.
-UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0) {
-  iovec part{data, bytes};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  // Not the padded size, which has room for a second descriptor: the kernel closes what does not fit.
-  message.msg_controllen = CMSG_LEN(sizeof(int));
-  ssize_t received = 0;
-  // A peer that ends before it has read all resets the connection. That is told once, ahead of what it had sent.
-  do {
-    received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
-  } while (received < 0 && (errno == EINTR || errno == ECONNRESET));
-  UniqueFd fd;
-  if (received <= 0) return fd;
-  // The kernel installs no descriptor beyond the limit, and says only this.
-  const bool no_room = message.msg_controllen == 0 && (message.msg_flags & MSG_CTRUNC) != 0;
-  TORCH_CHECK_WITH(DistBackendError, !no_room, no_descriptor_left(),
-                   "so it can't map the memory that a peer shares");
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
-    int number = -1;
-    std::memcpy(&number, CMSG_DATA(header), sizeof number);
-    fd.reset(number);
-  }
-  if (received != static_cast<ssize_t>(bytes)) fd.reset();
-  return fd;
-}
-
-/// The process at the other end, as it was when the connection was made; user -1 where it is not known.
-ucred credentials_of(int socket) {
-  ucred credentials{};
-  socklen_t length = sizeof credentials;
-  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
-    credentials = {.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
-  }
-  return credentials;
-}
-
-/// A stopped peer does not read; a rank that connects or sends to it must not wait for it for ever.
-void limit_sends(int socket) {
-  const timeval patience{10, 0};
-  ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-}
-
-/// None on kernels before 6.5.
-UniqueFd pidfd_of_peer(int socket) {
-  int fd = -1;
-  socklen_t length = sizeof fd;
-  return UniqueFd(::getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0 ? fd : -1);
-}
 
 /// All must run as one user, or they may not open each other's memory.
 void check_same_user(const std::vector<PeerAddress>& addresses, int rank, const std::vector<bool>& here) {
@@ -233,12 +123,7 @@ class Handshake {
     TORCH_CHECK_WITH(DistBackendError, socket, "a local socket for rank ", peer,
                      " can't be made: ", std::strerror(errno));
     limit_sends(socket.get());  // connect() too, where the peer's queue is full
-    auto [address, length] = abstract_address(addresses_[peer].socket_name);
-    int failed = 0;
-    do {
-      failed = ::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length);
-    } while (failed != 0 && errno == EINTR);
-    if (failed != 0) {
+    if (!connect_local(socket.get(), addresses_[peer].socket_name)) {
       return suspect(peer,
                      c10::str("on this host (user ", addresses_[peer].uid, "), but its socket can't be ",
                               "reached from rank ", rank_, " (user ", ::getuid(), "): ", std::strerror(errno),
@@ -402,7 +287,7 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   mine.uid = ::geteuid();
   mine.token = random_bytes<16>();
   mine.socket_name = "lockstep-" + to_hex(random_bytes<12>());
-  UniqueFd listener = listen_on(mine.socket_name, world_size);
+  UniqueFd listener = listen_local(mine.socket_name, world_size);
 
   const std::string key = "lockstep/host";
   // Behind the address the wire's, of any bytes.

@@ -1,0 +1,127 @@
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <sys/resource.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/transport/internal/local_socket.h>
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77  // Linux 6.5
+#endif
+
+namespace lockstep::transport {
+namespace {
+
+std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof address.sun_path);
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+}  // namespace
+
+UniqueFd listen_local(const std::string& name, int backlog) {
+  UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  auto [address, length] = abstract_address(name);
+  TORCH_CHECK_WITH(DistBackendError,
+                   listener && ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                       ::listen(listener.get(), backlog) == 0,
+                   "a local socket for the peers can't be made: ", std::strerror(errno));
+  return listener;
+}
+
+bool connect_local(int socket, const std::string& name) {
+  auto [address, length] = abstract_address(name);
+  int failed = 0;
+  do {
+    failed = ::connect(socket, reinterpret_cast<sockaddr*>(&address), length);
+  } while (failed != 0 && errno == EINTR);
+  return failed == 0;
+}
+
+void limit_sends(int socket) {
+  const timeval patience{10, 0};
+  ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+}
+
+bool send_with_fd(int socket, const void* data, size_t bytes, int fd) {
+  iovec part{const_cast<void*>(data), bytes};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  ssize_t sent = 0;
+  do {
+    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  return sent == static_cast<ssize_t>(bytes);
+}
+
+UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags) {
+  iovec part{data, bytes};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  // Not the padded size, which has room for a second descriptor: the kernel closes what does not fit.
+  message.msg_controllen = CMSG_LEN(sizeof(int));
+  ssize_t received = 0;
+  // A peer that ends before it has read all resets the connection. That is told once, ahead of what it had sent.
+  do {
+    received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
+  } while (received < 0 && (errno == EINTR || errno == ECONNRESET));
+  UniqueFd fd;
+  if (received <= 0) return fd;
+  // The kernel installs no descriptor beyond the limit, and says only this.
+  const bool no_room = message.msg_controllen == 0 && (message.msg_flags & MSG_CTRUNC) != 0;
+  TORCH_CHECK_WITH(DistBackendError, !no_room, no_descriptor_left(),
+                   "so it can't map the memory that a peer shares");
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (header != nullptr && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+    int number = -1;
+    std::memcpy(&number, CMSG_DATA(header), sizeof number);
+    fd.reset(number);
+  }
+  if (received != static_cast<ssize_t>(bytes)) fd.reset();
+  return fd;
+}
+
+std::string no_descriptor_left() {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return "this process has no file descriptor left (ulimit -n is " + std::to_string(limit.rlim_cur) +
+         "; raise it, or close files), ";
+}
+
+ucred credentials_of(int socket) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
+    credentials = {.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
+  }
+  return credentials;
+}
+
+UniqueFd pidfd_of_peer(int socket) {
+  int fd = -1;
+  socklen_t length = sizeof fd;
+  return UniqueFd(::getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &fd, &length) == 0 ? fd : -1);
+}
+
+}  // namespace lockstep::transport
