@@ -1,4 +1,4 @@
-// Logs to MLflow as mlflow_test.py tells it: a JSON object a line on standard input, an answer a line on
+// Logs to MLflow as the tests tell it: a JSON object a line on standard input, an answer a line on
 // standard output.
 #include <iostream>
 #include <map>

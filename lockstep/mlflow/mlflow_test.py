@@ -1,42 +1,21 @@
-"""What MlflowWriter logs, looked up at a real MLflow server; and what it does when the server is away, slow or broken."""
+"""What MlflowWriter logs, looked up at a real MLflow server, before which a proxy loses answers and refuses requests."""
 
 import collections
 import contextlib
-import datetime
-import http.server
-import ipaddress
 import json
 import math
 import os
 import random
-import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 
 import pytest
+from mlflow_harness import CLEAN, DEADLINE, Proxy, wait_for
 from ports import free_port
-
-DEADLINE = 180
-VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_TOKEN",
-             "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "RANK", "WORLD_SIZE", "http_proxy", "https_proxy", "HTTPS_PROXY",
-             "all_proxy", "ALL_PROXY")
-CLEAN = {key: value for key, value in os.environ.items() if key not in VARIABLES}
-
-
-def wait_for(what, check):
-    """The first true value of check(), asked until the deadline."""
-    end = time.monotonic() + DEADLINE
-    while time.monotonic() < end:
-        if value := check():
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"{what} did not happen within {DEADLINE} s")
 
 
 class Tracking:
@@ -95,124 +74,6 @@ def server(tmp_path_factory):
             yield Tracking(f"http://127.0.0.1:{port}")
         finally:
             os.killpg(process.pid, 9)
-
-
-class Proxy:
-    """Stands before a server, or instead of one, and does to each request what `fault` tells: a function of the
-    number of the request, the path, that returns None (pass it on), "drop" (pass it on, and lose the answer), "hold" (as
-    None, but answer after release()), or (status, headers)."""
-
-    def __init__(self, target=None, fault=lambda number, path: None):
-        self.target, self.fault = target, fault
-        self.requests, self.released, self.held = [], threading.Event(), threading.Event()
-        lock, proxy = threading.Lock(), self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def answer(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                with lock:
-                    number = len(proxy.requests)
-                    proxy.requests.append((self.command, self.path, dict(self.headers), body))
-                fault = proxy.fault(number, self.path)
-                if isinstance(fault, tuple):
-                    return self.reply(fault[0], b"the proxy says no", fault[1])
-                status, text = proxy.forward(self.command, self.path, self.headers, body)
-                if fault == "hold":
-                    proxy.held.set()
-                    proxy.released.wait(DEADLINE)
-                if fault == "drop":
-                    self.close_connection = True
-                    return self.connection.shutdown(socket.SHUT_RDWR)
-                self.reply(status, text, {})
-
-            def reply(self, status, body, headers):
-                with contextlib.suppress(OSError):  # the writer has gone
-                    self.send_response(status)
-                    for key, value in headers.items():
-                        self.send_header(key, value)
-                    self.send_header("Content-Length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
-
-            do_GET = do_POST = do_PUT = answer
-
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_):
-                pass
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def forward(self, method, path, headers, body):
-        if not self.target:
-            return 404, b"{}"
-        request = urllib.request.Request(self.target + path, body or None, {"Content-Type": headers.get("Content-Type", "")}, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.released.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class Driver:
-    """mlflow_driver: driver("metrics", metrics=…, step=…) is a call of the writer."""
-
-    def __init__(self, program, folder, **environment):
-        self.process = subprocess.Popen([program], cwd=folder, env=CLEAN | environment, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=open(folder / "stderr", "a"))
-        self.folder = folder
-
-    def __call__(self, do, **command):
-        self.process.stdin.write(json.dumps({"do": do, "spool_directory": str(self.folder / "spool"), **command}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer
-        return answer
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-
-    def stderr(self):
-        return (self.folder / "stderr").read_text()
-
-    def spooled(self):
-        folder = self.folder / "spool"
-        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-
-@pytest.fixture
-def start(bin_dir, tmp_path):
-    """start(**environment): a driver; its files are in tmp_path."""
-    program = bin_dir / "mlflow_driver"
-    if not program.exists():
-        pytest.skip("Lockstep::mlflow was not built, for want of libcurl")
-    drivers = []
-
-    def begin(**environment):
-        drivers.append(Driver(program, tmp_path, **environment))
-        return drivers[-1]
-
-    yield begin
-    for driver in drivers:
-        driver.process.stdin.close()
-        driver.kill()
 
 
 def as_dict(pairs):
@@ -364,21 +225,6 @@ def test_a_killed_process_leaves_what_the_next_one_sends(server, start):
     assert other.spooled() == []
 
 
-def test_a_slow_server_does_not_slow_the_training(start):
-    """All calls return, flush() too, while the server sits on the first request; it answers only afterwards."""
-    with Proxy(fault=lambda number, path: "hold") as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open", close_timeout=100)
-        driver("flush")
-        assert proxy.held.wait(DEADLINE)
-        driver("many", name="loss", count=5000)
-        driver("artifact", file="/nowhere")
-        driver("flush")
-        driver("finalize")
-        assert not proxy.released.is_set() and len(proxy.requests) == 1
-        assert len(driver.spooled()) == 1
-
-
 def test_a_server_that_asks_for_patience_gets_it(server, start):
     with Proxy(server.url, lambda number, path: (429, {"Retry-After": "1"}) if number == 0 else None) as proxy:
         driver = start(MLFLOW_TRACKING_URI=proxy.url)
@@ -431,204 +277,3 @@ def test_what_comes_during_a_request_waits_for_the_next_batch(server, start):
         driver("finalize")
         batches = sum(path.endswith("log-batch") for _, path, _, _ in proxy.requests)
     assert batches == 2 and len(server.history(run_id, "loss")) == 99
-
-
-def test_a_refusal_that_is_interrupted_is_noted_once(start, tmp_path):
-    """The server refuses a batch and its first half, goes away, and comes back to refuse that again."""
-    batches = []
-
-    def answer(number, path):
-        if not path.endswith("log-batch"):
-            return None
-        batches.append(number)
-        return (503, {}) if len(batches) == 3 else (400, {})
-
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
-
-    with Server(fault=answer) as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open")
-        driver("params", params={"a": 1, "b": 2})
-        wait_for("sending", lambda: driver("wait")["sent"])
-        assert driver("state")["rejected"] == 2
-        driver("finalize")
-    lines = (tmp_path / "spool/abc.rejected.jsonl").read_text().splitlines()
-    assert [json.loads(line)["entry"]["params"][0] for line in lines] == ["a", "b"] and len(batches) == 6
-
-
-@pytest.mark.parametrize("status, text", [
-    (503, b"Endpoint disabled due to the mlflow server running with `--no-serve-artifacts`."), (403, b"no"), (404, b"no")])
-def test_a_server_that_takes_no_artifacts_holds_nothing_up(start, tmp_path, status, text):
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            if method == "PUT":
-                return status, text
-            return 200, b'{"run": {"info": {"run_id": "abc", "artifact_uri": "mlflow-artifacts:/0/abc"}}}'
-
-    (tmp_path / "model").write_text("weights")
-    with Server() as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open")
-        driver("artifact", file=str(tmp_path / "model"))
-        driver("metrics", metrics={"loss": 1}, step=1)
-        assert driver("wait")["sent"], driver.stderr()
-        driver("finalize")
-        assert driver("state")["rejected"] == 1 and driver.spooled() == ["abc.rejected.jsonl"]
-        assert [method for method, *_ in proxy.requests].count("PUT") == 1
-
-
-def test_a_run_id_from_the_server_leads_nowhere_else(start, tmp_path):
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            return 200, b'{"run": {"info": {"run_id": "../evil/x"}}}'
-
-    (tmp_path / "evil").mkdir()
-    with Server() as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open", close_timeout=100)
-        driver("metrics", metrics={"loss": 1}, step=1)
-        assert driver("wait")["sent"] is False
-        driver("finalize")
-        assert "'../evil/x' is no run id of MLflow" in driver.stderr()
-        assert len(driver.spooled()) == 1 and not any((tmp_path / "evil").iterdir())
-
-
-@pytest.mark.parametrize("uri", ["file://{}/elsewhere", "{}/abc/../elsewhere", "mlflow-artifacts:/0/abc/../../../../api"])
-def test_artifacts_go_only_into_a_folder_of_the_run(start, tmp_path, uri):
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            info = {"run_id": "abc", "artifact_uri": uri.format(tmp_path)}
-            return 200, json.dumps({"run": {"info": info}}).encode()
-
-    (tmp_path / "model").write_text("weights")
-    with Server() as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open")
-        driver("artifact", file=str(tmp_path / "model"))
-        assert driver("wait")["sent"], driver.stderr()
-        driver("finalize")
-        assert driver("state")["rejected"] == 1 and "which is no folder of the run abc" in driver.stderr()
-        assert not (tmp_path / "elsewhere").exists() and all(method != "PUT" for method, *_ in proxy.requests)
-
-
-def test_artifacts_are_copied_into_a_folder_of_the_run(start, tmp_path):
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            info = {"run_id": "abc", "artifact_uri": f"file://{tmp_path}/store/0/abc/artifacts"}
-            return 200, json.dumps({"run": {"info": info}}).encode()
-
-    (tmp_path / "model").write_text("weights")
-    with Server() as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open")
-        driver("artifact", file=str(tmp_path / "model"), folder="best")
-        assert driver("wait")["sent"], driver.stderr()
-        driver("finalize")
-    assert (tmp_path / "store/0/abc/artifacts/best/model").read_text() == "weights"
-
-
-@pytest.mark.parametrize("body, said", [
-    (b'{"message": "\\u001b[2J\\nroot: all is well"}', "status 503: ?[2J?root: all is well"),
-    (b" " * (5 << 20), "the answer has more than 4 MiB"),
-], ids=["escape sequences", "length"])
-def test_what_a_server_says_does_no_harm(start, body, said):
-    class Server(Proxy):
-        def forward(self, method, path, headers, body_of_request):
-            return 503, body
-
-    with Server() as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url)
-        driver("open", close_timeout=100)
-        driver("metrics", metrics={"loss": 1}, step=1)
-        assert driver("wait")["sent"] is False
-        driver("finalize")
-        assert said in driver.stderr() and "\x1b" not in driver.stderr()
-
-
-def test_an_answer_that_trickles_is_given_up(start):
-    ended = threading.Event()
-
-    def serve(listener):
-        while not ended.is_set():
-            with contextlib.suppress(OSError), listener.accept()[0] as connection:
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-                while not ended.wait(0.05):
-                    connection.sendall(b" ")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.1)
-        server = threading.Thread(target=serve, args=(listener,))
-        server.start()
-        try:
-            driver = start(MLFLOW_TRACKING_URI=f"http://127.0.0.1:{listener.getsockname()[1]}")
-            # The first request asks for the experiment's id, by GET.
-            driver("open", experiment_name="trickle", timeout=500, close_timeout=100)
-            driver("tag", key="a", value="b")
-            driver("flush")
-            deadline = time.monotonic() + 60
-            while driver("state")["failures"] == 0:
-                assert time.monotonic() < deadline, "the request had no end"
-            driver("finalize")
-        finally:
-            ended.set()
-            server.join()
-
-
-@pytest.mark.parametrize("variables, header", [
-    ({"MLFLOW_TRACKING_TOKEN": "s3cret"}, "Bearer s3cret"),
-    ({"MLFLOW_TRACKING_USERNAME": "ada", "MLFLOW_TRACKING_PASSWORD": "pass"}, "Basic YWRhOnBhc3M="),
-])
-def test_credentials_are_shown_and_a_refusal_loses_nothing(start, variables, header):
-    with Proxy(fault=lambda number, path: (401, {})) as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url, **variables)
-        driver("open", close_timeout=1000)
-        driver("metrics", metrics={"loss": 1}, step=1)
-        assert driver("wait")["sent"] is False
-        driver("finalize")
-        assert proxy.requests[0][2]["Authorization"] == header
-        assert len(driver.spooled()) == 1 and "status 401" in driver.stderr()
-        assert "s3cret" not in driver.stderr() and not any("s3cret" in path.read_text() for path in (driver.folder / "spool").iterdir())
-
-
-def test_only_rank_zero_logs(start):
-    with Proxy() as proxy:
-        driver = start(MLFLOW_TRACKING_URI=proxy.url, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-        driver("open")
-        driver("params", params={"lr": 0.1})
-        driver("metrics", metrics={"loss": 1}, step=1)
-        driver("flush")
-        driver("close")
-        assert not proxy.requests and driver.spooled() == []
-
-
-def test_certificates_are_verified(start, tmp_path):
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    certificate = (x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
-                   .not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
-                   .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
-                   .sign(key, hashes.SHA256()))
-    pem = tmp_path / "server.pem"
-    pem.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-                    + certificate.public_bytes(serialization.Encoding.PEM))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pem)
-    proxy = Proxy(fault=lambda number, path: (401, {}))
-    proxy.server.socket = context.wrap_socket(proxy.server.socket, server_side=True)
-    with proxy:
-        uri = proxy.url.replace("http:", "https:")
-        for variables, reached in (({}, False), ({"MLFLOW_TRACKING_SERVER_CERT_PATH": str(pem)}, True), ({"MLFLOW_TRACKING_INSECURE_TLS": "true"}, True)):
-            proxy.requests.clear()
-            driver = start(MLFLOW_TRACKING_URI=uri, **variables)
-            driver("open", close_timeout=1000)
-            driver("flush")
-            assert driver("wait")["sent"] is False
-            assert bool(proxy.requests) == reached, (variables, driver.stderr())
