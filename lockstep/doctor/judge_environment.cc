@@ -9,8 +9,8 @@
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/judge.h>
 #include <lockstep/rendezvous/launch_environment.h>
-#include <lockstep/rendezvous/network_interface.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/port_range.h>
 
 namespace lockstep::doctor {
 namespace {

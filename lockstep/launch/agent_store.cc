@@ -17,8 +17,8 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent_store.h>
-#include <lockstep/rendezvous/no_reverse_lookups.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/no_reverse_lookups.h>
+#include <lockstep/rendezvous/network/port_range.h>
 
 namespace lockstep::launch {
 namespace {

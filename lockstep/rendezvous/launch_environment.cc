@@ -5,7 +5,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/rendezvous/internal/hostlist.h>
 #include <lockstep/rendezvous/launch_environment.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/port_range.h>
 
 namespace lockstep {
 namespace {

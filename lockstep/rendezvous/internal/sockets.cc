@@ -12,8 +12,8 @@
 #include <lockstep/base/log.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
 #include <lockstep/rendezvous/internal/sockets.h>
-#include <lockstep/rendezvous/network_interface.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/port_range.h>
 
 namespace lockstep::rendezvous_internal {
 namespace {

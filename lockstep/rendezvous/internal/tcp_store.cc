@@ -9,7 +9,7 @@
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
-#include <lockstep/rendezvous/no_reverse_lookups.h>
+#include <lockstep/rendezvous/network/no_reverse_lookups.h>
 
 namespace lockstep::rendezvous_internal {
 namespace {

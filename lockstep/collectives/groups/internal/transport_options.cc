@@ -6,8 +6,8 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/groups/internal/transport_options.h>
-#include <lockstep/rendezvous/network_interface.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/port_range.h>
 #include <lockstep/transport/wire/ucx_engine.h>
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/rendezvous/host_identity.h>
-#include <lockstep/rendezvous/network_interface.h>
+#include <lockstep/rendezvous/network/network_interface.h>
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::network_interface_test {

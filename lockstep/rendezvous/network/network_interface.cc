@@ -15,7 +15,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
-#include <lockstep/rendezvous/network_interface.h>
+#include <lockstep/rendezvous/network/network_interface.h>
 
 namespace lockstep {
 namespace {

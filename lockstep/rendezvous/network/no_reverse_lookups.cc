@@ -5,7 +5,7 @@
 #include <sys/socket.h>
 #include <system_error>
 
-#include <lockstep/rendezvous/no_reverse_lookups.h>
+#include <lockstep/rendezvous/network/no_reverse_lookups.h>
 
 namespace lockstep {
 namespace {

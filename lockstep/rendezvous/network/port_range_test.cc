@@ -11,7 +11,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/port_range.h>
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::port_range_test {

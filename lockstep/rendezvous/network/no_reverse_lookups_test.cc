@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/rendezvous/no_reverse_lookups.h>
+#include <lockstep/rendezvous/network/no_reverse_lookups.h>
 
 namespace lockstep::no_reverse_lookups_test {
 namespace {

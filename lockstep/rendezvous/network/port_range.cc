@@ -14,7 +14,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/port_range.h>
 
 namespace lockstep {
 namespace {

@@ -7,8 +7,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/rendezvous/network_interface.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/port_range.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::network_interface_fuzz {
