@@ -4,8 +4,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <numeric>
 #include <random>
 #include <string>
 #include <type_traits>
@@ -19,26 +17,21 @@
 
 #include <lockstep/collectives/kernels/cpu_capability.h>
 #include <lockstep/collectives/kernels/reduce_kernels.h>
+#include <lockstep/collectives/kernels/testing/reduce_reference.h>
 
 namespace lockstep::reduce_kernels_test {
 namespace {
 
+using testing::AccumulatorOf;
+using testing::Bool;
+using testing::canonical;
+using testing::finished;
+using testing::fold;
+using testing::kIsFloating;
 using Operation = ReduceOperation;
 constexpr Operation kOperations[] = {Operation::kSum,   Operation::kAverage, Operation::kProduct,
                                      Operation::kMin,   Operation::kMax,     Operation::kBitAnd,
                                      Operation::kBitOr, Operation::kBitXor};
-
-/// A byte of a bool tensor, which need not be 0 or 1.
-struct Bool {
-  uint8_t byte;
-};
-
-template <class T>
-constexpr bool kIsHalf = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
-template <class T>
-constexpr bool kIsFloating = kIsHalf<T> || std::is_floating_point_v<T>;
-template <class T>
-using AccumulatorOf = std::conditional_t<kIsHalf<T>, float, T>;
 
 std::vector<const char*> capabilities() {
   std::vector<const char*> list;
@@ -56,87 +49,6 @@ bool supported(bool floating, bool boolean, Operation operation) {
   if (operation == Operation::kAverage) return floating;
   return operation < Operation::kBitAnd || !floating || boolean;
 }
-
-// ---- The naive reference: one element at a time, floats by way of double (whose double rounding is
-// harmless).
-
-template <class A>
-A step(Operation operation, A a, A b) {
-  if constexpr (std::is_same_v<A, Bool>) {
-    const bool x = a.byte != 0, y = b.byte != 0;
-    switch (operation) {
-      case Operation::kSum:
-      case Operation::kMax:
-      case Operation::kBitOr:
-        return {x || y};
-      case Operation::kBitXor:
-        return {x != y};
-      default:
-        return {x && y};
-    }
-  } else if constexpr (std::is_floating_point_v<A>) {
-    switch (operation) {
-      case Operation::kProduct:
-        return static_cast<A>(static_cast<double>(a) * static_cast<double>(b));
-      case Operation::kMin:
-        return std::isnan(a) || std::isnan(b) ? A(NAN) : (b < a ? b : a);
-      case Operation::kMax:
-        return std::isnan(a) || std::isnan(b) ? A(NAN) : (b > a ? b : a);
-      default:
-        return static_cast<A>(static_cast<double>(a) + static_cast<double>(b));
-    }
-  } else {
-    const auto x = static_cast<uint64_t>(a), y = static_cast<uint64_t>(b);
-    switch (operation) {
-      case Operation::kSum:
-        return static_cast<A>(x + y);
-      case Operation::kProduct:
-        return static_cast<A>(x * y);
-      case Operation::kMin:
-        return std::min(a, b);
-      case Operation::kMax:
-        return std::max(a, b);
-      case Operation::kBitAnd:
-        return static_cast<A>(x & y);
-      case Operation::kBitOr:
-        return static_cast<A>(x | y);
-      default:
-        return static_cast<A>(x ^ y);
-    }
-  }
-}
-
-/// What a kernel may store: NaNs are canonical, bools 0 or 1.
-template <class T>
-T canonical(T value) {
-  if constexpr (kIsHalf<T>) {
-    if (std::isnan(static_cast<float>(value)))
-      return T(std::is_same_v<T, c10::Half> ? 0x7e00 : 0x7fc0, T::from_bits());
-  } else if constexpr (std::is_floating_point_v<T>) {
-    if (std::isnan(value)) return std::numeric_limits<T>::quiet_NaN();
-  } else if constexpr (std::is_same_v<T, Bool>) {
-    return {value.byte != 0};
-  }
-  return value;
-}
-
-template <class A>
-A fold(Operation operation, const std::vector<A>& values) {
-  return canonical(std::accumulate(values.begin() + 1, values.end(), values[0],
-                                   [&](A a, A b) { return step(operation, a, b); }));
-}
-
-template <class T>
-T finished(Operation operation, AccumulatorOf<T> value, int64_t divisor) {
-  if constexpr (kIsFloating<T>) {
-    using A = AccumulatorOf<T>;
-    if (operation == Operation::kAverage)
-      value = static_cast<A>(static_cast<double>(value) / static_cast<double>(divisor));
-  }
-  return canonical(static_cast<T>(value));
-}
-
-// ---- Buffers
 
 /// Elements at an address of any alignment, between guard bytes that must not change.
 template <class T>
