@@ -1,0 +1,135 @@
+#include <algorithm>
+#include <arpa/inet.h>
+#include <csignal>
+#include <cstdlib>
+#include <netinet/in.h>
+#include <numeric>
+#include <string>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/torch.h>
+
+#include <lockstep/base/world_defaults.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/groups/testing/survivors.h>
+#include <lockstep/collectives/objects.h>
+
+namespace lockstep::testing {
+
+void run_survivors(int ranks, const std::vector<int>& victims, const std::function<void(int rank)>& body,
+                   RunRanksOptions options) {
+  options.expected_failures = victims;
+  for (const auto& outcome : run_ranks_collect(ranks, body, options)) {
+    SCOPED_TRACE("rank " + std::to_string(outcome.rank));
+    const std::string why = outcome.exception.value_or("no exception") + "\n" + outcome.output;
+    EXPECT_FALSE(outcome.timed_out) << "hangs\n" << why;
+    // In a rank of another run the outcome has no content.
+    if (!outcome.exit_status && !outcome.signal) continue;
+    const auto found = std::find(victims.begin(), victims.end(), outcome.rank);
+    if (found != victims.end()) {
+      EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << why;
+    } else {
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << why;
+    }
+  }
+}
+
+[[noreturn]] void die() {
+  ::kill(::getpid(), SIGKILL);
+  std::abort();
+}
+
+c10::intrusive_ptr<c10d::Store> launcher_store() {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(std::getenv("MASTER_PORT")));
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+c10::intrusive_ptr<c10d::Store> store_in_rank_0(int rank) {
+  const auto meeting = launcher_store();
+  c10d::TCPStoreOptions options;
+  options.waitWorkers = false;
+  if (rank == 0) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    TORCH_CHECK(::bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                ::listen(listener, 16) == 0 &&
+                ::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) == 0);
+    options.isServer = true;
+    options.port = ntohs(address.sin_port);
+    options.masterListenFd = listener;  // the store closes it
+    auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    const std::string port = std::to_string(options.port);
+    meeting->set("port of rank 0", std::vector<uint8_t>(port.begin(), port.end()));
+    return store;
+  }
+  const auto port = meeting->get("port of rank 0");
+  options.port = static_cast<uint16_t>(std::stoi(std::string(port.begin(), port.end())));
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+at::Tensor numbers_of(int job_rank, int64_t numel) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(job_rank) + 1);
+  return at::randn({numel}, generator);
+}
+
+at::Tensor sum_of(const std::vector<int>& job_ranks, int64_t numel) {
+  at::Tensor sum = numbers_of(job_ranks.front(), numel);
+  for (size_t i = 1; i < job_ranks.size(); ++i) sum = sum + numbers_of(job_ranks[i], numel);
+  return sum;
+}
+
+void expect_whole_world(int job_rank, const std::vector<int>& members) {
+  const auto place = std::find(members.begin(), members.end(), job_rank);
+  const int rank = static_cast<int>(place - members.begin());
+  const int size = static_cast<int>(members.size());
+  std::vector<int> everybody(members.size());
+  std::iota(everybody.begin(), everybody.end(), 0);
+  EXPECT_EQ(get_rank(), rank);
+  EXPECT_EQ(get_world_size(), size);
+  EXPECT_EQ(get_process_group_ranks(), everybody);
+  EXPECT_EQ(world_defaults()->rank, rank);
+  EXPECT_EQ(world_defaults()->world_size, size);
+  for (const int64_t numel : {5, 100'000, 600'000}) {
+    at::Tensor tensor = numbers_of(job_rank, numel);
+    all_reduce(tensor);
+    EXPECT_TRUE(at::equal(tensor, sum_of(members, numel))) << numel << " elements";
+  }
+  std::vector<c10::IValue> job_ranks(members.size());
+  all_gather_object(job_ranks, int64_t{job_rank});
+  for (int i = 0; i < size; ++i) EXPECT_EQ(job_ranks[i].toInt(), members[i]);
+
+  // Groups of the new world, by all and by splitting.
+  const auto all = new_group();
+  barrier(all);
+  const auto first = new_group({0});
+  EXPECT_EQ(is_member(first), rank == 0);
+  if (size < 2) return;
+  const auto pair = new_group({size - 2, size - 1});
+  const auto halves = split_group({}, {{0}, everybody.size() > 2 ? std::vector<int>{1, 2} : std::vector{1}});
+  for (const auto& group : {pair, halves}) {
+    if (!is_member(group)) continue;
+    at::Tensor tensor = at::full({1}, 1 << job_rank, at::kLong);
+    all_reduce(tensor, ReduceOp::SUM, group);
+    int64_t expected = 0;
+    for (int member : get_process_group_ranks(group)) expected += 1 << members[member];
+    EXPECT_EQ(tensor.item<int64_t>(), expected);
+  }
+  at::Tensor message = at::full({1}, 7);
+  if (rank == 0) send(message, size - 1);
+  if (rank == size - 1 && size > 1) {
+    message.zero_();
+    recv(message, 0);
+    EXPECT_EQ(message.item<float>(), 7);
+  }
+  monitored_barrier();
+}
+
+}  // namespace lockstep::testing

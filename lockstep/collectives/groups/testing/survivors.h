@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <lockstep/testing/multi_rank.h>
+
+// Jobs some of whose ranks are killed, and what those that are left must be able to do.
+namespace lockstep::testing {
+
+/// Runs a body in which `victims` are killed and all others must return.
+void run_survivors(int ranks, const std::vector<int>& victims, const std::function<void(int rank)>& body,
+                   RunRanksOptions options = {});
+
+[[noreturn]] void die();
+
+/// The store of the process that started the ranks.
+c10::intrusive_ptr<c10d::Store> launcher_store();
+
+/// A store that ends with rank 0, as where no launcher holds one.
+c10::intrusive_ptr<c10d::Store> store_in_rank_0(int rank);
+
+/// Numbers whose sum depends on the order of summation.
+at::Tensor numbers_of(int job_rank, int64_t numel);
+
+/// What all_reduce must give: rank after rank.
+at::Tensor sum_of(const std::vector<int>& job_ranks, int64_t numel);
+
+/// All that a program may do with a default group, among the job's ranks `members`.
+void expect_whole_world(int job_rank, const std::vector<int>& members);
+
+}  // namespace lockstep::testing
