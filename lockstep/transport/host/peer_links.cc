@@ -327,11 +327,12 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
         store, linked, rank, world_size,
         c10::str("joining the job failed on rank ", rank, ": ", error.what_without_backtrace()), late, key);
   };
-  const auto is_decided = [&, lost = std::make_shared<bool>(false)] {
+  bool store_is_lost = false;
+  const auto is_decided = [&] {
     try {
-      return !*lost && store_all_gather_is_decided(store, linked, rank, world_size);
+      return !store_is_lost && store_all_gather_is_decided(store, linked, rank, world_size);
     } catch (const c10::Error&) {
-      *lost = true;  // with the store; the processes are watched all the same
+      store_is_lost = true;  // the processes are watched all the same
       return false;
     }
   };
