@@ -64,11 +64,6 @@ def test_files_of_a_corpus_run_unchanged(programs, tmp_path):
     assert [path.read_bytes() for path in (tmp_path / "found").iterdir()] == [MISTAKE]
 
 
-def test_seeds_are_written_for_libfuzzer(programs, tmp_path):
-    assert fuzz(programs, "--write-seeds", tmp_path / "seeds").status == 0
-    assert {path.read_bytes() for path in (tmp_path / "seeds").iterdir()} == {b"count=7 name=x", b"list=[1,2]"}
-
-
 def test_misuse(programs):
     assert fuzz(programs, "--help").stdout.startswith("usage: planted_fuzz [options]")
     for arguments, words in (

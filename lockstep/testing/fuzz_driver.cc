@@ -1,4 +1,4 @@
-// Runs fuzz targets where there is no libFuzzer.
+// Runs fuzz targets.
 //
 // The inputs run in a child process. Each is put into memory that the parent shares before the target sees
 // it: however the child ends (a signal, a sanitizer's _exit, the out-of-memory killer, the parent's own kill
@@ -71,7 +71,6 @@ that ends or stops the process is saved, with the command that runs it again. Wi
   --memory MIB      what the target may use; not with sanitizers, which bound single allocations to 1 GiB (1024)
   --timeout T       seconds that one input may take (60)
   --artifacts DIR   where to save the input that failed (.)
-  --write-seeds DIR writes the target's own seeds to files and ends; libFuzzer wants them so
   --test            as a test: 2000 runs of seed 1; if LOCKSTEP_TEST_ALL is set, 60 seconds of a random seed
   --help            this text
 
@@ -87,7 +86,6 @@ struct Options {
   uint64_t timeout = 60;
   bool test = false;
   std::string artifacts = ".";
-  std::string write_seeds;
   std::vector<std::string> paths;
 };
 
@@ -131,8 +129,6 @@ Options parse_options(int argc, char** argv) {
       options.timeout = std::max<uint64_t>(number_of(word, value()), 1);
     else if (word == "--artifacts")
       options.artifacts = value();
-    else if (word == "--write-seeds")
-      options.write_seeds = value();
     else if (word == "--test")
       options.test = true;
     else if (word.starts_with("-"))
@@ -324,11 +320,6 @@ int fuzz(const FuzzTarget& target, const Options& options, const fs::path& progr
 
 int run_fuzz_driver(const FuzzTarget& target, int argc, char** argv) {
   const Options options = parse_options(argc, argv);
-  if (!options.write_seeds.empty()) {
-    fs::create_directories(options.write_seeds);
-    for (const auto& seed : target.seeds()) write_file(fs::path(options.write_seeds) / name_of(seed), seed);
-    return 0;
-  }
   for (const auto& path : options.paths) {
     if (!fs::exists(path)) misuse(path + " does not exist");
   }

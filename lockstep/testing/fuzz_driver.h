@@ -17,20 +17,13 @@
 ///       return 0;
 ///     }
 ///
-/// With libFuzzer (clang, LOCKSTEP_LIBFUZZER=ON) that program is libFuzzer's; otherwise it is a driver
-/// (driver.h) that fuzz_driver.cc makes of the target: see NAME_fuzz --help.
-#ifdef LOCKSTEP_LIBFUZZER
-#define LOCKSTEP_FUZZ_TARGET(name, seeds)                      \
-  [[maybe_unused]] static const auto seeds_of_##name = &seeds; \
-  extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size)
-#else
+/// That program is a driver (driver.h) that fuzz_driver.cc makes of the target: see NAME_fuzz --help.
 #define LOCKSTEP_FUZZ_TARGET(name, seeds)                                          \
   static int fuzz_##name(const uint8_t* data, size_t size);                        \
   LOCKSTEP_DRIVER(name##_fuzz) {                                                   \
     return ::lockstep::testing::run_fuzz_driver({fuzz_##name, seeds}, argc, argv); \
   }                                                                                \
   static int fuzz_##name(const uint8_t* data, size_t size)
-#endif
 
 namespace lockstep::testing {
 
@@ -39,7 +32,7 @@ struct FuzzTarget {
   std::vector<std::string> (*seeds)();
 };
 
-/// The main() of a target where there is no libFuzzer.
+/// The main() of a target.
 int run_fuzz_driver(const FuzzTarget& target, int argc, char** argv);
 
 }  // namespace lockstep::testing
