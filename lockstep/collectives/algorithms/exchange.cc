@@ -55,10 +55,7 @@ class Rounds {
   size_t window_bytes(int from) const { return any_staged_ ? window_bytes(offers_[from]) : ~size_t{0} / 2; }
   /// Part k of what `from` gives to `to`.
   Window window(int from, int to, size_t k) const {
-    const size_t size = window_bytes(from);
-    const size_t bytes = offers_[from].bytes_for(to);
-    const size_t offset = std::min(bytes, k == 0 ? 0 : k * size);
-    return {nullptr, offset, std::min(size, bytes - offset)};
+    return window_of(offers_[from].bytes_for(to), window_bytes(from), k);
   }
 
   void stage(size_t k) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <vector>
@@ -33,6 +34,11 @@ struct Window {
   size_t offset = 0;
   size_t bytes = 0;
 };
+/// Part k of a piece of `bytes` that passes in windows of `size`; the data are the caller's to fill in.
+inline Window window_of(size_t bytes, size_t size, size_t k) {
+  const size_t offset = std::min(bytes, k * size);
+  return {nullptr, offset, std::min(size, bytes - offset)};
+}
 /// Called with consecutive windows, one for each rank, until all has come. Windows of equal pieces are equal.
 using Consume = std::function<void(const std::vector<Window>& windows)>;
 

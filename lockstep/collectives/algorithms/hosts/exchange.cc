@@ -170,11 +170,6 @@ class WindowedExchange {
 
   uint64_t number(size_t k) const { return host_.chunk_base() + k + 1; }
   const Piece& give_to(int to) const { return exchange_.gives[exchange_.gives.size() == 1 ? 0 : to]; }
-  /// Part k of `bytes`.
-  Window window(size_t bytes, size_t k) const {
-    const size_t offset = std::min(bytes, k * window_);
-    return {nullptr, offset, std::min(window_, bytes - offset)};
-  }
   /// In the scratch of a member: its own data for its neighbours, then what it receives.
   std::byte* staged(int place, size_t k, int to) {
     const bool for_all = offers_[place].header().entries == 1;
@@ -217,13 +212,13 @@ class WindowedExchange {
   void post(size_t k) {
     auto& requests = requests_[k % kWindowBuffers];
     for (size_t i = 0; i < sources_.size(); ++i) {
-      const Window part = window(exchange_.takes[sources_[i]], k);
+      const Window part = window_of(exchange_.takes[sources_[i]], window_, k);
       if (part.bytes == 0) continue;
       requests.push_back(channel_.receive(sources_[i], received({host_.rank(), i}, k), part.bytes));
     }
     for (int to : destinations_) {
       const Piece& piece = give_to(to);
-      const Window part = window(piece.bytes, k);
+      const Window part = window_of(piece.bytes, window_, k);
       if (part.bytes == 0) continue;
       requests.push_back(
           channel_.send(to, static_cast<const std::byte*>(piece.data) + part.offset, part.bytes));
@@ -235,7 +230,7 @@ class WindowedExchange {
     if (offers_[own].header().place != Place::kStaged || !ways_.gives_to_neighbours()) return;
     for (size_t to = 0; to < local_.gives.size(); ++to) {
       if (local_.gives.size() > 1 && to == static_cast<size_t>(own)) continue;
-      const Window part = window(local_.gives[to].bytes, k);
+      const Window part = window_of(local_.gives[to].bytes, window_, k);
       copy_bytes(staged(own, k, static_cast<int>(to)),
                  static_cast<const std::byte*>(local_.gives[to].data) + part.offset, part.bytes);
     }
@@ -245,7 +240,7 @@ class WindowedExchange {
     std::vector<Window> windows(channel_.size());
     for (int from = 0; from < channel_.size(); ++from) {
       if (exchange_.takes[from] == 0) continue;
-      Window& part = windows[from] = window(exchange_.takes[from], k);
+      Window& part = windows[from] = window_of(exchange_.takes[from], window_, k);
       if (part.bytes > 0)
         part.data = layout_.host_of[from] == layout_.host() ? near(from, part, k) : far(from, k);
     }

@@ -80,11 +80,7 @@ class ScatteredReduction {
  private:
   uint64_t number(size_t k) const { return host_.chunk_base() + k + 1; }
   /// Of the piece for `rank`, which has the same size on all ranks.
-  Window window(int rank, size_t k) const {
-    const size_t bytes = exchange_.gives[rank].bytes;
-    const size_t offset = std::min(bytes, k * window_);
-    return {nullptr, offset, std::min(window_, bytes - offset)};
-  }
+  Window window(int rank, size_t k) const { return window_of(exchange_.gives[rank].bytes, window_, k); }
 
   // The scratch: what is staged, by rank; then the owned partials, and those for this rank, by host.
   std::byte* staged(int place, int rank, size_t k) {
