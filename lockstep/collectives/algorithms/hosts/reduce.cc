@@ -1,7 +1,10 @@
 #include <vector>
 
+#include <c10/core/ScalarType.h>
+
 #include <lockstep/collectives/algorithms/exposed_memory.h>
 #include <lockstep/collectives/algorithms/hosts/agreement.h>
+#include <lockstep/collectives/algorithms/hosts/arithmetic.h>
 #include <lockstep/collectives/algorithms/hosts/hosts.h>
 #include <lockstep/collectives/algorithms/hosts/segmented_reduction.h>
 
@@ -60,8 +63,7 @@ class SmallReduction final : public AgreementPayload, public transport::PayloadC
 void reduce(GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
             BufferOwner owner) {
   HostChannel& host = channel.host();
-  const Arithmetic arithmetic(signature, channel.size());
-  const size_t bytes = signature.real_numel() * arithmetic.element_size();
+  const size_t bytes = signature.real_numel() * c10::elementSize(signature.real_dtype());
   const bool wants_result = signature.root < 0 || signature.root == channel.rank();
   auto announcement = announcement_of(signature);
   host.begin(terms.deadline, terms.background);
@@ -77,6 +79,7 @@ void reduce(GroupChannel& channel, const Terms& terms, const Signature& signatur
     if (wants_result) copy_bytes(data, agreement.result(), bytes);
     return;
   }
+  const Arithmetic arithmetic(signature, channel.size());
   SegmentedReduction reduction(channel, terms, signature, arithmetic, agreement,
                                static_cast<std::byte*>(data));
   const transport::Arena& arena = host.transport().arena();
