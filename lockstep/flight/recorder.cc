@@ -134,13 +134,31 @@ class Recorder {
     return last_id_ > before_world_;
   }
 
+  /// Gives the next id; keeps nothing when the recorder is off.
   uint64_t schedule(const std::shared_ptr<const Group>& group, const Operation& operation);
-  void advance(uint64_t id, State state, const std::string* error);
+  /// False for an operation that has ended, or come so far, before; true if the ring does not know it any more.
+  bool advance(uint64_t id, State state, const std::string* error);
   std::string dump(const std::string& reason, bool forced = false);
   void watch();
   void unwatch();
 
+  void attach(std::shared_ptr<OperationObserver> observer);
+  void detach(const std::shared_ptr<OperationObserver>& observer);
+  bool is_observed() const { return observed_.load(std::memory_order_relaxed); }
+  template <class Call>
+  void tell(const Call& call) {
+    if (!is_observed()) return;
+    std::shared_ptr<const Observers> observers;
+    {
+      std::lock_guard lock(observers_mutex_);
+      observers = observers_;
+    }
+    for (const auto& observer : *observers) call(*observer);
+  }
+
  private:
+  using Observers = std::vector<std::shared_ptr<OperationObserver>>;
+
   RankRecord snapshot() const;  // under ring_mutex_
   void begin_world();
   std::string write(const std::string& reason);
@@ -152,6 +170,10 @@ class Recorder {
   uint64_t last_id_ = 0;
   uint64_t before_world_ = 0;  // ids up to here are of an earlier world of this process
   uint64_t changes_ = 0;
+
+  std::mutex observers_mutex_;
+  std::shared_ptr<const Observers> observers_ = std::make_shared<const Observers>();  // replaced as a whole
+  std::atomic<bool> observed_{false};                                                 // whether there are any
 
   // What concerns the file; never taken while ring_mutex_ is held.
   std::mutex file_mutex_;
@@ -169,6 +191,7 @@ uint64_t Recorder::schedule(const std::shared_ptr<const Group>& group, const Ope
   const int64_t now = now_ns();
   std::lock_guard lock(ring_mutex_);
   const uint64_t id = ++last_id_;
+  if (!on()) return id;
   ++changes_;
   Slot& slot = slots_[(id - 1) % slots_.size()];
   slot.id = id;
@@ -192,15 +215,18 @@ uint64_t Recorder::schedule(const std::shared_ptr<const Group>& group, const Ope
   return id;
 }
 
-void Recorder::advance(uint64_t id, State state, const std::string* error) {
+bool Recorder::advance(uint64_t id, State state, const std::string* error) {
+  if (!on()) return true;
   const int64_t now = now_ns();
   std::lock_guard lock(ring_mutex_);
   Slot& slot = slots_[(id - 1) % slots_.size()];
-  if (slot.id != id || slot.state >= state || slot.ended_ns != 0) return;
+  if (slot.id != id) return true;
+  if (slot.state >= state || slot.ended_ns != 0) return false;
   ++changes_;
   slot.state = state;
   (state == State::kStarted ? slot.started_ns : slot.ended_ns) = now;
   if (error != nullptr) slot.error.assign(*error, 0, kMaxError);
+  return true;
 }
 
 RankRecord Recorder::snapshot() const {
@@ -373,6 +399,22 @@ void Recorder::unwatch() {
   SignalWatcher::stop();  // without the lock, which its thread may want
 }
 
+void Recorder::attach(std::shared_ptr<OperationObserver> observer) {
+  std::lock_guard lock(observers_mutex_);
+  auto more = std::make_shared<Observers>(*observers_);
+  more->push_back(std::move(observer));
+  observers_ = std::move(more);
+  observed_.store(true, std::memory_order_relaxed);
+}
+
+void Recorder::detach(const std::shared_ptr<OperationObserver>& observer) {
+  std::lock_guard lock(observers_mutex_);
+  auto fewer = std::make_shared<Observers>(*observers_);
+  std::erase(*fewer, observer);
+  observed_.store(!fewer->empty(), std::memory_order_relaxed);
+  observers_ = std::move(fewer);
+}
+
 /// This process's recorder. Never destroyed: threads may record while the process exits.
 Recorder& recorder() {
   static std::atomic<Recorder*> current{new Recorder};
@@ -389,19 +431,39 @@ Recorder& recorder() {
 
 uint64_t scheduled(const std::shared_ptr<const Group>& group, const Operation& operation) {
   Recorder& own = recorder();
-  return own.on() ? own.schedule(group, operation) : 0;
+  if (!own.on() && !own.is_observed()) return 0;
+  const uint64_t id = own.schedule(group, operation);
+  own.tell([&](OperationObserver& observer) { observer.scheduled(id, *group, operation); });
+  return id;
 }
 
 void started(uint64_t id) {
-  if (id != 0) recorder().advance(id, State::kStarted, nullptr);
+  if (id == 0) return;
+  Recorder& own = recorder();
+  if (!own.advance(id, State::kStarted, nullptr)) return;
+  own.tell([id](OperationObserver& observer) { observer.started(id); });
 }
 
 void completed(uint64_t id) {
-  if (id != 0) recorder().advance(id, State::kCompleted, nullptr);
+  if (id == 0) return;
+  Recorder& own = recorder();
+  if (!own.advance(id, State::kCompleted, nullptr)) return;
+  own.tell([id](OperationObserver& observer) { observer.ended(id, nullptr); });
 }
 
 void failed(uint64_t id, const std::string& error) {
-  if (id != 0) recorder().advance(id, State::kFailed, &error);
+  if (id == 0) return;
+  Recorder& own = recorder();
+  if (!own.advance(id, State::kFailed, &error)) return;
+  own.tell([&](OperationObserver& observer) { observer.ended(id, &error); });
+}
+
+void attach(std::shared_ptr<OperationObserver> observer) {
+  recorder().attach(std::move(observer));
+}
+
+void detach(const std::shared_ptr<OperationObserver>& observer) {
+  recorder().detach(observer);
 }
 
 bool has_records() {

@@ -1,16 +1,12 @@
 #pragma once
 
-#include <chrono>
-#include <cstdint>
-#include <memory>
-#include <source_location>
 #include <string>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
+#include <lockstep/flight/operation_observer.h>
 
 /// The flight recorder: the last operations of this process, for the question "which rank waits for which?"
-/// after a hang. The fields are those of PyTorch's recorder (c10d/FlightRecorder.hpp).
+/// after a hang. The fields are those of PyTorch's recorder (c10d/FlightRecorder.hpp). Backends tell it of their
+/// operations by the functions in operation_observer.h.
 ///
 /// Always on; an operation costs well under a microsecond. Written as JSON to one file for each rank when an
 /// operation times out or a group is aborted or fails, and on SIGUSR1; `lockstep inspect flight DIR` reads
@@ -19,38 +15,6 @@
 /// docs/inspect.md. A forked child starts with a recorder of its own, which is empty and watches no signal.
 /// All functions are thread-safe.
 namespace lockstep::flight {
-
-/// Who takes part; made once for each group.
-struct Group {
-  std::string name;
-  std::vector<int> ranks;  // global, in group order
-  int rank = 0;            // this process's, within the group
-  std::string key = {};    // the same on all members, and no other group's; empty: the name
-};
-
-/// What is known about an operation when it is submitted.
-struct Operation {
-  const char* kind = "";  // "all_reduce"; static storage
-  uint64_t sequence = 0;  // of the group's collectives, or of its point-to-point operations; from 1
-  bool point_to_point = false;
-  int peer = -1;  // group rank: destination, source or root; -1: none, or any source
-  int tag = 0;
-  std::string detail;                               // "SUM", split sizes, or empty
-  const std::vector<at::Tensor>* inputs = nullptr;  // only their sizes and dtypes are kept
-  const std::vector<at::Tensor>* outputs = nullptr;
-  std::chrono::milliseconds timeout{};
-  std::source_location where;
-  bool asynchronous = false;  // the caller goes on: that it is pending does not mean that the caller waits
-};
-
-/// Adds a record in state "scheduled" and returns its id, for the functions below. Ids of records that have
-/// been overwritten meanwhile are ignored, as is 0, the answer when the recorder is off. Throws
-/// c10::ValueError at the process's first call when LOCKSTEP_FLIGHT_RECORDS is malformed (watch_signal() does
-/// so before).
-uint64_t scheduled(const std::shared_ptr<const Group>& group, const Operation& operation);
-void started(uint64_t id);
-void completed(uint64_t id);
-void failed(uint64_t id, const std::string& error);
 
 /// Whether this process has submitted an operation since it joined its world.
 bool has_records();
