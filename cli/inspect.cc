@@ -19,6 +19,7 @@ constexpr const char* kFlightExamples = R"(
 Examples:
   lockstep inspect flight /tmp/flight          who waits for whom, and where the ranks diverged
   lockstep inspect flight --json /tmp/flight   the same for programs
+  lockstep inspect flight gathered/*           records that were brought here from several hosts
   kill -USR1 PID                               makes a rank that hangs write its record
 
 The records of a job are rank_0.json, rank_1.json, …; the program's log says where it wrote them, and
@@ -26,8 +27,8 @@ LOCKSTEP_FLIGHT_DIR chooses the directory. They are written on a timeout, on abo
 SIGUSR1. The more ranks wrote one, the more can be said.
 Exit status: 0 nothing is wrong, 1 a hang, a failure or a divergence was found, 2 DIR can't be read.)";
 
-void inspect_flight(const std::string& directory, bool json, int& status) {
-  const auto analysis = flight::analyze(flight::read_directory(directory));
+void inspect_flight(const std::vector<std::string>& directories, bool json, int& status) {
+  const auto analysis = flight::analyze(flight::read_directories(directories));
   std::cout << (json ? flight::to_json(analysis) : flight::describe(analysis)) << std::flush;
   status = analysis.problem() ? 1 : 0;
 }
@@ -45,13 +46,13 @@ void add_inspect(CLI::App& program, int& status) {
   });
   CLI::App* flight = inspect->add_subcommand("flight", "Who waits for whom, from the ranks' flight records");
   flight->footer(kFlightExamples);
-  auto directory = std::make_shared<std::string>();
+  auto directories = std::make_shared<std::vector<std::string>>();
   auto json = std::make_shared<bool>(false);
-  flight->add_option("DIR", *directory, "The directory with the records")
+  flight->add_option("DIR", *directories, "The directory with the records, or several: one of each host")
       ->envname("LOCKSTEP_FLIGHT_DIR")
       ->required();
   flight->add_flag("--json", *json, "Write JSON");
-  flight->callback([directory, json, &status] { inspect_flight(*directory, *json, status); });
+  flight->callback([directories, json, &status] { inspect_flight(*directories, *json, status); });
 #ifdef LOCKSTEP_CLI_CHECKPOINT  // the Python package is built without checkpoints
   add_inspect_checkpoint(*inspect, status);
 #endif

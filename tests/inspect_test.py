@@ -5,6 +5,7 @@ import pathlib
 import re
 import signal
 
+import hosts
 import pytest
 import support
 
@@ -64,6 +65,40 @@ def test_a_rank_that_leaves_out_an_all_reduce_is_named(programs, folder):
     assert missing["ranks"] == [1] and missing["waiting"] == [0, 2], missing
     assert missing["operation"] == "all_reduce" and missing["sequence"] == 2, missing
     assert missing["site"].endswith(f"flight_driver.cc:{second}"), missing
+
+
+def test_records_of_several_hosts_are_merged_and_the_host_of_the_cause_is_named(programs, tmp_path):
+    """Two ranks on each of two hosts; each host writes into a folder of its own."""
+    net = hosts.PretendedHosts(2)
+    place = {"WORLD_SIZE": 4, "MASTER_ADDR": net.addresses[0], "MASTER_PORT": support.free_port()}
+    folders = [tmp_path / name for name in net.names]
+    ranks = []
+    for rank in range(4):
+        words = net.inside(rank // 2, "flight_driver", "leave-out", "--timeout", 3)
+        ranks.append(programs.start(*words, **place, RANK=rank, LOCKSTEP_FLIGHT_DIR=folders[rank // 2]))
+    try:
+        ranks[1].wait_for("leaves out")
+    except AssertionError as error:
+        if "needs UCX" not in str(error):
+            raise
+        pytest.skip("ranks on several hosts need UCX")
+    for rank in (0, 2, 3):
+        assert ranks[rank].finish().status == 1
+    ranks[1].kill(signal.SIGUSR1)
+    ranks[1].wait_for("written to", "stderr")
+    ranks[1].finish()
+
+    done = programs.run("lockstep", "inspect", "flight", *folders)
+    assert done.status == PROBLEM and done.stderr == "", done.text
+    assert "HANG: rank 1 on host-a has not called all_reduce(SUM, Float [2, 3])" in done.stdout, done.text
+    assert "Look first at rank 1 on host-a." in done.stdout, done.text
+    report = json.loads(programs.run("lockstep", "inspect", "flight", "--json", *folders).stdout)
+    assert report["cause"] == {"ranks": [1], "hosts": ["host-a"]}, done.text
+    assert [(host["name"], host["ranks"]) for host in report["hosts"]] == [("host-a", [0, 1]), ("host-b", [2, 3])]
+    # One host's records alone tell of the other, too.
+    alone = programs.run("lockstep", "inspect", "flight", folders[1])
+    assert alone.status == PROBLEM and "nothing is known of ranks 0 and 1 on host-a" in alone.stdout, alone.text
+    assert "no rank of host host-a wrote one" in alone.stdout, alone.text
 
 
 def test_ranks_that_call_different_operations_are_told_with_their_places(programs, folder):

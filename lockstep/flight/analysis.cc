@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
@@ -37,7 +38,10 @@ void make_one_line(std::string& text) {
 
 void make_printable(RankRecord& record) {
   for (std::string* text : {&record.host, &record.program, &record.reason}) make_one_line(*text);
-  for (GroupRecord& group : record.groups) make_one_line(group.name);
+  for (GroupRecord& group : record.groups) {
+    make_one_line(group.name);
+    for (std::string& host : group.hosts) make_one_line(host);
+  }
   for (Entry& entry : record.entries) {
     make_printable(entry.error);
     for (std::string* text : {&entry.operation, &entry.detail, &entry.file, &entry.function}) {
@@ -93,6 +97,55 @@ RankSummary summary_of(const RankRecord& record) {
   return summary;
 }
 
+/// The cause, if there is one: see Analysis::cause.
+std::vector<int> cause_of(const std::vector<Finding>& findings) {
+  for (const Finding& finding : findings) {
+    if (finding.kind == Kind::kRoot) return finding.ranks;
+  }
+  if (findings.empty() || !is_problem(findings.front().kind) || findings.front().kind == Kind::kFailed)
+    return {};
+  return findings.front().ranks;
+}
+
+/// `reference`: the host of the first record.
+std::vector<HostSummary> hosts_of(const Picture& picture, const std::string& reference,
+                                  std::vector<Finding>& findings) {
+  constexpr int64_t kWorthTelling = 100'000'000;
+  std::vector<HostSummary> hosts;
+  for (const auto& [name, ranks] : picture.hosts()) {
+    HostSummary host{.name = name, .ranks = ranks, .clock_ahead_ns = std::nullopt};
+    for (const int rank : ranks) {
+      const RankRecord* record = picture.record_of(rank);
+      const auto offset = record == nullptr ? std::nullopt : picture.clocks().wall_offset(*record);
+      if (!offset) continue;
+      host.clock_ahead_ns = offset->ns;
+      host.clock_error_ns = offset->error_ns;
+      break;
+    }
+    if (std::abs(host.clock_ahead_ns.value_or(0)) > kWorthTelling + host.clock_error_ns) {
+      const bool ahead = *host.clock_ahead_ns > 0;
+      findings.push_back(note(ranks, "note: the clock of " + name + " is " +
+                                         internal::seconds(std::abs(*host.clock_ahead_ns)) +
+                                         (ahead ? " ahead of " : " behind ") + reference +
+                                         "'s, as their common operations show; the times here allow for it"));
+    }
+    hosts.push_back(std::move(host));
+  }
+  return hosts;
+}
+
+/// The hosts of these ranks.
+std::vector<std::string> host_names_of(const Analysis& analysis, const std::vector<int>& ranks) {
+  std::vector<std::string> names;
+  for (const HostSummary& host : analysis.hosts) {
+    const bool among = std::any_of(host.ranks.begin(), host.ranks.end(), [&](int rank) {
+      return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+    });
+    if (among) names.push_back(host.name);
+  }
+  return names;
+}
+
 std::string line_of(const RankSummary& rank) {
   std::string text = "rank " + std::to_string(rank.rank) + " (pid " + std::to_string(rank.pid) + " on " +
                      rank.host + "; " + rank.reason + "): " + std::to_string(rank.operations) + " operations";
@@ -132,9 +185,12 @@ Analysis analyze(std::vector<RankRecord> records) {
   std::vector<internal::Wait> waits;
   internal::find_stuck_collectives(picture, analysis.findings, waits);
   internal::find_unmatched_messages(picture, analysis.findings, waits);
-  internal::find_circle_or_root(waits, analysis.findings);
+  internal::find_circle_or_root(picture, waits, analysis.findings);
+  analysis.hosts = hosts_of(picture, records.front().host, analysis.findings);
   std::stable_sort(analysis.findings.begin(), analysis.findings.end(),
                    [](const Finding& a, const Finding& b) { return a.kind < b.kind; });
+  analysis.cause = cause_of(analysis.findings);
+  if (picture.spans_hosts() && !analysis.cause.empty()) analysis.cause_text = picture.who(analysis.cause);
   return analysis;
 }
 
@@ -152,10 +208,15 @@ std::string describe(const Analysis& analysis) {
     text += analysis.without_record.empty() ? "Nothing is wrong in these records.\n\n"
                                             : "Nothing is wrong in the records that are there.\n\n";
   }
-  for (size_t i = 0; i < analysis.ranks.size() && i < kMostRanks; ++i) text += line_of(analysis.ranks[i]);
-  if (analysis.ranks.size() > kMostRanks) {
-    text += "and " + std::to_string(analysis.ranks.size() - kMostRanks) + " more ranks\n";
+  if (!analysis.cause_text.empty()) text += "Look first at " + analysis.cause_text + ".\n\n";
+  size_t shown = 0;
+  for (const HostSummary& host : analysis.hosts) {
+    for (const RankSummary& rank : analysis.ranks) {
+      const bool here = std::find(host.ranks.begin(), host.ranks.end(), rank.rank) != host.ranks.end();
+      if (here && shown++ < kMostRanks) text += line_of(rank);
+    }
   }
+  if (shown > kMostRanks) text += "and " + std::to_string(shown - kMostRanks) + " more ranks\n";
   if (!analysis.without_record.empty()) {
     text += name_ranks(analysis.without_record) + " of " + std::to_string(analysis.world_size) +
             " wrote no record\n";
@@ -168,6 +229,16 @@ std::string to_json(const Analysis& analysis) {
   ordered_json result;
   result["status"] = analysis.problem() ? "problem" : "ok";
   result["world_size"] = analysis.world_size;
+  result["cause"] = {{"ranks", analysis.cause}, {"hosts", host_names_of(analysis, analysis.cause)}};
+  result["hosts"] = ordered_json::array();
+  for (const HostSummary& host : analysis.hosts) {
+    ordered_json json = {{"name", host.name}, {"ranks", host.ranks}};
+    const auto in_seconds = [](int64_t ns) { return static_cast<double>(ns) * 1e-9; };
+    json["clock_ahead_seconds"] =
+        host.clock_ahead_ns ? ordered_json(in_seconds(*host.clock_ahead_ns)) : ordered_json();
+    if (host.clock_ahead_ns) json["clock_error_seconds"] = in_seconds(host.clock_error_ns);
+    result["hosts"].push_back(std::move(json));
+  }
   result["ranks"] = ordered_json::array();
   for (const RankSummary& rank : analysis.ranks) {
     result["ranks"].push_back({{"rank", rank.rank},
@@ -184,6 +255,7 @@ std::string to_json(const Analysis& analysis) {
     result["findings"].push_back({{"kind", to_string(finding.kind)},
                                   {"problem", is_problem(finding.kind)},
                                   {"ranks", finding.ranks},
+                                  {"hosts", host_names_of(analysis, finding.ranks)},
                                   {"waiting", finding.waiting},
                                   {"group", finding.group},
                                   {"operation", finding.operation},

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,8 +50,22 @@ struct RankSummary {
   std::string last = {};     // the last operation and its state, in words
 };
 
+/// The ranks of one host, and its clock.
+struct HostSummary {
+  std::string name;
+  std::vector<int> ranks;
+  /// How far its wall clock is ahead of the first host's with a record, as the operations of both show, and within what.
+  std::optional<int64_t> clock_ahead_ns;
+  int64_t clock_error_ns = 0;
+};
+
 struct Analysis {
   int world_size = 0;
+  std::vector<HostSummary> hosts;  // in the order of their first ranks; of all ranks that the records name
+  /// Where to look first: the ranks for which all wait in the end, or those that the most telling finding blames. None
+  /// where nothing is wrong, or all are alike.
+  std::vector<int> cause;
+  std::string cause_text;          // with their hosts; empty in a job on one
   std::vector<RankSummary> ranks;  // those with a record of this run
   std::vector<int> without_record;
   std::vector<Finding> findings;  // the most telling first
@@ -65,8 +80,8 @@ Analysis analyze(std::vector<RankRecord> records);
 /// For a terminal; control characters of the records are replaced. Ends with a newline.
 std::string describe(const Analysis& analysis);
 
-/// The same as a JSON object: {"status": "problem" | "ok", "world_size", "ranks", "without_record",
-/// "findings": [{"kind", "problem", "ranks", "waiting", "group", "operation", "sequence", "site", "text"}]}.
+/// The same as a JSON object: {"status": "problem" | "ok", "world_size", "cause": {"ranks", "hosts"}, "hosts", "ranks",
+/// "without_record", "findings": [{"kind", "problem", "ranks", "waiting", "group", "operation", "sequence", "site", "text"}]}.
 std::string to_json(const Analysis& analysis);
 
 }  // namespace lockstep::flight

@@ -240,7 +240,9 @@ RankRecord Recorder::snapshot() const {
     const auto [number, fresh] = numbers.emplace(slot.group.get(), static_cast<int>(numbers.size()));
     if (fresh) {
       const Group& group = *slot.group;
-      record.groups.push_back({group.key.empty() ? group.name : group.key, group.name, group.ranks});
+      record.groups.push_back(
+          {group.key.empty() ? group.name : group.key, group.name, group.ranks, group.hosts});
+      if (!group.hosts.empty()) record.host = group.hosts.at(static_cast<size_t>(group.rank));
     }
     record.entries.push_back({.record_id = id,
                               .group = number->second,
@@ -307,7 +309,7 @@ std::string Recorder::write(const std::string& reason) {
   record.world_size = place_ ? place_->world_size : 1;
   record.pid = ::getpid();
   const HostIdentity host = this_host();
-  record.host = host.hostname;
+  if (record.host.empty()) record.host = host.hostname;  // else as messages call it: no two hosts alike
   record.boot_id = host.boot_id;
   record.program = ::program_invocation_name;
   record.reason = reasons_;

@@ -351,7 +351,7 @@ TEST(FlightRecorder, ManyThreadsMayRecordAndWrite) {
     for (std::thread& thread : threads) thread.join();
     record(501);
     std::string text = dump("end");
-    const auto read = read_directory(folder.path());
+    const auto read = read_directories({folder.path()});
     ASSERT_EQ(read.size(), 1U);
     EXPECT_GE(read[0].entries.size(), 100U);
   });

@@ -86,7 +86,9 @@ ordered_json header_of(const RankRecord& record) {
   ordered_json groups = ordered_json::object();
   for (size_t i = 0; i < record.groups.size(); ++i) {
     const GroupRecord& group = record.groups[i];
-    groups[std::to_string(i)] = {{"name", group.key}, {"desc", group.name}, {"ranks", group.ranks}};
+    ordered_json& json = groups[std::to_string(i)];
+    json = {{"name", group.key}, {"desc", group.name}, {"ranks", group.ranks}};
+    if (!group.hosts.empty()) json["hosts"] = group.hosts;
   }
   header["pg_config"] = std::move(groups);
   return header;
@@ -194,6 +196,10 @@ GroupRecord group_of(const Value& value, const RankRecord& record) {
     if (!seen.insert(group.ranks.back()).second) ranks.at(i).fail("is given twice");
   }
   if (!seen.contains(record.rank)) ranks.fail("don't contain this rank");
+  if (!value.raw().contains("hosts")) return group;
+  const Value hosts = value.at("hosts");
+  if (hosts.list_size(group.ranks.size()) != group.ranks.size()) hosts.fail("is not as long as ranks");
+  for (size_t i = 0; i < group.ranks.size(); ++i) group.hosts.push_back(hosts.at(i).text());
   return group;
 }
 
@@ -305,6 +311,27 @@ std::optional<int> rank_in(const std::string& name) {
   return rank;
 }
 
+/// The records' files of a directory, by rank.
+void add_files(const std::string& path, std::map<int, std::string>& files) {
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(path, error), end; !error && entry != end;
+       entry.increment(error)) {
+    const auto rank = rank_in(entry->path().filename().string());
+    if (!rank) continue;
+    const auto [known, fresh] = files.emplace(*rank, entry->path().string());
+    TORCH_CHECK_VALUE(fresh, known->second, " and ", entry->path().string(), " are both of rank ", *rank,
+                      "; leave one out");
+  }
+  TORCH_CHECK_VALUE(!error, path, ": can't be read: ", error.message(),
+                    "; give the directory that the program named when it wrote its flight record");
+}
+
+std::string joined(const std::vector<std::string>& paths) {
+  std::string text;
+  for (const std::string& path : paths) text += (text.empty() ? "" : ", ") + path;
+  return text;
+}
+
 }  // namespace
 
 const char* to_string(State state) {
@@ -377,23 +404,12 @@ RankRecord read_file(const std::string& path) {
   return parse(text, path);
 }
 
-std::vector<RankRecord> read_directory(const std::string& path) {
+std::vector<RankRecord> read_directories(const std::vector<std::string>& paths) {
   std::map<int, std::string> files;
-  std::error_code error;
-  for (std::filesystem::directory_iterator entry(path, error), end; !error && entry != end;
-       entry.increment(error)) {
-    const std::string name = entry->path().filename().string();
-    if (auto rank = rank_in(name)) {
-      const bool fresh = files.emplace(*rank, entry->path().string()).second;
-      TORCH_CHECK_VALUE(fresh, path, " has two files of rank ", *rank, "; remove one");
-    }
-  }
-  TORCH_CHECK_VALUE(!error, path, ": can't be read: ", error.message(),
-                    "; give the directory that the program named when it wrote its flight record");
-  TORCH_CHECK_VALUE(
-      !files.empty(), path,
-      " holds no flight records (rank_0.json, …); they are written on a timeout, on abort and on "
-      "SIGUSR1, and the program's log says where");
+  for (const std::string& path : paths) add_files(path, files);
+  TORCH_CHECK_VALUE(!files.empty(), joined(paths), paths.size() == 1 ? " holds" : " hold",
+                    " no flight records (rank_0.json, …); they are written on a timeout, on abort and on "
+                    "SIGUSR1, and the program's log says where");
   std::vector<RankRecord> records;
   for (const auto& [rank, file] : files) {
     records.push_back(read_file(file));

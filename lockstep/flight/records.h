@@ -59,6 +59,7 @@ struct GroupRecord {
   std::string key;   // the same on all members
   std::string name;  // for people
   std::vector<int> ranks;
+  std::vector<std::string> hosts = {};  // by group rank; empty: all on one, or not known
   bool operator==(const GroupRecord&) const = default;
 };
 
@@ -90,10 +91,10 @@ RankRecord parse(std::string_view text, const std::string& name);
 /// parse() of a file of at most 64 MiB that must be a regular one. Throws c10::ValueError that names it.
 RankRecord read_file(const std::string& path);
 
-/// All rank_<n>.json of a directory, by rank; other files are left alone. Throws c10::ValueError that names
-/// the directory or the file when it can't be read, holds no record, or a file's rank is not the one of its
-/// name.
-std::vector<RankRecord> read_directory(const std::string& path);
+/// All rank_<n>.json of these directories, by rank, for each host may have written into one of its own; other files are
+/// left alone. Throws c10::ValueError that names the directory or the file when it can't be read, none holds a record,
+/// two hold one of the same rank, or a file's rank is not the one of its name.
+std::vector<RankRecord> read_directories(const std::vector<std::string>& paths);
 
 /// "rank_3.json"
 std::string file_name(int rank);

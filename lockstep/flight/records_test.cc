@@ -76,6 +76,8 @@ TEST(FlightRecords, WrongValuesAreNamed) {
       {R"([0,1])", R"([0,0])", "is given twice"},
       {R"([0,1])", R"([1])", "don't contain this rank"},
       {R"([0,1])", R"([0,7])", "ranks[1] is not"},
+      {R"([0,1])", R"([0,1],"hosts":["a"])", "hosts is not as long as ranks"},
+      {R"([0,1])", R"([0,1],"hosts":["a",7])", "hosts[1] is not a text"},
       {R"({"0":)", R"({"5":)", "pg_config.0 is missing"},
       {R"("pg_id":0)", R"("pg_id":1)", "entries[0].pg_id is not"},
       {R"("peer":-1)", R"("peer":2)", "entries[0].peer is not"},
@@ -108,7 +110,7 @@ TEST(FlightRecords, DeepNestingAndForeignTextAreRefused) {
 
 /// What reading the folder says.
 std::string folder_refusal(const std::string& path) {
-  return message_of<c10::ValueError>([&] { read_directory(path); });
+  return message_of<c10::ValueError>([&] { read_directories({path}); });
 }
 
 TEST(FlightRecords, ADirectoryIsReadByRankAndItsFaultsAreNamed) {
@@ -120,7 +122,7 @@ TEST(FlightRecords, ADirectoryIsReadByRankAndItsFaultsAreNamed) {
   record.rank = 1;
   std::ofstream(folder.path("rank_1.json")) << to_json(record);
   std::ofstream(folder.path("notes.json")) << "anything";
-  const auto records = read_directory(folder.path());
+  const auto records = read_directories({folder.path()});
   ASSERT_EQ(records.size(), 2U);
   EXPECT_EQ(records[1].rank, 1);
   std::filesystem::rename(folder.path("rank_1.json"), folder.path("rank_5.json"));
@@ -132,6 +134,28 @@ TEST(FlightRecords, ADirectoryIsReadByRankAndItsFaultsAreNamed) {
   std::ofstream(folder.path("rank_1.json")) << "";
   std::filesystem::resize_file(folder.path("rank_1.json"), 65 << 20);
   EXPECT_THAT(folder_refusal(folder.path()), HasSubstr("bytes, more than"));
+}
+
+TEST(FlightRecords, SeveralDirectoriesAreReadAsOne) {
+  RecordFolder folder;
+  for (int rank : {0, 1}) {
+    const std::string path = folder.path("host-" + std::to_string(rank));
+    std::filesystem::create_directory(path);
+    RankRecord record = small_record();
+    record.rank = rank;
+    record.groups.front().hosts = {"host-0", "host-1"};
+    std::ofstream(path + "/" + file_name(rank)) << to_json(record);
+  }
+  std::filesystem::create_directory(folder.path("of no rank"));
+  const auto records =
+      read_directories({folder.path("host-1"), folder.path("of no rank"), folder.path("host-0")});
+  ASSERT_EQ(records.size(), 2U);
+  EXPECT_EQ(records[0].rank, 0);
+  EXPECT_EQ(records[1].groups.front().hosts[1], "host-1");
+  const std::string refused = message_of<c10::ValueError>([&] {
+    read_directories({folder.path("host-0"), folder.path("host-0")});
+  });
+  EXPECT_THAT(refused, HasSubstr("are both of rank 0"));
 }
 
 }  // namespace

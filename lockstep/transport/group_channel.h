@@ -48,6 +48,8 @@ class GroupChannel {
   int size() const { return layout_.size(); }
   /// The rank within the job, for messages.
   int job_rank(int rank) const { return transport().job_rank(members_[rank]); }
+  /// Of a member, for messages; "" in a job on one host.
+  const std::string& host_name(int rank) const { return transport().host_name(members_[rank]); }
   HostTransport& transport() const { return host_->transport(); }
   const GroupLayout& layout() const { return layout_; }
   bool spans_hosts() const { return between_ != nullptr; }

@@ -101,8 +101,11 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
   options_->group_name = settings_.name;
   options_->between_hosts = settings_.between_hosts;
   options_->global_ranks_in_group.assign(settings_.global_ranks.begin(), settings_.global_ranks.end());
-  flight_group_ =
-      std::make_shared<const flight::Group>(flight::Group{settings_.name, settings_.global_ranks, rank_});
+  flight::Group group{settings_.name, settings_.global_ranks, rank_};
+  if (channel_->transport().spans_hosts()) {
+    for (int rank = 0; rank < size_; ++rank) group.hosts.push_back(channel_->host_name(rank));
+  }
+  flight_group_ = std::make_shared<const flight::Group>(std::move(group));
 }
 
 LockstepBackend::~LockstepBackend() {

@@ -51,7 +51,7 @@ std::vector<std::pair<const Wait*, int>> circle_in(const WaitsByRank& waits, con
   return path;
 }
 
-Finding describe_circle(const std::vector<std::pair<const Wait*, int>>& circle) {
+Finding describe_circle(const Picture& picture, const std::vector<std::pair<const Wait*, int>>& circle) {
   Finding finding;
   finding.kind = Finding::Kind::kCircular;
   bool certain = true;
@@ -60,13 +60,13 @@ Finding describe_circle(const std::vector<std::pair<const Wait*, int>>& circle) 
     const Entry& entry = *wait->entry;
     certain = certain && !entry.asynchronous;
     finding.ranks.push_back(wait->rank);
-    lines += "\n  rank " + std::to_string(wait->rank) + " in " + call_of(entry, wait->group->group) + " at " +
-             site_of(entry) + " (" + name_of(wait->group->group) + ") waits for rank " + std::to_string(next);
+    lines += "\n  " + picture.who({wait->rank}) + " in " + call_of(entry, wait->group->group) + " at " +
+             site_of(entry) + " (" + name_of(wait->group->group) + ") waits for " + picture.who({next});
   }
   std::sort(finding.ranks.begin(), finding.ranks.end());
   finding.waiting = finding.ranks;
   finding.site = site_of(*circle.front().first->entry);
-  finding.text = "CIRCULAR WAIT: " + name_ranks(finding.ranks) + " wait for each other" + lines;
+  finding.text = "CIRCULAR WAIT: " + picture.who(finding.ranks) + " wait for each other" + lines;
   if (!certain) {
     finding.text += "\n  (asynchronous operations are among them: only if the ranks wait for those now)";
   }
@@ -75,12 +75,13 @@ Finding describe_circle(const std::vector<std::pair<const Wait*, int>>& circle) 
 
 }  // namespace
 
-void find_circle_or_root(const std::vector<Wait>& waits, std::vector<Finding>& findings) {
+void find_circle_or_root(const Picture& picture, const std::vector<Wait>& waits,
+                         std::vector<Finding>& findings) {
   WaitsByRank by_rank;
   for (const Wait& wait : waits) by_rank[wait.rank].push_back(&wait);
   const std::set<int> held = held_forever(by_rank);
   if (!held.empty()) {
-    findings.push_back(describe_circle(circle_in(by_rank, held)));
+    findings.push_back(describe_circle(picture, circle_in(by_rank, held)));
     return;
   }
   std::set<int> roots;
@@ -96,7 +97,7 @@ void find_circle_or_root(const std::vector<Wait>& waits, std::vector<Finding>& f
   Finding finding;
   finding.kind = Finding::Kind::kRoot;
   finding.ranks.assign(roots.begin(), roots.end());
-  finding.text = "In the end everybody waits for " + name_ranks(finding.ranks) + ", which " +
+  finding.text = "In the end everybody waits for " + picture.who(finding.ranks) + ", which " +
                  number(finding.ranks, "waits", "wait") + " for nobody: begin there";
   findings.push_back(std::move(finding));
 }

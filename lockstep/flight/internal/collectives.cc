@@ -13,6 +13,7 @@ namespace {
 
 /// The members of a group at one sequence number.
 struct Scene {
+  const Picture* all = nullptr;
   const GroupPicture* picture = nullptr;
   uint64_t sequence = 0;
   std::vector<std::pair<int, const Entry*>> present;  // they called something
@@ -39,6 +40,7 @@ uint64_t open_sequence(const GroupPicture& picture) {
 
 Scene scene_of(const Picture& all, const GroupPicture& picture, uint64_t sequence) {
   Scene scene;
+  scene.all = &all;
   scene.picture = &picture;
   scene.sequence = sequence;
   for (const auto& [rank, view] : picture.views) {
@@ -110,7 +112,7 @@ std::string callers(const Scene& scene, const std::vector<Party>& parties, bool 
   std::string text;
   for (const Party& party : parties) {
     const RankRecord& record = *scene.picture->views.at(party.ranks.front()).record;
-    text += "\n  " + name_ranks(party.ranks) + " called " + (same ? "it" : party.terms.shown) + " at " +
+    text += "\n  " + scene.all->who(party.ranks) + " called " + (same ? "it" : party.terms.shown) + " at " +
             party.site + " (" + state_of(*party.entry, record) + ")";
   }
   return text;
@@ -122,14 +124,23 @@ std::string errors(const Scene& scene) {
   int shown = 0;
   for (const auto& [rank, entry] : scene.present) {
     if (entry->error.empty() || ++shown > kMost) continue;
-    text += "\n  error on rank " + std::to_string(rank) + ": " + first_line(entry->error);
+    text += "\n  error on " + scene.all->who({rank}) + ": " + first_line(entry->error);
+  }
+  return text;
+}
+
+/// Of `ranks`, which `did` not: the hosts of which no member did.
+std::string hosts_without(const Scene& scene, const std::vector<int>& ranks, const char* did) {
+  std::string text;
+  for (const std::string& host : scene.all->whole_hosts(scene.group(), ranks)) {
+    text += "\n  no rank of host " + host + " " + did;
   }
   return text;
 }
 
 /// What a member did last in the group, and where it is now.
 std::string absentee(const Picture& all, const Scene& scene, int rank) {
-  std::string text = "\n  rank " + std::to_string(rank);
+  std::string text = "\n  " + all.who({rank});
   const auto view = scene.picture->views.find(rank);
   const Entry* last = nullptr;
   if (view != scene.picture->views.end() && !view->second.collectives.empty()) {
@@ -147,14 +158,17 @@ std::string absentee(const Picture& all, const Scene& scene, int rank) {
 std::string strangers(const Scene& scene) {
   std::string text;
   if (!scene.outdated.empty()) {
-    text += "\n  nothing is known of " + name_ranks(scene.outdated) + ": the " +
+    text += "\n  nothing is known of " + scene.all->who(scene.outdated) + ": the " +
             number(scene.outdated, "record was", "records were") +
             " written before the others called it; write a new one: kill -USR1 PID";
   }
   if (!scene.unknown.empty()) {
-    text += "\n  nothing is known of " + name_ranks(scene.unknown) +
+    text += "\n  nothing is known of " + scene.all->who(scene.unknown) +
             ", which wrote no record: ended, killed, "
-            "or not asked (kill -USR1 PID)";
+            "or not asked (kill -USR1 PID)" +
+            hosts_without(
+                scene, scene.unknown,
+                "wrote one: bring its records here too, and see whether it is up and the wire to it whole");
   }
   return text;
 }
@@ -180,11 +194,11 @@ std::string shift_hint(const Scene& scene, const std::vector<Party>& parties) {
   const int many = parties.front().ranks.front();
   const int few = parties.back().ranks.front();
   if (shifted(*scene.picture, few, many, scene.sequence, 1)) {
-    return "\n  rank " + std::to_string(few) + " seems to have left out " + parties.front().terms.shown +
+    return "\n  " + scene.all->who({few}) + " seems to have left out " + parties.front().terms.shown +
            ": what it calls is what rank " + std::to_string(many) + " calls next";
   }
   if (shifted(*scene.picture, many, few, scene.sequence, 1)) {
-    return "\n  rank " + std::to_string(few) + " seems to have called " + parties.back().terms.shown +
+    return "\n  " + scene.all->who({few}) + " seems to have called " + parties.back().terms.shown +
            " in addition: what it calls next is what rank " + std::to_string(many) + " calls";
   }
   return "";
@@ -238,9 +252,9 @@ void describe_missing(const Picture& all, const Scene& scene, const std::vector<
   constexpr size_t kMost = 8;
   finding.kind = Finding::Kind::kMissing;
   finding.ranks = scene.absent;
-  finding.text = "HANG: " + name_ranks(scene.absent) + " " + number(scene.absent, "has", "have") +
+  finding.text = "HANG: " + all.who(scene.absent) + " " + number(scene.absent, "has", "have") +
                  " not called " + parties.front().terms.shown + ", " + scene.place() +
-                 callers(scene, parties, true);
+                 callers(scene, parties, true) + hosts_without(scene, scene.absent, "has called it");
   for (size_t i = 0; i < std::min(scene.absent.size(), kMost); ++i) {
     finding.text += absentee(all, scene, scene.absent[i]);
   }
@@ -297,7 +311,7 @@ void find_stuck_collectives(const Picture& picture, std::vector<Finding>& findin
           const int64_t called = picture.common(*group.views.at(rank).record, entry->created_ns);
           if (called > scene.first_end) finding.ranks.push_back(rank);
         }
-        finding.text += "\n  " + name_ranks(finding.ranks) + " came too late";
+        finding.text += "\n  " + picture.who(finding.ranks) + " came too late";
       }
     }
     finding.text += strangers(scene) + errors(scene);

@@ -74,15 +74,15 @@ Finding blank(const Side& side) {
   finding.operation = side.entry->operation;
   finding.sequence = side.entry->sequence;
   finding.site = site_of(*side.entry);
-  finding.text = "rank " + std::to_string(side.rank) + " is in " + call_of(*side.entry, side.group->group) +
-                 " at " + finding.site + ", message " + std::to_string(side.entry->sequence) + " of " +
+  finding.text = side.all->who({side.rank}) + " is in " + call_of(*side.entry, side.group->group) + " at " +
+                 finding.site + ", message " + std::to_string(side.entry->sequence) + " of " +
                  name_of(side.group->group) + " (" + state_of(*side.entry, *side.record) + ")";
   return finding;
 }
 
 std::string error_of(const Side& side) {
   if (side.entry->error.empty()) return "";
-  return "\n  error on rank " + std::to_string(side.rank) + ": " + first_line(side.entry->error);
+  return "\n  error on " + side.all->who({side.rank}) + ": " + first_line(side.entry->error);
 }
 
 /// Both sides are there. Told once, by the sender, if what they say differs; otherwise by the side that
@@ -97,7 +97,7 @@ void compare(const Side& side, int member, std::vector<Finding>& findings) {
     if (side.sends && (elements(own) != elements(theirs) || own.dtypes != theirs.dtypes)) {
       finding.kind = Finding::Kind::kMismatch;
       finding.ranks = {side.rank, member};
-      finding.text = "MISMATCH: " + finding.text + "\n  rank " + std::to_string(member) + " is in " +
+      finding.text = "MISMATCH: " + finding.text + "\n  " + side.all->who({member}) + " is in " +
                      call_of(*other, side.group->group) + " at " + site_of(*other) + error_of(side);
       findings.push_back(std::move(finding));
       return;
@@ -109,7 +109,7 @@ void compare(const Side& side, int member, std::vector<Finding>& findings) {
     finding.text = "FAILED: " + finding.text + error_of(side);
   } else {
     finding.kind = Finding::Kind::kInProgress;
-    finding.text += "; the other side, rank " + std::to_string(member) + ", is there";
+    finding.text += "; the other side, " + side.all->who({member}) + ", is there";
   }
   findings.push_back(std::move(finding));
 }
@@ -129,12 +129,12 @@ void examine(const Side& side, const std::vector<int>& members, std::vector<Find
   if (!unknown.empty()) {
     finding.kind = Finding::Kind::kUnknown;
     finding.ranks = unknown;
-    finding.text = title + finding.text + "\n  nothing is known of " + name_ranks(unknown) +
+    finding.text = title + finding.text + "\n  nothing is known of " + side.all->who(unknown) +
                    ": no record, or one written before; write one: kill -USR1 PID";
   } else {
     finding.kind = Finding::Kind::kUnmatched;
     finding.ranks = lacking;
-    finding.text = title + finding.text + "\n  " + name_ranks(lacking) + " " +
+    finding.text = title + finding.text + "\n  " + side.all->who(lacking) + " " +
                    number(lacking, "has", "have") + " called no matching " + other_side(side);
     waits.push_back({side.rank, side.entry, side.group, lacking, members.size() > 1});
   }

@@ -2,6 +2,7 @@
 #include <array>
 #include <cstdio>
 #include <filesystem>
+#include <iterator>
 
 #include <lockstep/base/ranks.h>
 #include <lockstep/flight/internal/picture.h>
@@ -66,13 +67,65 @@ const Entry* GroupView::stuck() const {
 Picture::Picture(const std::vector<RankRecord>& records) {
   for (const RankRecord& record : records) {
     records_[record.rank] = &record;
-    one_host_ = one_host_ && record.boot_id == records.front().boot_id;
     add_groups(record);
     // Failed operations hold no rank, so where a rank is shows in what still waits.
     const auto pending = std::find_if(record.entries.begin(), record.entries.end(),
                                       [](const Entry& entry) { return entry.pending(); });
     if (pending != record.entries.end()) oldest_pending_[record.rank] = &*pending;
   }
+  add_hosts(records);
+  clocks_ = Clocks(records, groups_);
+}
+
+/// Also of ranks that wrote no record: those of the others say where the members of their groups are.
+void Picture::add_hosts(const std::vector<RankRecord>& records) {
+  for (const RankRecord& record : records) {
+    host_of_[record.rank] = record.host;
+    for (const GroupRecord& group : record.groups) {
+      for (size_t i = 0; i < group.hosts.size(); ++i) host_of_.emplace(group.ranks[i], group.hosts[i]);
+    }
+  }
+  for (const auto& [rank, host] : host_of_) {
+    auto found =
+        std::find_if(hosts_.begin(), hosts_.end(), [&](const auto& each) { return each.first == host; });
+    if (found == hosts_.end()) found = hosts_.insert(hosts_.end(), {host, {}});
+    found->second.push_back(rank);
+  }
+}
+
+std::string Picture::who(const std::vector<int>& ranks) const {
+  constexpr size_t kMostHosts = 4;
+  if (!spans_hosts()) return name_ranks(ranks);
+  std::string text;
+  size_t named = 0;
+  size_t placed = 0;
+  for (const auto& [host, there] : hosts_) {
+    std::vector<int> part;
+    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(part),
+                 [&](int rank) { return std::find(there.begin(), there.end(), rank) != there.end(); });
+    if (part.empty()) continue;
+    placed += part.size();
+    ++named;
+    text += (text.empty() ? "" : ", ") + name_ranks(part) + " on " + host;
+  }
+  if (named > kMostHosts) return name_ranks(ranks) + " on " + std::to_string(named) + " hosts";
+  return placed == ranks.size() ? text : name_ranks(ranks);
+}
+
+std::vector<std::string> Picture::whole_hosts(const GroupRecord& group, const std::vector<int>& ranks) const {
+  std::vector<std::string> result;
+  if (!spans_hosts()) return result;
+  for (const auto& [host, there] : hosts_) {
+    size_t members = 0;
+    size_t among = 0;
+    for (const int rank : there) {
+      if (std::find(group.ranks.begin(), group.ranks.end(), rank) == group.ranks.end()) continue;
+      ++members;
+      if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) ++among;
+    }
+    if (members > 0 && members == among) result.push_back(host);
+  }
+  return result;
 }
 
 void Picture::add_groups(const RankRecord& record) {
@@ -105,10 +158,6 @@ void Picture::add_groups(const RankRecord& record) {
 const RankRecord* Picture::record_of(int rank) const {
   const auto found = records_.find(rank);
   return found == records_.end() ? nullptr : found->second;
-}
-
-int64_t Picture::common(const RankRecord& record, int64_t monotonic_ns) const {
-  return one_host_ ? monotonic_ns : monotonic_ns + record.realtime_ns - record.monotonic_ns;
 }
 
 std::string Picture::whereabouts(int rank) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <lockstep/flight/analysis.h>
+#include <lockstep/flight/internal/clocks.h>
 #include <lockstep/flight/records.h>
 
 /// What the parts of the flight analysis share: the records, indexed, and words for them.
@@ -39,20 +40,34 @@ class Picture {
 
   const RankRecord* record_of(int rank) const;
   const std::vector<GroupPicture>& groups() const { return groups_; }
-  /// A time of a rank's clock on a scale that all records share: the monotonic clock, if all are of one host.
-  int64_t common(const RankRecord& record, int64_t monotonic_ns) const;
+  const Clocks& clocks() const { return clocks_; }
+  /// A time of a rank's clock on a scale that all records share.
+  int64_t common(const RankRecord& record, int64_t monotonic_ns) const {
+    return clocks_.common(record, monotonic_ns);
+  }
+
+  /// The ranks of each host, as far as the records tell, in the order of their first ranks.
+  const std::vector<std::pair<std::string, std::vector<int>>>& hosts() const { return hosts_; }
+  bool spans_hosts() const { return hosts_.size() > 1; }
+  /// "ranks 2 and 3"; in a job over several hosts "ranks 2 and 3 on node-b", or "rank 1 on node-a, rank 2 on node-b".
+  std::string who(const std::vector<int>& ranks) const;
+  /// Of the hosts of `group`, those whose members are all among `ranks`; none in a job on one host.
+  std::vector<std::string> whole_hosts(const GroupRecord& group, const std::vector<int>& ranks) const;
 
   /// Where the rank is: "it waits in recv(…) at x.cc:3 …", or "it is in no operation of Lockstep".
   std::string whereabouts(int rank) const;
 
  private:
   void add_groups(const RankRecord& record);
+  void add_hosts(const std::vector<RankRecord>& records);
 
   std::map<int, const RankRecord*> records_;
   std::map<int, const Entry*> oldest_pending_;                         // by rank
   std::map<std::pair<std::string, std::vector<int>>, size_t> places_;  // in groups_
   std::vector<GroupPicture> groups_;
-  bool one_host_ = true;
+  std::vector<std::pair<std::string, std::vector<int>>> hosts_;
+  std::map<int, std::string> host_of_;  // by rank
+  Clocks clocks_;
 };
 
 /// A rank that can't go on before others do something.
@@ -94,6 +109,7 @@ void find_stuck_collectives(const Picture& picture, std::vector<Finding>& findin
 void find_unmatched_messages(const Picture& picture, std::vector<Finding>& findings,
                              std::vector<Wait>& waits);
 /// A circle among the waits, or else the ranks for which all wait in the end.
-void find_circle_or_root(const std::vector<Wait>& waits, std::vector<Finding>& findings);
+void find_circle_or_root(const Picture& picture, const std::vector<Wait>& waits,
+                         std::vector<Finding>& findings);
 
 }  // namespace lockstep::flight::internal

@@ -77,6 +77,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   const GroupLayout& layout() const { return layout_; }
   bool spans_hosts() const { return layout_.spans_hosts(); }
   bool is_here(int rank) const { return layout_.host_of[rank] == layout_.host(); }
+  /// Of a rank of a job over several hosts; else "".
+  const std::string& host_name(int rank) const { return peers_[rank]->host; }
   /// " on node-a", of a rank of a job over several hosts; else "".
   std::string on_host(int rank) const;
   /// Says that the program calls ranks by other numbers than the job did at its start: messages, which keep
