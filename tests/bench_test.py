@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 
+import hosts
 import pytest
 
 MISUSE = 2
@@ -99,6 +100,18 @@ def test_it_joins_the_job_that_it_is_started_in(programs):
     assert done.status == 0, done.text
     assert json.loads(done.stdout)["ranks"] == 3
     assert done.stderr.count("# lockstep bench ") == 1, done.text
+
+
+def test_ranks_on_several_hosts_are_told_by_host(programs):
+    net = hosts.PretendedHosts(2)
+    ranks = programs.start_on(net, [2, 1], programs.find("lockstep"), "bench", "broadcast", *SMALL, "--json", "-")
+    done = [rank.finish() for rank in ranks]
+    if "needs UCX" in done[0].stderr:
+        pytest.skip("ranks on several hosts need UCX")
+    assert [each.status for each in done] == [0] * 3, "\n".join(each.text for each in done)
+    report = json.loads(done[0].stdout)
+    assert report["hosts"] == [{"name": "host-a", "ranks": [0, 1]}, {"name": "host-b", "ranks": [2]}]
+    assert "# ranks 3, 2 hosts: host-a (ranks 0 and 1), host-b (rank 2), " in done[0].stderr, done[0].text
 
 
 def test_started_by_hand_it_joins_too(programs):

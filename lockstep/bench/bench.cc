@@ -19,8 +19,10 @@
 #include <lockstep/bench/internal/report.h>
 #include <lockstep/bench/internal/status_line.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/spawn_processes.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/launch_environment.h>
 
 namespace lockstep::benchmark {
@@ -43,6 +45,15 @@ std::optional<std::string> agree_on_memory(const Plan& plan) {
   values[1] = limits.cgroup_left;
   broadcast(numbers, 0);
   return memory_objection(plan, {.available = values[0], .cgroup_left = values[1]});
+}
+
+/// On which hosts the ranks are, the same on all of them.
+Topology gather_topology(int rank, int size) {
+  std::vector<c10::IValue> hosts(static_cast<size_t>(size));
+  all_gather_object(hosts, this_host().to_string());
+  std::vector<HostIdentity> identities;
+  for (const c10::IValue& host : hosts) identities.push_back(HostIdentity::parse(host.toStringRef()));
+  return Topology::make(identities, rank);
 }
 
 /// One rank's part in measuring everything; prints on rank 0.
@@ -113,7 +124,8 @@ int run_rank(const Options& options) {
     if (world.rank() == 0) say("error: " + *objection);
     return kUsageStatus;
   }
-  const Machine machine = describe_machine();
+  Machine machine = describe_machine();
+  machine.topology = gather_topology(world.rank(), world.size());
   const std::vector<Row> rows =
       Session(plan, world.rank(), options.json == "-" ? std::cerr : std::cout).run(machine);
   if (world.rank() == 0 && !options.json.empty()) write_output(options.json, to_json(plan, machine, rows));

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-/// `lockstep bench`: times the collectives between the ranks of this host and checks their results, after
+/// `lockstep bench`: times the collectives between the ranks of a job and checks their results, after
 /// nccl-tests and the OSU benchmarks. docs/bench.md says how it measures and what the columns mean.
 namespace lockstep::benchmark {
 

@@ -65,7 +65,7 @@ TEST(Bandwidth, FactorsAreThoseOfNcclTests) {
 
 struct Table : ::testing::Test {
   Plan plan = make_plan({.collectives = {"reduce", "all_gather", "barrier"}, .iterations = 7, .root = 1}, 2);
-  Machine machine{"somewhere", 1, "1.2.3", "2.13.0"};
+  Machine machine{.host = "somewhere", .cores = 1, .lockstep_version = "1.2.3", .torch_version = "2.13.0"};
 
   Row row(const char* name, int64_t count, std::optional<int64_t> out_of_place_wrong,
           std::optional<int64_t> in_place_wrong) const {
@@ -83,6 +83,19 @@ struct Table : ::testing::Test {
     return {std::istream_iterator<std::string>(line), {}};
   }
 };
+
+TEST_F(Table, HeaderAndJsonTellTheHosts) {
+  machine.topology = {.hosts = {{"node-a", {0}}, {"node-b", {1}}}, .host_of = {0, 1}, .rank = 0};
+  const std::string header = format_header(plan, machine);
+  EXPECT_THAT(
+      header,
+      AllOf(HasSubstr(
+                "# ranks 2, 2 hosts: node-a (rank 0), node-b (rank 1), usable cores of the first one 1\n"),
+            Not(HasSubstr("share"))));
+  const auto json = nlohmann::json::parse(to_json(plan, machine, {}));
+  EXPECT_EQ(json["hosts"],
+            nlohmann::json::parse(R"([{"name": "node-a", "ranks": [0]}, {"name": "node-b", "ranks": [1]}])"));
+}
 
 TEST_F(Table, HeaderSaysWhatAndWhere) {
   EXPECT_THAT(format_header(plan, machine),

@@ -56,7 +56,10 @@ Json to_json(const std::optional<Measurement>& measured) {
 
 Machine describe_machine() {
   const std::string host = host_name();
-  return {host.empty() ? "unknown" : host, usable_cores(), LOCKSTEP_VERSION, TORCH_VERSION};
+  return {.host = host.empty() ? "unknown" : host,
+          .cores = usable_cores(),
+          .lockstep_version = LOCKSTEP_VERSION,
+          .torch_version = TORCH_VERSION};
 }
 
 Measurement make_measurement(const CollectiveInfo& info, int64_t bytes, int ranks,
@@ -70,7 +73,11 @@ Measurement make_measurement(const CollectiveInfo& info, int64_t bytes, int rank
 std::string format_header(const Plan& plan, const Machine& machine) {
   std::string text =
       "# lockstep bench " + machine.lockstep_version + ", torch " + machine.torch_version + "\n";
-  text += print("# ranks %d, host %s, usable cores %d\n", plan.ranks, machine.host.c_str(), machine.cores);
+  const bool several = machine.topology.spans_hosts();
+  text += print("# ranks %d, ", plan.ranks);
+  text += several ? machine.topology.describe() + ", usable cores of the first one"
+                  : "host " + machine.host + ", usable cores";
+  text += print(" %d\n", machine.cores);
   text +=
       print("# memory %s: %s\n", memory_name(plan),
             plan.memory == MemoryKind::kArena ? "tensors in shared memory (empty_shared); --staged for others"
@@ -80,9 +87,10 @@ std::string format_header(const Plan& plan, const Machine& machine) {
             static_cast<long long>(plan.min_bytes), static_cast<long long>(plan.max_bytes),
             static_cast<long long>(plan.step_factor), static_cast<long long>(plan.warmup),
             static_cast<long long>(plan.iterations));
-  if (plan.ranks > machine.cores) {
-    text += print("# note: %d ranks share %d cores, so times include waiting for a core\n", plan.ranks,
-                  machine.cores);
+  const int ranks = several ? machine.topology.local_world_size() : plan.ranks;
+  if (ranks > machine.cores) {
+    text +=
+        print("# note: %d ranks share %d cores, so times include waiting for a core\n", ranks, machine.cores);
   }
   return text;
 }
@@ -142,12 +150,16 @@ std::string to_json(const Plan& plan, const Machine& machine, const std::vector<
   Json json = {{"lockstep", machine.lockstep_version},
                {"torch", machine.torch_version},
                {"host", machine.host},
+               {"hosts", Json::array()},
                {"cores", machine.cores},
                {"ranks", plan.ranks},
                {"memory", memory_name(plan)},
                {"iterations", plan.iterations},
                {"warmup", plan.warmup},
                {"wrong", count_wrong(rows)}};
+  for (const Topology::Host& host : machine.topology.hosts) {
+    json["hosts"].push_back({{"name", host.name}, {"ranks", host.ranks}});
+  }
   json["results"] = Json::array();
   for (const Row& row : rows) {
     Json entry = {{"collective", row.info->name}, {"size_bytes", row.bytes}, {"count", row.count}};

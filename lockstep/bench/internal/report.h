@@ -7,6 +7,7 @@
 
 #include <lockstep/bench/internal/plan.h>
 #include <lockstep/bench/internal/statistics.h>
+#include <lockstep/rendezvous/topology.h>
 
 /// The table that nccl-tests prints, and the same as JSON. Pure functions, but for describe_machine().
 namespace lockstep::benchmark {
@@ -30,10 +31,11 @@ struct Row {
 
 /// Where it was measured.
 struct Machine {
-  std::string host;
-  int cores = 0;
+  std::string host;  // rank 0's
+  int cores = 0;     // of that host
   std::string lockstep_version;
   std::string torch_version;
+  Topology topology = {};  // of the ranks that were measured
 };
 Machine describe_machine();
 
