@@ -2,7 +2,7 @@
 // every way.
 //
 //     meeting_driver [--init-method METHOD] [--rank R] [--world-size N] [--timeout SECONDS]
-//     [--set NAME=VALUE]... [--spawn N [--numbered]] [--hold | --forever [--fail-last R]]
+//     [--set NAME=VALUE]... [--spawn N [--numbered]] [--hold | --until-end | --forever [--fail-last R]]
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -37,6 +37,7 @@ struct Settings {
   int spawn = 0;
   bool numbered = false;
   bool hold = false;
+  bool until_end = false;
   bool forever = false;
   int fail_last = -1;
 };
@@ -45,6 +46,24 @@ int64_t sum_of_ranks(int rank) {
   const auto tensor = at::full({}, rank, at::kLong);
   lockstep::all_reduce(tensor);
   return tensor.item<int64_t>();
+}
+
+/// Sums again and again, and checks each sum, until rank 0's standard input ends.
+void sum_until_end(int rank, int64_t world_size) {
+  constexpr int64_t kNumel = 50'000;
+  bool ended = false;
+  for (int64_t round = 0; !ended; ++round) {
+    pollfd input{STDIN_FILENO, POLLIN, 0};
+    const bool ends = rank == 0 && ::poll(&input, 1, 0) > 0;
+    const auto tensor = at::full({kNumel}, round + rank, at::kLong);
+    const auto end = at::full({}, ends ? 1 : 0, at::kLong);
+    lockstep::all_reduce(tensor);
+    lockstep::all_reduce(end);
+    const int64_t sum = world_size * round + world_size * (world_size - 1) / 2;
+    TORCH_CHECK(tensor.eq(sum).all().item<bool>(), "sum ", round, " is not ", sum);
+    ended = end.item<int64_t>() == 1;
+  }
+  std::cout << "all sums were right" << std::endl;
 }
 
 /// The processes of all other ranks; a descriptor becomes readable when its process ends.
@@ -93,6 +112,7 @@ void meet(const Settings& settings) {
     const auto others = processes_of_others(world.rank(), world.size());
     if (settings.fail_last == world.rank()) fail_last(std::move(world), others);
   }
+  if (settings.until_end) sum_until_end(world.rank(), world.size());
   while (settings.forever) sum_of_ranks(world.rank());
   if (settings.hold) std::cin.ignore(std::numeric_limits<std::streamsize>::max());
 }
@@ -113,6 +133,7 @@ LOCKSTEP_DRIVER(meeting_driver) try {
   app.add_flag("--numbered", settings.numbered,
                "spawned processes give their rank and the world's size as options");
   app.add_flag("--hold", settings.hold, "stay in the group until standard input ends");
+  app.add_flag("--until-end", settings.until_end, "sum and check until standard input of rank 0 ends");
   app.add_flag("--forever", settings.forever, "sum again and again");
   app.add_option("--fail-last", settings.fail_last,
                  "the rank that fails then, and whose process ends after the others'");
