@@ -158,15 +158,21 @@ struct ShrinkOptions {
 /// default one: ranks are numbered anew, in the old order, and all other groups are destroyed; messages go on
 /// to call ranks as the job did at its start.
 ///
-/// It needs no store, and keeps the ranks' memory: tensors from empty_shared() go on to be shared. All
-/// callers get the group or none, also when another rank dies meanwhile (then it is left out, too), except
-/// that a rank that dies at the very end is found by the group's first operation. May be called again after
-/// an error, and for the group that it has made.
+/// It keeps the ranks' memory: tensors from empty_shared() go on to be shared. All callers get the group or
+/// none, also when another rank dies meanwhile (then it is left out, too), except that a rank that dies at the
+/// very end is found by the group's first operation. May be called again after an error, and for the group
+/// that it has made.
+///
+/// On one host it needs no store. Over hosts the ranks meet in the job's store: those that don't reach it,
+/// because its host is lost or they are cut off from it, can't go on. Of two sides that both reach it but not
+/// each other, the one with the group's first host goes on, unless it comes 5 s later than the other. What the old group's operations have done may
+/// differ by host: see DistributedDataParallel::update_process_group().
 ///
 /// Throws c10::ValueError for flags, ranks or a timeout that make no sense and for a group of one rank;
 /// c10::Error when this rank is in `ranks_to_exclude`; DistTimeoutError when a rank lives, but does not call
 /// it within the group's timeout (list it to go on without it); c10::DistBackendError when the others have
-/// gone on without this rank, or another's call ended by an error of its own. torch.distributed.shrink_group.
+/// gone on without this rank, or another's call ended by an error of its own; c10::DistStoreError on a rank
+/// that does not reach the store. torch.distributed.shrink_group.
 ProcessGroup shrink_group(const std::vector<int>& ranks_to_exclude = {}, const ProcessGroup& group = {},
                           int shrink_flags = SHRINK_DEFAULT, const ShrinkOptions& pg_options = {});
 

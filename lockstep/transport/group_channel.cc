@@ -89,6 +89,11 @@ void GroupChannel::meet(const Deadline& deadline) {
   host_->commit();
 }
 
+// Each rank counts its groups, so the first member's number for this one is given once.
+std::string GroupChannel::id() const {
+  return std::to_string(members_.front()) + '.' + std::to_string(between_->number_of(0));
+}
+
 bool GroupChannel::has_left(int rank) const {
   if (layout_.host_of[rank] != layout_.host()) return between_->has_left(rank);
   return host_->members().has_left(layout_.place_of[rank]);

@@ -53,6 +53,8 @@ class GroupChannel {
   HostTransport& transport() const { return host_->transport(); }
   const GroupLayout& layout() const { return layout_; }
   bool spans_hosts() const { return between_ != nullptr; }
+  /// Of a group over hosts: what no other group of its transport has, the same on all members.
+  std::string id() const;
   /// The members on this host; ranks there are places in layout().neighbours().
   HostChannel& host() { return *host_; }
   const HostChannel& host() const { return *host_; }
@@ -60,6 +62,8 @@ class GroupChannel {
 
   /// Whether a member's process has ended, or is out of reach.
   bool has_ended(int rank) const { return transport().has_ended(members_[rank]); }
+  /// The ranks of the transport.
+  const std::vector<int>& members() const { return members_; }
   /// Of a member on another host: as far as it has told this rank.
   bool has_left(int rank) const;
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 #include <lockstep/collectives/host_compression.h>
@@ -60,6 +61,8 @@ class LockstepBackend : public c10d::Backend {
     bool stands_in_for_gloo = false;
     /// Of a subclass: makes those that come from this one by split(), merge() and shrink(), too.
     Make make_subclass = nullptr;
+    /// Where the members of a group over hosts meet that go on without the others.
+    c10::intrusive_ptr<c10d::Store> store = {};
   };
 
   LockstepBackend(std::shared_ptr<transport::GroupChannel> channel, Settings settings);
@@ -183,6 +186,7 @@ class LockstepBackend : public c10d::Backend {
   /// Of operations that are given none.
   std::chrono::milliseconds timeout() const { return timeout_or_default({}); }
   transport::GroupChannel& channel() { return *channel_; }
+  const c10::intrusive_ptr<c10d::Store>& store() const { return settings_.store; }
   bool spans_hosts() const { return channel_->spans_hosts(); }
 
  protected:

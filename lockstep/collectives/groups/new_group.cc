@@ -112,14 +112,12 @@ ProcessGroup make_locally(DefaultWorld& world, Plan plan, const std::string& wan
   if (backend_names::uses_nccl(plan.backend_name)) cuda_library();  // says why not
   const uint64_t meeting = registry::next_local_meeting(world, plan.ranks);
   const std::string ranks = list_of(plan.ranks);
-  std::string key = "lockstep/local/" + c10::sha1(ranks).str() + "/" + std::to_string(meeting);
+  const std::string key = "lockstep/local/" + c10::sha1(ranks).str() + "/" + std::to_string(meeting);
   plan.name = wanted_name;
   if (plan.name.empty()) plan.name = "local " + describe(plan.ranks) + " #" + std::to_string(meeting);
-  if (world.times_shrunk > 0) {
-    // Ranks have other numbers than before, and an earlier meeting may have left something.
-    const std::string shrunk = ":shrunk:" + std::to_string(world.times_shrunk);
-    key += shrunk;
-    if (wanted_name.empty()) plan.name += shrunk;
+  // Ranks have other numbers than before, and the flight recorder still knows the groups of then.
+  if (world.times_shrunk > 0 && wanted_name.empty()) {
+    plan.name += ":shrunk:" + std::to_string(world.times_shrunk);
   }
   const std::string refusal = refusal_of(world, plan.name);
   TORCH_CHECK_VALUE(refusal.empty(), "new_group: ", refusal);

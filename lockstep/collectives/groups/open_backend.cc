@@ -188,7 +188,8 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
                                                             .global_ranks = options.global_ranks,
                                                             .between_hosts = options.between_hosts,
                                                             .wire_model = mapping.wire_model,
-                                                            .make_subclass = options.make_subclass});
+                                                            .make_subclass = options.make_subclass,
+                                                            .store = store});
   LOCKSTEP_LOG(kInfo) << "joined group '" << options.group_name << "' as rank " << rank << " of " << size
                       << (is_new ? ", with a mapping of its own" : "");
   remember(backend);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
@@ -65,7 +66,7 @@ void abort_other_groups(DefaultWorld& world, const Group& shrunk) {
                          << "; their ranks have other numbers now, so make them anew";
 }
 
-/// What is left of a world: the same memory, store and settings, fewer ranks, no groups yet.
+/// What is left of a world: the same memory and settings, a key space of its own, fewer ranks, no groups yet.
 std::shared_ptr<DefaultWorld> successor_of(const DefaultWorld& world, const Shrunk& channels) {
   auto successor = std::make_shared<DefaultWorld>();
   successor->world = world.world;
@@ -75,7 +76,11 @@ std::shared_ptr<DefaultWorld> successor_of(const DefaultWorld& world, const Shru
   successor->transport = world.transport;
   successor->members = world.transport_ranks(channels.survivors);
   successor->times_shrunk = world.times_shrunk + 1;
+  // Its keys are not those of the world before, in which a rank that was left behind may still write.
+  successor->world.store = c10::make_intrusive<c10d::PrefixStore>(
+      "generation/" + std::to_string(successor->times_shrunk), world.world.store);
   successor->backend_name = world.backend_name;
+  successor->wire_model = world.wire_model;
   successor->control = channels.control;
   return successor;
 }

@@ -29,6 +29,7 @@ using namespace std::chrono_literals;
 using testing::die;
 using ::testing::ElementsAre;
 using testing::expect_whole_world;
+using testing::go_on_until;
 using ::testing::HasSubstr;
 using testing::launcher_store;
 using testing::message_of;
@@ -110,18 +111,6 @@ TEST(ShrinkGroup, SeveralDieAtOnce) {
     shrink_group();
     expect_whole_world(rank, {2, 3});
   });
-}
-
-/// Shrinks whenever the group fails, until an operation succeeds in a group of `size`.
-void go_on_until(int size) {
-  while (true) {
-    try {
-      barrier();
-      if (get_world_size() == size) return;
-    } catch (const c10::DistBackendError&) {
-      shrink_group();
-    }
-  }
 }
 
 class DeathInShrinkGroup : public ::testing::TestWithParam<const char*> {};

@@ -59,7 +59,7 @@ std::string HostTransport::describe(const std::vector<int>& ranks) const {
 }
 
 std::string HostTransport::on_host(int rank) const {
-  const std::string& host = peers_[rank]->host;
+  const std::string& host = host_name(rank);
   return host.empty() ? "" : " on " + host;
 }
 

@@ -100,6 +100,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended, and 300 ms
   /// on another host.
   std::string describe_end(int rank) const;
+  /// Of a rank that has ended: whether its own host, or the rank itself, has said so. Otherwise its connection is lost, and
+  /// it may live and be cut off.
+  bool end_is_certain(int rank) const { return is_here(rank) || !end_of_far_rank(rank).empty(); }
   int pid_of(int rank) const { return peers_[rank]->link.pid; }
   /// "rank 2 (pid 4242)"; in a job over several hosts "rank 2 (pid 4242 on node-a)".
   std::string describe(int rank) const;

@@ -120,7 +120,8 @@ std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
       std::move(channel), LockstepBackend::Settings{.name = plan.name,
                                                     .timeout = plan.timeout,
                                                     .between_hosts = plan.between_hosts,
-                                                    .wire_model = world.wire_model});
+                                                    .wire_model = world.wire_model,
+                                                    .store = world.world.store});
   auto store = c10::make_intrusive<c10d::PrefixStore>(plan.name + "/", world.world.store);
   group->handle = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
   device_backends::open(*group, world, plan);

@@ -1,12 +1,18 @@
 #include <algorithm>
+#include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/groups/internal/group_making.h>
 #include <lockstep/collectives/groups/internal/shrinking.h>
+#include <lockstep/collectives/groups/internal/store_membership.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/rendezvous/bounded_store.h>
 #include <lockstep/transport/host/shrink.h>
 
 namespace lockstep::shrinking {
@@ -45,6 +51,72 @@ void check_arguments(const LockstepBackend& backend, const std::vector<int>& ran
               "instead.");
 }
 
+/// What a call of the store may take. As long as a peer may be silent, so that a short cut of the wire heals.
+constexpr auto kStorePatience = std::chrono::seconds(10);
+
+Shrunk shrink_on_host(transport::GroupChannel& old, const std::vector<int>& ranks_to_exclude,
+                      bool with_control, const Deadline& deadline) {
+  auto shrunk = transport::shrink(old.host(), ranks_to_exclude, with_control, deadline);
+  return {.survivors = std::move(shrunk.survivors),
+          .channel = transport::GroupChannel::of_host(std::move(shrunk.channel)),
+          .control = shrunk.control ? transport::GroupChannel::of_host(std::move(shrunk.control)) : nullptr};
+}
+
+/// What one round has agreed on.
+Shrunk make_over_hosts(transport::GroupChannel& old, const c10::intrusive_ptr<c10d::Store>& store,
+                       const std::string& key, std::vector<int> survivors, bool with_control,
+                       const Deadline& deadline) {
+  std::vector<int> members;
+  for (const int rank : survivors) members.push_back(old.members()[rank]);
+  const auto transport = old.host().members().shared_transport();
+  const auto open = [&](const char* which) {
+    const auto exchange = group_making::exchange_through_store(store, transport, members, key + which,
+                                                               "shrink_group", "shrink_group", deadline);
+    return transport::GroupChannel::open(transport, members, exchange, deadline);
+  };
+  Shrunk made{.survivors = std::move(survivors), .channel = open("channel"), .control = nullptr};
+  if (with_control) made.control = open("control");
+  return made;
+}
+
+/// It ends: a round ends at a rank's deadline at the latest, and another one follows only when a member has ended.
+Shrunk shrink_over_hosts(transport::GroupChannel& old, const c10::intrusive_ptr<BoundedStore>& store,
+                         const std::vector<int>& ranks_to_exclude, bool with_control,
+                         const Deadline& deadline) {
+  StoreMembership membership(*store, old, ranks_to_exclude, deadline);
+  while (true) {
+    failpoint::here("shrink");
+    auto survivors = membership.agree();
+    std::optional<Shrunk> made;
+    try {
+      failpoint::here("shrink_agreed");
+      made = make_over_hosts(old, store, membership.key(), std::move(survivors), with_control, deadline);
+      failpoint::here("shrink_joined");
+    } catch (...) {
+      membership.give_up(std::current_exception());
+      continue;
+    }
+    if (!membership.conclude(*made->channel)) continue;
+    failpoint::here("shrink_made");
+    return *std::move(made);
+  }
+}
+
+/// Runs `action`, with c10's errors for those of channels.
+template <class Action>
+Shrunk explaining(const std::string& failed, Action&& action) {
+  try {
+    return action();
+  } catch (const ChannelError& error) {
+    if (error.kind() == FailureKind::kTimeout) {
+      LOCKSTEP_THROW_TIMEOUT(failed + error.what() +
+                             "; all ranks that go on must call shrink_group; list those that live but don't "
+                             "call it in ranks_to_exclude");
+    }
+    C10_THROW_ERROR(DistBackendError, failed + error.what());
+  }
+}
+
 }  // namespace
 
 Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude, int shrink_flags,
@@ -52,30 +124,27 @@ Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude
   check_arguments(backend, ranks_to_exclude, shrink_flags);
   backend.check_not_forked();
   transport::GroupChannel& channel = backend.channel();
-  TORCH_CHECK_WITH(
-      DistBackendError, !channel.spans_hosts(), "shrink_group: group '", backend.name(), "' has ranks on ",
-      channel.layout().hosts.size(),
-      " hosts, and only groups on one host can be shrunk so far; destroy the group, and start the job "
-      "again without the lost ranks");
   const Deadline deadline = Deadline::after(backend.timeout());
   if (shrink_flags == SHRINK_ABORT) backend.abort();
   backend.finish();
-  try {
-    auto shrunk = transport::shrink(channel.host(), ranks_to_exclude, with_control, deadline);
-    return {
-        .survivors = std::move(shrunk.survivors),
-        .channel = transport::GroupChannel::of_host(std::move(shrunk.channel)),
-        .control = shrunk.control ? transport::GroupChannel::of_host(std::move(shrunk.control)) : nullptr};
-  } catch (const ChannelError& error) {
-    const std::string text = "shrink_group failed on rank " +
+  const std::string failed = "shrink_group failed on rank " +
                              std::to_string(channel.job_rank(channel.rank())) + " of group '" +
-                             backend.name() + "': " + error.what();
-    if (error.kind() == FailureKind::kTimeout) {
-      LOCKSTEP_THROW_TIMEOUT(text +
-                             "; all ranks that go on must call shrink_group; list those that live but don't "
-                             "call it in ranks_to_exclude");
-    }
-    C10_THROW_ERROR(DistBackendError, text);
+                             backend.name() + "': ";
+  if (!channel.spans_hosts())
+    return explaining(failed,
+                      [&] { return shrink_on_host(channel, ranks_to_exclude, with_control, deadline); });
+  const auto store = c10::make_intrusive<BoundedStore>(backend.store(), kStorePatience);
+  try {
+    return explaining(
+        failed, [&] { return shrink_over_hosts(channel, store, ranks_to_exclude, with_control, deadline); });
+  } catch (const c10::Error&) {
+    const auto lost = store->lost();
+    if (!lost) throw;
+    C10_THROW_ERROR(
+        DistStoreError,
+        failed + "the job's store can't be reached: " + *lost +
+            "; only ranks that reach it can go on, for its host is lost, or this one is cut off "
+            "from it. End this process, and start the job again from a checkpoint if none goes on");
   }
 }
 

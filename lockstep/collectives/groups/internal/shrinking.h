@@ -9,8 +9,9 @@
 /// What shrink_group() and LockstepBackend::shrink() have in common.
 namespace lockstep::shrinking {
 
-/// What shrink() makes; see transport::ShrunkChannels.
+/// What shrink() makes.
 struct Shrunk {
+  /// Group ranks of the old group, ascending: a survivor's place here is its rank in the new one.
   std::vector<int> survivors;
   std::shared_ptr<transport::GroupChannel> channel;
   std::shared_ptr<transport::GroupChannel> control;

@@ -24,6 +24,9 @@ c10::intrusive_ptr<c10d::Store> launcher_store();
 /// A store that ends with rank 0, as where no launcher holds one.
 c10::intrusive_ptr<c10d::Store> store_in_rank_0(int rank);
 
+/// Shrinks whenever the default group fails, until an operation succeeds in a group of `size`.
+void go_on_until(int size);
+
 /// Numbers whose sum depends on the order of summation.
 at::Tensor numbers_of(int job_rank, int64_t numel);
 

@@ -1,0 +1,355 @@
+#include <algorithm>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/format_duration.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/process/interrupt.h>
+#include <lockstep/collectives/groups/internal/store_membership.h>
+#include <lockstep/transport/control_message.h>
+
+/// Under lockstep/shrink/GROUP/ROUND/ in the store:
+///   member/R   the ranks with which rank R would go on; may become fewer
+///   changes    how often a member/R was written
+///   decision   set once: "agreed: RANKS", or "late: TEXT" or "failed: TEXT" by a rank that waits no longer
+///   made       how many of the agreed ranks have got the group
+///   outcome    set once, behind a decision that agreed: "made", "again: TEXT" when one of them has ended, "late: TEXT" or
+///              "failed: TEXT"
+namespace lockstep::shrinking {
+namespace {
+
+using transport::ChannelError;
+using transport::FailureKind;
+using RankSet = StoreMembership::RankSet;
+
+constexpr const char* kAgreed = "agreed: ";
+constexpr const char* kMade = "made";
+constexpr const char* kAgain = "again: ";
+constexpr const char* kLate = "late: ";
+constexpr const char* kFailed = "failed: ";
+
+/// How long ranks that reach the store leave it to the group's first host to decide, when that may be cut off from them:
+/// at a cut both sides notice it at about the same time.
+constexpr auto kPatience = std::chrono::seconds(5);
+/// How long a rank that got no group waits to hear that this was because of another one's end: ranks hear of an end up to
+/// two seconds apart.
+constexpr auto kHearing = std::chrono::seconds(3);
+
+std::vector<uint8_t> bytes_of_text(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+std::string text_of_bytes(const std::vector<uint8_t>& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
+std::string to_text(const RankSet& ranks) {
+  std::ostringstream text;
+  for (const int rank : ranks) text << (text.tellp() > 0 ? " " : "") << rank;
+  return text.str();
+}
+
+RankSet parse_ranks(const std::string& text, int size) {
+  RankSet ranks;
+  std::istringstream in(text);
+  for (int rank = 0; in >> rank;) ranks.insert(rank);
+  TORCH_CHECK_WITH(DistStoreError,
+                   in.eof() && !ranks.empty() && *ranks.begin() >= 0 && *ranks.rbegin() < size,
+                   "the store holds \"", text, "\", which no member of the group wrote");
+  return ranks;
+}
+
+/// Between two looks at the store.
+class Pause {
+ public:
+  void wait() {
+    check_interrupts();
+    std::this_thread::sleep_for(length_);
+    length_ = std::min(length_ * 3 / 2, kLongest);
+  }
+
+ private:
+  static constexpr std::chrono::microseconds kLongest{20'000};
+  std::chrono::microseconds length_{200};
+};
+
+}  // namespace
+
+StoreMembership::StoreMembership(c10d::Store& store, const transport::GroupChannel& group,
+                                 const std::vector<int>& excluded, const Deadline& deadline)
+    : store_(store),
+      group_(group),
+      deadline_(deadline),
+      timeout_(deadline.remaining()),
+      prefix_("lockstep/shrink/" + group.id() + '/') {
+  for (int rank = 0; rank < group.size(); ++rank) wanted_.insert(rank);
+  for (const int rank : excluded) wanted_.erase(rank);
+}
+
+// ---- the store
+
+std::optional<std::string> StoreMembership::look(const char* name) {
+  if (!store_.check({key_ + name})) return std::nullopt;
+  return text_of_bytes(store_.get(key_ + name));
+}
+
+/// What the key holds then: an entry that is already there stays.
+std::string StoreMembership::decide(const char* name, const std::string& value) {
+  return text_of_bytes(store_.compareSet(key_ + name, {}, bytes_of_text(value)));
+}
+
+void StoreMembership::publish(RankSet set) {
+  published_ = std::move(set);
+  store_.set(key_ + "member/" + std::to_string(group_.rank()), bytes_of_text(to_text(published_)));
+  store_.add(key_ + "changes", 1);
+}
+
+void StoreMembership::read_records() {
+  for (const int rank : wanted_) {
+    if (rank == group_.rank()) continue;
+    const std::string name = "member/" + std::to_string(rank);
+    if (const auto text = look(name.c_str())) records_[rank] = parse_ranks(*text, group_.size());
+  }
+}
+
+// ---- a round
+
+/// Whether the round is none for this rank: it has failed, before this rank came or with it.
+bool StoreMembership::has_passed() {
+  const auto decided = look("decision");
+  if (!decided) return false;
+  if (!decided->starts_with(kAgreed)) return true;
+  RankSet set = parse_ranks(decided->substr(std::string(kAgreed).size()), group_.size());
+  auto outcome = look("outcome");
+  // An earlier call of this rank has ended while the others counted on it.
+  if (!outcome && set.contains(group_.rank())) {
+    outcome = decide("outcome", c10::str(kFailed, describe({group_.rank()}), " was interrupted"));
+  }
+  if (outcome && *outcome != kMade) return true;
+  fail_left_behind(std::move(set));
+}
+
+void StoreMembership::enter() {
+  published_.clear();
+  records_.clear();
+  survivors_.clear();
+  patience_.reset();
+  asked_ = false;
+  do {
+    key_ = prefix_ + std::to_string(++round_) + '/';
+    if (has_passed()) continue;
+    publish(wanted_now());
+    // A round that failed before this rank came is not this rank's. One that succeeded may count on it.
+    const auto decided = look("decision");
+    if (!decided || decided->starts_with(kAgreed)) return;
+  } while (true);
+}
+
+RankSet StoreMembership::wanted_now() const {
+  RankSet set;
+  for (const int rank : wanted_) {
+    if (rank == group_.rank() || !(group_.has_ended(rank) || group_.has_left(rank))) set.insert(rank);
+  }
+  return set;
+}
+
+/// The largest set that this rank can still go on with: those that it wants, and that are wanted by all of the set that
+/// have come. Of two that want to go on without each other the lower one stays.
+StoreMembership::Standing StoreMembership::standing() const {
+  Standing now{.set = published_, .missing = {}};
+  for (bool changed = true; changed;) {
+    changed = false;
+    now.missing.clear();
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (rank == group_.rank() || !now.set.contains(rank)) continue;
+      const auto theirs = records_.find(rank);
+      if (theirs == records_.end()) {
+        now.missing.push_back(rank);
+        continue;
+      }
+      changed |= std::erase_if(now.set, [&](int each) { return !theirs->second.contains(each); }) > 0;
+    }
+  }
+  now.complete = now.missing.empty() && now.set.contains(group_.rank());
+  return now;
+}
+
+/// Whether a complete set is left to others for a while: ranks of the group's first host are not in it of whom nobody has
+/// said that they have ended. That host has the store, unless the launcher has it: so it goes on if it lives.
+bool StoreMembership::must_yield(const RankSet& set) {
+  const auto& layout = group_.layout();
+  const int first_host = layout.host_of[*wanted_.begin()];
+  const bool may_live =
+      first_host != layout.host() && std::any_of(wanted_.begin(), wanted_.end(), [&](int rank) {
+        return !set.contains(rank) && layout.host_of[rank] == first_host && !group_.has_left(rank) &&
+               !group_.transport().end_is_certain(group_.members()[rank]);
+      });
+  if (!may_live) return false;
+  if (!patience_) patience_ = Deadline::after(kPatience);
+  return !patience_->expired();
+}
+
+/// This rank may have no connection to one that it has had no messages with, and would not hear that it has ended.
+void StoreMembership::ask_missing(const std::vector<int>& missing) {
+  if (asked_ || missing.empty()) return;
+  asked_ = true;
+  transport::HostTransport& transport = group_.transport();
+  for (const int rank : missing) {
+    const int peer = group_.members()[rank];
+    if (transport.is_here(peer) || transport.has_ended(peer)) continue;
+    transport::ControlMessage question;
+    question.kind = transport::ControlMessage::Kind::kAskForCause;
+    transport.tell(peer, question);
+  }
+}
+
+std::vector<int> StoreMembership::await_decision() {
+  std::optional<std::string> changes;
+  Pause pause;
+  while (true) {
+    if (const auto decided = look("decision")) return follow(*decided);
+    if (RankSet now = wanted_now(); now != published_) publish(std::move(now));
+    if (const auto count = look("changes"); count != std::exchange(changes, count)) read_records();
+    const Standing now = standing();
+    if (now.complete && !must_yield(now.set)) {
+      decide("decision", kAgreed + to_text(now.set));
+      continue;
+    }
+    ask_missing(now.missing);
+    if (deadline_.expired()) {
+      const RankSet late(now.missing.begin(), now.missing.end());
+      decide("decision",
+             c10::str(kLate, describe({group_.rank()}), " timed out after ", format_duration(timeout_),
+                      late.empty() ? " waiting for ranks that want to go on without it"
+                                   : " waiting for " + describe(late)));
+      continue;
+    }
+    pause.wait();
+  }
+}
+
+std::vector<int> StoreMembership::follow(const std::string& decided) {
+  if (decided.starts_with(kLate)) {
+    throw ChannelError(FailureKind::kTimeout, decided.substr(std::string(kLate).size()));
+  }
+  if (!decided.starts_with(kAgreed)) {
+    throw ChannelError(FailureKind::kAborted, decided.substr(std::string(kFailed).size()));
+  }
+  survivors_ = parse_ranks(decided.substr(std::string(kAgreed).size()), group_.size());
+  if (!survivors_.contains(group_.rank())) fail_left_behind(survivors_);
+  return {survivors_.begin(), survivors_.end()};
+}
+
+std::vector<int> StoreMembership::agree() {
+  try {
+    enter();
+    failpoint::here("shrink_entered");
+    return await_decision();
+  } catch (const Interruption&) {
+    if (published_.empty()) throw;  // no rank counts on this one
+    const auto text = c10::str(kFailed, describe({group_.rank()}), " was interrupted");
+    if (decide("decision", text).starts_with(kAgreed)) decide("outcome", text);
+    throw;
+  }
+}
+
+// ---- its outcome
+
+std::optional<int> StoreMembership::ended_survivor() const {
+  for (const int rank : survivors_) {
+    if (group_.has_ended(rank)) return rank;
+  }
+  return std::nullopt;
+}
+
+/// Whether all have got the group; false: they meet again.
+bool StoreMembership::follow_outcome(const std::string& outcome) {
+  if (outcome == kMade) return true;
+  if (outcome.starts_with(kAgain)) {
+    LOCKSTEP_LOG(kInfo) << "shrinking the group begins anew: " << outcome.substr(std::string(kAgain).size());
+    return false;
+  }
+  if (outcome.starts_with(kLate)) {
+    throw ChannelError(FailureKind::kTimeout, outcome.substr(std::string(kLate).size()));
+  }
+  throw ChannelError(FailureKind::kAborted, outcome.substr(std::string(kFailed).size()));
+}
+
+bool StoreMembership::conclude(const transport::GroupChannel& made) {
+  try {
+    if (store_.add(key_ + "made", 1) == static_cast<int64_t>(survivors_.size())) decide("outcome", kMade);
+    std::optional<Deadline> hearing;
+    for (Pause pause;; pause.wait()) {
+      if (const auto outcome = look("outcome")) return follow_outcome(*outcome);
+      if (const auto ended = ended_survivor()) {
+        decide("outcome", kAgain + group_.transport().describe_end(group_.members()[*ended]));
+        continue;
+      }
+      for (int rank = 0; rank < made.size(); ++rank) {
+        if (rank == made.rank() || !made.has_left(rank)) continue;
+        if (!hearing) hearing = Deadline::after(kHearing);
+        if (!hearing->expired()) break;
+        decide("outcome", c10::str(kFailed, made.transport().describe(made.members()[rank]),
+                                   " did not get the new group; its own error says why"));
+      }
+      if (deadline_.expired()) {
+        decide("outcome",
+               c10::str(kLate, describe({group_.rank()}), " timed out after ", format_duration(timeout_),
+                        " waiting for the others to get the new group"));
+      }
+    }
+  } catch (const Interruption&) {
+    decide("outcome", c10::str(kFailed, describe({group_.rank()}), " was interrupted"));
+    throw;
+  }
+}
+
+void StoreMembership::give_up(const std::exception_ptr& failure) {
+  std::string text = text_of(failure);
+  bool interrupted = false;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Interruption&) {
+    interrupted = true;
+  } catch (const DistTimeoutError&) {
+    text = kLate + text;
+  } catch (...) {
+    text = kFailed + text;
+  }
+  if (interrupted) {
+    decide("outcome", c10::str(kFailed, describe({group_.rank()}), " was interrupted"));
+    std::rethrow_exception(failure);
+  }
+  std::optional<std::string> outcome = look("outcome");
+  const auto hearing = Deadline::after(kHearing);
+  for (Pause pause; !outcome && !hearing.expired(); outcome = look("outcome")) {
+    if (const auto ended = ended_survivor()) {
+      outcome = decide("outcome", kAgain + group_.transport().describe_end(group_.members()[*ended]));
+      break;
+    }
+    pause.wait();
+  }
+  if (!outcome) outcome = decide("outcome", text);
+  if (*outcome == text) std::rethrow_exception(failure);
+  TORCH_INTERNAL_ASSERT(!follow_outcome(*outcome), "the others count on a rank that has got no group");
+}
+
+// ---- words
+
+std::string StoreMembership::describe(const RankSet& ranks) const {
+  std::vector<int> translated;
+  for (const int rank : ranks) translated.push_back(group_.members()[rank]);
+  return group_.transport().describe(translated);
+}
+
+void StoreMembership::fail_left_behind(RankSet survivors) const {
+  survivors.erase(group_.rank());
+  throw ChannelError(FailureKind::kLeftBehind, describe(survivors) + " went on without this rank");
+}
+
+}  // namespace lockstep::shrinking
