@@ -47,8 +47,8 @@ struct RobustLoopOptions {
 ///   thrown on all. Each rank has all but the dead one's random numbers and place in the loader, which are
 ///   then derived. Of a sharded optimizer a part is gone: nothing is saved, and the log says so.
 /// - **A stop signal** to any rank: all stop before the same step, save, and run() returns stop_status.
-/// - **Over several hosts** the ranks can't meet again after a failure: run() throws on each what failed
-///   there, without another try, and rank 0 saves the emergency checkpoint alone, if it can.
+/// - **Over several hosts** those meet again that reach the job's store. A rank that does not (its host is cut
+///   off, or the store's is lost) saves nothing, and throws what failed there.
 ///
 /// After a failure all process groups but the new default one are gone. docs/recovery.md is the guide, with
 /// what schedulers make of the status. The Trainer must have options().checkpoint, and the default group, or

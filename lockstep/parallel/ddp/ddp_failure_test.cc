@@ -62,7 +62,7 @@ void expect_same_everywhere(const std::vector<torch::Tensor>& tensors, const Pro
   for (const auto& tensor : tensors) EXPECT_TRUE(testing::same_everywhere(tensor, group));
 }
 
-void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds delay) {
+void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds delay, bool over_hosts) {
   auto world = init_process_group();
   torch::manual_seed(rank);
   auto net = make_double<Noisy>();
@@ -97,7 +97,10 @@ void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds d
       EXPECT_TRUE(at::equal(random, random_state()));
       group = shrink_group();
       ASSERT_EQ(get_world_size(group), 2);
-      EXPECT_EQ(model.update_process_group(group, {optimizer}), step);
+      const int64_t common = model.update_process_group(group, {optimizer});
+      // Over hosts a step that has failed here may have succeeded on another host.
+      EXPECT_TRUE(common == step || (over_hosts && common == step + 1)) << common << " after " << step;
+      step = common;
     }
   }
   EXPECT_GT(step, 6);
@@ -107,15 +110,14 @@ void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds d
   expect_same_everywhere(momentum(optimizer), group);
 }
 
-TEST(DdpFailure, SurvivorsGoOnFromTheSameStepBitIdentically) {
-  constexpr int kMoments = 50;
+void expect_the_others_go_on(int moments, int hosts) {
   std::mt19937 random(11);
-  for (int i = 0; i < kMoments; ++i) {
+  for (int i = 0; i < moments; ++i) {
     const int victim = i % 3;
     const std::chrono::microseconds delay(random() % 8000);
-    const auto outcomes =
-        testing::run_ranks_collect(3, [&](int rank) { train_until_somebody_dies(rank, victim, delay); },
-                                   {.expected_failures = {victim}});
+    const auto outcomes = testing::run_ranks_collect(
+        3, [&](int rank) { train_until_somebody_dies(rank, victim, delay, hosts > 1); },
+        {.expected_failures = {victim}, .hosts = hosts});
     for (const auto& outcome : outcomes) {
       if (outcome.rank == victim) {
         EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
@@ -125,6 +127,16 @@ TEST(DdpFailure, SurvivorsGoOnFromTheSameStepBitIdentically) {
       }
     }
   }
+}
+
+TEST(DdpFailure, SurvivorsGoOnFromTheSameStepBitIdentically) {
+  expect_the_others_go_on(50, 1);
+}
+
+// Two ranks on the first host, one on the second: the group that is left is over hosts, or not.
+TEST(DdpFailure, SurvivorsOverHostsGoOnFromTheSameStepBitIdentically) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  expect_the_others_go_on(12, 2);
 }
 
 TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
@@ -249,22 +261,6 @@ TEST(DdpFailure, AMismatchFailsAllAndAnotherGroupGoesOn) {
       expect_same_everywhere({net->a->weight.grad(), net->c->bias.grad()}, group);
     }
   });
-}
-
-TEST(DdpFailure, AnotherGroupOverHostsIsRefusedAndTheOldOneStays) {
-  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
-  testing::run_ranks(
-      2,
-      [](int rank) {
-        auto world = init_process_group();
-        auto net = make_double<Noisy>();
-        DistributedDataParallel model(net);
-        EXPECT_THAT(message_of<c10::DistBackendError>([&] { model.update_process_group(new_group()); }),
-                    HasSubstr("has ranks on several hosts"));
-        model(data(rank, {16, 32})).square().mean().backward();
-        expect_same_everywhere({net->a->weight.grad(), net->c->bias.grad()}, {});
-      },
-      {.hosts = 2});
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
@@ -24,16 +23,6 @@ std::vector<int64_t> gather_numbers(int64_t number, const ProcessGroup& group) {
   all_gather_into_tensor(all, mine, group);
   const auto* numbers = all.const_data_ptr<int64_t>();
   return {numbers, numbers + all.numel()};
-}
-
-void check_one_host(const ProcessGroup& group) {
-  const auto backend = group->getBackend(c10::DeviceType::CPU);
-  const auto* lockstep = dynamic_cast<LockstepBackend*>(backend.get());
-  TORCH_CHECK_WITH(
-      DistBackendError, lockstep == nullptr || !lockstep->spans_hosts(), "update_process_group: group '",
-      group->getGroupName(),
-      "' has ranks on several hosts, and training can't go on without lost ranks there yet; start the "
-      "job again from a checkpoint");
 }
 
 /// The device that all parameters are on; nothing if there are several.
@@ -83,7 +72,6 @@ int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
 
 int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states) {
   TORCH_CHECK_VALUE(is_member(group), "update_process_group: this rank is not in the process group");
-  check_one_host(group);
   options_.process_group = group;
   buffers_may_differ_ = true;
   if (delayed_) delayed_->update_process_group(group);

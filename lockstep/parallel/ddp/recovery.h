@@ -31,7 +31,8 @@ class Recoverable {
 
 /// Brings the ranks that have done fewer steps than others to the state of the lowest rank of those that have
 /// done most: tensors in place, and `states` in order. Returns that number of steps. Collective; costs one
-/// small collective when all are equal, as after a failed reduction they are.
+/// small collective when all are equal, as after a failed reduction on one host they are. Over hosts it may
+/// have succeeded on one and failed on another.
 int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
                  const std::vector<Recoverable>& states, const ProcessGroup& group);
 

@@ -104,11 +104,6 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
   const auto usual_timeout = backend ? backend->timeout() : std::chrono::minutes(30);
   set_group_timeout(timeout);  // how long the others are waited for
   abort();                     // whatever they wait for: this rank does not come there
-  if (backend && backend->spans_hosts()) {
-    FailureAgreement own{.group = {}, .reports = {mine}, .former_ranks = {former_rank}, .apart = true};
-    make_room(own);
-    return own;
-  }
   // Another one may die meanwhile; then the survivors meet again.
   for (int left = former_size;; --left) {
     try {

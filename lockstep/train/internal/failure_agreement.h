@@ -37,19 +37,14 @@ struct FailureAgreement {
   std::vector<FailureReport> reports;  // theirs, by rank in `group`
   std::vector<int> former_ranks;       // and what rank each had before
   bool somebody_died = false;
-  /// The ranks are on several hosts, and can't meet again: there is only the own report, and no group.
-  bool apart = false;
-
-  bool all_are_here() const { return !somebody_died && !apart; }
 };
 
 /// To be called by all living ranks after a failure, each with its own report, wherever it struck them: ends
 /// what the others wait for, makes a new default group of the ranks that live, and gathers their reports.
 /// Destroys all groups. When a rank has run out of memory, all give back what torch keeps of their devices'
 /// memory (empty_device_cache()), as ranks may share a device. Without a process group, and with one rank,
-/// there is only the own report. Over several hosts too, where a group can't go on without some of its ranks:
-/// then it only ends what the others wait for. Throws DistTimeoutError when a rank that lives does not come
-/// within `timeout`.
+/// there is only the own report. Throws DistTimeoutError when a rank that lives does not come within
+/// `timeout`, and, over several hosts, c10::DistStoreError on a rank that does not reach the job's store.
 FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout);
 
 }  // namespace lockstep::train
