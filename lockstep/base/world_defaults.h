@@ -12,6 +12,8 @@ struct WorldDefaults {
   /// The place that it had when the job began, which shrink_group() changes nothing about; -1: the same.
   int32_t job_rank = -1;
   int32_t job_size = -1;
+  /// How often shrink_group() has made the default group anew.
+  int64_t generation = 0;
 };
 
 /// What init_process_group() published, or nothing before it and after destroy_process_group(). Thread-safe.

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cinttypes>
@@ -11,8 +12,12 @@
 #include <utility>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/process/per_process.h>
+#include <lockstep/base/random_bytes.h>
+#include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 #include <lockstep/checkpoint/internal/candidates.h>
@@ -32,6 +37,7 @@ namespace lockstep {
 namespace {
 
 using checkpoint::internal::Failure;
+using checkpoint::internal::FolderLock;
 using checkpoint::internal::MemberRanks;
 using checkpoint::internal::SaveJob;
 using checkpoint::internal::SaveSchedule;
@@ -72,27 +78,47 @@ void check_is_there(const std::filesystem::path& directory) {
                       "checkpoints are in, or leave out must_resume to begin at step 0");
 }
 
+/// For whom this process has had folders: managers that follow each other are of one job.
+struct Owners {
+  std::mutex mutex;
+  std::map<std::filesystem::path, FolderLock::Owner> by_folder;  // guarded by mutex
+};
+PerProcess<Owners> owners;
+
+/// This process's, for its part of the job. `job`: empty for what it was before, or a new one.
+FolderLock::Owner owner_of(const std::filesystem::path& folder, const std::string& job = {}) {
+  Owners& all = owners.get();
+  const std::lock_guard guard(all.mutex);
+  FolderLock::Owner& owner = all.by_folder[folder];
+  if (!job.empty()) owner.job = job;
+  if (owner.job.empty()) owner.job = to_hex(random_bytes<16>());
+  owner.generation = std::max(owner.generation, world_defaults().value_or(WorldDefaults{}).generation);
+  return owner;
+}
+
 /// On the leader the lock; what goes wrong is thrown on all ranks. The others wait meanwhile, within the
 /// group's timeout.
-std::unique_ptr<checkpoint::internal::FolderLock> lock_together(const CheckpointManagerOptions& options,
-                                                                const MemberRanks& ranks) {
-  std::unique_ptr<checkpoint::internal::FolderLock> lock;
+std::unique_ptr<FolderLock> lock_together(const CheckpointManagerOptions& options, const MemberRanks& ranks) {
+  std::unique_ptr<FolderLock> lock;
+  FolderLock::Owner owner;
   Failure failure;
   std::exception_ptr interruption;
   if (ranks.leads()) {
     failure = Failure::of(ranks, [&] {
       try {
         if (options.must_resume) check_is_there(options.directory);
-        lock = checkpoint::internal::FolderLock::acquire(options.directory, ranks.timeout() / 2);
+        owner = owner_of(options.directory);
+        lock = FolderLock::acquire(options.directory, ranks.timeout() / 2, owner);
       } catch (const Interruption&) {
         interruption = std::current_exception();
         throw;
       }
     });
   }
-  using Outcome = std::tuple<int64_t, std::string>;
-  const auto [kind, text] =
-      from_object<Outcome>(ranks.broadcast(to_object(Outcome{failure.kind, failure.text})));
+  using Outcome = std::tuple<int64_t, std::string, std::string>;
+  const auto [kind, text, job] =
+      from_object<Outcome>(ranks.broadcast(to_object(Outcome{failure.kind, failure.text, owner.job})));
+  owner_of(options.directory, job);
   if (interruption) std::rethrow_exception(interruption);
   Failure{static_cast<Failure::Kind>(kind), text}.raise();
   return lock;
@@ -155,6 +181,9 @@ class CheckpointManager::Implementation {
     }
     auto job = std::make_shared<SaveJob>(options_.directory / name_of(info), state, rank_state, info,
                                          save_options(), /*managed=*/true, ranks_);
+    job->set_fence([this] {
+      if (lock_) lock_->check();
+    });
     if (!options_.async || !info.emergency.empty()) {
       completed(job->write(ranks_));
     } else {
@@ -184,8 +213,18 @@ class CheckpointManager::Implementation {
     const auto last = last_saved();
     if (last && last->emergency.empty() && last->step == info.step && last->epoch == info.epoch) return false;
     const MemberRanks alone(ranks_.rank(), ranks_.group_size());
+    // One that has gone on without the leader takes the folder over.
+    std::unique_ptr<FolderLock> own_lock;
+    FolderLock::Owner owner = owner_of(options_.directory);
+    owner.shares_with_own = true;
+    if (!lock_ && owner.generation > 0) {
+      own_lock = FolderLock::acquire(options_.directory, std::chrono::nanoseconds(0), owner);
+    }
     SaveJob job(options_.directory / name_of(info), state, rank_state, info, save_options(), /*managed=*/true,
                 alone);
+    job.set_fence([&] {
+      if (const FolderLock* lock = lock_ ? lock_.get() : own_lock.get()) lock->check();
+    });
     note(job.write(alone));
     return true;
   }
@@ -397,7 +436,7 @@ class CheckpointManager::Implementation {
 
   const CheckpointManagerOptions options_;
   const MemberRanks ranks_;
-  const std::unique_ptr<checkpoint::internal::FolderLock> lock_;  // on the leader
+  const std::unique_ptr<FolderLock> lock_;  // on the leader
   const MemberRanks writing_ranks_;
   SaveSchedule schedule_;
   checkpoint::internal::Pages memory_;

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <functional>
 #include <gmock/gmock.h>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -146,6 +147,81 @@ const std::thread::id main_thread = std::this_thread::get_id();
 /// In the main thread alone, as Python's signals.
 void check_pressed() {
   if (std::this_thread::get_id() == main_thread && pressed.exchange(false)) throw Pressed();
+}
+
+TEST(FolderLock, IsTakenOverByTheLaterGenerationOfItsJob) {
+  const Scratch scratch;
+  for (const bool locks : {true, false}) {
+    run_ranks(2,
+              [&](int rank) {
+                const auto group = init_process_group();
+                if (!locks) failpoint::configure(kNoLocks);
+                const auto folder = scratch.path() / (locks ? "locks" : "none");
+                std::unique_ptr<FolderLock> lock;
+                if (rank == 0) {
+                  lock = FolderLock::acquire(folder, 0s, {.job = "a", .generation = 1});
+                  lock->check();
+                }
+                barrier();
+                if (rank == 1) {
+                  const auto in_use = [&](const FolderLock::Owner& owner) {
+                    return message_of<CheckpointError>([&] { FolderLock::acquire(folder, 0s, owner); });
+                  };
+                  EXPECT_THAT(in_use({.job = "b", .generation = 2}), HasSubstr("is in use"));
+                  EXPECT_THAT(in_use({.job = "a", .generation = 1}), HasSubstr("is in use"));
+                  EXPECT_THAT(in_use({.job = "a", .generation = 0, .shares_with_own = true}),
+                              HasSubstr("is in use"));
+                  lock = FolderLock::acquire(folder, 0s, {.job = "a", .generation = 2});
+                  lock->check();
+                }
+                barrier();
+                if (rank == 0) {
+                  EXPECT_THAT(message_of<CheckpointError>([&] { lock->check(); }),
+                              AllOf(HasSubstr("is not this process's any more: process "),
+                                    HasSubstr("nothing was saved")));
+                  lock.reset();
+                  EXPECT_THAT(message_of<CheckpointError>(
+                                  [&] { FolderLock::acquire(folder, 0s, {.job = "a", .generation = 1}); }),
+                              HasSubstr("is in use"));
+                }
+                barrier();
+                if (rank == 1) lock->check();
+                barrier();
+              },
+              {.environment = scratch.environment()});
+  }
+}
+
+TEST(FolderLock, ManagerThatWasLeftBehindSavesNothing) {
+  const Scratch scratch;
+  const auto folder = scratch.path() / "run";
+  run_ranks(2,
+            [&](int rank) {
+              const auto group = init_process_group();
+              CheckpointManager manager({.directory = folder});
+              manager.save_state(training_state(1), {}, {.step = 1});
+              manager.wait();
+              barrier();
+              std::unique_ptr<FolderLock> lock;
+              if (rank == 1) {
+                // Of the job's next generation, which knows what the job is called.
+                std::ifstream lease(folder / checkpoint::internal::kLockName);
+                const std::string text{std::istreambuf_iterator<char>(lease), {}};
+                const std::string key = "\"job\":\"";
+                const size_t begin = text.find(key) + key.size();
+                const std::string job = text.substr(begin, text.find('"', begin) - begin);
+                lock = FolderLock::acquire(folder, 0s, {.job = job, .generation = 1});
+              }
+              barrier();
+              EXPECT_THAT(message_of<CheckpointError>([&] {
+                            manager.save_state(training_state(2), {}, {.step = 2});
+                            manager.wait();
+                          }),
+                          HasSubstr("is not this process's any more"));
+              EXPECT_EQ(find_latest_checkpoint(folder)->step, 1);
+              barrier();
+            },
+            {.environment = scratch.environment()});
 }
 
 TEST(FolderLock, AnInterruptionEndsTheWait) {

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <sys/stat.h>
 #include <system_error>
 #include <thread>
 #include <unistd.h>
@@ -46,6 +47,7 @@ struct HeldLocks {
   struct Entry {
     UniqueFd file;
     int64_t users = 0;
+    int64_t generation = 0;
   };
   std::mutex mutex;
   std::map<std::string, Entry> entries;  // by the folder's canonical path; guarded by mutex
@@ -59,6 +61,10 @@ struct Lease {
   int64_t pid = 0;
   std::string process_start;  // tells a process from a later one of that number
   std::string since;
+  std::string job;
+  int64_t generation = 0;
+
+  bool is_of_this_process() const { return host == host_name() && pid == ::getpid(); }
 };
 
 /// When a process of this host began, in the kernel's words; empty when there is none, or a dead one that is
@@ -89,21 +95,40 @@ std::optional<Lease> read_lease(const UniqueFd& file) {
     return found != lease.end() && found->is_string() ? printable(found->get<std::string>()) : std::string();
   };
   if (!lease.is_object() || !lease.contains("pid") || !lease["pid"].is_number_integer()) return std::nullopt;
-  return Lease{string_at("host"), lease["pid"].get<int64_t>(), string_at("process_start"),
-               string_at("since")};
+  const auto generation = lease.find("generation");
+  return Lease{string_at("host"),
+               lease["pid"].get<int64_t>(),
+               string_at("process_start"),
+               string_at("since"),
+               string_at("job"),
+               generation != lease.end() && generation->is_number_integer() ? generation->get<int64_t>() : 0};
 }
 
 /// A disk that is full keeps it from being written: then others are not told which process has the lock.
-void write_lease(const UniqueFd& file) {
+void write_lease(const UniqueFd& file, const FolderLock::Owner& owner) {
   const nlohmann::json lease = {{"host", host_name()},
                                 {"pid", static_cast<int64_t>(::getpid())},
                                 {"process_start", start_of(::getpid())},
-                                {"since", now_text()}};
+                                {"since", now_text()},
+                                {"job", owner.job},
+                                {"generation", owner.generation}};
   const std::string text = lease.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   if (::ftruncate(file.get(), 0) != 0 ||
       ::pwrite(file.get(), text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
     LOCKSTEP_LOG(kInfo) << "cannot say in " << kLockName << " who has the lock: " << std::strerror(errno);
   }
+}
+
+/// Whether the job of `owner` has gone on without the process that has the lock.
+bool supersedes(const FolderLock::Owner& owner, const Lease& lease) {
+  return !owner.job.empty() && lease.job == owner.job &&
+         (lease.generation < owner.generation ||
+          (owner.shares_with_own && lease.generation == owner.generation));
+}
+
+/// Whether that process has gone on without `owner`.
+bool is_left_behind(const FolderLock::Owner& owner, const Lease& lease) {
+  return !owner.job.empty() && lease.job == owner.job && lease.generation > owner.generation;
 }
 
 bool lives_here(const Lease& lease) {
@@ -159,11 +184,15 @@ bool may_not_write(int error) {
 
 /// One attempt, which waits for nothing. `key`: the folder's canonical path. Throws CheckpointIoError when
 /// the file can't be opened.
-Attempt try_to_hold(const std::string& key) {
+Attempt try_to_hold(const std::string& key, const FolderLock::Owner& owner) {
   HeldLocks& here = held_locks.get();
   const std::lock_guard guard(here.mutex);
   if (const auto found = here.entries.find(key); found != here.entries.end()) {
     ++found->second.users;
+    if (owner.generation > found->second.generation) {
+      found->second.generation = owner.generation;
+      write_lease(found->second.file, owner);
+    }
     return {};
   }
   const fs::path path = fs::path(key) / kLockName;
@@ -175,18 +204,22 @@ Attempt try_to_hold(const std::string& key) {
   }
   if (!file) throw_system_error("open", path, error);
   error = try_lock(file);
-  if (error != 0) {
-    auto lease = read_lease(file);
-    const bool by_other = lease && !(lease->host == host_name() && lease->pid == ::getpid());
-    const bool is_here = by_other && lives_here(*lease);
-    if (is_here || error == EAGAIN || error == EACCES) {
-      return {.outcome = Attempt::kInUse, .holder = std::move(lease), .holder_is_here = is_here};
-    }
+  auto lease = read_lease(file);
+  const bool takes_over = lease && supersedes(owner, *lease);
+  const bool is_here = error != 0 && lease && !lease->is_of_this_process() && lives_here(*lease);
+  const bool in_use = is_here || error == EAGAIN || error == EACCES;
+  if ((in_use && !takes_over) || (lease && is_left_behind(owner, *lease))) {
+    return {.outcome = Attempt::kInUse, .holder = std::move(lease), .holder_is_here = is_here};
+  }
+  if (in_use) {
+    LOCKSTEP_LOG(kWarning) << "takes over the folder " << key << " from process " << lease->pid
+                           << " on host '" << lease->host << "', without which this job has gone on";
+  } else if (error != 0) {
     LOCKSTEP_LOG(kWarning) << "the file system of " << key << " has no locks (" << std::strerror(error)
                            << "); see to it that no job on another host saves into this folder";
   }
-  write_lease(file);
-  here.entries.emplace(key, HeldLocks::Entry{std::move(file), 1});
+  write_lease(file, owner);
+  here.entries.emplace(key, HeldLocks::Entry{std::move(file), 1, owner.generation});
   return {};
 }
 
@@ -203,7 +236,8 @@ void tell_of_waiting(const fs::path& folder, const Attempt& attempt, std::chrono
 
 }  // namespace
 
-std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder, std::chrono::nanoseconds most) {
+std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder, std::chrono::nanoseconds most,
+                                                const Owner& owner) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error && may_not_write(error.value())) return go_without(folder, error.value());
@@ -213,7 +247,7 @@ std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder, std::chr
 
   const auto begin = Deadline::Clock::now();
   for (bool told = false;;) {
-    const Attempt attempt = with_retries([&] { return try_to_hold(key); });
+    const Attempt attempt = with_retries([&] { return try_to_hold(key, owner); });
     if (attempt.outcome == Attempt::kNotWritable) return go_without(folder, attempt.error);
     if (attempt.outcome == Attempt::kMine) return std::unique_ptr<FolderLock>(new FolderLock(key));
     const auto limit =
@@ -231,9 +265,35 @@ FolderLock::~FolderLock() {
   const std::lock_guard guard(here.mutex);
   const auto found = here.entries.find(key_);
   if (found == here.entries.end() || --found->second.users > 0) return;
-  // Where there are no locks, the text is the lock.
-  [[maybe_unused]] const int emptied = ::ftruncate(found->second.file.get(), 0);
+  // Where there are no locks, the text is the lock. That of a later generation stays: it tells those that were left behind
+  // that the folder is not theirs.
+  const auto lease = read_lease(found->second.file);
+  if (lease && lease->is_of_this_process() && lease->generation == 0) {
+    [[maybe_unused]] const int emptied = ::ftruncate(found->second.file.get(), 0);
+  }
   here.entries.erase(found);
+}
+
+void FolderLock::check() const {
+  HeldLocks& here = held_locks.get();
+  const std::lock_guard guard(here.mutex);
+  const auto found = here.entries.find(key_);
+  if (found == here.entries.end()) return;
+  const UniqueFd& file = found->second.file;
+  // Asked for the lock, NFS reads the file anew. One that was taken over may be free by now.
+  try_lock(file);
+  const auto lease = read_lease(file);
+  struct stat held {
+  }, named{};
+  const bool replaced = ::fstat(file.get(), &held) == 0 &&
+                        ::stat((fs::path(key_) / kLockName).c_str(), &named) == 0 &&
+                        (held.st_ino != named.st_ino || held.st_dev != named.st_dev);
+  if (!replaced && (!lease || lease->is_of_this_process())) return;
+  const std::string holder = !replaced ? c10::str("process ", lease->pid, " on host '", lease->host,
+                                                  "' has had it since ", lease->since)
+                                       : std::string("its lock was removed, and made anew");
+  LOCKSTEP_CHECK_FILE(false, "the folder ", key_, " is not this process's any more: ", holder,
+                      ". The job may have gone on without this rank; nothing was saved");
 }
 
 }  // namespace lockstep::checkpoint::internal

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -19,19 +20,35 @@ constexpr const char* kLockName = ".lockstep-lock";
 /// however it ends. The file says which process has it, for others' errors. Where the file system knows no
 /// locks, that text decides: a process that lives on this host has it, and of other hosts nothing is known,
 /// so there it is only a warning. Several in one process share it. Thread-safe.
+///
+/// A job that has gone on without the process that has it takes it over, though that one may live, cut off from the others:
+/// the file says of which job and generation its process is, and of one job the later generation counts. Before a
+/// checkpoint gets its name check() looks who has it then. So one that was taken over saves nothing more, but for what
+/// it had begun to name at that very moment.
 class FolderLock {
  public:
+  /// For whom it is.
+  struct Owner {
+    std::string job = {};          // the same on all ranks of a job; empty: takes over from no process
+    int64_t generation = 0;        // how often the job has gone on without some of its ranks; only grows
+    bool shares_with_own = false;  // takes over also from one of the same generation
+  };
+
   /// Makes the folder where it is missing. Throws CheckpointError that names the host and the process that
   /// has it, after waiting for it: 20 seconds for a process of this host, which may just be ending, and two
   /// minutes for one of another host, as long as an NFS server may keep the locks of a host that has crashed;
   /// but never more than `most`. Throws the Interruption that ends the wait. Null, with a warning, where
   /// nothing can be written anyway.
   static std::unique_ptr<FolderLock> acquire(const std::filesystem::path& folder,
-                                             std::chrono::nanoseconds most = std::chrono::nanoseconds::max());
+                                             std::chrono::nanoseconds most = std::chrono::nanoseconds::max(),
+                                             const Owner& owner = {});
 
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;
   ~FolderLock();
+
+  /// Throws CheckpointError, with the process that has it now, when it was taken over.
+  void check() const;
 
  private:
   explicit FolderLock(std::string key) : key_(std::move(key)) {}

@@ -233,6 +233,7 @@ void SaveJob::finish(const std::vector<c10::IValue>& reports) {
   failpoint::here("checkpoint.within_manifest");
   file.write(text.data() + text.size() / 2, text.size() - text.size() / 2);
   file.finish(options_.fsync);
+  if (fence_) fence_();
   temporary_->publish(options_.overwrite, options_.fsync);
 }
 

@@ -3,8 +3,10 @@
 #include <atomic>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/checkpoint/checkpoint.h>
@@ -65,6 +67,9 @@ class SaveJob {
   /// Copies what stage() left, in any thread; what goes wrong, write() throws.
   void copy_rest(const MemberRanks& ranks);
 
+  /// `fence` runs on the leader, before the checkpoint gets its name, and throws if it must not get it.
+  void set_fence(std::function<void()> fence) { fence_ = std::move(fence); }
+
   /// Once. `cancelled` ends it early with an error; may be null.
   CheckpointInfo write(const MemberRanks& ranks, const std::atomic<bool>* cancelled = nullptr);
 
@@ -86,6 +91,7 @@ class SaveJob {
   CheckpointInfo info_;
   SaveOptions options_;
   bool managed_;
+  std::function<void()> fence_;
   Failure staging_;          // what went wrong in stage()
   std::vector<File> files_;  // that this rank writes
   std::string own_name_;     // "rank00003"; empty if it has no state of its own

@@ -31,7 +31,8 @@ void publish(const DefaultWorld& world) {
   set_world_defaults({.rank = world.world.rank,
                       .world_size = world.world.world_size,
                       .job_rank = world.transport->job_rank(world.transport->rank()),
-                      .job_size = world.transport->world_size()});
+                      .job_size = world.transport->world_size(),
+                      .generation = static_cast<int64_t>(world.times_shrunk)});
 }
 
 auto find_locked(const ProcessGroup& handle) {
