@@ -23,6 +23,12 @@ struct WaitPolicy {
 /// beside a computing one, which never spins when the host is full.
 WaitPolicy choose_wait_policy(int ranks, int cores, bool background);
 
+/// The same for a wait for a short message from another host, which takes ten microseconds at the least.
+WaitPolicy policy_between_hosts(const WaitPolicy& policy);
+
+/// For waits that take much longer than a wake-up: a spin would be in vain.
+inline constexpr WaitPolicy kLongWait{0, 5};
+
 /// Where one waiter sleeps and its peers wake it. Lies in shared memory, one cache line; any number of
 /// ringers, in any process.
 ///

@@ -82,8 +82,14 @@ void HostChannel::begin(const Deadline& deadline, bool background) {
   deadline_ = deadline;
   timeout_ = deadline.remaining();
   policy_ = background ? background_policy_ : foreground_policy_;
+  outside_policy_ = policy_between_hosts(policy_);
   sequence_.store(sequence() + 1, std::memory_order_relaxed);
   concluded_.store(false, std::memory_order_relaxed);
+}
+
+void HostChannel::expect_messages(size_t bytes) {
+  constexpr size_t kLong = size_t{1} << 20;  // 0.3 ms at 25 Gbit/s
+  if (bytes >= kLong) policy_ = outside_policy_ = kLongWait;
 }
 
 std::byte* HostChannel::own_payload() {
@@ -348,7 +354,7 @@ void HostChannel::await_outside(OutsideWait& outside) {
     std::optional<OutsideWait::Gone> gone() { return outside.gone(); }
     bool has_changed() const { return outside.has_changed(); }
     std::vector<int> late() const { return outside.late(); }
-    WaitPolicy policy() const { return channel.policy_; }
+    WaitPolicy policy() const { return channel.outside_policy_; }
     void before_sleep() {
       if (const auto late = outside.late(); !late.empty() && late.front() != awaited) {
         awaited = late.front();

@@ -97,6 +97,8 @@ class HostChannel {
 
   /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
   void begin(const Deadline& deadline, bool background);
+  /// Of the operation in progress: so many bytes travel between hosts. If that takes long its waiters sleep at once.
+  void expect_messages(size_t bytes);
   /// Where the payload of the coming announcement is to stand, kPayloadBytes: for a caller that writes it
   /// there itself.
   std::byte* own_payload();
@@ -211,7 +213,8 @@ class HostChannel {
   std::atomic<uint64_t> sequence_{0};
   Deadline deadline_ = Deadline::never();
   std::chrono::nanoseconds timeout_{};
-  WaitPolicy policy_;
+  WaitPolicy policy_;          // of the operation in progress: for its neighbours,
+  WaitPolicy outside_policy_;  // and for other hosts
   WaitPolicy foreground_policy_;
   WaitPolicy background_policy_;
   bool spin_apart_ = false;  // there is a core for each rank

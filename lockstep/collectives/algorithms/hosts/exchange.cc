@@ -144,6 +144,7 @@ class WindowedExchange {
   void run(const Consume& consume) {
     find_sources();
     read_offers();
+    host_.expect_messages(rounds_ * window_ * std::max(sources_.size(), destinations_.size()));
     for (size_t k = 0; k < std::min(rounds_, kWindowBuffers - 1); ++k) post(k);
     stage(0);
     for (size_t k = 0; k < rounds_; ++k) {

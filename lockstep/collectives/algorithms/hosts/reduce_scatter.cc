@@ -63,6 +63,7 @@ class ScatteredReduction {
 
   /// All but the commit.
   void run() {
+    host_.expect_messages(rounds_ * window_ * channel_.size());
     for (int place = 0; place < host_.size(); ++place) {
       offers_.emplace_back(host_, place);
       any_staged_ |= is_staged(place);

@@ -78,6 +78,7 @@ std::byte* SegmentedReduction::memory(int place, size_t k) {
 }
 
 void SegmentedReduction::run() {
+  host_.expect_messages(count_ * element_);
   in_place_ = host_.size() == 1 || host_.all_have_memory();
   const size_t behind = schedule_.in_flight + 1;
   if (!in_place_) stage(0);
