@@ -289,7 +289,7 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late, std::c
       text << describe_timeout(decided, late, timeout, to_others);
       break;
     case FailureKind::kMismatch:
-      text << "the ranks called different operations";
+      text << kDifferentOperations;
       break;
     case FailureKind::kAborted:
       text << "aborted by " << transport_->describe(culprit);

@@ -14,8 +14,6 @@ namespace lockstep::transport {
 using layout::kPartialBytes;
 using layout::kPayloadBytes;
 
-constexpr const char* kDifferentOperations = "the ranks called different operations";
-
 // ---- joining and leaving
 
 HostChannel::HostChannel(std::shared_ptr<GroupMembers> members)

@@ -17,6 +17,9 @@ enum class FailureKind : uint8_t {
   kLeftBehind,  // the others went on without this rank; see MembershipAgreement
 };
 
+/// The words of kMismatch; who called what may follow.
+inline constexpr const char* kDifferentOperations = "the ranks called different operations";
+
 /// How an operation of a group ended.
 struct Decision {
   static constexpr uint64_t kSuccess = 7;

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <vector>
 
+#include <c10/util/StringUtil.h>
+
 #include <lockstep/collectives/algorithms/hosts/agreement.h>
 #include <lockstep/collectives/algorithms/hosts/leaders.h>
 #include <lockstep/collectives/algorithms/offer.h>
@@ -23,7 +25,7 @@ struct HostCall {
 };
 
 std::string text_of_calls(const Calls& calls) {
-  return "the ranks called different operations: " + calls.describe();
+  return c10::str(transport::kDifferentOperations, ": ", calls.describe());
 }
 
 }  // namespace
