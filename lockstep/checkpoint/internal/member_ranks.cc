@@ -19,7 +19,7 @@ MemberRanks::MemberRanks(ProcessGroup group, bool alone) : group_(std::move(grou
 
 std::chrono::nanoseconds MemberRanks::timeout() const {
   if (!talks_) return std::chrono::nanoseconds::max();
-  const auto backend = c10::dynamic_intrusive_pointer_cast<LockstepBackend>(group_->getBackend(c10::kCPU));
+  const auto backend = lockstep_backend_of(*group_);
   return backend ? backend->timeout() : std::chrono::minutes(30);
 }
 

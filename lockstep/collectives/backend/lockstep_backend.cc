@@ -350,4 +350,8 @@ void LockstepBackend::end() {
   }
 }
 
+c10::intrusive_ptr<LockstepBackend> lockstep_backend_of(c10d::ProcessGroup& group) {
+  return c10::dynamic_intrusive_pointer_cast<LockstepBackend>(group.getBackend(c10::kCPU));
+}
+
 }  // namespace lockstep

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/collectives/backend/internal/operation_queue.h>
@@ -228,5 +229,8 @@ class LockstepBackend : public c10d::Backend {
   std::atomic<uint64_t> messages_{0};  // sends and receives so far
   std::atomic<uint64_t> monitored_barriers_{0};
 };
+
+/// The group's backend for tensors on the CPU; null if that is not one of these.
+c10::intrusive_ptr<LockstepBackend> lockstep_backend_of(c10d::ProcessGroup& group);
 
 }  // namespace lockstep

@@ -99,8 +99,7 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
   }
   const int former_rank = get_rank();
   const int former_size = get_world_size();
-  const auto backend =
-      c10::dynamic_intrusive_pointer_cast<LockstepBackend>(default_group()->getBackend(c10::kCPU));
+  const auto backend = lockstep_backend_of(*default_group());
   const auto usual_timeout = backend ? backend->timeout() : std::chrono::minutes(30);
   set_group_timeout(timeout);  // how long the others are waited for
   abort();                     // whatever they wait for: this rank does not come there

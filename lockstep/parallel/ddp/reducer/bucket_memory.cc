@@ -22,9 +22,8 @@ at::Tensor shared_zeros(const ProcessGroup& group, int64_t numel, const at::Tens
 }
 
 std::shared_ptr<transport::Arena> arena_of(const ProcessGroup& group) {
-  const auto backend = group->getBackend(c10::DeviceType::CPU);
-  auto* lockstep = dynamic_cast<LockstepBackend*>(backend.get());
-  return lockstep == nullptr ? nullptr : lockstep->channel().transport().shared_arena();
+  const auto backend = lockstep_backend_of(*group);
+  return backend ? backend->channel().transport().shared_arena() : nullptr;
 }
 
 BucketMemory::BucketMemory(at::Tensor buffer, std::vector<size_t> offsets,
