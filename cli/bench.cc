@@ -1,9 +1,7 @@
 #include "bench.h"
 
 #include <chrono>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <memory>
 #include <string>
 
@@ -132,15 +130,14 @@ void print_forecast() {
   }
 }
 
-void print_fit(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  std::cout << hosts::to_json(hosts::fit(hosts::parse_measurements(text, path)));
-}
-
 int run_bench(const BenchArguments& arguments) {
-  if (arguments.fit.empty() && !arguments.forecast) return benchmark::run(options_from(arguments));
-  arguments.forecast ? print_forecast() : print_fit(arguments.fit);
+  if (arguments.forecast) {
+    print_forecast();
+  } else if (!arguments.fit.empty()) {
+    std::cout << hosts::to_json(hosts::fit(hosts::read_measurements(arguments.fit)));
+  } else {
+    return benchmark::run(options_from(arguments));
+  }
   return 0;
 }
 

@@ -175,6 +175,12 @@ auto with_source(const std::string& source, Action&& action) {
   }
 }
 
+/// Empty where the file can't be read.
+std::string content_of(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
 LevelCost parse_level(const nlohmann::json& json, const char* name, LevelCost level,
                       const std::string& source) {
   const auto found = json.find(name);
@@ -332,9 +338,8 @@ CostModel parse_cost_model(const std::string& json, const std::string& source) {
 CostModel read_cost_model() {
   const auto path = environment::text(kWireModelVariable);
   if (!path) return {};
-  std::ifstream file(*path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  TORCH_CHECK_VALUE(file && !text.empty(), kWireModelVariable, ": the file ", *path,
+  const std::string text = content_of(*path);
+  TORCH_CHECK_VALUE(!text.empty(), kWireModelVariable, ": the file ", *path,
                     " can't be read, or is empty; `lockstep bench --fit` writes such a file");
   return parse_cost_model(text, c10::str(kWireModelVariable, ", ", *path));
 }
@@ -353,6 +358,13 @@ std::vector<HostMeasurement> parse_measurements(const std::string& json, const s
     }
     return measurements;
   });
+}
+
+std::vector<HostMeasurement> read_measurements(const std::string& path) {
+  const std::string text = content_of(path);
+  TORCH_CHECK_VALUE(!text.empty(), "the file ", path,
+                    " can't be read, or is empty; it must hold measurements, a JSON array");
+  return parse_measurements(text, path);
 }
 
 std::string forecast_table(const CostModel& model) {

@@ -121,6 +121,8 @@ CostModel read_cost_model();
 /// Of all-reduces that were not encoded: [{"algorithm": "ring", "hosts": 4, "ranks": 2, "bytes": 1048576, "seconds":
 /// 0.02}, …], with the number of ranks on the smallest host (1 if left out). Throws as parse_cost_model().
 std::vector<HostMeasurement> parse_measurements(const std::string& json, const std::string& source);
+/// Those of a file. Also throws c10::ValueError when it can't be read or is empty.
+std::vector<HostMeasurement> read_measurements(const std::string& path);
 
 /// For docs and terminals, a Markdown table: the algorithm chosen for an all-reduce with two ranks a host, and its
 /// time, by hosts and bytes. "with the call": of tensors that travel with the call.

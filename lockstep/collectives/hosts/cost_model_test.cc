@@ -1,18 +1,16 @@
 #include <cmath>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <functional>
 #include <gmock/gmock.h>
 #include <limits>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include <lockstep/collectives/hosts/cost_model.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::cost_model_test {
 namespace {
@@ -268,14 +266,25 @@ TEST(CostModel, MeasurementsAreRead) {
 }
 
 TEST(CostModel, TheEnvironmentNamesTheFile) {
-  const auto path = std::filesystem::temp_directory_path() / ("cost_model_" + std::to_string(::getpid()));
-  ::setenv("LOCKSTEP_WIRE_MODEL", path.c_str(), 1);
+  const testing::TemporaryFolder folder;
+  ::setenv("LOCKSTEP_WIRE_MODEL", folder.path("model.json").c_str(), 1);
   EXPECT_THAT(error_of([] { read_cost_model(); }), HasSubstr("LOCKSTEP_WIRE_MODEL"));
-  std::ofstream(path) << to_json(CostModel::of_wire(100));
+  folder.write("model.json", to_json(CostModel::of_wire(100)));
   EXPECT_EQ(read_cost_model().wire.beta, CostModel::of_wire(100).wire.beta);
   ::unsetenv("LOCKSTEP_WIRE_MODEL");
   EXPECT_EQ(read_cost_model().wire.beta, CostModel().wire.beta);
-  std::filesystem::remove(path);
+}
+
+TEST(CostModel, MeasurementsAreReadFromAFileWhichErrorsName) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder.path("measured.json");
+  EXPECT_THAT(error_of([&] { read_measurements(path); }), HasSubstr(path + " can't be read, or is empty"));
+  folder.write("measured.json", "");
+  EXPECT_THAT(error_of([&] { read_measurements(path); }), HasSubstr(path + " can't be read, or is empty"));
+  folder.write("measured.json", "{");
+  EXPECT_THAT(error_of([&] { read_measurements(path); }), HasSubstr(path + ": "));
+  folder.write("measured.json", R"([{"hosts": 1, "bytes": 8, "seconds": 0.5}])");
+  EXPECT_EQ(read_measurements(path).size(), 1u);
 }
 
 TEST(CostModel, TheTableHasARowForEachNumberOfHosts) {
