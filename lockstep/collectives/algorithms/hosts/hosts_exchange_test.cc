@@ -3,7 +3,6 @@
 #include <barrier>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <set>
 #include <string>
@@ -16,7 +15,6 @@
 #include <lockstep/collectives/algorithms/hosts/testing/exchanges.h>
 #include <lockstep/collectives/algorithms/hosts/testing/plain_reduction.h>
 #include <lockstep/collectives/algorithms/hosts/testing/wire_meter.h>
-#include <lockstep/transport/host/testing/failure_of.h>
 
 // Exchanges over pretended hosts.
 namespace lockstep::algorithms::hosts::hosts_exchange_test {
@@ -26,10 +24,6 @@ using namespace std::chrono_literals;
 using transport::FailureKind;
 using transport::GroupChannel;
 using Bytes = std::vector<std::byte>;
-
-const std::vector<Hosts> kHosts = {
-    {0, 0, 1, 1},       {0, 1, 1, 1},       {0, 0, 1},    {0, 1, 2, 3},
-    {1, 0, 1, 0, 0, 2}, {0, 1, 2, 0, 1, 2}, {0, 0, 0, 1}, {0, 1, 2, 3, 4, 5, 6, 7}};
 
 // Small ones, ones that are small on some ranks or hosts only, large ones.
 constexpr size_t kSizes[] = {0, 1, 63, 64, 100, 1200, 5000, 8100, 9000, 40001};
@@ -201,9 +195,7 @@ TEST(ExchangeOverHosts, SizesThatDifferAreNamedOnAllRanks) {
       const int to =
           (from + 1 + from / 2) % ranks == from ? (from + 1) % ranks : (from + 1 + from / 2) % ranks;
       const size_t bytes = std::array<size_t, 3>{2000, 20, 30000}[from % 3];
-      std::mutex mutex;
-      std::set<std::string> texts;
-      on_ranks(hosts, [&](GroupChannel& channel) {
+      const auto texts = mismatch_texts(hosts, [&](GroupChannel& channel) {
         const Bytes memory(100000);
         Exchange all{.gives = {}, .takes = std::vector<size_t>(ranks, bytes), .compare_sizes = true};
         for (int other = 0; other < ranks; ++other) {
@@ -212,14 +204,8 @@ TEST(ExchangeOverHosts, SizesThatDifferAreNamedOnAllRanks) {
           const bool differs_later = channel.rank() == ranks - 1 && other == ranks - 1 && from < ranks - 1;
           all.gives.push_back({memory.data(), differs ? bytes - 1 : differs_later ? 7u : bytes});
         }
-        const auto call = [&] {
-          hosts::barrier(channel, terms());  // its end may meet the failure already
-          hosts::exchange(channel, terms(), signature_of(CollectiveKind::kAllToAll), all,
-                          [](const auto&) { FAIL() << "data were moved"; });
-        };
-        const auto text = transport::failure_of(call, FailureKind::kMismatch);
-        std::lock_guard lock(mutex);
-        texts.insert(text);
+        hosts::exchange(channel, terms(), signature_of(CollectiveKind::kAllToAll), all,
+                        [](const auto&) { FAIL() << "data were moved"; });
       });
       EXPECT_EQ(
           texts,
@@ -241,11 +227,10 @@ TEST(ExchangeOverHosts, AnAbortFailsItOnAllRanksAndBringsNothing) {
         const Content mine(channel, channel.rank(), 0, bytes, channel.rank() % 2 == 0);
         const Exchange all{.gives = {mine.piece()}, .takes = std::vector<size_t>(channel.size(), bytes)};
         const auto call = [&] {
-          hosts::barrier(channel, terms());  // its end may meet the failure already
           hosts::exchange(channel, terms(), signature_of(CollectiveKind::kAllGather), all,
                           [](const auto&) { FAIL() << "rank 1 has given nothing"; });
         };
-        transport::failure_of(call, FailureKind::kAborted);
+        failure_of(channel, call, FailureKind::kAborted);
       });
     }
   }

@@ -1,5 +1,4 @@
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <set>
 #include <string>
@@ -9,13 +8,13 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/view_as_complex.h>
+#include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/mix_bits.h>
 #include <lockstep/collectives/algorithms/hosts/testing/exchanges.h>
 #include <lockstep/collectives/algorithms/hosts/testing/plain_reduction.h>
 #include <lockstep/collectives/algorithms/hosts/testing/wire_meter.h>
-#include <lockstep/transport/host/testing/failure_of.h>
 
 // reduce_scatter over pretended hosts, with ranks as threads of one process.
 namespace lockstep::algorithms::hosts::hosts_reduce_scatter_test {
@@ -23,10 +22,6 @@ namespace {
 
 using transport::FailureKind;
 using transport::GroupChannel;
-
-const std::vector<Hosts> kHosts = {
-    {0, 0, 1, 1},       {0, 1, 1, 1},       {0, 0, 1},    {0, 1, 2, 3},
-    {1, 0, 1, 0, 0, 2}, {0, 1, 2, 0, 1, 2}, {0, 0, 0, 1}, {0, 1, 2, 3, 4, 5, 6, 7}};
 
 /// By rank: elements of the piece that it receives.
 using Counts = std::vector<int64_t>;
@@ -264,9 +259,7 @@ TEST(ReduceScatterOverHosts, SmallOnesTakeTheMessagesOfABarrier) {
 TEST(ReduceScatterOverHosts, SizesThatDifferAreNamedAndNothingChanges) {
   for (const Hosts& hosts : kHosts) {
     for (const int64_t count : {10, 1000, 30000}) {
-      std::mutex mutex;
-      std::set<std::string> texts;
-      on_ranks(hosts, [&](GroupChannel& channel) {
+      const auto texts = mismatch_texts(hosts, [&](GroupChannel& channel) {
         Counts counts(channel.size(), count);
         counts.back() = count + 1;
         // Rank 0 gives rank 1 less than that expects.
@@ -274,14 +267,9 @@ TEST(ReduceScatterOverHosts, SizesThatDifferAreNamedAndNothingChanges) {
         const at::Tensor input =
             at::full({std::accumulate(counts.begin(), counts.end(), int64_t{0})}, 1, at::kFloat);
         const at::Tensor output = at::full({counts[channel.rank()]}, 5, at::kFloat);
-        const auto call = [&] {
-          hosts::barrier(channel, terms());  // its end may meet the failure already
-          scatter(channel, ReduceOperation::kSum, counts, input, output);
-        };
-        const auto text = transport::failure_of(call, FailureKind::kMismatch);
-        EXPECT_TRUE(same_bits(output, at::full({counts[channel.rank()]}, 5, at::kFloat)));
-        std::lock_guard lock(mutex);
-        texts.insert(text);
+        const auto unchanged = c10::make_scope_exit(
+            [&] { EXPECT_TRUE(same_bits(output, at::full({counts[channel.rank()]}, 5, at::kFloat))); });
+        scatter(channel, ReduceOperation::kSum, counts, input, output);
       });
       EXPECT_EQ(texts, (std::set<std::string>{"rank 0 sends " + std::to_string(4 * (count - 1)) +
                                               " bytes to rank 1, which expects " + std::to_string(4 * count) +
@@ -302,10 +290,9 @@ TEST(ReduceScatterOverHosts, AnAbortFailsItOnAllRanksAndNothingChanges) {
         const at::Tensor input = at::full({count * channel.size()}, 1, at::kFloat);
         const at::Tensor output = at::full({count}, 5, at::kFloat);
         const auto call = [&] {
-          hosts::barrier(channel, terms());  // its end may meet the failure already
           scatter(channel, ReduceOperation::kSum, Counts(channel.size(), count), input, output);
         };
-        transport::failure_of(call, FailureKind::kAborted);
+        failure_of(channel, call, FailureKind::kAborted);
         EXPECT_TRUE(same_bits(output, at::full({count}, 5, at::kFloat)));
       });
     }

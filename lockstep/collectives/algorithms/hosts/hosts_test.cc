@@ -3,7 +3,6 @@
 #include <barrier>
 #include <cmath>
 #include <exception>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -20,7 +19,6 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/algorithms/hosts/testing/plain_reduction.h>
 #include <lockstep/collectives/algorithms/hosts/testing/pretended_hosts.h>
-#include <lockstep/transport/host/testing/failure_of.h>
 
 // Reductions and barriers over pretended hosts.
 namespace lockstep::algorithms::hosts::hosts_test {
@@ -263,23 +261,6 @@ TEST(BarrierOverHosts, NoRankPassesBeforeAllHaveCome) {
   }
 }
 
-/// The texts of the errors, which all ranks must meet.
-std::set<std::string> mismatch_texts(const Hosts& hosts, const std::function<void(GroupChannel&)>& call) {
-  std::mutex mutex;
-  std::set<std::string> texts;
-  on_ranks(hosts, [&](GroupChannel& channel) {
-    const auto meet_and_call = [&] {
-      hosts::barrier(channel, terms());  // its end may meet the failure already
-      call(channel);
-    };
-    const std::string text = transport::failure_of(meet_and_call, FailureKind::kMismatch);
-    EXPECT_EQ(transport::failure_of([&] { hosts::barrier(channel, terms()); }, FailureKind::kMismatch), text);
-    std::lock_guard lock(mutex);
-    texts.insert(text);
-  });
-  return texts;
-}
-
 TEST(AgreementOverHosts, AllRanksHearWhoCalledWhat) {
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0}, one_rank_each(6), Hosts{0, 0, 0, 1}}) {
     for (const int64_t count : {10, 10000}) {
@@ -328,11 +309,10 @@ TEST(ReduceOverHosts, AnAbortFailsItOnAllRanksAndNothingChangesAfterwards) {
         hosts::barrier(channel, terms());
         return channel.abort();
       }
-      const auto meet_and_reduce = [&] {
-        hosts::barrier(channel, terms());  // its end may meet the failure already
+      const auto reduce = [&] {
         hosts::reduce(channel, terms(), signature, data.mutable_data_ptr(), BufferOwner::kUser);
       };
-      transport::failure_of(meet_and_reduce, FailureKind::kAborted);
+      failure_of(channel, reduce, FailureKind::kAborted);
       const at::Tensor after = data.clone();
       while (!channel.failed()) std::this_thread::yield();
       EXPECT_TRUE(same_bits(data, after));

@@ -13,6 +13,11 @@
 /// Exchanges over pretended hosts, and what they bring.
 namespace lockstep::algorithms::hosts {
 
+/// What exchanges are tested over.
+inline const std::vector<Hosts> kHosts = {
+    {0, 0, 1, 1},       {0, 1, 1, 1},       {0, 0, 1},    {0, 1, 2, 3},
+    {1, 0, 1, 0, 0, 2}, {0, 1, 2, 0, 1, 2}, {0, 0, 0, 1}, {0, 1, 2, 3, 4, 5, 6, 7}};
+
 /// Memory in the arena or outside, with what `from` gives to `to`.
 class Content {
  public:

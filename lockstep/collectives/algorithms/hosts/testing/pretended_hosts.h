@@ -5,13 +5,18 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <string>
 #include <vector>
 
 #include <ATen/ops/from_blob.h>
+#include <gtest/gtest.h>
 
 #include <lockstep/collectives/algorithms/hosts/hosts.h>
 #include <lockstep/collectives/algorithms/hosts/slice_exchange.h>
 #include <lockstep/testing/thread_ranks.h>
+#include <lockstep/transport/host/testing/failure_of.h>
 
 /// Operations over pretended hosts, with ranks as threads of one process, where ThreadSanitizer sees all sides.
 namespace lockstep::algorithms::hosts {
@@ -32,6 +37,33 @@ inline Hosts one_rank_each(int hosts) {
 inline void on_ranks(const Hosts& hosts, const std::function<void(transport::GroupChannel&)>& body) {
   lockstep::testing::run_rank_threads(
       hosts, [&](const std::shared_ptr<transport::GroupChannel>& channel) { body(*channel); });
+}
+
+/// What the failure says that `call` must meet, behind a barrier, whose end may meet it already.
+inline std::string failure_of(transport::GroupChannel& channel, const std::function<void()>& call,
+                              transport::FailureKind kind) {
+  return transport::failure_of(
+      [&] {
+        hosts::barrier(channel, terms());
+        call();
+      },
+      kind);
+}
+
+/// The texts of the mismatches that all ranks must meet in `call`, and again behind it.
+inline std::set<std::string> mismatch_texts(const Hosts& hosts,
+                                            const std::function<void(transport::GroupChannel&)>& call) {
+  constexpr auto kMismatch = transport::FailureKind::kMismatch;
+  std::mutex mutex;
+  std::set<std::string> texts;
+  on_ranks(hosts, [&](transport::GroupChannel& channel) {
+    const std::string text = failure_of(
+        channel, [&] { call(channel); }, kMismatch);
+    EXPECT_EQ(transport::failure_of([&] { hosts::barrier(channel, terms()); }, kMismatch), text);
+    std::lock_guard lock(mutex);
+    texts.insert(text);
+  });
+  return texts;
 }
 
 struct SmallChunks {
