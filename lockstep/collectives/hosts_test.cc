@@ -1,8 +1,5 @@
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <functional>
 #include <gmock/gmock.h>
 #include <regex>
 #include <string>
@@ -21,6 +18,7 @@
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 
 // Groups over pretended hosts: what only they have. What they have in common with groups on one host, the tests of that
 // check a second time (HOSTS_TESTS in CMakeLists.txt).
@@ -299,20 +297,15 @@ TEST_F(Hosts, ShrinkingIsRefusedOnAllButWithinAHostItWorks) {
 /// This rank's model while it lives.
 class OwnModel {
  public:
-  explicit OwnModel(const hosts::CostModel& model)
-      : path_(std::filesystem::temp_directory_path() / ("wire_model_" + std::to_string(::getpid()))) {
-    std::ofstream(path_) << hosts::to_json(model);
-    ::setenv("LOCKSTEP_WIRE_MODEL", path_.c_str(), 1);
+  explicit OwnModel(const hosts::CostModel& model) {
+    ::setenv("LOCKSTEP_WIRE_MODEL", folder_.write("model.json", hosts::to_json(model)).c_str(), 1);
   }
   OwnModel(const OwnModel&) = delete;
   OwnModel& operator=(const OwnModel&) = delete;
-  ~OwnModel() {
-    ::unsetenv("LOCKSTEP_WIRE_MODEL");
-    std::filesystem::remove(path_);
-  }
+  ~OwnModel() { ::unsetenv("LOCKSTEP_WIRE_MODEL"); }
 
  private:
-  std::filesystem::path path_;
+  testing::TemporaryFolder folder_;
 };
 
 // Four hosts that reduce in different ways, and so with different bits, if messages cost nothing, or bytes.

@@ -1,7 +1,8 @@
-#include <cstdlib>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <set>
-#include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::store_all_gather_test {
 namespace {
@@ -217,12 +219,12 @@ TEST(StoreAllGather, OneThatCannotComeFailsAll) {
 // In a process of its own, for a thread of it goes on reading.
 TEST(StoreAllGather, FileThatEndsInARecordIsNamedAtTheDeadline) {
   testing::run_ranks(1, [](int) {
-    std::string path = "/tmp/lockstep-test-XXXXXX";
-    const int fd = ::mkstemp(path.data());
-    ASSERT_GE(fd, 0);
+    const testing::TemporaryFolder folder;
+    const std::string path = folder.path("store");
     const auto store = c10::make_intrusive<c10d::FileStore>(path, 2);
     const uint64_t size = 20;
-    ASSERT_EQ(::lseek(fd, 0, SEEK_END) >= 0 && ::write(fd, &size, sizeof size) == sizeof size, true);
+    std::ofstream(path, std::ios::binary | std::ios::app)
+        .write(reinterpret_cast<const char*>(&size), sizeof size);
     try {
       store_all_gather(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
                        Deadline::after(100ms));
@@ -230,30 +232,21 @@ TEST(StoreAllGather, FileThatEndsInARecordIsNamedAtTheDeadline) {
     } catch (const c10::DistStoreError& error) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr(path), HasSubstr("delete the file")));
     }
-    ::unlink(path.c_str());
-    ::close(fd);
+    std::filesystem::remove(path);  // before the store ends, which would read it again
   });
 }
 
 TEST(StoreAllGather, AWaitingRankWritesNothingIntoAFile) {
-  std::string path = "/tmp/lockstep-test-XXXXXX";
-  const int fd = ::mkstemp(path.data());
-  ASSERT_GE(fd, 0);
-  {
-    const auto store = c10::make_intrusive<c10d::FileStore>(path, 2);
-    std::set<off_t> sizes;
-    const auto note_size = [&] {
-      struct stat status {};
-      if (::fstat(fd, &status) == 0) sizes.insert(status.st_size);
-    };
-    // Longer than the interval at which a waiting rank looks at the count.
-    EXPECT_THROW(store_all_gather(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
-                                  Deadline::after(600ms), note_size),
-                 DistTimeoutError);
-    EXPECT_EQ(sizes.size(), 1);
-  }
-  ::unlink(path.c_str());
-  ::close(fd);
+  const testing::TemporaryFolder folder;
+  const std::string path = folder.path("store");
+  const auto store = c10::make_intrusive<c10d::FileStore>(path, 2);
+  std::set<uintmax_t> sizes;
+  const auto note_size = [&] { sizes.insert(std::filesystem::file_size(path)); };
+  // Longer than the interval at which a waiting rank looks at the count.
+  EXPECT_THROW(store_all_gather(*c10::make_intrusive<c10d::PrefixStore>("job", store), "key", 0, 2, "",
+                                Deadline::after(600ms), note_size),
+               DistTimeoutError);
+  EXPECT_EQ(sizes.size(), 1);
 }
 
 TEST(StoreAllGather, ForeignValuesInTheStoreAreNamed) {
