@@ -1,10 +1,6 @@
 #include <algorithm>
 #include <set>
-#include <system_error>
-#include <tuple>
-#include <utility>
 
-#include <lockstep/base/log.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/checkpoint.h>

@@ -2,7 +2,6 @@
 // and files that are damaged.
 #include <array>
 #include <csignal>
-#include <cstdlib>
 #include <fcntl.h>
 #include <filesystem>
 #include <fstream>

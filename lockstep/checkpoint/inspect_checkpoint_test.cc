@@ -2,7 +2,6 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <limits>
-#include <string>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>

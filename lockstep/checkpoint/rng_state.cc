@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <mutex>
-#include <utility>
 #include <vector>
 #include <zlib.h>
 

@@ -1,6 +1,5 @@
 #include <cerrno>
 #include <unordered_map>
-#include <utility>
 
 #include <ATen/ops/empty.h>
 

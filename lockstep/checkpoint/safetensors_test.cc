@@ -1,7 +1,6 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <random>
 #include <string>
 
 #include <gtest/gtest.h>

@@ -1,4 +1,3 @@
-#include <cstring>
 #include <gmock/gmock.h>
 #include <thread>
 

@@ -1,7 +1,5 @@
 #include <algorithm>
-#include <utility>
 
-#include <lockstep/collectives/backend/internal/tensor_check.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 

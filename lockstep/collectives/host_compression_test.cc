@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>

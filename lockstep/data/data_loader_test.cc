@@ -1,6 +1,4 @@
 // That the order is Python's is tested by distributed_sampler_test.py.
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <dirent.h>
 #include <future>

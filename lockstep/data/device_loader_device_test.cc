@@ -1,5 +1,4 @@
 // That copies run beside the computation, and that memory is not read or used again too early.
-#include <numeric>
 
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,5 @@
 // Answers device_test.py: what one process says of CUDA. What torch knows of it can be asked once.
 
-#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <string>

@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <sstream>
 #include <sys/wait.h>
-#include <thread>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>

@@ -1,4 +1,3 @@
-#include <optional>
 #include <ostream>
 
 #include <lockstep/nn/sync_batch_norm.h>

@@ -1,5 +1,4 @@
 #include <cmath>
-#include <limits>
 
 #include <ATen/ops/scalar_tensor.h>
 

@@ -1,7 +1,6 @@
 #include <cstdlib>
 #include <gmock/gmock.h>
 #include <thread>
-#include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

@@ -4,7 +4,6 @@
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
-#include <utility>
 
 #include <c10/util/Exception.h>
 

@@ -4,7 +4,6 @@
 // it: however the child ends (a signal, a sanitizer's _exit, the out-of-memory killer, the parent's own kill
 // when an input takes too long), the parent has the input and writes it to a file.
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <charconv>

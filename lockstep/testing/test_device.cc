@@ -2,7 +2,6 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -7,7 +7,6 @@
 #include <functional>
 #include <map>
 #include <numeric>
-#include <sstream>
 #include <string>
 #include <utility>
 

@@ -1,6 +1,5 @@
 // What RobustLoop survives, and what it leaves behind when it does not: memory that is not there, exceptions,
 // signals, deaths.
-#include <atomic>
 #include <csignal>
 #include <gmock/gmock.h>
 #include <unistd.h>

@@ -1,6 +1,5 @@
 // Of TrainerCore: what its checkpoints hold, when they are saved, and how training goes on from one.
 #include <cmath>
-#include <memory>
 #include <utility>
 #include <variant>
 

@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>

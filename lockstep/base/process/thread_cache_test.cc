@@ -1,4 +1,3 @@
-#include <atomic>
 #include <future>
 #include <latch>
 #include <memory>

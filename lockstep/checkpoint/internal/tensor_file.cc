@@ -1,9 +1,7 @@
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <unordered_map>
-#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

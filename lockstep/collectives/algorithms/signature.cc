@@ -2,7 +2,6 @@
 #include <array>
 #include <cstring>
 #include <sstream>
-#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/debug.h>

@@ -1,5 +1,4 @@
 #include <gmock/gmock.h>
-#include <thread>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

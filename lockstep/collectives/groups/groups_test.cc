@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <functional>
 #include <gmock/gmock.h>
 #include <iostream>

@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sparse_coo_tensor.h>

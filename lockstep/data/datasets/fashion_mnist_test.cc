@@ -1,5 +1,4 @@
 #include <filesystem>
-#include <numeric>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

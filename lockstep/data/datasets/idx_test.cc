@@ -1,5 +1,3 @@
-#include <filesystem>
-#include <fstream>
 #include <zlib.h>
 
 #include <c10/util/Exception.h>

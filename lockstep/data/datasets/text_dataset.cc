@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <unordered_set>
 
 #include <ATen/Dispatch.h>

@@ -1,5 +1,4 @@
 #include <gmock/gmock.h>
-#include <numeric>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,5 @@
 #include <cmath>
 #include <gmock/gmock.h>
-#include <sstream>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,8 +1,4 @@
-#include <algorithm>
 #include <cstring>
-#include <limits>
-#include <optional>
-#include <utility>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdint>
-#include <cstring>
 #include <mutex>
 #include <pthread.h>
 #include <sys/mman.h>

@@ -1,5 +1,3 @@
-#include <algorithm>
-#include <utility>
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>

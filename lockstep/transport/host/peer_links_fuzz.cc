@@ -4,7 +4,6 @@
 //
 // The input is an address, or messages of { size, attachments, flags, size bytes }.
 #include <array>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

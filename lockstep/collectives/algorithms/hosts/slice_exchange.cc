@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <utility>
 #include <vector>
 
 #include <lockstep/collectives/algorithms/hosts/encoded_exchange.h>

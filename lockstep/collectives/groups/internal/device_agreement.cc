@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <map>
-#include <set>
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>

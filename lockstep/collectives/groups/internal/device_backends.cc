@@ -1,5 +1,4 @@
 #include <random>
-#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

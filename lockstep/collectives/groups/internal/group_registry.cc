@@ -3,7 +3,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/ranks.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/collectives/groups/internal/group_registry.h>
 

@@ -2,7 +2,6 @@
 #include <array>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

@@ -5,7 +5,6 @@
 //
 // JOBS: what parity_jobs.make_jobs() gives, pickled. OUTPUT: rank r writes {job name: {name: tensor}} to
 // OUTPUT.r.
-#include <algorithm>
 #include <iostream>
 
 #include <torch/torch.h>

@@ -1,6 +1,5 @@
 // Where gradients lie: written into the buckets by their kernels.
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
