@@ -23,6 +23,7 @@ class Turn:
     most: int = 400  # iterations
     least: int = 4
     ranks: tuple = None  # all
+    settle: int = 1  # iterations of the first turn where their number is given: until the contender is as it stays
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def run_rounds(turns, rounds, generator):
 
 def calibrate(turn):
     if turn.least == turn.most:
-        measure(turn, 1, warmup=0)
+        measure(turn, turn.settle, warmup=0)
         return turn.least
     first = measure(turn, 1, warmup=1)  # first touch of memory, connections
     if stats.slowest_rank(first.wall)[0] >= turn.seconds * 1e9:

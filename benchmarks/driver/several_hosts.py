@@ -31,6 +31,8 @@ STEPS = {"lockstep": ("cpp", "ddp"), **{each: ("cpp", f"ddp_{each}") for each in
 # The same with 25 MiB and 480 ms of sleep: two ranks on a host, but for one alone.
 SCALING = {1: (1,), 2: (2,), 4: (2, 2), 8: (2, 2, 2, 2)}
 SCALING_NETWORK = "sleeping"
+# Steps behind which DistributedDataParallel has built and sized its buckets for good.
+SETTLING_STEPS = 12
 SCALING_WHO = {"lockstep": "cpp", "python": "python"}
 
 
@@ -103,9 +105,9 @@ def is_hierarchical(layout):
     return len(set(layout)) == 1 and layout[0] > 1
 
 
-def bounded_turn(name, what, effort):
+def bounded_turn(name, what, effort, settle=1):
     """Of iterations that take a good part of a second each."""
-    return Turn(name, *what, seconds=0, most=effort.iterations, least=effort.iterations)
+    return Turn(name, *what, seconds=0, most=effort.iterations, least=effort.iterations, settle=settle)
 
 
 def whole(size, ranks):
@@ -137,7 +139,8 @@ def steps(fleet, results, net, effort, generator):
     place = Place(net, LAYOUTS[STEP_LAYOUT])
     cell = f"hosts_step.{SHAPED}.{STEP_LAYOUT}.{STEP_NETWORK}"
     add_steps(results, run_rounds(
-        [bounded_turn(f"{cell}.{who}", (fleet.job(kind, sum(place.layout), place), mode, STEP_NETWORK), effort)
+        [bounded_turn(f"{cell}.{who}", (fleet.job(kind, sum(place.layout), place), mode, STEP_NETWORK), effort,
+                      SETTLING_STEPS)
          for who, (kind, mode) in STEPS.items()], effort.rounds, generator))
     add_ratios(results, cell, ["python"], OURS)
     fleet.stop()
@@ -149,7 +152,7 @@ def scaling(fleet, results, net, effort, generator):
     cell = f"hosts_scaling.{SHAPED}"
     add_steps(results, run_rounds(
         [bounded_turn(f"{cell}.{ranks}.{who}", (fleet.job(kind, ranks, Place(net, SCALING[ranks])), "ddp", SCALING_NETWORK),
-                      effort) for ranks in effort.scaling_ranks for who, kind in SCALING_WHO.items()],
+                      effort, SETTLING_STEPS) for ranks in effort.scaling_ranks for who, kind in SCALING_WHO.items()],
         effort.scaling_rounds, generator))
     for ranks in effort.scaling_ranks:
         for who in SCALING_WHO:

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/bucket_sizes.h>
 
 namespace lockstep {
@@ -25,6 +26,21 @@ double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
+}
+
+/// What a group's place tells of its reductions.
+struct Surroundings {
+  double seconds_per_operation;
+  bool spare_core;
+};
+
+Surroundings surroundings_of(const ProcessGroup& group) {
+  const auto backend = lockstep_backend_of(*group);
+  // Between hosts a reduction mostly waits for the wire, which takes no core from the computation. A short one takes some
+  // round trips.
+  if (backend && backend->spans_hosts()) return {100e-6, true};
+  // Announcing, and waking the communication thread.
+  return {20e-6, usable_cores() > group->getSize() * at::get_num_threads()};
 }
 
 }  // namespace
@@ -110,11 +126,11 @@ BackwardProfile BucketSizes::profile() const {
     return std::pair(a.bytes, -a.seconds) < std::pair(b.bytes, -b.seconds);
   };
   const Reduction largest = *std::max_element(reductions_.begin(), reductions_.end(), by_bytes);
-  constexpr double kSecondsPerOperation = 20e-6;  // announcing, and waking the communication thread
-  profile.seconds_per_operation = kSecondsPerOperation;
-  profile.seconds_per_byte = std::max(0.0, largest.seconds - kSecondsPerOperation) /
+  const Surroundings where = surroundings_of(settings_.group());
+  profile.seconds_per_operation = where.seconds_per_operation;
+  profile.seconds_per_byte = std::max(0.0, largest.seconds - where.seconds_per_operation) /
                              std::max<double>(1, static_cast<double>(largest.bytes));
-  profile.spare_core = usable_cores() > settings_.group()->getSize() * at::get_num_threads();
+  profile.spare_core = where.spare_core;
   return profile;
 }
 
