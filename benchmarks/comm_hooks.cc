@@ -32,7 +32,6 @@
 
 namespace {
 
-using lockstep::ProcessGroup;
 using lockstep::bench::Command;
 using lockstep::bench::DdpModel;
 using lockstep::bench::Timings;

@@ -37,8 +37,6 @@
 namespace {
 
 using lockstep::bench::Board;
-using lockstep::bench::Calls;
-using lockstep::bench::Failure;
 using lockstep::bench::Plan;
 using lockstep::bench::Report;
 using lockstep::bench::State;

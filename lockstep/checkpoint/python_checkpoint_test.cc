@@ -21,7 +21,6 @@
 namespace lockstep::python_checkpoint_test {
 namespace {
 
-using c10::IValue;
 using ::testing::HasSubstr;
 using testing::message_of;
 

@@ -23,7 +23,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::message_of;
-using ::testing::Not;
 
 using Indices = std::vector<int64_t>;
 

@@ -12,7 +12,6 @@ namespace {
 
 namespace nn = torch::nn;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 /// What DistributedDataParallel and DataParallel look like from outside.
 template <class T>

@@ -20,7 +20,6 @@ namespace lockstep {
 namespace {
 
 using torch::optim::Optimizer;
-using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamGroup;
 
 /// Calls `visit(parameter)` for all parameters of all groups.

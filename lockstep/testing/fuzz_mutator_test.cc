@@ -8,7 +8,6 @@
 namespace lockstep::testing::fuzz_mutator_test {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::Ge;
 using ::testing::SizeIs;

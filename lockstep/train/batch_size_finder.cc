@@ -60,11 +60,6 @@ bool in_group() {
   return is_initialized() && get_world_size() > 1;
 }
 
-struct Measured {
-  int64_t bytes = 0;  // at most, on top of what there was
-  double seconds = 0;
-};
-
 int64_t largest(int64_t number) {
   if (!in_group()) return number;
   at::Tensor tensor = at::empty({1}, at::kLong).fill_(number);

@@ -22,7 +22,6 @@ namespace {
 
 namespace nn = torch::nn;
 using data::DistributedSampler;
-using data::Example;
 using ::testing::AllOf;
 using testing::copies;
 using testing::equal;

@@ -16,7 +16,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using testing::message_of;
-using ::testing::Not;
 using ::testing::Pair;
 
 RankDevice with_card(int rank, const std::string& card, const std::string& backend = "") {

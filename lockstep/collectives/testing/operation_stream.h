@@ -63,7 +63,6 @@ class OperationStream {
   std::string title_;
   Random common_;  // the same on all ranks
   Random local_;
-  SharedMemory shared_memory_;
   std::vector<size_t> deck_;  // operations still to come in this round
   std::deque<Pending> pending_;
   std::atomic<int> made_{0};

@@ -19,7 +19,6 @@ namespace lockstep::ddp_failure_test {
 namespace {
 
 namespace nn = torch::nn;
-using testing::close;
 using testing::copies;
 using testing::data;
 using testing::equal;

@@ -26,7 +26,6 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::AnyOf;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 using Channel = std::shared_ptr<HostChannel>;
