@@ -23,31 +23,45 @@ Optimizer& checked(const Schedulers& schedulers, const char* owner, Optimizer* o
   return *optimizer;
 }
 
-void save_parts(const Schedulers& schedulers, StateDict& state) {
-  std::vector<StateDict> parts;
-  for (const auto& scheduler : schedulers) parts.push_back(scheduler->state_dict());
-  state["_schedulers"] = to_object(parts);
+}  // namespace
+
+ComposedScheduler::ComposedScheduler(Schedulers schedulers, Optimizer* optimizer, const char* name)
+    : LRScheduler(checked(schedulers, name, optimizer), name), schedulers_(std::move(schedulers)) {}
+
+void ComposedScheduler::undo_initial_step() {
+  for (const auto& scheduler : schedulers_) scheduler->undo_initial_step();
 }
 
-void load_parts(const Schedulers& schedulers, const StateDict& state, const std::string& owner) {
-  const auto parts = state_value<std::vector<StateDict>>(state, "_schedulers", owner);
-  TORCH_CHECK_VALUE(parts.size() == schedulers.size(), owner, "::load_state_dict: the state has ",
-                    parts.size(), " schedulers, this has ", schedulers.size(),
-                    "; construct it as the one that wrote the state");
-  for (size_t index = 0; index < parts.size(); ++index) schedulers[index]->load_state_dict(parts[index]);
-}
-
-[[noreturn]] void throw_no_epoch(const std::string& owner) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, owner,
+void ComposedScheduler::step(double /*epoch*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, name(),
                               "::step takes no epoch, as in Python: its schedulers count their own");
 }
 
-}  // namespace
+std::vector<double> ComposedScheduler::get_lr() {
+  return last_lr_;
+}
+
+StateDict ComposedScheduler::state_dict() const {
+  StateDict state;
+  state_fields().save(state);
+  std::vector<StateDict> parts;
+  for (const auto& scheduler : schedulers_) parts.push_back(scheduler->state_dict());
+  state["_schedulers"] = to_object(parts);
+  return state;
+}
+
+void ComposedScheduler::load_state_dict(const StateDict& state) {
+  const auto parts = state_value<std::vector<StateDict>>(state, "_schedulers", name());
+  TORCH_CHECK_VALUE(parts.size() == schedulers_.size(), name(), "::load_state_dict: the state has ",
+                    parts.size(), " schedulers, this has ", schedulers_.size(),
+                    "; construct it as the one that wrote the state");
+  for (size_t index = 0; index < parts.size(); ++index) schedulers_[index]->load_state_dict(parts[index]);
+  state_fields().load(state, name());
+}
 
 SequentialLR::SequentialLR(Optimizer& optimizer, Schedulers schedulers, std::vector<int64_t> milestones,
                            int64_t last_epoch)
-    : LRScheduler(checked(schedulers, "SequentialLR", &optimizer), "SequentialLR"),
-      schedulers_(std::move(schedulers)),
+    : ComposedScheduler(std::move(schedulers), &optimizer, "SequentialLR"),
       milestones_(std::move(milestones)) {
   TORCH_CHECK_VALUE(milestones_.size() == schedulers_.size() - 1,
                     "Sequential Schedulers expects number of schedulers provided to be one more than the "
@@ -55,10 +69,9 @@ SequentialLR::SequentialLR(Optimizer& optimizer, Schedulers schedulers, std::vec
                     schedulers_.size(), " and the number of milestones to be equal to ", milestones_.size());
   for (size_t index = 1; index < schedulers_.size(); ++index) {
     const auto* scheduler = schedulers_[index].get();
-    TORCH_CHECK_VALUE(
-        !dynamic_cast<const SequentialLR*>(scheduler) && !dynamic_cast<const ChainedScheduler*>(scheduler),
-        "SequentialLR: the ", scheduler->name(), " at index ", index,
-        " can't begin in the middle; only the first scheduler may be made of others");
+    TORCH_CHECK_VALUE(!dynamic_cast<const ComposedScheduler*>(scheduler), "SequentialLR: the ",
+                      scheduler->name(), " at index ", index,
+                      " can't begin in the middle; only the first scheduler may be made of others");
   }
   last_epoch_ = last_epoch + 1;
   std::vector<double> initial_lrs;
@@ -75,11 +88,6 @@ SequentialLR::SequentialLR(Optimizer& optimizer, Schedulers schedulers, std::vec
   state_fields().add("_last_lr", last_lr_);
 }
 
-/// The parts' only: Python leaves the epoch of a SequentialLR within a SequentialLR as it is.
-void SequentialLR::undo_initial_step() {
-  for (const auto& scheduler : schedulers_) scheduler->undo_initial_step();
-}
-
 void SequentialLR::step() {
   ++last_epoch_;
   const auto index =
@@ -93,59 +101,14 @@ void SequentialLR::step() {
   last_lr_ = scheduler.get_last_lr();
 }
 
-void SequentialLR::step(double /*epoch*/) {
-  throw_no_epoch(name());
-}
-
-std::vector<double> SequentialLR::get_lr() {
-  return last_lr_;
-}
-
-StateDict SequentialLR::state_dict() const {
-  StateDict state;
-  state_fields().save(state);
-  save_parts(schedulers_, state);
-  return state;
-}
-
-void SequentialLR::load_state_dict(const StateDict& state) {
-  load_parts(schedulers_, state, name());
-  state_fields().load(state, name());
-}
-
 ChainedScheduler::ChainedScheduler(Schedulers schedulers, Optimizer* optimizer)
-    : LRScheduler(checked(schedulers, "ChainedScheduler", optimizer), "ChainedScheduler"),
-      schedulers_(std::move(schedulers)) {
+    : ComposedScheduler(std::move(schedulers), optimizer, "ChainedScheduler") {
   state_fields().add("_last_lr", last_lr_);
-}
-
-void ChainedScheduler::undo_initial_step() {
-  for (const auto& scheduler : schedulers_) scheduler->undo_initial_step();
 }
 
 void ChainedScheduler::step() {
   for (const auto& scheduler : schedulers_) scheduler->step();
   last_lr_ = current_lrs();
-}
-
-void ChainedScheduler::step(double /*epoch*/) {
-  throw_no_epoch(name());
-}
-
-std::vector<double> ChainedScheduler::get_lr() {
-  return last_lr_;
-}
-
-StateDict ChainedScheduler::state_dict() const {
-  StateDict state;
-  state_fields().save(state);
-  save_parts(schedulers_, state);
-  return state;
-}
-
-void ChainedScheduler::load_state_dict(const StateDict& state) {
-  load_parts(schedulers_, state, name());
-  state_fields().load(state, name());
 }
 
 }  // namespace lockstep::lr_scheduler

@@ -133,8 +133,8 @@ class LRScheduler {
   std::vector<double> last_lr_;
 
  private:
+  friend class ComposedScheduler;
   friend class SequentialLR;
-  friend class ChainedScheduler;
 
   torch::optim::Optimizer& optimizer_;
   std::string name_;
