@@ -17,10 +17,10 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/base/environment.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/failure_report.h>
+#include <lockstep/launch/testing/child_program.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/testing/temporary_folder.h>
 
@@ -31,84 +31,24 @@ using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
-
-std::string lockstep_binary() {
-  const std::string folder =
-      environment::text("LOCKSTEP_BIN_DIR")
-          .value_or(std::filesystem::read_symlink("/proc/self/exe").parent_path().string());
-  return folder + "/lockstep";
-}
-
-std::string read_all(int fd) {
-  std::string text;
-  char buffer[4096];
-  ssize_t got = 0;
-  while ((got = ::read(fd, buffer, sizeof(buffer))) > 0) text.append(buffer, static_cast<size_t>(got));
-  return text;
-}
+using testing::program_path;
 
 std::string file_content(const std::filesystem::path& path) {
   std::ifstream file(path);
   return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
-/// The launcher's program as a child of the test, with pipes for its output and a folder for whatever it
-/// writes.
-class Launcher {
- public:
+struct Launcher : testing::ChildProgram {
   explicit Launcher(std::vector<std::string> arguments,
-                    const std::map<std::string, std::string>& environment = {}) {
-    arguments.insert(arguments.begin(), lockstep_binary());
-    std::vector<char*> argv;
-    for (auto& argument : arguments) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    int out_ends[2];
-    int err_ends[2];
-    if (::pipe2(out_ends, O_CLOEXEC) != 0 || ::pipe2(err_ends, O_CLOEXEC) != 0) std::abort();
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      ::dup2(out_ends[1], 1);
-      ::dup2(err_ends[1], 2);
-      for (const auto& [name, value] : environment) ::setenv(name.c_str(), value.c_str(), 1);
-      ::execv(argv[0], argv.data());
-      ::_exit(126);
-    }
-    ::close(out_ends[1]);
-    ::close(err_ends[1]);
-    out_.reset(out_ends[0]);
-    err_.reset(err_ends[0]);
-  }
-  ~Launcher() {
-    if (pid_ > 0) finish();
-  }
-
-  pid_t pid() const { return pid_; }
-  /// One line of its standard output, waited for.
-  std::string line() {
-    std::string text;
-    char byte = 0;
-    while (::read(out_.get(), &byte, 1) == 1 && byte != '\n') text += byte;
-    return text;
-  }
-  void kill(int signal) const { ::kill(pid_, signal); }
-  /// Waits for its end. The workers hold no end of its pipes, so that reading needs no thread for small
-  /// outputs.
-  int finish() {
-    out += read_all(out_.get());
-    err += read_all(err_.get());
-    int status = -1;
-    ::waitpid(pid_, &status, 0);
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-  }
-
-  std::string out;
-  std::string err;
+                    const std::map<std::string, std::string>& environment = {})
+      : ChildProgram(command(std::move(arguments)), environment) {}
+  void kill(int signal) const { ::kill(pid(), signal); }
 
  private:
-  pid_t pid_ = -1;
-  UniqueFd out_;
-  UniqueFd err_;
+  static std::vector<std::string> command(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), program_path("lockstep"));
+    return arguments;
+  }
 };
 
 /// Runs `lockstep run /bin/sh -c SCRIPT` to its end.
@@ -473,7 +413,7 @@ TEST(Run, OutputGoesOnWhenItsReaderIsGone) {
   const testing::TemporaryFolder folder;
   const std::string marker = folder.path("marker");
   Launcher launcher({"run", "/bin/sh", "-c",
-                     lockstep_binary() +
+                     program_path("lockstep") +
                          " run sh -c 'i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done; "
                          "echo finished > " +
                          marker + "' | head -1"});

@@ -1,6 +1,5 @@
 #include <cstdlib>
 #include <fcntl.h>
-#include <filesystem>
 #include <gmock/gmock.h>
 #include <map>
 #include <set>
@@ -18,6 +17,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/spawn.h>
 #include <lockstep/launch/spawn_processes.h>
+#include <lockstep/launch/testing/child_program.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 
 namespace lockstep::spawn_test {
@@ -25,104 +25,64 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// spawn_probe in a process of its own, its output in a pipe.
-class Probe {
- public:
-  explicit Probe(const std::string& name) {
-    const std::string folder =
-        environment::text("LOCKSTEP_BIN_DIR")
-            .value_or(std::filesystem::read_symlink("/proc/self/exe").parent_path().string());
-    const std::string path = folder + "/spawn_probe";
-    int ends[2];
-    if (::pipe2(ends, O_CLOEXEC) != 0) std::abort();
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      ::dup2(ends[1], 1);
-      ::setenv("PROBE", "from the test", 1);
-      ::execl(path.c_str(), path.c_str(), name.c_str(), nullptr);
-      ::_exit(126);
-    }
-    ::close(ends[1]);
-    out_.reset(ends[0]);
-  }
-  ~Probe() {
-    if (pid_ > 0) finish();
-  }
-  pid_t pid() const { return pid_; }
-  std::string line() {
-    std::string text;
-    char byte = 0;
-    while (::read(out_.get(), &byte, 1) == 1 && byte != '\n') text += byte;
-    return text;
-  }
-  /// Exit status or minus the signal; `lines` and `text` hold the rest of the output.
-  int finish() {
-    char buffer[4096];
-    ssize_t got = 0;
-    while ((got = ::read(out_.get(), buffer, sizeof(buffer))) > 0)
-      text.append(buffer, static_cast<size_t>(got));
-    std::istringstream stream(text);
-    for (std::string each; std::getline(stream, each);) lines.insert(each);
-    int status = -1;
-    ::waitpid(pid_, &status, 0);
-    pid_ = -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-  }
-
-  std::string text;
-  std::multiset<std::string> lines;
-
- private:
-  pid_t pid_ = -1;
-  UniqueFd out_;
-};
-
 using Lines = std::multiset<std::string>;
+
+/// spawn_probe in a process of its own.
+struct Probe : testing::ChildProgram {
+  explicit Probe(const std::string& name)
+      : ChildProgram({testing::program_path("spawn_probe"), name}, {{"PROBE", "from the test"}}) {}
+  Lines lines() const {
+    Lines lines;
+    std::istringstream stream(out);
+    for (std::string each; std::getline(stream, each);) lines.insert(each);
+    return lines;
+  }
+};
 
 TEST(Spawn, CallsTheFunctionWithRankAndArguments) {
   Probe probe("arguments");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines, (Lines{"hello 0 42", "hello 1 42", "behind"}))
+  EXPECT_EQ(probe.lines(), (Lines{"hello 0 42", "hello 1 42", "behind"}))
       << "only the parent goes on behind the call";
 }
 
 TEST(Spawn, GivesTheEnvironmentForInitProcessGroup) {
   Probe probe("environment");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines, (Lines{"0 0 0 2 2 127.0.0.1 True from the test port exit_status",
-                                "1 1 1 2 2 127.0.0.1 True from the test port exit_status"}));
+  EXPECT_EQ(probe.lines(), (Lines{"0 0 0 2 2 127.0.0.1 True from the test port exit_status",
+                                  "1 1 1 2 2 127.0.0.1 True from the test port exit_status"}));
 }
 
 TEST(Spawn, SeveralCallsAreToldApart) {
   Probe probe("calls");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines, (Lines{"a0", "b0", "b1", "c0", "c1", "c2", "behind"}));
+  EXPECT_EQ(probe.lines(), (Lines{"a0", "b0", "b1", "c0", "c1", "c2", "behind"}));
 }
 
 TEST(Spawn, ChildrenFlushAndDestroyStatics) {
   Probe probe("statics");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines, (Lines{"buffered", "static destroyed", "static destroyed"}));
+  EXPECT_EQ(probe.lines(), (Lines{"buffered", "static destroyed", "static destroyed"}));
 }
 
 TEST(Spawn, RethrowsTheMessageOfTheFirstFailure) {
   Probe probe("throw");
   EXPECT_EQ(probe.finish(), 3);
-  EXPECT_EQ(probe.text,
+  EXPECT_EQ(probe.out,
             "raised 1: \n\n-- Process 1 terminated with the following error:\nstd::invalid_argument: boom in "
             "rank 1\n\n");
   Probe other("throw-int");
   EXPECT_EQ(other.finish(), 3);
-  EXPECT_THAT(other.text, HasSubstr("no std::exception"));
+  EXPECT_THAT(other.out, HasSubstr("no std::exception"));
 }
 
 TEST(Spawn, TellsExitCodesAndSignals) {
   Probe exits("exit");
   EXPECT_EQ(exits.finish(), 3);
-  EXPECT_EQ(exits.text, "exited 1 code 7 no signal: process 1 terminated with exit code 7\n");
+  EXPECT_EQ(exits.out, "exited 1 code 7 no signal: process 1 terminated with exit code 7\n");
   Probe killed("kill");
   EXPECT_EQ(killed.finish(), 3);
-  EXPECT_EQ(killed.text, "exited 1 code -9 SIGKILL: process 1 terminated with signal SIGKILL\n");
+  EXPECT_EQ(killed.out, "exited 1 code -9 SIGKILL: process 1 terminated with signal SIGKILL\n");
 }
 
 TEST(Spawn, MisuseIsAClearError) {
@@ -135,14 +95,14 @@ TEST(Spawn, MisuseIsAClearError) {
   for (const auto& [name, words] : cases) {
     Probe probe(name);
     EXPECT_EQ(probe.finish(), 3) << name;
-    EXPECT_THAT(probe.text, HasSubstr(words)) << name;
+    EXPECT_THAT(probe.out, HasSubstr(words)) << name;
   }
 }
 
 TEST(Spawn, AProgramStartedByTheFunctionIsNoChildOfSpawn) {
   Probe probe("descendants");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines, (Lines{"hello 0 42", "hello 1 42", "behind"}));
+  EXPECT_EQ(probe.lines(), (Lines{"hello 0 42", "hello 1 42", "behind"}));
 }
 
 TEST(Spawn, AnInterruptEndsTheChildrenAndThenTheParent) {
