@@ -146,6 +146,15 @@ class Hosts:
     def heal(self, host):
         self._at_switch(f"link set dev port{host} master switch")
 
+    def set_mtu(self, host, mtu):
+        """Of the host's device alone, as when a host's network is set up anew."""
+        self._ip(host, f"link set dev {DEVICE} mtu {mtu}")
+
+    def set_rate(self, host, rate):
+        """Of what the host sends."""
+        shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+        self._check([*self._enter(host), "tc", "qdisc", "replace", "dev", DEVICE, *shape])
+
     def close(self):
         """Kills what still runs on the hosts; with the last process of each its namespaces go."""
         try:

@@ -179,6 +179,48 @@ TEST_F(Hosts, AKilledRankIsNamedOnAll) {
   }
 }
 
+/// Runs a group of so many ranks on two hosts, the last of which stops itself. What the others then say of it; the first
+/// one lets it go on.
+void stop_the_last(int ranks, std::chrono::milliseconds timeout,
+                   const std::function<void(const std::string& error)>& check) {
+  run_ranks(ranks,
+            [&](int rank) {
+              auto world = init_process_group();
+              auto group = new_group({}, timeout);
+              std::vector<int> others;
+              for (int other = 0; other + 1 < ranks; ++other) others.push_back(other);
+              const auto survivors = new_group(others);
+              at::Tensor pid = at::full({}, static_cast<int64_t>(::getpid()), at::kLong);
+              broadcast(pid, ranks - 1);
+              if (rank == ranks - 1) {
+                ::raise(SIGSTOP);
+                message_of<c10::Error>([&] { all_reduce(at::ones({1}), ReduceOp::SUM, group); });
+                return;
+              }
+              at::Tensor tensor = at::full({5000}, rank, at::kFloat);
+              const at::Tensor before = tensor.clone();
+              check(message_of<c10::Error>([&] { all_reduce(tensor, ReduceOp::SUM, group); }));
+              EXPECT_TRUE(at::equal(tensor, before));
+              barrier(survivors);
+              if (rank == 0) ::kill(static_cast<pid_t>(pid.item<int64_t>()), SIGCONT);
+            },
+            {.hosts = 2, .environment = {{"LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", "2"}}});
+}
+
+TEST_F(Hosts, AStoppedRankIsNamedAndTheOperationsTimeoutDecides) {
+  stop_the_last(4, 5s, [](const std::string& error) {
+    EXPECT_THAT(error, AllOf(HasSubstr("timed out"), HasSubstr("rank 3 (pid"), HasSubstr("on host-1)"),
+                             HasSubstr("is stopped (by SIGSTOP")));
+  });
+}
+
+TEST_F(Hosts, AStoppedRankAloneOnItsHostIsUnreachableAtTheLimit) {
+  stop_the_last(3, 60s, [](const std::string& error) {
+    EXPECT_THAT(error, AllOf(HasSubstr("rank 2 (pid"), HasSubstr("is unreachable: silent for"),
+                             HasSubstr("it is stopped, its host is lost, or the wire is cut")));
+  });
+}
+
 /// The last of so many ranks on two hosts dies in init_process_group(), at a pass of a failpoint. What the others say.
 void die_in_init(int ranks, const std::string& failpoint, int pass, const std::string& expected) {
   SCOPED_TRACE(failpoint);

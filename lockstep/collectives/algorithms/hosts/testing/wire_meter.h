@@ -77,6 +77,7 @@ class WireMeter {
       engine_->receive(operation, tag, data, bytes);
     }
     void cancel(transport::wire::Operation& operation) override { engine_->cancel(operation); }
+    void abandon(int rank, const std::string& reason) override { engine_->abandon(rank, reason); }
     bool progress() override { return engine_->progress(); }
     bool arm() override { return engine_->arm(); }
     int event_fd() const override { return engine_->event_fd(); }
