@@ -54,9 +54,9 @@ void HostTransport::look_at_far_ranks() {
     Peer& peer = *peers_[rank];
     if (is_here(rank) || !peer.met.load(std::memory_order_relaxed) || has_ended(rank)) continue;
     const bool awaited = wire_->awaits(rank) || peer.witness;
-    const uint32_t arrivals = wire_->arrivals(rank);
+    const uint32_t activity = wire_->activity(rank);
     std::unique_lock lock(segments_mutex_);
-    if (std::exchange(peer.arrivals, arrivals) != arrivals) peer.life->hear();
+    if (std::exchange(peer.activity, activity) != activity) peer.life->hear();
     const auto action = peer.life->look(now, awaited);
     const bool stopped = peer.life->is_stopped();
     const bool still = peer.life->state() != PeerState::kAlive;

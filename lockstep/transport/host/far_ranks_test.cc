@@ -187,8 +187,8 @@ TEST(FarRanks, ARankThatComputesAnswersAndIsAwaited) {
     if (channel.rank() == 0) {
       std::thread counter([&] {
         // An answer comes for each interval of silence; the limit has passed after these.
-        const uint32_t before = channel.transport().wire().arrivals(1);
-        while (channel.transport().wire().arrivals(1) - before < 7) std::this_thread::yield();
+        const uint32_t before = channel.transport().wire().activity(1);
+        while (channel.transport().wire().activity(1) - before < 7) std::this_thread::yield();
         EXPECT_EQ(channel.transport().state_of(1), PeerState::kAlive);
         met.arrive_and_wait();
       });

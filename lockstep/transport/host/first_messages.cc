@@ -93,7 +93,7 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
     silent += std::min<std::chrono::nanoseconds>(now - looked, 2 * kLookInterval);
     looked = now;
     for (const Meeting& meeting : meetings) {
-      const bool has_spoken = wire.arrivals(meeting.rank) != 0 || meeting.small->done();
+      const bool has_spoken = wire.activity(meeting.rank) != 0 || meeting.small->done();
       TORCH_CHECK_WITH(DistBackendError, silent < with.silence_limit || has_spoken,
                        fail(meeting, "nothing has come for " + format_duration(with.silence_limit) +
                                          "; does a firewall lie between them, are these the wrong "

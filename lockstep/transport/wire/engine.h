@@ -70,8 +70,9 @@ class Engine {
   /// For poll(2), level-triggered.
   virtual int event_fd() const = 0;
 
-  /// Changes whenever bytes from that rank have come into a receive. From any thread.
-  uint32_t arrivals(int rank) const { return arrivals_[rank].load(std::memory_order_relaxed); }
+  /// Changes whenever bytes from that rank have come into a receive, or data for it have left: not so for control
+  /// messages (channel 0), which fit into buffers that need no rank at the other end. From any thread.
+  uint32_t activity(int rank) const { return activity_[rank].load(std::memory_order_relaxed); }
 
   // Told from within the functions above; must not call the engine.
   /// Once for each operation, after its status was stored.
@@ -84,8 +85,8 @@ class Engine {
 
  protected:
   /// One thread at a time, as all that changes the engine.
-  void note_arrival(int rank) {
-    arrivals_[rank].store(arrivals_[rank].load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  void note_activity(int rank) {
+    activity_[rank].store(activity_[rank].load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
   void finish(Operation& operation, RequestStatus status, size_t bytes = 0) {
     operation.bytes = bytes;
@@ -94,7 +95,7 @@ class Engine {
   }
 
  private:
-  const std::unique_ptr<std::atomic<uint32_t>[]> arrivals_ =
+  const std::unique_ptr<std::atomic<uint32_t>[]> activity_ =
       std::make_unique<std::atomic<uint32_t>[]>(kMaxRanks);
 };
 

@@ -227,6 +227,7 @@ class ThreadEngine final : public Engine {
     if (!std::exchange(box.news, false)) return false;
     for (const auto& [operation, status] : std::exchange(box.sent, {})) {
       const size_t bytes = long_sends_.at(operation)->bytes;
+      note_activity(operation->peer);
       long_sends_.erase(operation);
       finish(*operation, status, bytes);
     }
@@ -285,7 +286,7 @@ class ThreadEngine final : public Engine {
     }
     if (message.bytes > receive.bytes) return finish(*receive.operation, RequestStatus::kFailed);
     if (message.bytes != 0) std::memcpy(receive.data, message.data, message.bytes);
-    note_arrival(std::get<0>(message.key));
+    note_activity(std::get<0>(message.key));
     finish(*receive.operation, RequestStatus::kSucceeded, message.bytes);
   }
 

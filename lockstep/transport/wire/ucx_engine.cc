@@ -45,6 +45,7 @@ struct UcxTransfer {
   UcxPeer* peer = nullptr;
   Operation* operation = nullptr;  // none once it is done
   bool is_send = false;
+  bool is_data = false;       // not a control message
   std::byte* data = nullptr;  // null: no longer to be touched
   size_t bytes = 0;
   size_t moved = 0;                  // of a receive: how far; what UCX tells of it is not always set
@@ -368,6 +369,7 @@ void UcxEngine::send(Operation& operation, Tag tag, const void* data, size_t byt
   if (!ensure_endpoint(peer)) return finish(operation, RequestStatus::kPeerLost);
   peer.has_sent = true;
   UcxTransfer& transfer = add_transfer(peer, operation, true, data, bytes);
+  transfer.is_data = tag.channel != 0;
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE;
   params.cb.send = on_sent;
@@ -438,6 +440,8 @@ void UcxEngine::abandon(int rank, const std::string& reason) {
 size_t UcxEngine::pack(void* transfer, size_t offset, void* to, size_t most) {
   const auto& self = *static_cast<const UcxTransfer*>(transfer);
   const size_t bytes = std::min(most, self.bytes - offset);
+  // Bytes leave as long as the other end makes room for them.
+  if (self.is_data) self.peer->engine->note_activity(self.peer->rank);
   if (self.data != nullptr) {
     std::memcpy(to, self.data + offset, bytes);
   } else {
@@ -450,7 +454,7 @@ ucs_status_t UcxEngine::unpack(void* transfer, size_t offset, const void* from, 
   auto& self = *static_cast<UcxTransfer*>(transfer);
   if (offset > self.bytes || bytes > self.bytes - offset) return UCS_ERR_MESSAGE_TRUNCATED;
   self.moved = std::max(self.moved, offset + bytes);
-  self.peer->engine->note_arrival(self.peer->rank);
+  self.peer->engine->note_activity(self.peer->rank);
   if (self.data != nullptr) std::memcpy(self.data + offset, from, bytes);
   return UCS_OK;
 }

@@ -67,8 +67,8 @@ class Wire {
   /// Gives a rank up, as if its connection were lost: all requests with it are done when this returns, as kPeerLost, and
   /// their memory is not touched any more.
   void abandon(int rank, const std::string& reason);
-  /// Changes whenever bytes from that rank have come.
-  uint32_t arrivals(int rank) const { return engine_->arrivals(rank); }
+  /// As Engine::activity().
+  uint32_t activity(int rank) const { return engine_->activity(rank); }
   /// Whether requests with that rank are pending, but for control messages (channel 0).
   bool awaits(int rank) const { return awaited_[rank].load(std::memory_order_relaxed) > 0; }
 

@@ -362,10 +362,10 @@ TEST_P(Wires, AnAbandonedRankTouchesNoMemoryAnyMore) {
   EXPECT_EQ(in, Bytes(1000, 9));
 }
 
-TEST_P(Wires, ArrivalsAndAwaitedRanksAreCounted) {
+TEST_P(Wires, ActivityAndAwaitedRanksAreCounted) {
   const auto places = make(3);
   Wire& wire = *places[0]->wire;
-  const uint32_t before = wire.arrivals(1);
+  const uint32_t before = wire.activity(1);
   Bytes in(100), control(100);
   const Handle asked = wire.receive(1, {0, 0}, control.data(), control.size(), &places[0]->bell);
   EXPECT_FALSE(wire.awaits(1)) << "control messages do not count";
@@ -375,8 +375,15 @@ TEST_P(Wires, ArrivalsAndAwaitedRanksAreCounted) {
   EXPECT_EQ(places[1]->send(0, {1, 0}, pattern(100, 1)), RequestStatus::kSucceeded);
   EXPECT_EQ(places[0]->wait(awaited), RequestStatus::kSucceeded);
   EXPECT_FALSE(wire.awaits(1));
-  EXPECT_NE(wire.arrivals(1), before);
-  EXPECT_EQ(wire.arrivals(2), 0u);
+  EXPECT_NE(wire.activity(1), before);
+  EXPECT_EQ(wire.activity(2), 0u);
+  // So it is with long messages that leave.
+  const uint32_t quiet = places[1]->wire->activity(0);
+  const Bytes longer = pattern(kLong, 2);
+  const Handle sending = places[1]->wire->send(0, {1, 1}, longer.data(), kLong, &places[1]->bell);
+  EXPECT_EQ(places[0]->receive(1, {1, 1}, kLong), longer);
+  EXPECT_EQ(places[1]->wait(sending), RequestStatus::kSucceeded);
+  EXPECT_NE(places[1]->wire->activity(0), quiet);
   wire.cancel(asked);
 }
 
