@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <fcntl.h>
+#include <sys/eventfd.h>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -18,10 +18,10 @@ namespace {
 /// Others of a host that are asked how a rank of it is.
 constexpr size_t kMostWitnesses = 8;
 
-/// Whether this process can't open a descriptor, by which an engine loses connections. The descriptor is any open one.
-bool has_no_descriptor_left(int descriptor) {
-  const UniqueFd copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
-  return !copy && (errno == EMFILE || errno == ENFILE);
+/// By which an engine loses connections.
+bool has_no_descriptor_left() {
+  const UniqueFd any(::eventfd(0, EFD_CLOEXEC));
+  return !any && (errno == EMFILE || errno == ENFILE);
 }
 
 /// In tenths of a second: how often this rank looks says no more.
@@ -158,7 +158,7 @@ void HostTransport::give_up(int rank) {
 
 /// Of the engine, in any thread.
 void HostTransport::hear_loss(int rank, const std::string& reason) {
-  const bool own_fault = has_no_descriptor_left(stop_event_ ? stop_event_.get() : 0);
+  const bool own_fault = has_no_descriptor_left();
   LOCKSTEP_LOG(kInfo) << "the connection to " << describe(rank) << " is lost: " << reason;
   {
     std::lock_guard lock(segments_mutex_);

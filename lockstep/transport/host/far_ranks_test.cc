@@ -4,8 +4,10 @@
 #include <gmock/gmock.h>
 #include <memory>
 #include <string>
+#include <sys/resource.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -201,6 +203,31 @@ TEST(FarRanks, ARankThatComputesAnswersAndIsAwaited) {
     begin(channel);
     channel.await({channel.send(0, &mine, sizeof mine)});
     finish(channel);
+  });
+}
+
+TEST(FarRanks, WithoutDescriptorsALostConnectionIsAFaultOfThisProcess) {
+  CutHosts hosts({0, 1}, 10s);
+  std::barrier met(2);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    const int other = 1 - channel.rank();
+    if (channel.rank() == 0) {
+      const rlimit none{1, before.rlim_max};
+      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+      hosts.hub->disconnect(0, 1);
+    }
+    while (channel.transport().state_of(other) == PeerState::kAlive) std::this_thread::yield();
+    EXPECT_EQ(channel.transport().state_of(other), PeerState::kOwnFault);
+    EXPECT_THAT(channel.transport().describe_end(other),
+                AllOf(StartsWith(name(other, other) + " is out of reach by a fault of " +
+                                 name(channel.rank(), channel.rank())),
+                      HasSubstr("no file descriptor left")));
+    met.arrive_and_wait();
+    if (channel.rank() == 0) ::setrlimit(RLIMIT_NOFILE, &before);
+    met.arrive_and_wait();
   });
 }
 

@@ -13,6 +13,7 @@ bool is_final(PeerState state) {
 
 void PeerLiveness::hear() {
   silent_ = Duration(0);
+  looked_.reset();  // silence counts from the next look
   stopped_ = false;
   if (!is_final(state_)) state_ = PeerState::kAlive;
 }
@@ -29,7 +30,6 @@ void PeerLiveness::end(PeerState state) {
 PeerLiveness::Action PeerLiveness::look(Time now, bool awaited) {
   if (is_final(state_)) return Action::kNone;
   if (!awaited) {
-    looked_.reset();
     hear();
     return Action::kNone;
   }

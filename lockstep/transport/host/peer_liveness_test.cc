@@ -56,6 +56,7 @@ TEST(PeerLiveness, AWordEndsASuspicion) {
   EXPECT_EQ(peer.life.state(), PeerState::kSuspected);
   peer.life.hear();
   EXPECT_EQ(peer.life.state(), PeerState::kAlive);
+  EXPECT_EQ(peer.look(), Action::kNone);
   EXPECT_EQ(peer.life.silence(), 0s);
   EXPECT_EQ(peer.look(), Action::kHeartbeat);
 }
