@@ -311,6 +311,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"segment", set_variable("LOCKSTEP_SEGMENT_MB", "64M"), kProblem, "variables", "'64M'",
              "1048576"},
         Case{"segment 0", set_variable("LOCKSTEP_SEGMENT_MB", "0"), kProblem, "variables", "'0'", "1048576"},
+        Case{"heartbeat", set_variable("LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", "1.5"), kProblem, "variables", "'1.5'",
+             "86400"},
         Case{"flight", set_variable("LOCKSTEP_FLIGHT_RECORDS", "50001"), kProblem, "variables", "'50001'",
              "0 to 50000"},
         Case{"failpoints", set_variable("LOCKSTEP_FAILPOINTS", "announce=kill(9)"), kWarning, "variables",
