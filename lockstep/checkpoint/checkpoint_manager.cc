@@ -38,6 +38,7 @@ namespace {
 
 using checkpoint::internal::Failure;
 using checkpoint::internal::FolderLock;
+using checkpoint::internal::FolderOwner;
 using checkpoint::internal::MemberRanks;
 using checkpoint::internal::SaveJob;
 using checkpoint::internal::SaveSchedule;
@@ -81,15 +82,15 @@ void check_is_there(const std::filesystem::path& directory) {
 /// For whom this process has had folders: managers that follow each other are of one job.
 struct Owners {
   std::mutex mutex;
-  std::map<std::filesystem::path, FolderLock::Owner> by_folder;  // guarded by mutex
+  std::map<std::filesystem::path, FolderOwner> by_folder;  // guarded by mutex
 };
 PerProcess<Owners> owners;
 
 /// This process's, for its part of the job. `job`: empty for what it was before, or a new one.
-FolderLock::Owner owner_of(const std::filesystem::path& folder, const std::string& job = {}) {
+FolderOwner owner_of(const std::filesystem::path& folder, const std::string& job = {}) {
   Owners& all = owners.get();
   const std::lock_guard guard(all.mutex);
-  FolderLock::Owner& owner = all.by_folder[folder];
+  FolderOwner& owner = all.by_folder[folder];
   if (!job.empty()) owner.job = job;
   if (owner.job.empty()) owner.job = to_hex(random_bytes<16>());
   owner.generation = std::max(owner.generation, world_defaults().value_or(WorldDefaults{}).generation);
@@ -100,7 +101,7 @@ FolderLock::Owner owner_of(const std::filesystem::path& folder, const std::strin
 /// group's timeout.
 std::unique_ptr<FolderLock> lock_together(const CheckpointManagerOptions& options, const MemberRanks& ranks) {
   std::unique_ptr<FolderLock> lock;
-  FolderLock::Owner owner;
+  FolderOwner owner;
   Failure failure;
   std::exception_ptr interruption;
   if (ranks.leads()) {
@@ -215,7 +216,7 @@ class CheckpointManager::Implementation {
     const MemberRanks alone(ranks_.rank(), ranks_.group_size());
     // One that has gone on without the leader takes the folder over.
     std::unique_ptr<FolderLock> own_lock;
-    FolderLock::Owner owner = owner_of(options_.directory);
+    FolderOwner owner = owner_of(options_.directory);
     owner.shares_with_own = true;
     if (!lock_ && owner.generation > 0) {
       own_lock = FolderLock::acquire(options_.directory, std::chrono::nanoseconds(0), owner);

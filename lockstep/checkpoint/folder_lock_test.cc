@@ -33,6 +33,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using checkpoint::internal::FolderLock;
+using checkpoint::internal::FolderOwner;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
@@ -164,7 +165,7 @@ TEST(FolderLock, IsTakenOverByTheLaterGenerationOfItsJob) {
                 }
                 barrier();
                 if (rank == 1) {
-                  const auto in_use = [&](const FolderLock::Owner& owner) {
+                  const auto in_use = [&](const FolderOwner& owner) {
                     return message_of<CheckpointError>([&] { FolderLock::acquire(folder, 0s, owner); });
                   };
                   EXPECT_THAT(in_use({.job = "b", .generation = 2}), HasSubstr("is in use"));

@@ -105,7 +105,7 @@ std::optional<Lease> read_lease(const UniqueFd& file) {
 }
 
 /// A disk that is full keeps it from being written: then others are not told which process has the lock.
-void write_lease(const UniqueFd& file, const FolderLock::Owner& owner) {
+void write_lease(const UniqueFd& file, const FolderOwner& owner) {
   const nlohmann::json lease = {{"host", host_name()},
                                 {"pid", static_cast<int64_t>(::getpid())},
                                 {"process_start", start_of(::getpid())},
@@ -120,14 +120,14 @@ void write_lease(const UniqueFd& file, const FolderLock::Owner& owner) {
 }
 
 /// Whether the job of `owner` has gone on without the process that has the lock.
-bool supersedes(const FolderLock::Owner& owner, const Lease& lease) {
+bool supersedes(const FolderOwner& owner, const Lease& lease) {
   return !owner.job.empty() && lease.job == owner.job &&
          (lease.generation < owner.generation ||
           (owner.shares_with_own && lease.generation == owner.generation));
 }
 
 /// Whether that process has gone on without `owner`.
-bool is_left_behind(const FolderLock::Owner& owner, const Lease& lease) {
+bool is_left_behind(const FolderOwner& owner, const Lease& lease) {
   return !owner.job.empty() && lease.job == owner.job && lease.generation > owner.generation;
 }
 
@@ -184,7 +184,7 @@ bool may_not_write(int error) {
 
 /// One attempt, which waits for nothing. `key`: the folder's canonical path. Throws CheckpointIoError when
 /// the file can't be opened.
-Attempt try_to_hold(const std::string& key, const FolderLock::Owner& owner) {
+Attempt try_to_hold(const std::string& key, const FolderOwner& owner) {
   HeldLocks& here = held_locks.get();
   const std::lock_guard guard(here.mutex);
   if (const auto found = here.entries.find(key); found != here.entries.end()) {
@@ -237,7 +237,7 @@ void tell_of_waiting(const fs::path& folder, const Attempt& attempt, std::chrono
 }  // namespace
 
 std::unique_ptr<FolderLock> FolderLock::acquire(const fs::path& folder, std::chrono::nanoseconds most,
-                                                const Owner& owner) {
+                                                const FolderOwner& owner) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error && may_not_write(error.value())) return go_without(folder, error.value());

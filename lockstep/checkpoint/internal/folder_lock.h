@@ -13,6 +13,13 @@ namespace lockstep::checkpoint::internal {
 /// The name of the lock's file. It stays in the folder.
 constexpr const char* kLockName = ".lockstep-lock";
 
+/// For whom a folder's lock is.
+struct FolderOwner {
+  std::string job = {};          // the same on all ranks of a job; empty: takes over from no process
+  int64_t generation = 0;        // how often the job has gone on without some of its ranks; only grows
+  bool shares_with_own = false;  // takes over also from one of the same generation
+};
+
 /// The right to save into a folder, which one process at a time has: two jobs in one folder would replace and
 /// remove each other's checkpoints.
 ///
@@ -27,13 +34,6 @@ constexpr const char* kLockName = ".lockstep-lock";
 /// it had begun to name at that very moment.
 class FolderLock {
  public:
-  /// For whom it is.
-  struct Owner {
-    std::string job = {};          // the same on all ranks of a job; empty: takes over from no process
-    int64_t generation = 0;        // how often the job has gone on without some of its ranks; only grows
-    bool shares_with_own = false;  // takes over also from one of the same generation
-  };
-
   /// Makes the folder where it is missing. Throws CheckpointError that names the host and the process that
   /// has it, after waiting for it: 20 seconds for a process of this host, which may just be ending, and two
   /// minutes for one of another host, as long as an NFS server may keep the locks of a host that has crashed;
@@ -41,7 +41,7 @@ class FolderLock {
   /// nothing can be written anyway.
   static std::unique_ptr<FolderLock> acquire(const std::filesystem::path& folder,
                                              std::chrono::nanoseconds most = std::chrono::nanoseconds::max(),
-                                             const Owner& owner = {});
+                                             const FolderOwner& owner = {});
 
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;

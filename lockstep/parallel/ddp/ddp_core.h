@@ -115,7 +115,7 @@ class DdpCore final {
   std::shared_ptr<StepSnapshot> snapshot_;
   int64_t snapshot_round_ = -1;
   int64_t no_sync_scopes_ = 0;                // that live
-  bool catching_up_ = false;                  // another rank's state has come in part
+  bool mixed_ = false;                        // another rank's state is in place in part
   bool synchronise_ = true;                   // require_backward_grad_sync
   bool buffers_may_differ_ = true;            // require_forward_param_sync
   bool divide_by_initial_world_size_ = true;  // in the Join that it is in

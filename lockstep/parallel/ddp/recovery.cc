@@ -56,17 +56,33 @@ Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
       }) {}
 
 int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
-                 const std::vector<Recoverable>& states, const ProcessGroup& group) {
+                 const std::vector<Recoverable>& states, const ProcessGroup& group, bool& mixed) {
   const auto all = gather_numbers(steps, group);
   const auto ahead = std::max_element(all.begin(), all.end());
+  TORCH_CHECK_WITH(
+      DistBackendError, *ahead >= 0,
+      "update_process_group: no rank has a whole state, for loading another one's has failed on all "
+      "that are left; load a checkpoint");
   if (std::all_of(all.begin(), all.end(), [&](int64_t number) { return number == *ahead; })) return *ahead;
   const int source = static_cast<int>(ahead - all.begin());
-  broadcast_coalesced(tensors, group, source);
-  for (const Recoverable& state : states) {
-    const std::string bytes =
-        broadcast_bytes(group->getRank() == source ? state.save() : std::string(), group, source);
-    if (steps != *ahead) state.load(bytes);
+  const bool behind = steps != *ahead;
+  // A rank that is behind keeps what it has until all has come, for the sender may end meanwhile.
+  std::vector<NamedTensor> come = tensors;
+  if (behind) {
+    for (auto& [name, tensor] : come) tensor = tensor.detach().clone();
   }
+  broadcast_coalesced(come, group, source);
+  std::vector<std::string> bytes;
+  for (const Recoverable& state : states) {
+    bytes.push_back(
+        broadcast_bytes(group->getRank() == source ? state.save() : std::string(), group, source));
+  }
+  if (!behind) return *ahead;
+  mixed = true;
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < tensors.size(); ++i) tensors[i].second.variable_data().copy_(come[i].second);
+  for (size_t i = 0; i < states.size(); ++i) states[i].load(bytes[i]);
+  mixed = false;
   return *ahead;
 }
 
@@ -79,15 +95,13 @@ int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vect
   // A round whose gradients were not used is to be done again.
   const int64_t rounds = reducer_->rounds();
   int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
-  // A rank whose state is a mixture, because its sender died meanwhile, is behind all others.
-  if (catching_up_) committed = -1;
+  // A rank whose state is a mixture, because it could not take on another one's, is behind all others.
+  if (mixed_) committed = -1;
   undo_step();
   reducer_->update_process_group(group);
   auto tensors = model_.parameters;
   for (auto& buffer : current_buffers()) tensors.push_back(std::move(buffer));
-  catching_up_ = true;
-  const int64_t steps = catch_up(committed, tensors, states, group);
-  catching_up_ = false;
+  const int64_t steps = catch_up(committed, tensors, states, group, mixed_);
   reducer_->set_rounds(steps);
   return steps;
 }

@@ -32,8 +32,9 @@ class Recoverable {
 /// Brings the ranks that have done fewer steps than others to the state of the lowest rank of those that have
 /// done most: tensors in place, and `states` in order. Returns that number of steps. Collective; costs one
 /// small collective when all are equal, as after a failed reduction on one host they are. Over hosts it may
-/// have succeeded on one and failed on another.
+/// have succeeded on one and failed on another. A rank keeps what it has until all has come; `mixed` is true from then until
+/// all is in place, and stays so when a state can't be loaded.
 int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
-                 const std::vector<Recoverable>& states, const ProcessGroup& group);
+                 const std::vector<Recoverable>& states, const ProcessGroup& group, bool& mixed);
 
 }  // namespace lockstep

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -12,6 +13,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/collectives/groups/internal/store_membership.h>
+#include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/transport/control_message.h>
 
 /// Under lockstep/shrink/GROUP/ROUND/ in the store:
@@ -309,6 +311,19 @@ bool StoreMembership::conclude(const transport::GroupChannel& made) {
   }
 }
 
+/// Those that wait in an exchange of addresses for this rank, which does not come, see the outcome then.
+void StoreMembership::end_exchanges(const std::string& text) {
+  const int size = static_cast<int>(survivors_.size());
+  const int place = static_cast<int>(std::distance(survivors_.begin(), survivors_.find(group_.rank())));
+  if (size == 1) return;
+  for (const char* which : {"channel", "control"}) {
+    try {
+      fail_store_all_gather(store_, key_ + which, place, size, text, /*late=*/false, /*met_at=*/"");
+    } catch (const c10::DistBackendError&) {  // the text
+    }
+  }
+}
+
 void StoreMembership::give_up(const std::exception_ptr& failure) {
   std::string text = text_of(failure);
   bool interrupted = false;
@@ -322,7 +337,9 @@ void StoreMembership::give_up(const std::exception_ptr& failure) {
     text = kFailed + text;
   }
   if (interrupted) {
-    decide("outcome", c10::str(kFailed, describe({group_.rank()}), " was interrupted"));
+    const auto why = c10::str(describe({group_.rank()}), " was interrupted");
+    decide("outcome", kFailed + why);
+    end_exchanges(why);
     std::rethrow_exception(failure);
   }
   std::optional<std::string> outcome = look("outcome");
@@ -335,6 +352,7 @@ void StoreMembership::give_up(const std::exception_ptr& failure) {
     pause.wait();
   }
   if (!outcome) outcome = decide("outcome", text);
+  end_exchanges(*outcome);
   if (*outcome == text) std::rethrow_exception(failure);
   TORCH_INTERNAL_ASSERT(!follow_outcome(*outcome), "the others count on a rank that has got no group");
 }

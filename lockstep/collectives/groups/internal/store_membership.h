@@ -65,6 +65,7 @@ class StoreMembership {
   std::vector<int> await_decision();
   std::vector<int> follow(const std::string& decided);
   bool follow_outcome(const std::string& outcome);
+  void end_exchanges(const std::string& text);
   std::optional<int> ended_survivor() const;
   std::string describe(const RankSet& ranks) const;
   [[noreturn]] void fail_left_behind(RankSet survivors) const;
