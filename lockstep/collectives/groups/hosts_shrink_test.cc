@@ -244,6 +244,28 @@ TEST_F(HostsShrink, RankThatLivesAndDoesNotCallIsNamedAtTheTimeout) {
             {.hosts = 2});
 }
 
+class OwnErrorInHostsShrink : public HostsShrink, public ::testing::WithParamInterface<const char*> {};
+
+TEST_P(OwnErrorInHostsShrink, EndsTheOthersCallsAndTheNextOneSucceeds) {
+  run_ranks(4,
+            [&](int rank) {
+              auto world = init_process_group();
+              barrier();
+              if (rank == 2) failpoint::configure(std::string(GetParam()) + "=error(no memory)@1");
+              const auto text = message_of<c10::Error>([] { shrink_group(); });
+              EXPECT_THAT(text, HasSubstr(rank == 2 ? "no memory" : "shrink_group"));
+              failpoint::configure("");
+              shrink_group();
+              EXPECT_TRUE(spans_hosts());
+              expect_whole_world(rank, {0, 1, 2, 3});
+            },
+            {.hosts = 2});
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, OwnErrorInHostsShrink,
+                         ::testing::Values("shrink_entered", "shrink_agreed", "agree_on_group", "join_group",
+                                           "announce", "shrink_joined"));
+
 TEST_F(HostsShrink, WithoutTheStoresHostAllEndWithOneError) {
   run_survivors(
       4, {0},

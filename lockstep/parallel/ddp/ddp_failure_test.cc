@@ -167,6 +167,46 @@ TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
   });
 }
 
+TEST(DdpFailure, ASenderThatEndsInTheMiddleLeavesTheOthersAsTheyWere) {
+  const auto outcomes = testing::run_ranks_collect(
+      3,
+      [](int rank) {
+        auto world = init_process_group();
+        torch::manual_seed(1);
+        auto net = make_double<Noisy>();
+        DistributedDataParallel model(net);
+        torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+        for (int step = 0; step < 3; ++step) {
+          optimizer.zero_grad();
+          model(data(rank, {16, 32}, step)).square().mean().backward();
+          if (step < 2 || rank == 0) optimizer.step();
+        }
+        const auto before = copies(net->parameters());
+        // Behind the parameters, before this state.
+        const Recoverable deadly(
+            [] {
+              ::kill(::getpid(), SIGKILL);
+              return std::string();
+            },
+            [](const std::string&) {});
+        message_of<c10::DistBackendError>([&] { model.update_process_group(new_group(), {deadly}); });
+        EXPECT_TRUE(equal(before, net->parameters()));
+        const auto group = shrink_group();
+        EXPECT_EQ(model.update_process_group(group, {optimizer}), 2);
+        EXPECT_TRUE(equal(before, net->parameters()));
+        expect_same_everywhere(net->parameters(), group);
+        expect_same_everywhere(momentum(optimizer), group);
+      },
+      {.expected_failures = {0}});
+  for (const auto& outcome : outcomes) {
+    if (outcome.rank == 0) {
+      EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
+    } else {
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
 TEST(DdpFailure, AFinishedStepIsNotUndone) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();

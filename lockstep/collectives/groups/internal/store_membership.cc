@@ -35,6 +35,7 @@ constexpr const char* kMade = "made";
 constexpr const char* kAgain = "again: ";
 constexpr const char* kLate = "late: ";
 constexpr const char* kFailed = "failed: ";
+constexpr const char* kOwnError = " was interrupted, or met an error of its own";
 
 /// How long ranks that reach the store leave it to the group's first host to decide, when that may be cut off from them:
 /// at a cut both sides notice it at about the same time.
@@ -64,6 +65,11 @@ RankSet parse_ranks(const std::string& text, int size) {
                    in.eof() && !ranks.empty() && *ranks.begin() >= 0 && *ranks.rbegin() < size,
                    "the store holds \"", text, "\", which no member of the group wrote");
   return ranks;
+}
+
+/// Of a decision.
+RankSet parse_agreed(const std::string& decision, int size) {
+  return parse_ranks(decision.substr(std::string(kAgreed).size()), size);
 }
 
 /// Between two looks at the store.
@@ -126,11 +132,11 @@ bool StoreMembership::has_passed() {
   const auto decided = look("decision");
   if (!decided) return false;
   if (!decided->starts_with(kAgreed)) return true;
-  RankSet set = parse_ranks(decided->substr(std::string(kAgreed).size()), group_.size());
+  RankSet set = parse_agreed(*decided, group_.size());
   auto outcome = look("outcome");
   // An earlier call of this rank has ended while the others counted on it.
   if (!outcome && set.contains(group_.rank())) {
-    outcome = decide("outcome", c10::str(kFailed, describe({group_.rank()}), " was interrupted"));
+    outcome = decide("outcome", kFailed + describe({group_.rank()}) + kOwnError);
   }
   if (outcome && *outcome != kMade) return true;
   fail_left_behind(std::move(set));
@@ -210,11 +216,11 @@ void StoreMembership::ask_missing(const std::vector<int>& missing) {
   }
 }
 
-std::vector<int> StoreMembership::await_decision() {
+std::string StoreMembership::await_decision() {
   std::optional<std::string> changes;
   Pause pause;
   while (true) {
-    if (const auto decided = look("decision")) return follow(*decided);
+    if (const auto decided = look("decision")) return *decided;
     if (RankSet now = wanted_now(); now != published_) publish(std::move(now));
     if (const auto count = look("changes"); count != std::exchange(changes, count)) read_records();
     const Standing now = standing();
@@ -242,22 +248,40 @@ std::vector<int> StoreMembership::follow(const std::string& decided) {
   if (!decided.starts_with(kAgreed)) {
     throw ChannelError(FailureKind::kAborted, decided.substr(std::string(kFailed).size()));
   }
-  survivors_ = parse_ranks(decided.substr(std::string(kAgreed).size()), group_.size());
+  survivors_ = parse_agreed(decided, group_.size());
   if (!survivors_.contains(group_.rank())) fail_left_behind(survivors_);
   return {survivors_.begin(), survivors_.end()};
 }
 
+/// Of a rank whose wait ends by an error: no other one is to wait for it.
+void StoreMembership::withdraw() {
+  if (published_.empty()) return;
+  const std::string text = describe({group_.rank()}) + kOwnError;
+  try {
+    const auto decided = decide("decision", kFailed + text);
+    if (!decided.starts_with(kAgreed)) return;
+    survivors_ = parse_agreed(decided, group_.size());
+    if (!survivors_.contains(group_.rank())) return;
+    decide("outcome", kFailed + text);
+    end_exchanges(text);
+  } catch (const c10::Error&) {
+    // The store is lost: the others see that this rank ends.
+  }
+}
+
 std::vector<int> StoreMembership::agree() {
+  std::string decided;
   try {
     enter();
     failpoint::here("shrink_entered");
-    return await_decision();
-  } catch (const Interruption&) {
-    if (published_.empty()) throw;  // no rank counts on this one
-    const auto text = c10::str(kFailed, describe({group_.rank()}), " was interrupted");
-    if (decide("decision", text).starts_with(kAgreed)) decide("outcome", text);
+    decided = await_decision();
+  } catch (const ChannelError&) {
+    throw;
+  } catch (...) {
+    withdraw();
     throw;
   }
+  return follow(decided);
 }
 
 // ---- its outcome
@@ -306,7 +330,7 @@ bool StoreMembership::conclude(const transport::GroupChannel& made) {
       }
     }
   } catch (const Interruption&) {
-    decide("outcome", c10::str(kFailed, describe({group_.rank()}), " was interrupted"));
+    decide("outcome", kFailed + describe({group_.rank()}) + kOwnError);
     throw;
   }
 }
@@ -337,7 +361,7 @@ void StoreMembership::give_up(const std::exception_ptr& failure) {
     text = kFailed + text;
   }
   if (interrupted) {
-    const auto why = c10::str(describe({group_.rank()}), " was interrupted");
+    const auto why = describe({group_.rank()}) + kOwnError;
     decide("outcome", kFailed + why);
     end_exchanges(why);
     std::rethrow_exception(failure);

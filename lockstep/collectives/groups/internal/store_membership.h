@@ -62,7 +62,8 @@ class StoreMembership {
   Standing standing() const;
   bool must_yield(const RankSet& set);
   void ask_missing(const std::vector<int>& missing);
-  std::vector<int> await_decision();
+  std::string await_decision();
+  void withdraw();
   std::vector<int> follow(const std::string& decided);
   bool follow_outcome(const std::string& outcome);
   void end_exchanges(const std::string& text);
