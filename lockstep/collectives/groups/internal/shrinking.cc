@@ -133,6 +133,7 @@ Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude
   if (!channel.spans_hosts())
     return explaining(failed,
                       [&] { return shrink_on_host(channel, ranks_to_exclude, with_control, deadline); });
+  TORCH_INTERNAL_ASSERT(backend.store(), "a group over hosts has no store");
   const auto store = c10::make_intrusive<BoundedStore>(backend.store(), kStorePatience);
   try {
     return explaining(
