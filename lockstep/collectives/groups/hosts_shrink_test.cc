@@ -160,16 +160,21 @@ TEST_F(HostsShrink, AgainAndAgainUntilOneHostIsLeft) {
 class DeathInHostsShrink : public HostsShrink, public ::testing::WithParamInterface<const char*> {};
 
 TEST_P(DeathInHostsShrink, TheOthersGoOnWithoutItToo) {
-  for (const int second : {0, 2}) {
-    run_survivors(4, {1, second},
+  struct Case {
+    int first, second;
+    std::vector<int> survivors;
+  };
+  for (const Case& lost : {Case{1, 2, {0, 3}}, Case{3, 0, {1, 2}}}) {
+    run_survivors(4, {lost.first, lost.second},
                   [&](int rank) {
                     auto world = init_process_group();
                     barrier();
-                    if (rank == 1) die();
+                    if (rank == lost.first) die();
                     message_of([] { barrier(); });
-                    if (rank == second) failpoint::configure(std::string(GetParam()) + "=kill(9)");
+                    if (rank == lost.second) failpoint::configure(std::string(GetParam()) + "=kill(9)");
                     go_on_until(2);
-                    expect_whole_world(rank, {second == 0 ? 2 : 0, 3});
+                    EXPECT_TRUE(spans_hosts());
+                    expect_whole_world(rank, lost.survivors);
                   },
                   {.hosts = 2});
   }
