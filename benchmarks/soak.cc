@@ -1,10 +1,14 @@
 // Lets ranks fail in all ways, round after round, and writes down what the others were told, when, and
 // whether a byte of their tensors changed afterwards; scripts/bench soak runs it and judges. By hand:
 //
-//     bench_soak [ROUNDS [SEED]]        (10 rounds, from seed 1, unless told)
+//     bench_soak [ROUNDS [SEED [STORE [KEEPER KEEPER]]]]        (10 rounds, from seed 1, on one host, unless told)
 //
 // Round i is drawn from SEED + i (soak_plan.h), and is played by processes of its own, which are forked from
 // this one. Each prints one line of JSON.
+//
+// With STORE (tcp://ADDRESS:PORT) ranks are on two hosts, and rank 0 has the store there: pretended hosts, or the
+// namespaces of the processes KEEPER (tests/hosts.py). To have the second one cut off and connected again this program
+// prints {"wire": "cut"} and {"wire": "heal"}, and waits for a line.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -17,6 +21,7 @@
 #include <iostream>
 #include <iterator>
 #include <new>
+#include <sched.h>
 #include <string>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -46,6 +51,11 @@ using namespace std::chrono_literals;
 /// What a rank has for what takes milliseconds, on a machine that is busy.
 constexpr auto kStartPatience = 60s;
 constexpr auto kPatience = 20s;
+/// To make a group of those that are left, where some can't be reached.
+constexpr auto kShrinkPatience = 90s;
+/// Shorter than the silence after which a host counts as lost.
+constexpr auto kBriefCut = 3s;
+constexpr int64_t kCallsAfterCut = 5;
 /// In which peers that are late may do what they must not.
 constexpr auto kWhile = 20ms;
 
@@ -69,11 +79,47 @@ bool await(Done&& done, std::chrono::nanoseconds patience) {
   return true;
 }
 
+/// Where the ranks are.
+struct Hosting {
+  std::string store;           // empty: on one host
+  std::vector<pid_t> keepers;  // none: hosts are pretended
+
+  lockstep::bench::Hosts hosts() const {
+    if (store.empty()) return lockstep::bench::Hosts::kOne;
+    return keepers.empty() ? lockstep::bench::Hosts::kPretended : lockstep::bench::Hosts::kWired;
+  }
+
+  /// Puts this process, which has one thread, on that host.
+  void enter(int host) const {
+    if (keepers.empty()) {
+      ::setenv("LOCKSTEP_TEST_HOST", host == 0 ? "host-a" : "host-b", 1);
+      return;
+    }
+    std::vector<int> namespaces;
+    for (const char* kind : {"net", "uts", "ipc", "mnt"}) {
+      const std::string path = c10::str("/proc/", keepers[static_cast<size_t>(host)], "/ns/", kind);
+      namespaces.push_back(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+      TORCH_CHECK(namespaces.back() >= 0, "can't open ", path);
+    }
+    for (const int each : namespaces) {
+      TORCH_CHECK(::setns(each, 0) == 0, "can't enter a namespace of host ", host);
+      ::close(each);
+    }
+  }
+};
+
+/// Has the wire cut or healed by who started this program.
+void tell_wire(const char* what) {
+  std::cout << json{{"wire", what}}.dump() << std::endl;
+  std::string done;
+  if (!std::getline(std::cin, done)) throw Interrupted();
+}
+
 /// A rank's process. It is not reaped before the round is over: until then the others can ask the kernel how
 /// it ended.
 class Process {
  public:
-  Process(const Plan& plan, int rank, Board& board, const std::string& folder)
+  Process(const Plan& plan, int rank, Board& board, const std::string& folder, const Hosting& hosting)
       : output_(folder + "/output-" + std::to_string(rank)) {
     const pid_t parent = ::getpid();
     pid_ = ::fork();
@@ -89,7 +135,9 @@ class Process {
     ::dup2(output, STDERR_FILENO);
     int status = 0;
     try {
-      lockstep::bench::SoakRank(plan, rank, board).play(folder + "/store-" + std::to_string(plan.seed));
+      if (!plan.host_of.empty()) hosting.enter(plan.host_of[static_cast<size_t>(rank)]);
+      lockstep::bench::SoakRank(plan, rank, board)
+          .play(hosting.store.empty() ? folder + "/store-" + std::to_string(plan.seed) : hosting.store);
     } catch (const lockstep::bench::OutOfIdeas&) {
     } catch (const std::exception& error) {
       std::cerr << error.what() << std::endl;
@@ -130,8 +178,10 @@ class Process {
 
 class Round {
  public:
-  Round(const Plan& plan, Board& board, const std::string& folder) : plan_(plan), board_(board) {
-    for (int rank = 0; rank < plan.ranks; ++rank) processes_.emplace_back(plan, rank, board, folder);
+  Round(const Plan& plan, Board& board, const std::string& folder, const Hosting& hosting)
+      : plan_(plan), board_(board) {
+    board.may_strike = !plan.cuts();
+    for (int rank = 0; rank < plan.ranks; ++rank) processes_.emplace_back(plan, rank, board, folder, hosting);
   }
 
   json play() {
@@ -140,6 +190,11 @@ class Round {
       return std::all_of(board_.ready.begin(), board_.ready.begin() + plan_.ranks,
                          [](auto& one) { return one.load(); });
     };
+    if (plan_.cuts()) {
+      await([&] { return all_ready() || any_ended_early(); }, kStartPatience);
+      cut();
+      board_.may_strike = plan_.failure == Failure::kBriefCut;
+    }
     await([&] { return (all_ready() && struck()) || any_ended_early() || has_reported(plan_.victim); },
           kStartPatience);
     await([&] { return survivors_have_reported(); }, kPatience);
@@ -151,11 +206,28 @@ class Round {
         [&] {
           return std::all_of(processes_.begin(), processes_.end(), [](auto& one) { return one.ended(); });
         },
-        kPatience);
+        plan_.goes_on() ? kShrinkPatience : kPatience);
+    if (plan_.failure == Failure::kCut) tell_wire("heal");
     return result();
   }
 
  private:
+  /// Cuts the wire in the midst of the calls; a brief cut is over when this returns, and calls are made again.
+  void cut() {
+    const auto has_made = [&](int64_t steps) {
+      return [this, steps] {
+        return board_.made[0] >= steps || any_ended_early() || has_reported(plan_.victim);
+      };
+    };
+    await(has_made(plan_.steps), kStartPatience);
+    if (plan_.failure == Failure::kCut) board_.failed_at[0] = lockstep::bench::wall_clock();
+    tell_wire("cut");
+    if (plan_.failure == Failure::kCut) return;
+    await([] { return false; }, kBriefCut);
+    tell_wire("heal");
+    await(has_made(board_.made[0] + kCallsAfterCut), kPatience);
+  }
+
   int lanes_of(int rank) const { return plan_.has_member(rank) ? plan_.lanes() : 1; }
   bool struck() const {
     return std::all_of(board_.failed_at.begin(), board_.failed_at.begin() + plan_.lanes(),
@@ -169,7 +241,7 @@ class Round {
   }
   bool survivors_have_reported() const {
     for (int rank = 0; rank < plan_.ranks; ++rank) {
-      if (rank == plan_.victim || !plan_.has_member(rank)) continue;
+      if (!plan_.expects_error(rank) && (rank == plan_.victim || !plan_.has_member(rank))) continue;
       if (!has_reported(rank) && !processes_[static_cast<size_t>(rank)].ended()) return false;
     }
     return true;
@@ -186,6 +258,7 @@ class Round {
     for (int rank = 0; rank < plan_.ranks; ++rank) {
       const Process& process = processes_[static_cast<size_t>(rank)];
       const std::string end = process.end();
+      const lockstep::bench::Sequel& sequel = board_.sequels[static_cast<size_t>(rank)];
       json lanes = json::array();
       for (int lane = 0; lane < lanes_of(rank); ++lane) {
         const Report& report = board_.reports[rank][lane];
@@ -203,6 +276,11 @@ class Round {
                        {"pid", process.pid()},
                        {"member", plan_.has_member(rank)},
                        {"expects_error", plan_.expects_error(rank)},
+                       {"sequel",
+                        {{"done", sequel.done.load()},
+                         {"size", sequel.size},
+                         {"bits", sequel.bits},
+                         {"error", std::string(sequel.error)}}},
                        {"end", end.empty() ? "running" : end},
                        {"output", end == "exit 0" ? "" : process.output()},
                        {"lanes", lanes}});
@@ -216,6 +294,9 @@ class Round {
             {"size", name(lockstep::bench::kSizeNames, plan_.size)},
             {"steps", plan_.steps},
             {"struck", struck()},
+            {"host_of", plan_.host_of},
+            {"failpoint", plan_.failpoint},
+            {"goes_on", plan_.goes_on()},
             {"timeout_ns", std::chrono::nanoseconds(plan_.timeout()).count()},
             {"patience_ns", std::chrono::nanoseconds(kPatience).count()},
             {"ranks", ranks}};
@@ -244,15 +325,15 @@ class Folder {
   std::string path_;
 };
 
-int soak(int64_t rounds, uint64_t seed) {
+int soak(int64_t rounds, uint64_t seed, const Hosting& hosting) {
   void* shared = ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(shared != MAP_FAILED, "mmap failed");
   const Folder folder;
   ::setenv("LOCKSTEP_FLIGHT_DIR", (folder.path() + "/flight").c_str(), 1);  // they would fill the user's
   for (int64_t i = 0; i < rounds; ++i) {
-    const Plan plan = lockstep::bench::plan_of(seed + static_cast<uint64_t>(i));
+    const Plan plan = lockstep::bench::plan_of(seed + static_cast<uint64_t>(i), hosting.hosts());
     try {
-      std::cout << Round(plan, *new (shared) Board, folder.path())
+      std::cout << Round(plan, *new (shared) Board, folder.path(), hosting)
                        .play()
                        .dump(-1, ' ', false, json::error_handler_t::replace)
                 << std::endl;
@@ -270,10 +351,14 @@ int main(int argc, char** argv) {
   return lockstep::bench::run([&] {
     const int64_t rounds = argc > 1 ? std::atoll(argv[1]) : 10;
     const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-    TORCH_CHECK(rounds >= 1 && argc <= 3, "usage: bench_soak [ROUNDS [SEED]]");
+    Hosting hosting;
+    if (argc > 3) hosting.store = argv[3];
+    for (int i = 4; i < argc; ++i) hosting.keepers.push_back(std::atoi(argv[i]));
+    TORCH_CHECK(rounds >= 1 && (argc <= 4 || argc == 6),
+                "usage: bench_soak [ROUNDS [SEED [STORE [KEEPER KEEPER]]]]");
     ::signal(SIGINT, interrupt);
     ::signal(SIGTERM, interrupt);
     ::signal(SIGPIPE, SIG_IGN);
-    return soak(rounds, seed);
+    return soak(rounds, seed, hosting);
   });
 }

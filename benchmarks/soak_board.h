@@ -28,12 +28,22 @@ struct Report {
   char call[100] = {};    // which call it was
 };
 
+/// How a survivor has gone on in a group of those that are left.
+struct Sequel {
+  std::atomic<bool> done{false};  // written last
+  int size = 0;                   // of that group
+  uint64_t bits = 0;              // of what it has trained there: a hash
+  char error[6000] = {};          // empty: it went without one
+};
+
 struct Board {
   std::array<std::array<Report, kMostLanes>, kMostRanks> reports;
   std::array<std::atomic<int64_t>, kMostLanes> made{};       // calls of the victim
   std::array<std::atomic<int64_t>, kMostLanes> failed_at{};  // nanoseconds; 0: not yet
   std::array<std::atomic<bool>, kMostRanks> ready{};
-  std::atomic<bool> compare{false};  // all have their errors, and a while has passed
+  std::atomic<bool> may_strike{false};  // for what the victim does: the wire is whole again
+  std::atomic<bool> compare{false};     // all have their errors, and a while has passed
+  std::array<Sequel, kMostRanks> sequels;
 };
 
 template <size_t N>

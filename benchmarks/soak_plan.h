@@ -29,9 +29,11 @@ enum class Failure {
   kDestroy,    ///< destroy_process_group(), while the others go on
   kExit,       ///< exit(3)
   kQuickExit,  ///< _exit(4)
+  kCut,        ///< nothing passes between its host and the others any more
+  kBriefCut,   ///< the same for 3 s, which nobody may notice; then, when all go on again, SIGKILL
 };
-constexpr std::array kFailureNames = {"kill",  "stop",  "abort",   "exception", "operation",
-                                      "shape", "dtype", "destroy", "exit",      "quick_exit"};
+constexpr std::array kFailureNames = {"kill",  "stop",    "abort", "exception",  "operation", "shape",
+                                      "dtype", "destroy", "exit",  "quick_exit", "cut",       "brief_cut"};
 
 /// What all ranks are doing meanwhile.
 enum class Calls { kCollectives, kAsynchronous, kMessages, kObjects, kSubgroup, kThreads, kDdp };
@@ -47,6 +49,12 @@ constexpr std::array kMemoryNames = {"shared", "plain", "view", "mixed"};
 enum class Size { kSmall, kMedium, kLarge };
 constexpr std::array kSizeNames = {"small", "medium", "large"};
 
+/// One host, two that are pretended, or two with a wire that can be cut.
+enum class Hosts { kOne, kPretended, kWired };
+
+/// Within calls, whatever these are; a group's first operation passes the first of them.
+constexpr std::array kFailpoints = {"announce", "exchange", "reduce", "finish"};
+
 struct Plan {
   uint64_t seed = 0;
   int ranks = 0;
@@ -60,7 +68,9 @@ struct Plan {
   bool further_group = false;  // not the default one
   int64_t steps = 0;           // calls that the victim makes before
   int64_t spins = 0;           // and then turns of a loop
-  bool overwrite = false;  // after the error survivors write into their tensors, or leave them as they are
+  bool overwrite = false;    // after the error survivors write into their tensors, or leave them as they are
+  std::vector<int> host_of;  // of each rank; empty: all are on one
+  const char* failpoint = "";  // where it is killed; none: wherever it happens to be
 
   /// Groups, each used by a thread of its own.
   int lanes() const { return calls == Calls::kThreads ? 2 : 1; }
@@ -75,15 +85,22 @@ struct Plan {
   }
   /// Whether another thread of the victim does it, at any moment of a call.
   bool strikes_from_outside() const {
-    return failure == Failure::kKill || failure == Failure::kStop || failure == Failure::kAbort;
+    return failure == Failure::kKill || failure == Failure::kStop || failure == Failure::kAbort || cuts();
+  }
+  bool cuts() const { return failure == Failure::kCut || failure == Failure::kBriefCut; }
+  /// Whether survivors are to make a group of their own, and to go on in it.
+  bool goes_on() const {
+    return !host_of.empty() && !further_group &&
+           (failure == Failure::kKill || failure == Failure::kQuickExit || cuts());
   }
   /// Whether the victim's process ends by it.
   bool ends_victim() const {
     return failure == Failure::kKill || failure == Failure::kException || failure == Failure::kExit ||
-           failure == Failure::kQuickExit;
+           failure == Failure::kQuickExit || failure == Failure::kBriefCut;
   }
   /// A message that does not fit concerns its receiver; all other failures concern all members of the group.
   bool expects_error(int rank) const {
+    if (failure == Failure::kCut) return true;
     if (rank == victim || !has_member(rank)) return false;
     return calls != Calls::kMessages || !mismatches() || rank == partner;
   }
@@ -108,12 +125,18 @@ inline std::vector<Failure> failures_of(Calls calls) {
   }
 }
 
-inline Plan plan_of(uint64_t seed) {
+inline Plan plan_of(uint64_t seed, Hosts hosts) {
   Random random(seed);
   Plan plan;
   plan.seed = seed;
   plan.calls = static_cast<Calls>(draw(random, 0, kCallNames.size() - 1));
-  plan.ranks = static_cast<int>(draw(random, plan.calls == Calls::kSubgroup ? 3 : 2, 5));
+  if (hosts == Hosts::kOne) {
+    plan.ranks = static_cast<int>(draw(random, plan.calls == Calls::kSubgroup ? 3 : 2, 5));
+  } else {
+    plan.ranks = 4;
+    const int first = static_cast<int>(draw(random, 1, 2));  // 1 + 3, or 2 x 2
+    for (int rank = 0; rank < plan.ranks; ++rank) plan.host_of.push_back(rank < first ? 0 : 1);
+  }
   plan.victim = static_cast<int>(draw(random, 0, plan.ranks - 1));
   plan.partner = static_cast<int>((plan.victim + draw(random, 1, plan.ranks - 1)) % plan.ranks);
   const auto failures = failures_of(plan.calls);
@@ -144,6 +167,18 @@ inline Plan plan_of(uint64_t seed) {
   constexpr std::array<int64_t, 4> kMostSpins = {0, 2'000, 50'000, 1'000'000};
   plan.spins = draw(random, 0, kMostSpins[static_cast<size_t>(draw(random, 0, kMostSpins.size() - 1))]);
   plan.overwrite = draw(random, 0, 1) == 0;
+  if (hosts == Hosts::kWired && draw(random, 0, 1) == 0) {
+    // Calls in which each rank waits for each other one.
+    constexpr std::array kCalls = {Calls::kCollectives, Calls::kAsynchronous, Calls::kDdp};
+    plan.failure = draw(random, 0, 1) == 0 ? Failure::kCut : Failure::kBriefCut;
+    plan.calls = kCalls[static_cast<size_t>(draw(random, 0, kCalls.size() - 1))];
+    plan.further_group = false;
+    plan.members.clear();
+    for (int rank = 0; rank < plan.ranks; ++rank) plan.members.push_back(rank);
+  } else if (hosts != Hosts::kOne && plan.failure == Failure::kKill && plan.calls != Calls::kMessages &&
+             draw(random, 0, 1) == 0) {
+    plan.failpoint = kFailpoints[static_cast<size_t>(draw(random, 0, kFailpoints.size() - 1))];
+  }
   return plan;
 }
 

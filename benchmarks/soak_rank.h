@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/lockstep.h>
 
 #include "command_loop.h"
@@ -80,10 +81,16 @@ class SoakRank {
   /// Returns when the round is over for this rank. Throws OutOfIdeas where the plan says so.
   void play(const std::string& store) {
     at::set_num_threads(1);
-    auto world = init_process_group({.timeout = std::chrono::seconds(60),
-                                     .rank = rank_,
-                                     .world_size = plan_.ranks,
-                                     .store = c10::make_intrusive<c10d::FileStore>(store, plan_.ranks)});
+    InitOptions options;
+    options.timeout = std::chrono::seconds(60);
+    options.rank = rank_;
+    options.world_size = plan_.ranks;
+    if (plan_.host_of.empty()) {
+      options.store = c10::make_intrusive<c10d::FileStore>(store, plan_.ranks);
+    } else {
+      options.init_method = store;
+    }
+    auto world = init_process_group(options);
     const auto groups = make_groups();
     std::deque<LaneState> lanes;  // whose addresses stay
     for (int lane = 0; lane < (plan_.has_member(rank_) ? plan_.lanes() : 0); ++lane) {
@@ -105,6 +112,7 @@ class SoakRank {
     if (second.joinable()) second.join();
     over_ = true;
     if (outside.joinable()) outside.join();
+    if (plan_.goes_on() && board_.reports[rank_][0].error[0] != '\0') go_on();
   }
 
  private:
@@ -164,11 +172,16 @@ class SoakRank {
   /// In a thread of its own: what befalls the victim from outside of its calls.
   void strike(const ProcessGroup& group) {
     const auto lane = static_cast<size_t>(plan_.seed % static_cast<uint64_t>(plan_.lanes()));
-    while (board_.made[lane] < plan_.steps && !over_) std::this_thread::yield();
+    while ((board_.made[lane] < plan_.steps || !board_.may_strike) && !over_) std::this_thread::yield();
     spin(plan_.spins);
     if (over_) return;
     for (auto& failed_at : board_.failed_at) failed_at = wall_clock();
-    if (plan_.failure == Failure::kKill) ::kill(::getpid(), SIGKILL);
+    if (*plan_.failpoint != '\0') {
+      const std::string kill = "=kill(9)";
+      failpoint::configure(plan_.failpoint + kill + ";announce" + kill + "@20");  // some calls pass no other
+      return;
+    }
+    if (plan_.ends_victim()) ::kill(::getpid(), SIGKILL);
     if (plan_.failure == Failure::kStop) ::kill(::getpid(), SIGSTOP);
     if (plan_.failure == Failure::kAbort) abort(plan_.calls == Calls::kThreads ? ProcessGroup() : group);
   }
@@ -240,7 +253,7 @@ class SoakRank {
       watched.emplace_back(fresh, true);
     }
     auto& again = board_.reports[rank_][lane.number].again;
-    const int64_t next = draw(lane.local, 0, 2);
+    const int64_t next = plan_.goes_on() ? 0 : draw(lane.local, 0, 2);
     // Where a message fails the group does not, and its other members wait for this rank in the next barrier.
     if (plan_.calls == Calls::kMessages || plan_.calls == Calls::kObjects || next == 0) {
       try {
@@ -253,6 +266,28 @@ class SoakRank {
       destroy_process_group(lane.group);
     }
     return watched;
+  }
+
+  /// Trains some steps in the group of those that are left.
+  void go_on() {
+    Sequel& sequel = board_.sequels[rank_];
+    try {
+      shrink_group();
+      at::Tensor weights = at::zeros({10'000});
+      for (int step = 1; step <= 20; ++step) {
+        at::Tensor gradients = at::arange(10'000, at::kFloat).mul_(0.001 * (rank_ + step)).sin_();
+        all_reduce(gradients, ReduceOp::AVG);
+        weights.sub_(gradients, 0.1);
+      }
+      barrier();
+      sequel.bits = 0xcbf29ce484222325;  // FNV-1a
+      const auto* bytes = static_cast<const unsigned char*>(weights.const_data_ptr());
+      for (size_t i = 0; i < weights.nbytes(); ++i) sequel.bits = (sequel.bits ^ bytes[i]) * 0x100000001b3;
+      sequel.size = get_world_size();
+    } catch (const c10::Error& thrown) {
+      write_text(sequel.error, thrown.what_without_backtrace());
+    }
+    sequel.done = true;
   }
 
   const Plan& plan_;

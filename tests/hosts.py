@@ -155,6 +155,14 @@ class Hosts:
         shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
         self._check([*self._enter(host), "tc", "qdisc", "replace", "dev", DEVICE, *shape])
 
+    def pids(self):
+        """Of a process on each host, which lives as long as that and has its namespaces."""
+        return [keeper.pid for keeper in self.keepers[:-1]]
+
+    def processes(self):
+        """Pids of what has been started on the hosts and still runs."""
+        return self._processes(own=False)
+
     def close(self):
         """Kills what still runs on the hosts; with the last process of each its namespaces go."""
         try:

@@ -36,6 +36,9 @@ def parse(arguments):
                         f"alone, rounds with one failure each ({SOAK_ROUNDS}, {SOAK_QUICK_ROUNDS} with --quick)")
     parser.add_argument("--seconds", type=int, metavar="S",
                         help="how long soak may take; without --rounds it plays for that long")
+    parser.add_argument("--hosts", type=int, choices=[2], help="ranks of soak are on two hosts, which are pretended")
+    parser.add_argument("--cuts", action="store_true",
+                        help="these hosts are network namespaces, whose wire soak cuts, too; needs root")
     parser.add_argument("--seed", type=int, metavar="N", help="of the order of turns, and of soak's first round (random)")
     parser.add_argument("--only", action="append", metavar="SUITE", choices=SUITES, help="one of: " + ", ".join(SUITES) +
                         "; may be given more than once")
@@ -74,7 +77,8 @@ def run(options):
         raise gpu.NoGpu(reason)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     answer = results.Results(machine.describe(), {"suites": suites, "rounds": options.rounds, "seconds": options.seconds,
-                                                  "soak_rounds": options.soak_rounds, "seed": seed})
+                                                  "soak_rounds": options.soak_rounds, "seed": seed, "hosts": options.hosts,
+                                                  "cuts": options.cuts})
     if answer.machine["load_at_start"] > BUSY_LOAD:
         say(f"note: the machine is busy (load {answer.machine['load_at_start']:.1f}); measure when it is quiet")
     generator = random.Random(seed)

@@ -17,6 +17,7 @@ from benchmarks.driver.job import BenchmarkError, Job
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))  # at the end: nothing there hides a package
 import hosts  # noqa: E402
+import ports  # noqa: E402
 
 PEERS = ROOT / "benchmarks" / "peers"
 # Fashion-MNIST's four files: where the user says, or where Debian's package puts them.

@@ -218,7 +218,7 @@ def soaked(results):
 
 def failed_rounds(results):
     return Table("Failed rounds of soak", ["", "what is wrong"],
-                 [[soak.again(seed), problem] for seed, problems in results.options.get("failed_rounds", {}).items()
+                 [[soak.again(seed, soak.options_of_hosts(results.options)), problem] for seed, problems in results.options.get("failed_rounds", {}).items()
                   for problem in problems])
 
 

@@ -171,6 +171,69 @@ def test_bytes_of_a_victim_that_has_left():
     assert verdict.changed == 8 and verdict.problems == ["rank 1, barrier: 8 of 4096 bytes changed after it had left"]
 
 
+FAR = "rank 1 (pid 101 on host-b)"
+
+
+def over_hosts(failure, error, **sequels):
+    """The round of two ranks, on two hosts; how each has gone on."""
+    one = {**played(failure, error), "host_of": [0, 1], "failpoint": "", "goes_on": True}
+    for rank in one["ranks"]:
+        rank["sequel"] = {"done": True, "size": 1, "bits": 7, "error": "", **sequels.get(f"rank_{rank['rank']}", {})}
+    if failure == "cut":
+        one["ranks"][1].update(expects_error=True, end="exit 0",
+                               lanes=[lane("rank 0 (pid 100 on host-a) is lost: it was silent for 10 s")])
+    return one
+
+
+LOST = {"rank_1": {"size": 0, "error": "the store's host can't be reached"}}
+
+
+@pytest.mark.parametrize("failure, error, sequels", [
+    ("kill", f"{FAR} was killed by signal 9 (SIGKILL)", {}), ("brief_cut", f"{FAR} was killed by signal 9 (SIGKILL)", {}),
+    ("cut", f"{FAR} is lost: it was silent for 10 s; its host is lost or the wire cut", LOST),
+    ("cut", "waiting for ranks 1 and 2 (pid 101, 102 on host-b), which were silent for 10 s", LOST)])
+def test_over_hosts(failure, error, sequels):
+    one = over_hosts(failure, error, **sequels)
+    if failure == "brief_cut":
+        one["ranks"][1].update(end="signal 9", lanes=[lane("", state="running")])
+    verdict = soak.judge(one)
+    assert (verdict.named, verdict.how, verdict.problems) == (verdict.survivors, verdict.survivors, [])
+
+
+@pytest.mark.parametrize("failure, error, sequels, problem", [
+    ("kill", "rank 1 (pid 101) was killed by signal 9 (SIGKILL)", {}, "does not name rank 1"),
+    ("kill", f"{FAR} was killed by signal 9", {"rank_0": {"size": 2}}, "rank 0 went on in a group of 2 instead of 1"),
+    ("kill", f"{FAR} was killed by signal 9", {"rank_0": {"error": "no store"}}, "rank 0 did not go on: no store"),
+    ("kill", f"{FAR} was killed by signal 9", {"rank_0": {"done": False}}, "rank 0 did not end shrink_group()"),
+    ("cut", f"{FAR} was silent for 10 s", {}, "rank 1 went on in a group of 1 without the store"),
+    ("cut", "rank 1 (pid 101 on host-c) was silent for 10 s", LOST, "does not name rank 1")])
+def test_what_is_wrong_over_hosts(failure, error, sequels, problem):
+    (found,) = soak.judge(over_hosts(failure, error, **sequels)).problems
+    assert problem in found
+
+
+def test_how_a_rank_that_was_alone_on_its_host_ended_is_not_known():
+    one = over_hosts("kill", f"{FAR} is lost: disconnected; its process has ended, its host is lost or the wire is cut")
+    verdict = soak.judge(one)
+    assert (verdict.named, verdict.how, verdict.problems) == (1, 0, [])
+    one["host_of"] = [0, 1, 1]
+    assert len(soak.judge(one).problems) == 1
+
+
+def test_survivors_with_other_bits():
+    one = over_hosts("kill", f"{FAR} was killed by signal 9")
+    third = json.loads(json.dumps(one["ranks"][0]))
+    third.update(rank=2, pid=102)
+    one["ranks"].append(third)
+    one["host_of"] = [0, 1, 0]
+    third["lanes"][0]["error"] = one["ranks"][0]["lanes"][0]["error"]
+    for rank in one["ranks"]:
+        rank["sequel"]["size"] = 2
+    assert soak.judge(one).problems == []
+    third["sequel"]["bits"] = 8
+    assert soak.judge(one).problems == ["survivors trained on to different bits"]
+
+
 def make_program(folder, rounds, then=""):
     """A bench_soak that answers with these rounds, whatever it is asked for."""
     program = folder / "bench_soak"
@@ -179,8 +242,8 @@ def make_program(folder, rounds, then=""):
     program.chmod(0o700)
 
 
-def run(folder, rounds, seconds=None):
-    fleet, answer = FakeFleet(), results.Results(machine={}, options={"seed": 5, "seconds": seconds})
+def run(folder, rounds, seconds=None, **where):
+    fleet, answer = FakeFleet(), results.Results(machine={}, options={"seed": 5, "seconds": seconds, **where})
     fleet.bin_dir = folder
     soak.soak(fleet, answer, rounds, random.Random(1))
     return answer
@@ -284,6 +347,34 @@ def test_without_a_number_of_rounds_the_time_ends_it(tmp_path):
     assert len(answer.series["soak.kill.survivors"]["rounds"]) == 3 and not answer.options["failed_rounds"]
 
 
+def test_rounds_over_hosts_are_asked_for_and_named():
+    assert (parse(["--hosts", "2"]).hosts, parse(["--cuts"]).cuts, parse([]).hosts) == (2, True, None)
+    assert soak.again(5, soak.options_of_hosts({"hosts": 2})) == "scripts/bench soak --rounds 1 --seed 5 --hosts 2"
+    assert soak.options_of_hosts({"hosts": None, "cuts": True}) == " --cuts" and soak.options_of_hosts({}) == ""
+
+
+def test_the_wire_is_cut_and_healed_when_the_program_asks_for_it(tmp_path):
+    one = json.dumps(played())
+    make_program(tmp_path, [{"wire": "cut"}],
+                 then=f"assert input() == 'done'; print('{{\"wire\": \"heal\"}}', flush=True); input(); assert len(sys.argv) == 6; print({one!r})")
+    answer = run(tmp_path, 1, cuts=True)
+    if answer.skipped:
+        pytest.skip(answer.skipped[0])
+    assert answer.options["failed_rounds"] == {}
+
+
+@pytest.mark.parametrize("left", ["file", "nothing"])
+def test_what_is_left_over_is_a_failure(tmp_path, left):
+    make_program(tmp_path, [played()],
+                 then="open(os.environ['TMPDIR'] + '/left', 'w')" if left == "file" else "")
+    problems = [problem for each in run(tmp_path, 1).options["failed_rounds"].values() for problem in each]
+    assert problems == (["what is left when bench_soak has ended: left"] if left == "file" else [])
+
+
 @pytest.mark.long
-def test_the_program_itself(bin_dir):
-    assert not run(bin_dir, 30).options["failed_rounds"]
+@pytest.mark.parametrize("where", [{}, {"hosts": 2}, {"cuts": True}])
+def test_the_program_itself(bin_dir, where):
+    answer = run(bin_dir, 30, **where)
+    if answer.skipped:
+        pytest.skip(answer.skipped[0])
+    assert not answer.options["failed_rounds"]
