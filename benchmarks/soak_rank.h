@@ -172,7 +172,8 @@ class SoakRank {
   /// In a thread of its own: what befalls the victim from outside of its calls.
   void strike(const ProcessGroup& group) {
     const auto lane = static_cast<size_t>(plan_.seed % static_cast<uint64_t>(plan_.lanes()));
-    while ((board_.made[lane] < plan_.steps || !board_.may_strike) && !over_) std::this_thread::yield();
+    while (!board_.may_strike && !over_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (board_.made[lane] < plan_.steps && !over_) std::this_thread::yield();
     spin(plan_.spins);
     if (over_) return;
     for (auto& failed_at : board_.failed_at) failed_at = wall_clock();

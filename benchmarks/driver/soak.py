@@ -149,7 +149,8 @@ def play(program, rounds, seed, seconds, where=""):
                     told = json.loads(line)
                     if "wire" in told:
                         {"cut": net.cut, "heal": net.heal}[told["wire"]](CUT_HOST)
-                        print("done", file=child.stdin, flush=True)
+                        with contextlib.suppress(BrokenPipeError):
+                            print("done", file=child.stdin, flush=True)
                         continue
                     yield told
                     if until is not None and time.monotonic() > until:
