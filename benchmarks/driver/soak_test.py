@@ -354,9 +354,9 @@ def test_rounds_over_hosts_are_asked_for_and_named():
 
 
 def test_the_wire_is_cut_and_healed_when_the_program_asks_for_it(tmp_path):
-    one = json.dumps(played())
-    make_program(tmp_path, [{"wire": "cut"}],
-                 then=f"assert input() == 'done'; print('{{\"wire\": \"heal\"}}', flush=True); input(); assert len(sys.argv) == 6; print({one!r})")
+    heal, one = json.dumps({"wire": "heal"}), json.dumps(played())
+    make_program(tmp_path, [{"wire": "cut"}], then=f"assert len(sys.argv) == 6 and input() == 'done'\nprint({heal!r}, flush=True)\n"
+                 f"assert input() == 'done'\nprint({one!r})")
     answer = run(tmp_path, 1, cuts=True)
     if answer.skipped:
         pytest.skip(answer.skipped[0])
