@@ -1,9 +1,11 @@
 """Fixtures of all Python tests."""
 
+import contextlib
 import os
 import pathlib
 import signal
 
+import hosts
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent
@@ -22,3 +24,17 @@ def bin_dir() -> pathlib.Path:
     if not path.is_dir():
         pytest.fail(f"{path} does not exist; build first with ./scripts/test, or set LOCKSTEP_BIN_DIR", pytrace=False)
     return path
+
+
+@pytest.fixture
+def make_hosts():
+    """Makes hosts as network namespaces: make_hosts(2, rate="1gbit"), see hosts.Hosts. Skips the test where it can't."""
+    with contextlib.ExitStack() as made:
+
+        def make(count, **options):
+            try:
+                return made.enter_context(hosts.Hosts(count, **options))
+            except hosts.NotAllowed as error:
+                pytest.skip(str(error))
+
+        yield make

@@ -1,26 +1,10 @@
 """Fixtures of the tests of whole programs."""
 
-import contextlib
 import os
 import pathlib
 
-import hosts
 import pytest
 import support
-
-
-@pytest.fixture
-def make_hosts():
-    """Makes hosts as network namespaces: make_hosts(2, rate="1gbit"), see hosts.Hosts. Skips the test where it can't."""
-    with contextlib.ExitStack() as made:
-
-        def make(count, **options):
-            try:
-                return made.enter_context(hosts.Hosts(count, **options))
-            except hosts.NotAllowed as error:
-                pytest.skip(str(error))
-
-        yield make
 
 
 @pytest.fixture

@@ -1,16 +1,18 @@
 """Hugging Face accelerate and Lightning, unchanged, with the engine in Gloo's place, train as one process does.
 
-Three ways put it there: a call, a variable, and `python -m lockstep`.
+Three ways put it there: a call, a variable, and `python -m lockstep`. Over two hosts they train as on one.
 """
 
 import json
 import os
+import sys
 
+import hosts
 import pytest
 import torch
 import training
 from ports import free_port
-from processes import PROGRAMS, run_python
+from processes import PROGRAMS, run_programs, run_python
 from ranks import BACKEND, run_ranks
 
 ENGINE = {"lockstep": "lockstep._C", "gloo": "torch._C._distributed_c10d"}[BACKEND]  # the module of the group's class
@@ -100,3 +102,48 @@ def test_lightning_by_our_runner(tmp_path, plain):
     """Lightning runs the script once more for the second rank, without our runner."""
     run_python(*RUNNER, LIGHTNING, tmp_path, "ddp")
     check_lightning(tmp_path, plain)
+
+
+def run_on_hosts(net, *arguments, environment=None):
+    """torchrun on each of the two hosts, with one process."""
+    launcher = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1,
+                "--master-addr", net.addresses[0], "--master-port", hosts.PORT]  # fmt: skip
+    commands = [net.inside(host, sys.executable, *launcher, "--node-rank", host, *arguments) for host in range(2)]
+    try:
+        run_programs([(command, environment or {}) for command in commands])
+    except AssertionError as error:
+        if "needs UCX" not in str(error):
+            raise
+        pytest.skip("ranks on several hosts need UCX")
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Folders for what a training leaves on one host, and on two."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "one", tmp_path / "two"
+
+
+def check_equal_bits(places):
+    """A sum of two is the same in both orders."""
+    one, two = [json.loads((place / "0.json").read_text())["parameters"] for place in places]
+    assert one == two
+
+
+def test_accelerate_over_two_hosts(make_hosts, places, plain):
+    pytest.importorskip("accelerate")
+    one, two = places
+    run_on_hosts(make_hosts(2), ACCELERATE, two, environment=REPLACE)
+    check_accelerate(two, plain)
+    run_ranks(run_after_a_call, 2, "accelerate_training", free_port(), str(one), backend=None)
+    check_equal_bits(places)
+
+
+def test_lightning_over_two_hosts(make_hosts, places, plain):
+    pytest.importorskip("lightning")
+    one, two = places
+    run_on_hosts(make_hosts(2), LIGHTNING, two, "ddp", 2, environment=REPLACE)
+    check_lightning(two, plain)
+    run_ranks(run_after_a_call, 2, "lightning_training", free_port(), str(one), "ddp", backend=None)
+    check_equal_bits(places)

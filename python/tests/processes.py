@@ -24,18 +24,22 @@ def run_program(*command, environment=None, processes=1, cwd=None) -> str:
     They have neither a launcher's variables nor a GPU, run in a folder that is not the repository, and fail the test
     with all their output if one fails or does not end in time.
     """
+    ranks_of_it = [{"RANK": rank, "WORLD_SIZE": processes} if processes > 1 else {} for rank in range(processes)]
+    return run_programs([(command, {**(environment or {}), **own}) for own in ranks_of_it], cwd=cwd)
+
+
+def run_programs(programs, cwd=None) -> str:
+    """The same of several commands at a time, each with variables of its own: [(command, environment)]."""
     base = {name: value for name, value in os.environ.items() if not ranks._of_a_launcher(name)}
     base |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    base |= {name: str(value) for name, value in (environment or {}).items()}
-    command = [str(word) for word in command]
     running = []
     try:
-        for rank in range(processes):
-            own = {"RANK": str(rank), "WORLD_SIZE": str(processes)} if processes > 1 else {}
+        for command, environment in programs:
+            own = {name: str(value) for name, value in environment.items()}
             running.append(
                 subprocess.Popen(
-                    command, env={**base, **own}, cwd=cwd or PROGRAMS, text=True, start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    [str(word) for word in command], env={**base, **own}, cwd=cwd or PROGRAMS, text=True,
+                    start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )  # fmt: skip
             )
         return "".join(_finish(process) for process in running)

@@ -1,6 +1,6 @@
-"""The training with Lightning on two processes: python lightning_training.py FOLDER STRATEGY.
+"""The training with Lightning on two processes: python lightning_training.py FOLDER STRATEGY [HOSTS].
 
-Each rank leaves its outcome in FOLDER/RANK.json.
+Over HOSTS a launcher starts the processes. Each rank leaves its outcome in FOLDER/RANK.json.
 """
 
 import json
@@ -39,10 +39,11 @@ class Module(lightning.LightningModule):
         pathlib.Path(self.folder, f"{self.global_rank}.json").write_text(json.dumps(result))
 
 
-def train(folder, strategy):
+def train(folder, strategy, hosts=1):
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=training.EPOCHS, default_root_dir=folder,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        accelerator="cpu", devices=2 // int(hosts), num_nodes=int(hosts), strategy=strategy,
+        max_epochs=training.EPOCHS, default_root_dir=folder, use_distributed_sampler=False,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(folder))
 
