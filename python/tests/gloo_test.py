@@ -5,6 +5,8 @@ Each rank has three groups: one of Gloo's own, one of the engine's in its place,
 
 import copy
 import datetime
+import os
+import signal
 import warnings
 
 import pytest
@@ -299,6 +301,45 @@ def run_members(rank, world):
 
 def test_class_members_and_timeout():
     run_ranks(run_members, RANKS, backend="gloo")
+
+
+def run_late(rank, world):
+    """Rank 0 waits for others that don't come; they stay until it has given up."""
+    true_gloo = dist.new_group(backend="gloo")._get_backend(CPU)
+    _, stand_in, own = backends()
+    messages = dist.new_group(backend="gloo")._get_backend(CPU)
+    if rank == 0:
+        short = options(dist.AllreduceOptions, timeout=datetime.timedelta(milliseconds=1))
+        for group in (true_gloo, stand_in):
+            kind, text = whole_refusal(lambda: group.allreduce([torch.zeros(1)], short).wait())
+            assert issubclass(kind, RuntimeError) and "Timed out waiting 1ms" in text, text
+        kind, text = whole_refusal(lambda: own.allreduce([torch.zeros(1)], short).wait())
+        assert "timed out after 1 ms" in text and "Timed out waiting" not in text, text
+        messages._set_default_timeout(datetime.timedelta(milliseconds=1))
+        kind, text = whole_refusal(lambda: messages.recv([torch.zeros(1)], 1, 0).wait())
+        assert issubclass(kind, RuntimeError) and "Timed out waiting 1ms" in text, text
+    dist.barrier()
+
+
+def test_a_timeout_has_gloos_words_too():
+    run_ranks(run_late, RANKS, backend="gloo")
+
+
+def run_killed(rank, world):
+    _, stand_in, own = backends()
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for group, words in ((stand_in, True), (own, False)):
+        kind, text = whole_refusal(lambda: group.allreduce([torch.zeros(1)]).wait())
+        assert issubclass(kind, dist.DistBackendError) and "rank 2 " in text, text
+        assert text.endswith("Connection closed by peer") == words, text
+    kind, text = whole_refusal(lambda: stand_in.recv([torch.zeros(1)], 2, 0).wait())
+    assert "rank 2 " in text and "Connection closed by peer" in text, text
+
+
+def test_a_members_end_has_gloos_words_too():
+    run_ranks(run_killed, RANKS, backend="gloo", expect={2: signal.SIGKILL})
 
 
 def run_debugged(rank, world):

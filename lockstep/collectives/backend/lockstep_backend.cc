@@ -150,8 +150,9 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
   const Signature signature = operation.signature;
   auto feedback = signature.compression() == HostCompression::kInt8 ? BetweenHosts::feedback() : nullptr;
   auto run = [identity, channel = channel_, group = flight_group_, signature, timeout,
-              operands = operation.operands, feedback = std::move(feedback),
-              wire_model = settings_.wire_model, body = std::move(operation.body)](bool background) {
+              as_gloo = settings_.stands_in_for_gloo, operands = operation.operands,
+              feedback = std::move(feedback), wire_model = settings_.wire_model,
+              body = std::move(operation.body)](bool background) {
     const uint64_t before = channel->sequence();
     flight::started(identity->record);
     const Deadline deadline = Deadline::after(timeout);
@@ -169,12 +170,13 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
       if (!channel->failed()) channel->abort();
       // A peer that is only late may still write into these tensors' memory: nobody else may get it.
       if (!earlier && operands) channel->release_after_close([operands] {});
-      const auto text = describe_failure(error, *channel, signature, identity->number, group->name, earlier);
+      auto text = describe_failure(error, *channel, signature, identity->number, group->name, earlier);
       flight::failed(identity->record, text);
       // After a peer's end, launchers say more than records can.
       const bool telling = error.kind() == FailureKind::kTimeout || error.kind() == FailureKind::kMismatch ||
                            error.kind() == FailureKind::kAborted;
       if (telling) flight::dump(to_string(error.kind()));
+      if (as_gloo) text += gloos_words(error.kind(), timeout);
       if (error.kind() == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
       C10_THROW_ERROR(DistBackendError, text);
     } catch (const std::exception& error) {
@@ -237,7 +239,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::
                                .tag = tag,
                                .timeout = timeout,
                                .group_name = settings_.name,
-                               .number = messages_.fetch_add(1, std::memory_order_relaxed) + 1};
+                               .number = messages_.fetch_add(1, std::memory_order_relaxed) + 1,
+                               .gloos_words = settings_.stands_in_for_gloo};
   flight::Operation record;
   record.kind = name;
   record.sequence = message.number;

@@ -58,7 +58,8 @@ class LockstepBackend : public c10d::Backend {
     std::vector<int> global_ranks = {};                      // in group order; empty: those of the transport
     HostCompression between_hosts = HostCompression::kNone;  // of reductions outside of a BetweenHosts
     hosts::CostModel wire_model = {};                        // the same on all members of a group over hosts
-    /// For programs that ask for "gloo": called so in profiles, and an all_gather's future has Gloo's form.
+    /// For programs that ask for "gloo": called so in profiles, errors end with Gloo's words, and an
+    /// all_gather's future has Gloo's form.
     bool stands_in_for_gloo = false;
     /// Of a subclass: makes those that come from this one by split(), merge() and shrink(), too.
     Make make_subclass = nullptr;

@@ -29,6 +29,18 @@ std::string describe_kind(const MessageKind& kind) {
 
 }  // namespace
 
+std::string gloos_words(FailureKind kind, std::chrono::milliseconds timeout) {
+  switch (kind) {
+    case FailureKind::kTimeout:
+      return ". Timed out waiting " + std::to_string(timeout.count()) + "ms for the operation to complete";
+    case FailureKind::kPeerEnded:
+    case FailureKind::kPeerLeft:
+      return ". Connection closed by peer";
+    default:
+      return "";
+  }
+}
+
 std::string describe_message(const MessageWork::Message& message, const GroupChannel& channel) {
   std::ostringstream text;
   text << (message.is_send ? "send" : "recv") << " (number " << message.number << ", "
@@ -173,6 +185,7 @@ std::exception_ptr MessageWork::in_words(const std::exception_ptr& error) const 
   }
   flight::failed(record_, text);
   if (kind == FailureKind::kTimeout) flight::dump("timeout");
+  if (message_.gloos_words) text += lockstep::gloos_words(kind, message_.timeout);
   try {
     if (kind == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
     C10_THROW_ERROR(DistBackendError, text);

@@ -14,6 +14,9 @@ class DeviceCopies;
 class DeviceResults;
 class StagingArea;
 
+/// What programs written for Gloo look for in an error's text; stands at its end. "" where Gloo has no words.
+std::string gloos_words(transport::FailureKind kind, std::chrono::milliseconds timeout);
+
 /// One send or receive: the handle that users wait on. Thread-safe. Keeps the tensor and the channel alive.
 ///
 /// A tensor on a device passes through the host's memory: start() of a send waits until it is there, for
@@ -28,7 +31,8 @@ class MessageWork final : public c10d::Work {
     int64_t tag = 0;
     std::chrono::milliseconds timeout{};
     std::string group_name;
-    uint64_t number = 0;  // among the group's point-to-point operations
+    uint64_t number = 0;       // among the group's point-to-point operations
+    bool gloos_words = false;  // in errors
   };
 
   /// Starts the message; `background`: it must advance even if nobody waits. `area`: the group's, for tensors
