@@ -446,10 +446,10 @@ TEST(FlightAnalysis, NamesTheHostOfTheRankThatIsTheCause) {
                     HasSubstr("rank 2 on node-b called it at rank2.cc:2"),
                     HasSubstr("Look first at rank 3 on node-b.\n"), Not(HasSubstr("no rank of host"))));
   const auto json = nlohmann::json::parse(to_json(analysis));
-  EXPECT_EQ(json["cause"], nlohmann::json({{"ranks", {3}}, {"hosts", {"node-b"}}}));
+  EXPECT_EQ(json["cause"], nlohmann::json::parse(R"({"ranks": [3], "hosts": ["node-b"]})"));
   EXPECT_EQ(json["hosts"][1]["name"], "node-b");
-  EXPECT_EQ(json["hosts"][1]["ranks"], nlohmann::json({2, 3}));
-  EXPECT_EQ(json["findings"][0]["hosts"], nlohmann::json({"node-b"}));
+  EXPECT_EQ(json["hosts"][1]["ranks"], nlohmann::json::parse("[2, 3]"));
+  EXPECT_EQ(json["findings"][0]["hosts"], nlohmann::json::parse(R"(["node-b"])"));
 }
 
 TEST(FlightAnalysis, NamesAHostOfWhichNoRankIsThere) {

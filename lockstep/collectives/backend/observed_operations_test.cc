@@ -1,0 +1,101 @@
+#include <gmock/gmock.h>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/process_group.h>
+#include <lockstep/flight/operation_observer.h>
+#include <lockstep/testing/multi_rank.h>
+
+// What an observer, of a profiler for example, hears of the operations that a program calls.
+namespace lockstep::observed_operations_test {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+class Listener : public flight::OperationObserver {
+ public:
+  struct Heard {
+    std::string what;  // "all_reduce of default: 24 bytes"
+    bool started = false;
+    bool ended = false;
+    std::string error = {};
+  };
+  void scheduled(uint64_t id, const flight::Group& group, const flight::Operation& operation) override {
+    std::lock_guard lock(mutex_);
+    size_t bytes = 0;
+    for (const auto* tensors : {operation.inputs, operation.outputs}) {
+      if (tensors == nullptr || bytes > 0) continue;
+      for (const at::Tensor& tensor : *tensors) bytes += tensor.nbytes();
+    }
+    heard_[id].what =
+        std::string(operation.kind) + " of " + group.name + ": " + std::to_string(bytes) + " bytes";
+  }
+  void started(uint64_t id) override {
+    std::lock_guard lock(mutex_);
+    heard_[id].started = true;
+  }
+  void ended(uint64_t id, const std::string* error) override {
+    std::lock_guard lock(mutex_);
+    heard_[id].ended = true;
+    if (error != nullptr) heard_[id].error = *error;
+  }
+
+  std::vector<Heard> heard() {
+    std::lock_guard lock(mutex_);
+    std::vector<Heard> result;
+    for (const auto& [id, each] : heard_) result.push_back(each);
+    return result;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<uint64_t, Heard> heard_;
+};
+
+TEST(ObservedOperations, HaveNamesSizesAndEnds) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto listener = std::make_shared<Listener>();
+    flight::attach(listener);
+    const at::Tensor tensor = at::ones({2, 3});
+    all_reduce(tensor);
+    const Work reducing = all_reduce(tensor, ReduceOp::SUM, {}, /*async_op=*/true);
+    reducing->wait();
+    if (rank == 0) send(tensor, 1);
+    if (rank == 1) recv(tensor, 0);
+    flight::detach(listener);
+    barrier();
+    std::vector<std::string> whats;
+    for (const auto& each : listener->heard()) {
+      whats.push_back(each.what);
+      EXPECT_TRUE(each.started && each.ended) << each.what;
+      EXPECT_EQ(each.error, "");
+    }
+    EXPECT_THAT(whats, ElementsAre("all_reduce of default: 24 bytes", "all_reduce of default: 24 bytes",
+                                   rank == 0 ? "send of default: 24 bytes" : "recv of default: 24 bytes"));
+  });
+}
+
+TEST(ObservedOperations, EndWithTheirError) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto listener = std::make_shared<Listener>();
+    flight::attach(listener);
+    EXPECT_THROW(all_reduce(at::ones({2 + rank})), c10::Error);
+    const auto heard = listener->heard();
+    ASSERT_THAT(heard, SizeIs(1));
+    EXPECT_TRUE(heard[0].ended);
+    EXPECT_THAT(heard[0].error, HasSubstr("all_reduce"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::observed_operations_test
