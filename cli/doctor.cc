@@ -47,6 +47,9 @@ int examine_job(const DoctorArguments& arguments) {
   options.strict = arguments.strict;
   options.program = arguments.program;
   if (arguments.timeout) options.timeout = to_milliseconds(*arguments.timeout);
+  options.progress = [](const std::string& step) {
+    std::cerr << "lockstep doctor: " + step + "\n" << std::flush;
+  };
   return doctor::examine_job(options, std::cout);
 }
 

@@ -6,7 +6,9 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
 
+import hosts
 import pytest
 
 MISUSE = 2
@@ -216,6 +218,63 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(programs):
     told = findings(done, "problem", "ranks")
     assert "rank 2 (pid " in told and "did not answer within 4 s" in told, done.text
     assert "ranks 1 and 2" in findings(done, "problem", "pairs"), done.text
+    programs.wait_until_gone()
+
+
+def job_over(programs, net, layout, *options, **variables):
+    """`lockstep doctor --job` where layout[h] ranks are on host h; rank 0's result."""
+    ranks = programs.start_on(net, layout, programs.find("lockstep"), "doctor", "--job", *options, **variables)
+    done = [rank.finish() for rank in ranks]
+    if any("needs UCX" in each.text for each in done):
+        pytest.skip("ranks on several hosts need UCX")
+    assert len({each.status for each in done}) == 1, "\n".join(each.text for each in done)
+    assert all(each.stdout == "" for each in done[1:]), "\n".join(each.text for each in done)
+    return done[0]
+
+
+def test_a_job_over_several_hosts(programs):
+    done = job_over(programs, hosts.PretendedHosts(2), [2, 1])
+    assert done.status == 0, done.text
+    assert "host-a (ranks 0 and 1), host-b (rank 2)" in findings(done, "note", "hosts"), done.text
+    assert "host-a, host-b: lo (127.0.0.1, MTU " in findings(done, "ok", "interfaces"), done.text
+    assert "within " in findings(done, "ok", "clocks"), done.text
+    assert findings(done, "ok", "wires") or findings(done, "warning", "wires"), done.text
+    assert "lockstep doctor: wires between hosts, round 1 of 3\n" in done.stderr, done.text
+
+
+def test_a_wire_that_does_not_answer_is_named(programs):
+    broken = {"LOCKSTEP_FAILPOINTS": "doctor_wire_0_2=error(nothing comes)"}
+    done = job_over(programs, hosts.PretendedHosts(3), [2, 1, 1], "--json", **broken)
+    assert done.status == 1, done.text
+    report = json.loads(done.stdout)
+    (told,) = [finding for finding in report["findings"] if finding["severity"] == "problem"]
+    assert told["check"] == "wires" and told["message"].startswith("host-a and host-b (ranks 0 and 2): "), done.text
+    wires = {tuple(wire["hosts"]): wire for wire in report["wires"]}
+    assert set(wires["host-a", "host-b"]["errors"]) <= {"0", "2"} and wires["host-a", "host-b"]["errors"], done.text
+    assert min(wires["host-b", "host-c"]["forth"]["bytes_per_second"]) > 0, done.text
+    # That no pair gets over it is told once.
+    assert not {(0, 2), (1, 2)} & {tuple(pair["ranks"]) for pair in report["pairs"]}, done.text
+
+
+def test_a_wire_that_is_slow_in_one_direction_is_named(programs, make_hosts):
+    net = make_hosts(3, rate="200mbit")  # with which the processors keep pace
+    net.add_slow_way(0, 2, "20mbit")
+    done = job_over(programs, net, [1, 1, 1])
+    assert done.status == 0, done.text
+    told = findings(done, "warning", "wires")
+    assert "host-a and host-c (ranks 0 and 2): " in told and "Mbit/s from host-a to host-c, " in told, done.text
+    assert "times less than the median of all wires" in told and "from host-c to host-a, " not in told, done.text
+
+
+def test_ctrl_c_leaves_nothing_behind(programs):
+    child = programs.start(
+        "lockstep", "run", "--no-prefix", "--nproc-per-node", 2, programs.find("lockstep"), "doctor", "--job",
+        LOCKSTEP_FAILPOINTS="doctor_pair_0_1=delay(30000)",
+    )  # fmt: skip
+    child.wait_for("pairs of ranks, round 1", "stderr")
+    child.kill(signal.SIGINT)
+    done = child.finish()
+    assert done.status != 0, done.text
     programs.wait_until_gone()
 
 

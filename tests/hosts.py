@@ -163,6 +163,19 @@ class Hosts:
         """Pids of what has been started on the hosts and still runs."""
         return self._processes(own=False)
 
+    def add_slow_way(self, origin, target, rate):
+        """From now on what one host sends to another goes by a cable of its own, of this rate; the way back stays."""
+        device, arrival = f"to{target}", f"from{origin}"
+        self._ip(origin, f"link add name {device} mtu {self.mtu} type veth peer name {arrival} mtu {self.mtu} "
+                         f"netns {self.keepers[target].pid}", f"link set dev {device} up")  # fmt: skip
+        # Packets that come where none would be sent back are dropped where the kernel is told to be strict.
+        strict = [f"/proc/sys/net/ipv4/conf/{name}/rp_filter" for name in ("all", arrival)]
+        self.run(target, "sh", "-c", f"for file in {' '.join(strict)}; do echo 0 > $file; done")
+        self._ip(target, f"link set dev {arrival} up")
+        self._ip(origin, f"route add {self.addresses[target]} dev {device}")
+        shape = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "50ms"]
+        self._check([*self._enter(origin), "tc", "qdisc", "add", "dev", device, *shape])
+
     def close(self):
         """Kills what still runs on the hosts; with the last process of each its namespaces go."""
         try:

@@ -132,6 +132,20 @@ def test_bytes_pass_a_wire_of_some_speed(make_hosts):
         assert "rate 1Gbit" in net.run(host, "tc", "qdisc", "show", "dev", hosts.DEVICE).stdout
 
 
+def test_a_slow_way_carries_what_goes_one_way(make_hosts):
+    net = make_hosts(2)
+    net.add_slow_way(0, 1, "100mbit")
+    sent = 500000
+    for origin, target in ((0, 1), (1, 0)):
+        sink = Peer(net, target, TCP_SINK)
+        net.run(origin, sys.executable, "-c", TCP_SOURCE, net.addresses[target], sink.port, sent)
+        assert int(sink.process.stdout.readline()) == sent
+        sink.close()
+    carried = [int(net.run(host, "cat", f"/sys/class/net/{device}/statistics/tx_bytes").stdout)
+               for host, device in ((0, "to1"), (1, "from0"))]  # fmt: skip
+    assert carried[0] > sent > carried[1]
+
+
 def test_a_cut_wire_carries_nothing_until_it_is_healed(make_hosts, echo_on):
     net = make_hosts(3)
     echo = echo_on(net, 0)

@@ -74,7 +74,7 @@ def test_records_of_several_hosts_are_merged_and_the_host_of_the_cause_is_named(
     folders = [tmp_path / name for name in net.names]
     ranks = []
     for rank in range(4):
-        words = net.inside(rank // 2, "flight_driver", "leave-out", "--timeout", 3)
+        words = net.inside(rank // 2, "flight_driver", "leave-out", "--timeout", 5)
         ranks.append(programs.start(*words, **place, RANK=rank, LOCKSTEP_FLIGHT_DIR=folders[rank // 2]))
     try:
         ranks[1].wait_for("leaves out")

@@ -3,6 +3,7 @@
 #include <functional>
 #include <optional>
 #include <ostream>
+#include <set>
 
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
@@ -20,6 +21,9 @@ namespace {
 constexpr int kSweeps = 3;
 /// A rank that is late, but within its timeout, has this long to say so.
 constexpr std::chrono::milliseconds kSlack{1000};
+/// With more rounds than this each wire is tested once.
+constexpr size_t kRoundsToSweep = 8;
+constexpr std::chrono::seconds kProgressInterval{2};
 
 std::string message_of(const std::function<void()>& action) {
   try {
@@ -34,6 +38,25 @@ nlohmann::json to_json(const PairMeasurement& measured) {
   return {{"error", measured.error}, {"latency", measured.latency}, {"transfer", measured.transfer}};
 }
 
+nlohmann::json to_json(const WireMeasurement& measured) {
+  return {{"error", measured.error},       {"rate", measured.rate},
+          {"segments", measured.segments}, {"resent_segments", measured.resent_segments},
+          {"latency", measured.latency},   {"clock_offset", measured.clock_offset}};
+}
+
+/// A report's text. Bytes that are no UTF-8, of an error for example, are replaced.
+std::string text_of_report(const nlohmann::json& report) {
+  return report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::string tell_round(const std::vector<Pair>& pairs) {
+  std::string names;
+  for (const Pair& pair : pairs) {
+    names += (names.empty() ? "" : ", ") + std::to_string(pair.first) + "-" + std::to_string(pair.second);
+  }
+  return names;
+}
+
 /// Leads one rank through the tests. All ranks take the same way, because it depends on nothing but the
 /// reports that the board gives to all.
 class JobExamination {
@@ -45,6 +68,7 @@ class JobExamination {
     collect_facts();
     if (!somebody_ended() && join() && !somebody_ended()) {
       test_all();
+      test_wires();
       test_pairs();
     }
     return std::move(job_);
@@ -78,8 +102,12 @@ class JobExamination {
   }
 
   void collect_facts() {
-    const auto reports =
-        gather(doctor::to_json(gather_rank_facts(world_.rank, options_.program)), "the exchange of facts");
+    begin(std::to_string(world_.world_size) + " ranks on " + world_.topology.describe() +
+          "; versions and settings");
+    RankFacts own = gather_rank_facts(world_.rank, options_.program, world_.meeting_host);
+    // As messages call it: no two hosts alike.
+    if (world_.topology.spans_hosts()) own.hostname = world_.topology.host_name(world_.rank);
+    const auto reports = gather(doctor::to_json(own), "the exchange of facts");
     std::vector<RankFacts> known;
     for (const auto& report : reports) {
       job_.ranks.push_back(report ? parse_rank_facts(*report) : std::nullopt);
@@ -90,19 +118,22 @@ class JobExamination {
   }
 
   bool join() {
+    begin("init_process_group");
     const std::string error = message_of([&] { probe_.join(); });
     keep_errors(gather(error, "init_process_group"), job_.join_errors);
     return job_.join_errors.empty();
   }
 
   void test_all() {
+    begin("operations over all ranks");
     double offset = 0;
+    std::string wire;
     const std::string error = message_of([&] {
       probe_.test_all();
       offset = probe_.clock_offset();
+      wire = probe_.wire();
     });
-    const auto reports = gather(nlohmann::json({{"error", error}, {"offset", offset}})
-                                    .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+    const auto reports = gather(text_of_report({{"error", error}, {"offset", offset}, {"wire", wire}}),
                                 "operations over all ranks");
     for (int rank = 0; rank < world_.world_size; ++rank) {
       const auto& report = reports[static_cast<size_t>(rank)];
@@ -111,17 +142,91 @@ class JobExamination {
       const std::string text = json.value("error", "");
       if (!text.empty()) job_.all_errors[rank] = text;
       if (text.empty()) job_.clock_offsets[rank] = json.value("offset", 0.0);
+      if (const std::string used = json.value("wire", ""); !used.empty()) job_.wires_used[rank] = used;
     }
+  }
+
+  /// One rank of each host, by whom its wires are tested: the lowest that still answers.
+  std::vector<int> ranks_of_hosts() const {
+    std::vector<int> result;
+    std::set<std::string> seen;
+    for (int rank = 0; rank < world_.world_size; ++rank) {
+      const auto& facts = job_.ranks[static_cast<size_t>(rank)];
+      if (facts && !job_.gone.contains(rank) && seen.insert(facts->host).second) result.push_back(rank);
+    }
+    return result;
+  }
+
+  /// In a round no host has more than one wire under test, so that they do not disturb each other.
+  void test_wires() {
+    const std::vector<int> hosts = ranks_of_hosts();
+    if (hosts.size() < 2) return;
+    const auto rounds = tournament(static_cast<int>(hosts.size()));
+    const int sweeps = rounds.size() <= kRoundsToSweep ? kSweeps : 1;
+    const size_t all = rounds.size() * static_cast<size_t>(sweeps);
+    for (size_t number = 0; number < all; ++number) {
+      if (somebody_ended()) return;
+      std::vector<Pair> pairs;
+      for (const Pair& pair : rounds[number % rounds.size()]) {
+        const Pair ranks(hosts[static_cast<size_t>(pair.first)], hosts[static_cast<size_t>(pair.second)]);
+        if (is_testable(ranks, job_.wires)) pairs.push_back(ranks);
+      }
+      if (pairs.empty()) continue;
+      begin("wires between hosts", number, all);
+      const auto reports = gather(text_of_report(to_json(probe_.test_wires(pairs))),
+                                  "the test of the wires between the hosts of ranks " + tell_round(pairs));
+      for (const Pair& pair : pairs) keep_wire(pair, reports);
+    }
+  }
+
+  void keep_wire(const Pair& pair, const ReportBoard::Reports& reports) {
+    WireResult& result = result_of(pair, job_.wires);
+    nlohmann::json ends[2];
+    bool complete = true;
+    for (const int end : {0, 1}) {
+      const int rank = end == 0 ? pair.first : pair.second;
+      const auto& report = reports[static_cast<size_t>(rank)];
+      if (!report) {
+        complete = false;
+        continue;
+      }
+      ends[end] = nlohmann::json::parse(*report);
+      const std::string error = ends[end].value("error", "");
+      if (!error.empty()) result.errors[rank] = error;
+    }
+    if (!complete || !result.errors.empty()) return;
+    for (const int end : {0, 1}) {
+      result.rates[end].push_back(ends[end].value("rate", 0.0));
+      result.segments[end] += ends[end].value("segments", int64_t{0});
+      result.resent_segments[end] += ends[end].value("resent_segments", int64_t{0});
+    }
+    result.latencies.push_back(ends[0].value("latency", 0.0));
+    result.clock_offsets.push_back(ends[0].value("clock_offset", 0.0));
+  }
+
+  /// Each of many pairs would need its timeout only to find out what has been seen.
+  bool is_without_wire(const Pair& pair) const {
+    const auto host = [&](int rank) {
+      const auto& facts = job_.ranks[static_cast<size_t>(rank)];
+      return facts ? facts->host : "";
+    };
+    return std::any_of(job_.wires.begin(), job_.wires.end(), [&](const WireResult& wire) {
+      const std::set<std::string> ends{host(wire.ranks.first), host(wire.ranks.second)};
+      return !wire.errors.empty() && ends == std::set<std::string>{host(pair.first), host(pair.second)};
+    });
   }
 
   void test_pairs() {
     const auto rounds = tournament(world_.world_size);
+    const size_t all = rounds.size() * kSweeps;
+    size_t number = 0;
     for (int sweep = 0; sweep < kSweeps; ++sweep) {
       for (const auto& round : rounds) {
         if (somebody_ended()) return;
+        begin("pairs of ranks", number++, all);
         std::vector<Pair> pairs;
         for (const Pair& pair : round) {
-          if (is_testable(pair)) pairs.push_back(pair);
+          if (is_testable(pair, job_.pairs) && !is_without_wire(pair)) pairs.push_back(pair);
         }
         if (!pairs.empty()) test_round(pairs);
       }
@@ -129,25 +234,21 @@ class JobExamination {
   }
 
   /// Not with ranks that are gone, and not again what has failed.
-  bool is_testable(const Pair& pair) const {
+  template <class Result>
+  bool is_testable(const Pair& pair, const std::vector<Result>& results) const {
     if (job_.gone.contains(pair.first) || job_.gone.contains(pair.second)) return false;
-    return std::none_of(job_.pairs.begin(), job_.pairs.end(),
-                        [&](const PairResult& each) { return each.ranks == pair && !each.errors.empty(); });
+    return std::none_of(results.begin(), results.end(),
+                        [&](const Result& each) { return each.ranks == pair && !each.errors.empty(); });
   }
 
   void test_round(const std::vector<Pair>& pairs) {
-    std::string names;
-    for (const Pair& pair : pairs) {
-      names += (names.empty() ? "" : ", ") + std::to_string(pair.first) + "-" + std::to_string(pair.second);
-    }
-    const auto reports = gather(
-        to_json(probe_.test_pairs(pairs)).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
-        "the test of the pairs " + names);
+    const auto reports = gather(text_of_report(to_json(probe_.test_pairs(pairs))),
+                                "the test of the pairs " + tell_round(pairs));
     for (const Pair& pair : pairs) keep_measurements(pair, reports);
   }
 
   void keep_measurements(const Pair& pair, const ReportBoard::Reports& reports) {
-    PairResult& result = result_of(pair);
+    PairResult& result = result_of(pair, job_.pairs);
     double latency = 0;
     double transfer = 0;
     bool complete = true;
@@ -168,19 +269,31 @@ class JobExamination {
     result.transfers.push_back(transfer);
   }
 
-  PairResult& result_of(const Pair& pair) {
-    for (PairResult& each : job_.pairs) {
+  template <class Result>
+  static Result& result_of(const Pair& pair, std::vector<Result>& results) {
+    for (Result& each : results) {
       if (each.ranks == pair) return each;
     }
-    job_.pairs.push_back({});
-    job_.pairs.back().ranks = pair;
-    return job_.pairs.back();
+    results.push_back({});
+    results.back().ranks = pair;
+    return results.back();
   }
 
   static void keep_errors(const ReportBoard::Reports& reports, std::map<int, std::string>& errors) {
     for (size_t rank = 0; rank < reports.size(); ++rank) {
       if (reports[rank] && !reports[rank]->empty()) errors[static_cast<int>(rank)] = *reports[rank];
     }
+  }
+
+  void begin(const std::string& step) {
+    told_ = std::chrono::steady_clock::now();
+    if (world_.rank == 0 && options_.progress) options_.progress(step);
+  }
+
+  /// The first of many rounds is told of, and then one now and then.
+  void begin(const std::string& step, size_t round, size_t rounds) {
+    if (round > 0 && std::chrono::steady_clock::now() - told_ < kProgressInterval) return;
+    begin(step + ", round " + std::to_string(round + 1) + " of " + std::to_string(rounds));
   }
 
   /// All ranks begin a step at the same moment, when rank 0 has published the results of the one before.
@@ -191,6 +304,7 @@ class JobExamination {
   const JobOptions& options_;
   ReportBoard board_;
   Deadline step_deadline_ = next_deadline();
+  std::chrono::steady_clock::time_point told_;
   std::optional<PeerWatch> watch_;
   JobObservations job_;
 };
@@ -206,6 +320,22 @@ std::string job_json(const Findings& findings, const JobObservations& job, bool 
     entry["latency_seconds"] = pair.latencies;
     entry["transfer_1mib_seconds"] = pair.transfers;
     json["pairs"].push_back(std::move(entry));
+  }
+  json["wires"] = nlohmann::ordered_json::array();
+  for (const WireResult& wire : job.wires) {
+    nlohmann::ordered_json entry = {
+        {"ranks", {wire.ranks.first, wire.ranks.second}},
+        {"hosts", {job.host_name(wire.ranks.first), job.host_name(wire.ranks.second)}}};
+    entry["errors"] = nlohmann::ordered_json::object();
+    for (const auto& [rank, error] : wire.errors) entry["errors"][std::to_string(rank)] = error;
+    entry["latency_seconds"] = wire.latencies;
+    entry["clock_offset_seconds"] = wire.clock_offsets;
+    for (const int direction : {0, 1}) {
+      entry[direction == 0 ? "forth" : "back"] = {{"bytes_per_second", wire.rates[direction]},
+                                                  {"segments", wire.segments[direction]},
+                                                  {"resent_segments", wire.resent_segments[direction]}};
+    }
+    json["wires"].push_back(std::move(entry));
   }
   return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }

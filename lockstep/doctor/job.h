@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <iosfwd>
 #include <string>
 
@@ -16,6 +17,8 @@ struct JobOptions {
   /// on. At least 1 s.
   std::chrono::milliseconds timeout = std::chrono::seconds(20);
   std::string program = {};  ///< a file that should be the same for all ranks; empty: none
+  /// Called on rank 0 with what it is about to do, and not for each of many rounds.
+  std::function<void(const std::string&)> progress = {};
 };
 
 /// Checks the job in which this process was started; every rank calls it. Rank 0 writes the report to `out`.

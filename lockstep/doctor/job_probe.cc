@@ -4,14 +4,17 @@
 
 #include <ATen/ops/empty.h>
 
-#include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/doctor/internal/exercise.h>
 #include <lockstep/doctor/internal/known_values.h>
+#include <lockstep/doctor/internal/median.h>
+#include <lockstep/doctor/internal/wire_test.h>
 #include <lockstep/doctor/job_probe.h>
+#include <lockstep/transport/host/host_transport.h>
 
 namespace lockstep::doctor {
 namespace {
@@ -29,30 +32,42 @@ std::vector<int> everybody(const World& world) {
   return ranks;
 }
 
-double median(std::vector<double> values) {
-  auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
+/// Stands before each operation of two ranks: a failpoint, "PREFIX_A_B", and the end of the time for new ones.
+class StepGuard {
+ public:
+  StepGuard(const std::string& prefix, const Pair& pair, Deadline limit)
+      : pair_(pair),
+        limit_(limit),
+        failpoint_(prefix + std::to_string(pair.first) + "_" + std::to_string(pair.second)) {}
+
+  void begin_step() const {
+    failpoint::here(failpoint_);
+    if (limit_.expired()) {
+      LOCKSTEP_THROW_TIMEOUT("the test of ranks " + std::to_string(pair_.first) + " and " +
+                             std::to_string(pair_.second) + " took too long");
+    }
+  }
+
+ private:
+  Pair pair_;
+  Deadline limit_;
+  std::string failpoint_;
+};
 
 /// One pair's test; `limit` bounds the time in which new operations are begun.
 class PairTest {
  public:
   PairTest(const Pair& pair, int rank, ProcessGroup group, Deadline limit)
-      : pair_(pair),
-        rank_(rank),
-        group_(std::move(group)),
-        limit_(limit),
-        failpoint_("doctor_pair_" + std::to_string(pair.first) + "_" + std::to_string(pair.second)) {}
+      : pair_(pair), rank_(rank), group_(std::move(group)), guard_("doctor_pair_", pair, limit) {}
 
   void check_values() {
     const std::vector<int> members = {pair_.first, pair_.second};
     for (int64_t numel : kExerciseSizes) {
       for (Placement placement : {Placement::kStaged, Placement::kArena}) {
-        begin_step();
+        guard_.begin_step();
         exercise_collectives(numel, placement, members, rank_, members, group_);
       }
-      begin_step();
+      guard_.begin_step();
       exercise_messages(numel, rank_, rank_ == pair_.first ? pair_.second : pair_.first, group_);
     }
   }
@@ -64,7 +79,7 @@ class PairTest {
     for (int round = -rounds / 5; round < rounds; ++round) {
       fill_contribution(tensor, rank_);  // fresh data, and no overflow
       const auto begin = Clock::now();
-      begin_step();
+      guard_.begin_step();
       all_reduce(tensor, ReduceOp::SUM, group_);
       if (round >= 0) seconds.push_back(to_seconds(Clock::now() - begin));
     }
@@ -72,19 +87,10 @@ class PairTest {
   }
 
  private:
-  void begin_step() {
-    failpoint::here(failpoint_);
-    if (limit_.expired()) {
-      LOCKSTEP_THROW_TIMEOUT("the test of ranks " + std::to_string(pair_.first) + " and " +
-                             std::to_string(pair_.second) + " took too long");
-    }
-  }
-
   Pair pair_;
   int rank_;
   ProcessGroup group_;
-  Deadline limit_;
-  std::string failpoint_;
+  StepGuard guard_;
 };
 
 }  // namespace
@@ -115,10 +121,8 @@ LockstepProbe::~LockstepProbe() = default;
 
 void LockstepProbe::join() {
   // Nothing else is done in this step, so it may take as long as two operations.
-  group_ = std::make_unique<DefaultGroup>(init_process_group({.timeout = 2 * timeout_,
-                                                              .rank = world_.rank,
-                                                              .world_size = world_.world_size,
-                                                              .store = world_.store}));
+  // Without the store at hand, as a program does it: where the ranks meet says which interface serves other hosts.
+  group_ = std::make_unique<DefaultGroup>(init_process_group({.timeout = 2 * timeout_}));
   set_group_timeout(timeout_);
 }
 
@@ -156,28 +160,60 @@ PairMeasurement LockstepProbe::test_pairs(const std::vector<Pair>& pairs) {
   return {};
 }
 
-PairMeasurement LockstepProbe::test_pair(const Pair& pair) {
-  PairMeasurement result;
+std::string LockstepProbe::in_group_of(const Pair& pair,
+                                       const std::function<void(const ProcessGroup&, Deadline limit)>& test) {
+  std::string failure;
   ProcessGroup group;
   try {
     const Deadline limit = Deadline::after(timeout_);
-    // Made by the two alone, so that a third rank that does not answer is not needed.
     group = new_group({pair.first, pair.second}, timeout_, {.use_local_synchronization = true});
+    test(group, limit);
+  } catch (const std::exception& error) {
+    failure = text_of(error);
+  }
+  if (!group) return failure;
+  try {
+    destroy_process_group(group);
+  } catch (const std::exception& error) {
+    if (failure.empty()) failure = text_of(error);
+  }
+  return failure;
+}
+
+PairMeasurement LockstepProbe::test_pair(const Pair& pair) {
+  PairMeasurement result;
+  result.error = in_group_of(pair, [&](const ProcessGroup& group, Deadline limit) {
     PairTest test(pair, world_.rank, group, limit);
     test.check_values();
     result.latency = test.time_all_reduce(1, kLatencyRounds);
     result.transfer = test.time_all_reduce(kTransferElements, kTransferRounds);
-  } catch (const std::exception& error) {
-    result.error = text_of(error);
-  }
-  if (group) {
-    try {
-      destroy_process_group(group);
-    } catch (const std::exception& error) {
-      if (result.error.empty()) result.error = text_of(error);
-    }
-  }
+  });
   return result;
+}
+
+WireMeasurement LockstepProbe::test_wires(const std::vector<Pair>& pairs) {
+  for (const Pair& pair : pairs) {
+    if (pair.first == world_.rank || pair.second == world_.rank) return test_wire(pair);
+  }
+  return {};
+}
+
+WireMeasurement LockstepProbe::test_wire(const Pair& pair) {
+  WireMeasurement result;
+  const int peer = world_.rank == pair.first ? pair.second : pair.first;
+  const std::string failure = in_group_of(pair, [&](const ProcessGroup& group, Deadline limit) {
+    const StepGuard guard("doctor_wire_", pair, limit);
+    result = measure_wire(group, world_.rank, peer, [&] { guard.begin_step(); });
+  });
+  result.error = failure;
+  return result;
+}
+
+std::string LockstepProbe::wire() {
+  const auto backend =
+      c10::dynamic_intrusive_pointer_cast<LockstepBackend>(default_group()->getBackend(c10::kCPU));
+  if (!backend || !backend->spans_hosts()) return "";
+  return backend->channel().transport().wire().describe();
 }
 
 }  // namespace lockstep::doctor

@@ -17,6 +17,7 @@
 #include <lockstep/doctor/internal/known_values.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/doctor/job.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/testing/multi_rank.h>
 
@@ -147,9 +148,11 @@ TEST(ReportBoard, AMissingRank0IsNamed) {
 class FakeProbe : public JobProbe {
  public:
   struct Script {
-    std::string join_error;                 // of rank 1
-    std::string all_error;                  // of all ranks
-    std::map<Pair, PairMeasurement> pairs;  // others are fast
+    std::string join_error;                      // of rank 1
+    std::string all_error;                       // of all ranks
+    std::map<Pair, PairMeasurement> pairs;       // others are fast
+    std::vector<std::string> hosts = {};         // by rank; none: all are on this one
+    std::map<Pair, WireMeasurement> wires = {};  // as the lower rank sees them; others are fast
   };
   FakeProbe(int rank, Script script) : rank_(rank), script_(std::move(script)) {}
   void join() override {
@@ -169,7 +172,26 @@ class FakeProbe : public JobProbe {
     return {};
   }
 
+  std::string wire() override { return script_.hosts.empty() ? "" : "UCX 1.13.1 (tcp/lo)"; }
+  WireMeasurement test_wires(const std::vector<Pair>& pairs) override {
+    std::set<std::string> busy;
+    for (const Pair& pair : pairs) {
+      for (int rank : {pair.first, pair.second}) {
+        EXPECT_TRUE(busy.insert(script_.hosts.at(static_cast<size_t>(rank))).second)
+            << "two wires of a host at once";
+      }
+    }
+    for (const Pair& pair : pairs) {
+      if (pair.first != rank_ && pair.second != rank_) continue;
+      ++tested_wires[pair];
+      if (script_.wires.contains(pair) && pair.first == rank_) return script_.wires[pair];
+      return {.rate = 1e9, .segments = 1000, .latency = 20e-6};
+    }
+    return {};
+  }
+
   std::map<Pair, int> tested;
+  std::map<Pair, int> tested_wires;
 
  private:
   int rank_;
@@ -185,6 +207,7 @@ Outcome examine_with(int size, const FakeProbe::Script& script, JobOptions optio
   Outcome outcome;
   outcome.statuses.resize(static_cast<size_t>(size), -1);
   expect_no_errors(run_threads(size, [&](int rank, auto store) {
+    if (!script.hosts.empty()) pretend_host(script.hosts[static_cast<size_t>(rank)]);
     World world;
     world.rank = rank;
     world.world_size = size;
@@ -200,9 +223,13 @@ Outcome examine_with(int size, const FakeProbe::Script& script, JobOptions optio
     for (const auto& [pair, times] : probe.tested) {
       EXPECT_EQ(times, script.pairs.contains(pair) && !script.pairs.at(pair).error.empty() ? 1 : 3);
     }
-    if (script.join_error.empty()) {
+    for (const auto& [pair, times] : probe.tested_wires) {
+      EXPECT_EQ(times, script.wires.contains(pair) && !script.wires.at(pair).error.empty() ? 1 : 3);
+    }
+    if (script.join_error.empty() && script.hosts.empty()) {
       EXPECT_EQ(probe.tested.size(), static_cast<size_t>(size - 1));
     }
+    pretend_host("");
   }));
   return outcome;
 }
@@ -231,6 +258,48 @@ TEST(ExamineJob, NamesTheSlowPair) {
   EXPECT_THAT(outcome.statuses, ::testing::Each(0)) << outcome.report;
   outcome = examine_with(4, script, {.strict = true});
   EXPECT_THAT(outcome.statuses, ::testing::Each(1));
+}
+
+const std::vector<std::string> kThreeHosts = {"host-a", "host-a", "host-b", "host-c"};
+
+TEST(ExamineJob, NamesTheSlowDirectionOfAWire) {
+  const WireMeasurement slow{.rate = 2.5e6, .segments = 1000, .latency = 20e-6};
+  const FakeProbe::Script script{"", "", {}, kThreeHosts, {{{0, 3}, slow}}};
+  Outcome outcome = examine_with(4, script);
+  EXPECT_THAT(outcome.statuses, ::testing::Each(0)) << outcome.report;
+  EXPECT_THAT(
+      outcome.report,
+      AllOf(HasSubstr(
+                "warning wires        host-a and host-c (ranks 0 and 3): 20 Mbit/s from host-a to host-c"),
+            HasSubstr("2 of 3 wires between hosts work"), HasSubstr("host-a (ranks 0 and 1)")));
+  outcome = examine_with(4, script, {.json = true});
+  const auto wires = nlohmann::json::parse(outcome.report).at("wires");
+  ASSERT_EQ(wires.size(), 3);
+  for (const auto& wire : wires) {
+    const bool is_slow = wire.at("ranks") == nlohmann::json({0, 3});
+    EXPECT_EQ(wire.at("forth").at("bytes_per_second").at(2), is_slow ? 2.5e6 : 1e9);
+    EXPECT_EQ(wire.at("back").at("segments"), 3000);
+    EXPECT_EQ(wire.at("hosts").size(), 2);
+  }
+}
+
+TEST(ExamineJob, NamesAWireThatDoesNotAnswerAndTriesNoPairOverItAgain) {
+  const FakeProbe::Script script{"", "", {}, kThreeHosts, {{{0, 2}, {.error = "nothing came"}}}};
+  const Outcome outcome = examine_with(4, script);
+  EXPECT_THAT(outcome.statuses, ::testing::Each(1));
+  EXPECT_THAT(
+      outcome.report,
+      AllOf(HasSubstr("problem wires        host-a and host-b (ranks 0 and 2): rank 0 says: nothing came"),
+            HasSubstr("1 of 1 pairs work"), HasSubstr("3 of 3 pairs between hosts work")));
+}
+
+TEST(ExamineJob, TellsItsProgressOnRank0) {
+  std::vector<std::string> steps;
+  examine_with(2, {"", "", {}, {"host-a", "host-b"}},
+               {.progress = [&](const std::string& step) { steps.push_back(step); }});
+  EXPECT_THAT(steps, ::testing::Contains("init_process_group"));
+  EXPECT_THAT(steps, ::testing::Contains("wires between hosts, round 1 of 3"));
+  EXPECT_THAT(steps, ::testing::Contains("pairs of ranks, round 1 of 3"));
 }
 
 TEST(ExamineJob, FailureOfJoiningEndsItAndFailureOfAllDoesNot) {
@@ -267,7 +336,7 @@ struct RealOutcome {
 };
 
 RealOutcome examine_processes(int size, const std::function<void(int rank)>& arm, int expected_status,
-                              std::vector<int> expected_failures = {}) {
+                              std::vector<int> expected_failures = {}, int hosts = 0) {
   RealOutcome result;
   result.ranks = testing::run_ranks_collect(size,
                                             [&](int rank) {
@@ -276,7 +345,7 @@ RealOutcome examine_processes(int size, const std::function<void(int rank)>& arm
                                               options.timeout = expected_failures.empty() ? 30s : 4s;
                                               EXPECT_EQ(examine_job(options, std::cout), expected_status);
                                             },
-                                            {.expected_failures = expected_failures});
+                                            {.expected_failures = expected_failures, .hosts = hosts});
   for (const auto& outcome : result.ranks) {
     const bool expected = std::count(expected_failures.begin(), expected_failures.end(), outcome.rank) > 0;
     if (!expected) {
@@ -306,6 +375,31 @@ TEST(LockstepProbe, ASlowPairIsNamed) {
   const auto outcome = examine_processes(
       3, [](int) { failpoint::configure("doctor_pair_0_2=delay(5)"); }, 0);
   EXPECT_THAT(outcome.report, HasSubstr("warning pairs        ranks 0 and 2: all_reduce of "));
+}
+
+TEST(LockstepProbe, OverHostsAllWiresAreTested) {
+  if (!testing::has_wire()) GTEST_SKIP() << "needs UCX";
+  const auto outcome = examine_processes(
+      3, [](int) {}, 0, {}, /*hosts=*/3);
+  EXPECT_THAT(outcome.report,
+              AllOf(HasSubstr("over all 3 ranks gave the right values"), HasSubstr("wires        "),
+                    HasSubstr(" pairs between hosts work"), HasSubstr("\n0 problems")));
+}
+
+TEST(LockstepProbe, AWireThatFailsIsNamed) {
+  if (!testing::has_wire()) GTEST_SKIP() << "needs UCX";
+  const auto outcome = examine_processes(
+      3, [](int) { failpoint::configure("doctor_wire_0_2=error(the wire is cut)"); }, 1, {}, /*hosts=*/3);
+  EXPECT_THAT(outcome.report,
+              AllOf(HasSubstr("(ranks 0 and 2): rank 0 says: failpoint doctor_wire_0_2: the wire is cut"),
+                    HasSubstr("\n1 problem,")));
+}
+
+TEST(LockstepProbe, ALateWireIsNamed) {
+  if (!testing::has_wire()) GTEST_SKIP() << "needs UCX";
+  const auto outcome = examine_processes(
+      3, [](int) { failpoint::configure("doctor_wire_1_2=delay(20)"); }, 0, {}, /*hosts=*/3);
+  EXPECT_THAT(outcome.report, HasSubstr("(ranks 1 and 2): a message takes "));
 }
 
 TEST(LockstepProbe, ARankThatHangsInAPairIsNamedWithinTheTimeout) {

@@ -4,40 +4,14 @@
 #include <optional>
 
 #include <lockstep/base/ranks.h>
+#include <lockstep/doctor/internal/judge_text.h>
+#include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>
 
 namespace lockstep::doctor {
 namespace {
 
 constexpr size_t kMostPairsNamed = 12;
-
-/// The lower one of an even number: with four ranks half of the pairs are slow because of one slow rank.
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  return values[(values.size() - 1) / 2];
-}
-
-std::string duration(double seconds) {
-  char text[32];
-  const bool micro = seconds < 1e-3;
-  std::snprintf(text, sizeof text, "%.3g %s", seconds * (micro ? 1e6 : 1e3), micro ? "µs" : "ms");
-  return text;
-}
-
-/// The first error in full, as ranks mostly report the same one, and which other ranks had one.
-std::string tell_errors(const std::map<int, std::string>& errors) {
-  std::string text = "rank " + std::to_string(errors.begin()->first) + " says: " + errors.begin()->second;
-  std::vector<int> others;
-  for (const auto& [rank, error] : errors) {
-    if (rank == errors.begin()->first) continue;
-    if (errors.size() == 2 && error != errors.begin()->second) {
-      return text + "; rank " + std::to_string(rank) + " says: " + error;
-    }
-    others.push_back(rank);
-  }
-  return others.empty() ? text : text + " (" + name_ranks(others) + " failed too)";
-}
 
 void judge_gone(const JobObservations& job, Findings& findings) {
   for (const auto& [rank, how] : job.gone) {
@@ -98,23 +72,13 @@ std::string tell_slowness(const PairResult& pair, const Typical& typical) {
          ", " + factor + " times the median of all pairs, " + duration(usual);
 }
 
-/// Of the pairs for which `is_bad`: the rank that all of them have in common, if it is the only one and has
-/// no good pair, so that it and not each pair is to be named.
+/// The rank that is the cause of all pairs for which `is_bad`.
 std::optional<int> common_rank(const std::vector<PairResult>& pairs,
                                const std::function<bool(const PairResult&)>& is_bad) {
-  std::map<int, int> bad;
-  std::map<int, int> good;
-  int bad_pairs = 0;
-  for (const PairResult& pair : pairs) {
-    const bool is = is_bad(pair);
-    bad_pairs += is ? 1 : 0;
-    for (int rank : {pair.ranks.first, pair.ranks.second}) ++(is ? bad : good)[rank];
-  }
-  if (bad_pairs < 2) return std::nullopt;
-  for (const auto& [rank, count] : bad) {
-    if (count == bad_pairs && !good.contains(rank)) return rank;
-  }
-  return std::nullopt;
+  std::vector<Pair> bad;
+  std::vector<Pair> good;
+  for (const PairResult& pair : pairs) (is_bad(pair) ? bad : good).push_back(pair.ranks);
+  return common_member(bad, good);
 }
 
 std::vector<int> partners(int rank, const std::vector<PairResult>& pairs,
@@ -162,11 +126,13 @@ void name_bad_pairs(const std::vector<PairResult>& pairs,
 }
 
 /// Of pairs that are alike: `which` is " between hosts", or nothing.
-void judge_speed(const std::vector<PairResult>& pairs, const std::string& which, Findings& findings) {
+void judge_speed(const JobObservations& job, const std::vector<PairResult>& pairs, const std::string& which,
+                 Findings& findings) {
   if (pairs.empty()) return;
   const Typical typical = typical_of(pairs);
   const auto is_slow = [&](const PairResult& pair) {
-    return !failed(pair) &&
+    // That the wire is slow has been said, once for all ranks of its hosts.
+    return !failed(pair) && !is_bad_wire(job, pair.ranks.first, pair.ranks.second) &&
            (exceeds(latency_of(pair), typical.latency) || exceeds(transfer_of(pair), typical.transfer));
   };
   name_bad_pairs(
@@ -204,8 +170,8 @@ void judge_pairs(const JobObservations& job, Findings& findings) {
     const auto& other = job.ranks.at(static_cast<size_t>(pair.ranks.second));
     (one && other && one->host != other->host ? between : within).push_back(pair);
   }
-  judge_speed(within, "", findings);
-  judge_speed(between, " between hosts", findings);
+  judge_speed(job, within, "", findings);
+  judge_speed(job, between, " between hosts", findings);
 }
 
 }  // namespace
@@ -214,7 +180,7 @@ Findings judge_communication(const JobObservations& job) {
   Findings findings;
   judge_gone(job, findings);
   if (!job.join_errors.empty()) {
-    findings.push_back(problem("join", "init_process_group fails; " + tell_errors(job.join_errors),
+    findings.push_back(problem("join", "init_process_group fails; " + tell_different_errors(job.join_errors),
                                "mend that; lockstep doctor without --job checks each host alone"));
     return findings;
   }
@@ -227,12 +193,19 @@ Findings judge_communication(const JobObservations& job) {
                                            std::to_string(job.ranks.size()) +
                                            " ranks gave the right values"));
   }
+  for (Finding& finding : judge_wires(job)) findings.push_back(std::move(finding));
   judge_pairs(job, findings);
   return findings;
 }
 
+std::string JobObservations::host_name(int rank) const {
+  const auto& facts = ranks.at(static_cast<size_t>(rank));
+  return facts ? facts->hostname : "the host of rank " + std::to_string(rank);
+}
+
 Findings judge_job(const JobObservations& job) {
   Findings all = judge_ranks(job);
+  for (Finding& finding : judge_hosts(job)) all.push_back(std::move(finding));
   for (Finding& finding : judge_communication(job)) all.push_back(std::move(finding));
   return all;
 }

@@ -22,6 +22,9 @@ constexpr double kSlowSeconds = 200e-6;
 /// Fewer pairs than this have no median to speak of.
 constexpr size_t kPairsToCompare = 3;
 constexpr double kClockSeconds = 0.1;  ///< wall clocks further apart are pointed out
+/// A wire loses what is sent when so large a part of the TCP segments, and at least so many, are sent again.
+constexpr double kResentShare = 0.01;
+constexpr int64_t kResentSegments = 10;
 }  // namespace thresholds
 
 /// All that was seen of one pair in all sweeps.
@@ -32,6 +35,18 @@ struct PairResult {
   std::vector<double> transfers;
 };
 
+/// All that was seen of the wire between two hosts in all sweeps. Of its two directions the first is that from the lower
+/// rank's host.
+struct WireResult {
+  Pair ranks = {};                         ///< one of each host
+  std::map<int, std::string> errors = {};  ///< by the rank that had it
+  std::vector<double> latencies = {};      ///< seconds, one for each sweep
+  std::vector<double> rates[2] = {};       ///< bytes a second
+  int64_t segments[2] = {};                ///< of TCP, in all sweeps
+  int64_t resent_segments[2] = {};
+  std::vector<double> clock_offsets = {};  ///< seconds: the second host's clock minus the first one's
+};
+
 struct JobObservations {
   std::vector<std::optional<RankFacts>> ranks;  ///< nothing: it did not answer, or not so as to be understood
   std::map<int, std::string> gone;              ///< ranks that ended or stopped answering: "ended during …"
@@ -39,6 +54,11 @@ struct JobObservations {
   std::map<int, std::string> all_errors;  ///< of the operations over all ranks
   std::map<int, double> clock_offsets;    ///< seconds, against rank 0
   std::vector<PairResult> pairs;          ///< those that were tested
+  std::map<int, std::string> wires_used;  ///< by rank: "UCX 1.13.1 (tcp/eth0)"
+  std::vector<WireResult> wires;          ///< between hosts, those that were tested
+
+  /// On which host the rank is, for messages; its number where nothing is known of it.
+  std::string host_name(int rank) const;
 };
 
 /// The order is that of the report: the ranks, what differs, what fails, what is slow.
@@ -46,6 +66,12 @@ Findings judge_job(const JobObservations& job);
 
 // Its parts, by file.
 Findings judge_ranks(const JobObservations& job);  // hosts, versions, cores, devices, variables, clocks
+Findings judge_hosts(
+    const JobObservations& job);  // kernels, interfaces, ports, memory and limits of each host
+/// Between hosts: those that don't answer, are slow, in one direction or both, or lose what is sent.
+Findings judge_wires(const JobObservations& job);
+/// Whether that names the wire between these two ranks' hosts.
+bool is_bad_wire(const JobObservations& job, int rank, int other);
 Findings judge_communication(const JobObservations& job);  // joining, operations, pairs
 
 }  // namespace lockstep::doctor

@@ -291,6 +291,156 @@ INSTANTIATE_TEST_SUITE_P(
              },
              kWarning, "pairs", "rank 1 with each of ranks 0, 2 and 3, say "}));
 
+/// Four ranks, each on a host of its own; the wires carry 800 Mbit/s.
+JobObservations over_hosts() {
+  JobObservations job = healthy();
+  for (int rank = 0; rank < 4; ++rank) {
+    RankFacts& facts = *job.ranks[rank];
+    facts.hostname = std::string("node-") + static_cast<char>('a' + rank);
+    facts.host = facts.hostname;
+    facts.cores = facts.host_cores = {0};
+    facts.kernel = "6.1.0";
+    facts.interface = "eth0";
+    facts.address = "10.0.0." + std::to_string(rank + 1);
+    facts.mtu = 1500;
+    facts.memory = int64_t{8} << 30;
+    facts.open_files = 1024;
+    job.wires_used[rank] = "UCX 1.13.1 (tcp/eth0)";
+  }
+  for (const PairResult& pair : job.pairs) {
+    WireResult wire;
+    wire.ranks = pair.ranks;
+    wire.latencies = {30e-6, 20e-6, 1e-3};
+    for (auto& rates : wire.rates) rates = {100e6, 99e6, 1e6};
+    for (auto& segments : wire.segments) segments = 2000;
+    wire.clock_offsets = {1e-5, 2e-5, 3e-5};
+    job.wires.push_back(wire);
+  }
+  return job;
+}
+
+WireResult& wire_of(JobObservations& job, int low, int high) {
+  for (WireResult& wire : job.wires) {
+    if (wire.ranks == Pair(low, high)) return wire;
+  }
+  throw std::logic_error("no such wire");
+}
+
+const std::vector<double> kSlowRate = {2.5e6, 2.5e6, 2.5e6};
+
+class JudgeHostsTable : public ::testing::TestWithParam<Case> {};
+
+TEST_P(JudgeHostsTable, FindsItAndNothingElse) {
+  const Case& each = GetParam();
+  JobObservations job = over_hosts();
+  each.change(job);
+  std::string all;
+  int found = 0;
+  for (const Finding& finding : judge_job(job)) {
+    if (finding.severity == Severity::kOk || finding.check == "hosts") continue;
+    all += finding.check + ": " + finding.message + '\n';
+    if (found++ > 0) continue;
+    EXPECT_STREQ(severity_name(finding.severity), severity_name(each.severity)) << finding.message;
+    EXPECT_EQ(finding.check, each.check);
+    EXPECT_THAT(finding.message, HasSubstr(each.message));
+    EXPECT_NE(finding.remedy, "");
+  }
+  EXPECT_EQ(found, each.count) << all;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Wires, JudgeHostsTable,
+    ::testing::Values(
+        Case{"one way is slow", [](auto& job) { wire_of(job, 0, 2).rates[0] = kSlowRate; }, kWarning, "wires",
+             "node-a and node-c (ranks 0 and 2): 20 Mbit/s from node-a to node-c, 39.6 times less than the "
+             "median of all "
+             "wires, 792 Mbit/s (792 Mbit/s the other way)"},
+        Case{"both ways are slow, and the pair on them",
+             [](auto& job) {
+               wire_of(job, 1, 3).rates[0] = wire_of(job, 1, 3).rates[1] = kSlowRate;
+               pair_of(job, 1, 3).transfers = {0.5, 0.5, 0.5};
+             },
+             kWarning, "wires", "20 Mbit/s from node-d to node-b, 39.6 times less than the median"},
+        Case{"a slow host",
+             [](auto& job) {
+               for (int other : {0, 1, 2}) {
+                 wire_of(job, other, 3).rates[0] = wire_of(job, other, 3).rates[1] = kSlowRate;
+               }
+             },
+             kWarning, "wires", "node-d with each other host, say node-"},
+        Case{"messages are late",
+             [](auto& job) {
+               wire_of(job, 0, 1).latencies = {5e-3, 5e-3, 6e-3};
+             },
+             kWarning, "wires",
+             "node-a and node-b (ranks 0 and 1): a message takes 5 ms, 167 times the median of all wires, 30 "
+             "µs"},
+        Case{"loses one way", [](auto& job) { wire_of(job, 0, 2).resent_segments[1] = 50; }, kWarning,
+             "wires",
+             "2.5 % of what was sent from node-c to node-a was lost and sent again (50 TCP segments)"},
+        Case{"does not answer",
+             [](auto& job) {
+               wire_of(job, 2, 3) = {.ranks = {2, 3},
+                                     .errors = {{2, "timed out after 10 s waiting for rank 3"}}};
+             },
+             kProblem, "wires",
+             "node-c and node-d (ranks 2 and 3): rank 2 says: timed out after 10 s waiting for rank 3"},
+        Case{"two hosts",
+             [](auto& job) {
+               wire_of(job, 0, 1).rates[1] = kSlowRate;
+               job.wires = {wire_of(job, 0, 1)};
+             },
+             kWarning, "wires",
+             "20 Mbit/s from node-b to node-a, 39.6 times less than the other way, 792 Mbit/s"}));
+
+INSTANTIATE_TEST_SUITE_P(
+    Hosts, JudgeHostsTable,
+    ::testing::Values(Case{"clock",
+                           [](auto& job) {
+                             wire_of(job, 0, 2).clock_offsets = {-0.25, -0.25, -0.25};
+                           },
+                           kWarning, "clocks", "'s clock is 250.0 ms ahead of node-c's"},
+                      Case{"mtu", [](auto& job) { job.ranks[2]->mtu = 9000; }, kWarning, "mtu",
+                           "node-c: eth0 (10.0.0.3, MTU 9000)"},
+                      Case{"ucx", [](auto& job) { job.wires_used[3] = "UCX 1.22.0 (tcp/eth0)"; }, kWarning,
+                           "versions", "node-a, node-b, node-c: UCX 1.13.1; node-d: UCX 1.22.0"},
+                      Case{"kernel", [](auto& job) { job.ranks[1]->kernel = "5.10.0"; }, kNote, "kernel",
+                           "node-b: 5.10.0"},
+                      Case{"lockstep", [](auto& job) { job.ranks[2]->lockstep_version = "0.2.0"; }, kProblem,
+                           "versions", "rank 2 on node-c: 0.2.0 (20-bb)"},
+                      Case{"ports on some", [](auto& job) { job.ranks[1]->ports = 100; }, kWarning, "ports",
+                           "node-b: LOCKSTEP_PORT_RANGE is set"},
+                      Case{"few ports",
+                           [](auto& job) {
+                             for (auto& rank : job.ranks) rank->ports = 2;
+                             job.ranks[3]->ports = 1;
+                           },
+                           kWarning, "ports", "1 ports for the 1 rank(s) of node-d"},
+                      Case{"memory", [](auto& job) { job.ranks[0]->memory = int64_t{1} << 30; }, kWarning,
+                           "memory", "node-a has 1024 MiB"},
+                      Case{"no memory", [](auto& job) { job.ranks[0]->memory = int64_t{100} << 20; },
+                           kProblem, "memory", "node-a has 100 MiB"},
+                      Case{"nofile", [](auto& job) { job.ranks[1]->open_files = 64; }, kWarning, "nofile",
+                           "rank 1 on node-b may have 64 files open"}));
+
+TEST(JudgeWires, ThoseThatAreWholeAreCounted) {
+  std::string text;
+  for (const Finding& finding : judge_job(over_hosts()))
+    text += finding.check + ": " + finding.message + '\n';
+  EXPECT_THAT(text, AllOf(HasSubstr("wires: 6 of 6 wires between hosts work: a message in 30 µs, 792 Mbit/s"),
+                          HasSubstr("interfaces: node-a: eth0 (10.0.0.1, MTU 1500); node-b: ")));
+}
+
+TEST(JudgeWires, FewLostSegmentsAndSmallDifferencesAreNone) {
+  JobObservations job = over_hosts();
+  wire_of(job, 0, 1).resent_segments[0] = 9;
+  wire_of(job, 0, 1).segments[0] = 10;
+  wire_of(job, 0, 2).resent_segments[0] = 19;  // of 2000
+  wire_of(job, 0, 3).rates[0] = {40e6, 40e6, 40e6};
+  wire_of(job, 1, 2).latencies = {200e-6, 200e-6, 200e-6};
+  EXPECT_EQ(exit_status(judge_job(job), /*strict=*/true), 0);
+}
+
 TEST(JudgeJobSlow, SmallDifferencesAndSmallJobsAreNotCompared) {
   JobObservations job = healthy();
   pair_of(job, 0, 1).latencies = {100e-6, 100e-6, 100e-6};  // 30 times, but microseconds
@@ -330,11 +480,15 @@ TEST(RankFacts, GoThroughJson) {
   RankFacts facts = gather_rank_facts(3, "/bin/sh");
   facts.core_quota = 1.5;
   facts.environment["LOCKSTEP_ODD"] = "a \"quoted\" \n value";
+  facts.ports = 7;
   const auto back = parse_rank_facts(to_json(facts));
   ASSERT_TRUE(back);
   EXPECT_EQ(to_json(*back), to_json(facts));
   EXPECT_EQ(back->rank, 3);
   EXPECT_EQ(back->core_quota, 1.5);
+  EXPECT_EQ(back->ports, 7);
+  EXPECT_NE(facts.kernel, "");
+  EXPECT_GT(facts.memory, 0);
   EXPECT_EQ(back->environment, facts.environment);
   EXPECT_NE(facts.program_fingerprint, "");
   EXPECT_NE(facts.lockstep_fingerprint, "");

@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <set>
 #include <sstream>
 
 #include <lockstep/base/ranks.h>
 #include <lockstep/doctor/internal/files.h>
+#include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>
 
 namespace lockstep::doctor {
@@ -33,11 +35,22 @@ std::vector<std::pair<std::string, Ranks>> group_by(
   return groups;
 }
 
-/// "ranks 0-2: 0.1.0, rank 3: 0.2.0"
+/// "ranks 0-2: 0.1.0, rank 3: 0.2.0"; in a job over several hosts "rank 3 on node-b: 0.2.0".
 std::string tell_groups(const std::vector<std::pair<std::string, Ranks>>& groups) {
+  std::set<std::string> hosts;
+  for (const auto& [value, ranks] : groups) {
+    for (const RankFacts* facts : ranks) hosts.insert(facts->host);
+  }
   std::string text;
   for (const auto& [value, ranks] : groups) {
-    text += (text.empty() ? "" : ", ") + name_ranks(numbers(ranks)) + ": " + value;
+    text += (text.empty() ? "" : ", ") + name_ranks(numbers(ranks));
+    if (hosts.size() > 1) {
+      const auto by_host = group_by(ranks, [](const RankFacts& facts) { return facts.host; });
+      text += " on ";
+      for (size_t i = 0; i < by_host.size(); ++i)
+        text += (i > 0 ? ", " : "") + by_host[i].second.front()->hostname;
+    }
+    text += ": " + value;
   }
   return text;
 }
@@ -265,7 +278,24 @@ void judge_variables(const Ranks& ranks, Findings& findings) {
   if (equal) findings.push_back(ok("variables", "variables that should agree do"));
 }
 
-void judge_clocks(const std::map<int, double>& offsets, Findings& findings) {
+/// Seconds against the first host's clock, by host, as its wires to the others show; empty without such.
+std::map<std::string, double> host_clocks(const JobObservations& job) {
+  std::map<std::string, double> offsets;
+  int first = std::numeric_limits<int>::max();
+  for (const WireResult& wire : job.wires) first = std::min(first, wire.ranks.first);
+  for (const WireResult& wire : job.wires) {
+    if (wire.clock_offsets.empty() || wire.ranks.first != first) continue;
+    offsets[job.host_name(wire.ranks.first)] = 0;
+    offsets[job.host_name(wire.ranks.second)] = median(wire.clock_offsets);
+  }
+  return offsets;
+}
+
+void judge_clocks(const JobObservations& job, Findings& findings) {
+  std::map<std::string, double> offsets = host_clocks(job);
+  if (offsets.empty()) {
+    for (const auto& [rank, offset] : job.clock_offsets) offsets["rank " + std::to_string(rank)] = offset;
+  }
   if (offsets.size() < 2) return;
   const auto [earliest, latest] = std::minmax_element(
       offsets.begin(), offsets.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
@@ -274,9 +304,7 @@ void judge_clocks(const std::map<int, double>& offsets, Findings& findings) {
   std::snprintf(apart, sizeof apart, "%.1f ms", spread * 1e3);
   if (spread > thresholds::kClockSeconds) {
     findings.push_back(
-        warning("clocks",
-                "rank " + std::to_string(latest->first) + "'s clock is " + apart + " ahead of rank " +
-                    std::to_string(earliest->first) + "'s",
+        warning("clocks", latest->first + "'s clock is " + apart + " ahead of " + earliest->first + "'s",
                 "run chrony or systemd-timesyncd on all hosts: times in logs and traces do not "
                 "compare"));
   } else {
@@ -300,7 +328,7 @@ Findings judge_ranks(const JobObservations& job) {
     judge_devices(there, findings);
   }
   judge_variables(ranks, findings);
-  judge_clocks(job.clock_offsets, findings);
+  judge_clocks(job, findings);
   return findings;
 }
 

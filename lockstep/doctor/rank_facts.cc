@@ -1,15 +1,22 @@
+#include <algorithm>
 #include <filesystem>
+#include <net/if.h>
 #include <sstream>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/rank_facts.h>
 #include <lockstep/rendezvous/launch_environment.h>
+#include <lockstep/rendezvous/network_interface.h>
+#include <lockstep/rendezvous/port_range.h>
 #include <lockstep/rendezvous/process_watch.h>
 
 namespace lockstep::doctor {
@@ -34,6 +41,25 @@ int local_rank() {
   }
 }
 
+int mtu_of(const std::string& interface) {
+  const UniqueFd socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  ifreq request{};
+  interface.copy(request.ifr_name, sizeof request.ifr_name - 1);
+  return socket && ::ioctl(socket.get(), SIOCGIFMTU, &request) == 0 ? request.ifr_mtu : 0;
+}
+
+/// What is wished and can't be had stays empty: rendezvous or joining says why.
+void gather_wire_facts(RankFacts& facts, const std::string& meeting_host) {
+  try {
+    const NetworkInterface interface = interface_between_hosts(meeting_host);
+    facts.interface = interface.name;
+    facts.address = interface.address;
+    facts.mtu = mtu_of(interface.name);
+    if (const auto range = port_range()) facts.ports = range->count();
+  } catch (const c10::Error&) {
+  }
+}
+
 template <class T>
 void read(const nlohmann::json& json, const char* name, T& value) {
   if (auto found = json.find(name); found != json.end() && !found->is_null()) value = found->get<T>();
@@ -41,7 +67,7 @@ void read(const nlohmann::json& json, const char* name, T& value) {
 
 }  // namespace
 
-RankFacts gather_rank_facts(int rank, const std::string& program) {
+RankFacts gather_rank_facts(int rank, const std::string& program, const std::string& meeting_host) {
   const Facts machine = gather_machine();
   const Software software = gather_software();
   const ProcessIdentity process = this_process();
@@ -69,6 +95,11 @@ RankFacts gather_rank_facts(int rank, const std::string& program) {
   facts.program = program;
   if (!program.empty()) facts.program_fingerprint = fingerprint_file(program).value_or("");
   facts.environment = gather_environment();
+  facts.kernel = machine.kernel.release;
+  gather_wire_facts(facts, meeting_host);
+  facts.memory =
+      std::min(machine.memory.available, machine.memory.cgroup_left.value_or(machine.memory.available));
+  facts.open_files = machine.limits.open_files.soft;
   return facts;
 }
 
@@ -91,8 +122,15 @@ std::string to_json(const RankFacts& facts) {
                          {"torch_fingerprint", facts.torch_fingerprint},
                          {"program", facts.program},
                          {"program_fingerprint", facts.program_fingerprint},
-                         {"environment", facts.environment}};
+                         {"environment", facts.environment},
+                         {"kernel", facts.kernel},
+                         {"interface", facts.interface},
+                         {"address", facts.address},
+                         {"mtu", facts.mtu},
+                         {"memory", facts.memory}};
   if (facts.core_quota) json["core_quota"] = *facts.core_quota;
+  if (facts.ports) json["ports"] = *facts.ports;
+  if (facts.open_files) json["open_files"] = *facts.open_files;
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
@@ -120,6 +158,13 @@ std::optional<RankFacts> parse_rank_facts(const std::string& text) {
     read(json, "program", facts.program);
     read(json, "program_fingerprint", facts.program_fingerprint);
     read(json, "environment", facts.environment);
+    read(json, "kernel", facts.kernel);
+    read(json, "interface", facts.interface);
+    read(json, "address", facts.address);
+    read(json, "mtu", facts.mtu);
+    read(json, "memory", facts.memory);
+    if (json.contains("ports")) read(json, "ports", facts.ports.emplace());
+    if (json.contains("open_files")) read(json, "open_files", facts.open_files.emplace());
     double quota = 0;
     read(json, "core_quota", quota);
     if (quota > 0) facts.core_quota = quota;

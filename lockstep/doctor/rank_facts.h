@@ -30,10 +30,17 @@ struct RankFacts {
   std::string program;              ///< path that was asked for; empty: none
   std::string program_fingerprint;  ///< empty: it can't be read
   std::map<std::string, std::string> environment;
+  std::string kernel;                 ///< release
+  std::string interface;              ///< for messages to other hosts; empty: none
+  std::string address;                ///< its
+  int mtu = 0;                        ///< its; 0: unknown
+  std::optional<int> ports;           ///< how many LOCKSTEP_PORT_RANGE has; nothing: any
+  int64_t memory = 0;                 ///< bytes that are available
+  std::optional<int64_t> open_files;  ///< ulimit -n; nothing: unlimited, or unknown
 };
 
-/// This process's. `program`: a further file to compare, or empty.
-RankFacts gather_rank_facts(int rank, const std::string& program);
+/// This process's. `program`: a further file to compare, or empty. `meeting_host`: World::meeting_host.
+RankFacts gather_rank_facts(int rank, const std::string& program, const std::string& meeting_host = "");
 
 /// As JSON, for the others.
 std::string to_json(const RankFacts& facts);
