@@ -35,8 +35,8 @@ struct PairResult {
   std::vector<double> transfers;
 };
 
-/// All that was seen of the wire between two hosts in all sweeps. Of its two directions the first is that from the lower
-/// rank's host.
+/// All that was seen of the wire between two hosts in all sweeps. Of its two directions the first is that from
+/// the lower rank's host.
 struct WireResult {
   Pair ranks = {};                         ///< one of each host
   std::map<int, std::string> errors = {};  ///< by the rank that had it

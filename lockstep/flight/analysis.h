@@ -54,7 +54,8 @@ struct RankSummary {
 struct HostSummary {
   std::string name;
   std::vector<int> ranks;
-  /// How far its wall clock is ahead of the first host's with a record, as the operations of both show, and within what.
+  /// How far its wall clock is ahead of the first host's with a record, as the operations of both show, and
+  /// within what.
   std::optional<int64_t> clock_ahead_ns;
   int64_t clock_error_ns = 0;
 };
@@ -81,7 +82,8 @@ Analysis analyze(std::vector<RankRecord> records);
 std::string describe(const Analysis& analysis);
 
 /// The same as a JSON object: {"status": "problem" | "ok", "world_size", "cause": {"ranks", "hosts"}, "hosts", "ranks",
-/// "without_record", "findings": [{"kind", "problem", "ranks", "waiting", "group", "operation", "sequence", "site", "text"}]}.
+/// "without_record", "findings": [{"kind", "problem", "ranks", "hosts", "waiting", "group", "operation",
+/// "sequence", "site", "text"}]}.
 std::string to_json(const Analysis& analysis);
 
 }  // namespace lockstep::flight

@@ -16,8 +16,8 @@ struct TcpSegments {
 TcpSegments read_tcp_segments();
 
 /// Times the messages between this rank and `peer`, which makes the same call, in a group of which both are members:
-/// answers first, then a stream from the lower rank to the higher, then one back. `begin_step` comes before each message
-/// and may throw. Throws what send() and recv() throw.
+/// answers first, then a stream from the lower rank to the higher, then one back. `begin_step` comes before
+/// each message and may throw. Throws what send() and recv() throw.
 WireMeasurement measure_wire(const ProcessGroup& group, int rank, int peer,
                              const std::function<void()>& begin_step);
 

@@ -12,9 +12,10 @@ namespace lockstep::flight::internal {
 
 struct GroupPicture;
 
-/// How the clocks of several machines stand to one another. A rank can't have completed an all_reduce before each other
-/// one has begun it; so each operation over two machines bounds the difference of their clocks, from both sides, without
-/// a message of its own. Machines that share no such operation are compared by their wall clocks.
+/// How the clocks of several machines stand to one another. A rank can't have completed an all_reduce before
+/// each other one has begun it; so each operation over two machines bounds the difference of their clocks, from
+/// both sides, without a message of its own. Machines that share no such operation are compared by their wall
+/// clocks.
 class Clocks {
  public:
   Clocks() = default;
