@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <lockstep/nn/testing/fixtures.h>
@@ -39,6 +40,20 @@ std::vector<torch::Tensor> expected_gradients(const std::shared_ptr<Net>& net, c
     answer.push_back(mean_over_ranks(gradient));
   }
   return answer;
+}
+
+/// Whether these are the gradients of the parameters, and which one is not.
+template <class Net>
+::testing::AssertionResult has_gradients(const std::shared_ptr<Net>& net,
+                                         const std::vector<torch::Tensor>& expected, double factor = 1,
+                                         double tolerance = 1e-12) {
+  const auto parameters = net->parameters();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (!close(parameters[i].grad(), factor * expected[i], tolerance)) {
+      return ::testing::AssertionFailure() << "parameter " << i;
+    }
+  }
+  return ::testing::AssertionSuccess();
 }
 
 }  // namespace lockstep::testing
