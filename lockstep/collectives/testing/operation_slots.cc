@@ -1,4 +1,3 @@
-
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/stack.h>

@@ -1,4 +1,3 @@
-
 #include <gtest/gtest.h>
 
 #include <lockstep/data/data_loader.h>

@@ -1,4 +1,3 @@
-
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/process/cpu.h>
