@@ -29,7 +29,7 @@
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/rendezvous/network/network_interface.h>
-#include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/host/memory/segment.h>
 #include <lockstep/transport/wire/ucx_engine.h>
 
 namespace lockstep::doctor {

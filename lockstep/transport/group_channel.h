@@ -11,7 +11,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/transport/group_layout.h>
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 #include <lockstep/transport/wire/wire.h>
 
 namespace lockstep::transport {

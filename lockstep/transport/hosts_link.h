@@ -9,7 +9,7 @@
 
 #include <lockstep/transport/control_message.h>
 #include <lockstep/transport/group_layout.h>
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 #include <lockstep/transport/wire/wire.h>
 
 namespace lockstep::transport {

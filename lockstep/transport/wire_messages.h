@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include <lockstep/transport/host/groups/message_layout.h>
 #include <lockstep/transport/host/host_transport.h>
-#include <lockstep/transport/host/message_layout.h>
 #include <lockstep/transport/wire/wire.h>
 
 namespace lockstep::transport {

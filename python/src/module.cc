@@ -17,7 +17,7 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/host_compression.h>
-#include <lockstep/transport/host/forked_memory.h>
+#include <lockstep/transport/host/memory/forked_memory.h>
 
 #include "gloo_stand_in.h"
 #include "interrupts.h"
@@ -176,7 +176,7 @@ PYBIND11_MODULE(_C, module) {
              "Ends all groups that are still open, without waiting for peers; aborts them when an exception "
              "ends the program.");
   module.def("install_forked_memory_handler", &lockstep::transport::install_forked_memory_handler,
-             "In a forked child: see lockstep/transport/host/forked_memory.h.");
+             "In a forked child: see lockstep/transport/host/memory/forked_memory.h.");
 
   py::class_<ErrorFeedback, std::shared_ptr<ErrorFeedback>>(
       module, "ErrorFeedback",

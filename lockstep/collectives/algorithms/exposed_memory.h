@@ -2,7 +2,7 @@
 
 #include <cstddef>
 
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 
 namespace lockstep::algorithms {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <lockstep/collectives/algorithms/exchange.h>
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 
 /// What a rank announces of its part in an exchange to the ranks of its host.
 namespace lockstep::algorithms {

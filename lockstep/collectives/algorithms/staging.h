@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 
 /// What the algorithms share: chunks that pass through the scratch, and the end of an operation.
 namespace lockstep::algorithms {

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include <lockstep/collectives/backend/memory_source.h>
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep {
 

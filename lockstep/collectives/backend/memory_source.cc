@@ -7,7 +7,7 @@
 
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/collectives/backend/memory_source.h>
-#include <lockstep/transport/host/forked_memory.h>
+#include <lockstep/transport/host/memory/forked_memory.h>
 
 namespace lockstep {
 namespace {

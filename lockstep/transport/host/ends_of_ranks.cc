@@ -6,7 +6,7 @@
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/transport/host/end_note.h>
-#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
 
 // Of HostTransport: how ranks end, and what they are called.

@@ -15,7 +15,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/first_messages.h>
-#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
 
 #ifdef __SANITIZE_THREAD__

@@ -19,8 +19,8 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/transport/group_layout.h>
-#include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/control_channel.h>
+#include <lockstep/transport/host/memory/arena.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/host/peer_liveness.h>
 #include <lockstep/transport/host/wait_record.h>

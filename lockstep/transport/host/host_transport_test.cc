@@ -15,8 +15,8 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/memory/segment.h>
 #include <lockstep/transport/host/peer_links.h>
-#include <lockstep/transport/host/segment.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
 namespace lockstep::transport::host_transport_test {

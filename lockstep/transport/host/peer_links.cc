@@ -21,7 +21,7 @@
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/internal/local_socket.h>
 #include <lockstep/transport/internal/peer_address.h>

@@ -9,7 +9,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/host/memory/segment.h>
 
 namespace c10d {
 class Store;

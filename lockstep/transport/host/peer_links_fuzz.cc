@@ -17,7 +17,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/testing/fuzz_driver.h>
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/internal/peer_address.h>
 

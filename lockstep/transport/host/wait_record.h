@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep::transport {
 

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep {
 

@@ -13,7 +13,7 @@
 #include <lockstep/collectives/groups/internal/store_membership.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/rendezvous/bounded_store.h>
-#include <lockstep/transport/host/shrink.h>
+#include <lockstep/transport/host/groups/shrink.h>
 
 namespace lockstep::shrinking {
 namespace {

@@ -7,8 +7,8 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/bucket_memory.h>
 #include <lockstep/transport/group_channel.h>
-#include <lockstep/transport/host/arena.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep {
 

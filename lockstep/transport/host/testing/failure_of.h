@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/groups/group_members.h>
 
 namespace lockstep::transport {
 

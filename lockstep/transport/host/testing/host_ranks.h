@@ -5,7 +5,7 @@
 #include <utility>
 
 #include <lockstep/testing/thread_ranks.h>
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 
 namespace lockstep::transport {
 

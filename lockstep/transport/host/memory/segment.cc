@@ -8,8 +8,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/process/memory.h>
-#include <lockstep/transport/host/forked_memory.h>
-#include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/host/memory/forked_memory.h>
+#include <lockstep/transport/host/memory/segment.h>
 
 namespace lockstep::transport {
 namespace {

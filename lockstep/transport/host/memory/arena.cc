@@ -9,7 +9,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/memory.h>
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep::transport {
 namespace {

@@ -11,7 +11,7 @@
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/thread_cache.h>
-#include <lockstep/transport/host/message_channel.h>
+#include <lockstep/transport/host/groups/message_channel.h>
 
 namespace lockstep::transport {
 namespace {

@@ -1,6 +1,6 @@
 #include <c10/util/Exception.h>
 
-#include <lockstep/transport/host/operation_outcome.h>
+#include <lockstep/transport/host/groups/operation_outcome.h>
 #include <lockstep/transport/wire/engine.h>
 
 namespace lockstep::transport {

@@ -7,7 +7,7 @@
 #include <unistd.h>
 #include <vector>
 
-#include <lockstep/transport/host/forked_memory.h>
+#include <lockstep/transport/host/memory/forked_memory.h>
 
 namespace lockstep::transport {
 namespace {

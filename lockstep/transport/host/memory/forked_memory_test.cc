@@ -9,8 +9,8 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/transport/host/forked_memory.h>
-#include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/host/memory/forked_memory.h>
+#include <lockstep/transport/host/memory/segment.h>
 
 namespace lockstep::transport::forked_memory_test {
 namespace {

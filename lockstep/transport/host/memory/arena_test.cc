@@ -9,7 +9,7 @@
 
 #include <lockstep/base/process/memory.h>
 #include <lockstep/device/host_memory.h>
-#include <lockstep/transport/host/arena.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep::transport::arena_test {
 namespace {

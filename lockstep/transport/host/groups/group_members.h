@@ -12,9 +12,9 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/host/channel_layout.h>
+#include <lockstep/transport/host/groups/channel_layout.h>
+#include <lockstep/transport/host/groups/operation_outcome.h>
 #include <lockstep/transport/host/host_transport.h>
-#include <lockstep/transport/host/operation_outcome.h>
 
 namespace lockstep::transport {
 

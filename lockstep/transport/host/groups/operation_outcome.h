@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include <lockstep/transport/host/channel_layout.h>
+#include <lockstep/transport/host/groups/channel_layout.h>
 
 namespace lockstep::transport {
 

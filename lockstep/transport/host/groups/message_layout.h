@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include <lockstep/transport/host/channel_layout.h>
+#include <lockstep/transport/host/groups/channel_layout.h>
 
 namespace lockstep::transport {
 

@@ -1,7 +1,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/process/cpu.h>
-#include <lockstep/transport/host/membership_agreement.h>
+#include <lockstep/transport/host/groups/membership_agreement.h>
 #include <lockstep/transport/waiting.h>
 
 namespace lockstep::transport {

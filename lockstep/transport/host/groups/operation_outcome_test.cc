@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/transport/host/operation_outcome.h>
+#include <lockstep/transport/host/groups/operation_outcome.h>
 
 // Every order of the protocol's steps: what ranks announce, decide and commit, when one of them dies, gives
 // up at its timeout or aborts the group, and what they do in the next operation. The ranks here do by single

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/host/channel_layout.h>
-#include <lockstep/transport/host/group_members.h>
+#include <lockstep/transport/host/groups/channel_layout.h>
+#include <lockstep/transport/host/groups/group_members.h>
 
 namespace lockstep::transport {
 

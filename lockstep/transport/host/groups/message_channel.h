@@ -10,8 +10,8 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/host/group_members.h>
-#include <lockstep/transport/host/message_layout.h>
+#include <lockstep/transport/host/groups/group_members.h>
+#include <lockstep/transport/host/groups/message_layout.h>
 #include <lockstep/transport/wire_messages.h>
 
 namespace lockstep::transport {

@@ -8,8 +8,8 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/format_duration.h>
 #include <lockstep/rendezvous/exit_status_table.h>
-#include <lockstep/transport/host/group_members.h>
-#include <lockstep/transport/host/membership_agreement.h>
+#include <lockstep/transport/host/groups/group_members.h>
+#include <lockstep/transport/host/groups/membership_agreement.h>
 
 namespace lockstep::transport {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
-#include <lockstep/transport/host/membership_agreement.h>
-#include <lockstep/transport/host/shrink.h>
+#include <lockstep/transport/host/groups/membership_agreement.h>
+#include <lockstep/transport/host/groups/shrink.h>
 
 namespace lockstep::transport {
 namespace {

@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/failpoint.h>
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 #include <lockstep/transport/host/testing/failure_of.h>
 #include <lockstep/transport/host/testing/host_ranks.h>
 

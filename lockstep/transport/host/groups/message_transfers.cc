@@ -5,7 +5,7 @@
 #include <utility>
 
 #include <lockstep/base/failpoint.h>
-#include <lockstep/transport/host/message_channel.h>
+#include <lockstep/transport/host/groups/message_channel.h>
 
 namespace lockstep::transport {
 namespace {

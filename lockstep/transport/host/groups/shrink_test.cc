@@ -15,7 +15,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/process/interrupt.h>
-#include <lockstep/transport/host/shrink.h>
+#include <lockstep/transport/host/groups/shrink.h>
 #include <lockstep/transport/host/testing/host_ranks.h>
 
 // The agreement on membership with ranks as threads of one process, where ThreadSanitizer sees both sides.

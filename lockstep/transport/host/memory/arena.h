@@ -13,7 +13,7 @@
 
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/device/host_memory.h>
-#include <lockstep/transport/host/segment.h>
+#include <lockstep/transport/host/memory/segment.h>
 
 namespace lockstep::transport {
 

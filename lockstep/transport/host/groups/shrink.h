@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/host/host_channel.h>
+#include <lockstep/transport/host/groups/host_channel.h>
 
 namespace lockstep::transport {
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/transport/host/group_members.h>
-#include <lockstep/transport/host/message_channel.h>
+#include <lockstep/transport/host/groups/group_members.h>
+#include <lockstep/transport/host/groups/message_channel.h>
 
 namespace lockstep::transport {
 
