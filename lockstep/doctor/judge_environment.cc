@@ -55,12 +55,6 @@ constexpr std::string_view kOwnVariables[] = {
     "LOCKSTEP_WIRE_MODEL",
 };
 
-/// The value; nothing when unset or empty, which counts as unset.
-const std::string* value_of(const Environment& environment, const std::string& name) {
-  const auto found = environment.find(name);
-  return found == environment.end() || found->second.empty() ? nullptr : &found->second;
-}
-
 std::string quoted(const std::string& name, const std::string& value) {
   return name + " is '" + value + "'";
 }

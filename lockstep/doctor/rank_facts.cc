@@ -15,8 +15,8 @@
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/rank_facts.h>
 #include <lockstep/rendezvous/launch_environment.h>
-#include <lockstep/rendezvous/network_interface.h>
-#include <lockstep/rendezvous/port_range.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/port_range.h>
 #include <lockstep/rendezvous/process_watch.h>
 
 namespace lockstep::doctor {

@@ -33,6 +33,7 @@ TEST(Topology, HostsStandInTheOrderOfTheirFirstRanks) {
   EXPECT_EQ(topology.node_rank(), 1);
   EXPECT_EQ(topology.local_rank(), 2);
   EXPECT_EQ(topology.local_world_size(), 3);
+  EXPECT_EQ(topology.host_name(3), "b");
   EXPECT_EQ(topology.describe(), "2 hosts: b (ranks 0 and 3), a (ranks 1, 2 and 4)");
 }
 
