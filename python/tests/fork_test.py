@@ -126,4 +126,4 @@ def children_with_groups(rank, world_size, folder):
 
 
 def test_a_forked_child_may_make_groups_of_its_own(tmp_path):
-    assert run_ranks(children_with_groups, 2, str(tmp_path)) == [((0, ""), 2.0)] * 2
+    assert run_ranks(children_with_groups, 2, str(tmp_path), hosts=1) == [((0, ""), 2.0)] * 2

@@ -7,6 +7,7 @@ import signal
 
 import collectives_test
 import ddp_test
+import fork_test
 import functional_test
 import fully_sharded_test
 import gloo_test
@@ -80,6 +81,12 @@ def subgroup_of_a_host(rank, world):
 
 def test_groups_within_and_over_hosts():
     assert run_ranks(subgroup_of_a_host, 4, hosts=2) == [[1.0, 2.0], [1.0, 4.0], [2.0, 5.0], [4.0, 5.0]]
+
+
+def test_a_forked_child_is_told_that_it_can_make_no_group_over_hosts(tmp_path):
+    for (status, said), total in run_ranks(fork_test.children_with_groups, 2, str(tmp_path), hosts=2):
+        assert status != 0 and "DistBackendError" in said and "forked from one that has used UCX" in said, said
+        assert total == 2
 
 
 def late(rank, world):

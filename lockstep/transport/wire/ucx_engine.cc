@@ -27,6 +27,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/transport/internal/ucx_library.h>
 
 namespace lockstep::transport::wire {
@@ -608,6 +609,13 @@ void UcxEngine::on_closed(void* request, ucs_status_t, void* peer) {
 }  // namespace
 
 std::unique_ptr<Engine> make_ucx_engine(int rank, const UcxOptions& options) {
+  // UCX connects in a thread that it has once for the process. A forked child lacks it, and nothing would come there.
+  static const ForkGuard first_use;
+  TORCH_CHECK_WITH(
+      DistBackendError, !first_use.in_forked_child(),
+      "this process was forked from one that has used UCX, which can't be used in its children: fork "
+      "before the parent joins a job over several hosts, or start processes without fork "
+      "(multiprocessing's start method \"spawn\")");
   return std::make_unique<UcxEngine>(UcxLibrary::load(options.port_range), rank, options);
 }
 
