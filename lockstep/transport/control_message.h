@@ -15,7 +15,7 @@ struct ControlMessage {
     kFailure,      // a group has failed
     kLeave,        // the sender takes no further part in a group
     kMeet,         // the sender has messages with this rank, and wants to hear when it leaves a group
-    kLeaveJob,     // the sender ends in good order
+    kLeaveJob,     // the sender ends in good order, or (number 1) has given the receiver up
     kEndOfFellow,  // how another rank of the sender's host has ended
     kAskForCause,  // which rank keeps the receiver waiting?
     kCause,        // the answer

@@ -11,9 +11,10 @@
 
 namespace lockstep::transport {
 
-/// How a rank of another host has ended, as that host says: for the neighbours, who were not told themselves.
+/// How a rank of another host has ended: for the neighbours, who were not told themselves.
 struct EndOfFarRank {
   std::atomic<int32_t> rank{-1};  // of the transport; stored last (release)
+  bool certain = false;           // its host, or the rank itself, says so; else it is out of reach
   std::array<char, 256> text{};   // ends with 0
 };
 
@@ -24,7 +25,7 @@ struct alignas(64) ProcessHeader {
   int32_t pid = 0;
   std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
   WaitRecords waits;
-  std::array<EndOfFarRank, 8> far_ends;  // the first ones; written by the monitor thread
+  std::array<EndOfFarRank, 8> far_ends;  // the first ones; written by one thread at a time
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 

@@ -21,7 +21,8 @@ std::string HostTransport::describe_end(int rank) const {
     const auto patience = Deadline::after(std::chrono::milliseconds(peer.asked_for_end ? 0 : 300));
     peer.asked_for_end = true;
     while (true) {
-      if (peer.end.empty()) peer.end = end_of_far_rank(rank);
+      const EndOfFarRank* heard = peer.end.empty() ? end_of_far_rank(rank) : nullptr;
+      if (heard != nullptr) peer.end = heard->text.data();
       if (!peer.end.empty()) return describe(rank) + " " + peer.end;
       if (patience.expired()) break;
       segments_changed_.wait_for(lock, std::chrono::milliseconds(10));
@@ -90,29 +91,46 @@ void HostTransport::mark_ended(int rank) {
   for (GroupMembers* group : groups_) group->wake_waiters();
 }
 
-void HostTransport::hear_end(int rank, const std::string& end) {
+/// The first words stay; that its end is certain after all is noted beside them.
+void HostTransport::hear_end(int rank, const std::string& end, bool certain) {
   std::lock_guard lock(segments_mutex_);
-  if (!peers_[rank]->end.empty()) return;
-  peers_[rank]->end = end;
-  peers_[rank]->life->end(PeerState::kEnded);
+  Peer& peer = *peers_[rank];
+  if (!peer.end.empty() && (peer.end_is_certain || !certain)) return;
+  if (peer.end.empty()) peer.end = end;
+  peer.end_is_certain = certain;
+  peer.life->end(PeerState::kEnded);
   segments_changed_.notify_all();
   for (EndOfFarRank& free : header_of(arena_->segment(0)->data()).far_ends) {
     if (free.rank.load(std::memory_order_relaxed) >= 0) continue;
     end.copy(free.text.data(), free.text.size() - 1);
+    free.certain = certain;
     free.rank.store(rank, std::memory_order_release);
     return;
   }
 }
 
-/// What a neighbour has heard; or empty.
-std::string HostTransport::end_of_far_rank(int rank) const {
+bool HostTransport::end_is_certain(int rank) const {
+  if (is_here(rank)) return true;
+  {
+    std::lock_guard lock(segments_mutex_);
+    if (peers_[rank]->end_is_certain) return true;
+  }
+  const EndOfFarRank* heard = end_of_far_rank(rank);
+  return heard != nullptr && heard->certain;
+}
+
+/// What this rank or a neighbour has heard, what is certain first; or null.
+const EndOfFarRank* HostTransport::end_of_far_rank(int rank) const {
+  const EndOfFarRank* uncertain = nullptr;
   for (const int neighbour : layout_.neighbours()) {
     std::byte* first = peers_[neighbour]->bases[0].load(std::memory_order_acquire);
     for (const EndOfFarRank& heard : header_of(first).far_ends) {
-      if (heard.rank.load(std::memory_order_acquire) == rank) return heard.text.data();
+      if (heard.rank.load(std::memory_order_acquire) != rank) continue;
+      if (heard.certain) return &heard;
+      if (uncertain == nullptr) uncertain = &heard;
     }
   }
-  return "";
+  return uncertain;
 }
 
 /// How long those that share a lost rank's host may take to say more of it than this rank can.

@@ -146,10 +146,11 @@ void HostTransport::give_up(int rank) {
     text += "; it is stopped, its host is lost, or the wire is cut (no other rank of its host can say which)";
   }
   LOCKSTEP_LOG(kWarning) << describe(rank) << ' ' << text;
-  hear_end(rank, text);
+  hear_end(rank, text, /*certain=*/false);
   // If only the way from there is cut, it hears why.
   ControlMessage farewell;
   farewell.kind = ControlMessage::Kind::kLeaveJob;
+  farewell.number = 1;
   farewell.set_text("has given up " + describe(rank) + ", from which nothing came: the way there may be cut");
   tell(rank, farewell);
   // What waits for it ends, once all is heard that it had told before.
@@ -165,9 +166,10 @@ void HostTransport::hear_loss(int rank, const std::string& reason) {
     peers_[rank]->life->end(own_fault ? PeerState::kOwnFault : PeerState::kEnded);
   }
   if (own_fault) {
-    hear_end(rank, "is out of reach by a fault of " + describe(rank_) +
-                       ", which has no file descriptor left (" + reason +
-                       "; raise ulimit -n, or close files)");
+    hear_end(rank,
+             "is out of reach by a fault of " + describe(rank_) + ", which has no file descriptor left (" +
+                 reason + "; raise ulimit -n, or close files)",
+             /*certain=*/false);
   }
 }
 

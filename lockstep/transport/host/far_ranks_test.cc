@@ -106,12 +106,29 @@ TEST(FarRanks, ACutWireIsNamedOnBothSides) {
     EXPECT_EQ(channel.transport().state_of(other), PeerState::kUnreachable);
     EXPECT_TRUE(channel.transport().has_ended(other));
     EXPECT_EQ(channel.transport().describe_end(other), text);
+    EXPECT_FALSE(channel.transport().end_is_certain(other));
     // Nothing is left posted, and nothing comes any more, though the wire heals.
     EXPECT_TRUE(pending->done());
     EXPECT_FALSE(channel.transport().wire().awaits(other));
     met.arrive_and_wait();
     hosts.hub->heal(channel.rank(), other);
     EXPECT_EQ(memory, std::vector<char>(memory.size(), 'a'));
+  });
+}
+
+TEST(FarRanks, ARankThatIsHeardNoMoreHearsThatItIsGivenUp) {
+  CutHosts hosts({0, 1}, 2s);
+  hosts.run([&](GroupChannel& channel) {
+    const int other = 1 - channel.rank();
+    if (channel.rank() == 1) {
+      hosts.hub->cut(1, 0);
+      while (!channel.transport().has_ended(0)) std::this_thread::yield();
+      EXPECT_THAT(channel.transport().describe_end(0), HasSubstr("has given up " + name(1, 1)));
+    } else {
+      failure_of([&] { receive(channel, 1); }, FailureKind::kPeerEnded);
+    }
+    // The other one lives.
+    EXPECT_FALSE(channel.transport().end_is_certain(other));
   });
 }
 

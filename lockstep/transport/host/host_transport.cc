@@ -37,7 +37,7 @@ void expect_no_reports_of(const Segment& of_another_process) {
 #endif
 }
 
-constexpr uint64_t kHeaderMagic = 0x335054534b434f4cULL;  // "LOCKSTP3"
+constexpr uint64_t kHeaderMagic = 0x345054534b434f4cULL;  // "LOCKSTP4"
 
 }  // namespace
 
@@ -356,11 +356,11 @@ void HostTransport::hear(int from, const ControlMessage& message) {
     case ControlMessage::Kind::kMeet:
       return control_->pass_on(from, message);
     case ControlMessage::Kind::kLeaveJob:
-      hear_end(from, message.get_text());
+      hear_end(from, message.get_text(), /*certain=*/message.number == 0);
       return mark_ended(from);
     case ControlMessage::Kind::kEndOfFellow:
       if (!is_of_job || is_here(message.rank)) return;
-      hear_end(message.rank, message.get_text());
+      hear_end(message.rank, message.get_text(), /*certain=*/true);
       // What it had sent before may still be on its way: the own connection to it says when nothing more comes. For a rank
       // without one, others' word holds after a while.
       reported_.emplace(message.rank, Deadline::after(std::chrono::seconds(2)));

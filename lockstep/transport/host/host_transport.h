@@ -33,6 +33,7 @@ class Store;
 namespace lockstep::transport {
 
 class GroupMembers;
+struct EndOfFarRank;
 
 /// The ranks of a job as one process sees them: of those on this host all memory mapped and all processes
 /// watched; of those on other hosts the connection.
@@ -102,7 +103,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::string describe_end(int rank) const;
   /// Of a rank that has ended: whether its own host, or the rank itself, has said so. Otherwise its connection is lost, and
   /// it may live and be cut off.
-  bool end_is_certain(int rank) const { return is_here(rank) || !end_of_far_rank(rank).empty(); }
+  bool end_is_certain(int rank) const;
   int pid_of(int rank) const { return peers_[rank]->link.pid; }
   /// "rank 2 (pid 4242)"; in a job over several hosts "rank 2 (pid 4242 on node-a)".
   std::string describe(int rank) const;
@@ -159,7 +160,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::string host;            // its name; empty in a job on one host
     std::string wire;            // of a rank on another host: what its wire says of itself
     bool asked_for_end = false;  // describe_end() has waited for it before; under segments_mutex_
-    std::string end;  // how a rank on another host has ended, if its host has said so; under segments_mutex_
+    std::string end;  // how a rank on another host has ended, if that is known; under segments_mutex_
+    bool end_is_certain = false;  // its host, or the rank itself, has said so; under segments_mutex_
     // What a rank on another host has said of what it waits for; under segments_mutex_:
     bool asked = false;  // and has not answered yet
     Deadline patience = Deadline::never();
@@ -205,8 +207,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void give_up(int rank);
   void hear_loss(int rank, const std::string& reason);
   void say_goodbye();
-  void hear_end(int rank, const std::string& end);
-  std::string end_of_far_rank(int rank) const;
+  void hear_end(int rank, const std::string& end, bool certain);
+  const EndOfFarRank* end_of_far_rank(int rank) const;
   std::chrono::nanoseconds patience_with_neighbours_of(int rank) const;
   std::string describe_loss(int rank, const std::string& reason) const;
   void monitor(bool watches);
