@@ -75,14 +75,20 @@ void HostTransport::look_at_far_ranks() {
     tell(rank, heartbeat);
   }
   for (const int rank : given_up) give_up(rank);
-  // Witnesses are needed as long as one of their host is suspected.
+  // Witnesses are needed as long as one of their host is suspected, and those that have not answered are in doubt
+  // themselves.
   std::vector<bool> in_doubt(layout_.hosts.size());
   for (const int rank : suspected) {
     if (!has_ended(rank)) in_doubt[layout_.host_of[rank]] = true;
   }
   for (size_t host = 0; host < layout_.hosts.size(); ++host) {
     if (in_doubt[host]) continue;
-    for (const int rank : layout_.hosts[host]) peers_[rank]->witness = false;
+    for (const int rank : layout_.hosts[host]) {
+      Peer& peer = *peers_[rank];
+      if (!peer.witness) continue;
+      std::lock_guard lock(segments_mutex_);
+      peer.witness = peer.life->silence() >= PeerLiveness::interval(heartbeat_timeout_);
+    }
   }
 }
 

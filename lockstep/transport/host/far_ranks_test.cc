@@ -150,6 +150,25 @@ TEST(FarRanks, ASilentHostIsNamedWithItsRanks) {
   });
 }
 
+TEST(FarRanks, RanksThatWereAskedInVainAreGivenUpInTurn) {
+  CutHosts hosts({0, 1, 1, 1}, 2s);
+  std::barrier met(4);
+  hosts.run([&](GroupChannel& channel) {
+    met.arrive_and_wait();
+    if (channel.rank() != 0) return;
+    hosts.cut_off(0);
+    HostTransport& transport = channel.transport();
+    transport.meet(3);
+    uint64_t memory = 0;
+    const auto pending = transport.wire().receive(3, {wire::Tag::kMaxChannel, 0}, &memory, sizeof memory);
+    for (const int rank : {3, 1, 2}) {
+      while (!transport.has_ended(rank)) std::this_thread::yield();
+      EXPECT_EQ(transport.state_of(rank), PeerState::kUnreachable) << rank;
+    }
+    EXPECT_EQ(pending->status(), wire::RequestStatus::kPeerLost);
+  });
+}
+
 TEST(FarRanks, WhatItsNeighbourSaysIsTold) {
   CutHosts hosts({0, 1, 1}, 2s);
   std::barrier met(3);
