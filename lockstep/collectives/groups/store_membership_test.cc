@@ -30,12 +30,15 @@ using Backend = c10::intrusive_ptr<LockstepBackend>;
 /// Ranks 0 and 1 on one host, 2 and 3 on another, which share a store.
 class CutHosts {
  public:
+  explicit CutHosts(std::chrono::nanoseconds limit_of_silence = 10s) : limit_(limit_of_silence) {}
+
   void run(const std::function<void(const Backend&)>& body) {
     at::full({1}, 1).add(1);  // libtorch's first-use initialisation happens here, in one thread
     transport::HostTransport::Options options;
     options.segment_bytes = size_t{1} << 20;
     options.host_of = {0, 0, 1, 1};
     options.host_names = {"host-0", "host-1"};
+    options.heartbeat_timeout = limit_;
     options.make_engine = [hub = hub_](int rank) { return hub->make_engine(rank); };
     testing::run_rank_threads(
         4,
@@ -56,6 +59,12 @@ class CutHosts {
     while (!backend->channel().has_ended(own == rank ? other : rank)) std::this_thread::yield();
   }
 
+  /// Nothing passes any more between the two, which are not told.
+  void silence(int rank, int other) {
+    hub_->cut(rank, other);
+    hub_->cut(other, rank);
+  }
+
   /// Until the rank has come to the first round.
   void await_coming(const Backend& backend, int rank) {
     const std::string key = "lockstep/shrink/" + backend->channel().id() + "/1/member/";
@@ -63,6 +72,7 @@ class CutHosts {
   }
 
  private:
+  const std::chrono::nanoseconds limit_;
   const std::shared_ptr<ThreadHub> hub_ = ThreadHub::make(4);
   const c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
 };
@@ -121,6 +131,23 @@ TEST(StoreMembership, OfTwoRanksThatLoseEachOtherOneGoesOn) {
     });
     EXPECT_EQ(left_behind, 1);
   }
+}
+
+TEST(StoreMembership, ARankThatIsSilentAndDoesNotComeIsLeftBehind) {
+  CutHosts hosts(2s);
+  std::atomic<int> done = 0;
+  hosts.run([&](const Backend& backend) {
+    if (backend->getRank() == 3) {
+      for (const int other : {0, 1}) hosts.silence(3, other);
+      while (done < 3) std::this_thread::yield();
+      EXPECT_THAT(message_of<c10::DistBackendError>([&] { backend->shrink({}); }),
+                  HasSubstr("went on without this rank"));
+    } else {
+      EXPECT_EQ(shrink_and_use(backend), 3);
+      ++done;
+    }
+    backend->shutdown();
+  });
 }
 
 TEST(StoreMembership, LivingRankIsExcludedAndLearnsIt) {

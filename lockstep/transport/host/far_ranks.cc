@@ -45,6 +45,16 @@ std::string HostTransport::describe_silence(int rank) const {
   return "has been silent for " + format_silence(life);
 }
 
+void HostTransport::expect(const std::vector<int>& ranks) {
+  const auto expected = Deadline::after(2 * PeerLiveness::interval(heartbeat_timeout_));
+  std::lock_guard lock(segments_mutex_);
+  for (const int rank : ranks) {
+    if (is_here(rank)) continue;
+    meet(rank);
+    peers_[rank]->expected = expected;
+  }
+}
+
 /// By the monitor thread, each PeerLiveness::interval(). Of ranks with which this one has no messages nothing is expected.
 void HostTransport::look_at_far_ranks() {
   const auto now = std::chrono::steady_clock::now();
@@ -53,9 +63,9 @@ void HostTransport::look_at_far_ranks() {
   for (int rank = 0; rank < world_size(); ++rank) {
     Peer& peer = *peers_[rank];
     if (is_here(rank) || !peer.met.load(std::memory_order_relaxed) || has_ended(rank)) continue;
-    const bool awaited = wire_->awaits(rank) || peer.witness;
     const uint32_t activity = wire_->activity(rank);
     std::unique_lock lock(segments_mutex_);
+    const bool awaited = wire_->awaits(rank) || peer.witness || !peer.expected.expired();
     if (std::exchange(peer.activity, activity) != activity) peer.life->hear();
     const auto action = peer.life->look(now, awaited);
     const bool stopped = peer.life->is_stopped();

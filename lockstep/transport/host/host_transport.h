@@ -129,6 +129,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   wire::Wire& wire() const { return *wire_; }
   /// Says that this rank sends to another or receives from it, so that each hears how the other ends.
   void meet(int rank) { peers_[rank]->met.store(true, std::memory_order_relaxed); }
+  /// Says that this rank waits for others by other means than messages, the store say. Of those on other hosts silence
+  /// is noticed then as if messages were pending; to be called again and again while the wait lasts.
+  void expect(const std::vector<int>& ranks);
   /// Sends it without waiting. From any thread.
   void tell(int rank, const ControlMessage& message);
   /// Once this returns, what others had told this rank before what it has received from them counts.
@@ -169,8 +172,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     int cause = -1;
     std::atomic<bool> met{false};      // has messages with this rank
     std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_
-    uint32_t activity = 0;             // wire::Wire::activity() at the last look; monitor thread only
-    bool witness = false;              // is asked how another of its host is; monitor thread only
+    Deadline expected = Deadline::after(std::chrono::nanoseconds(0));  // see expect(); under segments_mutex_
+    uint32_t activity = 0;  // wire::Wire::activity() at the last look; monitor thread only
+    bool witness = false;   // is asked how another of its host is; monitor thread only
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};

@@ -74,6 +74,7 @@ std::function<void()> watch(std::shared_ptr<transport::HostTransport> transport,
                             std::string call) {
   return [transport = std::move(transport), members = std::move(members), call = std::move(call),
           noticed = false]() mutable {
+    transport->expect(members);
     const auto ended = std::find_if(members.begin(), members.end(),
                                     [&](int member) { return transport->has_ended(member); });
     if (ended == members.end()) return;

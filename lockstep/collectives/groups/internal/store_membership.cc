@@ -177,7 +177,7 @@ StoreMembership::Standing StoreMembership::standing() const {
       if (rank == group_.rank() || !now.set.contains(rank)) continue;
       const auto theirs = records_.find(rank);
       if (theirs == records_.end()) {
-        now.missing.push_back(rank);
+        now.missing.insert(rank);
         continue;
       }
       changed |= std::erase_if(now.set, [&](int each) { return !theirs->second.contains(each); }) > 0;
@@ -203,12 +203,13 @@ bool StoreMembership::must_yield(const RankSet& set) {
 }
 
 /// This rank may have no connection to one that it has had no messages with, and would not hear that it has ended.
-void StoreMembership::ask_missing(const std::vector<int>& missing) {
+void StoreMembership::ask_missing(const RankSet& missing) {
+  transport::HostTransport& transport = group_.transport();
+  const std::vector<int> peers = peers_of(missing);
+  transport.expect(peers);
   if (asked_ || missing.empty()) return;
   asked_ = true;
-  transport::HostTransport& transport = group_.transport();
-  for (const int rank : missing) {
-    const int peer = group_.members()[rank];
+  for (const int peer : peers) {
     if (transport.is_here(peer) || transport.has_ended(peer)) continue;
     transport::ControlMessage question;
     question.kind = transport::ControlMessage::Kind::kAskForCause;
@@ -230,11 +231,10 @@ std::string StoreMembership::await_decision() {
     }
     ask_missing(now.missing);
     if (deadline_.expired()) {
-      const RankSet late(now.missing.begin(), now.missing.end());
       decide("decision",
              c10::str(kLate, describe({group_.rank()}), " timed out after ", format_duration(timeout_),
-                      late.empty() ? " waiting for ranks that want to go on without it"
-                                   : " waiting for " + describe(late)));
+                      now.missing.empty() ? " waiting for ranks that want to go on without it"
+                                          : " waiting for " + describe(now.missing)));
       continue;
     }
     pause.wait();
@@ -311,6 +311,7 @@ bool StoreMembership::conclude(const transport::GroupChannel& made) {
     if (store_.add(key_ + "made", 1) == static_cast<int64_t>(survivors_.size())) decide("outcome", kMade);
     std::optional<Deadline> hearing;
     for (Pause pause;; pause.wait()) {
+      group_.transport().expect(peers_of(survivors_));
       if (const auto outcome = look("outcome")) return follow_outcome(*outcome);
       if (const auto ended = ended_survivor()) {
         decide("outcome", kAgain + group_.transport().describe_end(group_.members()[*ended]));
@@ -383,10 +384,15 @@ void StoreMembership::give_up(const std::exception_ptr& failure) {
 
 // ---- words
 
+/// The transport's ranks.
+std::vector<int> StoreMembership::peers_of(const RankSet& ranks) const {
+  std::vector<int> peers;
+  for (const int rank : ranks) peers.push_back(group_.members()[rank]);
+  return peers;
+}
+
 std::string StoreMembership::describe(const RankSet& ranks) const {
-  std::vector<int> translated;
-  for (const int rank : ranks) translated.push_back(group_.members()[rank]);
-  return group_.transport().describe(translated);
+  return group_.transport().describe(peers_of(ranks));
 }
 
 void StoreMembership::fail_left_behind(RankSet survivors) const {

@@ -47,8 +47,8 @@ class StoreMembership {
 
  private:
   struct Standing {
-    RankSet set;               // those with which this rank may go on, as far as it knows
-    std::vector<int> missing;  // of these, those that have not come
+    RankSet set;      // those with which this rank may go on, as far as it knows
+    RankSet missing;  // of these, those that have not come
     bool complete = false;
   };
 
@@ -61,13 +61,14 @@ class StoreMembership {
   void read_records();
   Standing standing() const;
   bool must_yield(const RankSet& set);
-  void ask_missing(const std::vector<int>& missing);
+  void ask_missing(const RankSet& missing);
   std::string await_decision();
   void withdraw();
   std::vector<int> follow(const std::string& decided);
   bool follow_outcome(const std::string& outcome);
   void end_exchanges(const std::string& text);
   std::optional<int> ended_survivor() const;
+  std::vector<int> peers_of(const RankSet& ranks) const;
   std::string describe(const RankSet& ranks) const;
   [[noreturn]] void fail_left_behind(RankSet survivors) const;
 
