@@ -143,8 +143,8 @@ class WindowedExchange {
   /// All but the commit.
   void run(const Consume& consume) {
     find_sources();
-    read_offers();
-    host_.expect_messages(rounds_ * window_ * std::max(sources_.size(), destinations_.size()));
+    const size_t largest = read_offers();
+    host_.expect_messages(largest * std::max(sources_.size(), destinations_.size()));
     for (size_t k = 0; k < std::min(rounds_, kWindowBuffers - 1); ++k) post(k);
     stage(0);
     for (size_t k = 0; k < rounds_; ++k) {
@@ -195,7 +195,8 @@ class WindowedExchange {
     }
   }
 
-  void read_offers() {
+  /// The largest piece of all.
+  size_t read_offers() {
     size_t most = 0;
     for (int place = 0; place < host_.size(); ++place) {
       const Offer& offer = offers_.emplace_back(host_, place);
@@ -203,6 +204,7 @@ class WindowedExchange {
       for (int to = 0; to < host_.size(); ++to) most = std::max(most, offer.bytes_for(entry_of(offer, to)));
     }
     rounds_ = std::max<size_t>(1, (most + window_ - 1) / window_);
+    return most;
   }
 
   /// Of what a member offers to another.

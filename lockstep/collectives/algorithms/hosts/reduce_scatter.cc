@@ -45,12 +45,11 @@ class ScatteredReduction {
         exchange_(exchange),
         agreement_(agreement),
         output_(static_cast<std::byte*>(output)) {
-    size_t largest = 0;
-    for (const Piece& piece : exchange.gives) largest = std::max(largest, piece.bytes);
+    for (const Piece& piece : exchange.gives) largest_ = std::max(largest_, piece.bytes);
     const size_t most = std::min(chunk_bytes(), kChunksStaged * chunk_bytes() / channel.size());
-    const size_t window = std::clamp(largest / kRoundsWanted, std::min(most, kSmallestWindow), most);
+    const size_t window = std::clamp(largest_ / kRoundsWanted, std::min(most, kSmallestWindow), most);
     window_ = std::max(kCacheLine, window / kCacheLine * kCacheLine);
-    rounds_ = std::max<size_t>(1, (largest + window_ - 1) / window_);
+    rounds_ = std::max<size_t>(1, (largest_ + window_ - 1) / window_);
     for (int rank = 0; rank < channel.size(); ++rank) {
       const bool owns = layout_.counterpart(rank, layout_.host()) == channel.rank();
       if (layout_.host_of[rank] != layout_.host() && owns) owned_.push_back(rank);
@@ -63,7 +62,7 @@ class ScatteredReduction {
 
   /// All but the commit.
   void run() {
-    host_.expect_messages(rounds_ * window_ * channel_.size());
+    host_.expect_messages(largest_ * channel_.size());
     for (int place = 0; place < host_.size(); ++place) {
       offers_.emplace_back(host_, place);
       any_staged_ |= is_staged(place);
@@ -165,6 +164,7 @@ class ScatteredReduction {
   std::vector<int> owned_;     // ranks of other hosts whose owner this rank is
   std::vector<Offer> offers_;  // by place, with entries by rank
   bool any_staged_ = false;
+  size_t largest_ = 0;  // of the pieces
   size_t window_ = 0;
   size_t rounds_ = 1;
   std::array<std::vector<transport::wire::Handle>, kRoundsInFlight> requests_;
