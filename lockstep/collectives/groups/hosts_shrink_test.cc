@@ -1,14 +1,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <csignal>
 #include <cstdlib>
 #include <gmock/gmock.h>
-#include <numeric>
 #include <random>
 #include <string>
-#include <thread>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -22,7 +18,6 @@
 #include <lockstep/collectives/groups/internal/group_registry.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/groups/testing/survivors.h>
-#include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/testing/random_cases.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -34,6 +29,8 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::AllOf;
 using testing::die;
+using testing::die_soon;
+using testing::expect_whole_world;
 using testing::go_on_until;
 using ::testing::HasSubstr;
 using testing::message_of;
@@ -56,45 +53,6 @@ bool spans_hosts() {
   const auto world = registry::require_world();
   EXPECT_EQ(registry::find({})->backend->spans_hosts(), world->control->spans_hosts());
   return world->control->spans_hosts();
-}
-
-/// What a program does with a default group, among the job's ranks `members`.
-void expect_whole_world(int job_rank, const std::vector<int>& members) {
-  const int size = static_cast<int>(members.size());
-  const auto place = std::find(members.begin(), members.end(), job_rank);
-  ASSERT_EQ(get_rank(), place - members.begin());
-  ASSERT_EQ(get_world_size(), size);
-  for (const int64_t numel : {5, 100'000, 600'000}) {
-    at::Tensor tensor = at::full({numel}, 1 << job_rank, at::kLong);
-    all_reduce(tensor);
-    int64_t expected = 0;
-    for (const int member : members) expected += 1 << member;
-    EXPECT_EQ(tensor.min().item<int64_t>(), expected) << numel;
-    EXPECT_EQ(tensor.max().item<int64_t>(), expected) << numel;
-  }
-  std::vector<c10::IValue> job_ranks(members.size());
-  all_gather_object(job_ranks, int64_t{job_rank});
-  for (int i = 0; i < size; ++i) EXPECT_EQ(job_ranks[i].toInt(), members[i]);
-  if (size < 2) return;
-
-  std::vector<int> everybody(members.size());
-  std::iota(everybody.begin(), everybody.end(), 0);
-  barrier(new_group());
-  barrier(new_group(everybody, {}, {.use_local_synchronization = true}));
-  const auto ends = new_group({0, size - 1});
-  if (is_member(ends)) {
-    at::Tensor tensor = at::full({3}, get_rank() + 1);
-    all_reduce(tensor, ReduceOp::SUM, ends);
-    EXPECT_EQ(tensor[2].item<float>(), static_cast<float>(size + 1));
-  }
-  at::Tensor message = at::full({1}, 7);
-  if (get_rank() == 0) send(message, size - 1);
-  if (get_rank() == size - 1) {
-    message.zero_();
-    recv(message, 0);
-    EXPECT_EQ(message.item<float>(), 7);
-  }
-  barrier();
 }
 
 struct Loss {
@@ -379,15 +337,6 @@ TEST_F(HostsShrink, BackendOfAProgramThatKeepsGroupsItselfShrinksToo) {
                   smaller->shutdown();
                 },
                 {.hosts = 2});
-}
-
-/// Kills its own process after a random while.
-void die_soon(uint64_t seed) {
-  std::thread([seed] {
-    std::mt19937_64 random(seed);
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 30'000));
-    ::kill(::getpid(), SIGKILL);
-  }).detach();
 }
 
 TEST_F(HostsShrink, RanksDieAtRandomMomentsAndTheOthersEndWithTheSameBits) {

@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <numeric>
 #include <random>
-#include <thread>
 #include <unistd.h>
 
 #include <gtest/gtest.h>
@@ -27,6 +26,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using testing::die;
+using testing::die_soon;
 using ::testing::ElementsAre;
 using testing::expect_whole_world;
 using testing::go_on_until;
@@ -132,15 +132,6 @@ TEST_P(DeathInShrinkGroup, IsNoticedByTheOthersWhoGoOnWithoutItToo) {
 INSTANTIATE_TEST_SUITE_P(Places, DeathInShrinkGroup,
                          ::testing::Values("shrink", "shrink_entered", "shrink_agreed", "shrink_joined",
                                            "announce", "shrink_made"));
-
-/// Kills its own process after a random while.
-void die_soon(uint64_t seed) {
-  std::thread([seed] {
-    std::mt19937_64 random(seed);
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 30'000));
-    ::kill(::getpid(), SIGKILL);
-  }).detach();
-}
 
 TEST(ShrinkGroup, RanksDieAtRandomMomentsAndTheOthersNeverDisagree) {
   const int runs = testing::long_run() ? 40 : 4;

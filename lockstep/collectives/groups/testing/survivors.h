@@ -18,6 +18,9 @@ void run_survivors(int ranks, const std::vector<int>& victims, const std::functi
 
 [[noreturn]] void die();
 
+/// Kills its own process after a random while.
+void die_soon(uint64_t seed);
+
 /// The store of the process that started the ranks.
 c10::intrusive_ptr<c10d::Store> launcher_store();
 
