@@ -193,7 +193,7 @@ TEST_F(HostsShrink, RankThatLivesAndDoesNotCallIsNamedAtTheTimeout) {
                 recv(word, 0);
                 return;
               }
-              set_group_timeout(1s);
+              set_group_timeout(3s);
               barrier(others);
               const auto text = message_of<DistTimeoutError>([] { shrink_group(); });
               EXPECT_THAT(text, AllOf(HasSubstr("rank 2"), HasSubstr("ranks_to_exclude")));
@@ -215,10 +215,20 @@ TEST_P(OwnErrorInHostsShrink, EndsTheOthersCallsAndTheNextOneSucceeds) {
               auto world = init_process_group();
               barrier();
               if (rank == 2) failpoint::configure(std::string(GetParam()) + "=error(no memory)@1");
-              const auto text = message_of<c10::Error>([] { shrink_group(); });
-              EXPECT_THAT(text, HasSubstr(rank == 2 ? "no memory" : "shrink_group"));
+              // Once a round has a decision all take part in it. Before, a rank may come when it has failed already:
+              // then it meets the others in the next round.
+              const bool may_come_later = std::string(GetParam()) == "shrink_entered" && rank != 2;
+              std::string text;
+              try {
+                shrink_group();
+              } catch (const c10::Error& error) {
+                text = error.what_without_backtrace();
+              }
               failpoint::configure("");
-              shrink_group();
+              if (!text.empty() || !may_come_later) {
+                EXPECT_THAT(text, HasSubstr(rank == 2 ? "no memory" : "shrink_group"));
+                shrink_group();
+              }
               EXPECT_TRUE(spans_hosts());
               expect_whole_world(rank, {0, 1, 2, 3});
             },
