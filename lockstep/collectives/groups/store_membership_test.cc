@@ -2,6 +2,7 @@
 #include <functional>
 #include <gmock/gmock.h>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -10,13 +11,15 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/interrupt.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
-// The agreement of a group over hosts on who goes on, with ranks as threads of one process, where the wire between any two
-// can be cut and ThreadSanitizer sees both sides. No rank can die here: deaths are in hosts_shrink_test.cc.
+// The agreement of a group over hosts on who goes on, with ranks as threads of one process, where the wire between any
+// two can be cut and ThreadSanitizer sees both sides. No rank can die here: deaths are in hosts_shrink_test.cc.
 namespace lockstep::store_membership_test {
 namespace {
 
@@ -69,6 +72,15 @@ class CutHosts {
   void await_coming(const Backend& backend, int rank) {
     const std::string key = "lockstep/shrink/" + backend->channel().id() + "/1/member/";
     while (!store_->check({key + std::to_string(rank)})) std::this_thread::yield();
+  }
+
+  /// Whether all others have told their addresses for the first round's group, and this rank has not.
+  bool waits_for(const Backend& backend) const {
+    const std::string key = "lockstep/shrink/" + backend->channel().id() + "/1/channel/data/";
+    for (int rank = 0; rank < 4; ++rank) {
+      if (store_->check({key + std::to_string(rank)}) == (rank == backend->getRank())) return false;
+    }
+    return true;
   }
 
  private:
@@ -166,6 +178,41 @@ TEST(StoreMembership, LivingRankIsExcludedAndLearnsIt) {
     smaller->shutdown();
     backend->shutdown();
   });
+}
+
+struct Stop final : std::runtime_error, Interruption {
+  Stop() : runtime_error("stop") {}
+};
+thread_local std::function<bool()> must_stop;  // of a rank, which it interrupts once
+
+TEST(StoreMembership, InterruptedBehindAnErrorOfItsOwnARankEndsTheOthersCalls) {
+  CutHosts hosts;
+  std::atomic<int> interrupted = 0;
+  // The first to go on from the decision: the others wait for its address, and it whether another one has ended.
+  failpoint::configure("shrink_agreed=error(no memory)@1");
+  set_interrupt_check([] {
+    if (must_stop && must_stop()) {
+      must_stop = nullptr;
+      throw Stop();
+    }
+  });
+  hosts.run([&](const Backend& backend) {
+    must_stop = [&] { return hosts.waits_for(backend); };
+    try {
+      shrink_and_use(backend);
+      ADD_FAILURE() << "the group was made without a rank";
+    } catch (const Stop&) {
+      ++interrupted;
+    } catch (const c10::DistBackendError& error) {
+      EXPECT_THAT(error.what_without_backtrace(), HasSubstr("was interrupted, or met an error of its own"));
+    }
+    must_stop = nullptr;
+    EXPECT_EQ(shrink_and_use(backend), 4);
+    backend->shutdown();
+  });
+  set_interrupt_check(nullptr);
+  failpoint::configure("");
+  EXPECT_EQ(interrupted, 1);
 }
 
 }  // namespace

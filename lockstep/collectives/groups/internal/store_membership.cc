@@ -21,8 +21,8 @@
 ///   changes    how often a member/R was written
 ///   decision   set once: "agreed: RANKS", or "late: TEXT" or "failed: TEXT" by a rank that waits no longer
 ///   made       how many of the agreed ranks have got the group
-///   outcome    set once, behind a decision that agreed: "made", "again: TEXT" when one of them has ended, "late: TEXT" or
-///              "failed: TEXT"
+///   outcome    set once, behind a decision that agreed: "made", "again: TEXT" when one of them has ended, "late: TEXT"
+///              or "failed: TEXT"
 namespace lockstep::shrinking {
 namespace {
 
@@ -37,11 +37,11 @@ constexpr const char* kLate = "late: ";
 constexpr const char* kFailed = "failed: ";
 constexpr const char* kOwnError = " was interrupted, or met an error of its own";
 
-/// How long ranks that reach the store leave it to the group's first host to decide, when that may be cut off from them:
-/// at a cut both sides notice it at about the same time.
+/// How long ranks that reach the store leave it to the group's first host to decide, when that may be cut off from
+/// them: at a cut both sides notice it at about the same time.
 constexpr auto kPatience = std::chrono::seconds(5);
-/// How long a rank that got no group waits to hear that this was because of another one's end: ranks hear of an end up to
-/// two seconds apart.
+/// How long a rank that got no group waits to hear that this was because of another one's end: ranks hear of an end up
+/// to two seconds apart.
 constexpr auto kHearing = std::chrono::seconds(3);
 
 std::vector<uint8_t> bytes_of_text(const std::string& text) {
@@ -187,8 +187,8 @@ StoreMembership::Standing StoreMembership::standing() const {
   return now;
 }
 
-/// Whether a complete set is left to others for a while: ranks of the group's first host are not in it of whom nobody has
-/// said that they have ended. That host has the store, unless the launcher has it: so it goes on if it lives.
+/// Whether a complete set is left to others for a while: ranks of the group's first host are not in it of whom nobody
+/// has said that they have ended. That host has the store, unless the launcher has it: so it goes on if it lives.
 bool StoreMembership::must_yield(const RankSet& set) {
   const auto& layout = group_.layout();
   const int first_host = layout.host_of[*wanted_.begin()];
@@ -253,9 +253,8 @@ std::vector<int> StoreMembership::follow(const std::string& decided) {
   return {survivors_.begin(), survivors_.end()};
 }
 
-/// Of a rank whose wait ends by an error: no other one is to wait for it.
+/// Of a rank whose call ends by an error of its own, wherever it is: no other one is to wait for it.
 void StoreMembership::withdraw() {
-  if (published_.empty()) return;
   const std::string text = describe({group_.rank()}) + kOwnError;
   try {
     const auto decided = decide("decision", kFailed + text);
@@ -331,7 +330,7 @@ bool StoreMembership::conclude(const transport::GroupChannel& made) {
       }
     }
   } catch (const Interruption&) {
-    decide("outcome", kFailed + describe({group_.rank()}) + kOwnError);
+    withdraw();
     throw;
   }
 }
@@ -350,22 +349,24 @@ void StoreMembership::end_exchanges(const std::string& text) {
 }
 
 void StoreMembership::give_up(const std::exception_ptr& failure) {
+  try {
+    end_attempt(failure);
+  } catch (const Interruption&) {
+    withdraw();
+    throw;
+  }
+}
+
+void StoreMembership::end_attempt(const std::exception_ptr& failure) {
   std::string text = text_of(failure);
-  bool interrupted = false;
   try {
     std::rethrow_exception(failure);
   } catch (const Interruption&) {
-    interrupted = true;
+    throw;
   } catch (const DistTimeoutError&) {
     text = kLate + text;
   } catch (...) {
     text = kFailed + text;
-  }
-  if (interrupted) {
-    const auto why = describe({group_.rank()}) + kOwnError;
-    decide("outcome", kFailed + why);
-    end_exchanges(why);
-    std::rethrow_exception(failure);
   }
   std::optional<std::string> outcome = look("outcome");
   const auto hearing = Deadline::after(kHearing);

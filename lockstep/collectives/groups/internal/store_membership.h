@@ -21,10 +21,10 @@ namespace lockstep::shrinking {
 /// transport::MembershipAgreement, whose rules are the same.
 ///
 /// They meet in *rounds*, numbered from 1. In a round each says which members it would go on with: those that are not
-/// excluded, and live as far as it knows. When all of the largest set that wants itself have come, one of them enters it
-/// into the round's decision, where the first entry stays, and all follow it. Then they make the group, which succeeds on
-/// all or on none by the round's outcome, a second such entry; when one of them has ended meanwhile, they meet in the next
-/// round. docs/internals/hosts_protocol.md has the rest. Ranks are group ranks. One thread.
+/// excluded, and live as far as it knows. When all of the largest set that wants itself have come, one of them enters
+/// it into the round's decision, where the first entry stays, and all follow it. Then they make the group, which
+/// succeeds on all or on none by the round's outcome, a second such entry; when one of them has ended meanwhile, they
+/// meet in the next round. docs/internals/hosts_protocol.md has the rest. Ranks are group ranks. One thread.
 class StoreMembership {
  public:
   using RankSet = std::set<int>;
@@ -32,8 +32,8 @@ class StoreMembership {
   StoreMembership(c10d::Store& store, const transport::GroupChannel& group, const std::vector<int>& excluded,
                   const Deadline& deadline);
 
-  /// The decision of a round that this rank takes part in: who goes on, this rank among them. Throws ChannelError on all
-  /// that take part: kTimeout when a member lives but did not come before a rank's deadline, kAborted when one was
+  /// The decision of a round that this rank takes part in: who goes on, this rank among them. Throws ChannelError on
+  /// all that take part: kTimeout when a member lives but did not come before a rank's deadline, kAborted when one was
   /// interrupted; on this rank alone kLeftBehind when the others have gone on without it, and what the store throws.
   std::vector<int> agree();
   /// Begins the keys of what the members exchange in this round.
@@ -41,8 +41,8 @@ class StoreMembership {
 
   /// Of a rank that has got the round's group: whether all have. Otherwise they meet again. Throws as agree().
   bool conclude(const transport::GroupChannel& made);
-  /// Of a rank that has not: returns if they meet again, because one of them has ended. Throws `failure` otherwise, and a
-  /// ChannelError on the others.
+  /// Of a rank that has not: returns if they meet again, because one of them has ended. Throws `failure` otherwise, and
+  /// a ChannelError on the others.
   void give_up(const std::exception_ptr& failure);
 
  private:
@@ -66,6 +66,7 @@ class StoreMembership {
   void withdraw();
   std::vector<int> follow(const std::string& decided);
   bool follow_outcome(const std::string& outcome);
+  void end_attempt(const std::exception_ptr& failure);
   void end_exchanges(const std::string& text);
   std::optional<int> ended_survivor() const;
   std::vector<int> peers_of(const RankSet& ranks) const;
