@@ -193,6 +193,22 @@ TEST(FolderLock, IsTakenOverByTheLaterGenerationOfItsJob) {
   }
 }
 
+TEST(FolderLock, IsTakenOverByAProcessOfTheSameNumberOnAHostOfTheSameName) {
+  const Scratch scratch;
+  const auto lock = FolderLock::acquire(scratch.path(), 0s, {.job = "a"});
+  lock->check();
+  const auto path = scratch.path() / checkpoint::internal::kLockName;
+  // As the next generation's process writes it, in another container.
+  std::ifstream mine(path);
+  std::string text{std::istreambuf_iterator<char>(mine), {}};
+  const std::string generation = "\"generation\":0";
+  ASSERT_THAT(text, HasSubstr(generation));
+  text.replace(text.find(generation), generation.size(), "\"generation\":1");
+  std::ofstream(path) << text;
+  EXPECT_THAT(message_of<CheckpointError>([&] { lock->check(); }),
+              HasSubstr("is not this process's any more"));
+}
+
 TEST(FolderLock, ManagerThatWasLeftBehindSavesNothing) {
   const Scratch scratch;
   const auto folder = scratch.path() / "run";

@@ -48,6 +48,7 @@ struct HeldLocks {
     UniqueFd file;
     int64_t users = 0;
     int64_t generation = 0;
+    std::string text;  // that the file had since
   };
   std::mutex mutex;
   std::map<std::string, Entry> entries;  // by the folder's canonical path; guarded by mutex
@@ -84,11 +85,15 @@ std::string now_text() {
   return text.data();
 }
 
-std::optional<Lease> read_lease(const UniqueFd& file) {
+/// Empty where it can't be read.
+std::string read_text(const UniqueFd& file) {
   std::string text(kMostLease, '\0');
   const ssize_t got = ::pread(file.get(), text.data(), text.size(), 0);
-  if (got <= 0) return std::nullopt;
-  text.resize(static_cast<size_t>(got));
+  text.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
+  return text;
+}
+
+std::optional<Lease> parse_lease(const std::string& text) {
   const auto lease = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   const auto string_at = [&](const char* key) {
     const auto found = lease.find(key);
@@ -104,8 +109,9 @@ std::optional<Lease> read_lease(const UniqueFd& file) {
                generation != lease.end() && generation->is_number_integer() ? generation->get<int64_t>() : 0};
 }
 
-/// A disk that is full keeps it from being written: then others are not told which process has the lock.
-void write_lease(const UniqueFd& file, const FolderOwner& owner) {
+/// What the file has then. A disk that is full keeps it from being written: then others are not told which process has
+/// the lock.
+std::string write_lease(const UniqueFd& file, const FolderOwner& owner) {
   const nlohmann::json lease = {{"host", host_name()},
                                 {"pid", static_cast<int64_t>(::getpid())},
                                 {"process_start", start_of(::getpid())},
@@ -116,7 +122,9 @@ void write_lease(const UniqueFd& file, const FolderOwner& owner) {
   if (::ftruncate(file.get(), 0) != 0 ||
       ::pwrite(file.get(), text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
     LOCKSTEP_LOG(kInfo) << "cannot say in " << kLockName << " who has the lock: " << std::strerror(errno);
+    return read_text(file);
   }
+  return text;
 }
 
 /// Whether the job of `owner` has gone on without the process that has the lock.
@@ -191,7 +199,7 @@ Attempt try_to_hold(const std::string& key, const FolderOwner& owner) {
     ++found->second.users;
     if (owner.generation > found->second.generation) {
       found->second.generation = owner.generation;
-      write_lease(found->second.file, owner);
+      found->second.text = write_lease(found->second.file, owner);
     }
     return {};
   }
@@ -204,7 +212,7 @@ Attempt try_to_hold(const std::string& key, const FolderOwner& owner) {
   }
   if (!file) throw_system_error("open", path, error);
   error = try_lock(file);
-  auto lease = read_lease(file);
+  auto lease = parse_lease(read_text(file));
   const bool takes_over = lease && supersedes(owner, *lease);
   const bool is_here = error != 0 && lease && !lease->is_of_this_process() && lives_here(*lease);
   const bool in_use = is_here || error == EAGAIN || error == EACCES;
@@ -218,8 +226,8 @@ Attempt try_to_hold(const std::string& key, const FolderOwner& owner) {
     LOCKSTEP_LOG(kWarning) << "the file system of " << key << " has no locks (" << std::strerror(error)
                            << "); see to it that no job on another host saves into this folder";
   }
-  write_lease(file, owner);
-  here.entries.emplace(key, HeldLocks::Entry{std::move(file), 1, owner.generation});
+  std::string text = write_lease(file, owner);
+  here.entries.emplace(key, HeldLocks::Entry{std::move(file), 1, owner.generation, std::move(text)});
   return {};
 }
 
@@ -265,10 +273,9 @@ FolderLock::~FolderLock() {
   const std::lock_guard guard(here.mutex);
   const auto found = here.entries.find(key_);
   if (found == here.entries.end() || --found->second.users > 0) return;
-  // Where there are no locks, the text is the lock. That of a later generation stays: it tells those that were left behind
-  // that the folder is not theirs.
-  const auto lease = read_lease(found->second.file);
-  if (lease && lease->is_of_this_process() && lease->generation == 0) {
+  // Where there are no locks, the text is the lock. That of a later generation stays: it tells those that were left
+  // behind that the folder is not theirs.
+  if (found->second.generation == 0 && read_text(found->second.file) == found->second.text) {
     [[maybe_unused]] const int emptied = ::ftruncate(found->second.file.get(), 0);
   }
   here.entries.erase(found);
@@ -282,13 +289,15 @@ void FolderLock::check() const {
   const UniqueFd& file = found->second.file;
   // Asked for the lock, NFS reads the file anew. One that was taken over may be free by now.
   try_lock(file);
-  const auto lease = read_lease(file);
+  // By the text, not by host and process number: a host may get another name, and a container's process may have both.
+  const std::string text = read_text(file);
+  const auto lease = parse_lease(text);
   struct stat held {
   }, named{};
   const bool replaced = ::fstat(file.get(), &held) == 0 &&
                         ::stat((fs::path(key_) / kLockName).c_str(), &named) == 0 &&
                         (held.st_ino != named.st_ino || held.st_dev != named.st_dev);
-  if (!replaced && (!lease || lease->is_of_this_process())) return;
+  if (!replaced && (!lease || text == found->second.text)) return;
   const std::string holder = !replaced ? c10::str("process ", lease->pid, " on host '", lease->host,
                                                   "' has had it since ", lease->since)
                                        : std::string("its lock was removed, and made anew");
