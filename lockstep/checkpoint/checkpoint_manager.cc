@@ -224,7 +224,8 @@ class CheckpointManager::Implementation {
     SaveJob job(options_.directory / name_of(info), state, rank_state, info, save_options(), /*managed=*/true,
                 alone);
     job.set_fence([&] {
-      if (const FolderLock* lock = lock_ ? lock_.get() : own_lock.get()) lock->check();
+      if (const FolderLock* lock = lock_ ? lock_.get() : own_lock.get()) return lock->check();
+      FolderLock::check_without(options_.directory, owner);
     });
     note(job.write(alone));
     return true;

@@ -212,7 +212,7 @@ TEST(FolderLock, IsTakenOverByAProcessOfTheSameNumberOnAHostOfTheSameName) {
 TEST(FolderLock, ManagerThatWasLeftBehindSavesNothing) {
   const Scratch scratch;
   const auto folder = scratch.path() / "run";
-  run_ranks(2,
+  run_ranks(3,
             [&](int rank) {
               const auto group = init_process_group();
               CheckpointManager manager({.directory = folder});
@@ -235,6 +235,12 @@ TEST(FolderLock, ManagerThatWasLeftBehindSavesNothing) {
                             manager.wait();
                           }),
                           HasSubstr("is not this process's any more"));
+              if (rank == 2) {  // which never had the lock
+                EXPECT_THAT(message_of<CheckpointError>(
+                                [&] { manager.save_state_alone(training_state(3), {}, {.step = 3}); }),
+                            HasSubstr("is not this process's any more"));
+              }
+              barrier();
               EXPECT_EQ(find_latest_checkpoint(folder)->step, 1);
               barrier();
             },

@@ -231,6 +231,30 @@ Attempt try_to_hold(const std::string& key, const FolderOwner& owner) {
   return {};
 }
 
+std::string describe_holder(const Lease& lease) {
+  return c10::str("process ", lease.pid, " on host '", lease.host, "' has had it since ", lease.since);
+}
+
+[[noreturn]] void throw_taken_over(const std::string& key, const std::string& holder) {
+  LOCKSTEP_CHECK_FILE(false, "the folder ", key, " is not this process's any more: ", holder,
+                      ". The job may have gone on without this rank; nothing was saved");
+}
+
+void check_held(const std::string& key, const HeldLocks::Entry& held) {
+  // Asked for the lock, NFS reads the file anew. One that was taken over may be free by now.
+  try_lock(held.file);
+  // By the text, not by host and process number: a host may get another name, and a container's process may have both.
+  const std::string text = read_text(held.file);
+  const auto lease = parse_lease(text);
+  struct stat own {
+  }, named{};
+  const bool replaced = ::fstat(held.file.get(), &own) == 0 &&
+                        ::stat((fs::path(key) / kLockName).c_str(), &named) == 0 &&
+                        (own.st_ino != named.st_ino || own.st_dev != named.st_dev);
+  if (replaced) throw_taken_over(key, "its lock was removed, and made anew");
+  if (lease && text != held.text) throw_taken_over(key, describe_holder(*lease));
+}
+
 void tell_of_waiting(const fs::path& folder, const Attempt& attempt, std::chrono::nanoseconds limit) {
   const std::optional<Lease>& lease = attempt.holder;
   LOCKSTEP_LOG(kWarning) << "the folder " << folder.string() << " is in use"
@@ -284,25 +308,23 @@ FolderLock::~FolderLock() {
 void FolderLock::check() const {
   HeldLocks& here = held_locks.get();
   const std::lock_guard guard(here.mutex);
-  const auto found = here.entries.find(key_);
-  if (found == here.entries.end()) return;
-  const UniqueFd& file = found->second.file;
-  // Asked for the lock, NFS reads the file anew. One that was taken over may be free by now.
-  try_lock(file);
-  // By the text, not by host and process number: a host may get another name, and a container's process may have both.
-  const std::string text = read_text(file);
-  const auto lease = parse_lease(text);
-  struct stat held {
-  }, named{};
-  const bool replaced = ::fstat(file.get(), &held) == 0 &&
-                        ::stat((fs::path(key_) / kLockName).c_str(), &named) == 0 &&
-                        (held.st_ino != named.st_ino || held.st_dev != named.st_dev);
-  if (!replaced && (!lease || text == found->second.text)) return;
-  const std::string holder = !replaced ? c10::str("process ", lease->pid, " on host '", lease->host,
-                                                  "' has had it since ", lease->since)
-                                       : std::string("its lock was removed, and made anew");
-  LOCKSTEP_CHECK_FILE(false, "the folder ", key_, " is not this process's any more: ", holder,
-                      ". The job may have gone on without this rank; nothing was saved");
+  if (const auto found = here.entries.find(key_); found != here.entries.end())
+    check_held(key_, found->second);
+}
+
+void FolderLock::check_without(const fs::path& folder, const FolderOwner& owner) {
+  std::error_code error;
+  const std::string key = fs::canonical(folder, error).string();
+  if (error) return;
+  HeldLocks& here = held_locks.get();
+  const std::lock_guard guard(here.mutex);
+  // Where this process has the lock, closing another descriptor of the file would give it up.
+  if (const auto found = here.entries.find(key); found != here.entries.end()) {
+    return check_held(key, found->second);
+  }
+  const UniqueFd file(::open((fs::path(key) / kLockName).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  const auto lease = file ? parse_lease(read_text(file)) : std::nullopt;
+  if (lease && is_left_behind(owner, *lease)) throw_taken_over(key, describe_holder(*lease));
 }
 
 }  // namespace lockstep::checkpoint::internal

@@ -49,6 +49,8 @@ class FolderLock {
 
   /// Throws CheckpointError, with the process that has it now, when it was taken over.
   void check() const;
+  /// For one that saves without the lock: throws it when the job has gone on without `owner`.
+  static void check_without(const std::filesystem::path& folder, const FolderOwner& owner);
 
  private:
   explicit FolderLock(std::string key) : key_(std::move(key)) {}
