@@ -27,7 +27,8 @@
 /// something else or left); DistTimeoutError when peers are late. Thread-safe.
 namespace lockstep {
 
-/// SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, and what premul_sum() makes.
+/// SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, and what premul_sum() makes. AVG of integers is truncated toward
+/// zero, as NCCL's; there is none of bool.
 using ReduceOp = c10d::ReduceOp;
 using Work = c10::intrusive_ptr<c10d::Work>;
 using Caller = std::source_location;

@@ -58,7 +58,7 @@ std::optional<ReduceElement> element_of(at::ScalarType type) {
     remedy = "reduce torch::view_as_real() of it (sums and averages are the same there)";
   } else if (element_of(type)) {
     remedy = operation == ReduceOperation::kAverage
-                 ? "use SUM and divide, or convert it to a floating-point type first"
+                 ? "convert it to an integer or a floating-point type first"
                  : "bit operations take integers and bool: reduce a view of it as an integer type of the "
                    "same size";
   }

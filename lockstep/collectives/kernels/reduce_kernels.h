@@ -10,7 +10,7 @@ namespace lockstep {
 
 /// The kernels of an element type and operation, for the instruction set that cpu_capability() chooses (and throws as).
 /// The reference stays valid for ever. float32/64, bfloat16, float16, bool, and the integers of 8 to 64 bits take
-/// every operation, except that integers and bool have no average, and floating-point types no bit operations. Throws
+/// every operation, except that bool has no average, and floating-point types no bit operations. Throws
 /// c10::ValueError that names type, operation and remedy when the combination is not supported.
 const ReduceKernels& reduce_kernels(at::ScalarType type, ReduceOperation operation);
 

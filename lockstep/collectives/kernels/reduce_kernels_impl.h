@@ -105,6 +105,21 @@ struct Times {
     return value * factor;
   }
 };
+/// For integers T, held in vectors of the type without a sign: toward zero, as NCCL. The divisor need not fit into T.
+/// Machines have no division of vectors of integers, so each lane is divided by itself.
+template <class T>
+struct Truncated {
+  int divisor;
+  template <class V>
+  LOCKSTEP_INLINE V operator()(V value) const {
+    if constexpr (kIsVector<V>) {
+      for (size_t i = 0; i < sizeof(V) / sizeof(T); ++i) value[i] = (*this)(value[i]);
+      return value;
+    } else {
+      return static_cast<V>(static_cast<T>(value) / divisor);
+    }
+  }
+};
 
 // ---- Folding: from inputs to outputs. First is the format of inputs[0], In that of the others, Out the
 // outputs'.
@@ -277,6 +292,20 @@ struct Kernels {
   }
 };
 
+/// The same for averages of integers T, whose sums are made in Format, where overflow is defined.
+template <class T, class Format>
+struct IntegerAverage : Kernels<Format, Format, Sum, false> {
+  static void reduce(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
+                     size_t count) {
+    finish(outputs, n_outputs, inputs, n_inputs, static_cast<int64_t>(n_inputs), count);
+  }
+  static void finish(void* const* outputs, size_t n_outputs, const void* const* accumulators,
+                     size_t n_accumulators, int64_t divisor, size_t count) {
+    fold<Format, Format, Sum>(outputs, n_outputs, accumulators, n_accumulators, count,
+                              Truncated<T>{static_cast<int>(divisor)});
+  }
+};
+
 template <class Format, class Partial, class Operation, bool kAverage = false>
 constexpr ReduceKernels entry() {
   using All = Kernels<Format, Partial, Operation, kAverage>;
@@ -292,11 +321,14 @@ constexpr void fill_floating(ReduceKernels (&row)[kReduceOperations]) {
   row[size_t(ReduceOperation::kMax)] = entry<Format, Partial, Max>();
 }
 
-/// Only order depends on the sign; the rest is computed without, where overflow is defined.
+/// Only order and division depend on the sign; the rest is computed without, where overflow is defined.
 template <class T, class Unsigned>
 constexpr void fill_integer(ReduceKernels (&row)[kReduceOperations]) {
   using Signless = Plain<Unsigned>;
+  using Average = IntegerAverage<T, Signless>;
   row[size_t(ReduceOperation::kSum)] = entry<Signless, Signless, Sum>();
+  row[size_t(ReduceOperation::kAverage)] = {sizeof(T), sizeof(T), Average::reduce, Average::partial,
+                                            Average::finish};
   row[size_t(ReduceOperation::kProduct)] = entry<Signless, Signless, Product>();
   row[size_t(ReduceOperation::kMin)] = entry<Plain<T>, Plain<T>, Min>();
   row[size_t(ReduceOperation::kMax)] = entry<Plain<T>, Plain<T>, Max>();

@@ -17,10 +17,11 @@ enum class ReduceOperation : uint8_t { kSum, kAverage, kProduct, kMin, kMax, kBi
 ///
 /// Each element is folded from the first input to the last, so its bits depend on neither the way in which a
 /// range is cut, nor the instruction set, nor alignment. bfloat16 and float16 are folded in float32 and
-/// rounded once, to nearest even. Integers wrap around. Minimum and maximum are NaN as soon as one input is,
-/// as torch.minimum's; of equal values (-0 and +0) the earlier input's stays. Every NaN that is written is
-/// the canonical quiet one (0x7fc00000 and alike), because which payload survives an addition is the
-/// compiler's choice. Bools are written as 0 or 1.
+/// rounded once, to nearest even. Integers wrap around; their average is the quotient of what the sum has come
+/// to, truncated toward zero, as NCCL's. Minimum and maximum are NaN as soon as one input is, as
+/// torch.minimum's; of equal values (-0 and +0) the earlier input's stays. Every NaN that is written is the
+/// canonical quiet one (0x7fc00000 and alike), because which payload survives an addition is the compiler's
+/// choice. Bools are written as 0 or 1.
 struct ReduceKernels {
   /// Bytes of one element of the tensors.
   size_t element_size;

@@ -33,7 +33,8 @@ def reduced(op, factor, tensors):
     need(all(t.dtype == dtype for t in tensors))
     floating = dtype.is_floating_point or dtype.is_complex
     need(not dtype.is_complex or op in ("SUM", "AVG", "PREMUL_SUM"))
-    need(floating or op not in ("AVG", "PREMUL_SUM"))
+    need(floating or op != "PREMUL_SUM")
+    need(op != "AVG" or dtype != torch.bool)
     if op in ("BAND", "BOR", "BXOR"):
         need(not floating)
         fold = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
@@ -43,6 +44,9 @@ def reduced(op, factor, tensors):
         return folded
     wide_type = torch.complex128 if dtype.is_complex else torch.float64 if floating else torch.int64
     wide = torch.stack([t.to(wide_type) for t in tensors])
+    if op == "AVG" and not floating:  # the sum wraps around, the quotient is truncated
+        total = wide.sum(0).to(dtype).to(wide_type)
+        return torch.div(total, len(tensors), rounding_mode="trunc").to(dtype)
     folds = {
         "SUM": lambda: wide.sum(0),
         "AVG": lambda: wide.sum(0) / len(tensors),

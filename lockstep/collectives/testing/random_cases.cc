@@ -6,6 +6,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/complex.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/randint.h>
@@ -110,7 +111,8 @@ bool is_reducible(at::ScalarType dtype, ReduceOp::RedOpType reduction) {
   const bool averages = reduction == ReduceOp::AVG || reduction == ReduceOp::PREMUL_SUM;
   const bool bits = reduction == ReduceOp::BAND || reduction == ReduceOp::BOR || reduction == ReduceOp::BXOR;
   if (c10::isComplexType(dtype)) return averages || reduction == ReduceOp::SUM;
-  return c10::isFloatingType(dtype) ? !bits : !averages;
+  if (c10::isFloatingType(dtype)) return !bits;
+  return !averages || (reduction == ReduceOp::AVG && dtype != at::kBool);
 }
 
 double premul_factor(const Case& c, int rank) {
@@ -145,7 +147,11 @@ at::Tensor fold(const Case& c, std::vector<at::Tensor> tensors) {
     if (c.reduction == ReduceOp::PREMUL_SUM) next = next * premul_factor(c, static_cast<int>(rank));
     result = rank == 0 ? next.clone() : fold_two(c.reduction, result, next);
   }
-  if (c.reduction == ReduceOp::AVG) result = result / static_cast<double>(c.ranks);
+  if (c.reduction == ReduceOp::AVG && c10::isIntegralType(c.dtype, /*includeBool=*/false)) {
+    result = at::div(result, c.ranks, "trunc");
+  } else if (c.reduction == ReduceOp::AVG) {
+    result = result / static_cast<double>(c.ranks);
+  }
   return complex ? at::view_as_complex(result) : result.to(c.dtype);
 }
 

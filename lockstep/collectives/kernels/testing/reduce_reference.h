@@ -101,6 +101,10 @@ T finished(ReduceOperation operation, AccumulatorOf<T> value, int64_t divisor) {
     using A = AccumulatorOf<T>;
     if (operation == ReduceOperation::kAverage)
       value = static_cast<A>(static_cast<double>(value) / static_cast<double>(divisor));
+  } else if constexpr (std::is_integral_v<T>) {
+    using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+    if (operation == ReduceOperation::kAverage)
+      value = static_cast<T>(static_cast<Wide>(value) / static_cast<Wide>(divisor));
   }
   return canonical(static_cast<T>(value));
 }

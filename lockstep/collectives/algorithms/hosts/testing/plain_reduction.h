@@ -12,7 +12,7 @@
 namespace lockstep::algorithms::hosts {
 
 inline bool is_supported(at::ScalarType type, ReduceOperation operation) {
-  if (operation == ReduceOperation::kAverage) return at::isFloatingType(type);
+  if (operation == ReduceOperation::kAverage) return type != at::kBool;
   const bool bits = operation == ReduceOperation::kBitAnd || operation == ReduceOperation::kBitOr ||
                     operation == ReduceOperation::kBitXor;
   return !bits || !at::isFloatingType(type);
@@ -30,6 +30,7 @@ inline at::Tensor noise(int rank, int64_t count, at::ScalarType type) {
 }
 
 /// Inputs for reductions whose results are exact in every type, whatever the order, and the results by plain arithmetic.
+/// Averages of integers are truncated, and would differ if a part were divided before the whole.
 struct PlainReduction {
   at::ScalarType dtype = at::kFloat;  // of real numbers
   ReduceOperation operation = ReduceOperation::kSum;
@@ -55,11 +56,12 @@ struct PlainReduction {
       case ReduceOperation::kBitOr:
       case ReduceOperation::kBitXor:
         return static_cast<double>(bits % 128);
-      case ReduceOperation::kAverage:
-        // Each host's part of the average is exact, too.
-        return (static_cast<double>(bits % 9) - 4) * ranks;
-      default:
-        return static_cast<double>(bits % 9) - (is_unsigned() ? 0 : 4);
+      default: {
+        const double small = static_cast<double>(bits % 9) - (is_unsigned() ? 0 : 4);
+        // Each host's part of a floating-point average is exact, too.
+        const bool floating = at::isFloatingType(dtype);
+        return operation == ReduceOperation::kAverage && floating ? small * ranks : small;
+      }
     }
   }
 
