@@ -131,7 +131,6 @@ def test_started_by_hand_it_joins_too(programs):
         (["-n", "0"], ["--iters is 0"]),
         (["-n", "many"], ["--iters", "many"]),
         (["-t", "complex64"], ["'complex64'", "bfloat16"]),
-        (["-t", "int32", "-o", "avg"], ["avg", "int32"]),
         (["-o", "band"], ["band", "float"]),
         (["-r", "2"], ["--root is 2", "0 to 1"]),
         (["--nproc-per-node", "0"], ["--nproc-per-node is 0"]),

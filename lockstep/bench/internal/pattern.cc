@@ -185,7 +185,7 @@ Pattern Contributions::of(int rank, int64_t iteration) const {
 }
 
 Pattern Contributions::reduced(int64_t iteration) const {
-  // A quotient may be rounded once more than ours.
+  // A quotient may be rounded once more than ours; integers' are exact.
   const double tolerance = op_ == RedOpType::AVG ? 2 * epsilon(type_) : 0;
   return Pattern(
       type_, length_, [&](int64_t index) { return reduced_value(iteration, index); }, tolerance);

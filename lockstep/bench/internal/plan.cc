@@ -129,9 +129,6 @@ void check_operation(const Plan& plan) {
   const bool floating = c10::isFloatingType(plan.dtype);
   TORCH_CHECK_VALUE(!(floating && bitwise), "--op ", plan.op_name, " works on integers, not on --dtype ",
                     plan.dtype_name, "; take int32, or another operation");
-  TORCH_CHECK_VALUE(floating || plan.op != RedOpType::AVG,
-                    "--op avg works on floating-point types, not on --dtype ", plan.dtype_name,
-                    "; take float, or sum");
 }
 
 Step make_step(const CollectiveInfo& info, const Options& options, const Plan& plan) {
