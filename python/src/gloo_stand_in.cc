@@ -33,6 +33,16 @@ auto as_runtime_error(const Call& call) {
   }
 }
 
+/// Gloo averages no integers, so a program that asks for it may count on the error.
+void check_average(const Refusal& refuse, const c10d::ReduceOp& operation, at::TensorList tensors) {
+  if (static_cast<c10d::ReduceOp::RedOpType>(operation) != c10d::ReduceOp::AVG) return;
+  for (const at::Tensor& tensor : tensors) {
+    if (at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))
+      refuse(c10::str("no ReduceOp.AVG of ", c10::toString(tensor.scalar_type()),
+                      " tensors; use SUM and divide, or the backend \"lockstep\", which averages integers"));
+  }
+}
+
 void check_single(const Tensors& tensors) {
   TORCH_CHECK(tensors.size() == 1, "ProcessGroupGloo::send takes a single tensor");
   TORCH_CHECK(tensors.front().layout() == at::kStrided && tensors.front().is_contiguous(),
@@ -116,6 +126,7 @@ WorkPointer GlooStandIn::allreduce(Tensors& tensors, const c10d::AllreduceOption
   if (layout == at::kSparse && operation != c10d::ReduceOp::SUM)
     refuse("unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
   if (layout != at::kSparse && layout != at::kStrided) refuse("unsupported layout");
+  check_average(refuse, options.reduceOp, tensors);
   return as_runtime_error([&] {
     return tensors.size() == 1 ? LockstepBackend::allreduce(tensors, options)
                                : allreduce_several(tensors, options);
@@ -133,6 +144,7 @@ WorkPointer GlooStandIn::allreduce_coalesced(Tensors& tensors,
     if (tensor.device() != tensors.front().device()) refuse("tensors must all be on the same device");
   }
   if (tensors.front().layout() != at::kStrided) refuse("unsupported layout");
+  check_average(refuse, options.reduceOp, tensors);
   return as_runtime_error([&] { return LockstepBackend::allreduce_coalesced(tensors, options); });
 }
 
@@ -142,6 +154,7 @@ WorkPointer GlooStandIn::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
   c10d::assertRootTensor(refuse, options.rootTensor, static_cast<int64_t>(tensors.size()));
   c10d::assertSingleElement(refuse, tensors);
   c10d::assertDense(refuse, tensors);
+  check_average(refuse, options.reduceOp, tensors);
   return as_runtime_error([&] { return LockstepBackend::reduce(tensors, options); });
 }
 
@@ -150,11 +163,13 @@ WorkPointer GlooStandIn::reduce_scatter(Tensors& outputs, std::vector<Tensors>& 
   TORCH_CHECK(outputs.size() == 1, "reduce_scatter only supports 1 output");
   const auto refuse = [](const std::string& why) { TORCH_CHECK(false, why); };
   check_reduce_scatter_inputs(refuse, inputs.empty() ? 0 : inputs.front().size(), size_);
+  check_average(refuse, options.reduceOp, outputs);
   return as_runtime_error([&] { return LockstepBackend::reduce_scatter(outputs, inputs, options); });
 }
 
 WorkPointer GlooStandIn::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::ReduceScatterOptions& options) {
+  check_average(refusal_of("reduce_scatter"), options.reduceOp, output);
   return as_runtime_error([&] { return LockstepBackend::_reduce_scatter_base(output, input, options); });
 }
 
@@ -162,6 +177,7 @@ WorkPointer GlooStandIn::reduce_scatter_tensor_coalesced(Tensors& outputs, Tenso
                                                          const c10d::ReduceScatterOptions& options) {
   const auto refuse = [](const std::string& why) { TORCH_CHECK(false, why); };
   check_as_many(refuse, outputs.size(), inputs.size());
+  check_average(refuse, options.reduceOp, outputs);
   return as_runtime_error(
       [&] { return LockstepBackend::reduce_scatter_tensor_coalesced(outputs, inputs, options); });
 }

@@ -202,6 +202,41 @@ def test_bit_operations_complex_and_bool():
     run_ranks(run_other_dtypes, RANKS)
 
 
+def run_averages(rank, world):
+    """Integers are averaged as NCCL averages them: the sum wraps around, and the quotient is truncated toward zero."""
+    for dtype in [*INTEGERS, torch.int16, torch.uint16, torch.uint32, torch.uint64]:
+        least = -4 if dtype.is_signed else 0
+        for count in (1, 5, 9001):
+            each = [(torch.arange(world * count) + 3 * peer) % 9 + least for peer in range(world)]
+            expected = torch.div(sum(each), world, rounding_mode="trunc")
+            own = slice(rank * count, (rank + 1) * count)
+            tensor = each[rank].to(dtype)
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            assert torch.equal(tensor.long(), expected), (dtype, count)
+            part = torch.zeros(count, dtype=dtype)
+            dist.reduce_scatter_tensor(part, each[rank].to(dtype), dist.ReduceOp.AVG)
+            assert torch.equal(part.long(), expected[own]), (dtype, count)
+            tensor = each[rank].to(dtype)
+            dist.reduce(tensor, 0, dist.ReduceOp.AVG)
+            assert rank != 0 or torch.equal(tensor.long(), expected), (dtype, count)
+            with dist._coalescing_manager():
+                for tensor in (pair := [each[rank].to(dtype), each[rank].flip(0).to(dtype)]):
+                    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            assert torch.equal(pair[0].long(), expected) and torch.equal(pair[1].long(), expected.flip(0)), (dtype, count)
+    large = torch.tensor([2**63 - 1])
+    dist.all_reduce(large, dist.ReduceOp.AVG)
+    total = (world * (2**63 - 1) + 2**63) % 2**64 - 2**63
+    assert large.item() == (total // world if total >= 0 else -(-total // world))
+    with pytest.raises(ValueError, match="AVG is not supported for Bool"):
+        dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG)
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="Gloo averages no integers")
+@pytest.mark.parametrize("world", [1, 2, RANKS])
+def test_averages_of_integers(world):
+    run_ranks(run_averages, world)
+
+
 def run_coalesced(rank, world):
     """Many tensors as one: the manager's batch, and the list forms."""
     tensors = [values(rank, count, torch.float32) for count in (1, 300, 5000)]

@@ -177,6 +177,34 @@ def run_own_refusals(rank, world):
         assert refusal(lambda: group.send([torch.zeros(1)], world, 0))[0] is kind
 
 
+def run_averages_of_integers(rank, world):
+    """In Gloo's place refused, as by Gloo, by every reduction."""
+    gloo, stand_in, own = backends()
+
+    def averages(group):
+        one, all_ = torch.ones(1, dtype=torch.int64), torch.ones(world, dtype=torch.int64)
+        scatter = reducing(dist.ReduceOp.AVG, dist.ReduceScatterOptions)
+        return {
+            "allreduce": lambda: group.allreduce([one], reducing(dist.ReduceOp.AVG)).wait(),
+            "allreduce_coalesced": lambda: group.allreduce_coalesced(
+                [one], reducing(dist.ReduceOp.AVG, dist.AllreduceCoalescedOptions)).wait(),
+            "reduce": lambda: group.reduce([one], reducing(dist.ReduceOp.AVG, dist.ReduceOptions)).wait(),
+            "reduce_scatter": lambda: group.reduce_scatter([one], [list(all_.split(1))], scatter).wait(),
+            "_reduce_scatter_base": lambda: group._reduce_scatter_base(one, all_, scatter).wait(),
+        }  # fmt: skip
+
+    assert refusal(averages(gloo)["allreduce"])[0] is RuntimeError
+    for what, call in averages(stand_in).items():
+        kind, text = refusal(call)
+        assert kind is RuntimeError and "ReduceOp.AVG of Long tensors" in text, (what, text)
+    for call in averages(own).values():
+        assert refusal(call) is None
+
+
+def test_averages_of_integers_are_refused_as_by_gloo():
+    run_ranks(run_averages_of_integers, RANKS, backend="gloo")
+
+
 def test_refusals_of_the_engines_own_are_runtime_errors():
     run_ranks(run_own_refusals, RANKS, backend="gloo")
 

@@ -41,6 +41,7 @@ def ucx():
     [
         (collectives_test.run_collectives, 3, [[torch.float32, torch.bfloat16, torch.int64]]),
         (collectives_test.run_other_dtypes, 3, []),
+        (collectives_test.run_averages, 3, []),
         (collectives_test.run_coalesced, 3, []),
         (collectives_test.run_messages, 4, []),
         (collectives_test.run_objects, 3, []),
