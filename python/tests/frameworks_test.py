@@ -1,8 +1,10 @@
 """Hugging Face accelerate and Lightning, unchanged, with the engine in Gloo's place, train as one process does.
 
-Three ways put it there: a call, a variable, and `python -m lockstep`. Over two hosts they train as on one.
+Three ways put it there: a call, a variable, and `python -m lockstep`. Over two hosts they train as on one. Lightning's
+import takes ten times as long as the training, so it happens in no process that can do without.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -10,12 +12,13 @@ import sys
 import hosts
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from ports import free_port
 from processes import PROGRAMS, run_programs, run_python
 from ranks import BACKEND, run_ranks
 
-ENGINE = {"lockstep": "lockstep._C", "gloo": "torch._C._distributed_c10d"}[BACKEND]  # the module of the group's class
+ENGINE = {"lockstep": "lockstep._C", "gloo": "torch.distributed.distributed_c10d"}[BACKEND]  # the module of the group's class
 REPLACE = {"LOCKSTEP_REPLACE_GLOO": int(BACKEND == "lockstep")}
 RUNNER = ["-m", "lockstep"] if BACKEND == "lockstep" else []
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
@@ -23,17 +26,22 @@ ACCELERATE = PROGRAMS / "accelerate_training.py"
 LIGHTNING = PROGRAMS / "lightning_training.py"
 
 
+def needs(package):
+    """Not importorskip(), which imports it."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
 @pytest.fixture(scope="module")
 def plain():
     return training.train_plainly()
 
 
-def outcomes(folder, plain):
+def outcomes(folder, plain, backend="gloo"):
     """Both ranks', of which is shown that they trained, as one process would, on the engine."""
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     before = training.loss_of(training.make_model(), training.data()[:]).item()
     for result in results:
-        assert result["engine"] == ENGINE and result["backend"] == "gloo"
+        assert result["engine"] == ENGINE and result["backend"] == backend
         assert result["loss"] < before / 2
         torch.testing.assert_close(torch.tensor(result["parameters"]), torch.tensor(plain["parameters"]))
     assert results[0]["parameters"] == results[1]["parameters"]  # bit for bit
@@ -47,8 +55,8 @@ def check_accelerate(folder, plain):
         assert result["objects"] == ["rank 0", "rank 1"]
 
 
-def check_lightning(folder, plain):
-    first, second = outcomes(folder, plain)
+def check_lightning(folder, plain, backend="gloo"):
+    first, second = outcomes(folder, plain, backend)
     assert first["gathered"] == second["gathered"] == [0, 1]
     assert first["logged"] == second["logged"]
     assert list(folder.glob("checkpoints/*.ckpt"))
@@ -66,39 +74,70 @@ def run_after_a_call(rank, world, name, port, *arguments):
     __import__(name).train(*arguments)
 
 
-def test_accelerate_by_a_call(tmp_path, plain):
-    pytest.importorskip("accelerate")
-    run_ranks(run_after_a_call, 2, "accelerate_training", free_port(), str(tmp_path), backend=None)
-    check_accelerate(tmp_path, plain)
+def run_lightning_under_both_names(rank, world, ports, folders):
+    """Under Gloo's name, and in the same processes under our own, for which Lightning averages integers."""
+    run_after_a_call(rank, world, "lightning_training", ports[0], folders[0], "ddp")
+    dist.destroy_process_group()
+    import lightning_training
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ["MASTER_PORT"] = str(ports[1])
+    lightning_training.train(folders[1], DDPStrategy(process_group_backend=BACKEND))
 
 
+@pytest.fixture(scope="module")
+def accelerate_on_one_host(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("accelerate")
+    run_ranks(run_after_a_call, 2, "accelerate_training", free_port(), str(folder), backend=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lightning_on_one_host(tmp_path_factory):
+    """Folders of the trainings under Gloo's name and under our own."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("gloo", "own")]
+    run_ranks(run_lightning_under_both_names, 2, [free_port() for _ in folders], list(map(str, folders)), backend=None)
+    return folders
+
+
+@needs("accelerate")
+def test_accelerate_by_a_call(accelerate_on_one_host, plain):
+    check_accelerate(accelerate_on_one_host, plain)
+
+
+@needs("accelerate")
 def test_accelerate_by_a_variable(tmp_path, plain):
-    pytest.importorskip("accelerate")
     run_python(*TORCHRUN, ACCELERATE, tmp_path, environment=REPLACE)
     check_accelerate(tmp_path, plain)
 
 
+@needs("accelerate")
 def test_accelerate_by_our_runner(tmp_path, plain):
-    pytest.importorskip("accelerate")
     run_python(*TORCHRUN, *RUNNER, ACCELERATE, tmp_path)
     check_accelerate(tmp_path, plain)
 
 
-def test_lightning_by_a_call(tmp_path, plain):
-    pytest.importorskip("lightning")
-    run_ranks(run_after_a_call, 2, "lightning_training", free_port(), str(tmp_path), "ddp", backend=None)
-    check_lightning(tmp_path, plain)
+@needs("lightning")
+def test_lightning_by_a_call(lightning_on_one_host, plain):
+    check_lightning(lightning_on_one_host[0], plain)
 
 
+@needs("lightning")
+def test_lightning_under_our_own_name(lightning_on_one_host, plain):
+    check_lightning(lightning_on_one_host[1], plain, backend=BACKEND)
+    logged = [json.loads((folder / "0.json").read_text())["logged"] for folder in lightning_on_one_host]
+    assert logged[0] == pytest.approx(logged[1])
+
+
+@needs("lightning")
 def test_lightning_by_a_variable(tmp_path, plain):
-    pytest.importorskip("lightning")
     """Lightning spawns the processes."""
     run_python(LIGHTNING, tmp_path, "ddp_spawn", environment=REPLACE)
     check_lightning(tmp_path, plain)
 
 
+@needs("lightning")
 def test_lightning_by_our_runner(tmp_path, plain):
-    pytest.importorskip("lightning")
     """Lightning runs the script once more for the second rank, without our runner."""
     run_python(*RUNNER, LIGHTNING, tmp_path, "ddp")
     check_lightning(tmp_path, plain)
@@ -117,33 +156,21 @@ def run_on_hosts(net, *arguments, environment=None):
         pytest.skip("ranks on several hosts need UCX")
 
 
-@pytest.fixture
-def places(tmp_path):
-    """Folders for what a training leaves on one host, and on two."""
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "one", tmp_path / "two"
-
-
-def check_equal_bits(places):
+def check_equal_bits(*places):
     """A sum of two is the same in both orders."""
     one, two = [json.loads((place / "0.json").read_text())["parameters"] for place in places]
     assert one == two
 
 
-def test_accelerate_over_two_hosts(make_hosts, places, plain):
-    pytest.importorskip("accelerate")
-    one, two = places
-    run_on_hosts(make_hosts(2), ACCELERATE, two, environment=REPLACE)
-    check_accelerate(two, plain)
-    run_ranks(run_after_a_call, 2, "accelerate_training", free_port(), str(one), backend=None)
-    check_equal_bits(places)
+@needs("accelerate")
+def test_accelerate_over_two_hosts(make_hosts, tmp_path, accelerate_on_one_host, plain):
+    run_on_hosts(make_hosts(2), ACCELERATE, tmp_path, environment=REPLACE)
+    check_accelerate(tmp_path, plain)
+    check_equal_bits(accelerate_on_one_host, tmp_path)
 
 
-def test_lightning_over_two_hosts(make_hosts, places, plain):
-    pytest.importorskip("lightning")
-    one, two = places
-    run_on_hosts(make_hosts(2), LIGHTNING, two, "ddp", 2, environment=REPLACE)
-    check_lightning(two, plain)
-    run_ranks(run_after_a_call, 2, "lightning_training", free_port(), str(one), "ddp", backend=None)
-    check_equal_bits(places)
+@needs("lightning")
+def test_lightning_over_two_hosts(make_hosts, tmp_path, lightning_on_one_host, plain):
+    run_on_hosts(make_hosts(2), LIGHTNING, tmp_path, "ddp", 2, environment=REPLACE)
+    check_lightning(tmp_path, plain)
+    check_equal_bits(lightning_on_one_host[0], tmp_path)
