@@ -143,7 +143,8 @@ struct Facts {
 };
 
 /// Of a variable; null when it is unset or empty, which counts as unset.
-inline const std::string* value_of(const std::map<std::string, std::string>& environment, const std::string& name) {
+inline const std::string* value_of(const std::map<std::string, std::string>& environment,
+                                   const std::string& name) {
   const auto found = environment.find(name);
   return found == environment.end() || found->second.empty() ? nullptr : &found->second;
 }
