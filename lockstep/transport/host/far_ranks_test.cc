@@ -32,7 +32,9 @@ using Flag = HostChannel::Flag;
 class CutHosts {
  public:
   CutHosts(std::vector<int> host_of, std::chrono::nanoseconds limit)
-      : host_of_(std::move(host_of)), limit_(limit) {}
+      : hub(wire::ThreadHub::make(static_cast<int>(host_of.size()))),
+        host_of_(std::move(host_of)),
+        limit_(limit) {}
 
   void run(const std::function<void(GroupChannel&)>& body) {
     HostTransport::Options options;
@@ -54,7 +56,7 @@ class CutHosts {
     }
   }
 
-  const std::shared_ptr<wire::ThreadHub> hub = wire::ThreadHub::make(ranks());
+  const std::shared_ptr<wire::ThreadHub> hub;
 
  private:
   const std::vector<int> host_of_;
