@@ -62,6 +62,7 @@ class Engine {
   /// a cancelled send has to say may arrive all the same, and then as it was when it was cancelled.
   virtual void cancel(Operation& operation) = 0;
   /// Gives a rank up, as if its connection were lost: on_peer_lost is told this reason. Nothing if it is lost already.
+  /// That rank may not notice before this engine ends: UCX keeps a connection that the other end has sent over.
   virtual void abandon(int rank, const std::string& reason) = 0;
   /// Moves what can be moved now; true if anything has.
   virtual bool progress() = 0;

@@ -136,7 +136,7 @@ void Wire::abandon(int rank, const std::string& reason) {
   if (fork_guard_.in_forked_child()) return;
   Lock lock(mutex_);
   engine_->abandon(rank, reason);
-  if (watched_.exchange(false)) wake_thread();  // the end of a connection takes some rounds
+  if (watched_.exchange(false)) wake_thread();  // the engine has something to end
   settle(std::move(lock));
 }
 
