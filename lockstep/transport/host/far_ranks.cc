@@ -57,6 +57,8 @@ void HostTransport::expect(const std::vector<int>& ranks) {
 
 /// By the monitor thread, each PeerLiveness::interval(). Of ranks with which this one has no messages nothing is expected.
 void HostTransport::look_at_far_ranks() {
+  // Where the wire's thread did not run, either, what the others have said has come all the same.
+  wire_->before_sleep();
   const auto now = std::chrono::steady_clock::now();
   std::vector<int> given_up;
   std::vector<int> suspected;

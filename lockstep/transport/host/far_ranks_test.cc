@@ -244,6 +244,24 @@ TEST(FarRanks, ARankThatComputesAnswersAndIsAwaited) {
   });
 }
 
+TEST(FarRanks, WhatHasComeToASlowProcessIsNoSilence) {
+  CutHosts hosts({0, 1}, 2s);
+  std::barrier done(2);
+  hosts.run([&](GroupChannel& channel) {
+    if (channel.rank() == 0) {
+      HostTransport& transport = channel.transport();
+      hosts.hub->let_sleep(0);
+      const uint32_t before = transport.wire().activity(1);
+      while (transport.wire().activity(1) - before < 2 && !transport.has_ended(1)) {
+        transport.expect({1});
+        std::this_thread::yield();
+      }
+      EXPECT_FALSE(transport.has_ended(1));
+    }
+    done.arrive_and_wait();
+  });
+}
+
 TEST(FarRanks, WithoutDescriptorsALostConnectionIsAFaultOfThisProcess) {
   CutHosts hosts({0, 1}, 10s);
   std::barrier met(2);

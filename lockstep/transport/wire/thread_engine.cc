@@ -43,6 +43,7 @@ struct RankBox {
   }
   UniqueFd event;
   bool armed = false;
+  bool sleeps = false;                                                    // see let_sleep()
   bool news = false;                                                      // for progress()
   std::map<MessageKey, std::deque<std::shared_ptr<ThreadMessage>>> come;  // and not received yet
   std::vector<std::pair<Operation*, RequestStatus>> sent;                 // operations of this rank
@@ -71,6 +72,11 @@ class Hub final : public ThreadHub {
     if (held.empty()) return;
     for (const auto& message : held.mapped().messages) deliver(to, message);
     if (held.mapped().end) lose_locked(to, from, kThreadClosed);
+  }
+
+  void let_sleep(int rank) override {
+    std::lock_guard lock(mutex_);
+    boxes_[rank].sleeps = true;
   }
 
   void disconnect_locked(int rank, int other, const std::string& reason) {
@@ -108,7 +114,7 @@ class Hub final : public ThreadHub {
 
   void signal(RankBox& box) {
     box.news = true;
-    if (!box.armed) return;
+    if (!box.armed || box.sleeps) return;
     box.armed = false;
     ::eventfd_write(box.event.get(), 1);
   }
