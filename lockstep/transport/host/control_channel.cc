@@ -28,29 +28,29 @@ void ControlChannel::receive_from(int rank) {
                 [this, rank](wire::RequestStatus status) {
                   if (status == wire::RequestStatus::kCancelled) return;  // this rank ends
                   std::lock_guard lock(inbox_mutex_);
-                  inbox_.emplace_back(rank, status == wire::RequestStatus::kSucceeded);
+                  inbox_.emplace_back(rank, status);
                   unheard_.fetch_add(1, std::memory_order_relaxed);
                   ::eventfd_write(event_.get(), 1);
                 });
 }
 
 void ControlChannel::hear(const std::function<void(int, const ControlMessage&)>& on_message,
-                          const std::function<void(int)>& on_lost) {
+                          const std::function<void(int, bool)>& on_lost) {
   eventfd_t ignored = 0;
   ::eventfd_read(event_.get(), &ignored);
-  std::vector<std::pair<int, bool>> inbox;
+  std::vector<std::pair<int, wire::RequestStatus>> inbox;
   {
     std::lock_guard lock(inbox_mutex_);
     inbox.swap(inbox_);
   }
-  for (const auto& [from, has_come] : inbox) {
+  for (const auto& [from, status] : inbox) {
     // An end counts only now, when all is heard that the rank had told before: why a group has failed, say.
-    if (has_come) {
+    if (status == wire::RequestStatus::kSucceeded) {
       const ControlMessage message = *peers_[from].incoming;
       receive_from(from);
       on_message(from, message);
     } else {
-      on_lost(from);
+      on_lost(from, status == wire::RequestStatus::kFailed);
     }
     unheard_.fetch_sub(1, std::memory_order_release);
   }

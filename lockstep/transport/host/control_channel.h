@@ -31,10 +31,10 @@ class ControlChannel {
   void send(int rank, const ControlMessage& message);
   /// For poll(2): readable when hear() has something to do.
   int event_fd() const { return event_.get(); }
-  /// Gives what has come to `on_message`, in the order of each sender. `on_lost`: nothing more comes from that rank. One
-  /// thread.
+  /// Gives what has come to `on_message`, in the order of each sender. `on_lost`: nothing more comes from that rank:
+  /// its connection is lost, or this process can't receive it (`by_own_fault`). One thread.
   void hear(const std::function<void(int from, const ControlMessage& message)>& on_message,
-            const std::function<void(int rank)>& on_lost);
+            const std::function<void(int rank, bool by_own_fault)>& on_lost);
   /// Once this returns, all that had come before was heard.
   void await_heard();
 
@@ -56,8 +56,9 @@ class ControlChannel {
   std::vector<Peer> peers_;  // by rank
 
   std::mutex inbox_mutex_;
-  std::vector<std::pair<int, bool>> inbox_;  // ranks, and whether their `incoming` has come or won't any more
-  std::atomic<uint32_t> unheard_{0};         // of these, and of those just being heard
+  std::vector<std::pair<int, wire::RequestStatus>>
+      inbox_;                         // ranks, and how the receives into `incoming` have ended
+  std::atomic<uint32_t> unheard_{0};  // of these, and of those just being heard
   UniqueFd event_;
 
   std::mutex listeners_mutex_;

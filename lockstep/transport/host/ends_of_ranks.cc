@@ -27,6 +27,10 @@ std::string HostTransport::describe_end(int rank) const {
       if (patience.expired()) break;
       segments_changed_.wait_for(lock, std::chrono::milliseconds(10));
     }
+    // What its host says comes first: the rank may have ended at a moment at which this process had no descriptor, too.
+    if (!peer.own_fault.empty()) {
+      return describe(rank) + " is out of reach by a fault of " + describe(rank_) + ", " + peer.own_fault;
+    }
     lock.unlock();
     return describe_loss(rank, wire_->lost(rank).value_or("its host says that it has ended"));
   }

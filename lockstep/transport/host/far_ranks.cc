@@ -177,18 +177,24 @@ void HostTransport::give_up(int rank) {
 
 /// Of the engine, in any thread.
 void HostTransport::hear_loss(int rank, const std::string& reason) {
-  const bool own_fault = has_no_descriptor_left();
+  const bool no_descriptor = has_no_descriptor_left();
   LOCKSTEP_LOG(kInfo) << "the connection to " << describe(rank) << " is lost: " << reason;
+  std::lock_guard lock(segments_mutex_);
+  Peer& peer = *peers_[rank];
+  if (no_descriptor) {
+    peer.own_fault = "which has no file descriptor left (" + reason + "; raise ulimit -n, or close files)";
+  }
+  peer.life->end(peer.own_fault.empty() ? PeerState::kEnded : PeerState::kOwnFault);
+}
+
+/// Of one whose next control message this process could not receive: those behind it could not be told from it.
+void HostTransport::lose_by_own_fault(int rank) {
   {
     std::lock_guard lock(segments_mutex_);
-    peers_[rank]->life->end(own_fault ? PeerState::kOwnFault : PeerState::kEnded);
+    peers_[rank]->own_fault =
+        "which could not receive what it says: no memory, or a message of another version of Lockstep";
   }
-  if (own_fault) {
-    hear_end(rank,
-             "is out of reach by a fault of " + describe(rank_) + ", which has no file descriptor left (" +
-                 reason + "; raise ulimit -n, or close files)",
-             /*certain=*/false);
-  }
+  wire_->abandon(rank, "a control message could not be received");
 }
 
 }  // namespace lockstep::transport

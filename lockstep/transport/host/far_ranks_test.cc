@@ -287,6 +287,56 @@ TEST(FarRanks, WithoutDescriptorsALostConnectionIsAFaultOfThisProcess) {
   });
 }
 
+TEST(FarRanks, AnEndThatItsHostTellsComesBeforeAFaultOfThisProcess) {
+  CutHosts hosts({0, 1, 1}, 10s);
+  std::barrier met(3);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  hosts.run([&](GroupChannel& channel) {
+    HostTransport& transport = channel.transport();
+    met.arrive_and_wait();
+    if (channel.rank() == 0) {
+      const rlimit none{1, before.rlim_max};
+      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+      hosts.hub->disconnect(0, 1);
+      while (transport.state_of(1) == PeerState::kAlive) std::this_thread::yield();
+      ::setrlimit(RLIMIT_NOFILE, &before);
+      EXPECT_THAT(transport.describe_end(1), HasSubstr("is out of reach by a fault of"));
+    }
+    met.arrive_and_wait();
+    if (channel.rank() == 2) {
+      ControlMessage end;
+      end.kind = ControlMessage::Kind::kEndOfFellow;
+      end.rank = 1;
+      end.set_text("was killed by signal 9 (SIGKILL)");
+      transport.tell(0, end);
+    }
+    if (channel.rank() == 0) {
+      while (!transport.end_is_certain(1)) std::this_thread::yield();
+      EXPECT_EQ(transport.describe_end(1), name(1, 1) + " was killed by signal 9 (SIGKILL)");
+    }
+    met.arrive_and_wait();
+  });
+}
+
+TEST(FarRanks, AControlMessageThatCannotBeReceivedEndsTheConnection) {
+  CutHosts hosts({0, 1}, 10s);
+  hosts.run([&](GroupChannel& channel) {
+    HostTransport& transport = channel.transport();
+    if (channel.rank() == 1) {
+      const std::vector<char> too_long(sizeof(ControlMessage) + 1);
+      for (uint32_t number = 0; number < 16; ++number) {
+        transport.wire().send(0, {0, number}, too_long.data(), too_long.size());
+      }
+    }
+    const int other = 1 - channel.rank();
+    while (!transport.has_ended(other)) std::this_thread::yield();
+    if (channel.rank() == 1) return;
+    EXPECT_EQ(transport.state_of(1), PeerState::kOwnFault);
+    EXPECT_THAT(transport.describe_end(1), HasSubstr("is out of reach by a fault of " + name(0, 0)));
+  });
+}
+
 TEST(FarRanks, AnUnreachableRootIsNamedAcrossHosts) {
   CutHosts hosts({0, 1, 2}, 2s);
   std::barrier met(3);

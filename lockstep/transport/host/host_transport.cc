@@ -285,7 +285,10 @@ void HostTransport::monitor(bool watches) {
     if (polls[0].revents != 0) return;
     if (polls[1].revents != 0) {
       control_->hear([this](int from, const ControlMessage& message) { hear(from, message); },
-                     [this](int lost) { mark_ended(lost); });
+                     [this](int lost, bool by_own_fault) {
+                       if (by_own_fault) lose_by_own_fault(lost);
+                       mark_ended(lost);
+                     });
     }
     std::erase_if(reported_, [this](const auto& reported) {
       if (!reported.second.expired()) return false;

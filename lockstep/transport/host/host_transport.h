@@ -165,6 +165,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     bool asked_for_end = false;  // describe_end() has waited for it before; under segments_mutex_
     std::string end;  // how a rank on another host has ended, if that is known; under segments_mutex_
     bool end_is_certain = false;  // its host, or the rank itself, has said so; under segments_mutex_
+    std::string own_fault;        // of this process, by which the connection was lost; under segments_mutex_
     // What a rank on another host has said of what it waits for; under segments_mutex_:
     bool asked = false;  // and has not answered yet
     Deadline patience = Deadline::never();
@@ -210,6 +211,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void hear_state(int rank, bool stopped);
   void give_up(int rank);
   void hear_loss(int rank, const std::string& reason);
+  void lose_by_own_fault(int rank);
   void say_goodbye();
   void hear_end(int rank, const std::string& end, bool certain);
   const EndOfFarRank* end_of_far_rank(int rank) const;

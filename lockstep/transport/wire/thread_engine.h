@@ -28,8 +28,8 @@ class ThreadHub : public std::enable_shared_from_this<ThreadHub> {
   virtual void cut(int from, int to) = 0;
   /// What was held up comes now.
   virtual void heal(int from, int to) = 0;
-  /// From now on nothing that comes for `rank` wakes its threads, as if they had no processor: it stays where it is until one
-  /// looks.
+  /// From now on nothing that comes for `rank` wakes its threads, as if they had no processor: it stays where it is
+  /// until one looks.
   virtual void let_sleep(int rank) = 0;
 };
 
