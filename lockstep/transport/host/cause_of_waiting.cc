@@ -9,6 +9,8 @@ namespace {
 
 /// With a host that is asked for the cause of a wait.
 constexpr auto kAnswerPatience = std::chrono::seconds(2);
+/// With the others of its host, once it has not answered within that time.
+constexpr auto kHostPatience = std::chrono::milliseconds(300);
 
 }  // namespace
 
@@ -82,19 +84,25 @@ std::optional<int> HostTransport::ask_for_cause(int rank) {
   Peer& peer = *peers_[rank];
   std::unique_lock lock(segments_mutex_);
   const uint32_t before = peer.answers;
+  const uint32_t host_before = peer.host_answers;
   // An answer serves all threads that ask; one that does not come is waited for once, not for each of many
   // messages.
-  if (!std::exchange(peer.asked, true)) {
-    peer.patience = Deadline::after(kAnswerPatience);
-    lock.unlock();
+  const bool asks = !std::exchange(peer.asked, true);
+  if (asks) peer.patience = Deadline::after(kAnswerPatience);
+  const bool asks_host_alone = peer.patience.expired();
+  lock.unlock();
+  if (asks) {
     ControlMessage question;
     question.kind = ControlMessage::Kind::kAskForCause;
     tell(rank, question);
-    ask_host_of(rank);  // a stopped rank does not answer
-    lock.lock();
   }
-  segments_changed_.wait_for(lock, peer.patience.remaining(), [&] {
-    return peer.answers != before || peer.life->is_stopped() || peer.ended.load(std::memory_order_acquire);
+  if (asks || asks_host_alone) ask_host_of(rank);  // a stopped rank does not answer
+  const bool has_host = !witnesses_of(rank).empty();
+  lock.lock();
+  const auto patience = asks_host_alone && has_host ? Deadline::after(kHostPatience) : peer.patience;
+  segments_changed_.wait_for(lock, patience.remaining(), [&] {
+    return peer.answers != before || peer.life->is_stopped() || peer.ended.load(std::memory_order_acquire) ||
+           (asks_host_alone && peer.host_answers != host_before);
   });
   return peer.answers != before ? std::optional(peer.cause) : std::nullopt;
 }

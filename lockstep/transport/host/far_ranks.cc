@@ -133,6 +133,7 @@ void HostTransport::tell_state_of(int neighbour, int to) {
 void HostTransport::hear_state(int rank, bool stopped) {
   std::lock_guard lock(segments_mutex_);
   peers_[rank]->life->hear_of(stopped);
+  ++peers_[rank]->host_answers;
   segments_changed_.notify_all();
 }
 

@@ -374,5 +374,22 @@ TEST(FarRanks, ATimeoutNamesTheRootThatDoesNotAnswer) {
   });
 }
 
+TEST(FarRanks, TheHostOfARankThatDoesNotAnswerIsAskedEachTime) {
+  CutHosts hosts({0, 1, 1}, 60s);
+  std::barrier met(3);
+  hosts.run([&](GroupChannel& channel) {
+    HostTransport& transport = channel.transport();
+    met.arrive_and_wait();
+    if (channel.rank() == 0) {
+      hosts.hub->cut(0, 1);
+      EXPECT_EQ(transport.cause_of_waiting({1}), 1);
+      const uint32_t before = transport.wire().activity(2);
+      EXPECT_EQ(transport.cause_of_waiting({1}), 1);
+      while (transport.wire().activity(2) == before) std::this_thread::yield();
+    }
+    met.arrive_and_wait();
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::transport::far_ranks_test

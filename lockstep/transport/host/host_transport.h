@@ -170,6 +170,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     bool asked = false;  // and has not answered yet
     Deadline patience = Deadline::never();
     uint32_t answers = 0;
+    uint32_t host_answers = 0;  // of others of its host: how it is
     int cause = -1;
     std::atomic<bool> met{false};      // has messages with this rank
     std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_

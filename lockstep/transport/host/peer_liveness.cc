@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include <lockstep/transport/host/peer_liveness.h>
 
@@ -20,6 +21,7 @@ void PeerLiveness::hear() {
 
 void PeerLiveness::hear_of(bool stopped) {
   stopped_ = stopped;
+  stopped_is_new_ = stopped;
   unspoken_ = Duration(0);
 }
 
@@ -29,8 +31,10 @@ void PeerLiveness::end(PeerState state) {
 
 PeerLiveness::Action PeerLiveness::look(Time now, bool awaited) {
   if (is_final(state_)) return Action::kNone;
+  const bool keep_stopped = std::exchange(stopped_is_new_, false) && stopped_;
   if (!awaited) {
     hear();
+    stopped_ = keep_stopped;
     return Action::kNone;
   }
   const Duration passed = looked_ ? std::min<Duration>(now - *looked_, 2 * interval(limit_)) : Duration(0);

@@ -43,7 +43,8 @@ class PeerLiveness {
   static Duration interval(Duration limit) { return limit / 5; }
 
   PeerState state() const { return state_; }
-  /// Whether its host says that its process is stopped, and nothing was heard of it since.
+  /// Whether its host says that its process is stopped, and nothing was heard of it since. Of a rank that is not awaited
+  /// it holds for one look: for an error that names it as the cause of a wait for another one.
   bool is_stopped() const { return stopped_; }
   /// For how long it has not spoken, though it was to.
   Duration silence() const { return silent_; }
@@ -61,9 +62,10 @@ class PeerLiveness {
   const Duration limit_;
   PeerState state_ = PeerState::kAlive;
   bool stopped_ = false;
-  Duration silent_{0};          // it
-  Duration unspoken_{0};        // its host, since it said that it is stopped
-  std::optional<Time> looked_;  // while it is awaited
+  bool stopped_is_new_ = false;  // said since the last look
+  Duration silent_{0};           // it
+  Duration unspoken_{0};         // its host, since it said that it is stopped
+  std::optional<Time> looked_;   // while it is awaited
 };
 
 }  // namespace lockstep::transport

@@ -111,6 +111,19 @@ TEST(PeerLiveness, TimeInWhichThisProcessDidNotRunIsNoSilence) {
   EXPECT_EQ(peer.life.silence(), 2s);
 }
 
+TEST(PeerLiveness, ThatARankIsStoppedHoldsForALookThoughItIsNotAwaited) {
+  Watched peer;
+  peer.life.hear_of(/*stopped=*/true);
+  peer.look(/*awaited=*/false);
+  EXPECT_TRUE(peer.life.is_stopped());
+  peer.look(/*awaited=*/false);
+  EXPECT_FALSE(peer.life.is_stopped());
+  peer.life.hear_of(/*stopped=*/true);
+  peer.life.hear();
+  peer.look(/*awaited=*/false);
+  EXPECT_FALSE(peer.life.is_stopped());
+}
+
 TEST(PeerLiveness, TheFirstEndStays) {
   Watched peer;
   peer.life.end(PeerState::kOwnFault);
