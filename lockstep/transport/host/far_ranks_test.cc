@@ -134,6 +134,29 @@ TEST(FarRanks, ARankThatIsHeardNoMoreHearsThatItIsGivenUp) {
   });
 }
 
+TEST(FarRanks, ARankThatSaysGoodbyeIsAbandonedThoughItsConnectionStays) {
+  CutHosts hosts({0, 1}, 60s);
+  std::barrier met(2);
+  hosts.run([&](GroupChannel& channel) {
+    HostTransport& transport = channel.transport();
+    met.arrive_and_wait();
+    if (channel.rank() == 1) {
+      ControlMessage goodbye;
+      goodbye.kind = ControlMessage::Kind::kLeaveJob;
+      goodbye.number = 1;
+      goodbye.set_text("has given up rank 0");
+      transport.tell(0, goodbye);
+    } else {
+      uint64_t memory = 0;
+      const auto pending = transport.wire().receive(1, {wire::Tag::kMaxChannel, 0}, &memory, sizeof memory);
+      while (!pending->done()) std::this_thread::yield();
+      EXPECT_EQ(pending->status(), wire::RequestStatus::kPeerLost);
+      EXPECT_THAT(transport.describe_end(1), HasSubstr("has given up rank 0"));
+    }
+    met.arrive_and_wait();
+  });
+}
+
 TEST(FarRanks, ASilentHostIsNamedWithItsRanks) {
   CutHosts hosts({0, 0, 1, 1}, 2s);
   std::barrier met(4);

@@ -37,6 +37,9 @@ void expect_no_reports_of(const Segment& of_another_process) {
 #endif
 }
 
+/// From another one's word that a rank has ended until that holds, if its connection does not end before.
+constexpr auto kReportPatience = std::chrono::seconds(2);
+
 constexpr uint64_t kHeaderMagic = 0x345054534b434f4cULL;  // "LOCKSTP4"
 
 }  // namespace
@@ -360,13 +363,16 @@ void HostTransport::hear(int from, const ControlMessage& message) {
       return control_->pass_on(from, message);
     case ControlMessage::Kind::kLeaveJob:
       hear_end(from, message.get_text(), /*certain=*/message.number == 0);
-      return mark_ended(from);
+      mark_ended(from);
+      // The end of its connection ends the requests with it, but may not come through.
+      reported_.emplace(from, Deadline::after(kReportPatience));
+      return;
     case ControlMessage::Kind::kEndOfFellow:
       if (!is_of_job || is_here(message.rank)) return;
       hear_end(message.rank, message.get_text(), /*certain=*/true);
       // What it had sent before may still be on its way: the own connection to it says when nothing more comes. For a rank
       // without one, others' word holds after a while.
-      reported_.emplace(message.rank, Deadline::after(std::chrono::seconds(2)));
+      reported_.emplace(message.rank, Deadline::after(kReportPatience));
       return;
     case ControlMessage::Kind::kAskForCause:
       return tell_cause(from);

@@ -248,7 +248,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   UniqueFd stop_event_;
   std::map<int, Deadline>
-      reported_;  // ranks that have ended, as others say: when that holds; monitor thread only
+      reported_;  // ranks that have ended, as they or others say: when the wire abandons them; monitor thread only
   std::unique_ptr<ControlChannel> control_;  // null on one host, as the wire
   std::unique_ptr<wire::Wire> wire_;         // goes first
   BackgroundThread monitor_;
