@@ -74,10 +74,11 @@ void WireMessages::open(int rank) {
 
 void WireMessages::stand(int rank, uint32_t note) {
   Standing& standing = peers_[rank].standing[note % kStanding];
-  standing.request = transport_.wire().receive(members_.transport_ranks[rank],
-                                               {members_.channels[members_.rank], note % kChunkNumbers},
-                                               standing.memory.get(), sizeof(Header) + kInlineBytes, nullptr,
-                                               [this](wire::RequestStatus) { events_.notify(); });
+  standing.request = transport_.wire().receive(
+      members_.transport_ranks[rank], {members_.channels[members_.rank], note % kChunkNumbers},
+      standing.memory.get(), sizeof(Header) + kInlineBytes, nullptr,
+      [this](wire::RequestStatus) { events_.notify(); },
+      /*standing=*/true);
 }
 
 /// Not tracked: what it holds stays until it has gone.

@@ -45,14 +45,16 @@ std::string HostTransport::describe_silence(int rank) const {
   return "has been silent for " + format_silence(life);
 }
 
-void HostTransport::expect(const std::vector<int>& ranks) {
-  const auto expected = Deadline::after(2 * PeerLiveness::interval(heartbeat_timeout_));
+Deadline HostTransport::expect(const std::vector<int>& ranks) {
+  const auto interval = PeerLiveness::interval(heartbeat_timeout_);
+  const auto expected = Deadline::after(2 * interval);
   std::lock_guard lock(segments_mutex_);
   for (const int rank : ranks) {
     if (is_here(rank)) continue;
     meet(rank);
     peers_[rank]->expected = expected;
   }
+  return Deadline::after(interval);
 }
 
 /// By the monitor thread, each PeerLiveness::interval(). Of ranks with which this one has no messages nothing is expected.

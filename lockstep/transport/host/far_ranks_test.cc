@@ -1,5 +1,6 @@
 #include <barrier>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <gmock/gmock.h>
 #include <memory>
@@ -394,6 +395,31 @@ TEST(FarRanks, ATimeoutNamesTheRootThatDoesNotAnswer) {
         failure_of([&] { receive(channel, channel.rank() + 1, channel.rank() == 0 ? 200ms : 60s); },
                    FailureKind::kTimeout);
     EXPECT_THAT(text, HasSubstr(name(2, 2)));
+  });
+}
+
+TEST(FarRanks, OfPointToPointMessagesOnlyThoseInProgressAreAwaited) {
+  CutHosts hosts({0, 1}, 2s);
+  std::barrier met(2);
+  hosts.run([&](GroupChannel& channel) {
+    constexpr MessageKind kWord{.bytes = sizeof(uint64_t), .type = 1};
+    const int other = 1 - channel.rank();
+    MessageChannel& messages = channel.messages();
+    uint64_t word = 7;
+    const auto wait_for = [&](const MessageChannel::Handle& request) {
+      messages.wait(request);
+      if (messages.error(request)) std::rethrow_exception(messages.error(request));
+    };
+    const auto receive_word = [&] {
+      wait_for(messages.receive(&word, kWord, other, 0, Deadline::after(60s)));
+    };
+    wait_for(messages.send(&word, kWord, other, 0, Deadline::after(60s)));
+    receive_word();
+    EXPECT_FALSE(channel.transport().wire().awaits(other));
+    met.arrive_and_wait();
+    if (channel.rank() == 0) hosts.cut_off(0);
+    EXPECT_THAT(failure_of(receive_word, FailureKind::kPeerEnded),
+                StartsWith(name(other, other) + " is unreachable: silent for "));
   });
 }
 

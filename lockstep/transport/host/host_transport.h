@@ -130,8 +130,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Says that this rank sends to another or receives from it, so that each hears how the other ends.
   void meet(int rank) { peers_[rank]->met.store(true, std::memory_order_relaxed); }
   /// Says that this rank waits for others by other means than messages, the store say. Of those on other hosts silence
-  /// is noticed then as if messages were pending; to be called again and again while the wait lasts.
-  void expect(const std::vector<int>& ranks);
+  /// is noticed then as if messages were pending. To be called again and again while the wait lasts: before the answer.
+  Deadline expect(const std::vector<int>& ranks);
   /// Sends it without waiting. From any thread.
   void tell(int rank, const ControlMessage& message);
   /// Once this returns, what others had told this rank before what it has received from them counts.

@@ -86,22 +86,23 @@ void Wire::connect(int rank, const std::string& address) {
 }
 
 Handle Wire::send(int to, Tag tag, const void* data, size_t bytes, Doorbell* bell, OnDone on_done) {
-  return start(to, tag, bell, std::move(on_done),
+  return start(to, tag.channel != 0, bell, std::move(on_done),
                [&](Request& request) { engine_->send(request, tag, data, bytes); });
 }
 
-Handle Wire::receive(int from, Tag tag, void* data, size_t bytes, Doorbell* bell, OnDone on_done) {
-  return start(from, tag, bell, std::move(on_done),
+Handle Wire::receive(int from, Tag tag, void* data, size_t bytes, Doorbell* bell, OnDone on_done,
+                     bool standing) {
+  return start(from, tag.channel != 0 && !standing, bell, std::move(on_done),
                [&](Request& request) { engine_->receive(request, tag, data, bytes); });
 }
 
-Handle Wire::start(int peer, Tag tag, Doorbell* bell, OnDone on_done,
+Handle Wire::start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
                    const std::function<void(Request&)>& post) {
   auto request = std::make_shared<Request>();
   request->Operation::peer = peer;
   request->bell_ = bell;
   request->on_done_ = std::move(on_done);
-  request->is_control_ = tag.channel == 0;
+  request->awaited_ = awaited;
   if (fork_guard_.in_forked_child()) {
     request->Operation::status.store(RequestStatus::kFailed, std::memory_order_release);
     if (request->on_done_) request->on_done_(RequestStatus::kFailed);
@@ -112,7 +113,7 @@ Handle Wire::start(int peer, Tag tag, Doorbell* bell, OnDone on_done,
   pending_.push_back(request);
   try {
     post(*request);
-    if (!request->is_control_) awaited_[peer].fetch_add(1, std::memory_order_relaxed);
+    if (awaited) awaited_[peer].fetch_add(1, std::memory_order_relaxed);
   } catch (...) {
     pending_.pop_back();
     throw;
@@ -179,7 +180,7 @@ void Wire::settle(Lock lock) {
   std::vector<Handle> done;
   done.reserve(finished_.size());
   for (Request* request : finished_) {
-    if (!request->is_control_) awaited_[request->peer()].fetch_sub(1, std::memory_order_relaxed);
+    if (request->awaited_) awaited_[request->peer()].fetch_sub(1, std::memory_order_relaxed);
     done.push_back(std::move(pending_[request->place_]));
     if (pending_.back()) {  // it is another one
       pending_.back()->place_ = request->place_;

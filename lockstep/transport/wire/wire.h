@@ -60,7 +60,9 @@ class Wire {
   /// The data must stay until the request is done. `bell`, if any, is rung then, and stays until the request
   /// is over for the wire as well: cancel(), also of a request that is done, returns after that.
   Handle send(int to, Tag tag, const void* data, size_t bytes, Doorbell* bell = nullptr, OnDone on_done = {});
-  Handle receive(int from, Tag tag, void* data, size_t bytes, Doorbell* bell = nullptr, OnDone on_done = {});
+  /// `standing`: for what may come or not; it does not count in awaits().
+  Handle receive(int from, Tag tag, void* data, size_t bytes, Doorbell* bell = nullptr, OnDone on_done = {},
+                 bool standing = false);
   /// The request is done when this returns, and neither its memory nor its bell are touched any more.
   void cancel(const Handle& request);
 
@@ -69,7 +71,7 @@ class Wire {
   void abandon(int rank, const std::string& reason);
   /// As Engine::activity().
   uint32_t activity(int rank) const { return engine_->activity(rank); }
-  /// Whether requests with that rank are pending, but for control messages (channel 0).
+  /// Whether requests with that rank are pending, but for standing receives and control messages (channel 0).
   bool awaits(int rank) const { return awaited_[rank].load(std::memory_order_relaxed) > 0; }
 
   /// One round of progress, unless another thread is at it; true if anything has moved. For those who wait,
@@ -85,7 +87,8 @@ class Wire {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  Handle start(int peer, Tag tag, Doorbell* bell, OnDone on_done, const std::function<void(Request&)>& post);
+  Handle start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
+               const std::function<void(Request&)>& post);
   void settle(Lock lock);
   bool watch();
   void wake_thread();
@@ -101,7 +104,7 @@ class Wire {
   std::vector<Handle> pending_;                      // each knows its place
   std::vector<Request*> finished_;                   // since the last settle()
   std::vector<std::pair<int, std::string>> untold_;  // losses since then
-  // By rank: pending requests that are not of channel 0. Written under the lock.
+  // By rank: see awaits(). Written under the lock.
   const std::unique_ptr<std::atomic<uint32_t>[]> awaited_ =
       std::make_unique<std::atomic<uint32_t>[]>(Engine::kMaxRanks);
   mutable std::mutex lost_mutex_;
@@ -129,8 +132,8 @@ class Request : private Operation {
   friend class Wire;
   Doorbell* bell_ = nullptr;
   Wire::OnDone on_done_;
-  size_t place_ = 0;         // in Wire::pending_
-  bool is_control_ = false;  // of channel 0
+  size_t place_ = 0;      // in Wire::pending_
+  bool awaited_ = false;  // counts in Wire::awaits()
 };
 
 }  // namespace lockstep::transport::wire

@@ -378,6 +378,9 @@ TEST_P(Wires, ActivityAndAwaitedRanksAreCounted) {
   Bytes in(100), control(100);
   const Handle asked = wire.receive(1, {0, 0}, control.data(), control.size(), &places[0]->bell);
   EXPECT_FALSE(wire.awaits(1)) << "control messages do not count";
+  const Handle standing =
+      wire.receive(1, {1, 7}, control.data(), control.size(), nullptr, {}, /*standing=*/true);
+  EXPECT_FALSE(wire.awaits(1)) << "nor do standing receives";
   const Handle awaited = wire.receive(1, {1, 0}, in.data(), in.size(), &places[0]->bell);
   EXPECT_TRUE(wire.awaits(1));
   EXPECT_FALSE(wire.awaits(2));

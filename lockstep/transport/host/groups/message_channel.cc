@@ -229,8 +229,13 @@ void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* req
   for (const Handle& request : requests_) {
     if (request->deadline.remaining() < nearest.remaining()) nearest = request->deadline;
   }
+  const std::vector<int> awaited = wire_ ? awaited_peers() : std::vector<int>();
   lock.unlock();
   const auto relock = c10::make_scope_exit([&lock] { lock.lock(); });
+  if (wire_) {
+    const Deadline again = members_->transport().expect(awaited);
+    if (again.remaining() < nearest.remaining()) nearest = again;
+  }
   MessageEvents& own = own_events();
   std::optional<RecordedWait> recorded;
   wait_until(
@@ -246,6 +251,20 @@ void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* req
           members_->record_wait_for(recorded, transport_rank(peer), members_->rank(), &own.count, seen + 1);
         }
       });
+}
+
+/// The transport's ranks with which requests are in progress.
+std::vector<int> MessageChannel::awaited_peers() const {
+  std::vector<int> awaited;
+  for (const Handle& request : requests_) {
+    if (request->peer != kAnySource) {
+      awaited.push_back(transport_rank(request->peer));
+      continue;
+    }
+    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
+      awaited.push_back(transport_rank(peer));
+  }
+  return awaited;
 }
 
 uint64_t MessageChannel::events() const {

@@ -164,6 +164,7 @@ class MessageChannel {
   void remove_done();
   void run_callbacks(Lock& lock);
   void drive(Lock& lock, const Request* request, const Deadline& until);
+  std::vector<int> awaited_peers() const;
   void sleep(Lock& lock, const Deadline& until, const Request* request);
   void serve();
   bool busy() const { return !requests_.empty(); }
