@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -14,13 +15,13 @@ namespace lockstep {
 /// Another store, for use when its host may be lost or cut off: then a TCPStore waits until the kernel gives the
 /// connection up, which may take a quarter of an hour.
 ///
-/// Each call runs in a thread of its own. One that has no answer within `patience`, or fails, throws
+/// The calls run in a thread of the store's own, one after the other. One that has no answer within `patience`, or fails, throws
 /// c10::DistStoreError, and all calls after it do so at once. An Interruption ends the wait for an answer. The calls
 /// that wait for keys wait no longer than `patience`. Thread-safe.
 class BoundedStore final : public c10d::Store {
  public:
-  BoundedStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::nanoseconds patience)
-      : store_(std::move(store)), patience_(patience) {}
+  BoundedStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::nanoseconds patience);
+  ~BoundedStore() override;
 
   /// Why the store is out of reach, once a call has failed.
   std::optional<std::string> lost() const;
@@ -41,12 +42,15 @@ class BoundedStore final : public c10d::Store {
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
 
  private:
+  class Caller;
+
   template <class Call>
   auto ask(Call call);
   [[noreturn]] void fail(std::string reason);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::chrono::nanoseconds patience_;
+  const std::unique_ptr<Caller> caller_;
   mutable std::mutex mutex_;
   std::optional<std::string> lost_;
 };

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <gmock/gmock.h>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -37,11 +38,13 @@ class LosableStore final : public c10d::PrefixStore {
     found_.notify_all();
   }
   int calls() const { return calls_; }
+  size_t threads() const { return threads_.size(); }
 
   bool check(const std::vector<std::string>& keys) override {
     ++calls_;
     TORCH_CHECK_WITH(DistNetworkError, !refuses_, "Broken pipe");
     std::unique_lock lock(mutex_);
+    threads_.insert(std::this_thread::get_id());
     found_.wait(lock, [&] { return !lost_; });
     return PrefixStore::check(keys);
   }
@@ -50,6 +53,7 @@ class LosableStore final : public c10d::PrefixStore {
   std::mutex mutex_;
   std::condition_variable found_;
   bool lost_ = false;  // guarded by mutex_
+  std::set<std::thread::id> threads_;
   std::atomic<bool> refuses_ = false;
   std::atomic<int> calls_ = 0;
 };
@@ -68,6 +72,14 @@ TEST(BoundedStore, IsTheStoreWhileThatAnswers) {
   EXPECT_TRUE(store->deleteKey("a"));
   EXPECT_EQ(store_all_gather(*store, "key", 0, 1, "mine", Deadline::after(60s)).front(), "mine");
   EXPECT_FALSE(store->lost());
+}
+
+TEST(BoundedStore, CallsShareOneOtherThread) {
+  const auto losable = c10::make_intrusive<LosableStore>();
+  BoundedStore store(losable, 60s);
+  for (int call = 0; call < 10; ++call) EXPECT_FALSE(store.check({"a"}));
+  EXPECT_EQ(losable->calls(), 10);
+  EXPECT_EQ(losable->threads(), 1u);
 }
 
 TEST(BoundedStore, CallThatFailsIsTheLast) {

@@ -72,17 +72,19 @@ RankSet parse_agreed(const std::string& decision, int size) {
   return parse_ranks(decision.substr(std::string(kAgreed).size()), size);
 }
 
-/// Between two looks at the store.
+/// Between two looks at the store, which all members have: so that it has no more to do where they are more.
 class Pause {
  public:
+  explicit Pause(int members)
+      : longest_(std::max(std::chrono::microseconds(20'000), members * std::chrono::microseconds(500))) {}
   void wait() {
     check_interrupts();
     std::this_thread::sleep_for(length_);
-    length_ = std::min(length_ * 3 / 2, kLongest);
+    length_ = std::min(length_ * 3 / 2, longest_);
   }
 
  private:
-  static constexpr std::chrono::microseconds kLongest{20'000};
+  const std::chrono::microseconds longest_;
   std::chrono::microseconds length_{200};
 };
 
@@ -118,10 +120,19 @@ void StoreMembership::publish(RankSet set) {
 }
 
 void StoreMembership::read_records() {
+  std::vector<int> ranks;
+  std::vector<std::string> keys;
   for (const int rank : wanted_) {
     if (rank == group_.rank()) continue;
-    const std::string name = "member/" + std::to_string(rank);
-    if (const auto text = look(name.c_str())) records_[rank] = parse_ranks(*text, group_.size());
+    std::string key = key_ + "member/" + std::to_string(rank);
+    if (!records_.contains(rank) && !store_.check({key})) continue;
+    ranks.push_back(rank);
+    keys.push_back(std::move(key));
+  }
+  if (keys.empty()) return;
+  const auto texts = store_.multiGet(keys);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    records_[ranks[i]] = parse_ranks(text_of_bytes(texts[i]), group_.size());
   }
 }
 
@@ -218,12 +229,14 @@ void StoreMembership::ask_missing(const RankSet& missing) {
 }
 
 std::string StoreMembership::await_decision() {
-  std::optional<std::string> changes;
-  Pause pause;
+  std::vector<uint8_t> changes;
+  Pause pause(group_.size());
   while (true) {
     if (const auto decided = look("decision")) return *decided;
     if (RankSet now = wanted_now(); now != published_) publish(std::move(now));
-    if (const auto count = look("changes"); count != std::exchange(changes, count)) read_records();
+    // Is there, for this rank has written.
+    if (const auto count = store_.get(key_ + "changes"); count != std::exchange(changes, count))
+      read_records();
     const Standing now = standing();
     if (now.complete && !must_yield(now.set)) {
       decide("decision", kAgreed + to_text(now.set));
@@ -309,7 +322,7 @@ bool StoreMembership::conclude(const transport::GroupChannel& made) {
   try {
     if (store_.add(key_ + "made", 1) == static_cast<int64_t>(survivors_.size())) decide("outcome", kMade);
     std::optional<Deadline> hearing;
-    for (Pause pause;; pause.wait()) {
+    for (Pause pause(group_.size());; pause.wait()) {
       group_.transport().expect(peers_of(survivors_));
       if (const auto outcome = look("outcome")) return follow_outcome(*outcome);
       if (const auto ended = ended_survivor()) {
@@ -370,7 +383,7 @@ void StoreMembership::end_attempt(const std::exception_ptr& failure) {
   }
   std::optional<std::string> outcome = look("outcome");
   const auto hearing = Deadline::after(kHearing);
-  for (Pause pause; !outcome && !hearing.expired(); outcome = look("outcome")) {
+  for (Pause pause(group_.size()); !outcome && !hearing.expired(); outcome = look("outcome")) {
     if (const auto ended = ended_survivor()) {
       outcome = decide("outcome", kAgain + group_.transport().describe_end(group_.members()[*ended]));
       break;
