@@ -126,6 +126,23 @@ TEST(StoreMembership, OfTwoSidesThatReachTheStoreTheFirstHostsGoesOn) {
   });
 }
 
+TEST(StoreMembership, WithinAShortTimeoutTheOtherSideGoesOnWhereTheFirstHostsDoesNotCome) {
+  CutHosts hosts;
+  std::atomic<int> done = 0;
+  hosts.run([&](const Backend& backend) {
+    for (const int rank : {0, 1}) {
+      for (const int other : {2, 3}) hosts.cut(backend, rank, other);
+    }
+    if (backend->getRank() >= 2) {
+      backend->setTimeout(4900ms);  // less than it would wait for the first host otherwise
+      EXPECT_EQ(shrink_and_use(backend), 2);
+      ++done;
+    }
+    while (done < 2) std::this_thread::yield();
+    backend->shutdown();
+  });
+}
+
 TEST(StoreMembership, OfTwoRanksThatLoseEachOtherOneGoesOn) {
   for (int run = 0; run < 5; ++run) {
     CutHosts hosts;

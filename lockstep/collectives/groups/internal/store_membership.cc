@@ -209,7 +209,8 @@ bool StoreMembership::must_yield(const RankSet& set) {
                !group_.transport().end_is_certain(group_.members()[rank]);
       });
   if (!may_live) return false;
-  if (!patience_) patience_ = Deadline::after(kPatience);
+  // Within a short timeout there is time left to make the group.
+  if (!patience_) patience_ = Deadline::after(std::min<std::chrono::nanoseconds>(kPatience, timeout_ / 2));
   return !patience_->expired();
 }
 
