@@ -108,12 +108,23 @@ Shrunk explaining(const std::string& failed, Action&& action) {
   try {
     return action();
   } catch (const ChannelError& error) {
-    if (error.kind() == FailureKind::kTimeout) {
-      LOCKSTEP_THROW_TIMEOUT(failed + error.what() +
-                             "; all ranks that go on must call shrink_group; list those that live but don't "
-                             "call it in ranks_to_exclude");
+    std::string text = failed + error.what();
+    switch (error.kind()) {
+      case FailureKind::kTimeout:
+        LOCKSTEP_THROW_TIMEOUT(
+            text +
+            "; all ranks that go on must call shrink_group; list those that live but don't "
+            "call it in ranks_to_exclude");
+      case FailureKind::kLeftBehind:
+        text += "; it has no part in the group any more: if it is the default group, end this process";
+        break;
+      case FailureKind::kAborted:
+        text += "; once that is mended, all ranks that go on can call shrink_group again";
+        break;
+      default:
+        break;
     }
-    C10_THROW_ERROR(DistBackendError, failed + error.what());
+    C10_THROW_ERROR(DistBackendError, text);
   }
 }
 

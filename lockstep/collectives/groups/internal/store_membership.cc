@@ -35,7 +35,7 @@ constexpr const char* kMade = "made";
 constexpr const char* kAgain = "again: ";
 constexpr const char* kLate = "late: ";
 constexpr const char* kFailed = "failed: ";
-constexpr const char* kOwnError = " was interrupted, or met an error of its own";
+constexpr const char* kOwnError = " was interrupted, or met an error of its own, which it names";
 
 /// How long ranks that reach the store leave it to the group's first host to decide, when that may be cut off from
 /// them: at a cut both sides notice it at about the same time.
