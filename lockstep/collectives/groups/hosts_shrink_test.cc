@@ -290,7 +290,8 @@ class WiredStore final : public c10d::PrefixStore {
 TEST_F(HostsShrink, SideWithoutTheStoreEndsAndTheOtherGoesOn) {
   run_ranks(4,
             [](int rank) {
-              const auto store = c10::make_intrusive<WiredStore>(testing::launcher_store());
+              const auto launcher = testing::launcher_store();
+              const auto store = c10::make_intrusive<WiredStore>(launcher);
               auto world = init_process_group({.rank = rank, .world_size = 4, .store = store});
               barrier();
               if (rank == 0) abort();
@@ -299,9 +300,15 @@ TEST_F(HostsShrink, SideWithoutTheStoreEndsAndTheOtherGoesOn) {
                 store->cut();
                 EXPECT_THAT(message_of<c10::DistStoreError>([] { shrink_group(); }),
                             AllOf(HasSubstr("the job's store can't be reached"), HasSubstr("cut off")));
-                return;  // and the process ends
+                // One process ends, the other lives on.
+                if (rank == 2) return;
+                EXPECT_THAT(message_of<c10::DistStoreError>([] { shrink_group(); }),
+                            HasSubstr("has left the group"));
+                launcher->wait({"gone_on"});
+                return;
               }
               shrink_group();
+              if (rank == 0) launcher->set("gone_on", "1");
               EXPECT_FALSE(spans_hosts());
               expect_whole_world(rank, {0, 1});
             },

@@ -145,6 +145,8 @@ Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude
     return explaining(failed,
                       [&] { return shrink_on_host(channel, ranks_to_exclude, with_control, deadline); });
   TORCH_INTERNAL_ASSERT(backend.store(), "a group over hosts has no store");
+  TORCH_CHECK_WITH(DistStoreError, !channel.has_left(channel.rank()), failed,
+                   "this rank has left the group, for it did not reach the job's store; end this process");
   const auto store = c10::make_intrusive<BoundedStore>(backend.store(), kStorePatience);
   try {
     return explaining(
@@ -152,6 +154,8 @@ Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude
   } catch (const c10::Error&) {
     const auto lost = store->lost();
     if (!lost) throw;
+    // By the wire: the others would wait for this rank as long as its process lives.
+    channel.leave();
     C10_THROW_ERROR(
         DistStoreError,
         failed + "the job's store can't be reached: " + *lost +

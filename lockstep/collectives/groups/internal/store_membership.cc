@@ -299,9 +299,11 @@ std::vector<int> StoreMembership::agree() {
 
 // ---- its outcome
 
-std::optional<int> StoreMembership::ended_survivor() const {
+/// How one of the agreed ranks has ended, or that it has left the group, for the store is out of its reach.
+std::optional<std::string> StoreMembership::lost_survivor() const {
   for (const int rank : survivors_) {
-    if (group_.has_ended(rank)) return rank;
+    if (group_.has_ended(rank)) return group_.transport().describe_end(group_.members()[rank]);
+    if (rank != group_.rank() && group_.has_left(rank)) return describe({rank}) + " has left the group";
   }
   return std::nullopt;
 }
@@ -326,8 +328,8 @@ bool StoreMembership::conclude(const transport::GroupChannel& made) {
     for (Pause pause(group_.size());; pause.wait()) {
       group_.transport().expect(peers_of(survivors_));
       if (const auto outcome = look("outcome")) return follow_outcome(*outcome);
-      if (const auto ended = ended_survivor()) {
-        decide("outcome", kAgain + group_.transport().describe_end(group_.members()[*ended]));
+      if (const auto lost = lost_survivor()) {
+        decide("outcome", kAgain + *lost);
         continue;
       }
       for (int rank = 0; rank < made.size(); ++rank) {
@@ -385,8 +387,8 @@ void StoreMembership::end_attempt(const std::exception_ptr& failure) {
   std::optional<std::string> outcome = look("outcome");
   const auto hearing = Deadline::after(kHearing);
   for (Pause pause(group_.size()); !outcome && !hearing.expired(); outcome = look("outcome")) {
-    if (const auto ended = ended_survivor()) {
-      outcome = decide("outcome", kAgain + group_.transport().describe_end(group_.members()[*ended]));
+    if (const auto lost = lost_survivor()) {
+      outcome = decide("outcome", kAgain + *lost);
       break;
     }
     pause.wait();

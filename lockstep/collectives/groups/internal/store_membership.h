@@ -68,7 +68,7 @@ class StoreMembership {
   bool follow_outcome(const std::string& outcome);
   void end_attempt(const std::exception_ptr& failure);
   void end_exchanges(const std::string& text);
-  std::optional<int> ended_survivor() const;
+  std::optional<std::string> lost_survivor() const;
   std::vector<int> peers_of(const RankSet& ranks) const;
   std::string describe(const RankSet& ranks) const;
   [[noreturn]] void fail_left_behind(RankSet survivors) const;
