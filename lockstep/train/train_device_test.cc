@@ -10,6 +10,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/data/device_loader.h>
 #include <lockstep/device/generator_state.h>
 #include <lockstep/testing/multi_rank.h>
@@ -235,6 +236,7 @@ TEST(RobustLoopOnDevice, AllRanksMakeRoomWhenOneHasNoMemory) {
     auto world = init_process_group();
     test_device();
     const auto before = simulated::counters();
+    const auto usual_timeout = lockstep_backend_of(*default_group())->timeout();
     std::exception_ptr failure;
     try {
       if (rank == 1) ask_too_much(test_device());
@@ -248,6 +250,7 @@ TEST(RobustLoopOnDevice, AllRanksMakeRoomWhenOneHasNoMemory) {
         {.kind = train::kind_of(failure), .text = text_of(failure)}, std::chrono::minutes(1));
     ASSERT_EQ(agreement.reports.size(), 2U);
     EXPECT_EQ(agreement.reports[1].kind, train::FailureCause::kOutOfMemory);
+    EXPECT_EQ(lockstep_backend_of(*default_group())->timeout(), usual_timeout);
     if (testing::test_device_is_simulated()) {
       EXPECT_EQ(simulated::counters().emptied_caches, before.emptied_caches + 1);
     }

@@ -108,7 +108,7 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
     try {
       FailureAgreement agreement;
       if (get_world_size() > 1) {
-        agreement.group = shrink_group({}, {}, SHRINK_ABORT, {.timeout = usual_timeout});
+        agreement.group = shrink_group({}, {}, SHRINK_ABORT);
       } else {
         agreement.group = default_group();
       }
@@ -123,6 +123,7 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
       }
       agreement.somebody_died = size < former_size;
       make_room(agreement);
+      set_group_timeout(usual_timeout);
       return agreement;
     } catch (const DistTimeoutError&) {
       throw;
