@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
@@ -164,6 +165,29 @@ TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
     train(3);
     expect_same_everywhere(net->parameters(), group);
     EXPECT_EQ(model.get_ddp_logging_data().ints_map.at("iteration"), 7);
+  });
+}
+
+TEST(DdpFailure, ARankWithoutMemoryForAnothersStateFailsTheOthersToo) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(1);
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net);
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      model(data(rank, {16, 32}, step)).square().mean().backward();
+      if (step == 0 || rank == 0) optimizer.step();
+    }
+    if (rank == 1) failpoint::configure("ddp_catch_up=error(no memory)@1");
+    EXPECT_THAT(
+        message_of<c10::Error>([&] { model.update_process_group(new_group(), {optimizer}); }),
+        HasSubstr(rank == 1 ? "no memory" : "rank 1 of the group has no memory for another rank's state"));
+    failpoint::configure("");
+    EXPECT_EQ(model.update_process_group(new_group(), {optimizer}), 2);
+    expect_same_everywhere(net->parameters(), default_group());
+    expect_same_everywhere(momentum(optimizer), default_group());
   });
 }
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <sstream>
 
@@ -7,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
@@ -66,11 +68,24 @@ int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
   if (std::all_of(all.begin(), all.end(), [&](int64_t number) { return number == *ahead; })) return *ahead;
   const int source = static_cast<int>(ahead - all.begin());
   const bool behind = steps != *ahead;
-  // A rank that is behind keeps what it has until all has come, for the sender may end meanwhile.
+  // A rank that is behind keeps what it has until all has come, for the sender may end meanwhile. One that has no memory
+  // for that says so before the others wait for it.
   std::vector<NamedTensor> come = tensors;
-  if (behind) {
-    for (auto& [name, tensor] : come) tensor = tensor.detach().clone();
+  std::exception_ptr failure;
+  try {
+    failpoint::here("ddp_catch_up");
+    for (auto& [name, tensor] : come) {
+      if (behind) tensor = tensor.detach().clone();
+    }
+  } catch (...) {
+    failure = std::current_exception();
   }
+  const auto failed = gather_numbers(failure ? 1 : 0, group);
+  if (failure) std::rethrow_exception(failure);
+  const auto first = std::find(failed.begin(), failed.end(), 1);
+  TORCH_CHECK_WITH(DistBackendError, first == failed.end(), "update_process_group: rank ",
+                   first - failed.begin(),
+                   " of the group has no memory for another rank's state; its own error says more");
   broadcast_coalesced(come, group, source);
   std::vector<std::string> bytes;
   for (const Recoverable& state : states) {

@@ -33,7 +33,8 @@ class Recoverable {
 /// done most: tensors in place, and `states` in order. Returns that number of steps. Collective; costs one
 /// small collective when all are equal, as after a failed reduction on one host they are. Over hosts it may
 /// have succeeded on one and failed on another. A rank keeps what it has until all has come; `mixed` is true from then until
-/// all is in place, and stays so when a state can't be loaded.
+/// all is in place, and stays so when a state can't be loaded. Where a rank has no memory to keep both, it throws that on
+/// this rank, and c10::DistBackendError on the others.
 int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
                  const std::vector<Recoverable>& states, const ProcessGroup& group, bool& mixed);
 
