@@ -324,7 +324,6 @@ TEST(FarRanks, AnEndThatItsHostTellsComesBeforeAFaultOfThisProcess) {
       EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
       hosts.hub->disconnect(0, 1);
       while (transport.state_of(1) == PeerState::kAlive) std::this_thread::yield();
-      ::setrlimit(RLIMIT_NOFILE, &before);
       EXPECT_THAT(transport.describe_end(1), HasSubstr("is out of reach by a fault of"));
     }
     met.arrive_and_wait();
@@ -338,6 +337,7 @@ TEST(FarRanks, AnEndThatItsHostTellsComesBeforeAFaultOfThisProcess) {
     if (channel.rank() == 0) {
       while (!transport.end_is_certain(1)) std::this_thread::yield();
       EXPECT_EQ(transport.describe_end(1), name(1, 1) + " was killed by signal 9 (SIGKILL)");
+      ::setrlimit(RLIMIT_NOFILE, &before);
     }
     met.arrive_and_wait();
   });

@@ -4,6 +4,7 @@
 #include <new>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <thread>
 #include <unistd.h>
 #include <utility>
 
@@ -284,7 +285,12 @@ void HostTransport::monitor(bool watches) {
     for (const auto& [rank, deadline] : reported_) {
       timeout = std::min(timeout < 0 ? INT_MAX : timeout, deadline.poll_milliseconds());
     }
-    if (::poll(polls.data(), polls.size(), timeout) < 0) continue;  // EINTR
+    if (::poll(polls.data(), polls.size(), timeout) < 0) {
+      if (errno == EINTR) continue;
+      // A program has set RLIMIT_NOFILE to fewer than these, and poll(2) refuses them together.
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      for (pollfd& each : polls) ::poll(&each, 1, 0);
+    }
     if (polls[0].revents != 0) return;
     if (polls[1].revents != 0) {
       control_->hear([this](int from, const ControlMessage& message) { hear(from, message); },
