@@ -208,6 +208,7 @@ TEST(HostTransport, APathWithASmallerMtuIsNamedAtTheTimeout) {
     void disconnect(int rank, int other) override { hub_->disconnect(rank, other); }
     void cut(int from, int to) override { hub_->cut(from, to); }
     void heal(int from, int to) override { hub_->heal(from, to); }
+    void let_sleep(int rank) override { hub_->let_sleep(rank); }
 
    private:
     std::shared_ptr<wire::ThreadHub> hub_ = wire::ThreadHub::make(2);
