@@ -276,7 +276,8 @@ void StoreMembership::withdraw() {
     survivors_ = parse_agreed(decided, group_.size());
     if (!survivors_.contains(group_.rank())) return;
     decide("outcome", kFailed + text);
-    end_exchanges(text);
+    end_exchanges("shrink_group failed: " + text +
+                  "; once that is mended, all ranks that go on can call shrink_group again");
   } catch (const c10::Error&) {
     // The store is lost: the others see that this rank ends.
   }

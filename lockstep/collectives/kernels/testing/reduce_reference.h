@@ -58,6 +58,7 @@ A step(ReduceOperation operation, A a, A b) {
     const auto x = static_cast<uint64_t>(a), y = static_cast<uint64_t>(b);
     switch (operation) {
       case ReduceOperation::kSum:
+      case ReduceOperation::kAverage:
         return static_cast<A>(x + y);
       case ReduceOperation::kProduct:
         return static_cast<A>(x * y);
