@@ -42,7 +42,7 @@ constexpr const char* kOwnError = " was interrupted, or met an error of its own,
 constexpr auto kPatience = std::chrono::seconds(5);
 /// How long a rank that got no group waits to hear that this was because of another one's end: ranks hear of an end up
 /// to two seconds apart.
-constexpr auto kHearing = std::chrono::seconds(3);
+constexpr std::chrono::seconds kHearing{3};
 
 std::vector<uint8_t> bytes_of_text(const std::string& text) {
   return {text.begin(), text.end()};
@@ -376,17 +376,21 @@ void StoreMembership::give_up(const std::exception_ptr& failure) {
 
 void StoreMembership::end_attempt(const std::exception_ptr& failure) {
   std::string text = text_of(failure);
+  std::chrono::seconds patience = kHearing;
   try {
     std::rethrow_exception(failure);
   } catch (const Interruption&) {
     throw;
   } catch (const DistTimeoutError&) {
     text = kLate + text;
+  } catch (const c10::DistBackendError&) {
+    text = kFailed + text;
+    patience *= 2;  // it may tell of another rank that has met an error of its own, which that rank enters
   } catch (...) {
     text = kFailed + text;
   }
   std::optional<std::string> outcome = look("outcome");
-  const auto hearing = Deadline::after(kHearing);
+  const auto hearing = Deadline::after(patience);
   for (Pause pause(group_.size()); !outcome && !hearing.expired(); outcome = look("outcome")) {
     if (const auto lost = lost_survivor()) {
       outcome = decide("outcome", kAgain + *lost);
