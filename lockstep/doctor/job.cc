@@ -205,15 +205,16 @@ class JobExamination {
   }
 
   /// Each of many pairs would need its timeout only to find out what has been seen.
-  bool is_without_wire(const Pair& pair) const {
+  bool has_good_wire(const Pair& pair) const {
     const auto host = [&](int rank) {
       const auto& facts = job_.ranks[static_cast<size_t>(rank)];
       return facts ? facts->host : "";
     };
-    return std::any_of(job_.wires.begin(), job_.wires.end(), [&](const WireResult& wire) {
+    const bool fails = std::any_of(job_.wires.begin(), job_.wires.end(), [&](const WireResult& wire) {
       const std::set<std::string> ends{host(wire.ranks.first), host(wire.ranks.second)};
       return !wire.errors.empty() && ends == std::set<std::string>{host(pair.first), host(pair.second)};
     });
+    return !fails && !is_bad_wire(job_, pair.first, pair.second);
   }
 
   void test_pairs() {
@@ -226,7 +227,7 @@ class JobExamination {
         begin("pairs of ranks", number++, all);
         std::vector<Pair> pairs;
         for (const Pair& pair : round) {
-          if (is_testable(pair, job_.pairs) && !is_without_wire(pair)) pairs.push_back(pair);
+          if (is_testable(pair, job_.pairs) && has_good_wire(pair)) pairs.push_back(pair);
         }
         if (!pairs.empty()) test_round(pairs);
       }

@@ -1,10 +1,13 @@
 #include <algorithm>
-#include <utility>
 
 #include <lockstep/transport/host/peer_liveness.h>
 
 namespace lockstep::transport {
 namespace {
+
+/// Of what a host says of a rank that is not awaited: as many as make the limit. A rank that keeps another one waiting is
+/// asked for when that one's time is up, and named some time later.
+constexpr int kLooksThatHold = 5;
 
 bool is_final(PeerState state) {
   return state != PeerState::kAlive && state != PeerState::kSuspected;
@@ -21,7 +24,7 @@ void PeerLiveness::hear() {
 
 void PeerLiveness::hear_of(bool stopped) {
   stopped_ = stopped;
-  stopped_is_new_ = stopped;
+  stopped_holds_ = kLooksThatHold;
   unspoken_ = Duration(0);
 }
 
@@ -31,10 +34,10 @@ void PeerLiveness::end(PeerState state) {
 
 PeerLiveness::Action PeerLiveness::look(Time now, bool awaited) {
   if (is_final(state_)) return Action::kNone;
-  const bool keep_stopped = std::exchange(stopped_is_new_, false) && stopped_;
   if (!awaited) {
+    const bool stopped = stopped_ && stopped_holds_-- > 0;
     hear();
-    stopped_ = keep_stopped;
+    stopped_ = stopped;
     return Action::kNone;
   }
   const Duration passed = looked_ ? std::min<Duration>(now - *looked_, 2 * interval(limit_)) : Duration(0);

@@ -62,10 +62,10 @@ class PeerLiveness {
   const Duration limit_;
   PeerState state_ = PeerState::kAlive;
   bool stopped_ = false;
-  bool stopped_is_new_ = false;  // said since the last look
-  Duration silent_{0};           // it
-  Duration unspoken_{0};         // its host, since it said that it is stopped
-  std::optional<Time> looked_;   // while it is awaited
+  int stopped_holds_ = 0;       // looks for which its host's word holds, though it is not awaited
+  Duration silent_{0};          // it
+  Duration unspoken_{0};        // its host, since it said that it is stopped
+  std::optional<Time> looked_;  // while it is awaited
 };
 
 }  // namespace lockstep::transport

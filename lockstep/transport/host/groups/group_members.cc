@@ -247,6 +247,10 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
   } else {
     text << describe(late) << ", for which " << transport_->describe(decided.culprit) << " is the cause";
   }
+  // The rank that has decided has asked the culprit's host how it is; this one has not.
+  if (decided.by != rank_ && !transport_->is_here(decided.culprit)) {
+    transport_->cause_of_waiting({decided.culprit});
+  }
   if (transport_->is_stopped(decided.culprit)) {
     text << ", which is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT "
          << transport_->pid_of(decided.culprit) << " continues it)";
