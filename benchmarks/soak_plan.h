@@ -30,7 +30,7 @@ enum class Failure {
   kExit,       ///< exit(3)
   kQuickExit,  ///< _exit(4)
   kCut,        ///< nothing passes between its host and the others any more
-  kBriefCut,   ///< the same for 3 s, which nobody may notice; then, when all go on again, SIGKILL
+  kBriefCut,   ///< the same for 3 s, which no rank may notice; then, when all go on again, SIGKILL
 };
 constexpr std::array kFailureNames = {"kill",  "stop",    "abort", "exception",  "operation", "shape",
                                       "dtype", "destroy", "exit",  "quick_exit", "cut",       "brief_cut"};

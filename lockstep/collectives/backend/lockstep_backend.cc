@@ -94,6 +94,9 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
       timeout_ms_(settings_.timeout.count()),
       staging_(std::make_shared<StagingArea>(channel_->transport().shared_arena())),
       queue_(std::make_shared<OperationQueue>()) {
+  // A store's server lives as long as its last user, and a backend longer than its group: a group that is made again at the
+  // same port is to find a new store.
+  if (!channel_->spans_hosts()) settings_.store.reset();
   if (settings_.global_ranks.empty()) {
     for (int rank = 0; rank < size_; ++rank) settings_.global_ranks.push_back(channel_->job_rank(rank));
   }
@@ -339,6 +342,7 @@ void LockstepBackend::shutdown() {
 
 void LockstepBackend::end() {
   if (channel_->transport().in_forked_child()) return;
+  settings_.store.reset();
   const auto end = [queue = queue_, channel = channel_, staging = staging_] {
     queue->stop();
     channel->messages().close();

@@ -198,8 +198,8 @@ StoreMembership::Standing StoreMembership::standing() const {
   return now;
 }
 
-/// Whether a complete set is left to others for a while: ranks of the group's first host are not in it of whom nobody
-/// has said that they have ended. That host has the store, unless the launcher has it: so it goes on if it lives.
+/// Whether a complete set is left to others for a while: ranks of the group's first host are not in it whose end no
+/// rank has told of. That host has the store, unless the launcher has it: so it goes on if it lives.
 bool StoreMembership::must_yield(const RankSet& set) {
   const auto& layout = group_.layout();
   const int first_host = layout.host_of[*wanted_.begin()];
