@@ -16,6 +16,7 @@
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/group_channel.h>
 #include <lockstep/transport/host/testing/failure_of.h>
+#include <lockstep/transport/host/testing/group_operation.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
 // Groups over pretended hosts, with ranks as threads of one process, where ThreadSanitizer sees both sides.
@@ -26,23 +27,10 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-using Flag = HostChannel::Flag;
 using Channel = std::shared_ptr<GroupChannel>;
 
 void on_hosts(const std::vector<int>& host_of, const std::function<void(GroupChannel&)>& body) {
   testing::run_rank_threads(host_of, [&](const Channel& channel) { body(*channel); });
-}
-
-void begin(GroupChannel& channel, std::chrono::nanoseconds timeout = 60s) {
-  channel.host().begin(Deadline::after(timeout), false);
-  channel.host().announce({});
-  channel.host().await_announcements();
-}
-
-void finish(GroupChannel& channel) {
-  channel.host().publish(Flag::kDone, channel.host().sequence());
-  channel.host().await_all(Flag::kDone, channel.host().sequence());
-  channel.host().commit();
 }
 
 std::vector<int> others(const GroupChannel& channel) {

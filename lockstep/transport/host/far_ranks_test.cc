@@ -16,6 +16,7 @@
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/group_channel.h>
 #include <lockstep/transport/host/testing/failure_of.h>
+#include <lockstep/transport/host/testing/group_operation.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
 // Cut wires and silent ranks, with ranks as threads of one process, where ThreadSanitizer sees both sides.
@@ -27,7 +28,6 @@ using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-using Flag = HostChannel::Flag;
 
 /// Ranks on hosts whose wires a test cuts.
 class CutHosts {
@@ -69,18 +69,6 @@ std::string name(int rank, int host) {
          std::to_string(host) + ")";
 }
 
-void begin(GroupChannel& channel, std::chrono::nanoseconds timeout = 60s) {
-  channel.host().begin(Deadline::after(timeout), false);
-  channel.host().announce({});
-  channel.host().await_announcements();
-}
-
-void finish(GroupChannel& channel) {
-  channel.host().publish(Flag::kDone, channel.host().sequence());
-  channel.host().await_all(Flag::kDone, channel.host().sequence());
-  channel.host().commit();
-}
-
 /// Waits for a message from `from`.
 uint64_t receive(GroupChannel& channel, int from, std::chrono::nanoseconds timeout = 60s) {
   uint64_t memory = 42;
@@ -112,6 +100,7 @@ TEST(FarRanks, ACutWireIsNamedOnBothSides) {
     EXPECT_FALSE(channel.transport().end_is_certain(other));
     // Nothing is left posted, and nothing comes any more, though the wire heals.
     EXPECT_TRUE(pending->done());
+    channel.transport().wire().await_told();
     EXPECT_FALSE(channel.transport().wire().awaits(other));
     met.arrive_and_wait();
     hosts.hub->heal(channel.rank(), other);
@@ -416,6 +405,7 @@ TEST(FarRanks, OfPointToPointMessagesOnlyThoseInProgressAreAwaited) {
     };
     wait_for(messages.send(&word, kWord, other, 0, Deadline::after(60s)));
     receive_word();
+    channel.transport().wire().await_told();
     EXPECT_FALSE(channel.transport().wire().awaits(other));
     met.arrive_and_wait();
     if (channel.rank() == 0) hosts.cut_off(0);

@@ -71,7 +71,8 @@ class Wire {
   void abandon(int rank, const std::string& reason);
   /// As Engine::activity().
   uint32_t activity(int rank) const { return engine_->activity(rank); }
-  /// Whether requests with that rank are pending, but for standing receives and control messages (channel 0).
+  /// Whether requests with that rank are pending, but for standing receives and control messages (channel 0). One that
+  /// is done may count for a moment longer, until await_told() returns.
   bool awaits(int rank) const { return awaited_[rank].load(std::memory_order_relaxed) > 0; }
 
   /// One round of progress, unless another thread is at it; true if anything has moved. For those who wait,

@@ -386,6 +386,7 @@ TEST_P(Wires, ActivityAndAwaitedRanksAreCounted) {
   EXPECT_FALSE(wire.awaits(2));
   EXPECT_EQ(places[1]->send(0, {1, 0}, pattern(100, 1)), RequestStatus::kSucceeded);
   EXPECT_EQ(places[0]->wait(awaited), RequestStatus::kSucceeded);
+  wire.await_told();
   EXPECT_FALSE(wire.awaits(1));
   EXPECT_NE(wire.activity(1), before);
   EXPECT_EQ(wire.activity(2), 0u);
