@@ -30,6 +30,7 @@
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 #include <lockstep/transport/host/memory/segment.h>
+#include <lockstep/transport/local_socket.h>
 #include <lockstep/transport/wire/ucx_engine.h>
 
 namespace lockstep::doctor {
@@ -70,27 +71,10 @@ void probe_fd_passing() {
   const UniqueFd file(::memfd_create("lockstep-doctor", MFD_CLOEXEC));
   expect(static_cast<bool>(file), "memfd_create");
   char byte = 'x';
-  iovec part{&byte, 1};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  const int sent = file.get();
-  std::memcpy(CMSG_DATA(header), &sent, sizeof sent);
-  expect(::sendmsg(left.get(), &message, MSG_NOSIGNAL) == 1, "sendmsg with a descriptor");
-  expect(::recvmsg(right.get(), &message, MSG_CMSG_CLOEXEC) == 1, "recvmsg");
-  header = CMSG_FIRSTHDR(&message);
+  expect(transport::send_with_fd(left.get(), &byte, 1, file.get()), "sendmsg with a descriptor");
   errno = EBADF;
-  expect(header != nullptr && header->cmsg_type == SCM_RIGHTS, "no descriptor came with the message");
-  int received = -1;
-  std::memcpy(&received, CMSG_DATA(header), sizeof received);
-  expect(UniqueFd(received).get() >= 0, "no descriptor came with the message");
+  expect(static_cast<bool>(transport::receive_with_fd(right.get(), &byte, 1)),
+         "no descriptor came with the message");
 }
 
 void probe_pidfd() {

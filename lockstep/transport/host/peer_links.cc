@@ -23,8 +23,8 @@
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/transport/host/memory/arena.h>
 #include <lockstep/transport/host/peer_links.h>
-#include <lockstep/transport/internal/local_socket.h>
 #include <lockstep/transport/internal/peer_address.h>
+#include <lockstep/transport/local_socket.h>
 
 namespace lockstep::transport {
 namespace {

@@ -9,7 +9,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/transport/internal/local_socket.h>
+#include <lockstep/transport/local_socket.h>
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77  // Linux 6.5
