@@ -204,21 +204,10 @@ class JobExamination {
     result.clock_offsets.push_back(ends[0].value("clock_offset", 0.0));
   }
 
-  /// Each of many pairs would need its timeout only to find out what has been seen.
-  bool has_good_wire(const Pair& pair) const {
-    const auto host = [&](int rank) {
-      const auto& facts = job_.ranks[static_cast<size_t>(rank)];
-      return facts ? facts->host : "";
-    };
-    const bool fails = std::any_of(job_.wires.begin(), job_.wires.end(), [&](const WireResult& wire) {
-      const std::set<std::string> ends{host(wire.ranks.first), host(wire.ranks.second)};
-      return !wire.errors.empty() && ends == std::set<std::string>{host(pair.first), host(pair.second)};
-    });
-    return !fails && !is_bad_wire(job_, pair.first, pair.second);
-  }
-
   void test_pairs() {
     const auto rounds = tournament(world_.world_size);
+    // Each of many pairs would need its timeout only to find out what has been seen.
+    const BadWires bad_wires(job_);
     const size_t all = rounds.size() * kSweeps;
     size_t number = 0;
     for (int sweep = 0; sweep < kSweeps; ++sweep) {
@@ -227,7 +216,8 @@ class JobExamination {
         begin("pairs of ranks", number++, all);
         std::vector<Pair> pairs;
         for (const Pair& pair : round) {
-          if (is_testable(pair, job_.pairs) && has_good_wire(pair)) pairs.push_back(pair);
+          if (is_testable(pair, job_.pairs) && !bad_wires.between(pair.first, pair.second))
+            pairs.push_back(pair);
         }
         if (!pairs.empty()) test_round(pairs);
       }

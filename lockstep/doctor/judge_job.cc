@@ -130,9 +130,10 @@ void judge_speed(const JobObservations& job, const std::vector<PairResult>& pair
                  Findings& findings) {
   if (pairs.empty()) return;
   const Typical typical = typical_of(pairs);
+  const BadWires bad_wires(job);
   const auto is_slow = [&](const PairResult& pair) {
     // That the wire is slow has been said, once for all ranks of its hosts.
-    return !failed(pair) && !is_bad_wire(job, pair.ranks.first, pair.ranks.second) &&
+    return !failed(pair) && !bad_wires.between(pair.ranks.first, pair.ranks.second) &&
            (exceeds(latency_of(pair), typical.latency) || exceeds(transfer_of(pair), typical.transfer));
   };
   name_bad_pairs(

@@ -3,7 +3,9 @@
 #include <chrono>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/doctor/finding.h>
@@ -70,8 +72,20 @@ Findings judge_hosts(
     const JobObservations& job);  // kernels, interfaces, ports, memory and limits of each host
 /// Between hosts: those that don't answer, are slow, in one direction or both, or lose what is sent.
 Findings judge_wires(const JobObservations& job);
-/// Whether that names the wire between these two ranks' hosts.
-bool is_bad_wire(const JobObservations& job, int rank, int other);
+/// The wires that it names.
+class BadWires {
+ public:
+  explicit BadWires(const JobObservations& job);
+  /// Whether it is one of these that messages between the two ranks take.
+  bool between(int rank, int other) const;
+
+ private:
+  using Hosts = std::pair<std::string, std::string>;
+  Hosts hosts_of(int rank, int other) const;
+
+  std::vector<std::string> host_of_;  // by rank; empty: unknown
+  std::set<Hosts> hosts_;
+};
 Findings judge_communication(const JobObservations& job);  // joining, operations, pairs
 
 }  // namespace lockstep::doctor

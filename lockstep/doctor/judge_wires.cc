@@ -156,18 +156,21 @@ void name_bad_wires(const JobObservations& job, const WireJudge& judge,
 
 }  // namespace
 
-bool is_bad_wire(const JobObservations& job, int rank, int other) {
-  const auto host = [&](int one) {
-    const auto& facts = job.ranks.at(static_cast<size_t>(one));
-    return facts ? facts->host : "";
-  };
+BadWires::BadWires(const JobObservations& job) {
+  for (const auto& facts : job.ranks) host_of_.push_back(facts ? facts->host : "");
   const WireJudge judge(job);
-  return std::any_of(job.wires.begin(), job.wires.end(), [&](const WireResult& wire) {
-    const std::pair hosts(host(wire.ranks.first), host(wire.ranks.second));
-    const bool between =
-        hosts == std::pair(host(rank), host(other)) || hosts == std::pair(host(other), host(rank));
-    return between && !judge.flaws(wire).empty();
-  });
+  for (const WireResult& wire : job.wires) {
+    if (broken(wire) || !judge.flaws(wire).empty())
+      hosts_.insert(hosts_of(wire.ranks.first, wire.ranks.second));
+  }
+}
+
+BadWires::Hosts BadWires::hosts_of(int rank, int other) const {
+  return std::minmax(host_of_.at(static_cast<size_t>(rank)), host_of_.at(static_cast<size_t>(other)));
+}
+
+bool BadWires::between(int rank, int other) const {
+  return hosts_.contains(hosts_of(rank, other));
 }
 
 Findings judge_wires(const JobObservations& job) {
