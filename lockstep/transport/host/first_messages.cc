@@ -59,7 +59,7 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
     return text;
   };
   // Ahead of the deadline, at which those that have met would only say that this rank is late.
-  const auto verdict = Deadline::after(
+  const auto patience_ends = Deadline::after(
       deadline.remaining() - std::min<std::chrono::nanoseconds>(deadline.remaining() / 10, kLongestHead));
   const auto is_over = [](const wire::Handle& request) { return request->done(); };
   std::chrono::nanoseconds silent{0};
@@ -71,7 +71,7 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
       wire.progress();
       return all_over();
     };
-    wait_until(bell, policy, Deadline::after(verdict.remaining(kLookInterval)), drive,
+    wait_until(bell, policy, Deadline::after(patience_ends.remaining(kLookInterval)), drive,
                [&] { wire.before_sleep(); });
     for (const auto& request : requests) {
       if (!request->done() || request->status() == wire::RequestStatus::kSucceeded) continue;
@@ -99,7 +99,7 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
                                          "; does a firewall lie between them, are these the wrong "
                                          "interfaces, or is that host stopped or lost?"));
     }
-    if (!verdict.expired()) continue;
+    if (!patience_ends.expired()) continue;
     for (const Meeting& meeting : meetings) {
       if (meeting.full->done()) continue;
       LOCKSTEP_THROW_TIMEOUT(fail(meeting,

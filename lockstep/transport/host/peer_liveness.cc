@@ -5,10 +5,6 @@
 namespace lockstep::transport {
 namespace {
 
-/// Of what a host says of a rank that is not awaited: as many as make the limit. A rank that keeps another one waiting is
-/// asked for when that one's time is up, and named some time later.
-constexpr int kLooksThatHold = 5;
-
 bool is_final(PeerState state) {
   return state != PeerState::kAlive && state != PeerState::kSuspected;
 }
@@ -24,7 +20,8 @@ void PeerLiveness::hear() {
 
 void PeerLiveness::hear_of(bool stopped) {
   stopped_ = stopped;
-  stopped_holds_ = kLooksThatHold;
+  // A rank that keeps another one waiting is asked for when that one's time is up, and named some time later.
+  stopped_holds_ = kLooks;
   unspoken_ = Duration(0);
 }
 

@@ -40,7 +40,9 @@ class PeerLiveness {
 
   explicit PeerLiveness(Duration limit) : limit_(limit) {}
 
-  static Duration interval(Duration limit) { return limit / 5; }
+  /// How often the caller looks within the limit.
+  static constexpr int kLooks = 5;
+  static Duration interval(Duration limit) { return limit / kLooks; }
 
   PeerState state() const { return state_; }
   /// Whether its host says that its process is stopped, and nothing was heard of it since. Of a rank that is not awaited
