@@ -72,6 +72,13 @@ RankSet parse_agreed(const std::string& decision, int size) {
   return parse_ranks(decision.substr(std::string(kAgreed).size()), size);
 }
 
+/// What a decision or an outcome says that is neither kAgreed, kMade nor kAgain.
+[[noreturn]] void throw_failure(const std::string& entry) {
+  const bool late = entry.starts_with(kLate);
+  throw ChannelError(late ? FailureKind::kTimeout : FailureKind::kAborted,
+                     entry.substr(std::string(late ? kLate : kFailed).size()));
+}
+
 /// Between two looks at the store, which all members have: so that it has no more to do where they are more.
 class Pause {
  public:
@@ -256,12 +263,7 @@ std::string StoreMembership::await_decision() {
 }
 
 std::vector<int> StoreMembership::follow(const std::string& decided) {
-  if (decided.starts_with(kLate)) {
-    throw ChannelError(FailureKind::kTimeout, decided.substr(std::string(kLate).size()));
-  }
-  if (!decided.starts_with(kAgreed)) {
-    throw ChannelError(FailureKind::kAborted, decided.substr(std::string(kFailed).size()));
-  }
+  if (!decided.starts_with(kAgreed)) throw_failure(decided);
   survivors_ = parse_agreed(decided, group_.size());
   if (!survivors_.contains(group_.rank())) fail_left_behind(survivors_);
   return {survivors_.begin(), survivors_.end()};
@@ -316,10 +318,7 @@ bool StoreMembership::follow_outcome(const std::string& outcome) {
     LOCKSTEP_LOG(kInfo) << "shrinking the group begins anew: " << outcome.substr(std::string(kAgain).size());
     return false;
   }
-  if (outcome.starts_with(kLate)) {
-    throw ChannelError(FailureKind::kTimeout, outcome.substr(std::string(kLate).size()));
-  }
-  throw ChannelError(FailureKind::kAborted, outcome.substr(std::string(kFailed).size()));
+  throw_failure(outcome);
 }
 
 bool StoreMembership::conclude(const transport::GroupChannel& made) {
