@@ -18,6 +18,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/world_defaults.h>
+#include <lockstep/flight/internal/observers.h>
 #include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/flight/internal/signal_watcher.h>
 #include <lockstep/flight/recorder.h>
@@ -142,23 +143,9 @@ class Recorder {
   void watch();
   void unwatch();
 
-  void attach(std::shared_ptr<OperationObserver> observer);
-  void detach(const std::shared_ptr<OperationObserver>& observer);
-  bool is_observed() const { return observed_.load(std::memory_order_relaxed); }
-  template <class Call>
-  void tell(const Call& call) {
-    if (!is_observed()) return;
-    std::shared_ptr<const Observers> observers;
-    {
-      std::lock_guard lock(observers_mutex_);
-      observers = observers_;
-    }
-    for (const auto& observer : *observers) call(*observer);
-  }
+  Observers& observers() { return observers_; }
 
  private:
-  using Observers = std::vector<std::shared_ptr<OperationObserver>>;
-
   RankRecord snapshot() const;  // under ring_mutex_
   void begin_world();
   std::string write(const std::string& reason);
@@ -171,9 +158,7 @@ class Recorder {
   uint64_t before_world_ = 0;  // ids up to here are of an earlier world of this process
   uint64_t changes_ = 0;
 
-  std::mutex observers_mutex_;
-  std::shared_ptr<const Observers> observers_ = std::make_shared<const Observers>();  // replaced as a whole
-  std::atomic<bool> observed_{false};                                                 // whether there are any
+  Observers observers_;
 
   // What concerns the file; never taken while ring_mutex_ is held.
   std::mutex file_mutex_;
@@ -401,22 +386,6 @@ void Recorder::unwatch() {
   SignalWatcher::stop();  // without the lock, which its thread may want
 }
 
-void Recorder::attach(std::shared_ptr<OperationObserver> observer) {
-  std::lock_guard lock(observers_mutex_);
-  auto more = std::make_shared<Observers>(*observers_);
-  more->push_back(std::move(observer));
-  observers_ = std::move(more);
-  observed_.store(true, std::memory_order_relaxed);
-}
-
-void Recorder::detach(const std::shared_ptr<OperationObserver>& observer) {
-  std::lock_guard lock(observers_mutex_);
-  auto fewer = std::make_shared<Observers>(*observers_);
-  std::erase(*fewer, observer);
-  observed_.store(!fewer->empty(), std::memory_order_relaxed);
-  observers_ = std::move(fewer);
-}
-
 /// This process's recorder. Never destroyed: threads may record while the process exits.
 Recorder& recorder() {
   static std::atomic<Recorder*> current{new Recorder};
@@ -429,43 +398,41 @@ Recorder& recorder() {
   return *recorder;
 }
 
+template <class Call>
+void step(uint64_t id, State state, const std::string* error, const Call& call) {
+  if (id == 0) return;
+  Recorder& own = recorder();
+  if (own.advance(id, state, error)) own.observers().tell(call);
+}
+
 }  // namespace
 
 uint64_t scheduled(const std::shared_ptr<const Group>& group, const Operation& operation) {
   Recorder& own = recorder();
-  if (!own.on() && !own.is_observed()) return 0;
+  if (!own.on() && !own.observers().any()) return 0;
   const uint64_t id = own.schedule(group, operation);
-  own.tell([&](OperationObserver& observer) { observer.scheduled(id, *group, operation); });
+  own.observers().tell([&](OperationObserver& observer) { observer.scheduled(id, *group, operation); });
   return id;
 }
 
 void started(uint64_t id) {
-  if (id == 0) return;
-  Recorder& own = recorder();
-  if (!own.advance(id, State::kStarted, nullptr)) return;
-  own.tell([id](OperationObserver& observer) { observer.started(id); });
+  step(id, State::kStarted, nullptr, [id](OperationObserver& observer) { observer.started(id); });
 }
 
 void completed(uint64_t id) {
-  if (id == 0) return;
-  Recorder& own = recorder();
-  if (!own.advance(id, State::kCompleted, nullptr)) return;
-  own.tell([id](OperationObserver& observer) { observer.ended(id, nullptr); });
+  step(id, State::kCompleted, nullptr, [id](OperationObserver& observer) { observer.ended(id, nullptr); });
 }
 
 void failed(uint64_t id, const std::string& error) {
-  if (id == 0) return;
-  Recorder& own = recorder();
-  if (!own.advance(id, State::kFailed, &error)) return;
-  own.tell([&](OperationObserver& observer) { observer.ended(id, &error); });
+  step(id, State::kFailed, &error, [&](OperationObserver& observer) { observer.ended(id, &error); });
 }
 
 void attach(std::shared_ptr<OperationObserver> observer) {
-  recorder().attach(std::move(observer));
+  recorder().observers().attach(std::move(observer));
 }
 
 void detach(const std::shared_ptr<OperationObserver>& observer) {
-  recorder().detach(observer);
+  recorder().observers().detach(observer);
 }
 
 bool has_records() {
