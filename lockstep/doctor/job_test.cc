@@ -26,6 +26,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -399,7 +400,9 @@ TEST(LockstepProbe, ALateWireIsNamed) {
   if (!testing::has_wire()) GTEST_SKIP() << "needs UCX";
   const auto outcome = examine_processes(
       3, [](int) { failpoint::configure("doctor_wire_1_2=delay(20)"); }, 0, {}, /*hosts=*/3);
-  EXPECT_THAT(outcome.report, HasSubstr("(ranks 1 and 2): a message takes "));
+  // On a busy machine it is also slow by what it transfers, which comes first then.
+  EXPECT_THAT(outcome.report,
+              ContainsRegex("\\(ranks 1 and 2\\): [^\n]*a message takes [^\n]* times the median"));
 }
 
 TEST(LockstepProbe, ARankThatHangsInAPairIsNamedWithinTheTimeout) {
