@@ -3,7 +3,7 @@
 #include <string>
 #include <ucp/api/ucp.h>
 
-// Of <ucp/api/ucp.h>, which only some builds have: for ucx_engine.cc alone.
+// Of <ucp/api/ucp.h>, which only some builds have: for ucx_engine.cc and ucx_worker.cc alone.
 namespace lockstep::transport::wire {
 
 #define LOCKSTEP_UCX_FUNCTIONS(each) \

@@ -4,36 +4,22 @@
 
 #if LOCKSTEP_UCX
 #include <algorithm>
-#include <array>
-#include <csignal>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <functional>
 #include <list>
 #include <map>
-#include <netdb.h>
 #include <new>
-#include <optional>
 #include <poll.h>
-#include <pthread.h>
-#include <set>
-#include <sstream>
-#include <sys/socket.h>
 #include <utility>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/base/environment.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/transport/internal/ucx_library.h>
+#include <lockstep/transport/internal/ucx_worker.h>
 
 namespace lockstep::transport::wire {
 namespace {
-
-namespace fs = std::filesystem;
 
 class UcxEngine;
 struct UcxPeer;
@@ -87,52 +73,14 @@ enum class UcxWord : uint8_t {
   kAnswer,    // all that came before the farewell is here
 };
 
-/// InfiniBand and RoCE, as UCX calls them ("mlx5_0:1").
-std::vector<std::string> rdma_ports() {
-  std::vector<std::string> ports;
-  std::error_code ignored;
-  for (const auto& device : fs::directory_iterator("/sys/class/infiniband", ignored)) {
-    for (const auto& port : fs::directory_iterator(device.path() / "ports", ignored)) {
-      std::string state;
-      std::getline(std::ifstream(port.path() / "state"), state);
-      if (state.find("ACTIVE") == std::string::npos) continue;
-      ports.push_back(device.path().filename().string() + ":" + port.path().filename().string());
-    }
-  }
-  return ports;
-}
-
-/// Where this process takes connections: "10.0.0.1:20003".
-std::set<std::string> listening_addresses() {
-  std::set<std::string> addresses;
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator("/proc/self/fd", ignored)) {
-    const int fd = std::atoi(entry.path().filename().c_str());
-    int listens = 0;
-    socklen_t length = sizeof listens;
-    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0) continue;
-    sockaddr_storage address{};
-    length = sizeof address;
-    auto* generic = reinterpret_cast<sockaddr*>(&address);
-    if (::getsockname(fd, generic, &length) != 0) continue;
-    const bool v6 = address.ss_family == AF_INET6;
-    if (!v6 && address.ss_family != AF_INET) continue;
-    std::array<char, NI_MAXHOST> host{};
-    std::array<char, NI_MAXSERV> port{};
-    ::getnameinfo(generic, length, host.data(), host.size(), port.data(), port.size(),
-                  NI_NUMERICHOST | NI_NUMERICSERV);
-    addresses.insert((v6 ? "[" : "") + std::string(host.data()) + (v6 ? "]:" : ":") + port.data());
-  }
-  return addresses;
-}
-
 class UcxEngine final : public Engine {
  public:
-  UcxEngine(const UcxLibrary& ucx, int rank, const UcxOptions& options);
+  UcxEngine(const UcxLibrary& ucx, int rank, const UcxOptions& options)
+      : ucx_(ucx), rank_(rank), setup_(ucx, options.interface, kTransferType) {}
   ~UcxEngine() override;
 
-  std::string describe() const override { return description_; }
-  std::string address() const override { return address_; }
+  std::string describe() const override { return setup_.description(); }
+  std::string address() const override { return setup_.address(); }
   void connect(int rank, const std::string& address) override;
   void send(Operation& operation, Tag tag, const void* data, size_t bytes) override;
   void receive(Operation& operation, Tag tag, void* data, size_t bytes) override;
@@ -140,14 +88,9 @@ class UcxEngine final : public Engine {
   void abandon(int rank, const std::string& reason) override;
   bool progress() override;
   bool arm() override { return words_.empty() && errors_.empty() && ucx_.ucp_worker_arm(worker_) == UCS_OK; }
-  int event_fd() const override { return event_fd_; }
+  int event_fd() const override { return setup_.event_fd(); }
 
  private:
-  void open(const UcxOptions& options);
-  void release();
-  void check(ucs_status_t status, const std::string& what) const;
-  std::string devices() const;
-
   bool ensure_endpoint(UcxPeer& peer);
   UcxTransfer& add_transfer(UcxPeer& peer, Operation& operation, bool is_send, const void* data,
                             size_t bytes);
@@ -167,6 +110,8 @@ class UcxEngine final : public Engine {
   static size_t pack(void* transfer, size_t offset, void* to, size_t most);
   static ucs_status_t unpack(void* transfer, size_t offset, const void* from, size_t bytes);
   static void end_packing(void*) {}
+  static constexpr ucp_generic_dt_ops_t kTransferType{start_pack, start_unpack, packed_size,
+                                                      pack,       unpack,       end_packing};
   static void on_sent(void* request, ucs_status_t status, void* transfer);
   static void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t*, void* transfer);
   static void on_word_sent(void* request, ucs_status_t status, void* engine);
@@ -176,109 +121,14 @@ class UcxEngine final : public Engine {
 
   const UcxLibrary& ucx_;
   const int rank_;
-  ucp_context_h context_ = nullptr;
-  ucp_worker_h worker_ = nullptr;
-  std::optional<ucp_datatype_t> datatype_;
-  int event_fd_ = -1;  // the worker's
-  std::string address_;
-  std::string description_;
   std::map<int, UcxPeer> peers_;
   uint64_t ended_ = 0;  // calls from UCX that a message is over: may come before it returns the message
   // Noted in calls from UCX, and heeded outside of it.
   std::vector<UcxPeer*> words_;
   std::vector<std::pair<UcxPeer*, ucs_status_t>> errors_;
+  const UcxWorker setup_;  // goes before what is above: it may give messages back
+  const ucp_worker_h worker_ = setup_.worker();
 };
-
-UcxEngine::UcxEngine(const UcxLibrary& ucx, int rank, const UcxOptions& options) : ucx_(ucx), rank_(rank) {
-  // UCX starts a thread; signals are the program's business.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  ::pthread_sigmask(SIG_BLOCK, &all, &before);
-  try {
-    open(options);
-  } catch (...) {
-    release();
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
-void UcxEngine::check(ucs_status_t status, const std::string& what) const {
-  TORCH_CHECK_WITH(DistBackendError, status == UCS_OK, "UCX ", ucx_.ucp_get_version_string(), " can't ", what,
-                   ": ", ucx_.ucs_status_string(status));
-}
-
-void UcxEngine::open(const UcxOptions& options) {
-  ucp_config_t* config = nullptr;
-  check(ucx_.ucp_config_read(nullptr, nullptr, &config), "read its configuration");
-  const auto set = [&](const char* name, const std::string& value) {
-    if (!environment::text((std::string("UCX_") + name).c_str())) {
-      ucx_.ucp_config_modify(config, name, value.c_str());
-    }
-  };
-  const std::vector<std::string> rdma = rdma_ports();
-  // Ranks of one host share memory by the transport's own means; those of two containers on one host must
-  // not, for what UCX takes for one host may lie in two namespaces.
-  set("TLS", "^sm");
-  std::string devices = options.interface;
-  for (const std::string& port : rdma) devices += "," + port;
-  if (!options.interface.empty()) set("NET_DEVICES", devices);
-  // Over TCP a rendezvous before each long message costs a round trip, which waits behind all that is queued.
-  if (rdma.empty()) set("RNDV_THRESH", "inf");
-
-  ucp_params_t params{};
-  params.field_mask = UCP_PARAM_FIELD_FEATURES;
-  params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
-  const ucs_status_t status = ucx_.ucp_init_version(UCP_API_MAJOR, UCP_API_MINOR, &params, config, &context_);
-  ucx_.ucp_config_release(config);
-  const std::string use = options.interface.empty() ? std::string("use the network")
-                                                    : "use the network interface '" + options.interface + "'";
-  check(status, use);
-  const std::string found = this->devices();
-  if (found.empty()) check(UCS_ERR_NO_DEVICE, use);  // UCX itself is content with sending to itself
-  const std::set<std::string> before = listening_addresses();
-  ucp_worker_params_t worker{};
-  worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
-  worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  check(ucx_.ucp_worker_create(context_, &worker, &worker_), "open a connection");
-  description_ = std::string("UCX ") + ucx_.ucp_get_version_string() + " (" + found;
-  for (const std::string& address : listening_addresses()) {
-    if (before.count(address) == 0) description_ += ", at " + address;
-  }
-  description_ += ')';
-  check(ucx_.ucp_worker_get_efd(worker_, &event_fd_), "wait for events");
-  const ucp_generic_dt_ops_t operations{start_pack, start_unpack, packed_size, pack, unpack, end_packing};
-  ucp_datatype_t datatype = 0;
-  check(ucx_.ucp_dt_create_generic(&operations, nullptr, &datatype), "make a datatype");
-  datatype_ = datatype;
-  ucp_address_t* address = nullptr;
-  size_t bytes = 0;
-  check(ucx_.ucp_worker_get_address(worker_, &address, &bytes), "tell its address");
-  address_.assign(reinterpret_cast<const char*>(address), bytes);
-  ucx_.ucp_worker_release_address(worker_, address);
-}
-
-/// "tcp/eth0": from what UCX prints, which nothing else tells in all versions.
-std::string UcxEngine::devices() const {
-  char* text = nullptr;
-  size_t bytes = 0;
-  std::FILE* stream = ::open_memstream(&text, &bytes);
-  if (stream == nullptr) return "";
-  ucx_.ucp_context_print_info(context_, stream);
-  std::fclose(stream);
-  std::istringstream lines(std::string(text, bytes));
-  std::free(text);
-  std::string devices;
-  for (std::string line; std::getline(lines, line);) {
-    const size_t at = line.find(" -- ");
-    if (line.find("resource") == std::string::npos || at == std::string::npos) continue;
-    const std::string device = line.substr(at + 4, line.find_last_not_of(" \t") + 1 - (at + 4));
-    if (!device.starts_with("self/")) devices += (devices.empty() ? "" : ", ") + device;
-  }
-  return devices;
-}
 
 UcxEngine::~UcxEngine() {
   on_done = nullptr;
@@ -308,19 +158,12 @@ UcxEngine::~UcxEngine() {
   progress_until(Deadline::after(std::chrono::milliseconds(100)), [&] {
     return each([](const UcxPeer& peer) { return peer.transfers.empty() && peer.endpoint == nullptr; });
   });
-  release();
-}
-
-void UcxEngine::release() {
-  if (worker_ != nullptr) ucx_.ucp_worker_destroy(worker_);
-  if (datatype_) ucx_.ucp_dt_destroy(*datatype_);
-  if (context_ != nullptr) ucx_.ucp_cleanup(context_);
 }
 
 void UcxEngine::progress_until(const Deadline& deadline, const std::function<bool()>& done) {
   while (!done() && !deadline.expired()) {
     if (progress() || !arm()) continue;
-    pollfd events{event_fd_, POLLIN, 0};
+    pollfd events{setup_.event_fd(), POLLIN, 0};
     ::poll(&events, 1, deadline.poll_milliseconds());
   }
 }
@@ -375,7 +218,7 @@ void UcxEngine::send(Operation& operation, Tag tag, const void* data, size_t byt
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE;
   params.cb.send = on_sent;
   params.user_data = &transfer;
-  params.datatype = *datatype_;
+  params.datatype = setup_.datatype();
   const uint64_t before = ended_;
   void* request = ucx_.ucp_tag_send_nbx(peer.endpoint, &transfer, 1, ucx_tag(rank_, tag), &params);
   if (ended_ != before) return;
@@ -396,7 +239,7 @@ void UcxEngine::receive(Operation& operation, Tag tag, void* data, size_t bytes)
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE;
   params.cb.recv = on_received;
   params.user_data = &transfer;
-  params.datatype = *datatype_;
+  params.datatype = setup_.datatype();
   const uint64_t before = ended_;
   void* request =
       ucx_.ucp_tag_recv_nbx(worker_, &transfer, 1, ucx_tag(operation.peer, tag), ~uint64_t{0}, &params);
