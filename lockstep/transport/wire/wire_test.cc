@@ -1,114 +1,19 @@
 #include <algorithm>
-#include <atomic>
-#include <csignal>
 #include <gmock/gmock.h>
 #include <memory>
-#include <sys/wait.h>
 #include <thread>
-#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <lockstep/rendezvous/rendezvous.h>
-#include <lockstep/testing/gate.h>
 #include <lockstep/testing/message_of.h>
-#include <lockstep/testing/multi_rank.h>
-#include <lockstep/transport/wire/thread_engine.h>
-#include <lockstep/transport/wire/ucx_engine.h>
-#include <lockstep/transport/wire/wire.h>
+#include <lockstep/transport/wire/testing/places.h>
 
+// Messages: that they come, whole, to those that receive them.
 namespace lockstep::transport::wire::wire_test {
 namespace {
 
-using namespace std::chrono_literals;
 using ::testing::HasSubstr;
-using Bytes = std::vector<uint8_t>;
-
-constexpr WaitPolicy kSpin{200, 100, true};
-constexpr WaitPolicy kSleep{};
-constexpr size_t kLong = size_t{25} << 20;
-
-/// Bytes that tell messages apart.
-Bytes pattern(size_t bytes, uint32_t seed) {
-  Bytes result(bytes);
-  uint32_t state = seed * 2654435761u + 1;
-  for (uint8_t& byte : result) {
-    state = state * 1664525u + 1013904223u;
-    byte = static_cast<uint8_t>(state >> 24);
-  }
-  return result;
-}
-
-/// Makes the engines of ranks in this process.
-class Engines {
- public:
-  explicit Engines(const std::string& kind, int ranks) {
-    if (kind == "Threads") hub_ = ThreadHub::make(ranks);
-    for (int rank = 0; rank < ranks; ++rank) {
-      made_.push_back(hub_ ? hub_->make_engine(rank) : make_ucx_engine(rank, {.interface = "lo"}));
-    }
-    for (auto& engine : made_) {
-      for (int rank = 0; rank < ranks; ++rank) {
-        if (made_[rank] != engine) engine->connect(rank, made_[rank]->address());
-      }
-    }
-  }
-  std::unique_ptr<Engine> take(int rank) { return std::move(made_[rank]); }
-
- private:
-  std::shared_ptr<ThreadHub> hub_;
-  std::vector<std::unique_ptr<Engine>> made_;
-};
-
-/// A rank's wire, and what it has told.
-struct Place {
-  explicit Place(std::unique_ptr<Engine> engine)
-      : wire(std::make_unique<Wire>(std::move(engine), [this](int rank, const std::string& reason) {
-          lost_rank = rank;
-          lost_reason = reason;
-          ++losses;
-          someone_lost.open();
-        })) {}
-
-  RequestStatus wait(const Handle& request, const WaitPolicy& policy = kSpin) {
-    const auto ready = [&] { return request->done() || (wire->progress(), request->done()); };
-    EXPECT_TRUE(wait_until(bell, policy, Deadline::after(60s), ready, [&] { wire->before_sleep(); }));
-    return request->status();
-  }
-  RequestStatus send(int to, Tag tag, const Bytes& data) {
-    return wait(wire->send(to, tag, data.data(), data.size(), &bell));
-  }
-  /// Of a message of so many bytes.
-  Bytes receive(int from, Tag tag, size_t bytes) {
-    Bytes result(bytes);
-    const Handle request = wire->receive(from, tag, result.data(), bytes, &bell);
-    EXPECT_EQ(wait(request), RequestStatus::kSucceeded);
-    EXPECT_EQ(request->bytes(), bytes);
-    return result;
-  }
-
-  Doorbell bell;
-  testing::Gate someone_lost;
-  std::atomic<int> losses{0};
-  int lost_rank = -1;
-  std::string lost_reason;
-  std::unique_ptr<Wire> wire;
-};
-
-class Wires : public ::testing::TestWithParam<std::string> {
- protected:
-  void SetUp() override {
-    if (GetParam() == "Ucx" && !why_no_ucx().empty()) GTEST_SKIP() << why_no_ucx();
-  }
-  std::vector<std::unique_ptr<Place>> make(int ranks) {
-    Engines engines(GetParam(), ranks);
-    std::vector<std::unique_ptr<Place>> places;
-    for (int rank = 0; rank < ranks; ++rank) places.push_back(std::make_unique<Place>(engines.take(rank)));
-    return places;
-  }
-};
 
 INSTANTIATE_TEST_SUITE_P(On, Wires, ::testing::Values("Threads", "Ucx"),
                          [](const auto& instance) { return instance.param; });
@@ -255,7 +160,8 @@ TEST_P(Wires, SeveralThreadsUseOneWire) {
             return received->done() && sent->done();
           };
           // Some spin, some sleep.
-          EXPECT_TRUE(wait_until(bell, thread % 2 == 0 ? kSpin : kSleep, Deadline::after(60s), ready,
+          EXPECT_TRUE(wait_until(bell, thread % 2 == 0 ? kSpin : kSleep,
+                                 Deadline::after(std::chrono::seconds(60)), ready,
                                  [&] { wire.before_sleep(); }));
           ASSERT_EQ(in, out);
           handles.insert(handles.end(), {received, sent});
@@ -265,23 +171,6 @@ TEST_P(Wires, SeveralThreadsUseOneWire) {
     }
   }
   for (auto& thread : threads) thread.join();
-}
-
-TEST_P(Wires, CancelledReceiveLeavesItsMemoryAndItsMessage) {
-  const auto places = make(2);
-  Bytes first(1000, 9);
-  std::atomic<int> told{0};
-  const Handle request =
-      places[1]->wire->receive(0, {1, 1}, first.data(), first.size(), &places[1]->bell,
-                               [&](RequestStatus status) { told += status == RequestStatus::kCancelled; });
-  places[1]->wire->cancel(request);
-  EXPECT_EQ(request->status(), RequestStatus::kCancelled);
-  EXPECT_EQ(told, 1);
-  places[1]->wire->cancel(request);  // again: nothing
-  EXPECT_EQ(told, 1);
-  EXPECT_EQ(places[0]->send(1, {1, 1}, pattern(1000, 3)), RequestStatus::kSucceeded);
-  EXPECT_EQ(places[1]->receive(0, {1, 1}, 1000), pattern(1000, 3));
-  EXPECT_EQ(first, Bytes(1000, 9));
 }
 
 TEST_P(Wires, MessageLongerThanItsReceiveFails) {
@@ -310,65 +199,6 @@ TEST_P(Wires, ShorterMessageTellsItsSize) {
   EXPECT_EQ(request->bytes(), 300u);
   in.resize(300);
   EXPECT_EQ(in, pattern(300, 1));
-}
-
-TEST_P(Wires, LostPeerEndsAllThatConcernsIt) {
-  const auto places = make(3);
-  Bytes in(1000);
-  const Handle asleep = places[0]->wire->receive(1, {1, 1}, in.data(), in.size(), &places[0]->bell);
-  const Handle other = places[0]->wire->receive(2, {1, 1}, in.data(), in.size(), &places[0]->bell);
-  // The two know each other by then, though only the one receives.
-  EXPECT_EQ(places[1]->send(0, {1, 7}, pattern(10, 1)), RequestStatus::kSucceeded);
-  EXPECT_EQ(places[0]->receive(1, {1, 7}, 10), pattern(10, 1));
-  std::thread waiter([&] { EXPECT_EQ(places[0]->wait(asleep, kSleep), RequestStatus::kPeerLost); });
-  while (places[0]->bell.sleeping.load() == 0) std::this_thread::yield();
-  EXPECT_FALSE(places[0]->wire->lost(1));
-  places[1]->wire.reset();
-  waiter.join();
-  places[0]->someone_lost.wait();
-  EXPECT_EQ(places[0]->lost_rank, 1);
-  EXPECT_EQ(places[0]->lost_reason, "it has closed the connection");
-  EXPECT_EQ(places[0]->wire->lost(1), "it has closed the connection");
-  EXPECT_EQ(places[0]->send(1, {1, 2}, in), RequestStatus::kPeerLost);
-  const Handle late = places[0]->wire->receive(1, {1, 3}, in.data(), in.size(), &places[0]->bell);
-  EXPECT_EQ(places[0]->wait(late), RequestStatus::kPeerLost);
-  // The others go on.
-  EXPECT_FALSE(other->done());
-  EXPECT_EQ(places[2]->send(0, {1, 1}, pattern(1000, 4)), RequestStatus::kSucceeded);
-  EXPECT_EQ(places[0]->wait(other), RequestStatus::kSucceeded);
-  EXPECT_EQ(in, pattern(1000, 4));
-  EXPECT_EQ(places[0]->losses, 1);
-}
-
-TEST_P(Wires, AnAbandonedRankTouchesNoMemoryAnyMore) {
-  const auto places = make(2);
-  EXPECT_EQ(places[1]->send(0, {1, 7}, pattern(10, 1)), RequestStatus::kSucceeded);
-  EXPECT_EQ(places[0]->receive(1, {1, 7}, 10), pattern(10, 1));
-  Bytes in(1000, 9);
-  const Bytes out = pattern(kLong, 1);
-  const Handle receive = places[0]->wire->receive(1, {1, 1}, in.data(), in.size(), &places[0]->bell);
-  const Handle send = places[0]->wire->send(1, {1, 1}, out.data(), out.size(), &places[0]->bell);
-  EXPECT_TRUE(places[0]->wire->awaits(1));
-  places[0]->wire->abandon(1, "it is silent");
-  EXPECT_EQ(receive->status(), RequestStatus::kPeerLost);
-  EXPECT_TRUE(send->done());
-  EXPECT_FALSE(places[0]->wire->awaits(1));
-  EXPECT_EQ(places[0]->wire->lost(1), "it is silent");
-  EXPECT_EQ(places[0]->lost_rank, 1);
-  places[0]->wire->abandon(1, "again");
-  EXPECT_EQ(places[0]->losses, 1);
-  // What the other end sends now finds nothing.
-  const Bytes late = pattern(in.size(), 2);
-  const Handle sent = places[1]->wire->send(0, {1, 1}, late.data(), late.size(), &places[1]->bell);
-  for (int round = 0; round < 1000; ++round) {
-    places[1]->wire->progress();
-    places[0]->wire->progress();
-  }
-  EXPECT_EQ(in, Bytes(1000, 9));
-  // When this end goes, the other one has lost it.
-  places[0]->wire.reset();
-  places[1]->someone_lost.wait();
-  EXPECT_EQ(places[1]->lost_rank, 0);
 }
 
 TEST_P(Wires, ActivityAndAwaitedRanksAreCounted) {
@@ -400,152 +230,6 @@ TEST_P(Wires, ActivityAndAwaitedRanksAreCounted) {
   wire.cancel(asked);
 }
 
-TEST_P(Wires, LastMessagesOfARankThatEndsArrive) {
-  const auto places = make(2);
-  const Bytes data = pattern(kLong, 3);
-  Bytes in(kLong);
-  const Handle received = places[0]->wire->receive(1, {1, 1}, in.data(), in.size(), &places[0]->bell);
-  EXPECT_EQ(places[1]->send(0, {1, 1}, data), RequestStatus::kSucceeded);
-  EXPECT_EQ(places[1]->send(0, {1, 2}, pattern(5000, 2)), RequestStatus::kSucceeded);
-  places[1]->wire.reset();
-  EXPECT_EQ(places[0]->wait(received), RequestStatus::kSucceeded);
-  EXPECT_EQ(in, data);
-  places[0]->someone_lost.wait();
-  EXPECT_EQ(places[0]->receive(1, {1, 2}, 5000), pattern(5000, 2));  // had come before
-}
-
-TEST_P(Wires, EndWithOpenRequestsCancelsThem) {
-  const auto places = make(2);
-  Bytes in(1000);
-  const Bytes out(kLong);
-  std::atomic<int> told{0};
-  const auto note = [&](RequestStatus) { ++told; };
-  const Handle receive = places[0]->wire->receive(1, {1, 1}, in.data(), in.size(), nullptr, note);
-  const Handle send = places[0]->wire->send(1, {1, 2}, out.data(), out.size(), nullptr, note);
-  places[0]->wire.reset();
-  EXPECT_EQ(receive->status(), RequestStatus::kCancelled);
-  EXPECT_TRUE(send->done());
-  EXPECT_EQ(told, 2);
-  EXPECT_EQ(places[0]->losses, 0);
-}
-
-TEST_P(Wires, ForkedChildDoesNothing) {
-  const auto places = make(2);
-  EXPECT_EQ(places[0]->send(1, {1, 1}, pattern(10, 1)), RequestStatus::kSucceeded);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    Bytes in(10);
-    Place& place = *places[1];
-    const bool idle = !place.wire->progress() &&
-                      place.wire->receive(0, {1, 1}, in.data(), 10)->status() == RequestStatus::kFailed;
-    place.wire->before_sleep();
-    place.wire.reset();
-    ::_exit(idle ? 0 : 1);
-  }
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_EQ(status, 0);
-  EXPECT_EQ(places[1]->receive(0, {1, 1}, 10), pattern(10, 1));
-  EXPECT_EQ(places[1]->losses, 0);
-}
-
-// Engines alone, where nothing moves until the test says so.
-
-TEST_P(Wires, CancelledSendArrivesAsItWasOrNotAtAll) {
-  Engines engines(GetParam(), 2);
-  const auto sender = engines.take(0);
-  const auto receiver = engines.take(1);
-  Bytes out = pattern(kLong, 1);
-  Bytes in(kLong);
-  Operation send;
-  Operation receive;
-  Operation next;
-  send.peer = 1;
-  receive.peer = next.peer = 0;
-  sender->send(send, {1, 1}, out.data(), out.size());
-  for (int round = 0; round < 5; ++round) sender->progress();
-  ASSERT_EQ(send.status, RequestStatus::kPending);
-  sender->cancel(send);
-  EXPECT_EQ(send.status, RequestStatus::kCancelled);
-  std::fill(out.begin(), out.end(), 0xff);
-  receiver->receive(receive, {1, 1}, in.data(), in.size());
-  // What is sent later still comes, after what was cancelled.
-  Operation send_next;
-  send_next.peer = 1;
-  uint8_t byte = 0;
-  sender->send(send_next, {1, 2}, out.data(), 1);
-  receiver->receive(next, {1, 2}, &byte, 1);
-  while (next.status == RequestStatus::kPending) {
-    sender->progress();
-    receiver->progress();
-  }
-  EXPECT_EQ(next.status, RequestStatus::kSucceeded);
-  if (receive.status == RequestStatus::kPending) {
-    receiver->cancel(receive);
-    EXPECT_EQ(in, Bytes(kLong));
-  } else {
-    EXPECT_EQ(receive.status, RequestStatus::kSucceeded);
-    EXPECT_EQ(in, pattern(kLong, 1));
-  }
-}
-
-TEST_P(Wires, ReceiveThatIsCancelledHalfWayLeavesItsMemoryAlone) {
-  Engines engines(GetParam(), 2);
-  const auto sender = engines.take(0);
-  const auto receiver = engines.take(1);
-  const Bytes out(kLong, 1);
-  Bytes in(kLong, 0);
-  Operation send;
-  Operation receive;
-  send.peer = 1;
-  receive.peer = 0;
-  receiver->receive(receive, {1, 1}, in.data(), in.size());
-  sender->send(send, {1, 1}, out.data(), out.size());
-  while (in.front() == 0) {
-    sender->progress();
-    receiver->progress();
-  }
-  if (receive.status == RequestStatus::kPending) {
-    receiver->cancel(receive);
-    EXPECT_EQ(receive.status, RequestStatus::kCancelled);
-  }
-  std::fill(in.begin(), in.end(), 7);
-  while (send.status == RequestStatus::kPending) {
-    sender->progress();
-    receiver->progress();
-  }
-  for (int round = 0; round < 10'000 && receiver->progress(); ++round) {
-  }
-  EXPECT_EQ(in, Bytes(kLong, 7));
-  // The connection lives.
-  Operation send_next;
-  Operation next;
-  send_next.peer = 1;
-  next.peer = 0;
-  sender->send(send_next, {1, 2}, out.data(), 100);
-  receiver->receive(next, {1, 2}, in.data(), 100);
-  while (next.status == RequestStatus::kPending) {
-    sender->progress();
-    receiver->progress();
-  }
-  EXPECT_EQ(next.status, RequestStatus::kSucceeded);
-}
-
-TEST(ThreadHub, DisconnectedRanksLoseEachOther) {
-  const auto hub = ThreadHub::make(2);
-  std::vector<std::unique_ptr<Place>> places;
-  for (int rank = 0; rank < 2; ++rank) places.push_back(std::make_unique<Place>(hub->make_engine(rank)));
-  places[0]->wire->connect(1, places[1]->wire->address());
-  places[1]->wire->connect(0, places[0]->wire->address());
-  Bytes in(10);
-  const Handle request = places[0]->wire->receive(1, {1, 1}, in.data(), in.size(), &places[0]->bell);
-  hub->disconnect(0, 1);
-  EXPECT_EQ(places[0]->wait(request, kSleep), RequestStatus::kPeerLost);
-  for (const auto& place : places) place->someone_lost.wait();
-  EXPECT_EQ(places[1]->lost_rank, 0);
-  EXPECT_EQ(places[1]->lost_reason, "disconnected");
-}
-
 class UcxEngines : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -561,37 +245,6 @@ TEST_F(UcxEngines, DescribeThemselves) {
 TEST_F(UcxEngines, NameTheInterfaceThatIsNotThere) {
   EXPECT_THAT(testing::message_of([] { make_ucx_engine(0, {.interface = "absent0"}); }),
               HasSubstr("can't use the network interface 'absent0'"));
-}
-
-TEST_F(UcxEngines, KilledProcessIsLost) {
-  const auto outcomes = testing::run_ranks_collect(
-      2,
-      [](int rank) {
-        const World world = rendezvous();
-        Place place(make_ucx_engine(rank, {.interface = "lo"}));
-        const std::string own = place.wire->address();
-        const std::string peer = std::to_string(1 - rank);
-        world.store->set("address" + std::to_string(rank), std::vector<uint8_t>(own.begin(), own.end()));
-        const auto address = world.store->get("address" + peer);
-        place.wire->connect(1 - rank, std::string(address.begin(), address.end()));
-        if (rank == 1) {
-          EXPECT_EQ(place.send(0, {1, 1}, pattern(100'000, 1)), RequestStatus::kSucceeded);
-          world.store->get("rank 0 waits");
-          ::raise(SIGKILL);
-        }
-        // This rank has sent nothing itself.
-        EXPECT_EQ(place.receive(1, {1, 1}, 100'000), pattern(100'000, 1));
-        Bytes in(10);
-        const Handle request = place.wire->receive(1, {1, 2}, in.data(), in.size(), &place.bell);
-        world.store->set("rank 0 waits", std::vector<uint8_t>{1});
-        EXPECT_EQ(place.wait(request, kSleep), RequestStatus::kPeerLost);
-        place.someone_lost.wait();
-        EXPECT_EQ(place.lost_rank, 1);
-        EXPECT_THAT(place.lost_reason, HasSubstr("the connection is lost (UCX: "));
-      },
-      {.expected_failures = {1}});
-  EXPECT_EQ(outcomes[0].exit_status, 0) << outcomes[0].exception.value_or(outcomes[0].output);
-  EXPECT_EQ(outcomes[1].signal, SIGKILL);
 }
 
 TEST(ThreadHub, WhatIsSentOverACutComesOnceItHeals) {
