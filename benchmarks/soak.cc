@@ -42,6 +42,7 @@
 namespace {
 
 using lockstep::bench::Board;
+using lockstep::bench::Failure;
 using lockstep::bench::Plan;
 using lockstep::bench::Report;
 using lockstep::bench::State;
