@@ -10,7 +10,7 @@ how the victim failed. What can be known decides what is asked for:
 - a mismatch is told by what each rank called. Of all_to_all with sizes that don't fit one pair is named, which the victim
   belongs to: which of the two is wrong no rank can know. A message that does not fit is an error of its receiver alone, and
   the group goes on.
-- a rank that is alone on its host may be told as lost, without its signal or status.
+- a rank on another host may be told as lost, without its signal or status.
 - a rank that ends by exit() leaves its groups on the way, and aborts one with calls that are not done.
 The victim is judged by how its process ends, and, where it goes on after its failure, by whether it has an error itself.
 
@@ -288,9 +288,9 @@ def patterns(one, number, reader):
         called = rf"(?:: |; )rank {rank}: "
         return (rf"{called}|rank {rank} sends \d+ bytes|to rank {rank}, which expects|rank {rank} (?:sent|expects) ",
                 rf"{called}{one['ranks'][rank]['lanes'][number]['call']}\(|sends \d+ bytes|rank {rank} (?:sent|expects) ")
-    # Of a rank that is alone on its host no other one there can say how it ended.
+    # Of a rank on another host how it ended may not be known: where it is alone no other one can say, else it may come too late.
     host_of = one.get("host_of") or [0] * len(one["ranks"])
-    lost = rf"|{who} is lost: .*its process has ended" if host_of.count(host_of[rank]) == 1 else ""
+    lost = rf"|{who} is lost: .*its process has ended" if host_of[rank] != host_of[reader] else ""
     killed = rf"{who} (?:was )?killed|{who} ended{lost}", "signal 9"
     return {"kill": killed, "brief_cut": killed,
             "stop": (rf"(?:waiting for|for which|which waits for) {who}(?!, (?:for which|which waits for|and))|"
@@ -298,5 +298,5 @@ def patterns(one, number, reader):
             "abort": (rf"aborted by {who}", "aborted by"),
             "exception": (rf"aborted by {who}", "aborted by"),
             "destroy": (rf"{who} has left the group", "has left"),
-            "exit": (rf"{who} (?:has left the group|exited|ended)|aborted by {who}", "has left|status 3|aborted by"),
+            "exit": (rf"{who} (?:has left the group|exited|ended)|aborted by {who}{lost}", "has left|status 3|aborted by"),
             "quick_exit": (rf"{who} (?:exited|ended){lost}", "status 4")}[failure]
