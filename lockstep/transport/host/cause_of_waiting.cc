@@ -19,6 +19,8 @@ WaitRecords& HostTransport::wait_records() const {
 }
 
 int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
+  GivenUpWait& given_up = header_of(arena_->segment(0)->data()).given_up;
+  given_up.note(ranks.front());  // asking takes time, in which this rank is in no wait
   int cause = cause_known_here(ranks);
   std::vector<bool> asked(world_size());
   while (!is_here(cause) && !has_ended(cause)) {
@@ -29,8 +31,7 @@ int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
     if (next == rank_ || asked[next]) break;  // they wait for each other
     cause = next;
   }
-  std::lock_guard lock(segments_mutex_);
-  last_cause_.emplace(cause, Deadline::after(kAnswerPatience));
+  given_up.note(cause);
   return cause;
 }
 
@@ -51,7 +52,10 @@ int HostTransport::cause_known_here(const std::vector<int>& ranks) const {
     }
     // Threads that play ranks are stopped all or none.
     if (at != rank_ && fellow_threads_.empty() && (has_ended(at) || is_stopped(at))) return at;
-    const std::vector<int> awaited = awaited_by(at);
+    std::vector<int> awaited = awaited_by(at);
+    if (awaited.empty() && at != rank_) {
+      if (const auto cause = given_up_by(at)) awaited.push_back(*cause);
+    }
     open.insert(open.end(), awaited.begin(), awaited.end());
     // The rank that asks waits.
     if (awaited.empty() && at != rank_ && waits_for_none < 0) waits_for_none = at;
@@ -77,6 +81,13 @@ std::vector<int> HostTransport::awaited_by(int rank) const {
     awaited.push_back(peer);
   }
   return awaited;
+}
+
+/// Which rank has kept one of this host waiting until it gave up just now. That it has failed may not be known yet.
+std::optional<int> HostTransport::given_up_by(int rank) const {
+  const auto cause =
+      header_of(peers_[rank]->bases[0].load(std::memory_order_acquire)).given_up.recent_cause();
+  return cause && *cause >= 0 && *cause < world_size() ? cause : std::nullopt;
 }
 
 /// Which rank keeps one on another host waiting, as that one says; nothing if it does not answer.
@@ -110,15 +121,9 @@ std::optional<int> HostTransport::ask_for_cause(int rank) {
 void HostTransport::tell_cause(int rank) {
   ControlMessage answer;
   answer.kind = ControlMessage::Kind::kCause;
-  // Ranks that wait for each other are all the cause: then it is the first for which this one waits. One that has just
-  // given up was held up until then; that it has failed may not be known yet where the question comes from.
+  // Ranks that wait for each other are all the cause: then it is the first for which this one waits.
   const std::vector<int> awaited = awaited_by(rank_);
-  if (!awaited.empty()) {
-    answer.rank = cause_known_here(awaited);
-  } else {
-    std::lock_guard lock(segments_mutex_);
-    answer.rank = last_cause_ && !last_cause_->second.expired() ? last_cause_->first : rank_;
-  }
+  answer.rank = awaited.empty() ? given_up_by(rank_).value_or(rank_) : cause_known_here(awaited);
   answer.number = is_stopped(answer.rank) ? 1 : 0;
   tell(rank, answer);
 }

@@ -25,6 +25,7 @@ struct alignas(64) ProcessHeader {
   int32_t pid = 0;
   std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
   WaitRecords waits;
+  GivenUpWait given_up;
   std::array<EndOfFarRank, 8> far_ends;  // the first ones; written by one thread at a time
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);

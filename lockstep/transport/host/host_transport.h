@@ -200,6 +200,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void hear(int from, const ControlMessage& message);
   int cause_known_here(const std::vector<int>& ranks) const;
   std::vector<int> awaited_by(int rank) const;
+  std::optional<int> given_up_by(int rank) const;
   std::optional<int> ask_for_cause(int rank);
   void tell_cause(int rank);
   void hear_cause(int from, const ControlMessage& message);
@@ -237,8 +238,6 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   mutable std::mutex segments_mutex_;
   mutable std::condition_variable segments_changed_;
-  // For which rank this one has waited in vain, and how long that is told to those who ask; segments_mutex_.
-  std::optional<std::pair<int, Deadline>> last_cause_;
 
   std::mutex groups_mutex_;
   std::unordered_set<GroupMembers*> groups_;

@@ -1,6 +1,32 @@
+#include <chrono>
+
 #include <lockstep/transport/host/wait_record.h>
 
 namespace lockstep::transport {
+namespace {
+
+// GivenUpWait: milliseconds of the steady clock, which processes of a host share, and the cause.
+constexpr int kCauseBits = 16;
+/// As long as asking other hosts may take.
+constexpr uint64_t kRecentMilliseconds = 2000;
+
+uint64_t steady_milliseconds() {
+  using std::chrono::milliseconds;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::duration_cast<milliseconds>(now).count());
+}
+
+}  // namespace
+
+void GivenUpWait::note(int cause) {
+  word_.store(steady_milliseconds() << kCauseBits | static_cast<uint64_t>(cause), std::memory_order_release);
+}
+
+std::optional<int> GivenUpWait::recent_cause() const {
+  const uint64_t word = word_.load(std::memory_order_acquire);
+  if (word == 0 || steady_milliseconds() - (word >> kCauseBits) > kRecentMilliseconds) return std::nullopt;
+  return static_cast<int>(word & ((1 << kCauseBits) - 1));
+}
 
 RecordedWait::RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word,
                            uint64_t value) {

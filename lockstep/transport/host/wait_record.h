@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include <lockstep/transport/host/memory/arena.h>
 
@@ -22,6 +23,18 @@ struct alignas(64) WaitRecord {
 /// Of the waits of one process that have lasted long enough to sleep. More threads than records: the others'
 /// waits are not seen.
 using WaitRecords = std::array<WaitRecord, 16>;
+
+/// Which rank has kept one waiting in vain: for some seconds from its deadline on, while it looks for the cause and fails,
+/// the others that wait for it find out here what held it up. Thread-safe.
+class GivenUpWait {
+ public:
+  /// `cause`: a rank of the transport.
+  void note(int cause);
+  std::optional<int> recent_cause() const;
+
+ private:
+  std::atomic<uint64_t> word_{0};  // the cause, and when it was noted; 0: none yet
+};
 
 /// A wait in progress, recorded while this lives. Thread-safe.
 class RecordedWait {
