@@ -14,7 +14,7 @@ struct ControlMessage {
   enum class Kind : uint32_t {
     kFailure,      // a group has failed
     kLeave,        // the sender takes no further part in a group
-    kMeet,         // the sender has messages with this rank, and wants to hear when it leaves a group
+    kMeet,         // the sender has messages with this rank, and wants to hear what happens to a group
     kLeaveJob,     // the sender ends in good order, or (number 1) has given the receiver up
     kEndOfFellow,  // how another rank of the sender's host has ended
     kAskForCause,  // which rank keeps the receiver waiting?
@@ -25,10 +25,11 @@ struct ControlMessage {
   };
 
   Kind kind = Kind::kFailure;
-  uint32_t group = 0;     // by the receiver's number for it: see HostTransport::add_listener()
-  uint64_t sequence = 0;  // kFailure: of the operation; 0: whichever is in progress
-  uint32_t failure = 0;   // FailureKind
-  int32_t rank = -1;      // kFailure: the cause; the others: which one. Of the transport
+  uint32_t group = 0;  // by the receiver's number for it: see HostTransport::add_listener()
+  // kFailure: of the operation; 0: whichever is in progress. kLeave: the first without the sender; 0: not known.
+  uint64_t sequence = 0;
+  uint32_t failure = 0;  // FailureKind
+  int32_t rank = -1;     // kFailure: the cause; the others: which one. Of the transport
   uint32_t number = 0;  // kMeet: the sender's number for the group; kCause, kState: 1 if that rank is stopped
   std::array<char, 512> text{};  // ends with 0
 

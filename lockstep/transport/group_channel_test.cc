@@ -212,6 +212,22 @@ TEST(GroupChannel, ALeaverIsNoticedByARankThatHasHadNoMessagesWithIt) {
   });
 }
 
+TEST(GroupChannel, ALeaverIsNoticedWhereNoRankWaitsForIt) {
+  on_hosts({0, 0, 1, 1}, [](GroupChannel& channel) {
+    if (channel.rank() == 1) return channel.leave();
+    const auto names_the_leaver = AllOf(StartsWith("rank 1 (pid "), HasSubstr("has left the group"));
+    if (channel.rank() == 2) {  // waits for rank 3
+      EXPECT_THAT(failure_of([&] { begin(channel); }, FailureKind::kPeerLeft), names_the_leaver);
+      return;
+    }
+    uint64_t memory = 0;
+    const auto receiving =
+        channel.messages().receive(&memory, {sizeof memory, 1}, 3 - channel.rank(), 0, Deadline::after(60s));
+    EXPECT_TRUE(channel.messages().wait(receiving));
+    EXPECT_THAT(text_of(channel.messages().error(receiving)), names_the_leaver);
+  });
+}
+
 TEST(GroupChannel, ATimeoutNamesTheRankForWhichTheOtherHostWaits) {
   std::barrier on_first_host(2);
   const auto name = [](int rank) {

@@ -209,8 +209,10 @@ void HostsLink::leave() {
   if (has_told_leave_.exchange(true)) return;
   ControlMessage message;
   message.kind = ControlMessage::Kind::kLeave;
+  message.sequence = host_ ? host_->sequence() + 1 : 0;
+  // All, not only those with which it has messages: they may wait for ranks that wait for it.
   for (int rank = 0; rank < layout_.size(); ++rank) {
-    if (met_[rank].load()) tell(rank, message);
+    if (layout_.host_of[rank] != layout_.host()) tell(rank, message);
   }
 }
 
@@ -261,7 +263,9 @@ void HostsLink::on_control(int from, const ControlMessage& message) {
     left_[rank].store(true, std::memory_order_release);
     leavings_.fetch_add(1, std::memory_order_release);
     std::lock_guard lock(mutex_);
-    if (host_) host_->members().wake_waiters();
+    if (!host_) return;
+    if (message.sequence > 0) host_->note_absence(from, message.sequence);
+    host_->members().wake_waiters();
     return;
   }
   const bool known = message.failure > 0 &&

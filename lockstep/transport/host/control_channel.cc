@@ -91,6 +91,7 @@ void ControlChannel::pass_on(int from, const ControlMessage& message) {
     send(from, answer);
   }
   answer.kind = ControlMessage::Kind::kLeave;
+  answer.sequence = 0;
   answer.group = message.number;
   send(from, answer);
 }

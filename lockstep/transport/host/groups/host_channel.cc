@@ -381,7 +381,9 @@ void HostChannel::await(Wait& wait) {
     const uint32_t endings = transport().endings();
     // A rank that has gone after an abort is not the cause. Where it is seen to have gone, the abort that it has told of
     // is seen, too.
-    const auto gone = wait.gone();
+    auto gone = wait.gone();
+    if (!gone && lacks_a_member())
+      gone = {FailureKind::kPeerLeft, absent_rank_.load(std::memory_order_relaxed)};
     if (gone && !members_->is_aborted(sequence()) && give_up(gone->kind, gone->culprit, complete)) return;
     bool woken = false;
     try {
@@ -389,7 +391,7 @@ void HostChannel::await(Wait& wait) {
           bell, wait.policy(), deadline_,
           [&] {
             return wait.complete() || members_->fails(sequence()) || transport().endings() != endings ||
-                   wait.has_changed();
+                   wait.has_changed() || lacks_a_member();
           },
           [&] { wait.before_sleep(); });
     } catch (...) {
@@ -421,6 +423,13 @@ void HostChannel::await(Wait& wait) {
       if (give_up(FailureKind::kTimeout, cause, complete)) return;
     }
   }
+}
+
+void HostChannel::note_absence(int rank, uint64_t first) {
+  if (first >= first_absence_.load(std::memory_order_relaxed)) return;
+  absent_rank_.store(rank, std::memory_order_relaxed);
+  first_absence_.store(first, std::memory_order_release);
+  members_->wake_waiters();
 }
 
 /// True if what this rank waits for has come after all, so that it goes on.

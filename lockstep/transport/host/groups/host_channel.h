@@ -163,6 +163,9 @@ class HostChannel {
   /// The same because of what has happened on another host: all members here throw its kind with its text, in the
   /// operation that has failed there or a later one.
   void fail_from_outside(const GroupFailure& failure) { members_->fail_from_outside(failure); }
+  /// A member on another host takes part in none from the operation `first` on: those fail with its loss, also where all that
+  /// this rank waits for is on its own host. `rank`: of the transport. From any thread.
+  void note_absence(int rank, uint64_t first);
   /// Whether the next operation fails, if not that in progress.
   bool failed() const { return members_->fails(sequence() + 1); }
   /// The operation that abort() fails, if it was called now.
@@ -204,6 +207,7 @@ class HostChannel {
   bool give_up(FailureKind kind, int culprit, Complete&& complete);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
   std::vector<int> not_announced() const;
+  bool lacks_a_member() const { return first_absence_.load(std::memory_order_acquire) <= sequence(); }
 
   std::shared_ptr<GroupMembers> members_;
   const int rank_;
@@ -223,6 +227,8 @@ class HostChannel {
   /// Whether the last operation has succeeded here, or was decided to have failed. Otherwise this rank has
   /// left it by an error of its own, and its flags may have let others succeed.
   std::atomic<bool> concluded_{true};
+  std::atomic<uint64_t> first_absence_{UINT64_MAX};  // see note_absence()
+  std::atomic<int> absent_rank_{-1};
   std::exception_ptr interruption_;
 
   std::byte* scratch_ = nullptr;
