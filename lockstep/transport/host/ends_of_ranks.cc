@@ -16,16 +16,20 @@ std::string HostTransport::describe_end(int rank) const {
   Peer& peer = *peers_[rank];
   if (!is_here(rank)) {
     // The rank's neighbours notice its end as soon as this one, and know more of it. They tell this one, or one of its
-    // own neighbours; on a busy host that takes a while.
+    // own neighbours; on a busy host that takes a while. All threads that ask wait for the same time.
     std::unique_lock lock(segments_mutex_);
-    const bool first = !std::exchange(peer.asked_for_end, true);
-    const auto least = Deadline::after(std::chrono::milliseconds(first ? 300 : 0));
-    const auto patience = Deadline::after(std::chrono::seconds(first ? 2 : 0));
+    if (peer.patience_for_end.is_never()) {
+      peer.least_patience_for_end = Deadline::after(std::chrono::milliseconds(300));
+      peer.patience_for_end = Deadline::after(std::chrono::seconds(2));
+    }
     while (true) {
       const EndOfFarRank* heard = peer.end.empty() ? end_of_far_rank(rank) : nullptr;
       if (heard != nullptr) peer.end = heard->text.data();
       if (!peer.end.empty()) return describe(rank) + " " + peer.end;
-      if (least.expired() && (patience.expired() || witnesses_of(rank).empty())) break;
+      if (peer.least_patience_for_end.expired() &&
+          (peer.patience_for_end.expired() || witnesses_of(rank).empty())) {
+        break;
+      }
       segments_changed_.wait_for(lock, std::chrono::milliseconds(10));
     }
     // What its host says comes first: the rank may have ended at a moment at which this process had no descriptor, too.

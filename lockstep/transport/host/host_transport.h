@@ -160,9 +160,11 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Peer {
     PeerLink link;
     std::atomic<bool> ended{false};
-    std::string host;            // its name; empty in a job on one host
-    std::string wire;            // of a rank on another host: what its wire says of itself
-    bool asked_for_end = false;  // describe_end() has waited for it before; under segments_mutex_
+    std::string host;  // its name; empty in a job on one host
+    std::string wire;  // of a rank on another host: what its wire says of itself
+    // How long describe_end() waits to hear of it, from the first call on; under segments_mutex_.
+    Deadline least_patience_for_end = Deadline::never();
+    Deadline patience_for_end = Deadline::never();
     std::string end;  // how a rank on another host has ended, if that is known; under segments_mutex_
     bool end_is_certain = false;  // its host, or the rank itself, has said so; under segments_mutex_
     std::string own_fault;        // of this process, by which the connection was lost; under segments_mutex_

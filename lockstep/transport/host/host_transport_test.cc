@@ -1,4 +1,5 @@
 #include <array>
+#include <barrier>
 #include <exception>
 #include <gmock/gmock.h>
 #include <memory>
@@ -22,6 +23,7 @@
 namespace lockstep::transport::host_transport_test {
 namespace {
 
+using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -142,6 +144,23 @@ TEST(HostTransport, OtherHostsHearHowARankHasEnded) {
     EXPECT_THAT(job.transports[rank]->describe_end(3),
                 StartsWith("rank 3 " + own_pid() + " on node-b) left the job in good order"));
   }
+}
+
+TEST(HostTransport, AllThreadsThatAskHearHowARankHasEnded) {
+  Job job({0, 0, 1, 1}, wire::ThreadHub::make(4));
+  std::array<std::string, 3> answers;
+  std::barrier asking(4);
+  std::vector<std::thread> threads;
+  for (std::string& answer : answers) {
+    threads.emplace_back([&] {
+      asking.arrive_and_wait();
+      answer = job.transports[0]->describe_end(3);
+    });
+  }
+  asking.arrive_and_wait();
+  job.transports[3].reset();
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(answers, Each(HasSubstr("left the job in good order")));
 }
 
 TEST(HostTransport, HostsThatCanNotReachEachOtherAreNamedWithBothEnds) {
