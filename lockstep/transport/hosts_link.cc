@@ -46,7 +46,10 @@ HostsLink::HostsLink(std::shared_ptr<HostTransport> transport, GroupLayout layou
 
 HostsLink::~HostsLink() {
   if (transport_->in_forked_child()) return;
-  if (host_) host_->set_on_failure({});
+  if (host_) {
+    host_->set_on_failure({});
+    host_->set_ended_outside({});
+  }
   cancel_requests();
   leave();
   transport_->remove_listener(own_number_, last_words_);
@@ -68,6 +71,13 @@ void HostsLink::attach(std::shared_ptr<HostChannel> host) {
   host->set_on_failure([this](const GroupFailure& failure) {
     cancel_requests();
     tell_failure(failure);
+  });
+  host->set_ended_outside([this]() -> std::optional<int> {
+    for (int rank = 0; rank < layout_.size(); ++rank) {
+      if (layout_.host_of[rank] != layout_.host() && transport_->has_ended(members_[rank]))
+        return members_[rank];
+    }
+    return std::nullopt;
   });
   std::lock_guard lock(mutex_);
   host_ = std::move(host);

@@ -147,6 +147,18 @@ TEST(FarRanks, ARankThatSaysGoodbyeIsAbandonedThoughItsConnectionStays) {
   });
 }
 
+TEST(FarRanks, AnEndIsNoticedWhereNoRankWaitsForTheOneThatHasEnded) {
+  CutHosts hosts({0, 1, 1}, 10s);
+  hosts.run([&](GroupChannel& channel) {
+    if (channel.rank() == 1) {  // waits for rank 2
+      hosts.hub->disconnect(0, 1);
+      EXPECT_THAT(failure_of([&] { begin(channel); }, FailureKind::kPeerEnded), StartsWith(name(0, 0)));
+    } else {
+      while (!channel.failed() && !channel.transport().has_ended(1)) std::this_thread::yield();
+    }
+  });
+}
+
 TEST(FarRanks, ASilentHostIsNamedWithItsRanks) {
   CutHosts hosts({0, 0, 1, 1}, 2s);
   std::barrier met(4);

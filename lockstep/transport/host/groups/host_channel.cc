@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
@@ -121,6 +122,8 @@ void HostChannel::announce(const Announcement& announcement) {
 
 void HostChannel::await_announcements(const PayloadCombiner* combiner,
                                       const std::function<std::string()>& explain) {
+  announcing_ = true;
+  const auto announced = c10::make_scope_exit([this] { announcing_ = false; });
   const bool same = size() <= kFlatRanks ? await_flat() : await_tree(combiner);
   if (!same) refuse(explain ? explain() : kDifferentOperations);
 }
@@ -382,8 +385,7 @@ void HostChannel::await(Wait& wait) {
     // A rank that has gone after an abort is not the cause. Where it is seen to have gone, the abort that it has told of
     // is seen, too.
     auto gone = wait.gone();
-    if (!gone && lacks_a_member())
-      gone = {FailureKind::kPeerLeft, absent_rank_.load(std::memory_order_relaxed)};
+    if (!gone) gone = gone_outside();
     if (gone && !members_->is_aborted(sequence()) && give_up(gone->kind, gone->culprit, complete)) return;
     bool woken = false;
     try {
@@ -423,6 +425,15 @@ void HostChannel::await(Wait& wait) {
       if (give_up(FailureKind::kTimeout, cause, complete)) return;
     }
   }
+}
+
+std::optional<OutsideWait::Gone> HostChannel::gone_outside() const {
+  if (lacks_a_member()) {
+    return OutsideWait::Gone{FailureKind::kPeerLeft, absent_rank_.load(std::memory_order_relaxed)};
+  }
+  if (!announcing_ || !ended_outside_ || transport().endings() == 0) return std::nullopt;
+  const auto ended = ended_outside_();
+  return ended ? std::optional(OutsideWait::Gone{FailureKind::kPeerEnded, *ended}) : std::nullopt;
 }
 
 void HostChannel::note_absence(int rank, uint64_t first) {

@@ -163,6 +163,11 @@ class HostChannel {
   /// The same because of what has happened on another host: all members here throw its kind with its text, in the
   /// operation that has failed there or a later one.
   void fail_from_outside(const GroupFailure& failure) { members_->fail_from_outside(failure); }
+  /// For a group over hosts: a member on another one that has ended, as a rank of the transport. Before all of this host have
+  /// announced an operation no host can have completed it, so it fails then, whichever rank this one waits for.
+  void set_ended_outside(std::function<std::optional<int>()> ended_outside) {
+    ended_outside_ = std::move(ended_outside);
+  }
   /// A member on another host takes part in none from the operation `first` on: those fail with its loss, also where all that
   /// this rank waits for is on its own host. `rank`: of the transport. From any thread.
   void note_absence(int rank, uint64_t first);
@@ -207,6 +212,7 @@ class HostChannel {
   bool give_up(FailureKind kind, int culprit, Complete&& complete);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
   std::vector<int> not_announced() const;
+  std::optional<OutsideWait::Gone> gone_outside() const;
   bool lacks_a_member() const { return first_absence_.load(std::memory_order_acquire) <= sequence(); }
 
   std::shared_ptr<GroupMembers> members_;
@@ -229,6 +235,8 @@ class HostChannel {
   std::atomic<bool> concluded_{true};
   std::atomic<uint64_t> first_absence_{UINT64_MAX};  // see note_absence()
   std::atomic<int> absent_rank_{-1};
+  std::function<std::optional<int>()> ended_outside_;
+  bool announcing_ = false;  // within await_announcements()
   std::exception_ptr interruption_;
 
   std::byte* scratch_ = nullptr;
