@@ -11,6 +11,8 @@ how the victim failed. What can be known decides what is asked for:
   belongs to: which of the two is wrong no rank can know. A message that does not fit is an error of its receiver alone, and
   the group goes on.
 - a rank on another host may be told as lost, without its signal or status.
+- a stopped rank that is alone on its host is known to those alone that wait for it: not to a receive from any rank, nor to those
+  that wait for that one.
 - a rank that ends by exit() leaves its groups on the way, and aborts one with calls that are not done.
 The victim is judged by how its process ends, and, where it goes on after its failure, by whether it has an error itself.
 
@@ -292,9 +294,11 @@ def patterns(one, number, reader):
     host_of = one.get("host_of") or [0] * len(one["ranks"])
     lost = rf"|{who} is lost: .*its process has ended" if host_of[rank] != host_of[reader] else ""
     killed = rf"{who} (?:was )?killed|{who} ended{lost}", "signal 9"
+    from_any = any(lane["call"].endswith("from any rank") for other in one["ranks"] for lane in other["lanes"])
+    unknown = "|timed out" if from_any and len(set(host_of)) > 1 and host_of.count(host_of[rank]) == 1 else ""
     return {"kill": killed, "brief_cut": killed,
             "stop": (rf"(?:waiting for|for which|which waits for) {who}(?!, (?:for which|which waits for|and))|"
-                     rf"waiting for .*, and {who} is stopped", rf"{who}(?: is the cause)?(?:, which)? is stopped"),
+                     rf"waiting for .*, and {who} is stopped{unknown}", rf"{who}(?: is the cause)?(?:, which)? is stopped"),
             "abort": (rf"aborted by {who}", "aborted by"),
             "exception": (rf"aborted by {who}", "aborted by"),
             "destroy": (rf"{who} has left the group", "has left"),

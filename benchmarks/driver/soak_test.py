@@ -212,12 +212,23 @@ def test_what_is_wrong_over_hosts(failure, error, sequels, problem):
     assert problem in found
 
 
-def test_how_a_rank_that_was_alone_on_its_host_ended_is_not_known():
+@pytest.mark.parametrize("host_of, names", [([0, 1], 1), ([0, 1, 1], 1), ([0, 0], 0)])
+def test_how_a_rank_ended_may_be_unknown_on_other_hosts_only(host_of, names):
     one = over_hosts("kill", f"{FAR} is lost: disconnected; its process has ended, its host is lost or the wire is cut")
+    one["host_of"] = host_of
+    if not names:
+        one["ranks"][0]["lanes"][0]["error"] = one["ranks"][0]["lanes"][0]["error"].replace(FAR, "rank 1 (pid 101)")
     verdict = soak.judge(one)
-    assert (verdict.named, verdict.how, verdict.problems) == (1, 0, [])
-    one["host_of"] = [0, 1, 1]
-    assert len(soak.judge(one).problems) == 1
+    assert (verdict.named, verdict.how, len(verdict.problems)) == (names, 0, 1 - names)
+
+
+@pytest.mark.parametrize("call, names", [("irecv from any rank", 1), ("irecv", 0)])
+def test_a_lone_rank_that_is_stopped_is_unknown_to_receives_from_any_rank(call, names):
+    one = over_hosts("stop", "timed out after 1.5 s")
+    for rank in one["ranks"]:
+        rank["lanes"][0]["call"] = call
+    verdict = soak.judge(one)
+    assert (verdict.named, verdict.how, len(verdict.problems)) == (names, 0, 1 - names)
 
 
 def test_survivors_with_other_bits():
