@@ -220,9 +220,14 @@ void HostsLink::leave() {
   ControlMessage message;
   message.kind = ControlMessage::Kind::kLeave;
   message.sequence = host_ ? host_->sequence() + 1 : 0;
+  std::unique_lock lock(mutex_);
+  auto failure = last_words_;
+  lock.unlock();
   // All, not only those with which it has messages: they may wait for ranks that wait for it.
   for (int rank = 0; rank < layout_.size(); ++rank) {
-    if (layout_.host_of[rank] != layout_.host()) tell(rank, message);
+    if (layout_.host_of[rank] == layout_.host()) continue;
+    if (failure && !met_[rank].load()) tell(rank, *failure);
+    tell(rank, message);
   }
 }
 
