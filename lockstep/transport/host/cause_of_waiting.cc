@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <lockstep/transport/host/end_note.h>
@@ -21,6 +23,38 @@ WaitRecords& HostTransport::wait_records() const {
 int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
   GivenUpWait& given_up = header_of(arena_->segment(0)->data()).given_up;
   given_up.note(ranks.front());  // asking takes time, in which this rank is in no wait
+  const int cause = find_cause(ranks);
+  given_up.note(cause);
+  return cause;
+}
+
+// Notes only what it has found: the others that it looks at did not keep this rank waiting.
+int HostTransport::find_stopped(const std::vector<int>& ranks) {
+  const auto found = [this](int rank) {
+    header_of(arena_->segment(0)->data()).given_up.note(rank);
+    return rank;
+  };
+  std::vector<int> here;
+  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(here),
+               [this](int rank) { return is_here(rank); });
+  // Those that are stopped themselves come before those that they wait for, maybe in other groups.
+  for (const int rank : here) {
+    if (is_stopped(rank)) return found(rank);
+  }
+  // Of ranks that go on, none is more the cause than another.
+  if (!here.empty()) {
+    if (const int cause = find_cause(here); is_stopped(cause)) return found(cause);
+  }
+  const auto patience = Deadline::after(kAnswerPatience);
+  for (const int rank : ranks) {
+    if (is_here(rank)) continue;
+    if (patience.expired()) break;
+    if (const int cause = find_cause({rank}); is_stopped(cause)) return found(cause);
+  }
+  return -1;
+}
+
+int HostTransport::find_cause(const std::vector<int>& ranks) {
   int cause = cause_known_here(ranks);
   std::vector<bool> asked(world_size());
   while (!is_here(cause) && !has_ended(cause)) {
@@ -31,7 +65,6 @@ int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
     if (next == rank_ || asked[next]) break;  // they wait for each other
     cause = next;
   }
-  given_up.note(cause);
   return cause;
 }
 

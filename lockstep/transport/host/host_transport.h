@@ -121,6 +121,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// rank; else the first of them. A guess when several threads of a rank wait at once, or ranks move
   /// meanwhile. Ranks on other hosts are asked: takes up to 2 s for one that does not answer.
   int cause_of_waiting(const std::vector<int>& ranks);
+  /// One that is stopped, of `ranks` or of those that keep them waiting; −1 if none is known. Asks ranks on other hosts in
+  /// turn, for 2 s in all, and until the one that is asked then has answered, for 2 s at most.
+  int find_stopped(const std::vector<int>& ranks);
   WaitRecords& wait_records() const;
   /// Tells the launcher that this rank made an operation fail, for its report.
   void note_culprit(int rank) const;
@@ -200,6 +203,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void start_monitor(bool watches);
   void make_wire(const Options& options);
   void hear(int from, const ControlMessage& message);
+  int find_cause(const std::vector<int>& ranks);
   int cause_known_here(const std::vector<int>& ranks) const;
   std::vector<int> awaited_by(int rank) const;
   std::optional<int> given_up_by(int rank) const;

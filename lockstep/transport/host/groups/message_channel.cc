@@ -351,20 +351,11 @@ ChannelError MessageChannel::peer_gave_up(const Request& request, const char* do
 }
 
 int MessageChannel::stopped_cause() const {
-  HostTransport& transport = members_->transport();
-  std::vector<int> ranks;
-  for (int member = 0; member < members_->size(); ++member) {
-    if (member == members_->rank() || members_->is_gone(member)) continue;
-    ranks.push_back(members_->transport_rank(member));
+  std::vector<int> others;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer != rank_ && !has_left(peer) && !has_ended(peer)) others.push_back(transport_rank(peer));
   }
-  if (ranks.empty()) return -1;
-  // Those that are stopped themselves come before those that they wait for, maybe in other groups.
-  for (int rank : ranks) {
-    if (transport.is_stopped(rank)) return rank;
-  }
-  // Of ranks that go on, none is more the cause than another.
-  const int cause = transport.cause_of_waiting(ranks);
-  return transport.is_stopped(cause) ? cause : -1;
+  return members_->transport().find_stopped(others);
 }
 
 ChannelError MessageChannel::timeout_error(const Request& request, const std::vector<int>& senders, int cause,
