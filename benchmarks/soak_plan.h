@@ -53,7 +53,7 @@ constexpr std::array kSizeNames = {"small", "medium", "large"};
 enum class Hosts { kOne, kPretended, kWired };
 
 /// Within calls, whatever these are; a group's first operation passes the first of them.
-constexpr std::array kFailpoints = {"announce", "exchange", "reduce", "finish"};
+constexpr std::array kFailpoints = {"announce", "announced", "exchange", "reduce", "finish"};
 
 struct Plan {
   uint64_t seed = 0;

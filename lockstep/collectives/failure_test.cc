@@ -95,6 +95,45 @@ TEST_P(DeathBeforeItsMemoryCame, IsToldToAllOthers) {
 INSTANTIATE_TEST_SUITE_P(On, DeathBeforeItsMemoryCame, ::testing::Values(1, 2),
                          [](const auto& info) { return std::to_string(info.param) + "Hosts"; });
 
+class DeathBehindItsAnnouncement : public ::testing::TestWithParam<int> {};
+
+// The last of those that live to come has heard of the death before, and rank 0 never comes: it waits for that one.
+TEST_P(DeathBehindItsAnnouncement, EndsTheOperationOnceAnotherRankComes) {
+  const int hosts = GetParam();
+  if (hosts > 1 && !testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  const auto outcomes = run_ranks_collect(
+      4,
+      [](int rank) {
+        auto world = init_process_group();
+        at::Tensor tensor = at::ones({100'000});
+        if (rank == 3) failpoint::configure("announced=kill(9)");
+        if (rank == 2) {
+          EXPECT_THAT(message_of([&] { recv(tensor); }), HasSubstr("signal 9"));
+        }
+        const auto text = message_of([&] {
+          if (rank == 0) {
+            recv(tensor, 2);
+          } else {
+            barrier();
+          }
+        });
+        EXPECT_TRUE(std::regex_search(
+            text, std::regex("rank 3 \\(pid [0-9]+( on host-1)?\\) (was )?killed by signal 9")))
+            << text;
+      },
+      {.expected_failures = {3}, .hosts = hosts});
+  for (const RankOutcome& outcome : outcomes) {
+    if (outcome.rank == 3) {
+      EXPECT_EQ(outcome.signal.value_or(0), 9);
+    } else {
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(On, DeathBehindItsAnnouncement, ::testing::Values(1, 2),
+                         [](const auto& info) { return std::to_string(info.param) + "Hosts"; });
+
 TEST(Failure, EndsInOtherWaysAreNamedToo) {
   struct End {
     const char* action;

@@ -70,6 +70,10 @@ void HostChannel::begin(const Deadline& deadline, bool background) {
   if (failure_) throw *failure_;
   // Over hosts: an operation that has failed elsewhere, and was told before this rank began it, fails here, too.
   if (on_failure_) transport().await_heard();
+  // One that has ended may have announced the operation before: those that wait for this rank's announcement would wait on.
+  if (const auto ended = ended_member(); ended && !failed() && concluded_.load(std::memory_order_relaxed)) {
+    members_->fail(FailureKind::kPeerEnded, *ended, sequence() + 1);
+  }
   if (failed()) {
     // An abort decides nothing by itself. This rank has not announced the operation, so that no rank can have
     // succeeded in it; but a failure there would hide whether the one before has failed, if that is open.
@@ -122,6 +126,7 @@ void HostChannel::announce(const Announcement& announcement) {
 
 void HostChannel::await_announcements(const PayloadCombiner* combiner,
                                       const std::function<std::string()>& explain) {
+  failpoint::here("announced");
   announcing_ = true;
   const auto announced = c10::make_scope_exit([this] { announcing_ = false; });
   const bool same = size() <= kFlatRanks ? await_flat() : await_tree(combiner);
@@ -431,9 +436,17 @@ std::optional<OutsideWait::Gone> HostChannel::gone_outside() const {
   if (lacks_a_member()) {
     return OutsideWait::Gone{FailureKind::kPeerLeft, absent_rank_.load(std::memory_order_relaxed)};
   }
-  if (!announcing_ || !ended_outside_ || transport().endings() == 0) return std::nullopt;
+  if (!announcing_ || transport().endings() == 0 || !ended_outside_) return std::nullopt;
   const auto ended = ended_outside_();
   return ended ? std::optional(OutsideWait::Gone{FailureKind::kPeerEnded, *ended}) : std::nullopt;
+}
+
+std::optional<int> HostChannel::ended_member() const {
+  if (transport().endings() == 0) return std::nullopt;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (members_->has_ended(rank)) return members_->transport_rank(rank);
+  }
+  return ended_outside_ ? ended_outside_() : std::nullopt;
 }
 
 void HostChannel::note_absence(int rank, uint64_t first) {

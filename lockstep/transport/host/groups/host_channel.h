@@ -213,6 +213,7 @@ class HostChannel {
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
   std::vector<int> not_announced() const;
   std::optional<OutsideWait::Gone> gone_outside() const;
+  std::optional<int> ended_member() const;  // as a rank of the transport
   bool lacks_a_member() const { return first_absence_.load(std::memory_order_acquire) <= sequence(); }
 
   std::shared_ptr<GroupMembers> members_;
