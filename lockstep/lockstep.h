@@ -31,6 +31,7 @@
 #include <lockstep/observe/metrics_writer.h>
 #include <lockstep/observe/progress_bar.h>
 #include <lockstep/observe/summary_writer.h>
+#include <lockstep/observe/trial.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/lr_scheduler.h>

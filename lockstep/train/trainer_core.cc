@@ -306,6 +306,7 @@ void TrainerCore::finish_epoch() {
   Metrics of_epoch = metrics_;
   std::erase_if(of_epoch, [&](const auto& metric) { return !is_new(metric.first); });
   log(of_epoch);
+  trial_.report(of_epoch, epoch_);  // by epochs, which count the same with any batch size
   if (checkpoints_ && checkpoints_->should_save_at_epoch_end(epoch_)) {
     auto about = info({});
     about.metrics = of_epoch;
@@ -348,6 +349,7 @@ void TrainerCore::log_window() {
   begin_window();
   for (const auto& [name, value] : metrics) metrics_[name] = value;
   log(metrics);
+  trial_.report(metrics, step_);
 }
 
 void TrainerCore::log(const Metrics& metrics) {

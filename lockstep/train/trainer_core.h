@@ -17,6 +17,7 @@
 #include <lockstep/nn/step_snapshot.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/progress_bar.h>
+#include <lockstep/observe/trial.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/parallel/ddp/options.h>
 #include <lockstep/serialization/state_dict.h>
@@ -174,6 +175,7 @@ class TrainerCore {
   std::optional<EarlyStopping> early_stopping_;
   std::unique_ptr<CheckpointManager> checkpoints_;
   CombinedWriter writers_;
+  const Trial trial_ = trial();
   std::optional<ProgressBar> bar_;
   std::chrono::steady_clock::time_point bar_begin_;
   double bar_samples_ = 0;  // of all ranks, since then
