@@ -15,6 +15,7 @@
 #include "inspect.h"
 #include "run.h"
 #include "scaling.h"
+#include "sweep.h"
 
 namespace {
 
@@ -53,6 +54,7 @@ int main(int argc, char** argv) {
   lockstep::cli::add_run(program, status);
   lockstep::cli::add_bench(program, status);
   lockstep::cli::add_scaling(program, status, restore_library_path);
+  lockstep::cli::add_sweep(program);
   lockstep::cli::add_inspect(program, status);
   lockstep::cli::add_doctor(program, status);
   lockstep::cli::add_help(program);
@@ -63,6 +65,7 @@ int main(int argc, char** argv) {
   }
   try {
     std::vector<std::string> words(argv + 1, argv + argc);
+    if (words.front() == "sweep") lockstep::cli::run_sweep({words.begin() + 1, words.end()});
     if (words.front() == "run" || words.front() == "scaling") {
       words = lockstep::cli::run_words(program, words);
     }

@@ -32,7 +32,7 @@ def _minor_version(folder):
 
 
 def main():
-    """Replaces this process by the program, with the same arguments."""
+    """Replaces this process by the program, with the same arguments; `lockstep sweep` is Python and runs in this one."""
     if not PROGRAM.is_file():
         sys.exit("lockstep: error: this package was built without the command (LOCKSTEP_BUILD_CLI=OFF); "
                  "do: pip install --force-reinstall ./python in Lockstep's repository")
@@ -47,4 +47,9 @@ def main():
         former = environment.get("LD_LIBRARY_PATH", "")
         environment[FORMER_LIBRARY_PATH] = former
         environment["LD_LIBRARY_PATH"] = f"{torch / 'lib'}:{former}" if former else str(torch / "lib")
-    os.execve(PROGRAM, ["lockstep", *sys.argv[1:]], environment)
+    if sys.argv[1:2] == ["sweep"]:
+        from lockstep_sweep.__main__ import main as sweep
+
+        os.environ.update(environment)
+        return sweep(["--launcher", str(PROGRAM), *sys.argv[2:]])
+    return os.execve(PROGRAM, ["lockstep", *sys.argv[1:]], environment)

@@ -28,7 +28,7 @@ from scikit_build_core import build as _skbuild
 NEWEST_TORCH = "2.13.0"  # what Lockstep is developed with
 OLDEST_TORCH = (2, 11)
 HERE = pathlib.Path(__file__).resolve().parent
-PARTS = ("lockstep", "_lockstep_autoload.py", "_lockstep_command.py")  # what the component "python" installs
+PARTS = ("lockstep", "lockstep_sweep", "_lockstep_autoload.py", "_lockstep_command.py")  # what the component "python" installs
 
 __all__ = ["build_sdist", "build_wheel", "dynamic_metadata", "get_requires_for_build_sdist",
            "get_requires_for_build_wheel", "get_requires_for_dynamic_metadata", "prepare_metadata_for_build_wheel"]

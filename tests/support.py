@@ -120,8 +120,8 @@ class Programs:
 
     def start(self, *command, **variables) -> Child:
         """Starts the command; words that name programs of the build become their paths, but not behind
-        `lockstep bench`, whose collectives have the names of examples."""
-        programs = command.index("bench") if "bench" in command else len(command)
+        `lockstep bench` and `lockstep sweep`, some of whose words are names of examples."""
+        programs = next((command.index(word) for word in ("bench", "sweep") if word in command), len(command))
         words = [self.find(word) for word in command[:programs]] + [str(word) for word in command[programs:]]
         child = Child(words, self.environment(**variables), self.folder)
         self._children.append(child)

@@ -122,6 +122,7 @@ def check_wheel(wheel, folder):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     [information] = folder.glob("*.dist-info")
     python_files = {f"lockstep/{path.name}" for path in (REPOSITORY / "python" / "lockstep").glob("*.py")}
+    python_files |= {f"lockstep_sweep/{path.name}" for path in (REPOSITORY / "python" / "lockstep_sweep").glob("*.py")}
     [extension] = {name for name in names if name.startswith("lockstep/_C.") and name.endswith(".so")}
     assert names == python_files | {extension, "lockstep/liblockstep.so", "lockstep/_build.py", "lockstep/py.typed",
                                     "lockstep/lockstep", "_lockstep_autoload.py", "_lockstep_command.py"}
@@ -143,8 +144,9 @@ def test_wheel_holds_the_package_and_nothing_of_this_machine(wheel, tmp_path):
     information = check_wheel(wheel, tmp_path)
     metadata = email.message_from_string((information / "METADATA").read_text())
     major, minor = torch_minor()
-    required = set(metadata["Requires-Dist"].removeprefix("torch").split(","))
-    assert required == {f">={major}.{minor}", f"<{major}.{minor + 1}"}
+    required, *of_sweep = metadata.get_all("Requires-Dist")
+    assert [line.partition(";")[0] for line in of_sweep] == ["optuna==5.0.0", "plotly==7.1.0"]
+    assert set(required.removeprefix("torch").split(",")) == {f">={major}.{minor}", f"<{major}.{minor + 1}"}
     version = re.search(r"project\(Lockstep VERSION (\S+)", (REPOSITORY / "CMakeLists.txt").read_text())[1]
     assert metadata["Version"] == version
     assert f'VERSION = "{version}"' in (tmp_path / "lockstep" / "_build.py").read_text()
@@ -195,6 +197,15 @@ def test_the_command_keeps_torchs_libraries_to_itself(fresh, former):
     show = "import os; print([entry for entry in os.environ.items() if 'LD_LIBRARY_PATH' in entry[0]])"
     output = succeed(fresh.parent / "lockstep", "run", "--no-prefix", "python", "-c", show, **variables)
     assert output.strip() == str(list(former.items()))
+
+
+def test_a_sweep_runs_by_the_command_and_keeps_torchs_libraries_from_its_trials(fresh, tmp_path):
+    pytest.importorskip("optuna")
+    words = ["--param", "x=int:1:9", "--metric", "loss", "--regex", "loss=loss: (.*)", "--trials", 1]
+    succeed(fresh.parent / "lockstep", "sweep", *words, "--", "sh", "-c", "echo loss: {x}; echo libraries: $LD_LIBRARY_PATH",
+            cwd=tmp_path, PATH=f"{fresh.parent}:{os.environ['PATH']}")
+    [output] = tmp_path.glob("sweep/trials/*/output.log")
+    assert re.fullmatch(r"loss: \d\nlibraries: ?\n", output.read_text())
 
 
 def test_the_command_starts_itself_again(fresh):

@@ -137,6 +137,9 @@ extern lockstep::ZeroRedundancyOptimizer optimizer;
 inline constexpr auto hook = lockstep::allreduce_hook;
 inline constexpr auto state = nullptr;
 }  // namespace page_sharded_optimizers
+namespace page_sweep {
+extern int64_t epochs;
+}  // namespace page_sweep
 namespace page_sync_batch_norm {
 struct ResNet : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x);

@@ -1,0 +1,55 @@
+"""The command: `lockstep sweep` hands its words over to main(); `python -m lockstep_sweep` does the same."""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+OPTUNA = "5.0.0"  # the extra "sweep" in pyproject.toml pins it, too
+MISUSE = 2
+
+
+def main(words=None):
+    """Runs the command; returns its exit status."""
+    words = sys.argv[1:] if words is None else words
+    if importlib.util.find_spec("optuna") is None:
+        print(f"lockstep sweep: error: it needs Optuna, which {sys.executable} does not have; do: pip install "
+              f"'optuna=={OPTUNA}' plotly, or install Lockstep's package with its extra: pip install './python[sweep]'",
+              file=sys.stderr)
+        return 1
+    from lockstep_sweep.options import Misuse
+
+    launcher = "lockstep"
+    if words[:1] == ["--launcher"]:  # the program that has handed over
+        launcher, words = words[1], words[2:]
+    try:
+        return _run(words, launcher)
+    except Misuse as error:
+        print(f"lockstep sweep: error: {error}\nTry: lockstep sweep --help", file=sys.stderr)
+        return MISUSE
+    except OSError as error:
+        print(f"lockstep sweep: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(words, launcher):
+    from lockstep_sweep import driver, options, show, study
+
+    views = {"status": show.status, "best": show.best, "plot": show.plot}
+    command, *rest = words or [""]
+    if command in views or command == "resume":
+        folder = pathlib.Path(rest.pop(0) if rest and not rest[0].startswith("-") else "sweep").absolute()
+        cwd, asked = options.begun(folder, rest)
+        os.chdir(cwd)
+    else:
+        asked = options.parse(words)
+    if command not in views:
+        return driver.Driver(asked, launcher).run()
+    found = study.load(study.Place(asked))
+    if found is None:
+        raise options.Misuse(f"there is no sweep in {folder}")
+    return views[command](found, asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

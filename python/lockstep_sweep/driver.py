@@ -1,0 +1,116 @@
+"""Drives a sweep: asks Optuna, starts jobs, reports to it what they report, and tells it how they end."""
+
+import signal
+
+from optuna.trial import TrialState
+
+from lockstep_sweep import host, show, study
+from lockstep_sweep.job import Job
+from lockstep_sweep.options import keep, plan_cores
+
+TICK = 0.1  # seconds between looks at what running jobs have written
+
+
+class Driver:
+    """One process; several may drive a study. Use run() once."""
+
+    def __init__(self, options, launcher):
+        self._options, self._launcher = options, launcher
+        self._usable, self._cores_each, self._most_at_once = plan_cores(options)
+        self._trials = study.begin_or_join(options)
+        keep(options)
+        self._progress = show.Progress(self._trials.study, options.trials, self._most_at_once)
+        self._runs = show.MlflowRuns(options, self._trials.study)
+        self._running, self._failures, self._signals, self._all_begun = [], 0, [], False
+
+    def run(self):
+        """Until all trials have begun and this driver's have ended, or a signal or failures end it. Returns the exit status."""
+        ending = {number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                  if signal.getsignal(number) != signal.SIG_IGN}  # under nohup, say
+        awaited = {*ending, signal.SIGCHLD}
+        signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+        self._begin_trials()
+        while self._running or self._may_begin():
+            received = signal.sigtimedwait(awaited, TICK)
+            if received is not None and received.si_signo in ending:
+                self._signals.append(received.si_signo)
+            self._follow_jobs()
+            self._begin_trials()
+            self._progress.show(len(self._running))
+        if self._failures >= self._options.max_failures:
+            self._progress.say(f"lockstep sweep: {self._failures} trials in a row have failed (--max-failures)")
+        succeeded = self._progress.finish()
+        if self._signals:
+            return 128 + self._signals[0]
+        return 0 if succeeded and self._failures < self._options.max_failures else 1
+
+    def _may_begin(self):
+        return not self._all_begun and not self._signals and self._failures < self._options.max_failures
+
+    def _begin_trials(self):
+        while self._may_begin() and len(self._running) < self._most_at_once:
+            cores = host.claim_cores(self._usable, self._cores_each)
+            if cores is None:
+                self._all_begun = self._trials.all_begun()
+                self._progress.say_once("lockstep sweep: waits for cores that another sweep computes on")
+                return
+            trial = self._trials.begin()
+            if trial is None:
+                host.release_cores(cores)
+                self._all_begun = True
+                return
+            self._running.append(Job(self._options, self._launcher, trial, cores, self._runs.begin(trial)))
+            self._progress.begun(trial)
+
+    def _follow_jobs(self):
+        for job in list(self._running):
+            if self._signals:
+                job.stop()
+            if len(self._signals) > 1:
+                job.kill()
+            ended = job.ended()
+            self._report(job, ended)
+            if ended:
+                self._running.remove(job)
+                self._end(job)
+
+    def _report(self, job, ended):
+        """Also after its end: whether it is pruned does not depend on how fast this driver reads."""
+        for step, value in job.new_reports(ended):
+            if job.pruned or step in job.reported:
+                continue
+            job.reported[step] = value
+            job.trial.report(value, step)
+            self._runs.report(job.trial, self._options.metric, value, step)
+            if job.trial.should_prune():
+                job.pruned = True
+                if not ended:
+                    job.stop()
+
+    def _end(self, job):
+        self._all_begun = False  # this one may be run again, and so may one of a driver that has ended
+        result, value, note, attributes = "complete", job.value(), "", {"metrics": job.metrics}
+        failure = job.failure()
+        retries = job.trial.user_attrs.get("retries", 0)
+        if job.pruned:
+            result, note = "pruned", f"pruned at step {max(job.reported)}"
+            self._trials.end(job.trial, TrialState.PRUNED, **attributes)
+        elif job.stopped:
+            result, value, note = "again", None, "ended with the sweep; resume runs it again"
+            self._trials.end_and_run_again(job.trial, retries, **attributes)
+        elif failure is None:
+            self._failures = 0
+            self._trials.end(job.trial, TrialState.COMPLETE, value, **attributes)
+        elif job.out_of_memory():
+            # A result: told without a value, as the worst, so that samplers learn to keep away from it.
+            result, value, note = "pruned", None, "out of memory"
+            self._trials.end(job.trial, TrialState.PRUNED, out_of_memory=True, **attributes)
+        elif retries < self._options.retries:
+            result, value, note = "again", None, f"runs again: {failure}"
+            self._trials.end_and_run_again(job.trial, retries + 1, failure=failure, **attributes)
+        else:
+            self._failures += 1
+            result, value, note = "failed", None, f"failed: {failure}"
+            self._trials.end(job.trial, TrialState.FAIL, failure=failure, **attributes)
+        self._runs.end(job.trial, result)
+        self._progress.ended(job.trial, result, value, note)

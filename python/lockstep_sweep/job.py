@@ -1,0 +1,171 @@
+"""One trial as a job of `lockstep run`: started, read, ended."""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+
+from lockstep_sweep import host
+from lockstep_sweep.options import fill
+
+LAST_LINES = 20
+RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|std::bad_alloc|can't allocate memory|Cannot allocate memory")
+KILLED = re.compile(r"^lockstep run: rank \d+ .*signal 9 \(SIGKILL\)", re.MULTILINE)
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def folder_of(options, number):
+    return options.folder / "trials" / f"{number:04d}"
+
+
+def command_of(options, trial):
+    """The job as one types it, but for the name of the launcher."""
+    values = {**trial.params, "number": trial.number, "folder": folder_of(options, trial.number)}
+    return ["run", "--nproc-per-node", str(options.nproc_per_node), "--", *fill(options.program, values)]
+
+
+class _Lines:
+    """The lines of a file that grows; a file that is not there yet has none."""
+
+    def __init__(self, path):
+        self._path, self._at = path, 0
+
+    def new(self, ended):
+        """Those that are whole; with `ended` also a last one without its end."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        if not ended:
+            text = text[: text.rfind(b"\n") + 1]
+        self._at += len(text)
+        return text.decode("utf-8", "replace").split("\n")
+
+
+def _metrics_of(line):
+    """(metrics, step) of a line of a JsonLinesWriter, or ({}, None)."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+        content = json.loads(line)
+        return {name: float(value) for name, value in content["metrics"].items()}, int(content["step"])
+    return {}, None
+
+
+def _oom_kills():
+    """How many processes the kernel has killed for memory since it runs."""
+    counted = re.search(r"^oom_kill (\d+)$", pathlib.Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(counted[1]) if counted else 0
+
+
+class Job:
+    """A started one. Its output is in output.log in its folder, and what it reports by lockstep::trial() in metrics.jsonl."""
+
+    def __init__(self, options, launcher, trial, cores, variables):
+        self.trial, self.cores, self.folder = trial, cores, folder_of(options, trial.number)
+        self.metrics, self.reported, self.pruned, self.stopped = {}, {}, False, False
+        self._options, self._matched, self._oom_kills = options, 0, _oom_kills()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        report, output = self.folder / "metrics.jsonl", self.folder / "output.log"
+        self._reports, self._output = _Lines(report), _Lines(output)
+        asked = {"number": trial.number, "parameters": trial.params, "report": str(report)}
+        environment = {"OMP_NUM_THREADS": str(len(cores) // options.nproc_per_node), **os.environ, **variables,
+                       "LOCKSTEP_TRIAL": json.dumps(asked)}
+        with open(output, "wb") as file:  # no pipe, so that a driver that is stopped stops no job
+            self._process = subprocess.Popen(
+                [launcher, *command_of(options, trial)], env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._in_child(os.getpid()))
+
+    def _in_child(self, driver):
+        def prepare():
+            # The launcher dies with this driver, and the ranks with the launcher.
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != driver:
+                os._exit(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.sched_setaffinity(0, self.cores)
+        return prepare
+
+    def ended(self):
+        """Whether the job has; reaps it, and gives its cores back."""
+        if self._process.poll() is None:
+            return False
+        host.release_cores(self.cores)
+        return True
+
+    def stop(self):
+        """Ends all its processes, which lockstep run gives its grace period."""
+        if not self.stopped and self._process.poll() is None:
+            self.stopped = True
+            self._process.terminate()
+
+    def kill(self):
+        self._process.kill()
+
+    def new_reports(self, ended):
+        """[(step, value)] of the sweep's metric since the last call; notes the other metrics."""
+        found, metric, regexes = [], self._options.metric, self._options.regex
+        for line in self._output.new(ended):
+            for name, regex in regexes.items():
+                for value in self._matches(regex, line):
+                    self.metrics[name] = value
+                    if name == metric:
+                        self._matched += 1
+                        found.append((self._matched, value))
+        for line in self._reports.new(ended):
+            metrics, step = _metrics_of(line)
+            self.metrics.update(metrics)
+            if metric in metrics and metric not in regexes and step >= 0:  # as Optuna wants them
+                found.append((step, metrics[metric]))
+        return found
+
+    def _matches(self, regex, line):
+        """The values in a line of rank 0; the other ranks say the same."""
+        if self._options.nproc_per_node > 1:
+            of_rank_0 = RANK_0.match(line)
+            line = of_rank_0[1] if of_rank_0 else ""
+        for match in regex.finditer(line):
+            with contextlib.suppress(ValueError, TypeError):
+                yield float(match[1])
+
+    def value(self):
+        """The last that it has reported; None where that is nothing."""
+        return next(reversed(self.reported.values()), None)
+
+    def succeeded(self):
+        return self._process.returncode == 0
+
+    def failure(self):
+        """Why what it did is no result, with its last lines; None where it is one. After its end."""
+        value, status = self.value(), self._process.returncode
+        if status > 0:
+            reason = f"it ended with status {status}"
+        elif status < 0:
+            reason = f"lockstep run was ended by signal {-status}"
+        elif value is None:
+            others = ", ".join(sorted(self.metrics)) or "nothing"
+            reason = f"it reported no '{self._options.metric}'; it reported {others}"
+        elif math.isnan(value):
+            reason = f"its {self._options.metric} is NaN"
+        else:
+            return None
+        return "\n".join([reason, *self._last_lines()])
+
+    def _last_lines(self):
+        with open(self.folder / "output.log", "rb") as output:
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - 65536))
+            return output.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
+
+    def out_of_memory(self):
+        """Whether it failed for memory: it says so, or the kernel has killed a rank for it."""
+        text = "\n".join(self._last_lines())
+        killed = _oom_kills() > self._oom_kills and KILLED.search(text)
+        return not self.succeeded() and bool(OUT_OF_MEMORY.search(text) or killed)

@@ -1,0 +1,256 @@
+"""What a sweep is asked for: its command line, or a file of the same."""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = None
+
+FORMS = {"log": (FloatDistribution, float, True), "uniform": (FloatDistribution, float, False),
+         "logint": (IntDistribution, int, True), "int": (IntDistribution, int, False)}  # fmt: skip
+FORMS_TEXT = "log:LOW:HIGH, uniform:LOW:HIGH[:STEP], int:LOW:HIGH[:STEP], logint:LOW:HIGH, or choice:A,B,…"
+OWN_NAMES = ("number", "folder")  # in the program's words, beside the parameters'
+PLACE = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+DEFAULT_TRIALS = 20
+EXAMPLES = """
+{NAME} in the program's words is that parameter's value, {number} the trial's number and {folder} its folder.
+
+examples:
+  lockstep sweep --param lr=log:1e-4:1e-1 --param batch=choice:32,64 --metric validation/loss --trials 30 \\
+      -- ./train --lr {lr} --batch-size {batch}
+  lockstep sweep --file sweep.toml                  the same from a file, whose keys are the options' names
+  lockstep sweep --param lr=log:1e-4:1 --metric loss --regex 'loss=loss: ([0-9.]+)' --pruner median \\
+      --nproc-per-node 2 --jobs auto -- python train.py --lr {lr}
+  lockstep sweep status [FOLDER]                    how far it is; also best, plot
+  lockstep sweep resume [FOLDER] [OPTIONS]          goes on with one that was ended, or joins one that runs
+
+docs/sweep.md is the guide."""
+
+
+class Misuse(Exception):
+    """A command line that cannot be meant."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Misuse(message)
+
+
+def _natural(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1")
+    return int(text)
+
+
+def _jobs(text):
+    return text if text == "auto" else _natural(text)
+
+
+def _pair(text):
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=VALUE")
+    return name, value
+
+
+def _parser():
+    parser = _Parser(prog="lockstep sweep", usage="lockstep sweep [OPTIONS] -- PROGRAM [ARGS...]", epilog=EXAMPLES,
+                     description="Looks for the best hyperparameters of a program: Optuna asks, lockstep run answers",
+                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--file", metavar="FILE", help="options and program from a TOML file; the command line overrides it")
+    add("--param", type=_pair, action="append", default=[], metavar="NAME=FORM", help=FORMS_TEXT)
+    add("--metric", metavar="NAME", help="what the program reports, validation/loss say")
+    add("--direction", choices=["minimize", "maximize"], default="minimize", help="[minimize]")
+    add("--regex", type=_pair, action="append", default=[], metavar="NAME=REGEX",
+        help="a metric in rank 0's output, as SageMaker defines them: the first group is the value")
+    add("--trials", type=_natural, metavar="N", help="how many, of all drivers together [20; the grid's size]")
+    add("--sampler", default="tpe", metavar="KIND", help="tpe, random, grid, or a class of optuna.samplers; with its "
+        "arguments: tpe:multivariate=true,n_startup_trials=20 [tpe]")
+    add("--pruner", default="none", metavar="KIND", help="none, median, hyperband, halving, or a class of optuna.pruners; "
+        "with its arguments: median:n_warmup_steps=1 [none]")
+    add("--seed", type=int, metavar="N", help="of the sampler")
+    add("--enqueue", action="append", default=[], metavar="NAME=VALUE,…", help="a trial to begin with")
+    add("--warm-start", action="append", default=[], metavar="FOLDER", help="begin with the trials of an older sweep")
+    add("--nproc-per-node", "-n", type=_natural, default=1, metavar="N", help="processes of a trial [1]")
+    add("--jobs", type=_jobs, default=1, metavar="N", help="trials at once, which share the cores; auto: a core for each "
+        "process [1]")
+    add("--retries", type=int, default=0, metavar="N", help="how often a failed trial is run again [0]")
+    add("--max-failures", type=_natural, default=5, metavar="N", help="end after N failures in a row [5]")
+    add("--folder", default="sweep", metavar="DIR", help="the study, and a folder for each trial [sweep]")
+    add("--storage", metavar="URL", help="an Optuna URL, sqlite:///sweep.db say, or a journal file; several drivers may share "
+        "it [FOLDER/study.journal]")
+    add("--name", help="the study's name there [the folder's]")
+    add("--mlflow", metavar="URI", help="trials as child runs of one run there")
+    return parser
+
+
+def parse(words):
+    """The options of a sweep. Their `own` and `program` stand for all of them, also when the file has changed."""
+    place = words.index("--") if "--" in words else len(words)
+    own, program = words[:place], words[place + 1:]
+    options = _parser().parse_args(own)
+    if options.file:
+        file_words, file_program = _file_words(options.file)
+        own, program = [*file_words, *own, "--file", ""], program or file_program
+        options = _parser().parse_args(own)
+    options.own, options.program = own, program
+    _check(options)
+    return options
+
+
+def begun(folder, more=()):
+    """(its working folder, the options) with which the sweep of a folder was begun; `more` words override them."""
+    try:
+        kept = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Misuse(f"there is no sweep in {folder}") from None
+    return kept["cwd"], parse([*kept["own"], "--folder", str(folder), *more, "--", *kept["program"]])
+
+
+def keep(options):
+    """Writes what begun() reads."""
+    written = options.folder / f"sweep.json.{os.getpid()}"
+    written.write_text(json.dumps({"cwd": os.getcwd(), "own": options.own, "program": options.program}), encoding="utf-8")
+    written.replace(options.folder / "sweep.json")
+
+
+def _file_words(path):
+    """The words that a TOML file stands for: trials = 30 is --trials 30, a table or list is its option repeatedly."""
+    if tomllib is None:
+        raise Misuse("--file needs Python 3.11 or newer; give the options on the command line")
+    try:
+        content = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Misuse(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Misuse(f"{path} is no TOML: {error}") from error
+    program = content.pop("program", [])
+    words = []
+    for key, value in content.items():
+        entries = [f"{name}={form}" for name, form in value.items()] if isinstance(value, dict) else value
+        for entry in entries if isinstance(entries, list) else [entries]:
+            words += [f"--{key}", str(entry)]
+    return words, shlex.split(program) if isinstance(program, str) else [str(word) for word in program]
+
+
+def _check(options):
+    """Makes of texts what they mean."""
+    missing = [name for name, value in (("--param", options.param), ("--metric", options.metric)) if not value]
+    if missing:
+        raise Misuse(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if not options.program:
+        raise Misuse("there is no program; it stands behind --")
+    options.folder = pathlib.Path(options.folder).absolute()
+    options.space = {name: _distribution(name, form) for name, form in options.param}
+    fill(options.program, dict.fromkeys([*options.space, *OWN_NAMES], 0))
+    options.regex = {name: _compiled(name, text) for name, text in options.regex}
+    options.enqueue = [_values(options.space, text) for text in options.enqueue]
+    options.grid = _grid(options.space) if options.sampler.partition(":")[0] == "grid" else None
+    if options.grid and any(set(values) != set(options.grid) for values in options.enqueue):
+        raise Misuse("--enqueue must name all parameters with --sampler grid")
+    if options.trials is None:
+        options.trials = math.prod(map(len, options.grid.values())) if options.grid else DEFAULT_TRIALS
+
+
+# ---- Parameters
+
+
+def scalar(text):
+    """A number, true, false, or the text itself."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, (bool, int, float)) else text
+
+
+def _distribution(name, form):
+    """Optuna's for a form of --param."""
+    if not name.isidentifier() or name in OWN_NAMES:
+        raise Misuse(f"--param {name}: a name has letters, digits and underscores, and is none of {', '.join(OWN_NAMES)}")
+    kind, _, rest = form.partition(":")
+    if kind == "choice" and rest:
+        return CategoricalDistribution([scalar(choice) for choice in rest.split(",")])
+    try:
+        made, number, log = FORMS[kind]
+        low, high, *step = map(number, rest.split(":"))
+    except (KeyError, ValueError):
+        raise Misuse(f"--param {name}={form}: it takes {FORMS_TEXT}") from None
+    try:
+        return made(low, high, log, *step)
+    except (TypeError, ValueError) as error:
+        raise Misuse(f"--param {name}={form}: {error}") from error
+
+
+def _grid(space):
+    """{name: all values}"""
+    values = {}
+    for name, found in space.items():
+        if isinstance(found, CategoricalDistribution):
+            values[name] = list(found.choices)
+        elif found.step is None or found.log:
+            raise Misuse(f"--sampler grid: {name} has no grid; give it as choice:…, int:… or uniform:LOW:HIGH:STEP")
+        else:
+            values[name] = [found.low + found.step * i for i in range(int((found.high - found.low) / found.step + 1e-9) + 1)]
+    return values
+
+
+def _values(space, text):
+    """The values of "lr=0.1,batch=32" by name."""
+    values = {}
+    for entry in text.split(","):
+        name, _, value = entry.partition("=")
+        try:
+            values[name] = scalar(value)
+            space[name].to_internal_repr(values[name])
+        except (KeyError, ValueError):
+            raise Misuse(f"--enqueue {text}: '{entry}' is no parameter with its value") from None
+    return values
+
+
+def _compiled(name, text):
+    try:
+        found = re.compile(text)
+    except re.error as error:
+        raise Misuse(f"--regex {name}: {error}") from error
+    if found.groups < 1:
+        raise Misuse(f"--regex {name} has no group in parentheses that is the value")
+    return found
+
+
+def text_of(value):
+    """As a program reads it: true and false, and floats with all their digits."""
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def fill(words, values):
+    """The words with each {name} replaced; {{name}} is {name} itself."""
+    def replaced(match):
+        if match[1]:
+            return f"{{{match[1]}}}"
+        if match[2] not in values:
+            raise Misuse(f"'{match[0]}' in the program's words is no parameter; there are {', '.join(values)}, and "
+                         f"{{{match[0]}}} is {match[0]} itself")
+        return text_of(values[match[2]])
+    return [PLACE.sub(replaced, word) for word in words]
+
+
+def plan_cores(options):
+    """(the cores that may be used, how many a trial has, trials at once)"""
+    usable, processes = sorted(os.sched_getaffinity(0)), options.nproc_per_node
+    jobs = max(1, len(usable) // processes) if options.jobs == "auto" else options.jobs
+    each = max(1, len(usable) // (jobs * processes)) * processes
+    if jobs * each > len(usable):
+        raise Misuse(f"{jobs} trials of {processes} processes do not fit onto the {len(usable)} cores that may be used here; "
+                     "take fewer --jobs or --nproc-per-node")
+    return usable, each, jobs

@@ -1,0 +1,210 @@
+"""The study: where it is kept, and the trials as this driver and others begin and end them."""
+
+import datetime
+import json
+import os
+import pathlib
+import warnings
+
+import optuna
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from lockstep_sweep import host
+from lockstep_sweep.options import Misuse, begun, scalar
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
+PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "hyperband": "HyperbandPruner", "halving": "SuccessiveHalvingPruner"}
+MOMENT = datetime.timedelta(seconds=60)  # in which a driver on another host has surely said that a trial is its own
+
+
+class _Journal(JournalFileBackend):
+    """Without fsync, which Optuna does for every word, and which takes up to 200 ms where others write: the kernel keeps what
+    a killed driver has written, and when the host crashes, its running trials are lost anyway."""
+
+    def append_logs(self, logs):
+        with self._lock, open(self._file_path, "ab") as file:
+            file.write("".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
+
+
+class Place:
+    """Where a study is kept, and the lock between its drivers: all of a journal's, those on this host of a database's."""
+
+    def __init__(self, options):
+        self.storage = options.storage or str(options.folder / "study.journal")
+        self.name = options.name or options.folder.name
+        self._is_journal = "://" not in self.storage
+        self.lock = host.Lock(f"{self.storage}.drivers" if self._is_journal else host.private_folder() / "sweeps")
+
+    def open(self):
+        if self._is_journal:
+            # Optuna's own lock is a file that a killed driver leaves behind; it is then waited for, for 30 s.
+            return optuna.storages.JournalStorage(_Journal(self.storage, lock_obj=self.lock))
+        wait = {"connect_args": {"timeout": 60}} if self.storage.startswith("sqlite") else {}
+        try:
+            return optuna.storages.RDBStorage(self.storage, engine_kwargs=wait)
+        except Exception as error:  # of any database's
+            raise Misuse(f"--storage {self.storage}: {error}") from error
+
+    def cut_half_line(self):
+        """What a full disk or a host that crashed has left at a journal's end; Optuna reads none beyond it."""
+        if self._is_journal:
+            with self.lock, open(self.storage, "a+b") as file:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def load(place):
+    """The study, or None where there is none."""
+    if "://" not in place.storage and not os.path.exists(place.storage):
+        return None
+    try:
+        return optuna.load_study(study_name=place.name, storage=place.open())
+    except KeyError:
+        return None
+
+
+def begin_or_join(options):
+    """The trials of the study that the options ask for; it is made, or is one that has been asked for the same."""
+    sampler = _make_sampler(options)
+    pruner = _made(optuna.pruners, PRUNERS, options.pruner, "--pruner")
+    place = Place(options)
+    wanted = {"parameters": dict(options.param), "metric": options.metric, "direction": options.direction,
+              "program": options.program}  # what a study may not change its mind about
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with place.lock:
+        place.cut_half_line()
+        study = load(place)
+        if study is None:
+            if any(options.folder.glob("trials/*")):
+                raise Misuse(f"{options.folder}/trials holds the trials of another study, whose files trials of this one would "
+                             "find; take another --folder")
+            study = optuna.create_study(study_name=place.name, storage=place.open(), direction=options.direction,
+                                        load_if_exists=True)
+        else:
+            sampler.reseed_rng()  # the seed's numbers are the first driver's
+        known = study.user_attrs.get("asked")
+        if known is None:
+            _prepare(study, options)
+            study.set_user_attr("asked", wanted)
+        elif known != wanted:
+            other = ", ".join(key for key in wanted if wanted[key] != known[key])
+            raise Misuse(f"there is a sweep '{place.name}' in {place.storage} already, with another {other}; take another "
+                         "--folder or --name")
+    study.sampler, study.pruner = sampler, pruner
+    return Trials(study, place.lock, options)
+
+
+def _prepare(study, options):
+    """Adds the trials that are known or wanted before the first. One that is cut off is called again."""
+    done = [trial.user_attrs.get("origin") for trial in study.get_trials(deepcopy=False)]
+    for older in options.warm_start:
+        _, there = begun(pathlib.Path(older).absolute())
+        source = load(Place(there))
+        if source is None:
+            raise Misuse(f"--warm-start {older}: its study is gone")
+        for trial in source.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            origin = f"{there.folder} {trial.number}"
+            if set(trial.params) == set(options.space) and origin not in done:
+                trial.user_attrs, trial.system_attrs = {"origin": origin}, {}
+                study.add_trial(trial)
+    for index, values in enumerate(options.enqueue):
+        if f"enqueued {index}" not in done:
+            study.enqueue_trial(values, user_attrs={"origin": f"enqueued {index}"})
+
+
+# ---- How it is searched
+
+
+class _Grid(optuna.samplers.GridSampler):
+    def after_trial(self, study, trial, state, values):
+        """Does not stop study.optimize(), which does not run."""
+
+
+def _make_sampler(options):
+    if options.grid:
+        return _Grid(options.grid, seed=options.seed)
+    return _made(optuna.samplers, SAMPLERS, options.sampler, "--sampler", seed=options.seed)
+
+
+def _made(module, kinds, text, option, **given):
+    """The object that "median:n_warmup_steps=1" stands for."""
+    kind, _, rest = text.partition(":")
+    pairs = [entry.partition("=") for entry in rest.split(",") if entry]
+    maker = getattr(module, kinds.get(kind, kind), None)
+    if maker is None:
+        raise Misuse(f"{option} '{kind}' is none of {', '.join(kinds)}, and no class of {module.__name__}")
+    try:
+        return maker(**given, **{name: scalar(value) for name, _, value in pairs})
+    except (TypeError, ValueError, ImportError) as error:
+        raise Misuse(f"{option} {text}: {error}") from error
+
+
+# ---- The trials
+
+
+def own_trials(study):
+    """Those that count: begun by a driver, and not run again as another one."""
+    trials = study.get_trials(deepcopy=False)
+    replaced = {trial.user_attrs.get("retry_of") for trial in trials}
+    return [trial for trial in trials if "driver" in trial.user_attrs and trial.number not in replaced]
+
+
+class Trials:
+    """Begins and ends the trials of a study, so that none is lost or doubled whenever a driver is killed.
+
+    - A trial is begun, and marked with its driver, under the lock.
+    - One that is to be run again, by policy or because its driver has ended, gets a successor with its parameters and the
+      mark "retry_of", and is then told as failed. Who finds it between the two tells it as failed; so it has one successor.
+    - Each host cares for the trials of its own drivers.
+    """
+
+    def __init__(self, study, lock, options):
+        self.study, self._lock, self._space, self._most = study, lock, options.space, options.trials
+        self._me = host.this_driver()
+        study.set_user_attr(f"host {self._me['host']}", True)
+
+    def begin(self):
+        """The next one with its parameters, or None where all are begun."""
+        with self._lock:
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                if self._is_left(trial):
+                    self._run_again(trial.number, trial.user_attrs.get("retries", 0))
+            if self.all_begun():
+                return None
+            trial = self.study.ask(self._space)
+            trial.set_user_attr("driver", self._me)
+            return trial
+
+    def all_begun(self):
+        return len(own_trials(self.study)) >= self._most
+
+    def end(self, trial, state, value=None, **attributes):
+        """Tells how it ended."""
+        for name, content in attributes.items():
+            trial.set_user_attr(name, content)
+        self.study.tell(trial, value, state)
+
+    def end_and_run_again(self, trial, retries, **attributes):
+        for name, content in attributes.items():
+            trial.set_user_attr(name, content)
+        with self._lock:
+            self._run_again(trial.number, retries)
+
+    def _run_again(self, number, retries):
+        trials = self.study.get_trials(deepcopy=False)
+        if all(trial.user_attrs.get("retry_of") != number for trial in trials):
+            values = {**trials[number].system_attrs.get("fixed_params", {}), **trials[number].params}
+            self.study.enqueue_trial(values, user_attrs={"retry_of": number, "retries": retries})
+        self.study.tell(number, state=TrialState.FAIL)
+
+    def _is_left(self, trial):
+        """Whether its driver has ended."""
+        driver = trial.user_attrs.get("driver")
+        if driver is not None:
+            return host.has_ended(driver)
+        # Its driver ended before it said so, or is on another host and just about to say so.
+        hosts = [name for name in self.study.user_attrs if name.startswith("host ")]
+        return len(hosts) == 1 or datetime.datetime.now() - trial.datetime_start > MOMENT

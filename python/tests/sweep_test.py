@@ -1,0 +1,98 @@
+"""The accounts of a sweep, whenever its drivers are killed. What it does as a whole, tests/sweep_test.py tests."""
+
+import json
+import os
+
+import pytest
+from processes import run_python
+
+optuna = pytest.importorskip("optuna")
+from lockstep_sweep import host, options, study  # noqa: E402
+
+
+@pytest.mark.parametrize("kind, moment", [("journal", "after"), ("journal", "before"),
+                                          pytest.param("sqlite", "after", marks=pytest.mark.long)])  # fmt: skip
+def test_no_write_at_which_a_driver_is_killed_loses_or_doubles_a_trial(tmp_path, kind, moment):
+    lines = run_python("killed_drivers.py", tmp_path, kind, moment, environment={"TMPDIR": tmp_path}).splitlines()
+    assert len(lines) > 30, "so many writes has a driver"
+    for write, line in enumerate(lines, 1):
+        trials = {number: (state, params, marks) for number, state, params, marks in json.loads(line)}
+        told = f"killed {moment} write {write}: {line}"
+        complete = {number for number, (state, _, _) in trials.items() if state == "COMPLETE"}
+        failed = sorted(number for number, (state, _, _) in trials.items() if state == "FAIL")
+        assert len(complete) == 4 and len(complete) + len(failed) == len(trials), told
+        followers = {marks["retry_of"]: number for number, (*_, marks) in trials.items() if "retry_of" in marks}
+        assert sorted(followers) == failed and len(set(followers.values())) == len(failed), told
+        for number in failed:
+            last = followers[number]
+            while last in followers:
+                last = followers[last]
+            assert trials[number][1].items() <= trials[last][1].items(), told
+        assert sum(trials[number][1]["lr"] == 0.5 for number in complete) == 1, told
+
+
+def asked(folder, *words):
+    return options.parse(["--param", "x=int:0:9", "--metric", "v", "--folder", str(folder), *words, "--", "true"])
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """begun(words…): the trials of a study in the test's folder, as a driver of it has them."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(host.tempfile, "tempdir", None)
+    return lambda *words: study.begin_or_join(asked(tmp_path / "sweep", "--trials", "3", *words))
+
+
+def test_a_trial_of_a_driver_on_another_host_is_left_alone(begun):
+    trial = begun().begin()
+    trial.set_user_attr("driver", {**host.this_driver(), "host": "elsewhere", "started": 0})
+    other = begun()
+    assert [other.begin().number, other.begin().number] == [1, 2]
+    assert other.begin() is None, "three have begun"
+
+
+def test_a_trial_of_a_driver_that_has_ended_is_run_again_with_its_parameters(begun):
+    trial = begun().begin()
+    trial.set_user_attr("driver", {**host.this_driver(), "started": 0})
+    again = begun().begin()
+    assert again.user_attrs["retry_of"] == trial.number and again.params == trial.params
+
+
+def test_a_process_with_the_number_of_a_driver_that_ended_is_not_that_driver():
+    me = host.this_driver()
+    assert not host.has_ended(me)
+    assert host.has_ended({**me, "started": me["started"] - 1})
+    assert host.has_ended({**me, "boot": "another"})
+    assert not host.has_ended({**me, "started": 0, "pids": 0}), "in another container its number says nothing"
+
+
+def test_a_half_line_at_the_end_of_a_journal_is_cut_off(begun, tmp_path):
+    begun().begin()
+    with open(tmp_path / "sweep" / "study.journal", "a") as journal:
+        journal.write('{"op_code": 4, "work')
+    assert begun().begin().number == 1
+
+
+def test_a_core_is_one_trials_at_a_time(begun):
+    first = host.claim_cores([0, 1, 2], 2)
+    assert list(first) == [0, 1]
+    assert host.claim_cores([0, 1, 2], 2) is None
+    assert list(host.claim_cores([0, 1, 2], 1)) == [2]
+    host.release_cores(first)
+    assert list(host.claim_cores([1, 2], 1)) == [1]
+
+
+@pytest.mark.parametrize("words, usable, plan", [
+    ([], 8, (8, 1)), (["--jobs", "2"], 8, (4, 2)), (["-n", "2", "--jobs", "3"], 8, (2, 3)),
+    (["--jobs", "auto"], 8, (1, 8)), (["-n", "3", "--jobs", "auto"], 8, (3, 2)), (["-n", "3"], 8, (6, 1))])  # fmt: skip
+def test_cores_are_shared_out(monkeypatch, words, usable, plan):
+    monkeypatch.setattr(options.os, "sched_getaffinity", lambda _: set(range(usable)))
+    assert options.plan_cores(asked("sweep", *words)) == (list(range(usable)), *plan)
+
+
+def test_a_folder_of_locks_that_others_can_enter_is_refused(begun, tmp_path):
+    folder = host.private_folder()
+    assert folder.parent == tmp_path and os.stat(folder).st_mode & 0o077 == 0
+    folder.chmod(0o755)
+    with pytest.raises(OSError, match="this user's alone"):
+        host.private_folder()
