@@ -196,8 +196,14 @@ class Trials:
     def _run_again(self, number, retries):
         trials = self.study.get_trials(deepcopy=False)
         if all(trial.user_attrs.get("retry_of") != number for trial in trials):
-            values = {**trials[number].system_attrs.get("fixed_params", {}), **trials[number].params}
-            self.study.enqueue_trial(values, user_attrs={"retry_of": number, "retries": retries})
+            marks = trials[number].system_attrs
+            # A trial cut off in ask() lacks parameters; what it has of a grid's point gives its successor the rest.
+            kept = {name: marks[name] for name in ("search_space", "grid_id") if name in marks}
+            values = {**marks.get("fixed_params", {}), **trials[number].params}
+            if values:
+                kept["fixed_params"] = values  # even {} would keep a grid's sampler from choosing a point
+            self.study.add_trial(optuna.trial.create_trial(
+                state=TrialState.WAITING, system_attrs=kept, user_attrs={"retry_of": number, "retries": retries}))
         self.study.tell(number, state=TrialState.FAIL)
 
     def _is_left(self, trial):

@@ -10,7 +10,7 @@ optuna = pytest.importorskip("optuna")
 from lockstep_sweep import host, options, study  # noqa: E402
 
 
-@pytest.mark.parametrize("kind, moment", [("journal", "after"), ("journal", "before"),
+@pytest.mark.parametrize("kind, moment", [("journal", "after"), ("journal", "before"), ("grid", "after"), ("grid", "before"),
                                           pytest.param("sqlite", "after", marks=pytest.mark.long)])  # fmt: skip
 def test_no_write_at_which_a_driver_is_killed_loses_or_doubles_a_trial(tmp_path, kind, moment):
     lines = run_python("killed_drivers.py", tmp_path, kind, moment, environment={"TMPDIR": tmp_path}).splitlines()
@@ -29,6 +29,7 @@ def test_no_write_at_which_a_driver_is_killed_loses_or_doubles_a_trial(tmp_path,
                 last = followers[last]
             assert trials[number][1].items() <= trials[last][1].items(), told
         assert sum(trials[number][1]["lr"] == 0.5 for number in complete) == 1, told
+        assert kind != "grid" or len({trials[number][1]["lr"] for number in complete}) == 4, told
 
 
 def asked(folder, *words):

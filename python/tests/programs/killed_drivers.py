@@ -1,6 +1,8 @@
 """A driver of a sweep, without its jobs, that is killed at each of its writes into the study, and what the next one makes of it.
 
-usage: killed_drivers.py FOLDER (journal | sqlite) (before | after)
+usage: killed_drivers.py FOLDER (journal | sqlite | grid) (before | after)
+
+grid is a journal's study whose sampler is a grid of four points.
 
 Prints a line of JSON for each: the trials as [number, state, parameters, user attributes].
 """
@@ -17,8 +19,10 @@ from optuna.trial import TrialState
 
 WRITES = ("create_new_trial", "set_trial_param", "set_trial_state_values", "set_trial_user_attr", "set_trial_system_attr",
           "set_study_user_attr", "create_new_study")  # fmt: skip
-WORDS = ["--param", "lr=log:1e-5:1", "--param", "batch=choice:32,64", "--metric", "loss", "--trials", "4", "--retries", "1",
-         "--enqueue", "lr=0.5", "--", "true"]  # fmt: skip
+SEARCHES = {
+    "tpe": ["--param", "lr=log:1e-5:1", "--param", "batch=choice:32,64", "--enqueue", "lr=0.5"],
+    "grid": ["--param", "lr=choice:0.5,0.6,0.7,0.8", "--param", "batch=choice:32", "--sampler", "grid"],
+}
 
 
 def kill_at(write, moment):
@@ -41,14 +45,16 @@ def kill_at(write, moment):
             setattr(storage, name, counted(getattr(storage, name)))
 
 
-def asked(folder, storage):
-    place = ["--storage", storage] if storage else []
-    return options.parse([*WORDS[:-2], "--folder", str(folder), *place, *WORDS[-2:]])
+def asked(folder, kind):
+    place = ["--storage", f"sqlite:///{folder}/study.db"] if kind == "sqlite" else []
+    search = SEARCHES.get(kind, SEARCHES["tpe"])
+    return options.parse([*search, "--metric", "loss", "--trials", "4", "--retries", "1", "--folder", str(folder), *place, "--",
+                          "true"])
 
 
-def drive(folder, storage):
+def drive(folder, kind):
     """One driver's life: the second trial fails, and is run again by policy."""
-    trials = study.begin_or_join(asked(folder, storage))
+    trials = study.begin_or_join(asked(folder, kind))
     while (trial := trials.begin()) is not None:
         if trial.number == 1 and not trial.user_attrs.get("retries"):
             trials.end_and_run_again(trial, 1, failure="as planned")
@@ -65,9 +71,9 @@ def in_a_process(function, *words):
     return os.waitpid(pid, 0)[1] == 0
 
 
-def killed_life(folder, storage, write, moment):
+def killed_life(folder, kind, write, moment):
     kill_at(write, moment)
-    drive(folder, storage)
+    drive(folder, kind)
 
 
 def main():
@@ -76,11 +82,10 @@ def main():
     while not whole:
         write += 1
         folder = base / str(write)
-        storage = f"sqlite:///{folder}/study.db" if kind == "sqlite" else None
-        whole = in_a_process(killed_life, folder, storage, write, moment)
-        if not in_a_process(drive, folder, storage):
+        whole = in_a_process(killed_life, folder, kind, write, moment)
+        if not in_a_process(drive, folder, kind):
             sys.exit(f"the driver after one that was killed {moment} its write {write} did not end well")
-        trials = study.load(study.Place(asked(folder, storage))).trials
+        trials = study.load(study.Place(asked(folder, kind))).trials
         print(json.dumps([[trial.number, trial.state.name, trial.params, trial.user_attrs] for trial in trials]))
 
 
