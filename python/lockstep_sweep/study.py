@@ -1,5 +1,6 @@
 """The study: where it is kept, and the trials as this driver and others begin and end them."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -188,13 +189,15 @@ class Trials:
         self.study.tell(trial, value, state)
 
     def end_and_run_again(self, trial, retries, **attributes):
-        for name, content in attributes.items():
-            trial.set_user_attr(name, content)
-        with self._lock:
+        with self._lock, contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            for name, content in attributes.items():
+                trial.set_user_attr(name, content)
             self._run_again(trial.number, retries)
 
     def _run_again(self, number, retries):
         trials = self.study.get_trials(deepcopy=False)
+        if trials[number].state != TrialState.RUNNING:
+            return  # another driver has told how it ended
         if all(trial.user_attrs.get("retry_of") != number for trial in trials):
             marks = trials[number].system_attrs
             # A trial cut off in ask() lacks parameters; what it has of a grid's point gives its successor the rest.

@@ -59,6 +59,14 @@ def test_a_trial_of_a_driver_that_has_ended_is_run_again_with_its_parameters(beg
     assert again.user_attrs["retry_of"] == trial.number and again.params == trial.params
 
 
+def test_a_trial_that_another_driver_has_ended_is_not_run_again(begun):
+    trials = begun()
+    trial = trials.begin()
+    trials.study.tell(trial.number, 1.0)
+    trials.end_and_run_again(trial, 1, failure="too late")
+    assert [found.state.name for found in trials.study.trials] == ["COMPLETE"]
+
+
 def test_a_process_with_the_number_of_a_driver_that_ended_is_not_that_driver():
     me = host.this_driver()
     assert not host.has_ended(me)
