@@ -22,7 +22,8 @@ def private_folder():
 
 
 class Lock:
-    """Between processes; the one that has it may take it again. The kernel releases it however the process ends."""
+    """Between processes; the one that has it may take it again. The kernel releases it however the process ends. Who may write
+    the folder's other files may take it, too."""
 
     def __init__(self, path):
         self._path, self._fd, self._depth = path, None, 0
@@ -30,7 +31,7 @@ class Lock:
     def acquire(self, wait=True):
         """Whether it is taken now; without `wait` it may be another's."""
         if self._depth == 0:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:

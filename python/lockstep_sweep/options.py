@@ -19,6 +19,7 @@ FORMS = {"log": (FloatDistribution, float, True), "uniform": (FloatDistribution,
          "logint": (IntDistribution, int, True), "int": (IntDistribution, int, False)}  # fmt: skip
 FORMS_TEXT = "log:LOW:HIGH, uniform:LOW:HIGH[:STEP], int:LOW:HIGH[:STEP], logint:LOW:HIGH, or choice:A,B,…"
 OWN_NAMES = ("number", "folder")  # in the program's words, beside the parameters'
+SQLITE = re.compile(r"(sqlite[^:]*:///)([^?:]+)")  # an Optuna URL, and its file
 PLACE = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 DEFAULT_TRIALS = 20
 EXAMPLES = """

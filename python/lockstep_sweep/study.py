@@ -1,10 +1,10 @@
 """The study: where it is kept, and the trials as this driver and others begin and end them."""
 
 import contextlib
-import datetime
 import json
 import os
 import pathlib
+import time
 import warnings
 
 import optuna
@@ -12,13 +12,13 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from lockstep_sweep import host
-from lockstep_sweep.options import Misuse, begun, scalar
+from lockstep_sweep.options import SQLITE, Misuse, begun, scalar
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "hyperband": "HyperbandPruner", "halving": "SuccessiveHalvingPruner"}
-MOMENT = datetime.timedelta(seconds=60)  # in which a driver on another host has surely said that a trial is its own
+MOMENT = 60  # seconds, in which a driver that does not share this one's lock has surely said that a trial is its own
 
 
 class _Journal(JournalFileBackend):
@@ -31,13 +31,17 @@ class _Journal(JournalFileBackend):
 
 
 class Place:
-    """Where a study is kept, and the lock between its drivers: all of a journal's, those on this host of a database's."""
+    """Where a study is kept, and the lock between its drivers: beside a journal's or SQLite's file, whatever their TMPDIR, user
+    or container; of a database on a server it holds for those of this user on this host."""
 
     def __init__(self, options):
         self.storage = options.storage or str(options.folder / "study.journal")
         self.name = options.name or options.folder.name
         self._is_journal = "://" not in self.storage
-        self.lock = host.Lock(f"{self.storage}.drivers" if self._is_journal else host.private_folder() / "sweeps")
+        sqlite = SQLITE.match(self.storage)
+        file = self.storage if self._is_journal else sqlite and sqlite[2]
+        self.locks_all = bool(file)
+        self.lock = host.Lock(f"{file}.drivers" if file else host.private_folder() / "sweeps")
 
     def open(self):
         if self._is_journal:
@@ -95,7 +99,7 @@ def begin_or_join(options):
             raise Misuse(f"there is a sweep '{place.name}' in {place.storage} already, with another {other}; take another "
                          "--folder or --name")
     study.sampler, study.pruner = sampler, pruner
-    return Trials(study, place.lock, options)
+    return Trials(study, place, options)
 
 
 def _prepare(study, options):
@@ -162,8 +166,9 @@ class Trials:
     - Each host cares for the trials of its own drivers.
     """
 
-    def __init__(self, study, lock, options):
-        self.study, self._lock, self._space, self._most = study, lock, options.space, options.trials
+    def __init__(self, study, place, options):
+        self.study, self._lock, self._space, self._most = study, place.lock, options.space, options.trials
+        self._locks_all, self._undriven = place.locks_all, {}  # {trial's number: when this driver first saw it so}
         self._me = host.this_driver()
         study.set_user_attr(f"host {self._me['host']}", True)
 
@@ -214,6 +219,6 @@ class Trials:
         driver = trial.user_attrs.get("driver")
         if driver is not None:
             return host.has_ended(driver)
-        # Its driver ended before it said so, or is on another host and just about to say so.
-        hosts = [name for name in self.study.user_attrs if name.startswith("host ")]
-        return len(hosts) == 1 or datetime.datetime.now() - trial.datetime_start > MOMENT
+        # Its driver ended before it said so, or has another lock and is just about to say so. Hosts' clocks differ.
+        now = time.monotonic()
+        return self._locks_all or now - self._undriven.setdefault(trial.number, now) > MOMENT

@@ -59,6 +59,25 @@ def test_a_trial_of_a_driver_that_has_ended_is_run_again_with_its_parameters(beg
     assert again.user_attrs["retry_of"] == trial.number and again.params == trial.params
 
 
+def test_drivers_of_sqlite_share_a_lock_whatever_their_tmpdir(begun, tmp_path, monkeypatch):
+    begun("--storage", f"sqlite:///{tmp_path}/study.db")
+    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    place = study.Place(asked(tmp_path / "sweep", "--storage", f"sqlite:///{tmp_path}/study.db"))
+    assert place.locks_all and (tmp_path / "study.db.drivers").exists()
+
+
+def test_without_a_lock_of_all_a_trial_without_a_driver_is_left_alone_for_a_while(begun, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
+    trials = begun()
+    trials._locks_all = False  # as with a database on a server
+    undriven = trials.study.ask(trials._space)
+    assert "retry_of" not in trials.begin().user_attrs
+    now[0] += study.MOMENT + 1
+    again = trials.begin()
+    assert again.user_attrs["retry_of"] == undriven.number and again.params == undriven.params
+
+
 def test_a_trial_that_another_driver_has_ended_is_not_run_again(begun):
     trials = begun()
     trial = trials.begin()
