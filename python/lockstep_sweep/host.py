@@ -72,7 +72,9 @@ def release_cores(taken):
 
 def this_driver():
     """Names this process in a study, for other drivers."""
-    return {"host": socket.gethostname(), "boot": pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+    machine = pathlib.Path("/etc/machine-id")  # hosts of one name are told apart by it; a container may lack it
+    return {"host": socket.gethostname(), "machine": machine.read_text().strip() if machine.exists() else "",
+            "boot": pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             "pids": os.stat("/proc/self/ns/pid").st_ino, "pid": os.getpid(), "started": _started(os.getpid())}
 
 
@@ -88,7 +90,7 @@ def _started(pid):
 def has_ended(driver):
     """Whether that one has. False, too, where this process cannot tell: on another host, or in another container."""
     here = this_driver()
-    if driver["host"] != here["host"]:
+    if (driver["host"], driver["machine"]) != (here["host"], here["machine"]):
         return False
     if driver["boot"] != here["boot"]:
         return True

@@ -91,6 +91,7 @@ def test_a_process_with_the_number_of_a_driver_that_ended_is_not_that_driver():
     assert not host.has_ended(me)
     assert host.has_ended({**me, "started": me["started"] - 1})
     assert host.has_ended({**me, "boot": "another"})
+    assert not host.has_ended({**me, "boot": "another", "machine": "another"}), "it is of another machine with this name"
     assert not host.has_ended({**me, "started": 0, "pids": 0}), "in another container its number says nothing"
 
 
