@@ -124,6 +124,17 @@ def test_it_begins_with_what_is_enqueued_and_knows_an_older_sweep(sweep):
     assert "2 trials have ended" in shown, "those of the older sweep do not count"
 
 
+def test_an_older_sweeps_trials_of_another_form_or_range_are_left_out(sweep):
+    words = ["--metric", "loss", *LOSS, "--trials", 2]
+    program = ["--", "echo", "loss: {x}"]
+    sweep.run("--folder", "old", "--param", "x=int:1:4", "--enqueue", "x=1", "--enqueue", "x=4", *words, *program)
+    for folder, form, fitting in (("other", "x=uniform:1:4", []), ("range", "x=int:2:9", [4])):
+        done = sweep.run("--folder", folder, "--param", form, "--warm-start", "old", *words, *program)
+        trials = sweep.study(folder).trials
+        assert [trial.params["x"] for trial in trials if "origin" in trial.user_attrs] == fitting
+        assert f"{2 - len(fitting)} trials are left out" in done.stderr and len(trials) == len(fitting) + 2
+
+
 def test_a_file_says_the_same_as_the_command_line(sweep):
     program = sweep.script(PROGRAM)
     (sweep.folder / "sweep.toml").write_text(f"""

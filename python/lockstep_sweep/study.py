@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import sys
 import time
 import warnings
 
@@ -110,14 +111,34 @@ def _prepare(study, options):
         source = load(Place(there))
         if source is None:
             raise Misuse(f"--warm-start {older}: its study is gone")
+        skipped = 0
         for trial in source.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
             origin = f"{there.folder} {trial.number}"
-            if set(trial.params) == set(options.space) and origin not in done:
+            if not _fits(trial, options.space):
+                skipped += 1
+            elif origin not in done:
                 trial.user_attrs, trial.system_attrs = {"origin": origin}, {}
                 study.add_trial(trial)
+        if skipped:
+            print(f"lockstep sweep: --warm-start {older}: {skipped} trials are left out, for their parameters have other names, "
+                  "forms or ranges", file=sys.stderr)
     for index, values in enumerate(options.enqueue):
         if f"enqueued {index}" not in done:
             study.enqueue_trial(values, user_attrs={"origin": f"enqueued {index}"})
+
+
+def _fits(trial, space):
+    """Whether a sweep of that space could have asked for a trial's parameters; Optuna refuses a study of mixed forms."""
+    if set(trial.params) != set(space):
+        return False
+    try:
+        for name, form in space.items():
+            optuna.distributions.check_distribution_compatibility(trial.distributions[name], form)
+            if not form._contains(form.to_internal_repr(trial.params[name])):
+                return False
+    except ValueError:
+        return False
+    return True
 
 
 # ---- How it is searched
