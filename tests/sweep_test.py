@@ -1,22 +1,31 @@
 """`lockstep sweep`: what it asks, what its trials get, how they end, and that Optuna alone would have asked the same."""
 
+import concurrent.futures
 import importlib.util
 import inspect
 import json
 import math
+import os
 import pathlib
 import random
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+from ports import free_port
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("lockstep_sweep", reason="there is no Python module in this build")
+from lockstep_sweep.__main__ import main  # noqa: E402
+from lockstep_sweep.study import own_trials  # noqa: E402
+
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python reads no TOML, which --file takes")
 MISUSE = 2
 BOWL = ["--param", "lr=log:1e-5:1", "--param", "hidden=logint:16:512", "--metric", "loss"]
 LOSS = ["--regex", "loss=loss: ([0-9.e+-]+)"]
@@ -48,8 +57,8 @@ def sweep(programs):
         wait_until_gone = staticmethod(programs.wait_until_gone)
         find = staticmethod(programs.find)
 
-        def start(self, *words, **variables):
-            return programs.start("lockstep", "sweep", *words, LOCKSTEP_SWEEP_PYTHON=sys.executable, **variables)
+        def start(self, *words, before=(), **variables):
+            return programs.start(*before, "lockstep", "sweep", *words, LOCKSTEP_SWEEP_PYTHON=sys.executable, **variables)
 
         def run(self, *words, status=0, **variables):
             done = self.start(*words, **variables).finish()
@@ -63,11 +72,10 @@ def sweep(programs):
             path.chmod(0o755)
             return path
 
-        def study(self, name="sweep", storage=None):
+        def study(self, name="sweep"):
             from lockstep_sweep import options, study
 
-            more = ["--storage", storage] if storage else []
-            return study.load(study.Place(options.begun(programs.folder / name, more)[1]))
+            return study.load(study.Place(options.begun(programs.folder / name)[1]))
 
     return Sweep()
 
@@ -120,6 +128,8 @@ def test_it_begins_with_what_is_enqueued_and_knows_an_older_sweep(sweep):
     trials = sweep.study("new").trials
     assert [trial.params for trial in trials[:2]] == [trial.params for trial in sweep.study("old").trials]
     assert trials[2].params == {"lr": 0.003, "hidden": 200} and len(trials) == 4
+    best = json.loads(sweep.run("best", "new").stdout)
+    assert best["trial"] == 2 and best["command"] == f"lockstep run --nproc-per-node 1 -- {program} 0.003 200"
     shown = sweep.run("status", "new").stdout
     assert "2 trials have ended" in shown, "those of the older sweep do not count"
 
@@ -135,6 +145,7 @@ def test_an_older_sweeps_trials_of_another_form_or_range_are_left_out(sweep):
         assert f"{2 - len(fitting)} trials are left out" in done.stderr and len(trials) == len(fitting) + 2
 
 
+@needs_toml
 def test_a_file_says_the_same_as_the_command_line(sweep):
     program = sweep.script(PROGRAM)
     (sweep.folder / "sweep.toml").write_text(f"""
@@ -173,8 +184,10 @@ print(os.sched_getaffinity(0), os.environ["OMP_NUM_THREADS"], trial["number"])
     assert trial.user_attrs["metrics"] == {"validation/loss": trial.value, "accuracy": 0.5}
     assert re.match(r"\{\d+\} 1 0$", (sweep.folder / "sweep/trials/0000/output.log").read_text())
     best = json.loads(sweep.run("best").stdout)
-    assert best == {"trial": 0, "value": trial.value, "parameters": trial.params, "metrics": trial.user_attrs["metrics"],
-                    "command": f"lockstep run --nproc-per-node 1 -- {program}"}
+    variable, *command = shlex.split(best.pop("command"))[1:]
+    assert best == {"trial": 0, "value": trial.value, "parameters": trial.params, "metrics": trial.user_attrs["metrics"]}
+    assert command == ["lockstep", "run", "--nproc-per-node", "1", "--", str(program)], "the variable has the parameters"
+    assert json.loads(variable.removeprefix("LOCKSTEP_TRIAL="))["parameters"] == trial.params
 
 
 def test_rank_0_alone_is_heard(sweep):
@@ -184,11 +197,13 @@ def test_rank_0_alone_is_heard(sweep):
     assert trial.intermediate_values == {1: 1.0}
 
 
+@needs_toml
 def test_a_trainer_reports_by_itself(sweep, small_data):
     """examples/sweep.toml, with less to do."""
     example = pathlib.Path(__file__).resolve().parents[1] / "examples" / "sweep.toml"
     sweep.run("--file", example, "--trials", 2, "--pruner", "none", "-n", 2, "--jobs", 1, "--", sweep.find("trainer"),
-              "--data", small_data, "--run", "{folder}", "--epochs", 3, "--batch-size", "{batch}", "--learning-rate", "{lr}")  # fmt: skip
+              "--data", small_data, "--run", "{folder}", "--epochs", 3, "--batch-size", "{batch}",
+              "--learning-rate", "{lr}")  # fmt: skip
     for trial in sweep.study().trials:
         assert list(trial.intermediate_values) == [1, 2, 3], "the steps are epochs"
         assert trial.value == trial.user_attrs["metrics"]["validation/accuracy"]
@@ -210,6 +225,13 @@ if sys.argv[1] == "9":
     sweep.run(*words, "--enqueue", "x=1", "--enqueue", "x=9", "--trials", 2, "--", program, "{x}")
     sweep.wait_until_gone()
     assert [trial.state.name for trial in sweep.study().trials] == ["COMPLETE", "PRUNED"]
+
+
+def test_values_are_found_in_a_progress_bar(sweep):
+    program = ["printf", r"epoch 1 loss: 3\repoch 2 loss: {x}\r"]
+    sweep.run("--param", "x=int:1:2", "--metric", "loss", *LOSS, "--trials", 1, "--", *program)
+    [trial] = sweep.study().trials
+    assert trial.intermediate_values == {1: 3.0, 2: trial.params["x"]}
 
 
 def test_a_failure_is_told_with_its_last_lines_and_run_again_by_policy(sweep):
@@ -282,52 +304,49 @@ if not pathlib.Path("go").exists():
 @pytest.mark.parametrize("storage", [None, "sqlite:///study.db"])
 def test_two_drivers_share_a_study_and_no_core(sweep, storage):
     program = sweep.script("""
-import os, time
-begin = time.monotonic()
-time.sleep(0.2)
-with open("times", "a") as file:
-    file.write(f"{begin} {time.monotonic()} {sorted(os.sched_getaffinity(0))}\\n")
+import os, pathlib, time
+[core] = os.sched_getaffinity(0)
+os.close(os.open(f"core-{core}", os.O_CREAT | os.O_EXCL))  # fails where another trial computes there
+while not pathlib.Path("both").exists():
+    time.sleep(0.01)
+os.remove(f"core-{core}")
 print("loss: 1")
 """)
     place = ["--storage", storage] if storage else []
     words = [*place, *BOWL, *LOSS, "--trials", 8, "--jobs", "auto", "--", program]
-    drivers = [sweep.start(*words), sweep.start(*words)]
+    two_cores = ["taskset", "-c", ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))]
+    drivers = [sweep.start(*words, before=two_cores), sweep.start(*words, before=two_cores)]
+    with concurrent.futures.ThreadPoolExecutor(2) as waiting:
+        said = [waiting.submit(driver.wait_for, "cores that another sweep computes on") for driver in drivers]
+        concurrent.futures.wait(said, return_when=concurrent.futures.FIRST_COMPLETED)
+        (sweep.folder / "both").touch()
+    assert any(one.exception() is None for one in said)
     for driver in drivers:
         done = driver.finish()
         assert done.status == 0, done.text
-    study = sweep.study(storage=storage and f"sqlite:///{sweep.folder}/study.db")
+    study = sweep.study()
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 8
     assert len({tuple(trial.params.values()) for trial in study.trials}) == 8
-    runs = [line.split(" ", 2) for line in (sweep.folder / "times").read_text().splitlines()]
-    for begin, end, cores in runs:
-        at_once = [other for other in runs if float(other[0]) < float(end) and float(begin) < float(other[1])]
-        assert sum(other[2] == cores for other in at_once) == 1, "two trials on one core at a time"
 
 
 @pytest.mark.long
 def test_a_driver_killed_twenty_times_loses_and_doubles_nothing(sweep):
     numbers = random.Random(27)
     program = sweep.script(PROGRAM)
-    words = [*BOWL, *LOSS, "--trials", 60, "--jobs", "auto", "--", "sh", "-c", f"sleep 0.2; exec {program} {{lr}} {{hidden}}"]
-    kills = 0
-    while kills < 20:
-        driver = sweep.start(*words)
-        driver.process.stdin.close()
-        try:
+    words = [*BOWL, *LOSS, "--jobs", "auto", "--", "sh", "-c", f"sleep 0.2; exec {program} {{lr}} {{hidden}}"]
+    for _ in range(20):
+        driver = sweep.start("--trials", 100000, *words)
+        with pytest.raises(subprocess.TimeoutExpired):
             driver.process.wait(numbers.uniform(0.5, 4))
-            break  # all trials have ended
-        except subprocess.TimeoutExpired:
-            driver.kill()
-            driver.process.wait()
-            kills += 1
+        driver.kill()
+        driver.process.wait()
         sweep.wait_until_gone()
-    sweep.run(*words)
-    check_accounts(sweep.study(), 60)
+    many = len(own_trials(sweep.study())) + 5
+    sweep.run("--trials", many, *words)
+    check_accounts(sweep.study(), many)
 
 
 def check_accounts(study, many):
-    from lockstep_sweep.study import own_trials
-
     own = own_trials(study)
     assert len(own) == many and all(trial.state.name == "COMPLETE" for trial in own)
     failed = [trial.number for trial in study.trials if trial.state.name == "FAIL"]
@@ -362,14 +381,17 @@ def check_accounts(study, many):
     ([*BOWL, "--storage", "nosql://sweep", "--", "true"], "nosql"),
     (["--file", "nothing.toml"], "nothing.toml"),
     ([*BOWL, "--enqueue", "lr=fast", "--", "true"], "'lr=fast'"),
+    ([*BOWL, "--enqueue", "hidden=1000", "--", "true"], "'hidden=1000'"),
     (["resume", "nowhere"], "no sweep in"),
     (["best", "nowhere"], "no sweep in"),
     (["--bogus"], "--bogus"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
-def test_misuse_is_named(sweep, words, said):
-    done = sweep.run(*words, status=MISUSE)
-    assert said in done.stderr and "lockstep sweep --help" in done.stderr, done.text
-    assert not list(sweep.folder.glob("sweep/trials/*"))
+def test_misuse_is_named(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == MISUSE
+    text = capsys.readouterr().err
+    assert said in text and "lockstep sweep --help" in text
+    assert not list(tmp_path.glob("sweep/trials/*"))
 
 
 def test_another_sweep_in_its_place_is_refused(sweep):
@@ -379,6 +401,20 @@ def test_another_sweep_in_its_place_is_refused(sweep):
     sweep.run("--param", "x=int:0:9", *words)
     assert len(sweep.study().trials) == 1
     assert "of another study" in sweep.run("--name", "other", "--param", "x=int:0:9", *words, status=MISUSE).stderr
+
+
+def test_a_study_that_was_cut_off_before_its_first_trial_is_gone_on_with(sweep):
+    words = ["--param", "x=int:0:9", "--metric", "loss", *LOSS, "--trials", 1, "--", "echo", "loss: 1"]
+    sweep.run(*words)
+    (sweep.folder / "sweep" / "study.journal").unlink()
+    shutil.rmtree(sweep.folder / "sweep" / "trials")
+    sweep.run("status", status=MISUSE)
+    sweep.run("resume")
+    lost = sweep.folder / "sweep" / "trials" / "0001" / "metrics.jsonl"  # of a trial that a crash of the host took
+    lost.parent.mkdir()
+    lost.write_text('{"metrics": {"accuracy": 0.5}, "step": 1}\n')
+    sweep.run("resume", "--trials", 2)
+    assert [trial.user_attrs["metrics"] for trial in sweep.study().trials] == [{"loss": 1.0}, {"loss": 1.0}]
 
 
 def test_names_in_braces_may_be_meant(sweep):
@@ -411,8 +447,18 @@ def test_trials_are_child_runs_of_mlflow(sweep):
     assert {(run.info.status, run.data.params["x"], run.data.metrics["loss"]) for run in children} == {
         ("FINISHED", str(trial.params["x"]), trial.value) for trial in sweep.study().trials
     }
+    assert parent.info.status == "FINISHED"
     named = {path.read_text().strip() for path in sweep.folder.glob("sweep/trials/*/run")}
     assert named == {run.info.run_id for run in children}
+
+
+@pytest.mark.long  # loads MLflow's client
+def test_an_mlflow_server_that_is_away_stops_nothing(sweep):
+    pytest.importorskip("mlflow")
+    words = ["--param", "x=int:1:9", "--metric", "loss", *LOSS, "--trials", 3, "--mlflow", f"http://127.0.0.1:{free_port()}"]
+    done = sweep.run(*words, "--", "echo", "loss: {x}")
+    assert [trial.state.name for trial in sweep.study().trials] == ["COMPLETE"] * 3
+    assert done.stderr.count("warning: MLflow") == 1, done.text
 
 
 def test_help_lists_its_options(sweep):

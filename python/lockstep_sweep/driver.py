@@ -6,7 +6,7 @@ from optuna.trial import TrialState
 
 from lockstep_sweep import host, show, study
 from lockstep_sweep.job import Job
-from lockstep_sweep.options import keep, plan_cores
+from lockstep_sweep.options import plan_cores
 
 TICK = 0.1  # seconds between looks at what running jobs have written
 
@@ -17,10 +17,10 @@ class Driver:
     def __init__(self, options, launcher):
         self._options, self._launcher = options, launcher
         self._usable, self._cores_each, self._most_at_once = plan_cores(options)
+        self._runs = show.MlflowRuns(options.mlflow)
         self._trials = study.begin_or_join(options)
-        keep(options)
+        self._runs.open(self._trials.study)
         self._progress = show.Progress(self._trials.study, options.trials, self._most_at_once)
-        self._runs = show.MlflowRuns(options, self._trials.study)
         self._running, self._failures, self._signals, self._all_begun = [], 0, [], False
 
     def run(self):
@@ -39,6 +39,7 @@ class Driver:
             self._progress.show(len(self._running))
         if self._failures >= self._options.max_failures:
             self._progress.say(f"lockstep sweep: {self._failures} trials in a row have failed (--max-failures)")
+        self._runs.finish()
         succeeded = self._progress.finish()
         if self._signals:
             return 128 + self._signals[0]
@@ -93,16 +94,18 @@ class Driver:
         failure = job.failure()
         retries = job.trial.user_attrs.get("retries", 0)
         if job.pruned:
+            self._failures = 0
             result, note = "pruned", f"pruned at step {max(job.reported)}"
             self._trials.end(job.trial, TrialState.PRUNED, **attributes)
-        elif job.stopped:
+        elif job.stopped and not job.succeeded():  # lockstep run ends with 0 only where the signal came too late
             result, value, note = "again", None, "ended with the sweep; resume runs it again"
             self._trials.end_and_run_again(job.trial, retries, **attributes)
         elif failure is None:
             self._failures = 0
             self._trials.end(job.trial, TrialState.COMPLETE, value, **attributes)
         elif job.out_of_memory():
-            # A result: told without a value, as the worst, so that samplers learn to keep away from it.
+            # A result, which samplers learn from: without reports the worst, and never better than a complete one.
+            self._failures = 0
             result, value, note = "pruned", None, "out of memory"
             self._trials.end(job.trial, TrialState.PRUNED, out_of_memory=True, **attributes)
         elif retries < self._options.retries:

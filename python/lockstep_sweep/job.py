@@ -31,8 +31,17 @@ def command_of(options, trial):
     return ["run", "--nproc-per-node", str(options.nproc_per_node), "--", *fill(options.program, values)]
 
 
+def report_of(options, trial):
+    return folder_of(options, trial.number) / "metrics.jsonl"
+
+
+def description_of(options, trial):
+    """What LOCKSTEP_TRIAL holds."""
+    return json.dumps({"number": trial.number, "parameters": trial.params, "report": str(report_of(options, trial))})
+
+
 class _Lines:
-    """The lines of a file that grows; a file that is not there yet has none."""
+    """The lines of a file that grows, and what a progress bar writes over; a file that is not there yet has none."""
 
     def __init__(self, path):
         self._path, self._at = path, 0
@@ -46,9 +55,9 @@ class _Lines:
         except FileNotFoundError:
             return []
         if not ended:
-            text = text[: text.rfind(b"\n") + 1]
+            text = text[: max(text.rfind(b"\n"), text.rfind(b"\r")) + 1]
         self._at += len(text)
-        return text.decode("utf-8", "replace").split("\n")
+        return re.split("[\r\n]", text.decode("utf-8", "replace"))
 
 
 def _metrics_of(line):
@@ -61,7 +70,9 @@ def _metrics_of(line):
 
 def _oom_kills():
     """How many processes the kernel has killed for memory since it runs."""
-    counted = re.search(r"^oom_kill (\d+)$", pathlib.Path("/proc/vmstat").read_text(), re.MULTILINE)
+    counted = None
+    with contextlib.suppress(OSError):  # some containers hide it
+        counted = re.search(r"^oom_kill (\d+)$", pathlib.Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(counted[1]) if counted else 0
 
 
@@ -73,11 +84,11 @@ class Job:
         self.metrics, self.reported, self.pruned, self.stopped = {}, {}, False, False
         self._options, self._matched, self._oom_kills = options, 0, _oom_kills()
         self.folder.mkdir(parents=True, exist_ok=True)
-        report, output = self.folder / "metrics.jsonl", self.folder / "output.log"
+        report, output = report_of(options, trial), self.folder / "output.log"
+        report.unlink(missing_ok=True)  # of a trial of this number that a study lost when its host crashed
         self._reports, self._output = _Lines(report), _Lines(output)
-        asked = {"number": trial.number, "parameters": trial.params, "report": str(report)}
         environment = {"OMP_NUM_THREADS": str(len(cores) // options.nproc_per_node), **os.environ, **variables,
-                       "LOCKSTEP_TRIAL": json.dumps(asked)}
+                       "LOCKSTEP_TRIAL": description_of(options, trial)}
         with open(output, "wb") as file:  # no pipe, so that a driver that is stopped stops no job
             self._process = subprocess.Popen(
                 [launcher, *command_of(options, trial)], env=environment, stdin=subprocess.DEVNULL, stdout=file,
@@ -112,7 +123,7 @@ class Job:
     def new_reports(self, ended):
         """[(step, value)] of the sweep's metric since the last call; notes the other metrics."""
         found, metric, regexes = [], self._options.metric, self._options.regex
-        for line in self._output.new(ended):
+        for line in self._output.new(ended) if regexes else ():
             for name, regex in regexes.items():
                 for value in self._matches(regex, line):
                     self.metrics[name] = value

@@ -104,8 +104,9 @@ def parse(words):
         file_words, file_program = _file_words(options.file)
         own, program = [*file_words, *own, "--file", ""], program or file_program
         options = _parser().parse_args(own)
-    options.own, options.program = own, program
+    options.program = program
     _check(options)
+    options.own = [*own, "--storage", options.storage] if options.storage else own  # of any working folder
     return options
 
 
@@ -127,13 +128,15 @@ def keep(options):
 
 def _file_words(path):
     """The words that a TOML file stands for: trials = 30 is --trials 30, a table or list is its option repeatedly."""
+    try:
+        text = pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise Misuse(f"{path} cannot be read: {error.strerror}") from error
     if tomllib is None:
         raise Misuse("--file needs Python 3.11 or newer; give the options on the command line")
     try:
-        content = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Misuse(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(text.decode())
+    except ValueError as error:
         raise Misuse(f"{path} is no TOML: {error}") from error
     program = content.pop("program", [])
     words = []
@@ -152,6 +155,7 @@ def _check(options):
     if not options.program:
         raise Misuse("there is no program; it stands behind --")
     options.folder = pathlib.Path(options.folder).absolute()
+    options.storage = _absolute(options.storage)
     options.space = {name: _distribution(name, form) for name, form in options.param}
     fill(options.program, dict.fromkeys([*options.space, *OWN_NAMES], 0))
     options.regex = {name: _compiled(name, text) for name, text in options.regex}
@@ -161,6 +165,13 @@ def _check(options):
         raise Misuse("--enqueue must name all parameters with --sampler grid")
     if options.trials is None:
         options.trials = math.prod(map(len, options.grid.values())) if options.grid else DEFAULT_TRIALS
+
+
+def _absolute(storage):
+    """The URL or journal with its file's whole path."""
+    if storage is None or ("://" in storage and not SQLITE.match(storage)):
+        return storage
+    return SQLITE.sub(lambda match: match[1] + os.path.abspath(match[2]), storage) if "://" in storage else os.path.abspath(storage)
 
 
 # ---- Parameters
@@ -213,10 +224,16 @@ def _values(space, text):
         name, _, value = entry.partition("=")
         try:
             values[name] = scalar(value)
-            space[name].to_internal_repr(values[name])
+            if not contains(space[name], values[name]):
+                raise ValueError(value)
         except (KeyError, ValueError):
             raise Misuse(f"--enqueue {text}: '{entry}' is no parameter with its value") from None
     return values
+
+
+def contains(form, value):
+    """Whether a parameter of that form may have the value. Throws ValueError where it is of another type."""
+    return form._contains(form.to_internal_repr(value))
 
 
 def _compiled(name, text):
@@ -232,6 +249,11 @@ def _compiled(name, text):
 def text_of(value):
     """As a program reads it: true and false, and floats with all their digits."""
     return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def names(words):
+    """The names in braces that fill() replaces."""
+    return {match[2] for word in words for match in PLACE.finditer(word)}
 
 
 def fill(words, values):

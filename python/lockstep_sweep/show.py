@@ -12,7 +12,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from lockstep_sweep import job, study
-from lockstep_sweep.options import Misuse, text_of
+from lockstep_sweep.options import Misuse, names, text_of
 
 FIGURES = ("optimization_history", "param_importances", "parallel_coordinate", "slice", "contour", "intermediate_values",
            "timeline")
@@ -121,7 +121,7 @@ def status(asked, options):
             driver = trial.user_attrs["driver"]
             print(", ".join(["running: " + words[0], *words[1:], f"driver pid {driver['pid']} on {driver['host']}"]))
         elif trial.state == TrialState.FAIL:
-            print(f"failed: {', '.join(words)}: {trial.user_attrs['failure'].partition(chr(10))[0]}")
+            print(f"failed: {', '.join(words)}: {trial.user_attrs.get('failure', 'why is not known').partition(chr(10))[0]}")
     best = _best_of(asked, trials)
     if best is not None:
         print(_best_line(best))
@@ -133,9 +133,11 @@ def best(asked, options):
     found = _best_of(asked, study.own_trials(asked))
     if found is None:
         raise Misuse("no trial has succeeded yet")
+    command = ["lockstep", *job.command_of(options, found)]
+    if not set(options.space) <= names(options.program):
+        command = ["env", f"LOCKSTEP_TRIAL={job.description_of(options, found)}", *command]
     print(json.dumps({"trial": found.number, "value": found.value, "parameters": found.params,
-                      "metrics": found.user_attrs["metrics"],
-                      "command": shlex.join(["lockstep", *job.command_of(options, found)])}, indent=2))
+                      "metrics": found.user_attrs["metrics"], "command": shlex.join(command)}, indent=2))
     return 0
 
 
@@ -165,34 +167,50 @@ def plot(asked, options):
 
 
 class MlflowRuns:
-    """Trials as runs under one parent; nothing without --mlflow. A server that is away stops no sweep: it is warned once."""
+    """Trials as runs under one parent; nothing without --mlflow. A server that is away stops no sweep: it is warned once, and
+    asked again after a minute, for each question may take some seconds."""
 
-    def __init__(self, options, asked):
-        self._uri, self._warned, self._runs = options.mlflow, False, {}
+    PAUSE = 60
+
+    def __init__(self, uri):
+        self._uri, self._warned, self._silent_until, self._runs, self._experiment = uri, False, 0.0, {}, None
         if self._uri is None:
             return
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        from mlflow import MlflowClient
+        try:
+            from mlflow import MlflowClient
+        except ModuleNotFoundError:
+            raise Misuse(f"--mlflow needs MLflow, which {sys.executable} does not have; do: pip install mlflow") from None
+        self._client = MlflowClient(tracking_uri=self._uri)
 
-        self._client, self._experiment = MlflowClient(tracking_uri=self._uri), None
-        self._try(self._open, asked)
+    def open(self, asked):
+        """Makes the study's run, or goes on with it."""
+        self._study = asked
+        if self._uri is not None:
+            self._try(self._open)
 
-    def _open(self, asked):
-        known = self._client.get_experiment_by_name(asked.study_name)
-        experiment = known.experiment_id if known else self._client.create_experiment(asked.study_name)
-        self._parent = asked.user_attrs.get("mlflow_run")
+    def _open(self):
+        name = self._study.study_name
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        self._parent = self._study.user_attrs.get("mlflow_run")
         if self._parent is None:
-            self._parent = self._client.create_run(experiment, run_name=asked.study_name).info.run_id
-            asked.set_user_attr("mlflow_run", self._parent)
+            self._parent = self._client.create_run(experiment, run_name=name).info.run_id
+            self._study.set_user_attr("mlflow_run", self._parent)
+        else:
+            self._client.update_run(self._parent, status="RUNNING")
         self._experiment = experiment
 
     def _try(self, function, *arguments):
         from mlflow.exceptions import MlflowException
 
+        if time.monotonic() < self._silent_until:
+            return
         try:
             function(*arguments)
         except (MlflowException, OSError) as error:
+            self._silent_until = time.monotonic() + self.PAUSE
             if not self._warned:
                 print(f"lockstep sweep: warning: MLflow at {self._uri} fails, and trials are not all logged: {error}",
                       file=sys.stderr)
@@ -200,9 +218,12 @@ class MlflowRuns:
 
     def begin(self, trial):
         """Makes its run. The variables by which the program's own MLflow writer goes on in that run."""
-        if self._uri is None or self._experiment is None:
+        if self._uri is None:
             return {}
-        self._try(self._begin, trial)
+        if self._experiment is None:
+            self._try(self._open)
+        if self._experiment is not None:
+            self._try(self._begin, trial)
         run = self._runs.get(trial.number)
         return {"MLFLOW_RUN_ID": run, "MLFLOW_TRACKING_URI": self._uri} if run else {}
 
@@ -221,3 +242,8 @@ class MlflowRuns:
         if trial.number in self._runs:
             ended = {"complete": "FINISHED", "pruned": "KILLED", "again": "KILLED"}.get(result, "FAILED")
             self._try(lambda: self._client.set_terminated(self._runs[trial.number], ended))
+
+    def finish(self):
+        """Ends the study's run, unless another driver still has trials."""
+        if self._experiment is not None and not self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self._try(lambda: self._client.set_terminated(self._parent))

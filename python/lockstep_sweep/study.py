@@ -13,7 +13,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from lockstep_sweep import host
-from lockstep_sweep.options import SQLITE, Misuse, begun, scalar
+from lockstep_sweep.options import SQLITE, Misuse, begun, contains, keep, scalar
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -27,8 +27,18 @@ class _Journal(JournalFileBackend):
     a killed driver has written, and when the host crashes, its running trials are lost anyway."""
 
     def append_logs(self, logs):
-        with self._lock, open(self._file_path, "ab") as file:
+        with self._lock, open(self._file_path, "a+b") as file:
+            _cut_half_line(file)
             file.write("".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode())
+
+
+def _cut_half_line(file):
+    """What a full disk, or a driver killed while it wrote, has left at a journal's end; Optuna reads nothing beyond it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    if file.read() not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class Place:
@@ -54,13 +64,6 @@ class Place:
         except Exception as error:  # of any database's
             raise Misuse(f"--storage {self.storage}: {error}") from error
 
-    def cut_half_line(self):
-        """What a full disk or a host that crashed has left at a journal's end; Optuna reads none beyond it."""
-        if self._is_journal:
-            with self.lock, open(self.storage, "a+b") as file:
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-
 
 def load(place):
     """The study, or None where there is none."""
@@ -81,24 +84,24 @@ def begin_or_join(options):
               "program": options.program}  # what a study may not change its mind about
     options.folder.mkdir(parents=True, exist_ok=True)
     with place.lock:
-        place.cut_half_line()
         study = load(place)
+        known = None if study is None else study.user_attrs.get("asked")
+        if known not in (None, wanted):
+            other = ", ".join(key for key in wanted if wanted[key] != known[key])
+            raise Misuse(f"there is a sweep '{place.name}' in {place.storage} already, with another {other}; take another "
+                         "--folder or --name")
+        if study is None and any(options.folder.glob("trials/*")):
+            raise Misuse(f"{options.folder}/trials holds the trials of another study, whose files trials of this one would "
+                         "find; take another --folder")
+        keep(options)  # before there is a study: `resume` goes on with one that is cut off here
         if study is None:
-            if any(options.folder.glob("trials/*")):
-                raise Misuse(f"{options.folder}/trials holds the trials of another study, whose files trials of this one would "
-                             "find; take another --folder")
             study = optuna.create_study(study_name=place.name, storage=place.open(), direction=options.direction,
                                         load_if_exists=True)
         else:
             sampler.reseed_rng()  # the seed's numbers are the first driver's
-        known = study.user_attrs.get("asked")
         if known is None:
             _prepare(study, options)
             study.set_user_attr("asked", wanted)
-        elif known != wanted:
-            other = ", ".join(key for key in wanted if wanted[key] != known[key])
-            raise Misuse(f"there is a sweep '{place.name}' in {place.storage} already, with another {other}; take another "
-                         "--folder or --name")
     study.sampler, study.pruner = sampler, pruner
     return Trials(study, place, options)
 
@@ -134,7 +137,7 @@ def _fits(trial, space):
     try:
         for name, form in space.items():
             optuna.distributions.check_distribution_compatibility(trial.distributions[name], form)
-            if not form._contains(form.to_internal_repr(trial.params[name])):
+            if not contains(form, trial.params[name]):
                 return False
     except ValueError:
         return False
