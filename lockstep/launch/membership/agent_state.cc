@@ -1,0 +1,123 @@
+#include <algorithm>
+
+#include <lockstep/launch/membership/agent_state.h>
+
+namespace lockstep::launch {
+
+AgentState::AgentState(const Status& self, const MembershipOptions& options, BootTime now)
+    : self_(self), options_(options), born_at_(now), lease_until_(now) {}
+
+void AgentState::enter(Phase phase) {
+  phase_ = phase;
+  if (phase == Phase::kStopping) return;
+  killed_ = false;
+  lapsed_ = false;
+}
+
+void AgentState::end(int exit_status, const std::string& reason) {
+  exit_status_ = exit_status;
+  reason_ = reason;
+  enter(Phase::kEnded);
+}
+
+void AgentState::receive(const Order& order, BootTime now) {
+  if (order_ && order_->job != order.job) {
+    // Another process coordinates at that address: the world that this host's workers belong to has ended.
+    was_refused_ = true;
+    lease_until_ = std::min(lease_until_, now);
+    return;
+  }
+  was_refused_ = false;
+  asked_ = asked_ || order.asks;
+  // The answer to a status, which the coordinator got later than it was sent: so it counts this host as alive for
+  // longer than the lease lasts.
+  if (has_workers() && !lease_valid(now)) lapsed_ = true;
+  const BootTime sent_at{BootClock::duration(order.status_sent_at)};
+  lease_until_ = std::max(lease_until_, std::min(sent_at, now) + options_.lease);
+  if (order_ && order.number < order_->number) return;
+  order_ = order;
+}
+
+void AgentState::refused(BootTime) {
+  was_refused_ = true;
+}
+
+void AgentState::workers_ended(int exit_status, const std::string& failure, BootTime now) {
+  // Where the lease was over, and be it that this process was stopped meanwhile, their guardian has ended them.
+  const bool by_themselves = phase_ == Phase::kRunning && !lapsed_ && lease_valid(now);
+  self_.phase = !by_themselves     ? HostPhase::kIdle
+                : exit_status == 0 ? HostPhase::kFinished
+                                   : HostPhase::kFailed;
+  self_.exit_status = by_themselves ? exit_status : 0;
+  self_.failure = by_themselves ? failure : std::string();
+  enter(Phase::kIdle);
+}
+
+void AgentState::leave(int signal, BootTime now) {
+  if (self_.leaving != 0) return;
+  self_.leaving = signal;
+  leaving_since_ = now;
+}
+
+AgentState::Action AgentState::advance(BootTime now) {
+  if (phase_ == Phase::kEnded) return Action::kNothing;
+  if (!has_workers()) {
+    if (order_ && order_->command == Command::kEnd) {
+      end(order_->exit_status, order_->reason);
+    } else if (order_ && order_->command == Command::kRun && order_->place.generation > started_.generation &&
+               lease_valid(now) && self_.leaving == 0) {
+      started_ = order_->place;
+      self_.order = order_->number;
+      self_.generation = started_.generation;
+      self_.phase = HostPhase::kRunning;
+      self_.failure.clear();
+      self_.exit_status = 0;
+      enter(Phase::kRunning);
+      return Action::kStart;
+    } else if (!lease_valid(now)) {
+      const auto silence = now - (order_ ? lease_until_ : born_at_);
+      if (order_ && was_refused_) {
+        end(1, "the coordinator has ended, and with it the job");
+      } else if (silence >= (order_ ? options_.rejoin_timeout : options_.join_timeout)) {
+        end(1, order_ ? "the coordinator was lost: no word from it; its host or the network to it is down"
+                      : "no coordinator answered in time");
+      }
+    } else if (order_) {
+      self_.order = order_->number;
+      reason_ = order_->reason;
+      // Once the coordinator knows, and counts no longer on this host: where the job ends with it, it says so first.
+      const bool told = BootTime(BootClock::duration(order_->status_sent_at)) > leaving_since_;
+      if (self_.leaving != 0 && told && order_->command == Command::kIdle)
+        end(128 + self_.leaving, "ended by a signal");
+    }
+    return Action::kNothing;
+  }
+  const bool wanted = order_->command == Command::kRun && order_->place.generation == started_.generation;
+  if (lapsed_ || !lease_valid(now)) {
+    if (killed_) return Action::kNothing;
+    enter(Phase::kStopping);
+    killed_ = true;
+    reason_ = "no word from the coordinator";
+    return Action::kKill;
+  }
+  if (phase_ == Phase::kRunning && !wanted) {
+    enter(Phase::kStopping);
+    reason_ = order_->reason;
+    return Action::kStop;
+  }
+  return Action::kNothing;
+}
+
+Status AgentState::status(BootTime now) {
+  self_.sent_at = std::max(self_.sent_at + 1, static_cast<int64_t>(now.time_since_epoch().count()));
+  return self_;
+}
+
+BootTime AgentState::look_again_at() const {
+  if (phase_ == Phase::kEnded) return BootTime::max();
+  if (has_workers()) return killed_ ? BootTime::max() : lease_until_;
+  return order_ ? lease_until_ + (was_refused_ ? std::chrono::nanoseconds(0) : options_.rejoin_timeout)
+                : born_at_ + options_.join_timeout;
+}
+
+}  // namespace lockstep::launch

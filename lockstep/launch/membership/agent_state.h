@@ -1,0 +1,79 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <lockstep/launch/membership/membership.h>
+#include <lockstep/launch/membership/messages.h>
+
+namespace lockstep::launch {
+
+/// What one agent has to do: a state machine between the coordinator's orders, this host's workers and the clock.
+/// Makes no input or output and asks no clock, so that a simulation runs it as it is. Not thread-safe.
+class AgentState {
+ public:
+  enum class Phase : uint8_t {
+    kIdle,      // no workers; the coordinator may not have answered yet
+    kRunning,   // workers run
+    kStopping,  // they were asked to end, and kill_at() is set
+    kEnded,     // the agent is to end with exit_status(); there are no workers
+  };
+  enum class Action : uint8_t { kNothing, kStart, kStop, kKill };
+
+  /// `self`: who this agent is; its phase and what follows are filled in here.
+  AgentState(const Status& self, const MembershipOptions& options, BootTime now);
+
+  /// An order has come. What is older than one that was seen before renews the lease at most.
+  void receive(const Order& order, BootTime now);
+  /// The coordinator's host answers that nothing listens there: its agent has ended.
+  void refused(BootTime now);
+  /// All workers of this host have ended. `exit_status`: what lockstep run on this host alone would return.
+  void workers_ended(int exit_status, const std::string& failure, BootTime now);
+  /// A signal asks this agent to end; its workers have got the signal already.
+  void leave(int signal, BootTime now);
+
+  /// What is to be done with the workers now: kStart at place(), kStop (politely), or kKill. Each is told once. To be
+  /// called after each of the above, and at look_again_at().
+  Action advance(BootTime now);
+
+  Phase phase() const { return phase_; }
+  const Place& place() const { return started_; }
+  /// Whether the coordinator has asked for a status since the last call.
+  bool take_question() { return std::exchange(asked_, false); }
+  /// What to tell the coordinator now. Each has a later sent_at than the one before.
+  Status status(BootTime now);
+  BootTime look_again_at() const;
+  /// Until when workers may run without a further order. Their guardian kills them then, should the agent be stopped.
+  BootTime lease_until() const { return lease_until_; }
+  int exit_status() const { return exit_status_; }
+  /// Why it ended, or what it waits for.
+  const std::string& reason() const { return reason_; }
+
+ private:
+  bool lease_valid(BootTime now) const { return now < lease_until_; }
+  bool has_workers() const { return phase_ == Phase::kRunning || phase_ == Phase::kStopping; }
+  /// The one place where the phase changes.
+  void enter(Phase phase);
+  void end(int exit_status, const std::string& reason);
+
+  Status self_;
+  MembershipOptions options_;
+  Phase phase_ = Phase::kIdle;
+  BootTime born_at_;
+  BootTime lease_until_;  // before the first order: in the past
+  std::optional<Order> order_;
+  Place started_;           // where the last workers were started
+  BootTime leaving_since_;  // with self_.leaving
+  bool asked_ = false;
+  bool was_refused_ = false;
+  bool killed_ = false;  // in kStopping
+  bool lapsed_ = false;  // the lease was over while workers ran
+  int exit_status_ = 0;
+  std::string reason_;
+};
+
+}  // namespace lockstep::launch

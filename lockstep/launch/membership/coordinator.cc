@@ -1,0 +1,126 @@
+#include <algorithm>
+#include <utility>
+
+#include <lockstep/launch/membership/coordinator.h>
+
+namespace lockstep::launch {
+
+Coordinator::Coordinator(const MembershipOptions& options, const std::array<uint8_t, 16>& job,
+                         const AgentId& own, BootTime now)
+    : options_(options), job_(job), own_(own) {
+  world_.since = now;
+}
+
+Member* Coordinator::find(const AgentId& agent) {
+  const auto found = std::find_if(members_.begin(), members_.end(),
+                                  [&](const Member& member) { return member.status.id == agent; });
+  return found == members_.end() ? nullptr : &*found;
+}
+
+bool Coordinator::receive(const Status& status, BootTime now) {
+  Member* member = find(status.id);
+  if (member == nullptr) {
+    if (members_.size() >= kMostMembers) {
+      // Those that are gone for good make room; a place in the last generation is still needed.
+      std::erase_if(members_, [&](const Member& one) {
+        const auto& hosts = world_.hosts;
+        return is_lost(one, options_, now) &&
+               std::find(hosts.begin(), hosts.end(), one.status.id) == hosts.end();
+      });
+    }
+    if (members_.size() >= kMostMembers) return false;
+    members_.push_back({.joined_at = now, .is_coordinator = status.id == own_});
+    member = &members_.back();
+  } else if (status.sent_at <= member->status.sent_at) {
+    return true;  // came twice, or was overtaken on the way by one over a newer connection
+  } else if (is_lost(*member, options_, now)) {
+    member->joined_at = now;
+    member->resumed_at = now;
+    ++member->losses;
+  } else if (is_silent(*member, options_, now)) {
+    member->resumed_at = now;
+  }
+  if (member->status.phase != status.phase || member->status.generation != status.generation)
+    member->phase_since = now;
+  member->status = status;
+  member->heard_at = now;
+  member->connected = true;
+  return true;
+}
+
+void Coordinator::disconnected(const AgentId& agent) {
+  if (Member* member = find(agent)) member->connected = false;
+}
+
+/// The one place where the phase changes. Each change makes new orders.
+void Coordinator::enter(WorldPhase phase, const std::string& reason, BootTime now) {
+  world_.phase = phase;
+  world_.since = now;
+  ++world_.order;
+  reason_ = reason;
+}
+
+Decision Coordinator::advance(BootTime now) {
+  Decision decision = decide(world_, members_, options_, now);
+  switch (decision.action) {
+    case Decision::Action::kWait:
+      waiting_for_ = decision.reason;
+      decision.asks = decision.asks && std::exchange(asked_in_, world_.order) != world_.order;  // once
+      break;
+    case Decision::Action::kStart:
+      enter(WorldPhase::kRunning, decision.reason, now);
+      start(decision);
+      break;
+    case Decision::Action::kStop:
+      enter(WorldPhase::kForming, decision.reason, now);
+      world_.after_failure = decision.counts_as_restart;
+      if (decision.counts_as_restart) ++world_.restarts;
+      break;
+    case Decision::Action::kEnd:
+      enter(WorldPhase::kEnding, decision.reason, now);
+      exit_status_ = decision.exit_status;
+      break;
+    case Decision::Action::kDone:
+      break;
+  }
+  return decision;
+}
+
+void Coordinator::start(const Decision& decision) {
+  world_.hosts = decision.hosts;
+  ++world_.generation;
+  places_.clear();
+  int32_t ranks = 0;
+  for (const AgentId& agent : world_.hosts) {
+    Member& member = *find(agent);
+    places_.push_back({.generation = world_.generation,
+                       .group_rank = static_cast<int32_t>(places_.size()),
+                       .group_size = static_cast<int32_t>(world_.hosts.size()),
+                       .first_rank = ranks});
+    ranks += member.status.nproc;
+    member.run_order = world_.order;
+    member.last_place = places_.back().group_rank;
+  }
+  for (Place& place : places_) place.world_size = ranks;
+}
+
+Order Coordinator::order_for(const AgentId& agent) const {
+  const Member* member = find(agent);
+  Order order = {.job = job_, .number = world_.order, .reason = reason_};
+  if (member != nullptr) order.status_sent_at = member->status.sent_at;
+  if (world_.phase == WorldPhase::kEnding) {
+    order.command = Command::kEnd;
+    order.exit_status = exit_status_;
+    return order;
+  }
+  const auto host = std::find(world_.hosts.begin(), world_.hosts.end(), agent);
+  if (world_.phase == WorldPhase::kRunning && host != world_.hosts.end()) {
+    order.command = Command::kRun;
+    order.place = places_[static_cast<size_t>(host - world_.hosts.begin())];
+  } else if (world_.phase == WorldPhase::kForming) {
+    order.reason = reason_.empty() ? waiting_for_ : reason_ + "; " + waiting_for_;
+  }
+  return order;
+}
+
+}  // namespace lockstep::launch

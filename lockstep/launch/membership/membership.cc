@@ -1,0 +1,371 @@
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include <lockstep/launch/membership/membership.h>
+
+namespace lockstep::launch {
+namespace {
+
+using Action = Decision::Action;
+using Members = std::vector<Member>;
+using Pointers = std::vector<const Member*>;
+using std::chrono::nanoseconds;
+
+constexpr int kTryAgain = 75;  // EX_TEMPFAIL: workers that ask for the whole job to be started again
+
+std::string name_of(const Member& member) {
+  const int rank = member.status.node_rank;
+  return member.status.host + (rank >= 0 ? " (node rank " + std::to_string(rank) + ")" : "");
+}
+
+std::string names_of(const Pointers& members) {
+  constexpr size_t kMost = 8;
+  std::string text;
+  for (size_t i = 0; i < members.size() && i < kMost; ++i)
+    text += (i == 0 ? "" : ", ") + name_of(*members[i]);
+  if (members.size() > kMost) text += " and " + std::to_string(members.size() - kMost) + " more";
+  return text;
+}
+
+std::string seconds_text(nanoseconds duration) {
+  return std::to_string(std::chrono::round<std::chrono::seconds>(duration).count()) + " s";
+}
+
+std::string counted(size_t hosts) {
+  return std::to_string(hosts) + (hosts == 1 ? " host" : " hosts");
+}
+
+bool belongs(const World& world, const Member& member) {
+  return std::find(world.hosts.begin(), world.hosts.end(), member.status.id) != world.hosts.end();
+}
+
+Pointers select(const Members& members, auto condition) {
+  Pointers chosen;
+  for (const Member& member : members) {
+    if (condition(member)) chosen.push_back(&member);
+  }
+  return chosen;
+}
+
+/// One decision in the making: what decide() was given, and what several of its steps ask for.
+class Judgement {
+ public:
+  Judgement(const World& world, const Members& members, const MembershipOptions& options, BootTime now)
+      : world_(world), members_(members), options_(options), now_(now) {
+    hosts_ = select(members, [&](const Member& member) { return belongs(world, member); });
+    ready_ = select(members, [&](const Member& member) {
+      return member.connected && !lost(member) && has_stopped(member) && member.status.leaving == 0;
+    });
+    // The coordinator first, then who was there, then who came first: where there are more than wanted, and
+    // among two of one node rank.
+    std::stable_sort(ready_.begin(), ready_.end(), [&](const Member* a, const Member* b) {
+      const auto key = [&](const Member* member) {
+        return std::tuple(!member->is_coordinator, !belongs(world_, *member), member->joined_at);
+      };
+      return key(a) < key(b);
+    });
+    std::set<int32_t> taken;
+    const auto repeats = [&](const Member* member) {
+      return member->status.node_rank >= 0 && !taken.insert(member->status.node_rank).second;
+    };
+    const auto repeated = std::stable_partition(ready_.begin(), ready_.end(),
+                                                [&](const Member* member) { return !repeats(member); });
+    repeated_.assign(repeated, ready_.end());
+    ready_.erase(repeated, ready_.end());
+  }
+
+  Decision ending() {
+    const Pointers busy = select(members_, [&](const Member& member) {
+      const bool told = member.status.order >= world_.order || !member.connected;
+      return !lost(member) && !(has_stopped(member) && told);
+    });
+    if (busy.empty()) return {.action = Action::kDone, .reason = "all workers have ended"};
+    return wait("the job ends when " + names_of(busy) + " has ended its workers", look_at_losses(busy));
+  }
+
+  Decision forming() {
+    const Pointers busy =
+        select(hosts_, [&](const Member& member) { return !lost(member) && !has_stopped(member); });
+    if (!busy.empty())
+      return wait("the workers of " + names_of(busy) + " have to end first", look_at_losses(busy));
+    const bool coordinator_ready = std::any_of(ready_.begin(), ready_.end(),
+                                               [](const Member* member) { return member->is_coordinator; });
+    const size_t enough = static_cast<size_t>(options_.min_hosts);
+    if (!coordinator_ready || ready_.size() < enough) return wait_for_hosts();
+    const size_t count = std::min(ready_.size(), static_cast<size_t>(options_.max_hosts));
+    if (world_.generation == 0 && count < static_cast<size_t>(options_.max_hosts)) {
+      const BootTime last_call = reached_at(enough) + options_.last_call;
+      if (now_ < last_call) {
+        return wait(counted(count) + " of " + std::to_string(options_.max_hosts) +
+                        " are here; more may come for " + seconds_text(last_call - now_),
+                    last_call);
+      }
+    }
+    if (world_.after_failure) {
+      const BootTime again = world_.since + pause_before(world_.restarts);
+      if (now_ < again) return wait("the workers start again in " + seconds_text(again - now_), again);
+    }
+    std::vector<Member> chosen;
+    for (size_t i = 0; i < count; ++i) chosen.push_back(*ready_[i]);
+    return {.action = Action::kStart,
+            .reason = "generation " + std::to_string(world_.generation + 1) + " starts on " + counted(count),
+            .hosts = assign_places(std::move(chosen))};
+  }
+
+  Decision running() {
+    // Losses come before failures: the workers of a host fail because those of another have gone.
+    const Pointers gone = in_world([&](const Member& member) { return lost(member); });
+    if (!gone.empty()) {
+      return stop("no word from " + names_of(gone) + " for " + seconds_text(options_.lost_after) +
+                  "; the others go on without");
+    }
+    const Pointers broken = in_world([&](const Member& member) {
+      return has_stopped(member) &&
+             (member.status.phase == HostPhase::kIdle || member.status.generation != world_.generation);
+    });
+    if (!broken.empty()) {
+      return stop(names_of(broken) + " ended its workers, for it had no word from the coordinator in time");
+    }
+    // Not before its workers have ended: they got the signal too, and may stop all others in an orderly way.
+    const Pointers leaving = in_world([](const Member& member) {
+      return member.status.leaving != 0 && has_stopped(member) && member.status.exit_status != kTryAgain;
+    });
+    if (!leaving.empty()) {
+      const std::string what = names_of(leaving) + " was asked to end by signal " +
+                               std::to_string(leaving.front()->status.leaving);
+      const Pointers staying = select(members_, [&](const Member& member) {
+        return member.connected && !lost(member) && member.status.leaving == 0;
+      });
+      if (staying.size() >= static_cast<size_t>(options_.min_hosts)) {
+        return stop(what + "; the others go on without");
+      }
+      return end(128 + leaving.front()->status.leaving, what + ", and too few hosts are left");
+    }
+    // What has not heard of this generation yet still tells of a former one.
+    const auto ended = [&](const Member& member, HostPhase phase) {
+      return member.status.phase == phase && member.status.generation == world_.generation;
+    };
+    const Pointers failed = in_world([&](const Member& member) { return ended(member, HostPhase::kFailed); });
+    if (!failed.empty()) return failure(failed);
+    const Pointers finished =
+        in_world([&](const Member& member) { return ended(member, HostPhase::kFinished); });
+    if (finished.size() == world_.hosts.size()) return end(0, "all workers have ended with status 0");
+    if (!finished.empty()) {
+      return wait(counted(finished.size()) + " of " + std::to_string(hosts_.size()) + " have finished",
+                  look_at_losses(hosts_));
+    }
+    return late_hosts();
+  }
+
+ private:
+  bool lost(const Member& member) const { return is_lost(member, options_, now_); }
+  /// What happened to its workers may not be known yet.
+  bool suspected(const Member& member) const {
+    return is_silent(member, options_, now_) || now_ < heard_out_at(member) ||
+           (member.status.leaving != 0 && !has_stopped(member));
+  }
+  /// After a silence what was said in it comes first, and then the present state.
+  BootTime heard_out_at(const Member& member) const {
+    return member.resumed_at + options_.heartbeat_interval * 5 / 2;
+  }
+  Pointers select(const Pointers& among, auto condition) const {
+    Pointers chosen;
+    std::copy_if(among.begin(), among.end(), std::back_inserter(chosen),
+                 [&](const Member* member) { return condition(*member); });
+    return chosen;
+  }
+  static Pointers select(const Members& among, auto condition) { return launch::select(among, condition); }
+  Pointers in_world(auto condition) const { return select(hosts_, condition); }
+
+  static Decision wait(std::string reason, BootTime look_again_at) {
+    return {.action = Action::kWait, .reason = std::move(reason), .look_again_at = look_again_at};
+  }
+  static Decision stop(std::string reason) { return {.action = Action::kStop, .reason = std::move(reason)}; }
+  static Decision end(int status, std::string reason) {
+    return {.action = Action::kEnd, .reason = std::move(reason), .exit_status = status};
+  }
+
+  /// When the first of these would count as lost, or no longer as suspected.
+  BootTime look_at_losses(const Pointers& members) const {
+    BootTime first = BootTime::max();
+    for (const Member* member : members) {
+      first = std::min(first, member->heard_at + options_.lost_after);
+      if (now_ < heard_out_at(*member)) first = std::min(first, heard_out_at(*member));
+    }
+    return first;
+  }
+
+  /// When there were so many that are still there.
+  BootTime reached_at(size_t count) const {
+    std::vector<BootTime> joined;
+    for (const Member* member : ready_) joined.push_back(member->joined_at);
+    std::sort(joined.begin(), joined.end());
+    return joined.at(count - 1);
+  }
+
+  static nanoseconds pause_before(int restart) {
+    constexpr std::chrono::seconds kLongest(30);
+    if (restart <= 1) return nanoseconds(0);
+    return std::min<nanoseconds>(kLongest, std::chrono::seconds(1LL << std::min(restart - 2, 10)));
+  }
+
+  Decision wait_for_hosts() const {
+    const bool first = world_.generation == 0;
+    const nanoseconds limit = first ? options_.join_timeout : options_.rejoin_timeout;
+    std::string text = counted(ready_.size()) + " of at least " + std::to_string(options_.min_hosts) +
+                       (ready_.empty() ? " are here" : " are here: " + names_of(ready_));
+    if (!repeated_.empty()) text += "; a host before it has the node rank of " + names_of(repeated_);
+    const BootTime until = world_.since + limit;
+    if (now_ < until) return wait(text, until);
+    return end(
+        1, text + ", " + seconds_text(limit) + (first ? " after the start" : " after the others were lost"));
+  }
+
+  Decision failure(const Pointers& failed) const {
+    const std::string what = "workers on " + names_of(failed) + " have failed";
+    // A host that has said something since was not lost before.
+    BootTime first = BootTime::max();
+    for (const Member* member : failed) first = std::min(first, member->phase_since);
+    const Pointers silent = in_world([&](const Member& member) {
+      const bool has_failed = std::find(failed.begin(), failed.end(), &member) != failed.end();
+      return suspected(member) || (!has_failed && member.heard_at <= first);
+    });
+    if (!silent.empty()) {
+      Decision decision =
+          wait(what + "; the end of " + names_of(silent) + " may be the cause", look_at_losses(silent));
+      decision.asks = true;
+      return decision;
+    }
+    const Pointers try_again =
+        select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
+    if (try_again.size() == failed.size()) {
+      if (failed.size() == world_.hosts.size()) return end(kTryAgain, "all workers ask to be started again");
+      return wait("workers on " + names_of(failed) +
+                      " have stopped and ask to be started again; the others are awaited",
+                  look_at_losses(hosts_));
+    }
+    if (world_.restarts >= options_.max_restarts) {
+      return end(1, what + (options_.max_restarts == 0 ? "" : ", and all restarts are used up"));
+    }
+    Decision decision = stop(what + "; restart " + std::to_string(world_.restarts + 1) + " of " +
+                             std::to_string(options_.max_restarts));
+    decision.counts_as_restart = true;
+    return decision;
+  }
+
+  Decision late_hosts() const {
+    const BootTime next_loss = look_at_losses(hosts_);
+    const std::string runs =
+        "generation " + std::to_string(world_.generation) + " runs on " + counted(hosts_.size());
+    if (world_.hosts.size() >= static_cast<size_t>(options_.max_hosts)) return wait(runs, next_loss);
+    // None while one of the world is silent: its loss would end a second generation right after the first.
+    if (!in_world([&](const Member& member) { return suspected(member); }).empty())
+      return wait(runs, next_loss);
+    BootTime settled = BootTime::max();
+    Pointers late;
+    for (const Member* member : ready_) {
+      if (belongs(world_, *member)) continue;
+      late.push_back(member);
+      // Longer with each loss: a host that comes and goes must not stop the others each time.
+      settled = std::min(settled, member->joined_at + options_.settling * (1 << std::min(member->losses, 8)));
+    }
+    if (late.empty()) return wait(runs, next_loss);
+    if (now_ < settled)
+      return wait(runs + "; " + names_of(late) + " may join soon", std::min(settled, next_loss));
+    return stop(names_of(late) + (late.size() == 1 ? " joins" : " join"));
+  }
+
+  const World& world_;
+  const Members& members_;
+  const MembershipOptions& options_;
+  BootTime now_;
+  Pointers hosts_;     // of the last generation, as far as they are known
+  Pointers ready_;     // could run the next one
+  Pointers repeated_;  // could, but another has their node rank
+};
+
+}  // namespace
+
+std::optional<std::string> objection_to(const MembershipOptions& options) {
+  if (options.min_hosts < 1)
+    return "the least number of hosts is " + std::to_string(options.min_hosts) + "; it must be 1 or more";
+  if (options.max_hosts < options.min_hosts) {
+    return "the greatest number of hosts, " + std::to_string(options.max_hosts) + ", is below the least, " +
+           std::to_string(options.min_hosts);
+  }
+  if (options.max_restarts < 0) return "the number of restarts is negative";
+  if (options.heartbeat_interval <= nanoseconds(0)) return "the heartbeat interval must be above 0";
+  if (options.lease < options.heartbeat_interval * 3) {
+    return "the lease must be three heartbeat intervals or more, for one may be late";
+  }
+  if (options.lost_after < options.lease * 23 / 20 + std::chrono::milliseconds(500)) {
+    return "hosts count as lost after " + seconds_text(options.lost_after) +
+           ", and that must be 15 % and half a second more than the lease of " + seconds_text(options.lease);
+  }
+  return std::nullopt;
+}
+
+bool is_lost(const Member& member, const MembershipOptions& options, BootTime now) {
+  return now - member.heard_at >= options.lost_after;
+}
+
+bool is_silent(const Member& member, const MembershipOptions& options, BootTime now) {
+  return !member.connected || now - member.heard_at > options.heartbeat_interval * 5 / 2;
+}
+
+bool has_stopped(const Member& member) {
+  return member.status.phase != HostPhase::kRunning && member.status.order >= member.run_order;
+}
+
+Decision decide(const World& world, const Members& members, const MembershipOptions& options, BootTime now) {
+  Judgement judgement(world, members, options, now);
+  if (world.phase == WorldPhase::kEnding) return judgement.ending();
+  for (const Member& member : members) {
+    const bool asks_again = world.phase == WorldPhase::kRunning && member.status.exit_status == kTryAgain;
+    if (member.is_coordinator && member.status.leaving != 0 && has_stopped(member) && !asks_again) {
+      return {.action = Action::kEnd,
+              .reason = "the coordinator, " + name_of(member) + ", was asked to end by signal " +
+                        std::to_string(member.status.leaving),
+              .exit_status = 128 + member.status.leaving};
+    }
+  }
+  return world.phase == WorldPhase::kForming ? judgement.forming() : judgement.running();
+}
+
+std::vector<AgentId> assign_places(std::vector<Member> chosen) {
+  const auto wish_of = [](const Member& member) {
+    return member.status.node_rank >= 0 ? member.status.node_rank : member.last_place;
+  };
+  // Of two that were at one place, at different times, the later one has the better claim.
+  std::stable_sort(chosen.begin(), chosen.end(), [&](const Member& a, const Member& b) {
+    const auto key = [](const Member& member) {
+      return std::tuple(member.status.node_rank < 0, ~member.status.generation, !member.is_coordinator,
+                        member.joined_at);
+    };
+    return key(a) < key(b);
+  });
+  std::vector<AgentId> places(chosen.size());
+  std::vector<bool> taken(chosen.size());
+  std::vector<const Member*> rest;
+  for (const Member& member : chosen) {
+    const auto wish = static_cast<size_t>(wish_of(member));
+    if (wish_of(member) >= 0 && wish < places.size() && !taken[wish]) {
+      places[wish] = member.status.id;
+      taken[wish] = true;
+    } else {
+      rest.push_back(&member);
+    }
+  }
+  size_t place = 0;
+  for (const Member* member : rest) {
+    while (taken[place]) ++place;
+    taken[place] = true;
+    places[place] = member->status.id;
+  }
+  return places;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,410 @@
+#include <algorithm>
+#include <gmock/gmock.h>
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/launch/membership/coordinator.h>
+#include <lockstep/launch/membership/membership.h>
+
+namespace lockstep::launch::membership_test {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Action = Decision::Action;
+using std::chrono::seconds;
+
+AgentId id(uint8_t number) {
+  return {number};
+}
+
+Member member(uint8_t number, BootTime joined_at = {}) {
+  return {.status = {.id = id(number), .host = "node-" + std::to_string(number)},
+          .heard_at = joined_at,
+          .joined_at = joined_at,
+          .is_coordinator = number == 0};
+}
+
+/// A coordinator, its clock, and agents that do what they are told at once.
+class Job {
+ public:
+  explicit Job(const MembershipOptions& options) : coordinator(options, {1}, id(0), now) {}
+
+  /// What this agent says next.
+  Status& say(uint8_t number) {
+    Status& status = statuses_[number];
+    status.id = id(number);
+    status.host = "node-" + std::to_string(number);
+    return status;
+  }
+  void hear(uint8_t number) {
+    Status& status = say(number);
+    status.sent_at = ++sent_;
+    EXPECT_TRUE(coordinator.receive(status, now));
+  }
+  /// Those agents carry their orders out, and say so.
+  void obey(std::initializer_list<uint8_t> numbers) {
+    for (const uint8_t number : numbers) {
+      const Order order = coordinator.order_for(id(number));
+      Status& status = say(number);
+      status.order = order.number;
+      if (order.command == Command::kRun && status.generation != order.place.generation) {
+        status.phase = HostPhase::kRunning;
+        status.generation = order.place.generation;
+      } else if (order.command != Command::kRun && status.phase == HostPhase::kRunning) {
+        status.phase = HostPhase::kIdle;
+      }
+      hear(number);
+    }
+  }
+  void set(uint8_t number, HostPhase phase) {
+    say(number).phase = phase;
+    hear(number);
+  }
+  /// Time passes, and these are heard all the while.
+  void pass(std::chrono::nanoseconds duration, std::initializer_list<uint8_t> numbers) {
+    for (const BootTime until = now + duration; now < until;) {
+      now = std::min(until, now + seconds(1));
+      for (const uint8_t number : numbers) hear(number);
+    }
+  }
+  Decision decide_once() { return coordinator.advance(now); }
+
+  BootTime now{seconds(1000)};
+  Coordinator coordinator;
+
+ private:
+  std::map<uint8_t, Status> statuses_;
+  int64_t sent_ = 0;
+};
+
+MembershipOptions options(int min_hosts, int max_hosts, int max_restarts = 0) {
+  MembershipOptions result;
+  result.min_hosts = min_hosts;
+  result.max_hosts = max_hosts;
+  result.max_restarts = max_restarts;
+  return result;
+}
+
+/// Hosts 0 to `hosts` - 1 run generation 1.
+Job running_job(const MembershipOptions& chosen, uint8_t hosts) {
+  Job job(chosen);
+  for (uint8_t i = 0; i < hosts; ++i) job.hear(i);
+  for (seconds passed(0); hosts < chosen.max_hosts && passed <= chosen.last_call; passed += seconds(1)) {
+    job.now += seconds(1);
+    for (uint8_t i = 0; i < hosts; ++i) job.hear(i);
+  }
+  EXPECT_EQ(job.decide_once().action, Action::kStart);
+  for (uint8_t i = 0; i < hosts; ++i) job.obey({i});
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  return job;
+}
+
+TEST(Membership, StartsAtOnceWithAllAndAfterTheLastCallWithEnough) {
+  Job job(options(2, 3));
+  job.hear(0);
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.reason, "1 host of at least 2 are here: node-0");
+  EXPECT_EQ(decision.look_again_at, job.now + std::chrono::minutes(10));
+  job.now += seconds(5);
+  job.hear(0);
+  job.hear(1);
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_THAT(decision.reason, HasSubstr("2 hosts of 3 are here; more may come for 30 s"));
+  EXPECT_EQ(decision.look_again_at, job.now + seconds(30));
+  job.pass(seconds(30), {0, 1});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStart);
+  EXPECT_THAT(decision.hosts, ElementsAre(id(0), id(1)));
+
+  Job complete(options(2, 3));
+  for (uint8_t i = 0; i < 3; ++i) complete.hear(i);
+  EXPECT_EQ(complete.decide_once().action, Action::kStart);
+}
+
+TEST(Membership, EndsWhenTooFewHaveCome) {
+  Job job(options(2, 2));
+  job.now += std::chrono::minutes(10);
+  job.hear(0);
+  const Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.exit_status, 1);
+  EXPECT_EQ(decision.reason, "1 host of at least 2 are here: node-0, 600 s after the start");
+}
+
+TEST(Membership, CountsRanksOfUnequalHosts) {
+  Job job(options(3, 3));
+  job.say(0).nproc = 2;
+  job.say(1).nproc = 1;
+  job.say(2).nproc = 4;
+  for (uint8_t i = 0; i < 3; ++i) job.hear(i);
+  ASSERT_EQ(job.decide_once().action, Action::kStart);
+  EXPECT_EQ(job.coordinator.order_for(id(0)).place, (Place{1, 0, 3, 0, 7}));
+  EXPECT_EQ(job.coordinator.order_for(id(1)).place, (Place{1, 1, 3, 2, 7}));
+  EXPECT_EQ(job.coordinator.order_for(id(2)).place, (Place{1, 2, 3, 3, 7}));
+}
+
+TEST(Membership, GoesOnWithoutALostHostOnceItsLeaseIsOver) {
+  Job job = running_job(options(2, 3), 3);
+  job.coordinator.disconnected(id(1));
+  job.now += seconds(9);
+  job.obey({0, 2});
+  EXPECT_EQ(job.decide_once().action, Action::kWait) << "its workers may still run";
+  job.now += seconds(1);
+  job.obey({0, 2});
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStop);
+  EXPECT_EQ(decision.reason, "no word from node-1 for 10 s; the others go on without");
+  job.obey({0});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.reason, "the workers of node-2 have to end first");
+  job.obey({2});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStart);
+  EXPECT_THAT(decision.hosts, ElementsAre(id(0), id(2)));
+}
+
+TEST(Membership, WaitsForLostHostsWhenTooFewAreLeft) {
+  Job job = running_job(options(2, 2), 2);
+  job.now += seconds(10);
+  job.obey({0});
+  EXPECT_EQ(job.decide_once().action, Action::kStop);
+  job.obey({0});
+  EXPECT_THAT(job.decide_once().reason, HasSubstr("1 host of at least 2 are here: node-0"));
+  job.now += seconds(30);
+  job.say(1).phase = HostPhase::kIdle;
+  job.obey({0, 1});
+  EXPECT_EQ(job.decide_once().action, Action::kStart);
+
+  Job alone = running_job(options(2, 2), 2);
+  alone.now += seconds(10);
+  alone.obey({0});
+  EXPECT_EQ(alone.decide_once().action, Action::kStop);
+  alone.now += seconds(60);
+  alone.obey({0});
+  const Decision decision = alone.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_THAT(decision.reason, HasSubstr("60 s after the others were lost"));
+}
+
+TEST(Membership, DoesNotCountAnIdleStatusThatIsOlderThanTheOrderToRun) {
+  Job job(options(2, 2, 1));
+  job.hear(0);
+  job.hear(1);
+  ASSERT_EQ(job.decide_once().action, Action::kStart);
+  job.obey({0});
+  job.set(0, HostPhase::kFailed);
+  job.pass(std::chrono::milliseconds(1), {1});  // it has not yet heard of the generation
+  EXPECT_EQ(job.decide_once().action, Action::kStop);
+  job.obey({0});
+  job.hear(1);
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait) << "the order to run may be on its way to node-1";
+  EXPECT_EQ(decision.reason, "the workers of node-1 have to end first");
+  job.obey({1});
+  EXPECT_EQ(job.decide_once().action, Action::kStart);
+}
+
+TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
+  Job job = running_job(options(2, 2, 2), 2);
+  for (int restart = 1; restart <= 2; ++restart) {
+    job.set(1, HostPhase::kFailed);
+    Decision decision = job.decide_once();
+    EXPECT_EQ(decision.action, Action::kWait);
+    EXPECT_TRUE(decision.asks) << "node-0 may be the cause, and dead";
+    EXPECT_FALSE(job.decide_once().asks);
+    job.pass(std::chrono::milliseconds(1), {0});
+    decision = job.decide_once();
+    EXPECT_EQ(decision.action, Action::kStop);
+    EXPECT_EQ(decision.reason, "workers on node-1 have failed; restart " + std::to_string(restart) + " of 2");
+    job.obey({0, 1});
+    decision = job.decide_once();
+    if (restart == 2) {
+      EXPECT_EQ(decision.action, Action::kWait) << "each further restart waits longer";
+      job.pass(decision.look_again_at - job.now, {0, 1});
+      decision = job.decide_once();
+    }
+    EXPECT_EQ(decision.action, Action::kStart);
+    job.obey({0, 1});
+  }
+  job.set(0, HostPhase::kFailed);
+  job.pass(std::chrono::milliseconds(1), {1});
+  const Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.exit_status, 1);
+  EXPECT_EQ(decision.reason, "workers on node-0 have failed, and all restarts are used up");
+}
+
+TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
+  Job job = running_job(options(1, 2), 2);
+  job.coordinator.disconnected(id(1));
+  job.set(0, HostPhase::kFailed);
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.reason, "workers on node-0 have failed; the end of node-1 may be the cause");
+  job.pass(decision.look_again_at - job.now, {0});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStop);
+  EXPECT_FALSE(decision.counts_as_restart);
+  EXPECT_EQ(job.decide_once().action, Action::kStart);
+  EXPECT_EQ(job.coordinator.world().restarts, 0);
+}
+
+TEST(Membership, TakesLateHostsInUpToTheMost) {
+  Job job = running_job(options(1, 2), 1);
+  job.hear(1);
+  job.hear(2);
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.look_again_at, job.now + seconds(1)) << "others may come in the same moment";
+  job.pass(seconds(1), {0, 1, 2});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStop);
+  EXPECT_EQ(decision.reason, "node-1, node-2 join");
+  job.obey({0, 1, 2});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStart);
+  EXPECT_THAT(decision.hosts, ElementsAre(id(0), id(1)));
+  job.obey({0, 1});
+  job.pass(seconds(5), {0, 1, 2});
+  EXPECT_EQ(job.decide_once().reason, "generation 2 runs on 2 hosts");
+}
+
+TEST(Membership, WaitsLongerForAHostThatComesAndGoes) {
+  Job job = running_job(options(1, 2), 2);
+  for (int loss = 1; loss <= 3; ++loss) {
+    job.pass(seconds(10), {0});
+    ASSERT_EQ(job.decide_once().action, Action::kStop);
+    job.obey({0});
+    ASSERT_EQ(job.decide_once().action, Action::kStart);
+    job.obey({0});
+    job.say(1).phase = HostPhase::kIdle;
+    job.obey({1});
+    job.pass(seconds(1 << loss) - std::chrono::milliseconds(1), {0, 1});
+    EXPECT_EQ(job.decide_once().action, Action::kWait);
+    job.pass(std::chrono::milliseconds(1), {0, 1});
+    ASSERT_EQ(job.decide_once().action, Action::kStop);
+    job.obey({0, 1});
+    ASSERT_EQ(job.decide_once().action, Action::kStart);
+    job.obey({0, 1});
+  }
+}
+
+TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
+  Job job = running_job(options(2, 2), 2);
+  job.set(0, HostPhase::kFinished);
+  EXPECT_EQ(job.decide_once().reason, "1 host of 2 have finished");
+  job.set(1, HostPhase::kFinished);
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.exit_status, 0);
+  EXPECT_EQ(job.coordinator.order_for(id(1)).command, Command::kEnd);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  job.obey({0, 1});
+  EXPECT_EQ(job.decide_once().action, Action::kDone);
+}
+
+TEST(Membership, PassesOnThatAllAskToBeStartedAgain) {
+  Job job = running_job(options(2, 2, 5), 2);
+  job.say(0).exit_status = 75;
+  job.say(0).leaving = 15;
+  job.set(0, HostPhase::kFailed);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  job.say(1).exit_status = 75;
+  job.set(1, HostPhase::kFailed);
+  const Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.exit_status, 75);
+}
+
+TEST(Membership, EndsWithTheCoordinatorsSignalAndGoesOnWithoutAnotherHost) {
+  Job job = running_job(options(1, 2), 2);
+  job.say(1).leaving = 15;
+  job.hear(1);
+  EXPECT_EQ(job.decide_once().action, Action::kWait) << "its workers have got the signal, too";
+  job.set(1, HostPhase::kFailed);
+  EXPECT_EQ(job.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
+  job.obey({0});
+  EXPECT_EQ(job.decide_once().action, Action::kStart);
+  job.obey({0});
+  job.say(0).leaving = 2;
+  job.set(0, HostPhase::kFailed);
+  const Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.exit_status, 130);
+}
+
+TEST(Membership, IgnoresAStatusThatComesTwiceOrTooLate) {
+  Job job = running_job(options(1, 2), 2);
+  Status old = job.say(1);
+  old.phase = HostPhase::kFailed;
+  job.now += seconds(10);
+  EXPECT_TRUE(job.coordinator.receive(old, job.now));
+  old.sent_at = 0;
+  EXPECT_TRUE(job.coordinator.receive(old, job.now));
+  job.obey({0});
+  EXPECT_EQ(job.decide_once().action, Action::kStop) << "node-1 is lost all the same";
+}
+
+TEST(AssignPlaces, LeavesEachWhereItWasAndFillsGaps) {
+  std::vector<Member> hosts = {member(0), member(2), member(3, BootTime(seconds(5))),
+                               member(4, BootTime(seconds(4)))};
+  hosts[0].last_place = 0;
+  hosts[1].last_place = 2;
+  EXPECT_THAT(assign_places(hosts), ElementsAre(id(0), id(4), id(2), id(3)));
+  hosts.resize(2);
+  EXPECT_THAT(assign_places(hosts), ElementsAre(id(0), id(2)));
+}
+
+TEST(AssignPlaces, ObeysNodeRanks) {
+  std::vector<Member> hosts = {member(0), member(1), member(2)};
+  hosts[0].status.node_rank = 2;
+  hosts[1].status.node_rank = 0;
+  hosts[2].status.node_rank = 1;
+  hosts[2].last_place = 0;
+  EXPECT_THAT(assign_places(hosts), ElementsAre(id(1), id(2), id(0)));
+}
+
+TEST(AssignPlaces, PrefersTheOneThatWasThereLast) {
+  std::vector<Member> hosts = {member(0), member(1), member(2)};
+  hosts[1].last_place = 1;
+  hosts[1].status.generation = 3;
+  hosts[2].last_place = 1;
+  hosts[2].status.generation = 7;
+  hosts[0].last_place = 0;
+  EXPECT_THAT(assign_places(hosts), ElementsAre(id(0), id(2), id(1)));
+}
+
+TEST(Membership, TwoHostsOfOneNodeRankDoNotStart) {
+  Job job(options(2, 2));
+  job.say(0).node_rank = 0;
+  job.say(1).node_rank = 0;
+  job.hear(0);
+  job.hear(1);
+  EXPECT_EQ(
+      job.decide_once().reason,
+      "1 host of at least 2 are here: node-0 (node rank 0); a host before it has the node rank of node-1 "
+      "(node rank 0)");
+}
+
+TEST(MembershipOptions, AreCheckedAgainstEachOther) {
+  EXPECT_EQ(objection_to(options(1, 1)), std::nullopt);
+  EXPECT_THAT(objection_to(options(0, 1)).value_or(""), HasSubstr("must be 1 or more"));
+  EXPECT_THAT(objection_to(options(3, 2)).value_or(""), HasSubstr("below the least"));
+  MembershipOptions late = options(1, 1);
+  late.lost_after = seconds(9);
+  EXPECT_THAT(objection_to(late).value_or(""), HasSubstr("15 % and half a second more than the lease"));
+  MembershipOptions restless = options(1, 1);
+  restless.heartbeat_interval = seconds(3);
+  EXPECT_THAT(objection_to(restless).value_or(""), HasSubstr("three heartbeat intervals"));
+}
+
+}  // namespace
+}  // namespace lockstep::launch::membership_test
