@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/launch/membership/boot_clock.h>
+#include <lockstep/base/boot_clock.h>
 #include <lockstep/launch/membership/messages.h>
 
 /// Which hosts belong to a job's world now. The coordinator is the agent at the job's endpoint. It alone decides,

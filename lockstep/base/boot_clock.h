@@ -3,7 +3,7 @@
 #include <chrono>
 #include <ctime>
 
-namespace lockstep::launch {
+namespace lockstep {
 
 /// Time since the host was booted, with the time in which it was suspended: a host that wakes up finds its lease
 /// over (std::chrono::steady_clock stands still meanwhile). Not comparable between hosts.
@@ -23,4 +23,4 @@ struct BootClock {
 
 using BootTime = BootClock::time_point;
 
-}  // namespace lockstep::launch
+}  // namespace lockstep
