@@ -63,6 +63,7 @@ AgentState::Action AgentState::advance(BootTime now) {
   if (phase_ == Phase::kEnded) return Action::kNothing;
   if (!has_workers()) {
     if (order_ && order_->command == Command::kEnd) {
+      self_.order = order_->number;
       end(order_->exit_status, order_->reason);
     } else if (order_ && order_->command == Command::kRun && order_->place.generation > started_.generation &&
                lease_valid(now) && self_.leaving == 0) {

@@ -57,7 +57,7 @@ class Judgement {
       : world_(world), members_(members), options_(options), now_(now) {
     hosts_ = select(members, [&](const Member& member) { return belongs(world, member); });
     ready_ = select(members, [&](const Member& member) {
-      return member.connected && !lost(member) && has_stopped(member) && member.status.leaving == 0;
+      return !is_silent(member, options, now) && has_stopped(member) && member.status.leaving == 0;
     });
     // The coordinator first, then who was there, then who came first: where there are more than wanted, and
     // among two of one node rank.

@@ -284,6 +284,7 @@ class Simulation {
     if (host.agent->phase() == AgentState::Phase::kEnded) {
       if (host.workers) fail("an agent ends before its workers");
       agent_exits_[index] = host.agent->exit_status();
+      send(id_of(index), host.agent->status(clock), {});
       host.agent.reset();
       return;
     }
