@@ -11,6 +11,7 @@ install(TARGETS lockstep ${components} EXPORT LockstepTargets LIBRARY DESTINATIO
 install(EXPORT LockstepTargets NAMESPACE Lockstep:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/lockstep" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING PATTERN "*.h" PATTERN "testing" EXCLUDE PATTERN "parity" EXCLUDE PATTERN "__pycache__" EXCLUDE
+  PATTERN "control_plane" EXCLUDE  # the lockstep program's alone
   PATTERN "ucx_library.h" EXCLUDE)  # it includes UCX's headers
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION ${CMAKE_INSTALL_DOCDIR})
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/LockstepConfig.cmake.in" "${PROJECT_BINARY_DIR}/LockstepConfig.cmake"

@@ -1,6 +1,7 @@
 # lockstep_room(NAME  the last folder of its path; no two rooms have one name
 #   [COMPONENT]  a library of its own, Lockstep::NAME, for a part with an optional dependency; without it
 #                the room's files belong to Lockstep::lockstep
+#   [STATIC]     a library of its own, lockstep_NAME, that only programs of this build link; it is not installed
 #   MAY_INCLUDE  rooms below this one, by their folders (base, parallel/ddp); scripts/check-includes holds every #include
 #                against this list
 #   PRIVATE      its folders whose headers are for the room alone, as those of internal/ are
@@ -17,9 +18,9 @@
 #                another way over hosts: arguments that are refused, and what is built on other operations alone, is not
 #   DRIVERS      NAME_driver.cc files, for tests in Python: links to one program of all rooms, test_drivers
 #                (lockstep/testing/driver.h); not of a COMPONENT, whose drivers are programs of their own
-#   LINK         libraries that a COMPONENT links
+#   LINK         libraries that a COMPONENT or a STATIC room links
 function(lockstep_room name)
-  cmake_parse_arguments(ROOM "COMPONENT;TORCH_TESTS" "TEST_TIMEOUT"
+  cmake_parse_arguments(ROOM "COMPONENT;STATIC;TORCH_TESTS" "TEST_TIMEOUT"
     "MAY_INCLUDE;PRIVATE;SOURCES;TESTS;HOSTS_TESTS;DRIVERS;LINK" ${ARGN})
   list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   if(ROOM_COMPONENT)
@@ -29,6 +30,10 @@ function(lockstep_room name)
     target_link_libraries(lockstep_${name} PUBLIC lockstep PRIVATE ${ROOM_LINK})
     lockstep_compile_in_batches(lockstep_${name} ${name} 8 ${ROOM_SOURCES})
     set_property(GLOBAL APPEND PROPERTY LOCKSTEP_COMPONENTS lockstep_${name})
+  elseif(ROOM_STATIC)
+    add_library(lockstep_${name} STATIC ${ROOM_SOURCES})
+    target_link_libraries(lockstep_${name} PUBLIC lockstep PRIVATE ${ROOM_LINK})
+    lockstep_compile_in_batches(lockstep_${name} ${name} 8 ${ROOM_SOURCES})
   else()
     target_sources(lockstep PRIVATE ${ROOM_SOURCES})
     lockstep_compile_in_batches(lockstep ${name} 8 ${ROOM_SOURCES})

@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 
 # To build the libraries, the lockstep program and the examples; ccache and mold only make it faster.
-packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libxxhash-dev libisal-dev libprotozero-dev libcurl4-openssl-dev libucx-dev libcli11-dev nlohmann-json3-dev)
+packages_build=(g++ ccache mold zlib1g-dev libjpeg-dev libpng-dev libxxhash-dev libisal-dev libprotozero-dev libcurl4-openssl-dev libssl-dev libucx-dev libcli11-dev nlohmann-json3-dev)
 # To build everything else: the tests, the benchmarks and the Python module.
 packages_develop=(libgtest-dev libgmock-dev python3-dev)
 # The 60,000 images that quickstart trains on and some tests read.

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/control_plane/frames.h>
+#include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/membership/agent_state.h>
+
+namespace lockstep::launch {
+
+/// An agent's connection to the coordinator: statuses one way, orders the other. Makes a new one when it closes, and
+/// when nothing has come for kSilence, for after a cut TCP waits longer and longer with what it repeats.
+class AgentLink : public EventHandler {
+ public:
+  static constexpr std::chrono::milliseconds kSilence{3000};
+  static constexpr std::chrono::milliseconds kPause{200};  // between two attempts
+
+  /// `addresses` are tried in turn, and again. `state` lives as long as this object.
+  AgentLink(EventLoop& loop, TlsKey key, std::vector<PeerAddress> addresses, const MembershipOptions& options,
+            AgentState& state);
+  ~AgentLink() override;
+
+  void on_events(int fd, short events) override;
+  /// Connects, sends a status where one is due, or where `news` says that it has changed. Returns when to call again
+  /// at the latest. To be called after each turn of the loop.
+  BootTime serve(BootTime now, bool news);
+  /// This host's address, as it speaks to the coordinator; empty without a connection.
+  const std::string& local_address() const { return local_address_; }
+  /// The coordinator's address that the connection was made to.
+  const PeerAddress& coordinator() const { return addresses_[attempt_ % addresses_.size()]; }
+  /// Why the last connection failed; empty where none has.
+  const std::string& trouble() const { return trouble_; }
+
+ private:
+  enum class Phase { kNone, kConnecting, kHandshake, kOpen };
+  void connect(BootTime now);
+  void close(const std::string& why);
+  void take_orders();
+  void flush();
+
+  EventLoop& loop_;
+  TlsKey key_;
+  std::vector<PeerAddress> addresses_;
+  MembershipOptions options_;
+  AgentState& state_;
+  Phase phase_ = Phase::kNone;
+  UniqueFd socket_;  // while it connects
+  std::unique_ptr<TlsConnection> tls_;
+  FrameReader frames_;
+  std::string out_;
+  bool status_due_ = false;
+  size_t attempt_ = 0;
+  BootTime heard_at_ = {};  // or begun
+  BootTime connect_at_ = {};
+  BootTime heartbeat_at_ = {};
+  std::string local_address_;
+  std::string trouble_;
+};
+
+}  // namespace lockstep::launch

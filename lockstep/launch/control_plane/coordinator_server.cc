@@ -1,0 +1,264 @@
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <netinet/in.h>
+#include <optional>
+#include <poll.h>
+#include <utility>
+
+#include <lockstep/launch/control_plane/coordinator_server.h>
+#include <lockstep/launch/control_plane/frames.h>
+#include <lockstep/launch/control_plane/greeting.h>
+#include <lockstep/launch/control_plane/sockets.h>
+
+namespace lockstep::launch {
+
+/// One connection that came: first of no one, then of an agent. Of a stream it becomes a Forwarding.
+class CoordinatorServer::Connection : public EventHandler {
+ public:
+  enum class Phase { kUnknown, kAgent, kStream, kClosed };
+
+  Connection(CoordinatorServer& server, UniqueFd socket, BootTime now)
+      : server_(server),
+        tls_(std::make_unique<TlsConnection>(server.key_, std::move(socket), TlsConnection::Side::kServer)),
+        greeting_until_(now + server.options_.greeting_time) {
+    watch();
+  }
+  ~Connection() override { close(); }
+
+  Phase phase() const { return phase_; }
+  BootTime greeting_until() const { return greeting_until_; }
+  const AgentId& agent() const { return *agent_; }
+  bool knows_agent() const { return agent_.has_value(); }
+
+  void on_events(int fd, short) override {
+    tls_->advance_handshake();
+    std::array<char, 16384> buffer;
+    for (size_t got = 0; phase_ != Phase::kStream && (got = tls_->read(buffer)) > 0;) {
+      frames_.append({buffer.data(), got});
+      take_messages();
+    }
+    if (phase_ == Phase::kStream) return;  // the server makes a Forwarding of it
+    flush();
+    after_use(fd);
+  }
+
+  void send_order(bool asks) {
+    order_due_ = true;
+    asks_ = asks_ || asks;
+    if (phase_ != Phase::kAgent) return;
+    const int fd = tls_->fd();
+    flush();
+    after_use(fd);
+  }
+
+  void close() {
+    if (std::exchange(phase_, Phase::kClosed) == Phase::kClosed || !tls_) return;
+    if (tls_->fd() >= 0) server_.loop_.forget(tls_->fd());
+    tls_->close();
+  }
+
+  /// For a stream: the connection, and what came behind the greeting.
+  std::unique_ptr<TlsConnection> take_tls() { return std::move(tls_); }
+  std::string take_rest() { return frames_.take_rest(); }
+  uint64_t generation() const { return generation_; }
+
+ private:
+  /// Where the connection has closed, its descriptor is forgotten at once: the next one may get its number.
+  void after_use(int fd) {
+    if (tls_->phase() != TlsConnection::Phase::kClosed) return watch();
+    server_.loop_.forget(fd);
+    phase_ = Phase::kClosed;
+  }
+  void watch() { server_.loop_.watch(tls_->fd(), tls_->events(!out_.empty()), *this); }
+
+  void take_messages() {
+    while (phase_ == Phase::kUnknown || phase_ == Phase::kAgent) {
+      const auto message = frames_.next();
+      if (!message) break;
+      if (phase_ == Phase::kUnknown) {
+        take_greeting(*message);
+      } else {
+        take_status(*message);
+      }
+    }
+    if (frames_.broken() && phase_ != Phase::kStream) reject();
+  }
+
+  void take_greeting(const std::string& message) {
+    const auto greeting = decode_greeting(message);
+    if (!greeting) return reject();
+    generation_ = greeting->generation;
+    phase_ = greeting->kind == Greeting::Kind::kAgent ? Phase::kAgent : Phase::kStream;
+  }
+
+  void take_status(const std::string& message) {
+    const auto status = decode_status(message);
+    const BootTime now = BootClock::now();
+    if (now - second_since_ >= std::chrono::seconds(1)) {
+      second_since_ = now;
+      statuses_ = 0;
+    }
+    // A connection is one agent's for ever.
+    const bool in_bounds = status && ++statuses_ <= kMostStatuses && (!agent_ || *agent_ == status->id);
+    if (!in_bounds || !server_.coordinator_.receive(*status, now)) return reject();
+    agent_ = status->id;
+    server_.news_ = true;
+    order_due_ = true;
+  }
+
+  void reject() {
+    if (tls_->phase() != TlsConnection::Phase::kClosed) tls_->close();
+  }
+
+  /// At most one order is on its way; where the agent is slow, it gets the newest one next.
+  void flush() {
+    if (phase_ != Phase::kAgent || !agent_) return;
+    while (true) {
+      if (out_.empty() && !std::exchange(order_due_, false)) return;
+      if (out_.empty()) {
+        Order order = server_.coordinator_.order_for(*agent_);
+        order.asks = std::exchange(asks_, false);
+        out_ = framed(encode(order));
+      }
+      const size_t sent = tls_->write(out_);
+      if (sent == 0) return;
+      out_.erase(0, sent);
+    }
+  }
+
+  CoordinatorServer& server_;
+  std::unique_ptr<TlsConnection> tls_;
+  Phase phase_ = Phase::kUnknown;
+  BootTime greeting_until_;
+  FrameReader frames_;
+  std::optional<AgentId> agent_;
+  uint64_t generation_ = 0;
+  std::string out_;
+  bool order_due_ = false;
+  bool asks_ = false;
+  BootTime second_since_ = {};
+  int statuses_ = 0;
+};
+
+CoordinatorServer::CoordinatorServer(EventLoop& loop, TlsKey key, UniqueFd listener, Options options)
+    : loop_(loop),
+      key_(std::move(key)),
+      listener_(std::move(listener)),
+      options_(std::move(options)),
+      coordinator_(options_.membership, options_.job, options_.own, BootClock::now()) {
+  loop_.watch(listener_.get(), POLLIN, *this);
+}
+
+CoordinatorServer::~CoordinatorServer() {
+  loop_.forget(listener_.get());
+}
+
+void CoordinatorServer::on_events(int, short) {
+  accept_some(BootClock::now());
+}
+
+void CoordinatorServer::accept_some(BootTime now) {
+  constexpr int kAtOnce = 32;  // then those that are connected get their turn
+  for (int i = 0; i < kAtOnce; ++i) {
+    UniqueFd socket = accept_one(listener_.get());
+    if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
+      if (!pending_.empty()) {
+        pending_.pop_front();
+        continue;
+      }
+      loop_.forget(listener_.get());
+      accept_again_at_ = now + std::chrono::milliseconds(100);
+    }
+    if (!socket) return;
+    if (pending_.size() >= options_.most_pending) pending_.pop_front();
+    pending_.push_back(std::make_unique<Connection>(*this, std::move(socket), now));
+  }
+}
+
+BootTime CoordinatorServer::serve(BootTime now) {
+  if (now >= accept_again_at_) {
+    accept_again_at_ = BootTime::max();
+    loop_.watch(listener_.get(), POLLIN, *this);
+  }
+  for (auto place = pending_.begin(); place != pending_.end();) {
+    const auto connection = place++;
+    switch ((*connection)->phase()) {
+      case Connection::Phase::kUnknown:
+        if (now >= (*connection)->greeting_until()) pending_.erase(connection);
+        break;
+      case Connection::Phase::kAgent:
+        agents_.splice(agents_.end(), pending_, connection);
+        break;
+      case Connection::Phase::kStream:
+        begin_stream(**connection, (*connection)->generation());
+        pending_.erase(connection);
+        break;
+      case Connection::Phase::kClosed:
+        pending_.erase(connection);
+        break;
+    }
+  }
+  drop_closed();
+  if (news_ || now >= look_again_at_) decide(now);
+  BootTime next = std::min(look_again_at_, accept_again_at_);
+  if (!pending_.empty()) next = std::min(next, pending_.front()->greeting_until());
+  return next;
+}
+
+void CoordinatorServer::begin_stream(Connection& connection, uint64_t generation) {
+  const World& world = coordinator_.world();
+  if (world.phase != WorldPhase::kRunning || generation != world.generation) return connection.close();
+  PeerAddress store;
+  auto& address = reinterpret_cast<sockaddr_in&>(store.storage);
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(store_port_);
+  store.size = sizeof(address);
+  UniqueFd plain = begin_connect(store);
+  if (!plain) return connection.close();
+  streams_.push_back(std::make_unique<Forwarding>(loop_, connection.take_tls(), std::move(plain),
+                                                  std::string(), connection.take_rest()));
+}
+
+void CoordinatorServer::drop_closed() {
+  for (auto place = agents_.begin(); place != agents_.end();) {
+    const auto connection = place++;
+    if ((*connection)->phase() != Connection::Phase::kClosed) continue;
+    const bool known = (*connection)->knows_agent();
+    const AgentId agent = known ? (*connection)->agent() : AgentId{};
+    agents_.erase(connection);
+    // It may have made another connection meanwhile.
+    const bool again = std::any_of(agents_.begin(), agents_.end(), [&](const auto& other) {
+      return other->knows_agent() && other->agent() == agent && other->phase() == Connection::Phase::kAgent;
+    });
+    if (!known || again) continue;
+    coordinator_.disconnected(agent);
+    news_ = true;
+  }
+  std::erase_if(streams_, [](const auto& stream) { return stream->finished(); });
+}
+
+void CoordinatorServer::decide(BootTime now) {
+  news_ = false;
+  for (bool again = true; again && !done_;) {
+    const Decision decision = coordinator_.advance(now);
+    look_again_at_ = decision.look_again_at;
+    again = decision.action != Decision::Action::kWait;
+    if (decision.action == Decision::Action::kStop || decision.action == Decision::Action::kEnd)
+      streams_.clear();
+    if (decision.action == Decision::Action::kStart)
+      store_port_ = options_.start_store(coordinator_.world().generation);
+    done_ = decision.action == Decision::Action::kDone;
+    if (options_.observe && decision.reason != std::exchange(last_reason_, decision.reason))
+      options_.observe(decision);
+    if (again || decision.asks) push_orders(decision.asks);
+  }
+}
+
+void CoordinatorServer::push_orders(bool asks) {
+  for (const auto& connection : agents_) connection->send_order(asks);
+}
+
+}  // namespace lockstep::launch

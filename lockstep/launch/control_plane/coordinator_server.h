@@ -1,0 +1,79 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/control_plane/forwarding.h>
+#include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/membership/coordinator.h>
+
+namespace lockstep::launch {
+
+/// The coordinator's end of all connections: a Coordinator with a port. Nothing of a connection counts before its
+/// handshake has shown that the other end knows the key, and each has bounds:
+/// - in time: a connection that has not said what it is for after `greeting_time` is closed; of more than
+///   `most_pending` such the oldest is;
+/// - in size: messages up to kMostMessageBytes, streams up to Forwarding::kMostBytes each way;
+/// - in rate: an agent that sends more than kMostStatuses a second is cut off.
+/// A stream of another generation than the one that runs is closed.
+class CoordinatorServer : public EventHandler {
+ public:
+  static constexpr int kMostStatuses = 200;
+  struct Options {
+    MembershipOptions membership = {};
+    std::array<uint8_t, 16> job = {};
+    AgentId own = {};
+    /// Makes the store of a generation, and ends the former one; its port on 127.0.0.1.
+    std::function<uint16_t(uint64_t)> start_store;
+    /// Is told each decision whose reason is new.
+    std::function<void(const Decision&)> observe = {};
+    std::chrono::nanoseconds greeting_time = std::chrono::seconds(5);
+    size_t most_pending = 256;
+  };
+
+  /// `listener` listens, and does not block.
+  CoordinatorServer(EventLoop& loop, TlsKey key, UniqueFd listener, Options options);
+  ~CoordinatorServer() override;
+
+  void on_events(int fd, short events) override;
+  /// What the clock asks for, and what has been asked for; returns when to call again at the latest. To be called
+  /// after each turn of the loop.
+  BootTime serve(BootTime now);
+  /// All agents have ended their workers: nothing is left to do.
+  bool done() const { return done_; }
+  int exit_status() const { return coordinator_.exit_status(); }
+  const Coordinator& coordinator() const { return coordinator_; }
+  uint16_t store_port() const { return store_port_; }
+
+ private:
+  class Connection;
+  void accept_some(BootTime now);
+  void decide(BootTime now);
+  void push_orders(bool asks);
+  void drop_closed();
+  void begin_stream(Connection& connection, uint64_t generation);
+
+  EventLoop& loop_;
+  TlsKey key_;
+  UniqueFd listener_;
+  Options options_;
+  Coordinator coordinator_;
+  std::list<std::unique_ptr<Connection>> pending_;  // in the order in which they came
+  std::list<std::unique_ptr<Connection>> agents_;
+  std::list<std::unique_ptr<Forwarding>> streams_;  // of the generation that runs
+  uint16_t store_port_ = 0;
+  bool news_ = true;  // since the last decision
+  BootTime look_again_at_ = {};
+  BootTime accept_again_at_ = BootTime::max();  // where descriptors are used up
+  std::string last_reason_;
+  bool done_ = false;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <lockstep/base/unique_fd.h>
+
+struct ssl_ctx_st;
+struct ssl_st;
+
+namespace lockstep::launch {
+
+/// TLS 1.3 with a pre-shared key and a fresh Diffie-Hellman exchange for each connection (psk_dhe_ke, RFC 8446): both
+/// ends prove that they know the key, and what was recorded can't be read by one who learns the key later. No
+/// certificates, no tickets, no early data, so that nothing can be replayed. By OpenSSL. Immutable; thread-safe.
+class TlsKey {
+ public:
+  /// Of a job's secret and its id, so that two jobs with one secret do not speak to each other.
+  TlsKey(std::string_view secret, std::string_view job_id);
+
+ private:
+  friend class TlsConnection;
+  struct Contexts;
+  std::shared_ptr<const Contexts> contexts_;
+};
+
+/// One connection over a socket that does not block. The thread blocks or ignores SIGPIPE, for OpenSSL writes as to any
+/// file. Not thread-safe.
+class TlsConnection {
+ public:
+  enum class Phase { kHandshake, kOpen, kClosed };
+  enum class Side { kClient, kServer };
+
+  TlsConnection(const TlsKey& key, UniqueFd socket, Side side);
+  TlsConnection(const TlsConnection&) = delete;
+  TlsConnection& operator=(const TlsConnection&) = delete;
+  ~TlsConnection();
+
+  int fd() const { return socket_.get(); }
+  Phase phase() const { return phase_; }
+  /// Does what can be done of the handshake. The connection is open once both ends have shown that they know the key;
+  /// it is closed when the other end does not.
+  void advance_handshake();
+  /// Reads what is there, at most the buffer; 0 when nothing is, or the connection is closed.
+  size_t read(std::span<char> buffer);
+  /// Writes what fits; 0 when nothing does, or the connection is closed.
+  size_t write(std::string_view bytes);
+  void close();
+  /// What poll(2) is to wait for; `wants_to_write`: there is something to write.
+  short events(bool wants_to_write) const;
+
+ private:
+  /// The one place where the phase changes to kClosed: after SSL_read, SSL_write, SSL_do_handshake failed.
+  void take_error(int result, short& wants);
+
+  UniqueFd socket_;
+  std::shared_ptr<const void> key_;  // what the SSL object refers to
+  ssl_st* ssl_ = nullptr;
+  Phase phase_ = Phase::kHandshake;
+  short read_wants_;
+  short write_wants_;
+};
+
+}  // namespace lockstep::launch
