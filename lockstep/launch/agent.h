@@ -29,6 +29,9 @@ struct RunOptions {
 /// (torch/distributed/run.py, determine_local_world_size). Throws c10::ValueError.
 int parse_nprocs(const std::string& text);
 
+/// Throws c10::ValueError for a program that can't be started, or a nonsensical option.
+void check_options(const RunOptions& options);
+
 /// Runs the job; writes the workers' output and, when a rank failed, a report to this process's standard
 /// streams. Each worker has torchrun's environment (see RankVariables), TORCHELASTIC_ERROR_FILE,
 /// LOCKSTEP_RUN=1, LOCKSTEP_EXIT_STATUS_FD and, where the launcher's standard error is a terminal,

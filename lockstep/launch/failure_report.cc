@@ -38,8 +38,9 @@ void describe_evidence(std::ostringstream& report, const RankEvidence& known) {
   }
 }
 
-void describe_cause(std::ostringstream& report, const Ending& cause, const RankEvidence& known) {
-  report << "lockstep run: rank " << cause.local_rank << " (pid " << cause.pid << ") ";
+void describe_cause(std::ostringstream& report, const Ending& cause, const RankEvidence& known,
+                    int first_rank) {
+  report << "lockstep run: rank " << first_rank + cause.local_rank << " (pid " << cause.pid << ") ";
   if (cause.asked_to_end) {
     report << "is the cause, as the other ranks' errors say; it was still running and was ended\n";
   } else if (cause.failed()) {
@@ -63,7 +64,8 @@ std::optional<std::string> error_file_message(std::string_view json) {
   return message["message"].get<std::string>();
 }
 
-std::string failure_report(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence) {
+std::string failure_report(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence,
+                           int first_rank) {
   const auto first = std::find_if(endings.begin(), endings.end(), [](const Ending& ending) {
     return ending.failed() && !ending.asked_to_end;
   });
@@ -72,13 +74,13 @@ std::string failure_report(const std::vector<Ending>& endings, const std::vector
   const Ending& cause = *std::find_if(endings.begin(), endings.end(),
                                       [&](const Ending& ending) { return ending.local_rank == cause_rank; });
   std::ostringstream report;
-  describe_cause(report, cause, evidence.at(static_cast<size_t>(cause_rank)));
+  describe_cause(report, cause, evidence.at(static_cast<size_t>(cause_rank)), first_rank);
   std::vector<int> asked;
   for (const Ending& ending : endings) {
     if (&ending == &cause) continue;
-    if (ending.asked_to_end) asked.push_back(ending.local_rank);
+    if (ending.asked_to_end) asked.push_back(first_rank + ending.local_rank);
     if (ending.asked_to_end || !ending.failed()) continue;
-    report << "lockstep run: then rank " << ending.local_rank << " (pid " << ending.pid << ") "
+    report << "lockstep run: then rank " << first_rank + ending.local_rank << " (pid " << ending.pid << ") "
            << describe_wait_status(ending.wait_status);
     const auto later = std::chrono::duration_cast<std::chrono::milliseconds>(ending.at - cause.at);
     if (later.count() >= 0) report << ", " << later.count() << " ms later";

@@ -19,6 +19,13 @@ namespace {
 
 constexpr pid_t kGoodbye = 0;
 
+// What its launcher tells the guardian: a process group, or a lease. The kernel keeps them apart.
+union GuardianMessage {
+  pid_t group;
+  int64_t lease;
+};
+static_assert(sizeof(pid_t) != sizeof(int64_t));
+
 // The guardian's life. After a fork in a process with threads: async-signal-safe calls only, and no return.
 [[noreturn]] void keep_watch(int line, int launcher, pid_t* groups, size_t capacity,
                              const std::vector<std::string>& temporary) {
@@ -34,15 +41,25 @@ constexpr pid_t kGoodbye = 0;
   ::closefrom(2);
 
   size_t count = 0;
+  BootTime lease = BootTime::max();
   while (true) {
     pollfd waits[2] = {{0, POLLIN, 0}, {1, POLLIN, 0}};
-    if (::poll(waits, 2, -1) < 0) continue;
+    // poll's own clock stands still while the host is suspended.
+    if (::poll(waits, 2, lease == BootTime::max() ? -1 : 250) < 0) continue;
     // First everything that was said, then what the launcher's end means.
-    pid_t message = 0;
+    GuardianMessage message = {};
     ssize_t got = 0;
-    while ((got = ::recv(0, &message, sizeof(message), MSG_DONTWAIT)) == sizeof(message)) {
-      if (message == kGoodbye) ::_exit(0);
-      if (count < capacity) groups[count++] = message;
+    while ((got = ::recv(0, &message, sizeof(message), MSG_DONTWAIT)) > 0) {
+      if (got == sizeof(message.lease)) {
+        lease = BootTime(BootClock::duration(message.lease));
+        continue;
+      }
+      if (message.group == kGoodbye) ::_exit(0);
+      if (count < capacity) groups[count++] = message.group;
+    }
+    if (BootClock::now() >= lease) {
+      for (size_t i = 0; i < count; ++i) ::kill(-groups[i], SIGKILL);
+      lease = BootTime::max();
     }
     const bool hung_up = got == 0;
     if (!hung_up && waits[1].revents == 0) continue;
@@ -93,6 +110,12 @@ Guardian::~Guardian() {
 
 void Guardian::enlist(pid_t process_group) const {
   while (::send(line_.get(), &process_group, sizeof(process_group), MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  }
+}
+
+void Guardian::renew_lease(BootTime until) const {
+  const int64_t lease = until.time_since_epoch().count();
+  while (::send(line_.get(), &lease, sizeof(lease), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno == EINTR) {
   }
 }
 

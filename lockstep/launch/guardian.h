@@ -4,6 +4,7 @@
 #include <sys/types.h>
 #include <vector>
 
+#include <lockstep/base/boot_clock.h>
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::launch {
@@ -33,6 +34,10 @@ class Guardian {
   /// Puts a process group under its care. Async-signal-safe: a worker calls it between fork and exec, before
   /// it can have children of its own. A guardian that is gone is ignored.
   void enlist(pid_t process_group) const;
+
+  /// It kills the process groups, and goes on, should `until` come before the next call: a launcher that is stopped, or
+  /// has lost its coordinator, must not leave workers behind that others take for ended. BootTime::max(): never.
+  void renew_lease(BootTime until) const;
 
   pid_t pid() const { return pid_; }
 

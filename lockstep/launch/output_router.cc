@@ -32,8 +32,8 @@ bool same_place(int a, int b) {
          first.st_ino == second.st_ino;
 }
 
-std::string prefix_of(int local_rank, bool wanted) {
-  return wanted ? "[rank " + std::to_string(local_rank) + "] " : std::string();
+std::string prefix_of(int rank, bool wanted) {
+  return wanted ? "[rank " + std::to_string(rank) + "] " : std::string();
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ OutputRouter::OutputRouter(const Options& options)
     const int fd = options.targets[merged ? 1 : i];
     std::vector<std::string> prefixes;
     for (int rank = 0; rank < options.nprocs; ++rank) {
-      prefixes.insert(prefixes.end(), merged ? 2 : 1, prefix_of(rank, options.prefix));
+      prefixes.insert(prefixes.end(), merged ? 2 : 1, prefix_of(options.first_rank + rank, options.prefix));
     }
     const size_t columns = terminal_columns(fd);
     sinks_.push_back(std::make_unique<Sink>(

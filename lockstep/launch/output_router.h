@@ -25,6 +25,7 @@ class OutputRouter : public Streams {
  public:
   struct Options {
     int nprocs = 1;
+    int first_rank = 0;  // that of local rank 0, for the marks
     bool prefix = true;  // "[rank N] "; without it and with one worker only, bytes pass as they come
     std::array<int, 2> targets = {1, 2};
     std::function<void(int, int, std::string_view)> observe = {};  // see RunOptions::observe_output

@@ -202,10 +202,13 @@ SpawnResult run_children(const SpawnRequest& request, const std::string& call) {
   const std::string program = own_program();
   const std::vector<std::string> arguments = options.argv.empty() ? own_arguments() : options.argv;
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-  RankVariables variables{.nprocs = request.nprocs, .store_port = store.port(), .run_id = make_run_id()};
+  RankVariables variables{.nprocs = request.nprocs,
+                          .world_size = request.nprocs,
+                          .store_port = store.port(),
+                          .run_id = make_run_id()};
   for (int rank = 0; rank < request.nprocs && !supervisor.interrupted(); ++rank) {
     auto environment = WorkerEnvironment::inherited();
-    variables.rank = rank;
+    variables.local_rank = rank;
     variables.apply(environment);
     for (const auto& [name, value] : options.environment) {
       value ? environment.set(name, *value) : environment.unset(name);

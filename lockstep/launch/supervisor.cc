@@ -180,6 +180,13 @@ void Supervisor::note_failure(int local_rank) {
   kill_at_ = Deadline::after(options_.grace_period);
 }
 
+void Supervisor::stop(std::chrono::nanoseconds grace_period) {
+  enter(JobPhase::kEnding);
+  terminate_at_ = Deadline::never();
+  kill_at_ = earlier(kill_at_, Deadline::after(grace_period));
+  if (grace_period.count() > 0) signal_running(SIGTERM);
+}
+
 bool Supervisor::interrupted() {
   take_signals();
   return interrupted_by_.has_value();

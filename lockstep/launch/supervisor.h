@@ -97,6 +97,11 @@ class Supervisor {
   void start(WorkerSpec spec);
   /// Whether a signal has come to the launcher, which begins to take them when this object is made.
   bool interrupted();
+  /// Ends the workers: SIGTERM, and SIGKILL once the grace period is over, or at once where that is zero. For a
+  /// Streams::serve(), whose host is told by another one that this job's workers must end.
+  void stop(std::chrono::nanoseconds grace_period);
+  /// See Guardian::renew_lease.
+  void renew_lease(BootTime until) const { guardian_.renew_lease(until); }
   /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);
 

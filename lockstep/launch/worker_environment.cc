@@ -41,8 +41,8 @@ WorkerEnvironment WorkerEnvironment::inherited() {
     if (equals == std::string_view::npos || equals == 0) continue;
     result.variables_.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
-  for (const char* name :
-       {ExitStatusTable::kVariable, "LOCKSTEP_SPAWN", "LOCKSTEP_RUN", "TORCHELASTIC_ERROR_FILE"}) {
+  for (const char* name : {ExitStatusTable::kVariable, "LOCKSTEP_JOB_SECRET", "LOCKSTEP_SPAWN",
+                           "LOCKSTEP_RUN", "TORCHELASTIC_ERROR_FILE"}) {
     result.unset(name);
   }
   return result;
@@ -56,13 +56,14 @@ std::vector<std::string> WorkerEnvironment::strings() const {
 }
 
 void RankVariables::apply(WorkerEnvironment& environment) const {
-  const std::string rank_text = std::to_string(rank);
-  const std::string size_text = std::to_string(nprocs);
-  for (const char* name : {"RANK", "LOCAL_RANK", "ROLE_RANK"}) environment.set(name, rank_text);
-  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"})
-    environment.set(name, size_text);
-  environment.set("GROUP_RANK", "0");
-  environment.set("GROUP_WORLD_SIZE", "1");
+  for (const char* name : {"RANK", "ROLE_RANK"})
+    environment.set(name, std::to_string(first_rank + local_rank));
+  for (const char* name : {"WORLD_SIZE", "ROLE_WORLD_SIZE"})
+    environment.set(name, std::to_string(world_size));
+  environment.set("LOCAL_RANK", std::to_string(local_rank));
+  environment.set("LOCAL_WORLD_SIZE", std::to_string(nprocs));
+  environment.set("GROUP_RANK", std::to_string(group_rank));
+  environment.set("GROUP_WORLD_SIZE", std::to_string(group_size));
   environment.set("ROLE_NAME", role);
   const std::string host = "127.0.0.1";
   const std::string port = std::to_string(store_port);

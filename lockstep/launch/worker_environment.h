@@ -12,7 +12,7 @@ namespace lockstep::launch {
 class WorkerEnvironment {
  public:
   /// A copy of this process's environment, without what an outer launcher put there for this process alone
-  /// (its exit status table, the mark of a spawned process).
+  /// (its exit status table, the secret of its agents, the mark of a spawned process).
   static WorkerEnvironment inherited();
 
   void set(const std::string& name, const std::string& value) { variables_[name] = value; }
@@ -29,14 +29,18 @@ class WorkerEnvironment {
   std::map<std::string, std::string> variables_;
 };
 
-/// What a worker of a job on one machine must know, under torchrun's names
+/// What a worker must know, under torchrun's names
 /// (torch/distributed/elastic/agent/server/local_elastic_agent.py): RANK, LOCAL_RANK, WORLD_SIZE,
 /// MASTER_ADDR, MASTER_PORT, TORCHELASTIC_… and the rest; and LOCKSTEP_AGENT_STORE, where the launcher's
 /// store is even when the program sets an address of its own (see read_launch_environment).
 struct RankVariables {
-  int rank = 0;
-  int nprocs = 1;
-  uint16_t store_port = 0;  // of the launcher's own store on 127.0.0.1
+  int local_rank = 0;
+  int nprocs = 1;           // workers on this host
+  int first_rank = 0;       // of this host's workers
+  int world_size = 1;       // workers on all hosts
+  int group_rank = 0;       // of this host
+  int group_size = 1;       // hosts
+  uint16_t store_port = 0;  // of the launcher's own store, or of the tunnel to it, on 127.0.0.1
   std::string run_id;
   std::string role = "default";
   int restart_count = 0;

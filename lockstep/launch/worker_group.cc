@@ -1,0 +1,211 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/base/write_all.h>
+#include <lockstep/launch/failure_report.h>
+#include <lockstep/launch/output_router.h>
+#include <lockstep/launch/worker_group.h>
+#include <lockstep/rendezvous/flight_directory.h>
+
+namespace lockstep::launch {
+namespace {
+
+/// A folder of the run's own, for the ranks' error files.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() : path_(environment::text("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX") {
+    TORCH_CHECK(::mkdtemp(path_.data()) != nullptr, "can't make a folder ", path_, ": ", std::strerror(errno),
+                "; set TMPDIR to a folder that can be written");
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  std::string error_file(int rank) const { return path_ + "/error_" + std::to_string(rank) + ".json"; }
+  /// What it may hold, and then itself.
+  std::vector<std::string> paths(int nprocs) const {
+    std::vector<std::string> all;
+    for (int rank = 0; rank < nprocs; ++rank) all.push_back(error_file(rank));
+    all.push_back(path_);
+    return all;
+  }
+
+ private:
+  std::string path_;
+};
+
+/// While one lives, writing to a pipe without a reader is an error and not the launcher's end.
+class IgnoredBrokenPipe {
+ public:
+  IgnoredBrokenPipe() : former_(::signal(SIGPIPE, SIG_IGN)) {}
+  IgnoredBrokenPipe(const IgnoredBrokenPipe&) = delete;
+  IgnoredBrokenPipe& operator=(const IgnoredBrokenPipe&) = delete;
+  ~IgnoredBrokenPipe() { ::signal(SIGPIPE, former_); }
+
+ private:
+  void (*former_)(int);
+};
+
+void say(const std::string& text) {
+  write_all(STDERR_FILENO, text);
+}
+
+std::optional<std::string> read_error(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) return std::nullopt;
+  return error_file_message(std::string(std::istreambuf_iterator<char>(file), {}));
+}
+
+/// Whether a rank has written a flight record in this folder since then.
+bool has_flight_records(const std::string& folder, std::filesystem::file_time_type since) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename();
+    const bool record = name.starts_with("rank_") && name.ends_with(".json");
+    if (record && entry.last_write_time(ignored) >= since) return true;
+  }
+  return false;
+}
+
+WorkerEnvironment common_environment(const RunOptions& options, const OutputRouter& output, bool first_time) {
+  auto result = WorkerEnvironment::inherited();
+  result.set("LOCKSTEP_RUN", "1");
+  result.unset("LOCKSTEP_TERMINAL_COLUMNS");
+  if (size_t columns = output.worker_columns(); columns > 0) {
+    result.set("LOCKSTEP_TERMINAL_COLUMNS", std::to_string(columns));
+  }
+  if (!result.has("OMP_NUM_THREADS") && options.nprocs > 1) {
+    result.set("OMP_NUM_THREADS", "1");
+    if (first_time) {
+      say("lockstep run: OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
+          " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine\n");
+    }
+  }
+  return result;
+}
+
+/// The workers' output, and who else decides on them.
+class ControlledStreams : public Streams {
+ public:
+  ControlledStreams(OutputRouter& output, Supervisor& supervisor, WorkerControl* control)
+      : output_(output), supervisor_(supervisor), control_(control) {}
+
+  void add_to(std::vector<pollfd>& waits) override {
+    if (control_ != nullptr) waits.push_back({control_->fd(), POLLIN, 0});
+    output_.add_to(waits);
+  }
+  void serve(const pollfd* begin, const pollfd* end) override {
+    if (control_ != nullptr) {
+      ++begin;
+      control_->serve(supervisor_);
+    }
+    output_.serve(begin, end);
+  }
+  Deadline wake_at() const override {
+    const Deadline output = output_.wake_at();
+    if (control_ == nullptr) return output;
+    const Deadline control = control_->wake_at();
+    return control.remaining() < output.remaining() ? control : output;
+  }
+  bool finished() const override { return output_.finished(); }
+
+ private:
+  OutputRouter& output_;
+  Supervisor& supervisor_;
+  WorkerControl* control_;
+};
+
+}  // namespace
+
+GroupEnd run_workers(const RunOptions& options, RankVariables variables,
+                     const std::function<uint16_t(Supervisor&)>& open_store,
+                     const std::function<void(WorkerEnvironment&)>& adjust, WorkerControl* control) {
+  const std::string program = find_program(options.command.front());
+  const bool prefix = options.prefix && variables.world_size > 1;
+
+  prepare_descriptors(options.nprocs);
+  const auto started_at = std::filesystem::file_time_type::clock::now();
+  std::string flight_folder;
+  IgnoredBrokenPipe no_broken_pipe;
+  TemporaryFolder folder;
+  OutputRouter output({.nprocs = options.nprocs,
+                       .first_rank = variables.first_rank,
+                       .prefix = prefix,
+                       .targets = options.output,
+                       .observe = options.observe_output});
+  std::vector<Ending> endings;
+  std::optional<int> interrupted_by;
+  {
+    // On one host the guardian's fork comes before the store's threads.
+    Supervisor supervisor(options.nprocs,
+                          {.grace_period = options.grace_period, .temporary = folder.paths(options.nprocs)});
+    variables.store_port = open_store(supervisor);
+    const WorkerEnvironment common = common_environment(options, output, variables.restart_count == 0);
+    const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
+    for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
+      auto ends = output.open_next();
+      WorkerEnvironment mine = common;
+      variables.local_rank = rank;
+      variables.apply(mine);
+      if (adjust) adjust(mine);
+      flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
+      mine.set("TORCHELASTIC_ERROR_FILE", folder.error_file(rank));
+      mine.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
+      const int input = variables.first_rank + rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
+      supervisor.start({.program = program,
+                        .arguments = options.command,
+                        .environment = mine.strings(),
+                        .standard = {input, ends[0].get(), ends[1].get()},
+                        .inherited = {}});
+    }
+    ControlledStreams streams(output, supervisor, control);
+    endings = supervisor.run(streams);
+    interrupted_by = supervisor.interrupted_by();
+  }
+  output.close();
+
+  std::vector<RankEvidence> evidence;
+  for (int rank = 0; rank < options.nprocs; ++rank) {
+    evidence.push_back({read_error(folder.error_file(rank)), output.last_lines(rank)});
+  }
+  GroupEnd end;
+  end.report = failure_report(endings, evidence, variables.first_rank);
+  say(end.report);
+  if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
+    say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");
+  }
+  // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
+  constexpr int kTryAgain = 75;  // EX_TEMPFAIL
+  if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
+        return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
+      })) {
+    end.exit_status = kTryAgain;
+    return end;
+  }
+  if (interrupted_by) {
+    const char* name = ::sigabbrev_np(*interrupted_by);
+    say(std::string("lockstep run: ended by SIG") + (name == nullptr ? "?" : name) + "\n");
+    end.exit_status = 128 + *interrupted_by;
+    return end;
+  }
+  const bool failed = std::any_of(endings.begin(), endings.end(), [](const Ending& e) { return e.failed(); });
+  end.exit_status = failed ? 1 : 0;
+  return end;
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include <lockstep/base/deadline.h>
+#include <lockstep/launch/agent.h>
+#include <lockstep/launch/supervisor.h>
+#include <lockstep/launch/worker_environment.h>
+
+namespace lockstep::launch {
+
+/// Who else decides on a host's workers while they run: the coordinator of a job on several hosts.
+class WorkerControl {
+ public:
+  virtual ~WorkerControl() = default;
+  /// Becomes readable when serve() is to be called.
+  virtual int fd() const = 0;
+  /// Is called for that, at wake_at() at the latest, and now and then.
+  virtual void serve(Supervisor& supervisor) = 0;
+  virtual Deadline wake_at() const = 0;
+};
+
+/// How the workers of one host ended.
+struct GroupEnd {
+  int exit_status = 0;  // as run() returns it
+  std::string report;   // of the rank that failed; empty where none did by itself
+};
+
+/// Starts the workers of this host and sees them to their end, as run() describes it. `variables` say who they are, but
+/// for their local ranks and the store's port: that is what `open_store` returns. It is called once signals are taken,
+/// and before the first worker; the store must outlive this call. `adjust` changes a worker's environment; it and
+/// `control` may be missing.
+GroupEnd run_workers(const RunOptions& options, RankVariables variables,
+                     const std::function<uint16_t(Supervisor&)>& open_store,
+                     const std::function<void(WorkerEnvironment&)>& adjust = {},
+                     WorkerControl* control = nullptr);
+
+}  // namespace lockstep::launch

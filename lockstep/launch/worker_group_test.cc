@@ -1,0 +1,110 @@
+#include <functional>
+#include <gmock/gmock.h>
+#include <signal.h>
+#include <string>
+#include <sys/eventfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <utility>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/base/boot_clock.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/guardian.h>
+#include <lockstep/launch/worker_group.h>
+
+namespace lockstep::launch::worker_group_test {
+namespace {
+
+using ::testing::HasSubstr;
+
+RunOptions shell(int nprocs, const std::string& script) {
+  RunOptions options;
+  options.nprocs = nprocs;
+  options.command = {"/bin/sh", "-c", script};
+  return options;
+}
+
+uint16_t no_store(Supervisor&) {
+  return 29500;
+}
+
+/// Does one thing with the workers once they run.
+class Once : public WorkerControl {
+ public:
+  explicit Once(std::function<void(Supervisor&)> act)
+      : act_(std::move(act)), event_(::eventfd(1, EFD_CLOEXEC)) {}
+  int fd() const override { return event_.get(); }
+  void serve(Supervisor& supervisor) override {
+    uint64_t count = 0;
+    if (act_ && ::read(event_.get(), &count, sizeof(count)) == sizeof(count))
+      std::exchange(act_, {})(supervisor);
+  }
+  Deadline wake_at() const override { return Deadline::never(); }
+
+ private:
+  std::function<void(Supervisor&)> act_;
+  UniqueFd event_;
+};
+
+TEST(WorkerGroup, TellsWorkersTheirPlaceAmongSeveralHosts) {
+  RunOptions options =
+      shell(1,
+            "echo $RANK $LOCAL_RANK $ROLE_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $ROLE_WORLD_SIZE "
+            "$GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $TORCHELASTIC_RESTART_COUNT $ADDED");
+  std::string seen;
+  options.observe_output = [&](int, int, std::string_view bytes) { seen += bytes; };
+  const RankVariables variables = {
+      .nprocs = 1, .first_rank = 4, .world_size = 6, .group_rank = 2, .group_size = 3, .restart_count = 5};
+  const GroupEnd end = run_workers(options, variables, no_store,
+                                   [](WorkerEnvironment& environment) { environment.set("ADDED", "yes"); });
+  EXPECT_EQ(end.exit_status, 0);
+  EXPECT_EQ(seen, "4 0 4 6 1 6 2 3 127.0.0.1:29500 5 yes\n");
+}
+
+TEST(WorkerGroup, ReportsRanksOfTheWholeJob) {
+  const GroupEnd end = run_workers(shell(2, "test $LOCAL_RANK = 0 || exit 3; exec sleep 1000"),
+                                   {.nprocs = 2, .first_rank = 4, .world_size = 6}, no_store);
+  EXPECT_EQ(end.exit_status, 1);
+  EXPECT_THAT(end.report, HasSubstr("rank 5 (pid"));
+  EXPECT_THAT(end.report, HasSubstr("rank 4 was then ended"));
+}
+
+TEST(WorkerGroup, EndsWhenItsControlSaysSo) {
+  for (const auto grace_period : {std::chrono::seconds(0), std::chrono::seconds(30)}) {
+    Once control([&](Supervisor& supervisor) { supervisor.stop(grace_period); });
+    const GroupEnd end =
+        run_workers(shell(2, "exec sleep 1000"), {.nprocs = 2, .world_size = 4}, no_store, {}, &control);
+    EXPECT_EQ(end.report, "") << "no rank failed by itself";
+    EXPECT_NE(end.exit_status, 0);
+  }
+}
+
+TEST(WorkerGroup, ItsGuardianEndsItWhenTheLeaseIsOver) {
+  Once control([](Supervisor& supervisor) { supervisor.renew_lease(BootClock::now()); });
+  const GroupEnd end =
+      run_workers(shell(1, "exec sleep 1000"), {.nprocs = 1, .world_size = 2}, no_store, {}, &control);
+  EXPECT_THAT(end.report, HasSubstr("killed by signal 9"));
+}
+
+TEST(Guardian, KillsOnlyOnceTheLeaseIsOver) {
+  const Guardian guardian(1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::setpgid(0, 0);
+    ::execl("/bin/sleep", "sleep", "1000", nullptr);
+    ::_exit(127);
+  }
+  ::setpgid(child, child);
+  guardian.enlist(child);
+  guardian.renew_lease(BootClock::now() + std::chrono::hours(1));
+  guardian.renew_lease(BootTime::max());
+  guardian.renew_lease(BootClock::now());
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+}  // namespace
+}  // namespace lockstep::launch::worker_group_test
