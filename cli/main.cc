@@ -12,6 +12,7 @@
 #include "bench.h"
 #include "doctor.h"
 #include "help.h"
+#include "hosts_arguments.h"
 #include "inspect.h"
 #include "run.h"
 #include "scaling.h"
@@ -52,6 +53,7 @@ int main(int argc, char** argv) {
   program.require_subcommand(0, 1);  // `lockstep run bench` runs a program of that name
   int status = 0;
   lockstep::cli::add_run(program, status);
+  lockstep::cli::add_secret(program);
   lockstep::cli::add_bench(program, status);
   lockstep::cli::add_scaling(program, status, restore_library_path);
   lockstep::cli::add_sweep(program);

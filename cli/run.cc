@@ -11,6 +11,8 @@
 
 #include <lockstep/launch/agent.h>
 
+#include "hosts_arguments.h"
+
 namespace lockstep::cli {
 namespace {
 
@@ -20,6 +22,8 @@ Examples:
   lockstep run --nproc-per-node auto ./train            one for each GPU, or else for each core
   lockstep run --nproc-per-node 2 python train.py       any program that reads torchrun's environment
   lockstep run -n 2 -- ./train                          the same option as mpirun has it
+  lockstep run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node-a:29400 --secret-file key -n 2 ./train
+                                                        on two hosts, the same line on each
 
 Options for lockstep run stand before PROGRAM; everything behind it belongs to the program.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the rest of torchrun's
@@ -33,17 +37,9 @@ class StarterFormatter : public CLI::Formatter {
   }
 };
 
-/// "1", or "1:1" (torchrun's from:to); an error message for any other.
-std::string check_one_host(const std::string& nnodes) {
-  if (nnodes == "1" || nnodes == "1:1") return {};
-  return "it is '" + nnodes + "', and lockstep run starts processes on this host alone; it takes 1";
-}
-
 struct RunArguments {
   std::string nproc_per_node = "1";
-  std::string nnodes = "1";
-  bool standalone = false;  // it always is
-  uint16_t master_port = 0;
+  HostsArguments hosts;
   bool no_prefix = false;
   double grace_period = 30;
 };
@@ -52,7 +48,7 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   launch::RunOptions options;
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
   options.command = command;
-  options.master_port = arguments.master_port;
+  options.master_port = arguments.hosts.master_port;
   options.prefix = !arguments.no_prefix;
   options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
@@ -86,11 +82,6 @@ void add_run(CLI::App& program, int& status) {
       ->envname("PET_NPROC_PER_NODE")
       ->type_name("N")
       ->capture_default_str();
-  run->add_option("--master-port,--master_port", arguments->master_port,
-                  "Port on 127.0.0.1 where the processes meet; 0 takes a free one")
-      ->envname("PET_MASTER_PORT")
-      ->type_name("PORT")
-      ->capture_default_str();
   run->add_option("--grace-period,--grace_period,--shutdown-timeout,--shutdown_timeout",
                   arguments->grace_period,
                   "Seconds from the first failure or signal until what still runs is killed")
@@ -99,13 +90,11 @@ void add_run(CLI::App& program, int& status) {
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
-  run->add_option("--nnodes", arguments->nnodes, "Hosts: 1, taken for torchrun's sake")
-      ->type_name("N")
-      ->check(check_one_host)
-      ->capture_default_str();
-  run->add_flag("--standalone", arguments->standalone, "One host with a store of its own: always so");
-  run->callback(
-      [run, arguments, &status] { status = launch::run(options_from(*arguments, program_words(*run))); });
+  add_hosts_arguments(*run, arguments->hosts);
+  run->callback([run, arguments, &status] {
+    const launch::RunOptions options = options_from(*arguments, program_words(*run));
+    status = is_one_host(arguments->hosts) ? launch::run(options) : run_on_hosts(arguments->hosts, options);
+  });
 }
 
 std::vector<std::string> run_words(const CLI::App& program, std::vector<std::string> words) {

@@ -41,7 +41,7 @@ struct RankVariables {
   int group_rank = 0;       // of this host
   int group_size = 1;       // hosts
   uint16_t store_port = 0;  // of the launcher's own store, or of the tunnel to it, on 127.0.0.1
-  std::string run_id;
+  std::string run_id = {};
   std::string role = "default";
   int restart_count = 0;
   int max_restarts = 0;

@@ -31,7 +31,7 @@ class CoordinatorServer : public EventHandler {
     std::array<uint8_t, 16> job = {};
     AgentId own = {};
     /// Makes the store of a generation, and ends the former one; its port on 127.0.0.1.
-    std::function<uint16_t(uint64_t)> start_store;
+    std::function<uint16_t(uint64_t)> start_store = {};
     /// Is told each decision whose reason is new.
     std::function<void(const Decision&)> observe = {};
     std::chrono::nanoseconds greeting_time = std::chrono::seconds(5);

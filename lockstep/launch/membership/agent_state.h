@@ -42,6 +42,8 @@ class AgentState {
 
   Phase phase() const { return phase_; }
   const Place& place() const { return started_; }
+  /// The number of the last order that was carried out.
+  uint64_t order() const { return self_.order; }
   /// Whether the coordinator has asked for a status since the last call.
   bool take_question() { return std::exchange(asked_, false); }
   /// What to tell the coordinator now. Each has a later sent_at than the one before.

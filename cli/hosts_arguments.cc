@@ -1,0 +1,262 @@
+#include "hosts_arguments.h"
+
+#include <chrono>
+#include <cmath>
+#include <iostream>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include <CLI/CLI.hpp>
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
+#ifdef LOCKSTEP_CLI_HOSTS
+#include <lockstep/launch/control_plane/hosts_agent.h>
+#endif
+
+namespace lockstep::cli {
+namespace {
+
+constexpr int kMostHosts = 8192;
+
+struct HostRange {
+  int least = 1;
+  int most = 1;
+};
+
+/// From "N" or "MIN:MAX".
+HostRange parse_nnodes(const std::string& text) {
+  const size_t colon = text.find(':');
+  const auto number = [](const std::string& digits) {
+    return static_cast<int>(environment::parse_integer("--nnodes", digits, 1, kMostHosts));
+  };
+  HostRange range;
+  range.least = number(text.substr(0, colon));
+  range.most = colon == std::string::npos ? range.least : number(text.substr(colon + 1));
+  TORCH_CHECK_VALUE(range.least <= range.most, "--nnodes is '", text, "', and the least is above the most");
+  return range;
+}
+
+std::string check_nnodes(const std::string& text) {
+  try {
+    parse_nnodes(text);
+    return {};
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+}
+
+#ifdef LOCKSTEP_CLI_HOSTS
+
+constexpr int kRdzvPort = 29400;    // torchrun's, of the c10d backend
+constexpr int kMasterPort = 29500;  // and of the static one
+
+struct HostAndPort {
+  std::string host;
+  int port = 0;
+};
+
+/// From "HOST", "HOST:PORT" or "[IPV6]:PORT".
+HostAndPort parse_endpoint(const std::string& text, int default_port) {
+  const size_t bracket = text.find(']');
+  const bool numeric_v6 = text.starts_with('[') && bracket != std::string::npos;
+  const size_t colon = text.find(':', numeric_v6 ? bracket : 0);
+  HostAndPort result = {.host = numeric_v6 ? text.substr(1, bracket - 1) : text.substr(0, colon),
+                        .port = default_port};
+  if (colon != std::string::npos) {
+    result.port =
+        static_cast<int>(environment::parse_integer("--rdzv-endpoint", text.substr(colon + 1), 0, 65535));
+  }
+  TORCH_CHECK_VALUE(!result.host.empty(), "--rdzv-endpoint is '", text, "', and lacks the host");
+  return result;
+}
+
+/// "key=value,…" of --rdzv-conf.
+std::map<std::string, std::string> parse_conf(const std::string& text) {
+  std::map<std::string, std::string> result;
+  std::istringstream items(text);
+  for (std::string item; std::getline(items, item, ',');) {
+    const size_t equals = item.find('=');
+    TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "--rdzv-conf has '", item,
+                      "'; it takes key=value,…");
+    result[item.substr(0, equals)] = item.substr(equals + 1);
+  }
+  return result;
+}
+
+std::chrono::nanoseconds parse_seconds(const std::string& key, const std::string& value) {
+  double seconds = 0;
+  const bool good =
+      CLI::detail::lexical_cast(value, seconds) && std::isfinite(seconds) && seconds >= 0 && seconds < 1e6;
+  TORCH_CHECK_VALUE(good, "--rdzv-conf: ", key, " is '", value, "'; it takes seconds");
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+}
+
+bool parse_flag(const std::string& key, const std::string& value) {
+  if (value == "1" || value == "true" || value == "True" || value == "yes") return true;
+  TORCH_CHECK_VALUE(value == "0" || value == "false" || value == "False" || value == "no",
+                    "--rdzv-conf: ", key, " is '", value, "'; it takes true or false");
+  return false;
+}
+
+/// torchrun's keys, and those that are ours alone: lease, lost_after, rejoin_timeout.
+void apply_conf(const std::string& text, launch::HostsOptions& options) {
+  launch::MembershipOptions& membership = options.membership;
+  const std::map<std::string, std::chrono::nanoseconds*> durations = {
+      {"timeout", &membership.join_timeout},
+      {"join_timeout", &membership.join_timeout},
+      {"last_call_timeout", &membership.last_call},
+      {"keep_alive_interval", &membership.heartbeat_interval},
+      {"lease", &membership.lease},
+      {"lost_after", &membership.lost_after},
+      {"rejoin_timeout", &membership.rejoin_timeout}};
+  for (const auto& [key, value] : parse_conf(text)) {
+    const auto duration = durations.find(key);
+    if (duration != durations.end()) {
+      *duration->second = parse_seconds(key, value);
+    } else if (key == "is_host") {
+      options.coordinates = parse_flag(key, value);
+    } else {
+      // torchrun ignores keys that its backend does not know.
+      std::cerr << "lockstep run: --rdzv-conf: " << key << " means nothing here\n";
+    }
+  }
+}
+
+launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch::RunOptions& run) {
+  const HostRange hosts = parse_nnodes(arguments.nnodes);
+  launch::HostsOptions options = {.run = run};
+  options.membership.min_hosts = hosts.least;
+  options.membership.max_hosts = hosts.most;
+  options.membership.max_restarts = arguments.max_restarts;
+  options.job_id = arguments.rdzv_id;
+  options.node_rank = arguments.node_rank;
+  HostAndPort endpoint;
+  if (arguments.standalone || hosts.most == 1) {
+    endpoint = {.host = "127.0.0.1", .port = 0};
+    options.coordinates = true;
+    options.node_rank = -1;
+    options.secret = launch::make_secret();  // no other host takes part
+  } else if (arguments.rdzv_backend == "c10d") {
+    TORCH_CHECK_VALUE(!arguments.rdzv_endpoint.empty(),
+                      "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, an address of one of the hosts");
+    endpoint = parse_endpoint(arguments.rdzv_endpoint, kRdzvPort);
+    options.node_rank = -1;
+  } else {
+    TORCH_CHECK_VALUE(hosts.least == hosts.most, "--nnodes ", arguments.nnodes, " needs --rdzv-backend c10d");
+    if (options.node_rank < 0) options.node_rank = 0;
+    TORCH_CHECK_VALUE(options.node_rank < hosts.most, "--node-rank is ", options.node_rank,
+                      ", and with --nnodes ", hosts.most, " it lies in 0 to ", hosts.most - 1);
+    const int port = arguments.master_port == 0 ? kMasterPort : arguments.master_port;
+    endpoint = arguments.rdzv_endpoint.empty() ? HostAndPort{arguments.master_addr, port}
+                                               : parse_endpoint(arguments.rdzv_endpoint, port);
+    options.coordinates = options.node_rank == 0;
+  }
+  TORCH_CHECK_VALUE(endpoint.port != 0 || options.secret.size() > 0,
+                    "the endpoint needs a port that all hosts know");
+  options.endpoint_host = endpoint.host;
+  options.endpoint_port = static_cast<uint16_t>(endpoint.port);
+  apply_conf(arguments.rdzv_conf, options);
+  if (options.secret.empty()) options.secret = launch::read_secret(arguments.secret_file);
+  return options;
+}
+
+#endif
+
+}  // namespace
+
+void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {
+  command.add_option("--nnodes", arguments.nnodes, "Hosts: a number, or from MIN to MAX of them")
+      ->envname("PET_NNODES")
+      ->type_name("N|MIN:MAX")
+      ->check(check_nnodes)
+      ->capture_default_str();
+  command
+      .add_option("--node-rank,--node_rank", arguments.node_rank,
+                  "This host's number, from 0, with --rdzv-backend static")
+      ->envname("PET_NODE_RANK")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--rdzv-backend,--rdzv_backend", arguments.rdzv_backend,
+                  "static (host 0 is at --master-addr) or c10d (hosts meet at --rdzv-endpoint)")
+      ->envname("PET_RDZV_BACKEND")
+      ->check(CLI::IsMember({"static", "c10d"}))
+      ->capture_default_str();
+  command
+      .add_option("--rdzv-endpoint,--rdzv_endpoint", arguments.rdzv_endpoint,
+                  "Where hosts meet: an address of one of them")
+      ->envname("PET_RDZV_ENDPOINT")
+      ->type_name("HOST:PORT");
+  command.add_option("--rdzv-id,--rdzv_id", arguments.rdzv_id, "The job's name, the same on all hosts")
+      ->envname("PET_RDZV_ID")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command
+      .add_option("--rdzv-conf,--rdzv_conf", arguments.rdzv_conf,
+                  "More: join_timeout=600,last_call_timeout=30, …")
+      ->envname("PET_RDZV_CONF")
+      ->type_name("KEY=VALUE,…");
+  command
+      .add_option("--master-addr,--master_addr", arguments.master_addr,
+                  "Address of host 0, with --rdzv-backend static")
+      ->envname("PET_MASTER_ADDR")
+      ->type_name("HOST")
+      ->capture_default_str();
+  command
+      .add_option("--master-port,--master_port", arguments.master_port,
+                  "One host: port on 127.0.0.1 where the processes meet, 0 takes a free one; several: of "
+                  "host 0's agent")
+      ->envname("PET_MASTER_PORT")
+      ->type_name("PORT")
+      ->capture_default_str();
+  command.add_flag("--standalone", arguments.standalone, "One host with a store of its own")
+      ->envname("PET_STANDALONE");
+  command
+      .add_option("--max-restarts,--max_restarts", arguments.max_restarts,
+                  "Times that all processes are started again after some have failed")
+      ->envname("PET_MAX_RESTARTS")
+      ->type_name("N")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str();
+  command
+      .add_option("--secret-file,--secret_file", arguments.secret_file,
+                  "File with the job's secret, the same on all hosts (lockstep secret makes one); or "
+                  "LOCKSTEP_JOB_SECRET")
+      ->type_name("FILE");
+}
+
+bool is_one_host(const HostsArguments& arguments) {
+  return (arguments.standalone || parse_nnodes(arguments.nnodes).most == 1) && arguments.max_restarts == 0;
+}
+
+#ifdef LOCKSTEP_CLI_HOSTS
+
+int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& options) {
+  return launch::run_on_hosts(hosts_options(arguments, options));
+}
+
+void add_secret(CLI::App& program) {
+  CLI::App* secret = program.add_subcommand("secret", "Make a secret for a job on several hosts");
+  secret->footer(
+      "\n(umask 077; lockstep secret > key), then the file key on all hosts: lockstep run --secret-file key "
+      "…");
+  secret->callback([] { std::cout << launch::make_secret() << std::endl; });
+}
+
+#else
+
+int run_on_hosts(const HostsArguments&, const launch::RunOptions&) {
+  TORCH_CHECK_VALUE(
+      false,
+      "--nnodes above 1 and --max-restarts need an agent with TLS, and this lockstep was built without "
+      "OpenSSL; install its headers (Debian: libssl-dev) and build again, or use torchrun, srun or mpirun");
+}
+
+void add_secret(CLI::App&) {}
+
+#endif
+
+}  // namespace lockstep::cli

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <CLI/App.hpp>
+
+#include <lockstep/launch/agent.h>
+
+namespace lockstep::cli {
+
+/// What `lockstep run` is told about hosts, by torchrun's options.
+struct HostsArguments {
+  std::string nnodes = "1";
+  int node_rank = -1;
+  std::string rdzv_backend = "static";
+  std::string rdzv_endpoint;
+  std::string rdzv_id = "none";
+  std::string rdzv_conf;
+  std::string master_addr = "127.0.0.1";
+  uint16_t master_port = 0;
+  bool standalone = false;
+  int max_restarts = 0;
+  std::string secret_file;
+};
+
+void add_hosts_arguments(CLI::App& command, HostsArguments& arguments);
+
+/// One host and no restarts: what needs no agent.
+bool is_one_host(const HostsArguments& arguments);
+
+/// Runs this host's agent. Throws c10::ValueError for arguments that make no sense together, and where this program was
+/// built without OpenSSL.
+int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& options);
+
+/// Adds `lockstep secret`.
+void add_secret(CLI::App& program);
+
+}  // namespace lockstep::cli

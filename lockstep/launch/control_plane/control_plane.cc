@@ -1,0 +1,245 @@
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/random_bytes.h>
+#include <lockstep/launch/control_plane/agent_link.h>
+#include <lockstep/launch/control_plane/control_plane.h>
+#include <lockstep/launch/control_plane/coordinator_server.h>
+#include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/control_plane/tunnel_entrance.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/port_range.h>
+
+namespace lockstep::launch {
+namespace {
+
+bool is_loopback(const PeerAddress& address) {
+  if (address.storage.ss_family == AF_INET) {
+    return ntohl(reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr) >> 24 == 127;
+  }
+  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr) != 0;
+}
+
+/// The same for all hosts, as they understand it: no name that a host maps to loopback for itself alone.
+bool means_loopback(const std::string& host) {
+  return host == "localhost" || host.starts_with("127.") || host == "::1";
+}
+
+void signal_event(const UniqueFd& event) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof(one));
+}
+
+void clear_event(const UniqueFd& event) {
+  uint64_t count = 0;
+  [[maybe_unused]] const auto got = ::read(event.get(), &count, sizeof(count));
+}
+
+UniqueFd make_event() {
+  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  TORCH_CHECK_WITH(DistBackendError, static_cast<bool>(event), "eventfd: ", std::strerror(errno));
+  return event;
+}
+
+}  // namespace
+
+Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<bool> here) {
+  std::string why;
+  std::vector<PeerAddress> addresses = addresses_of(host, port, why);
+  TORCH_CHECK_WITH(DistNetworkError, !addresses.empty(), "can't find the coordinator's host: ", why);
+  if (is_loopback(addresses.front()) && !means_loopback(host)) {
+    // Debian's 127.0.1.1: it is this host's own name, under which the others find another address.
+    addresses = addresses_of(interface_between_hosts("").address, port, why);
+  }
+  if (here == false) return {std::move(addresses), {}};
+  std::vector<PeerAddress> candidates = addresses;
+  if (here == true) {
+    // Behind a forwarding address it listens where it reaches the other hosts.
+    for (const PeerAddress& own : addresses_of(interface_between_hosts("").address, port, why))
+      candidates.push_back(own);
+  }
+  int error = 0;
+  for (const PeerAddress& address : candidates) {
+    UniqueFd listener = listen_tcp(address.storage, address.size);
+    if (!listener) {
+      if (errno != EADDRNOTAVAIL || error == 0) error = errno;
+      continue;
+    }
+    PeerAddress bound;
+    bound.size = sizeof(bound.storage);
+    TORCH_CHECK_WITH(
+        DistNetworkError,
+        ::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.size) == 0 &&
+            ::fcntl(listener.get(), F_SETFL, O_NONBLOCK) == 0,
+        "can't listen at ", host, ":", port, ": ", std::strerror(errno));
+    return {{bound}, std::move(listener)};
+  }
+  TORCH_CHECK_WITH(DistNetworkError, here != true, "can't listen at ", host, ":", port, ": ",
+                   std::strerror(error), error == EADDRINUSE ? "; choose another port for all hosts" : "");
+  return {std::move(addresses), {}};
+}
+
+/// All that lives on the thread.
+class ControlPlane::Thread : public EventHandler {
+ public:
+  Thread(ControlPlane& plane, Options options)
+      : plane_(plane),
+        options_(std::move(options)),
+        state_(options_.self, options_.membership, BootClock::now()) {
+    if (options_.endpoint.listener) {
+      CoordinatorServer::Options server = {
+          .membership = options_.membership, .job = random_bytes<16>(), .own = options_.self.id};
+      server.start_store = [this](uint64_t) {
+        store_.reset();
+        return store_.emplace().port();
+      };
+      server.observe = [this](const Decision& decision) { options_.say(decision.reason); };
+      server_ = std::make_unique<CoordinatorServer>(loop_, options_.key,
+                                                    std::move(options_.endpoint.listener), std::move(server));
+    }
+    link_ = std::make_unique<AgentLink>(loop_, options_.key, options_.endpoint.addresses, options_.membership,
+                                        state_);
+    loop_.watch(plane_.wake_event_.get(), POLLIN, *this);
+  }
+  ~Thread() override { loop_.forget(plane_.wake_event_.get()); }
+
+  void on_events(int, short) override { clear_event(plane_.wake_event_); }
+
+  void run() {
+    BootTime next = {};
+    while (!plane_.stop_) {
+      loop_.run_once(next);
+      next = serve();
+      if (state_.phase() == AgentState::Phase::kEnded && (!server_ || server_->done())) break;
+    }
+    if (plane_.stop_) return;
+    const std::string trouble =
+        state_.exit_status() == 0 || link_->trouble().empty() ? "" : " (" + link_->trouble() + ")";
+    if (!server_) options_.say(state_.reason() + trouble);
+    const int status = server_ ? server_->exit_status() : state_.exit_status();
+    plane_.put({.kind = Task::Kind::kEnd, .exit_status = status});
+  }
+
+ private:
+  /// Everything that may be due; returns when to look again.
+  BootTime serve() {
+    const BootTime now = BootClock::now();
+    const bool told = take_news(now);
+    BootTime next = server_ ? server_->serve(now) : BootTime::max();
+    const AgentState::Phase before = state_.phase();
+    const AgentState::Action action = state_.advance(now);
+    plane_.lease_until_ = state_.lease_until().time_since_epoch().count();
+    if (action != AgentState::Action::kNothing) act(action);
+    const bool news = told || action != AgentState::Action::kNothing || state_.phase() != before ||
+                      std::exchange(order_, state_.order()) != state_.order();
+    next = std::min({next, link_->serve(now, news), state_.look_again_at()});
+    if (tunnel_) tunnel_->drop_finished();
+    return std::max(next,
+                    now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn
+  }
+
+  bool take_news(BootTime now) {
+    std::optional<std::pair<int, std::string>> ended;
+    int leaving = 0;
+    {
+      const std::lock_guard lock(plane_.mutex_);
+      ended = std::exchange(plane_.ended_, {});
+      leaving = std::exchange(plane_.leaving_, 0);
+    }
+    if (leaving != 0) state_.leave(leaving, now);
+    if (ended) {
+      state_.workers_ended(ended->first, ended->second, now);
+      tunnel_.reset();
+    }
+    return ended || leaving != 0;
+  }
+
+  void act(AgentState::Action action) {
+    Task task = {.kind = action == AgentState::Action::kStart  ? Task::Kind::kStart
+                         : action == AgentState::Action::kStop ? Task::Kind::kStop
+                                                               : Task::Kind::kKill};
+    if (action == AgentState::Action::kStart) {
+      task.place = state_.place();
+      task.local_address = link_->local_address();
+      if (server_) {
+        task.store_port = server_->store_port();
+      } else {
+        tunnel_ = std::make_unique<TunnelEntrance>(loop_, options_.key, link_->coordinator(),
+                                                   task.place.generation);
+        task.store_port = tunnel_->port();
+      }
+    } else if (!server_) {
+      options_.say(state_.reason());
+    }
+    plane_.put(std::move(task));
+  }
+
+  ControlPlane& plane_;
+  Options options_;
+  EventLoop loop_;
+  AgentState state_;
+  std::optional<AgentStore> store_;
+  std::unique_ptr<CoordinatorServer> server_;  // of the coordinator
+  std::unique_ptr<AgentLink> link_;
+  std::unique_ptr<TunnelEntrance> tunnel_;  // while workers run, but on the coordinator's host
+  uint64_t order_ = 0;                      // that the last status told of
+};
+
+ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_event_(make_event()) {
+  auto shared = std::make_shared<Options>(std::move(options));
+  thread_.start("lockstep-agent", [this, shared] {
+    try {
+      Thread(*this, std::move(*shared)).run();
+    } catch (...) {
+      shared->say(text_of(std::current_exception()));
+      put({.kind = Task::Kind::kKill});
+      put({.kind = Task::Kind::kEnd, .exit_status = 1});
+    }
+  });
+}
+
+ControlPlane::~ControlPlane() {
+  stop_ = true;
+  signal_event(wake_event_);
+  thread_.join();
+}
+
+void ControlPlane::put(Task task) {
+  const std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(task));
+  signal_event(tasks_event_);
+}
+
+std::optional<ControlPlane::Task> ControlPlane::take() {
+  const std::lock_guard lock(mutex_);
+  if (tasks_.empty()) return std::nullopt;
+  Task task = std::move(tasks_.front());
+  tasks_.pop_front();
+  if (tasks_.empty()) clear_event(tasks_event_);
+  return task;
+}
+
+void ControlPlane::workers_ended(int exit_status, const std::string& failure) {
+  const std::lock_guard lock(mutex_);
+  ended_ = {exit_status, failure};
+  signal_event(wake_event_);
+}
+
+void ControlPlane::leave(int signal) {
+  const std::lock_guard lock(mutex_);
+  leaving_ = signal;
+  signal_event(wake_event_);
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/boot_clock.h>
+#include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/agent_store.h>
+#include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/membership/agent_state.h>
+
+namespace lockstep::launch {
+
+/// Where the coordinator is, and its socket where it is here.
+struct Endpoint {
+  std::vector<PeerAddress> addresses;  // to connect to
+  UniqueFd listener;                   // of the coordinator: listens, and does not block
+};
+
+/// Looks for the coordinator's place: this host is it where it can listen at host:port, an address of its own. `here`:
+/// the user says whether it is. Where the port is in use, another agent of this host is the coordinator. Throws
+/// c10::DistNetworkError.
+Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<bool> here);
+
+/// The thread in which an agent speaks with the other hosts: its AgentState and AgentLink, the tunnel's entrance, and on
+/// the coordinator's host the CoordinatorServer and its store. The agent's main thread does what it is told by take().
+/// All functions are thread-safe.
+class ControlPlane {
+ public:
+  struct Options {
+    MembershipOptions membership;
+    Status self;  // its id, host, node_rank and nproc
+    Endpoint endpoint;
+    TlsKey key;
+    std::function<void(const std::string&)> say;  // is told what happens, on the thread
+  };
+  /// What the main thread is to do.
+  struct Task {
+    enum class Kind { kStart, kStop, kKill, kEnd } kind;
+    Place place = {};                // with kStart
+    uint16_t store_port = 0;         // with kStart, on 127.0.0.1
+    std::string local_address = {};  // with kStart: this host's, as the coordinator sees it
+    int exit_status = 0;             // with kEnd
+  };
+
+  explicit ControlPlane(Options options);
+  ~ControlPlane();
+
+  /// Readable while there is a task.
+  int fd() const { return tasks_event_.get(); }
+  std::optional<Task> take();
+  void workers_ended(int exit_status, const std::string& failure);
+  void leave(int signal);
+  BootTime lease_until() const { return BootTime(BootClock::duration(lease_until_.load())); }
+
+ private:
+  class Thread;
+  void put(Task task);
+
+  UniqueFd tasks_event_;
+  UniqueFd wake_event_;  // wakes the thread
+  std::mutex mutex_;     // over the next three
+  std::deque<Task> tasks_;
+  std::optional<std::pair<int, std::string>> ended_;
+  int leaving_ = 0;
+  std::atomic<bool> stop_{false};
+  std::atomic<int64_t> lease_until_{0};
+  BackgroundThread thread_;
+};
+
+}  // namespace lockstep::launch

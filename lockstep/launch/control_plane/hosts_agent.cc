@@ -1,0 +1,152 @@
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <poll.h>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/hex.h>
+#include <lockstep/base/host_name.h>
+#include <lockstep/base/random_bytes.h>
+#include <lockstep/base/write_all.h>
+#include <lockstep/launch/control_plane/control_plane.h>
+#include <lockstep/launch/control_plane/hosts_agent.h>
+#include <lockstep/launch/signal_catcher.h>
+#include <lockstep/launch/worker_group.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+
+namespace lockstep::launch {
+namespace {
+
+constexpr size_t kLeastSecretBytes = 32;
+
+void say_line(const std::string& text) {
+  write_all(STDERR_FILENO, "lockstep run: " + text + "\n");
+}
+
+/// The coordinator's word, while workers run.
+class HostControl : public WorkerControl {
+ public:
+  HostControl(ControlPlane& plane, const SignalCatcher& signals, std::chrono::nanoseconds grace_period)
+      : plane_(plane), signals_(signals), grace_period_(grace_period) {}
+
+  int fd() const override { return plane_.fd(); }
+  void serve(Supervisor& supervisor) override {
+    supervisor.renew_lease(plane_.lease_until());
+    while (const auto signal = signals_.take()) plane_.leave(*signal);
+    while (const auto task = plane_.take()) {
+      if (task->kind == ControlPlane::Task::Kind::kEnd) end_ = task;
+      supervisor.stop(task->kind == ControlPlane::Task::Kind::kStop ? grace_period_
+                                                                    : std::chrono::nanoseconds(0));
+    }
+  }
+  /// Often enough for the guardian to hear of each renewal in time.
+  Deadline wake_at() const override { return Deadline::after(std::chrono::milliseconds(500)); }
+  /// The thread has failed, and the job ends with these workers.
+  const std::optional<ControlPlane::Task>& end() const { return end_; }
+
+ private:
+  ControlPlane& plane_;
+  const SignalCatcher& signals_;
+  std::chrono::nanoseconds grace_period_;
+  std::optional<ControlPlane::Task> end_;
+};
+
+GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& task, HostControl& control) {
+  const Place& place = task.place;
+  const RankVariables variables = {.nprocs = options.run.nprocs,
+                                   .first_rank = place.first_rank,
+                                   .world_size = place.world_size,
+                                   .group_rank = place.group_rank,
+                                   .group_size = place.group_size,
+                                   .run_id = options.job_id,
+                                   .restart_count = static_cast<int>(place.generation) - 1,
+                                   .max_restarts = options.membership.max_restarts};
+  const bool has_wish = read_interface_wish(environment::text).has_value();
+  const auto adjust = [&](WorkerEnvironment& environment) {
+    // The meeting point is on loopback, which says nothing of the interface between hosts.
+    if (!has_wish && !task.local_address.empty())
+      environment.set("LOCKSTEP_SOCKET_IFNAME", task.local_address);
+  };
+  try {
+    return run_workers(
+        options.run, variables, [&](Supervisor&) { return task.store_port; }, adjust, &control);
+  } catch (const std::exception&) {
+    const std::string why = text_of(std::current_exception());
+    say_line(why);
+    return {.exit_status = 1, .report = why};
+  }
+}
+
+}  // namespace
+
+std::string read_secret(const std::string& file) {
+  std::string secret;
+  if (file.empty()) {
+    secret = environment::text("LOCKSTEP_JOB_SECRET").value_or("");
+  } else {
+    std::ifstream stream(file);
+    TORCH_CHECK_VALUE(stream.good(), "can't read the secret in ", file, ": ", std::strerror(errno));
+    secret.assign(std::istreambuf_iterator<char>(stream), {});
+    TORCH_CHECK_VALUE(!secret.empty(), "the file of the secret, ", file, ", is empty");
+  }
+  const auto is_space = [](char letter) { return std::isspace(static_cast<unsigned char>(letter)) != 0; };
+  while (!secret.empty() && is_space(secret.back())) secret.pop_back();
+  secret.erase(secret.begin(), std::find_if_not(secret.begin(), secret.end(), is_space));
+  TORCH_CHECK_VALUE(secret.empty() || secret.size() >= kLeastSecretBytes, "the job's secret has ",
+                    secret.size(),
+                    " characters; make one of 64 that can't be guessed: lockstep secret > FILE");
+  return secret;
+}
+
+std::string make_secret() {
+  return to_hex(random_bytes<32>());
+}
+
+int run_on_hosts(const HostsOptions& options) {
+  check_options(options.run);
+  const auto objection = objection_to(options.membership);
+  TORCH_CHECK_VALUE(!objection, *objection);
+  if (options.secret.empty()) {
+    say_line(
+        "WARNING: there is no secret, so any process that reaches the coordinator's port can take part in "
+        "this job "
+        "and change it; make one by `lockstep secret > FILE`, and give it on all hosts by --secret-file "
+        "FILE");
+  }
+  const SignalCatcher signals;
+  ControlPlane plane(
+      {.membership = options.membership,
+       .self = {.id = random_bytes<16>(),
+                .host = host_name(),
+                .node_rank = options.node_rank,
+                .nproc = options.run.nprocs},
+       .endpoint = find_endpoint(options.endpoint_host, options.endpoint_port, options.coordinates),
+       .key = TlsKey(options.secret, options.job_id),
+       .say = say_line});
+  int signals_taken = 0;
+  while (true) {
+    pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
+    ::poll(waits, 2, -1);
+    while (const auto signal = signals.take()) {
+      plane.leave(*signal);
+      if (++signals_taken > 1) return 128 + *signal;  // no workers run
+    }
+    const auto task = plane.take();
+    if (!task) continue;
+    if (task->kind == ControlPlane::Task::Kind::kEnd) return task->exit_status;
+    if (task->kind != ControlPlane::Task::Kind::kStart) continue;  // they have ended meanwhile
+    HostControl control(plane, signals, options.run.grace_period);
+    const GroupEnd end = run_generation(options, *task, control);
+    if (control.end()) return control.end()->exit_status;
+    plane.workers_ended(end.exit_status, end.report);
+  }
+}
+
+}  // namespace lockstep::launch
