@@ -47,7 +47,7 @@ def test_without_arguments_the_help_is_shown(programs):
         (["run", "--nproc-per-node", "2.5", "true"], ["--nproc-per-node", "'2.5'"]),
         (["run", "--nproc_per_node=0", "true"], ["--nproc-per-node", " 0"]),
         (["run", "-np", "0", "true"], ["--nproc-per-node", " 0"]),
-        (["run", "--nnodes", "2", "true"], ["--nnodes", "'2'", "this host"]),
+        (["run", "--nnodes", "2:1", "true"], ["--nnodes", "'2:1'", "above the most"]),
         (["run", "-n", "2", "--"], ["PROGRAM"]),
         (["help", "rnu"], ["'lockstep rnu'", "run"]),
         (["help", "run", "rnu"], ["'lockstep run rnu'", "'lockstep run' has none"]),

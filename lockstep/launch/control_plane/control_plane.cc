@@ -104,7 +104,11 @@ class ControlPlane::Thread : public EventHandler {
         store_.reset();
         return store_.emplace().port();
       };
-      server.observe = [this](const Decision& decision) { options_.say(decision.reason); };
+      server.observe = [this](const Decision& decision) {
+        const bool waits = decision.action == Decision::Action::kWait;
+        const bool forming = server_->coordinator().world().phase == WorldPhase::kForming;
+        if (decision.action != Decision::Action::kDone && (!waits || forming)) options_.say(decision.reason);
+      };
       server_ = std::make_unique<CoordinatorServer>(loop_, options_.key,
                                                     std::move(options_.endpoint.listener), std::move(server));
     }

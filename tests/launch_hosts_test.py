@@ -1,0 +1,215 @@
+"""`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
+
+import os
+import pathlib
+import select
+import signal
+import time
+
+import pytest
+from hosts import PORT
+from ports import free_port
+from support import HANG
+
+SECRET = "0123456789abcdef" * 4
+TELL = 'echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, host $GROUP_RANK of $GROUP_WORLD_SIZE,'
+TELL += ' start $TORCHELASTIC_RESTART_COUNT "$LOCKSTEP_JOB_SECRET"'
+STAY = TELL + "; exec sleep 1000"
+# Losses are noticed soon, and a machine that is busy for a second loses no host.
+FAST = "keep_alive_interval=0.2,lease=3,lost_after=4.5,last_call_timeout=0,join_timeout=60,rejoin_timeout=30"
+
+
+class Job:
+    """Agents of one job; the first one that starts is the coordinator."""
+
+    def __init__(self, programs, nnodes, port=None, host="127.0.0.1", conf=FAST):
+        self.programs = programs
+        self.port = port or free_port()
+        self.options = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{self.port}"]
+        self.options += ["--rdzv-id", "job", "--rdzv-conf", conf]
+
+    def start(self, nproc, script, *options, inside=(), secret=SECRET):
+        words = ["run", *self.options, "-n", nproc, *options, "sh", "-c", script]
+        return self.programs.start(*inside, self.programs.find("lockstep"), *words, LOCKSTEP_JOB_SECRET=secret)
+
+    def start_coordinator(self, nproc, script, *options, **place):
+        agent = self.start(nproc, script, *options, **place)
+        agent.wait_for("are here|generation 1 starts", "stderr")
+        return agent
+
+
+def workers_of(programs, agent):
+    """Pids of an agent's workers."""
+    found = []
+    for pid in programs.survivors():
+        try:
+            stat = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            comm = pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:
+            continue
+        if int(stat[1]) == agent.pid and comm in ("sh", "sleep"):
+            found.append(pid)
+    return found
+
+
+def wait_until_ended(pids):
+    deadline = time.monotonic() + HANG
+    for pid in pids:
+        descriptor = os.pidfd_open(pid) if pathlib.Path(f"/proc/{pid}").exists() else None
+        if descriptor is None:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            assert poll.poll(max(0, (deadline - time.monotonic()) * 1000)), f"{pid} runs on"
+        finally:
+            os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def agents_are_built(programs):
+    if "--secret-file" not in programs.run("lockstep", "run", "--help").stdout or programs.run("lockstep", "secret").status:
+        pytest.skip("lockstep was built without OpenSSL")
+
+
+def test_two_hosts_of_unequal_size_run_one_world(programs):
+    job = Job(programs, 2)
+    agents = [job.start_coordinator(2, TELL), job.start(1, TELL)]
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [0, 0], done
+    assert sorted(done[0].stdout.splitlines()) == [
+        f"[rank {rank}] rank {rank} of 3, {rank} of 2, host 0 of 2, start 0 " for rank in range(2)
+    ]
+    assert done[1].stdout == "[rank 2] rank 2 of 3, 0 of 1, host 1 of 2, start 0 \n"
+    programs.wait_until_gone()
+
+
+def test_static_hosts_have_the_ranks_that_they_ask_for(programs):
+    port = free_port()
+    places = [["--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port] for rank in (1, 0)]
+    agents = [
+        programs.start("lockstep", "run", *place, "-n", 1, "sh", "-c", TELL, LOCKSTEP_JOB_SECRET=SECRET)
+        for place in places
+    ]
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [0, 0], done
+    for rank, result in zip((1, 0), done):
+        assert result.stdout.startswith(f"[rank {rank}] rank {rank} of 2, 0 of 1, host {rank} of 2"), done
+
+
+def test_a_host_with_another_secret_is_none(programs):
+    job = Job(programs, 2)
+    first = job.start_coordinator(1, TELL)
+    impatient = FAST.replace("join_timeout=60", "join_timeout=1")
+    stranger = Job(programs, 2, port=job.port, conf=impatient).start(1, TELL, secret="x" * 64).finish()
+    assert stranger.status == 1, stranger.text
+    assert "no coordinator answered in time (the TLS handshake failed: do both sides have the same secret" in stranger.stderr
+    second = job.start(1, TELL).finish()
+    assert (second.status, first.finish().status) == (0, 0)
+
+
+def test_a_short_secret_is_refused_and_none_gets_a_warning(programs):
+    done = programs.run("lockstep", "run", "--nnodes", 2, "true", LOCKSTEP_JOB_SECRET="guess")
+    assert done.status == 2 and "the job's secret has 5 characters" in done.stderr, done.text
+    job = Job(programs, 2)
+    agents = [job.start_coordinator(1, TELL, secret=""), job.start(1, TELL, secret="")]
+    for done in [agent.finish() for agent in agents]:
+        assert done.status == 0 and "WARNING: there is no secret" in done.stderr, done.text
+
+
+def test_all_hosts_start_again_after_a_failure_and_count_alike(programs):
+    job = Job(programs, 2)
+    script = TELL + "; test $TORCHELASTIC_RESTART_COUNT = 1 && exit; test $RANK = 1 && exit 7; exec sleep 1000"
+    agents = [job.start_coordinator(1, script, "--max-restarts", 1), job.start(1, script, "--max-restarts", 1)]
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [0, 0], done
+    for rank, result in enumerate(done):
+        starts = [f"[rank {rank}] rank {rank} of 2, 0 of 1, host {rank} of 2, start {n} " for n in (0, 1)]
+        assert result.stdout.splitlines() == starts, result.text
+    assert "restart 1 of 1" in done[0].stderr, done[0].text
+
+
+def test_a_failure_without_restarts_ends_all_hosts(programs):
+    job = Job(programs, 2)
+    script = "test $RANK = 1 && exit 7; exec sleep 1000"
+    agents = [job.start_coordinator(1, script), job.start(1, script)]
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [1, 1], done
+    assert "failed first: exited with status 7" in done[1].stderr, done[1].text
+    assert "workers on" in done[0].stderr, done[0].text
+    programs.wait_until_gone()
+
+
+def test_one_host_starts_its_ranks_again(programs):
+    script = TELL + "; test $TORCHELASTIC_RESTART_COUNT = 2"
+    done = programs.run("lockstep", "run", "--max-restarts", 2, "sh", "-c", script)
+    assert done.status == 0, done.text
+    assert done.stdout.count("rank 0 of 1") == 3, done.text
+
+
+def test_the_others_go_on_when_an_agent_is_killed(programs):
+    job = Job(programs, "1:2")
+    first = job.start_coordinator(1, STAY)
+    second = job.start(1, STAY)
+    second.wait_for("rank 1 of 2")
+    workers = workers_of(programs, second)
+    assert workers
+    second.kill()
+    wait_until_ended(workers)
+    first.wait_for(r"rank 0 of 1.*, start \d")
+    first.kill(signal.SIGINT)
+    assert first.finish().status == 130
+    programs.wait_until_gone()
+
+
+def test_all_end_when_the_coordinator_is_killed(programs):
+    job = Job(programs, "1:2")
+    first = job.start_coordinator(1, STAY)
+    second = job.start(1, STAY)
+    second.wait_for("rank 1 of 2")
+    first.kill()
+    done = second.finish()
+    assert done.status == 1 and "the coordinator has ended, and with it the job" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_a_late_host_joins(programs):
+    job = Job(programs, "1:2")
+    first = job.start(1, STAY)
+    first.wait_for("rank 0 of 1")
+    second = job.start(1, STAY)
+    second.wait_for("rank 1 of 2.*start 1")
+    first.wait_for("rank 0 of 2.*start 1")
+    first.kill(signal.SIGTERM)
+    assert (first.finish().status, second.finish().status) == (143, 143)
+
+
+def test_the_workers_of_an_agent_that_is_stopped_end_and_it_comes_back(programs):
+    job = Job(programs, "1:2")
+    first = job.start_coordinator(1, STAY)
+    second = job.start(1, STAY)
+    second.wait_for("rank 1 of 2")
+    workers = workers_of(programs, second)
+    assert workers
+    second.kill(signal.SIGSTOP)
+    first.wait_for(r"rank 0 of 1.*, start \d")
+    wait_until_ended(workers)
+    second.kill(signal.SIGCONT)
+    second.wait_for(r"rank 1 of 2.*start [2-9]")
+    first.kill(signal.SIGTERM)
+    assert (first.finish().status, second.finish().status) == (143, 143)
+
+
+def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back(programs, make_hosts):
+    net = make_hosts(2)
+    job = Job(programs, "1:2", port=PORT, host=net.addresses[0])
+    first = job.start_coordinator(1, STAY, inside=net.inside(0))
+    second = job.start(1, STAY, inside=net.inside(1))
+    second.wait_for("rank 1 of 2")
+    net.cut(1)
+    first.wait_for(r"rank 0 of 1.*, start \d")
+    second.wait_for("no word from the coordinator", "stderr")
+    net.heal(1)
+    second.wait_for(r"rank 1 of 2.*start [2-9]")
+    first.kill(signal.SIGTERM)
+    assert (first.finish().status, second.finish().status) == (143, 143)
