@@ -1,20 +1,17 @@
 """`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
 
-import os
-import pathlib
-import select
 import signal
 import time
 
 import pytest
 from hosts import PORT
 from ports import free_port
-from support import HANG
+from support import HANG, wait_for_end
 
 SECRET = "0123456789abcdef" * 4
-TELL = 'echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, host $GROUP_RANK of $GROUP_WORLD_SIZE,'
+TELL = "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, host $GROUP_RANK of $GROUP_WORLD_SIZE,"
 TELL += ' start $TORCHELASTIC_RESTART_COUNT "$LOCKSTEP_JOB_SECRET"'
-STAY = TELL + "; exec sleep 1000"
+STAY = TELL + " in process $$; exec sleep 1000"
 # Losses are noticed soon, and a machine that is busy for a second loses no host.
 FAST = "keep_alive_interval=0.2,lease=3,lost_after=4.5,last_call_timeout=0,join_timeout=60,rejoin_timeout=30"
 
@@ -38,32 +35,8 @@ class Job:
         return agent
 
 
-def workers_of(programs, agent):
-    """Pids of an agent's workers."""
-    found = []
-    for pid in programs.survivors():
-        try:
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            comm = pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
-        except OSError:
-            continue
-        if int(stat[1]) == agent.pid and comm in ("sh", "sleep"):
-            found.append(pid)
-    return found
-
-
-def wait_until_ended(pids):
-    deadline = time.monotonic() + HANG
-    for pid in pids:
-        descriptor = os.pidfd_open(pid) if pathlib.Path(f"/proc/{pid}").exists() else None
-        if descriptor is None:
-            continue
-        try:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            assert poll.poll(max(0, (deadline - time.monotonic()) * 1000)), f"{pid} runs on"
-        finally:
-            os.close(descriptor)
+def wait_until_ended(pid):
+    assert wait_for_end(pid, time.monotonic() + HANG), f"worker {pid} runs on"
 
 
 @pytest.fixture(autouse=True)
@@ -151,12 +124,10 @@ def test_the_others_go_on_when_an_agent_is_killed(programs):
     job = Job(programs, "1:2")
     first = job.start_coordinator(1, STAY)
     second = job.start(1, STAY)
-    second.wait_for("rank 1 of 2")
-    workers = workers_of(programs, second)
-    assert workers
+    worker = int(second.wait_for(r"rank 1 of 2.*in process (\d+)")[1])
     second.kill()
-    wait_until_ended(workers)
-    first.wait_for(r"rank 0 of 1.*, start \d")
+    wait_until_ended(worker)
+    first.wait_for("rank 0 of 1.*start [2-9]")
     first.kill(signal.SIGINT)
     assert first.finish().status == 130
     programs.wait_until_gone()
@@ -188,12 +159,23 @@ def test_the_workers_of_an_agent_that_is_stopped_end_and_it_comes_back(programs)
     job = Job(programs, "1:2")
     first = job.start_coordinator(1, STAY)
     second = job.start(1, STAY)
-    second.wait_for("rank 1 of 2")
-    workers = workers_of(programs, second)
-    assert workers
+    worker = int(second.wait_for(r"rank 1 of 2.*in process (\d+)")[1])
     second.kill(signal.SIGSTOP)
-    first.wait_for(r"rank 0 of 1.*, start \d")
-    wait_until_ended(workers)
+    first.wait_for("rank 0 of 1.*start [2-9]")
+    wait_until_ended(worker)
+    second.kill(signal.SIGCONT)
+    second.wait_for(r"rank 1 of 2.*start [2-9]")
+    first.kill(signal.SIGTERM)
+    assert (first.finish().status, second.finish().status) == (143, 143)
+
+
+def test_an_agent_that_is_stopped_until_its_workers_end_has_not_failed(programs):
+    job = Job(programs, "1:2")
+    first = job.start_coordinator(1, STAY)
+    second = job.start(1, STAY)
+    worker = int(second.wait_for(r"rank 1 of 2.*in process (\d+)")[1])
+    second.kill(signal.SIGSTOP)
+    wait_until_ended(worker)  # by their guardian
     second.kill(signal.SIGCONT)
     second.wait_for(r"rank 1 of 2.*start [2-9]")
     first.kill(signal.SIGTERM)
@@ -207,7 +189,7 @@ def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back(programs, make_h
     second = job.start(1, STAY, inside=net.inside(1))
     second.wait_for("rank 1 of 2")
     net.cut(1)
-    first.wait_for(r"rank 0 of 1.*, start \d")
+    first.wait_for("rank 0 of 1.*start [2-9]")
     second.wait_for("no word from the coordinator", "stderr")
     net.heal(1)
     second.wait_for(r"rank 1 of 2.*start [2-9]")

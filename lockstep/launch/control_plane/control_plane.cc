@@ -154,7 +154,7 @@ class ControlPlane::Thread : public EventHandler {
   }
 
   bool take_news(BootTime now) {
-    std::optional<std::pair<int, std::string>> ended;
+    std::optional<WorkersEnd> ended;
     int leaving = 0;
     {
       const std::lock_guard lock(plane_.mutex_);
@@ -163,7 +163,8 @@ class ControlPlane::Thread : public EventHandler {
     }
     if (leaving != 0) state_.leave(leaving, now);
     if (ended) {
-      state_.workers_ended(ended->first, ended->second, now);
+      if (ended->lapsed) state_.lapse();
+      state_.workers_ended(ended->exit_status, ended->failure, now);
       tunnel_.reset();
     }
     return ended || leaving != 0;
@@ -234,9 +235,9 @@ std::optional<ControlPlane::Task> ControlPlane::take() {
   return task;
 }
 
-void ControlPlane::workers_ended(int exit_status, const std::string& failure) {
+void ControlPlane::workers_ended(int exit_status, const std::string& failure, bool lapsed) {
   const std::lock_guard lock(mutex_);
-  ended_ = {exit_status, failure};
+  ended_ = {exit_status, failure, lapsed};
   signal_event(wake_event_);
 }
 

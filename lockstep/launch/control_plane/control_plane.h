@@ -59,7 +59,8 @@ class ControlPlane {
   /// Readable while there is a task.
   int fd() const { return tasks_event_.get(); }
   std::optional<Task> take();
-  void workers_ended(int exit_status, const std::string& failure);
+  /// `lapsed`: the lease that their guardian knew of was over.
+  void workers_ended(int exit_status, const std::string& failure, bool lapsed);
   void leave(int signal);
   BootTime lease_until() const { return BootTime(BootClock::duration(lease_until_.load())); }
 
@@ -71,7 +72,12 @@ class ControlPlane {
   UniqueFd wake_event_;  // wakes the thread
   std::mutex mutex_;     // over the next three
   std::deque<Task> tasks_;
-  std::optional<std::pair<int, std::string>> ended_;
+  struct WorkersEnd {
+    int exit_status;
+    std::string failure;
+    bool lapsed;
+  };
+  std::optional<WorkersEnd> ended_;
   int leaving_ = 0;
   std::atomic<bool> stop_{false};
   std::atomic<int64_t> lease_until_{0};

@@ -38,7 +38,12 @@ class HostControl : public WorkerControl {
 
   int fd() const override { return plane_.fd(); }
   void serve(Supervisor& supervisor) override {
-    supervisor.renew_lease(plane_.lease_until());
+    if (lapsed()) {
+      supervisor.stop(std::chrono::nanoseconds(0));  // the guardian was or will be faster
+    } else {
+      guardian_until_ = plane_.lease_until();
+      supervisor.renew_lease(guardian_until_);
+    }
     while (const auto signal = signals_.take()) plane_.leave(*signal);
     while (const auto task = plane_.take()) {
       if (task->kind == ControlPlane::Task::Kind::kEnd) end_ = task;
@@ -46,6 +51,8 @@ class HostControl : public WorkerControl {
                                                                     : std::chrono::nanoseconds(0));
     }
   }
+  /// The guardian's lease is over, be it that this process was stopped meanwhile. Then it is so for ever.
+  bool lapsed() const { return BootClock::now() >= guardian_until_; }
   /// Often enough for the guardian to hear of each renewal in time.
   Deadline wake_at() const override { return Deadline::after(std::chrono::milliseconds(500)); }
   /// The thread has failed, and the job ends with these workers.
@@ -55,6 +62,7 @@ class HostControl : public WorkerControl {
   ControlPlane& plane_;
   const SignalCatcher& signals_;
   std::chrono::nanoseconds grace_period_;
+  BootTime guardian_until_ = BootTime::max();  // as the guardian was told; at first it knows of none
   std::optional<ControlPlane::Task> end_;
 };
 
@@ -145,7 +153,7 @@ int run_on_hosts(const HostsOptions& options) {
     HostControl control(plane, signals, options.run.grace_period);
     const GroupEnd end = run_generation(options, *task, control);
     if (control.end()) return control.end()->exit_status;
-    plane.workers_ended(end.exit_status, end.report);
+    plane.workers_ended(end.exit_status, end.report, control.lapsed());
   }
 }
 

@@ -42,8 +42,11 @@ void AgentState::refused(BootTime) {
   was_refused_ = true;
 }
 
+void AgentState::lapse() {
+  if (has_workers()) lapsed_ = true;
+}
+
 void AgentState::workers_ended(int exit_status, const std::string& failure, BootTime now) {
-  // Where the lease was over, and be it that this process was stopped meanwhile, their guardian has ended them.
   const bool by_themselves = phase_ == Phase::kRunning && !lapsed_ && lease_valid(now);
   self_.phase = !by_themselves     ? HostPhase::kIdle
                 : exit_status == 0 ? HostPhase::kFinished

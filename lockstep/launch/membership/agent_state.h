@@ -31,6 +31,9 @@ class AgentState {
   void receive(const Order& order, BootTime now);
   /// The coordinator's host answers that nothing listens there: its agent has ended.
   void refused(BootTime now);
+  /// The lease that the workers' guardian knew of was over, be it that this process was stopped meanwhile: it has killed
+  /// them, or will, and their end is no failure of theirs.
+  void lapse();
   /// All workers of this host have ended. `exit_status`: what lockstep run on this host alone would return.
   void workers_ended(int exit_status, const std::string& failure, BootTime now);
   /// A signal asks this agent to end; its workers have got the signal already.

@@ -113,6 +113,19 @@ TEST(AgentState, WhatItsGuardianHasKilledWhileItWasStoppedIsNoFailure) {
   EXPECT_EQ(agent.state.status(agent.now).phase, HostPhase::kIdle);
 }
 
+TEST(AgentState, WhatItsGuardianKillsByAnOlderLeaseIsNoFailure) {
+  Agent agent;
+  agent.run();
+  agent.state.lapse();
+  EXPECT_EQ(agent.state.advance(agent.now), Action::kKill);
+  agent.state.workers_ended(137, "report", agent.now);
+  EXPECT_EQ(agent.state.status(agent.now).phase, HostPhase::kIdle);
+  agent.state.lapse();
+  EXPECT_EQ(agent.obey(agent.order(Command::kRun, 2, 2)), Action::kStart) << "that was another generation's";
+  agent.state.workers_ended(1, "report", agent.now);
+  EXPECT_EQ(agent.state.status(agent.now).phase, HostPhase::kFailed);
+}
+
 TEST(AgentState, EndsAsOrdered) {
   Agent agent;
   agent.run();

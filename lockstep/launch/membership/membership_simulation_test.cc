@@ -51,7 +51,8 @@ struct Host {
   bool was_suspended = false;        // while these workers ran
   TrueTime end_at{TrueTime::max()};  // when they end
   int end_status = 0;
-  BootTime guardian_until;  // the lease that the guardian knows
+  BootTime guardian_until;  // the lease that the guardian knows, and when it is told next
+  TrueTime next_renewal{0};
 
   BootTime clock(TrueTime now) const {
     return BootTime(clock_offset +
@@ -259,6 +260,9 @@ class Simulation {
       if (host.agent) ended_[index] = host.end_status;
     }
     if (!agent_runs(host)) return;
+    if (host.workers || ended_.count(index) != 0) {
+      if (clock >= host.guardian_until) host.agent->lapse();
+    }
     if (ended_.count(index) != 0) {
       host.agent->workers_ended(ended_[index], "report", clock);
       ended_.erase(index);
@@ -271,6 +275,7 @@ class Simulation {
         if (host.workers) return fail("workers are started beside others");
         host.workers = true;
         host.place = host.agent->place();
+        host.guardian_until = host.agent->lease_until();
         host.end_at = TrueTime::max();
         break;
       case AgentState::Action::kStop:
@@ -280,7 +285,10 @@ class Simulation {
         end_workers_by(host, now_ + up_to(kKillTime), 137);
         break;
     }
-    host.guardian_until = host.agent->lease_until();
+    if (now_ >= host.next_renewal || clock >= host.guardian_until) {
+      host.guardian_until = host.agent->lease_until();
+      host.next_renewal = now_ + milliseconds(500);
+    }
     if (host.agent->phase() == AgentState::Phase::kEnded) {
       if (host.workers) fail("an agent ends before its workers");
       agent_exits_[index] = host.agent->exit_status();
