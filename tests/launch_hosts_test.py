@@ -1,6 +1,7 @@
 """`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
 
 import signal
+import sys
 import time
 
 import pytest
@@ -55,6 +56,53 @@ def test_two_hosts_of_unequal_size_run_one_world(programs):
     ]
     assert done[1].stdout == "[rank 2] rank 2 of 3, 0 of 1, host 1 of 2, start 0 \n"
     programs.wait_until_gone()
+
+
+SUMS = "rank 0 now has [3, 3]", "rank 1 now has [3, 3]", "rank 2 now has [3, 3]"
+
+
+@pytest.mark.parametrize("hosts", ["one", "two"])
+def test_a_collective_runs_over_two_agents(programs, hosts):
+    """In shared memory, and over a wire between pretended hosts."""
+    job = Job(programs, 2)
+    pretend = "LOCKSTEP_TEST_HOST=host-$GROUP_RANK" if hosts == "two" else ""
+    script = f"{pretend} exec {programs.find('all_reduce')}"
+    agents = [job.start_coordinator(2, script), job.start(1, script)]
+    check_sums([agent.finish() for agent in agents])
+
+
+@pytest.mark.parametrize("own_store", ["", "MASTER_ADDR={0} MASTER_PORT={1}"])
+def test_a_collective_runs_over_two_network_namespaces(programs, make_hosts, own_store):
+    """Also in a program that sets a meeting point of its own, as tutorials do."""
+    net = make_hosts(2)
+    job = Job(programs, 2, port=PORT, host=net.addresses[0])
+    script = f"{own_store.format(net.addresses[0], PORT + 1)} exec {programs.find('all_reduce')}"
+    agents = [job.start_coordinator(2, script, inside=net.inside(0)), job.start(1, script, inside=net.inside(1))]
+    check_sums([agent.finish() for agent in agents])
+
+
+def check_sums(done):
+    if any("needs UCX" in result.stderr for result in done):
+        pytest.skip("ranks on several hosts need UCX")
+    assert [result.status for result in done] == [0, 0], done
+    for rank, line in enumerate(SUMS):
+        assert f"[rank {rank}] {line}\n" in done[rank // 2].stdout, done
+
+
+def test_python_meets_by_the_tunnel(programs, make_hosts):
+    net = make_hosts(2)
+    job = Job(programs, 2, port=PORT, host=net.addresses[0])
+    program = programs.folder / "gloo.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "tensor = torch.full((2,), dist.get_rank())\n"
+        "dist.all_reduce(tensor)\n"
+        "print(f'rank {dist.get_rank()} now has {tensor.tolist()}')\n"
+    )
+    script = f"exec {sys.executable} {program}"
+    agents = [job.start_coordinator(2, script, inside=net.inside(0)), job.start(1, script, inside=net.inside(1))]
+    check_sums([agent.finish() for agent in agents])
 
 
 def test_static_hosts_have_the_ranks_that_they_ask_for(programs):
