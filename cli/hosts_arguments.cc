@@ -1,5 +1,6 @@
 #include "hosts_arguments.h"
 
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <iostream>
@@ -11,7 +12,6 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/environment.h>
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/hosts_agent.h>
 #endif
@@ -30,7 +30,7 @@ struct HostRange {
 HostRange parse_nnodes(const std::string& text) {
   const size_t colon = text.find(':');
   const auto number = [](const std::string& digits) {
-    return static_cast<int>(environment::parse_integer("--nnodes", digits, 1, kMostHosts));
+    return parse_number("--nnodes", digits, 1, kMostHosts);
   };
   HostRange range;
   range.least = number(text.substr(0, colon));
@@ -66,8 +66,7 @@ HostAndPort parse_endpoint(const std::string& text, int default_port) {
   HostAndPort result = {.host = numeric_v6 ? text.substr(1, bracket - 1) : text.substr(0, colon),
                         .port = default_port};
   if (colon != std::string::npos) {
-    result.port =
-        static_cast<int>(environment::parse_integer("--rdzv-endpoint", text.substr(colon + 1), 0, 65535));
+    result.port = parse_number("--rdzv-endpoint", text.substr(colon + 1), 0, 65535);
   }
   TORCH_CHECK_VALUE(!result.host.empty(), "--rdzv-endpoint is '", text, "', and lacks the host");
   return result;
@@ -133,6 +132,7 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   options.membership.max_restarts = arguments.max_restarts;
   options.job_id = arguments.rdzv_id;
   options.node_rank = arguments.node_rank;
+  options.local_address = arguments.local_addr;
   HostAndPort endpoint;
   if (arguments.standalone || hosts.most == 1) {
     endpoint = {.host = "127.0.0.1", .port = 0};
@@ -166,6 +166,15 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
 #endif
 
 }  // namespace
+
+int parse_number(const std::string& option, const std::string& text, int low, int high) {
+  int number = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  TORCH_CHECK_VALUE(error == std::errc() && stop == end && number >= low && number <= high, option, " has '",
+                    text, "', and takes a number from ", low, " to ", high);
+  return number;
+}
 
 void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {
   command.add_option("--nnodes", arguments.nnodes, "Hosts: a number, or from MIN to MAX of them")
@@ -212,6 +221,11 @@ void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {
       ->envname("PET_MASTER_PORT")
       ->type_name("PORT")
       ->capture_default_str();
+  command
+      .add_option("--local-addr,--local_addr", arguments.local_addr,
+                  "This host's address for messages of the processes, as LOCKSTEP_SOCKET_IFNAME has it")
+      ->envname("PET_LOCAL_ADDR")
+      ->type_name("ADDRESS");
   command.add_flag("--standalone", arguments.standalone, "One host with a store of its own")
       ->envname("PET_STANDALONE");
   command

@@ -19,10 +19,14 @@ struct HostsArguments {
   std::string rdzv_conf;
   std::string master_addr = "127.0.0.1";
   uint16_t master_port = 0;
+  std::string local_addr;
   bool standalone = false;
   int max_restarts = 0;
   std::string secret_file;
 };
+
+/// The number that is, or is a part of, this option's value. Throws c10::ValueError.
+int parse_number(const std::string& option, const std::string& text, int low, int high);
 
 void add_hosts_arguments(CLI::App& command, HostsArguments& arguments);
 

@@ -1,14 +1,19 @@
 #include "run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <filesystem>
+#include <iostream>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/launch/agent.h>
 
 #include "hosts_arguments.h"
@@ -20,7 +25,8 @@ constexpr const char* kRunExamples = R"(
 Examples:
   lockstep run --nproc-per-node 2 ./train --epochs 5    two processes on this machine
   lockstep run --nproc-per-node auto ./train            one for each GPU, or else for each core
-  lockstep run --nproc-per-node 2 python train.py       any program that reads torchrun's environment
+  lockstep run --nproc-per-node 2 train.py              a Python script, or -m and a module
+  lockstep run --nproc-per-node 2 bash train.sh         any program that reads torchrun's environment
   lockstep run -n 2 -- ./train                          the same option as mpirun has it
   lockstep run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node-a:29400 --secret-file key -n 2 ./train
                                                         on two hosts, the same line on each
@@ -40,19 +46,78 @@ class StarterFormatter : public CLI::Formatter {
 struct RunArguments {
   std::string nproc_per_node = "1";
   HostsArguments hosts;
+  bool module = false;
+  bool run_path = false;
+  bool no_python = false;
+  std::string log_dir;
+  std::string redirects = "0";
+  std::string tee = "0";
+  std::string shown_ranks;
+  std::string role = "default";
   bool no_prefix = false;
   double grace_period = 30;
 };
 
-launch::RunOptions options_from(const RunArguments& arguments, const std::vector<std::string>& command) {
+/// A Python program's command, as torchrun makes it; of any other program its own words.
+std::vector<std::string> command_from(const RunArguments& arguments, std::vector<std::string> words) {
+  TORCH_CHECK_VALUE(!arguments.no_python || !arguments.module,
+                    "--no-python and --module contradict each other");
+  std::error_code ignored;
+  const bool script =
+      words.front().ends_with(".py") && std::filesystem::is_regular_file(words.front(), ignored);
+  if (!arguments.module && !arguments.run_path && (arguments.no_python || !script)) return words;
+  std::vector<std::string> start = {environment::text("PYTHON_EXEC").value_or("python3"), "-u"};
+  if (arguments.module) start.push_back("-m");
+  words.insert(words.begin(), start.begin(), start.end());
+  return words;
+}
+
+launch::RunOptions options_from(const RunArguments& arguments, const std::vector<std::string>& words) {
   launch::RunOptions options;
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
-  options.command = command;
+  options.command = command_from(arguments, words);
+  options.role = arguments.role;
+  options.redirects = launch::StreamChoice::parse("--redirects", arguments.redirects);
+  options.tee = launch::StreamChoice::parse("--tee", arguments.tee);
+  std::istringstream shown(arguments.shown_ranks);
+  for (std::string rank; std::getline(shown, rank, ',');) {
+    options.shown_ranks.insert(parse_number("--local-ranks-filter", rank, 0, options.nprocs - 1));
+  }
   options.master_port = arguments.hosts.master_port;
   options.prefix = !arguments.no_prefix;
   options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
+  launch::check_options(options);
+  if (!arguments.log_dir.empty() || !options.redirects.empty() || !options.tee.empty()) {
+    options.log_folder = launch::make_log_folder(arguments.log_dir, arguments.hosts.rdzv_id);
+    std::cerr << "lockstep run: what the processes write is kept in " << options.log_folder << std::endl;
+  }
   return options;
+}
+
+/// Names of signals, as torchrun takes them. All that we pass on are passed on anyhow.
+std::string check_signals(const std::string& text) {
+  std::istringstream names(text);
+  for (std::string name; std::getline(names, name, ',');) {
+    const auto known = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"};
+    if (std::find(known.begin(), known.end(), name) == known.end())
+      return "signals that are passed on are SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1, not " + name;
+  }
+  return {};
+}
+
+/// What has no meaning here, for the sake of command lines that have it: ends are noticed at once, and programs are always
+/// started anew.
+void add_unused_arguments(CLI::App& run) {
+  for (const char* names : {"--monitor-interval,--monitor_interval", "--start-method,--start_method",
+                            "--event-log-handler,--event_log_handler"}) {
+    run.add_option_function<std::string>(names, [](const std::string&) {})->group("");
+  }
+  run.add_option_function<std::string>("--signals-to-handle,--signals_to_handle", [](const std::string&) {})
+      ->envname("PET_SIGNALS_TO_HANDLE")
+      ->check(check_signals)
+      ->group("");
+  run.add_flag("--use-env,--use_env")->group("");
 }
 
 }  // namespace
@@ -76,6 +141,8 @@ void add_run(CLI::App& program, int& status) {
   CLI::App* run =
       program.add_subcommand("run", "Start a program in several processes and see them to their end");
   make_starter(*run);
+  // Of an option that stands twice the last one counts, as with torchrun: scripts append to a command line.
+  run->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   run->footer(kRunExamples);
   run->add_option("--nproc-per-node,--nproc_per_node,-n,--np", arguments->nproc_per_node,
                   "Processes to start: a number, auto, cpu or gpu")
@@ -89,6 +156,36 @@ void add_run(CLI::App& program, int& status) {
       ->type_name("SECONDS")
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
+  run->add_flag("-m,--module", arguments->module, "PROGRAM is a Python module, as for python -m")
+      ->envname("PET_MODULE");
+  run->add_flag("--no-python,--no_python", arguments->no_python,
+                "Start PROGRAM itself, also where it is a Python script (.py)")
+      ->envname("PET_NO_PYTHON");
+  run->add_flag("--run-path,--run_path", arguments->run_path, "PROGRAM is a Python script, whatever its name")
+      ->envname("PET_RUN_PATH");
+  run->add_option("--log-dir,--log_dir", arguments->log_dir,
+                  "Folder where each run gets one, with files of --redirects and --tee and of errors")
+      ->envname("PET_LOG_DIR")
+      ->type_name("FOLDER");
+  run->add_option(
+         "-r,--redirects", arguments->redirects,
+         "What goes to files alone: 1 standard output, 2 standard error, 3 both; 0:1,1:2 by local rank")
+      ->envname("PET_REDIRECTS")
+      ->type_name("STREAMS")
+      ->capture_default_str();
+  run->add_option("-t,--tee", arguments->tee, "What goes to files too")
+      ->envname("PET_TEE")
+      ->type_name("STREAMS")
+      ->capture_default_str();
+  run->add_option("--local-ranks-filter,--local_ranks_filter", arguments->shown_ranks,
+                  "Local ranks whose output is shown; files have that of all")
+      ->envname("PET_LOCAL_RANKS_FILTER")
+      ->type_name("RANK,…");
+  run->add_option("--role", arguments->role, "Name of what the processes do: ROLE_NAME")
+      ->envname("PET_ROLE")
+      ->type_name("NAME")
+      ->capture_default_str();
+  add_unused_arguments(*run);
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {

@@ -43,6 +43,7 @@ def main():
         except ImportError as error:
             sys.exit(f"lockstep: error: {error}")
     environment = dict(os.environ)
+    environment.setdefault("PYTHON_EXEC", sys.executable)  # for `lockstep run train.py`
     if torch and torch != PACKAGE.parent / "torch":  # the program itself looks for torch only beside the package
         former = environment.get("LD_LIBRARY_PATH", "")
         environment[FORMER_LIBRARY_PATH] = former

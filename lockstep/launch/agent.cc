@@ -1,12 +1,16 @@
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <filesystem>
 #include <optional>
 #include <sched.h>
+#include <sstream>
 #include <stdlib.h>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/device/nvidia_devices.h>
 #include <lockstep/launch/agent.h>
@@ -48,6 +52,46 @@ int parse_nprocs(const std::string& text) {
   return number;
 }
 
+StreamChoice StreamChoice::parse(const std::string& option, const std::string& text) {
+  const auto number = [&](const std::string& digits, int most) {
+    int value = -1;
+    const char* end = digits.data() + digits.size();
+    const auto [stop, error] = std::from_chars(digits.data(), end, value);
+    TORCH_CHECK_VALUE(error == std::errc() && stop == end && value >= 0 && value <= most, option, " is '",
+                      text,
+                      "'; it takes 0 to 3 (1: standard output, 2: standard error, 3: both), or "
+                      "RANK:STREAMS,… for local ranks");
+    return value;
+  };
+  StreamChoice choice;
+  if (text.find(':') == std::string::npos) {
+    choice.all_ = number(text, 3);
+    return choice;
+  }
+  std::istringstream items(text);
+  for (std::string item; std::getline(items, item, ',');) {
+    const size_t colon = std::min(item.find(':'), item.size());
+    const int streams = number(item.substr(std::min(colon + 1, item.size())), 3);
+    choice.some_[number(item.substr(0, colon), kMostProcesses)] = streams;
+  }
+  return choice;
+}
+
+bool StreamChoice::has(int local_rank, int stream) const {
+  const auto found = some_.find(local_rank);
+  return ((found == some_.end() ? all_ : found->second) & stream) != 0;
+}
+
+std::string make_log_folder(const std::string& base, const std::string& run_id) {
+  const std::string parent = base.empty() ? environment::text("TMPDIR").value_or("/tmp") : base;
+  std::error_code ignored;  // the next call says why
+  std::filesystem::create_directories(parent, ignored);
+  std::string folder = parent + "/" + run_id + "_XXXXXX";
+  TORCH_CHECK_VALUE(::mkdtemp(folder.data()) != nullptr, "can't make a folder in ", parent,
+                    " for the processes' output: ", std::strerror(errno), "; name another by --log-dir");
+  return folder;
+}
+
 void check_options(const RunOptions& options) {
   TORCH_CHECK_VALUE(options.nprocs >= 1 && options.nprocs <= kMostProcesses, "the number of processes is ",
                     options.nprocs, "; it must lie in 1 to ", kMostProcesses);
@@ -61,7 +105,7 @@ int run(const RunOptions& options) {
   check_options(options);
   std::optional<AgentStore> store;
   const RankVariables variables = {
-      .nprocs = options.nprocs, .world_size = options.nprocs, .run_id = make_run_id()};
+      .nprocs = options.nprocs, .world_size = options.nprocs, .run_id = make_run_id(), .role = options.role};
   return run_workers(
              options, variables,
              [&](Supervisor& supervisor) {

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,13 +13,37 @@
 /// `lockstep run`: starts the processes of a job on one machine and sees them to their end.
 namespace lockstep::launch {
 
+/// Standard streams of some workers, as torchrun's --redirects and --tee name them.
+class StreamChoice {
+ public:
+  StreamChoice() = default;
+  /// From "0" to "3" for all workers (1: standard output, 2: standard error, 3: both), or "RANK:STREAMS,…" for some local
+  /// ranks. Throws c10::ValueError that names the option.
+  static StreamChoice parse(const std::string& option, const std::string& text);
+
+  /// `stream`: 1 or 2.
+  bool has(int local_rank, int stream) const;
+  bool empty() const { return all_ == 0 && some_.empty(); }
+
+ private:
+  int all_ = 0;
+  std::map<int, int> some_;
+};
+
 struct RunOptions {
   int nprocs = 1;                    // processes; see parse_nprocs
   std::vector<std::string> command;  // the program and its arguments
   uint16_t master_port = 0;          // of the store on 127.0.0.1; 0: a free one
   bool prefix = true;                // mark output lines with "[rank N] "; a single process's never are
   std::chrono::nanoseconds grace_period =
-      std::chrono::seconds(30);        // from the first failure or signal to SIGKILL
+      std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
+  std::string role = "default";  // ROLE_NAME
+  // Where each start of the workers has a folder attempt_N, with RANK/error.json, stdout.log and stderr.log by local rank,
+  // as torchrun has it; see make_log_folder(). Empty: nothing is kept.
+  std::string log_folder = {};
+  StreamChoice redirects = {};         // what goes to these files alone
+  StreamChoice tee = {};               // what goes there too
+  std::set<int> shown_ranks = {};      // local ranks whose output is passed on; empty: all
   std::array<int, 2> output = {1, 2};  // descriptors for the processes' standard output and error
   // Is given what each process writes, besides: the local rank, 1 or 2 for standard output or error, and bytes
   // as they came, which need not be whole lines.
@@ -28,6 +54,10 @@ struct RunOptions {
 /// use; "gpu", the CUDA devices that it sees; "auto", gpu if there are any and else cpu
 /// (torch/distributed/run.py, determine_local_world_size). Throws c10::ValueError.
 int parse_nprocs(const std::string& text);
+
+/// Makes BASE/RUN_ID_XXXXXX, a new folder for RunOptions::log_folder, and what is missing above it. Empty base: in TMPDIR.
+/// Throws c10::ValueError.
+std::string make_log_folder(const std::string& base, const std::string& run_id);
 
 /// Throws c10::ValueError for a program that can't be started, or a nonsensical option.
 void check_options(const RunOptions& options);

@@ -54,7 +54,7 @@ OutputRouter::OutputRouter(const Options& options)
   sources_.reserve(static_cast<size_t>(options.nprocs) * 2);
 }
 
-std::array<UniqueFd, 2> OutputRouter::open_next() {
+std::array<UniqueFd, 2> OutputRouter::open_next(const std::array<Route, 2>& routes) {
   std::array<UniqueFd, 2> write_ends;
   const size_t local_rank = sources_.size() / 2;
   const bool merged = sinks_.size() == 1;
@@ -71,6 +71,11 @@ std::array<UniqueFd, 2> OutputRouter::open_next() {
     source.index = merged ? local_rank * 2 + stream : local_rank;
     source.local_rank = static_cast<int>(local_rank);
     source.stream = static_cast<int>(stream) + 1;
+    source.shown = routes[stream].shown;
+    if (!routes[stream].file.empty()) {
+      source.file.emplace("lockstep run", routes[stream].file, AppendFile::Kind::kBinary);
+      source.file->open();  // where the worker writes nothing, it is empty
+    }
     source.tail = stream == 1 ? &tails_.at(local_rank) : nullptr;
     sources_.push_back(std::move(source));
   }
@@ -87,7 +92,8 @@ void OutputRouter::add_to(std::vector<pollfd>& waits) {
   for (const Source& source : sources_) {
     // A negative descriptor is skipped by poll(2) and keeps the entries in step with the sources.
     const bool wanted =
-        source.fd && sinks_[source.sink]->queue.size() - sinks_[source.sink]->sent < kFullQueue;
+        source.fd &&
+        (!source.shown || sinks_[source.sink]->queue.size() - sinks_[source.sink]->sent < kFullQueue);
     waits.push_back({wanted ? source.fd.get() : -1, POLLIN, 0});
   }
   for (const auto& sink : sinks_) waits.push_back({sink->queue.empty() ? -1 : sink->fd, POLLOUT, 0});
@@ -124,6 +130,8 @@ void OutputRouter::read_from(Source& source) {
   const std::string_view bytes(buffer, static_cast<size_t>(got));
   if (source.tail != nullptr) source.tail->feed(bytes);
   if (options_.observe) options_.observe(source.local_rank, source.stream, bytes);
+  if (source.file) source.file->append(bytes);
+  if (!source.shown) return;
   if (!options_.prefix && options_.nprocs == 1) {
     sink.queue += bytes;
     return;

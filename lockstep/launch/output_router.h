@@ -3,10 +3,12 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include <lockstep/base/append_file.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/line_forwarder.h>
@@ -30,11 +32,16 @@ class OutputRouter : public Streams {
     std::array<int, 2> targets = {1, 2};
     std::function<void(int, int, std::string_view)> observe = {};  // see RunOptions::observe_output
   };
+  /// Where one stream of a worker goes.
+  struct Route {
+    std::string file = {};  // as it comes; empty: to no file. What the disk refuses is lost, and said once
+    bool shown = true;      // to the target
+  };
   explicit OutputRouter(const Options& options);
 
   /// Makes the pipes of the next local rank; the ends that become its standard output and error. To be closed
   /// by the caller once the worker runs.
-  std::array<UniqueFd, 2> open_next();
+  std::array<UniqueFd, 2> open_next(const std::array<Route, 2>& routes);
   /// The last lines that this local rank wrote to its standard error.
   std::vector<std::string> last_lines(int local_rank) const {
     return tails_.at(static_cast<size_t>(local_rank)).lines();
@@ -66,7 +73,9 @@ class OutputRouter : public Streams {
     size_t sink = 0;
     size_t index = 0;  // in the sink's LineForwarder
     int local_rank = 0;
-    int stream = 1;                        // 1: standard output, 2: standard error
+    int stream = 1;  // 1: standard output, 2: standard error
+    bool shown = true;
+    std::optional<AppendFile> file = {};
     LineTail* tail = nullptr;              // of standard error
     Deadline idle_at = Deadline::never();  // when its unfinished line is written
   };

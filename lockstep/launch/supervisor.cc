@@ -33,7 +33,7 @@ Deadline earlier(Deadline a, Deadline b) {
 
 }  // namespace
 
-void prepare_descriptors(int nprocs) {
+void prepare_descriptors(int nprocs, int log_files) {
   for (int fd = 0; fd < 3; ++fd) {
     if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);  // takes the lowest free number, which is fd
   }
@@ -41,8 +41,8 @@ void prepare_descriptors(int nprocs) {
   // end and its connection to the store. c10d's store ends the process, or waits for minutes, where it gets
   // none.
   constexpr size_t kOwn = 24;
-  constexpr size_t kPerWorker = 4;
-  const size_t needed = open_descriptors() + kOwn + kPerWorker * static_cast<size_t>(checked_count(nprocs));
+  const size_t per_worker = 4 + static_cast<size_t>(log_files);
+  const size_t needed = open_descriptors() + kOwn + per_worker * static_cast<size_t>(checked_count(nprocs));
   rlimit limit = {};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= needed) return;
   TORCH_CHECK_WITH(DistBackendError, false, "the limit on open files is ", limit.rlim_cur, ", and starting ",

@@ -30,8 +30,8 @@ struct Ending {
 
 /// To be called before a launcher opens anything. Standard streams that are closed become /dev/null, for what
 /// is opened next would get their numbers, and the workers it as their standard streams. Throws
-/// c10::DistBackendError when the limit on open files is too low for `nprocs` workers.
-void prepare_descriptors(int nprocs);
+/// c10::DistBackendError when the limit on open files is too low for `nprocs` workers, with `log_files` of each.
+void prepare_descriptors(int nprocs, int log_files = 0);
 
 /// Of endings that were noticed at the same moment, in any order, which one is told as the cause? Sorts them:
 /// killed by a signal comes before an exit with an error (which may be the reaction to a peer's death),

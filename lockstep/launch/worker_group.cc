@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -23,29 +24,46 @@
 namespace lockstep::launch {
 namespace {
 
-/// A folder of the run's own, for the ranks' error files.
-class TemporaryFolder {
+/// The folder of the ranks' error files: one of the run's own that goes with it, or the one where the user keeps these, and
+/// what the ranks write.
+class RankFiles {
  public:
-  TemporaryFolder() : path_(environment::text("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX") {
+  RankFiles(const RunOptions& options, int attempt) : kept_(!options.log_folder.empty()) {
+    if (kept_) {
+      path_ = options.log_folder + "/attempt_" + std::to_string(attempt);
+      std::error_code error;
+      for (int rank = 0; rank < options.nprocs && !error; ++rank)
+        std::filesystem::create_directories(path_ + "/" + std::to_string(rank), error);
+      TORCH_CHECK(!error, "can't make a folder in ", path_, ": ", error.message());
+      return;
+    }
+    path_ = environment::text("TMPDIR").value_or("/tmp") + "/lockstep_XXXXXX";
     TORCH_CHECK(::mkdtemp(path_.data()) != nullptr, "can't make a folder ", path_, ": ", std::strerror(errno),
                 "; set TMPDIR to a folder that can be written");
   }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  ~TemporaryFolder() {
+  RankFiles(const RankFiles&) = delete;
+  RankFiles& operator=(const RankFiles&) = delete;
+  ~RankFiles() {
     std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
+    if (!kept_) std::filesystem::remove_all(path_, ignored);
   }
-  std::string error_file(int rank) const { return path_ + "/error_" + std::to_string(rank) + ".json"; }
-  /// What it may hold, and then itself.
-  std::vector<std::string> paths(int nprocs) const {
+  std::string error_file(int rank) const {
+    return kept_ ? path(rank, "error.json") : path_ + "/error_" + std::to_string(rank) + ".json";
+  }
+  /// Of one that is kept.
+  std::string path(int rank, const std::string& name) const {
+    return path_ + "/" + std::to_string(rank) + "/" + name;
+  }
+  /// What is to go with the launcher: what the folder may hold, and then itself.
+  std::vector<std::string> temporary(int nprocs) const {
     std::vector<std::string> all;
-    for (int rank = 0; rank < nprocs; ++rank) all.push_back(error_file(rank));
-    all.push_back(path_);
+    for (int rank = 0; !kept_ && rank < nprocs; ++rank) all.push_back(error_file(rank));
+    if (!kept_) all.push_back(path_);
     return all;
   }
 
  private:
+  bool kept_;
   std::string path_;
 };
 
@@ -99,6 +117,19 @@ WorkerEnvironment common_environment(const RunOptions& options, const OutputRout
   return result;
 }
 
+std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const RankFiles& files, int rank) {
+  std::array<OutputRouter::Route, 2> routes;
+  const bool chosen = options.shown_ranks.empty() || options.shown_ranks.count(rank) != 0;
+  for (const int stream : {1, 2}) {
+    OutputRouter::Route& route = routes[static_cast<size_t>(stream - 1)];
+    const bool copied = options.tee.has(rank, stream);
+    const bool moved = options.redirects.has(rank, stream) && !copied;
+    if (copied || moved) route.file = files.path(rank, stream == 1 ? "stdout.log" : "stderr.log");
+    route.shown = chosen && !moved;
+  }
+  return routes;
+}
+
 /// The workers' output, and who else decides on them.
 class ControlledStreams : public Streams {
  public:
@@ -138,11 +169,11 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   const std::string program = find_program(options.command.front());
   const bool prefix = options.prefix && variables.world_size > 1;
 
-  prepare_descriptors(options.nprocs);
+  prepare_descriptors(options.nprocs, options.log_folder.empty() ? 0 : 2);
   const auto started_at = std::filesystem::file_time_type::clock::now();
   std::string flight_folder;
   IgnoredBrokenPipe no_broken_pipe;
-  TemporaryFolder folder;
+  const RankFiles files(options, variables.restart_count);
   OutputRouter output({.nprocs = options.nprocs,
                        .first_rank = variables.first_rank,
                        .prefix = prefix,
@@ -152,19 +183,19 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   std::optional<int> interrupted_by;
   {
     // On one host the guardian's fork comes before the store's threads.
-    Supervisor supervisor(options.nprocs,
-                          {.grace_period = options.grace_period, .temporary = folder.paths(options.nprocs)});
+    Supervisor supervisor(
+        options.nprocs, {.grace_period = options.grace_period, .temporary = files.temporary(options.nprocs)});
     variables.store_port = open_store(supervisor);
     const WorkerEnvironment common = common_environment(options, output, variables.restart_count == 0);
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
-      auto ends = output.open_next();
+      auto ends = output.open_next(routes_of(options, files, rank));
       WorkerEnvironment mine = common;
       variables.local_rank = rank;
       variables.apply(mine);
       if (adjust) adjust(mine);
       flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
-      mine.set("TORCHELASTIC_ERROR_FILE", folder.error_file(rank));
+      mine.set("TORCHELASTIC_ERROR_FILE", files.error_file(rank));
       mine.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
       const int input = variables.first_rank + rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
       supervisor.start({.program = program,
@@ -181,7 +212,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
 
   std::vector<RankEvidence> evidence;
   for (int rank = 0; rank < options.nprocs; ++rank) {
-    evidence.push_back({read_error(folder.error_file(rank)), output.last_lines(rank)});
+    evidence.push_back({read_error(files.error_file(rank)), output.last_lines(rank)});
   }
   GroupEnd end;
   end.report = failure_report(endings, evidence, variables.first_rank);

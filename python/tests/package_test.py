@@ -184,10 +184,11 @@ dist.destroy_process_group()
 """
 
 
-def test_the_command_starts_a_python_program(fresh, tmp_path):
+@pytest.mark.parametrize("interpreter", [[], ["python"]])
+def test_the_command_starts_a_python_program(fresh, tmp_path, interpreter):
     (tmp_path / "train.py").write_text(SUM_OF_RANKS)
     command = fresh.parent / "lockstep"
-    output = succeed(command, "run", "--nproc-per-node", 2, "python", tmp_path / "train.py", **path_of(fresh))
+    output = succeed(command, "run", "--nproc-per-node", 2, *interpreter, tmp_path / "train.py", **path_of(fresh))
     assert "[rank 0] sum [3.0, 3.0, 3.0]" in output
 
 

@@ -74,13 +74,14 @@ GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& t
                                    .group_rank = place.group_rank,
                                    .group_size = place.group_size,
                                    .run_id = options.job_id,
+                                   .role = options.run.role,
                                    .restart_count = static_cast<int>(place.generation) - 1,
                                    .max_restarts = options.membership.max_restarts};
   const bool has_wish = read_interface_wish(environment::text).has_value();
   const auto adjust = [&](WorkerEnvironment& environment) {
     // The meeting point is on loopback, which says nothing of the interface between hosts.
-    if (!has_wish && !task.local_address.empty())
-      environment.set("LOCKSTEP_SOCKET_IFNAME", task.local_address);
+    const std::string& own = options.local_address.empty() ? task.local_address : options.local_address;
+    if (!has_wish && !own.empty()) environment.set("LOCKSTEP_SOCKET_IFNAME", own);
   };
   try {
     return run_workers(

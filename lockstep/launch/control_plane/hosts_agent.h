@@ -18,9 +18,10 @@ struct HostsOptions {
   std::string endpoint_host = {};
   uint16_t endpoint_port = 0;
   std::optional<bool> coordinates =
-      {};                       // this host's agent; nothing: if the endpoint is an address of its own
-  std::string job_id = "none";  // TORCHELASTIC_RUN_ID
-  std::string secret = {};      // empty: none, after a warning
+      {};                          // this host's agent; nothing: if the endpoint is an address of its own
+  std::string job_id = "none";     // TORCHELASTIC_RUN_ID
+  std::string local_address = {};  // for its workers' messages; empty: as it reaches the coordinator
+  std::string secret = {};         // empty: none, after a warning
 };
 
 /// The secret in this file, or else in LOCKSTEP_JOB_SECRET; empty where there is neither. White space at the ends does

@@ -1,0 +1,163 @@
+"""`lockstep run` takes torchrun's command lines: Python programs, files of output, options given twice."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+MISUSE = 2
+PRINT = "import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])\n"
+
+
+def log_folder(result) -> pathlib.Path:
+    """Where the run kept what its processes wrote."""
+    return pathlib.Path(result.stderr.split("is kept in ", 1)[1].split("\n", 1)[0])
+
+
+def written(folder) -> dict:
+    """What lies below an attempt's folder, by path."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"], ["--module", "train"], ["--run-path", "train"]])
+def test_a_python_program_is_started_by_python(programs, words):
+    (programs.folder / ("train" if "--run-path" in words else "train.py")).write_text(PRINT)
+    done = programs.run("lockstep", "run", "-n", 2, *words, "--epochs", "3", PYTHON_EXEC=sys.executable)
+    assert done.status == 0, done.text
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] rank {rank} ['--epochs', '3']" for rank in range(2)]
+
+
+def test_no_python_starts_the_file_itself(programs):
+    script = programs.folder / "train.py"
+    script.write_text("#!/bin/sh\necho by sh\n")
+    script.chmod(0o755)
+    done = programs.run("lockstep", "run", "--no-python", "./train.py")
+    assert done.status == 0 and done.stdout == "by sh\n", done.text
+    done = programs.run("lockstep", "run", "--no-python", "-m", "train")
+    assert done.status == MISUSE and "contradict" in done.stderr, done.text
+
+
+def test_of_an_option_that_stands_twice_the_last_one_counts(programs):
+    options = ["--nproc-per-node", 3, "--max-restarts", 2, "-n", 1, "--max-restarts=0", "--role", "a", "--role", "b"]
+    done = programs.run("lockstep", "run", *options, "sh", "-c", "echo $WORLD_SIZE $TORCHELASTIC_MAX_RESTARTS $ROLE_NAME")
+    assert done.status == 0 and done.stdout == "1 0 b\n", done.text
+
+
+def test_what_means_nothing_here_is_taken(programs):
+    options = "--monitor-interval 5 --start_method=spawn --event-log-handler null --use-env --signals-to-handle SIGTERM,SIGINT"
+    done = programs.run("lockstep", "run", *options.split(), "echo", "started")
+    assert done.status == 0 and done.stdout == "started\n", done.text
+    done = programs.run("lockstep", "run", "--signals-to-handle", "SIGUSR2", "true")
+    assert done.status == MISUSE and "not SIGUSR2" in done.stderr, done.text
+
+
+SPEAK = "echo out $RANK; echo err $RANK >&2"
+
+
+@pytest.mark.parametrize(
+    "options, files, stdout, stderr",
+    [
+        (["--redirects", "3"], ["0 out", "0 err", "1 out", "1 err"], [], []),
+        (["-r", "1"], ["0 out", "1 out"], [], [0, 1]),
+        (["-t", "3"], ["0 out", "0 err", "1 out", "1 err"], [0, 1], [0, 1]),
+        (["--tee", "1", "-r", "2"], ["0 out", "0 err", "1 out", "1 err"], [0, 1], []),
+        (["--redirects", "0:1,1:2"], ["0 out", "1 err"], [1], [0]),
+        (["--tee", "3", "--local-ranks-filter", "1"], ["0 out", "0 err", "1 out", "1 err"], [1], [1]),
+        (["--local_ranks_filter=0"], [], [0], [0]),
+    ],
+    ids=str,
+)
+def test_output_goes_to_files_and_is_shown(programs, options, files, stdout, stderr):
+    done = programs.run("lockstep", "run", "-n", 2, "--log-dir", "logs/here", *options, "sh", "-c", SPEAK)
+    assert done.status == 0, done.text
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] out {rank}" for rank in stdout]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    assert sorted(errors) == [f"[rank {rank}] err {rank}" for rank in stderr]
+    run = programs.folder / log_folder(done)
+    assert run.parent == programs.folder / "logs" / "here" and run.name.startswith("none_")
+    expected = {}
+    for file in files:
+        rank, stream = file.split()
+        expected[f"attempt_0/{rank}/std{stream}.log"] = f"{stream} {rank}\n"
+    assert written(run) == expected
+
+
+def test_each_attempt_has_files_of_its_own(programs):
+    script = 'echo start $TORCHELASTIC_RESTART_COUNT; echo "{}" > $TORCHELASTIC_ERROR_FILE; test $TORCHELASTIC_RESTART_COUNT = 1'
+    done = programs.run("lockstep", "run", "--max-restarts", 1, "--log-dir", "logs", "-t", "1", "sh", "-c", script)
+    if "built without" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    assert done.status == 0, done.text
+    expected = {}
+    for attempt in range(2):
+        expected[f"attempt_{attempt}/0/stdout.log"] = f"start {attempt}\n"
+        expected[f"attempt_{attempt}/0/error.json"] = "{}\n"
+    assert written(programs.folder / log_folder(done)) == expected
+
+
+def test_a_report_quotes_what_went_to_a_file(programs):
+    done = programs.run("lockstep", "run", "-r", 3, "sh", "-c", "echo the cause >&2; exit 7")
+    assert done.status == 1 and "    the cause\n" in done.stderr, done.text
+    assert written(log_folder(done))["attempt_0/0/stderr.log"] == "the cause\n"
+
+
+def test_no_line_is_torn_or_lost(programs):
+    """Both streams of three ranks at once, as fast as they can write."""
+    lines = 200_000
+    script = f"seq 1 {lines} & seq -f 'line %.0f' 1 {lines} >&2; wait"
+    run = f'exec {programs.find("lockstep")} run -n 3 --log-dir logs -t 3 sh -c "$0" > stdout 2> stderr'
+    assert programs.run("sh", "-c", run, script).status == 0
+    expected = {"stdout": [str(n) for n in range(1, lines + 1)], "stderr": [f"line {n}" for n in range(1, lines + 1)]}
+    for stream, wanted in expected.items():
+        shown = (programs.folder / stream).read_text().splitlines()
+        for rank in range(3):
+            (file,) = programs.folder.glob(f"logs/*/attempt_0/{rank}/{stream}.log")
+            assert file.read_text().splitlines() == wanted
+            mark = f"[rank {rank}] "
+            assert [line[len(mark) :] for line in shown if line.startswith(mark)] == wanted
+
+
+def test_a_full_disk_harms_no_process(programs, tmp_path):
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode or not shutil.which("mount"):
+        pytest.skip("a small disk needs root")
+    (tmp_path / "disk").mkdir()
+    run = f"{programs.find('lockstep')} run --log-dir disk -r 1 sh -c 'seq 1 100000; echo done >&2'"
+    script = f"mount -t tmpfs -o size=64k none disk && {run} && cat disk/*/attempt_0/0/stdout.log"
+    done = programs.run("unshare", "--mount", "sh", "-c", script)
+    assert done.status == 0 and "done\n" in done.stderr, done.text
+    assert done.stderr.count("No space left on device") == 1, done.text
+    assert done.stdout.startswith("".join(f"{n}\n" for n in range(1, 1001))), done.text[:1000]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--redirects", "4"], ["--redirects is '4'", "1: standard output"]),
+        (["--tee", "0:1,x:2"], ["--tee is '0:1,x:2'"]),
+        (["--log-dir", "/dev/null/logs"], ["/dev/null/logs", "Not a directory", "--log-dir"]),
+        (["--local-ranks-filter", "1"], ["--local-ranks-filter has '1'", "from 0 to 0"]),
+        (["--nnodes", "many"], ["--nnodes has 'many'", "number from 1"]),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(programs, options, words):
+    done = programs.run("lockstep", "run", *options, "true")
+    assert done.status == MISUSE and all(word in done.stderr for word in words), done.text
+
+
+def test_variables_set_the_same(programs):
+    variables = {"PET_TEE": "1", "PET_LOG_DIR": "logs", "PET_ROLE": "trainer", "PET_MODULE": "1", "PYTHON_EXEC": "/bin/echo"}
+    done = programs.run("lockstep", "run", "train", **variables)
+    assert done.status == 0 and done.stdout == "-u -m train\n", done.text
+    assert written(programs.folder / log_folder(done)) == {"attempt_0/0/stdout.log": "-u -m train\n"}
+
+
+def test_an_error_file_is_kept(programs):
+    error = json.dumps({"message": "too warm"})
+    script = f"echo '{error}' > $TORCHELASTIC_ERROR_FILE; exit 1"
+    done = programs.run("lockstep", "run", "--log-dir", "logs", "sh", "-c", script)
+    assert done.status == 1 and "too warm" in done.stderr, done.text
+    assert json.loads(written(programs.folder / log_folder(done))["attempt_0/0/error.json"]) == json.loads(error)
