@@ -1,5 +1,8 @@
 """`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
 
+import pathlib
+import re
+import shutil
 import signal
 import sys
 import time
@@ -159,6 +162,30 @@ def test_a_failure_without_restarts_ends_all_hosts(programs):
     assert "failed first: exited with status 7" in done[1].stderr, done[1].text
     assert "workers on" in done[0].stderr, done[0].text
     programs.wait_until_gone()
+
+
+def test_the_coordinator_says_who_failed_on_another_host_and_why(programs):
+    job = Job(programs, 2)
+    script = 'test $RANK = 2 || exec sleep 1000; echo "no such data" >&2; exit 7'
+    agents = [job.start_coordinator(2, script), job.start(1, script)]
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [1, 1], done
+    assert re.search(r"workers on \S+ have failed:\n.*rank 2 \(pid \d+\) failed first: exited with status 7", done[0].stderr)
+    assert "    no such data\n" in done[0].stderr, done[0].text
+
+
+def test_the_cause_is_found_across_hosts(programs):
+    """Rank 0 fails because of rank 1 on another host, whose process ends later."""
+    job = Job(programs, 2)
+    driver = [programs.find("meeting_driver"), "--forever", "--fail-last", 1]
+    script = f"LOCKSTEP_TEST_HOST=host-$GROUP_RANK exec {' '.join(map(str, driver))}"
+    agents = [job.start_coordinator(1, script), job.start(1, script)]
+    done = [agent.finish() for agent in agents]
+    if any("needs UCX" in result.stderr for result in done):
+        pytest.skip("ranks on several hosts need UCX")
+    assert [result.status for result in done] == [1, 1], done
+    for result in done:
+        assert re.search(r"workers on \S+ have failed because of rank 1 on \S+, as their errors say", result.stderr), result.text
 
 
 def test_one_host_starts_its_ranks_again(programs):

@@ -131,6 +131,17 @@ TEST(CauseOfFailure, FollowsTheCulpritsToTheirEnd) {
   EXPECT_EQ(cause_of_failure({endings[0]}, 0), 0) << "1 has not ended";
 }
 
+TEST(CauseOfFailure, MayBeOnAnotherHost) {
+  const auto now = Deadline::Clock::now();
+  std::vector<Ending> endings = {{0, 1, 0, false, now, std::nullopt, 7},
+                                 {1, 2, 1 << 8, false, now, 2},
+                                 {2, 3, 1 << 8, false, now, std::nullopt, 5}};
+  EXPECT_EQ(far_cause_of_failure(endings), 5) << "1 has failed because of 2";
+  endings[2].wait_status = SIGKILL;
+  EXPECT_EQ(far_cause_of_failure(endings), std::nullopt) << "what killed it is no rank";
+  EXPECT_EQ(far_cause_of_failure({endings[0]}), std::nullopt) << "an error that the program caught";
+}
+
 TEST(FailureReport, ReadsTorchsErrorFiles) {
   EXPECT_EQ(
       error_file_message(R"({"message": {"message": "ValueError: x", "extraInfo": {"timestamp": "1"}}})"),

@@ -27,6 +27,11 @@ size_t open_descriptors() {
   return static_cast<size_t>(std::distance(begin(all), end(all)));
 }
 
+/// An end that has its cause outside of the job.
+bool was_killed(const Ending& ending) {
+  return !ending.asked_to_end && WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT;
+}
+
 Deadline earlier(Deadline a, Deadline b) {
   return a.remaining() <= b.remaining() ? a : b;
 }
@@ -66,12 +71,21 @@ int cause_of_failure(const std::vector<Ending>& endings, int local_rank) {
     const auto ending = std::find_if(endings.begin(), endings.end(),
                                      [&](const Ending& one) { return one.local_rank == cause; });
     if (ending == endings.end()) break;
-    const int status = ending->wait_status;
-    const bool killed = !ending->asked_to_end && WIFSIGNALED(status) && WTERMSIG(status) != SIGABRT;
-    if (killed || !ending->culprit) return cause;
+    if (was_killed(*ending) || !ending->culprit) return cause;
     cause = *ending->culprit;
   }
   return local_rank;
+}
+
+std::optional<int> far_cause_of_failure(const std::vector<Ending>& endings) {
+  const auto first = std::find_if(endings.begin(), endings.end(), [](const Ending& ending) {
+    return ending.failed() && !ending.asked_to_end;
+  });
+  if (first == endings.end()) return std::nullopt;
+  const int cause = cause_of_failure(endings, first->local_rank);
+  const auto ending = std::find_if(endings.begin(), endings.end(),
+                                   [&](const Ending& one) { return one.local_rank == cause; });
+  return ending == endings.end() || was_killed(*ending) ? std::nullopt : ending->far_culprit;
 }
 
 Supervisor::Supervisor(int nprocs, Options options)
@@ -159,8 +173,8 @@ void Supervisor::collect_endings() {
     const bool asked_to_end = std::exchange(worker.phase, WorkerPhase::kEnded) == WorkerPhase::kAskedToEnd;
     const int local_rank = static_cast<int>(i);
     exit_status_.record_end(local_rank, *status);
-    fresh.push_back(
-        {local_rank, worker.process.pid(), *status, asked_to_end, now, exit_status_.culprit_of(local_rank)});
+    fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
+                     exit_status_.culprit_of(local_rank), exit_status_.far_culprit_of(local_rank)});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());

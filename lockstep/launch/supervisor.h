@@ -24,6 +24,7 @@ struct Ending {
   bool asked_to_end = false;  // a signal was sent to it before it ended: its end says nothing about it
   Deadline::Clock::time_point at;
   std::optional<int> culprit = {};  // the local rank that made its operations fail, by the exit status table
+  std::optional<int> far_culprit = {};  // or the rank on another host
 
   bool failed() const { return wait_status != 0; }
 };
@@ -42,6 +43,9 @@ void order_simultaneous(std::vector<Ending>& endings);
 /// failure. A process that was killed by a signal has its cause outside; where ranks name each other it is
 /// the given one. Pure.
 int cause_of_failure(const std::vector<Ending>& endings, int local_rank);
+
+/// The rank on another host that made the first failure of this host, if so. Pure.
+std::optional<int> far_cause_of_failure(const std::vector<Ending>& endings);
 
 /// What else the supervisor's loop serves beside the workers' ends: their output, their messages.
 class Streams {

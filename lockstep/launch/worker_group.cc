@@ -216,6 +216,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   }
   GroupEnd end;
   end.report = failure_report(endings, evidence, variables.first_rank);
+  end.far_culprit = far_cause_of_failure(endings);
   say(end.report);
   if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
     say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");

@@ -25,8 +25,9 @@ class WorkerControl {
 
 /// How the workers of one host ended.
 struct GroupEnd {
-  int exit_status = 0;  // as run() returns it
-  std::string report;   // of the rank that failed; empty where none did by itself
+  int exit_status = 0;                  // as run() returns it
+  std::string report;                   // of the rank that failed; empty where none did by itself
+  std::optional<int> far_culprit = {};  // the rank on another host because of which it did
 };
 
 /// Starts the workers of this host and sees them to their end, as run() describes it. `variables` say who they are, but

@@ -25,6 +25,7 @@ constexpr uint64_t kMagic = 0x4c534558'49544232;  // "LSEXITB2"
 constexpr int kMaxWorkers = 1 << 20;
 // A wait status fits into 16 bits; this bit tells "ended with status 0" from "still running".
 constexpr uint32_t kEnded = 1u << 31;
+constexpr uint32_t kFar = 1u << 31;  // of a culprit: on another host
 
 struct Worker {
   std::atomic<int32_t> pid;      // 0: no worker yet
@@ -50,7 +51,7 @@ struct ExitStatusTable::Layout {
   uint64_t count;
   Worker entries[];  // NOLINT: as many as `count` says, after the header in the mapping
 
-  using Culprit = std::atomic<uint32_t>;  // 0: none, else its local rank + 1
+  using Culprit = std::atomic<uint32_t>;  // 0: none, its local rank + 1, or kFar | its rank in the job
 
   /// The workers write on whole pages of their own, behind the entries: one word each.
   static size_t culprits_at(uint64_t count) {
@@ -203,6 +204,16 @@ void ExitStatusTable::record_culprit(pid_t culprit) const {
   const auto other = index_of(culprit);
   if (!own || !other || *own == *other) return;
   layout_->culprits(count_)[*own].store(static_cast<uint32_t>(*other) + 1);
+}
+
+void ExitStatusTable::record_far_culprit(int rank) const {
+  const auto own = index_of(::getpid());
+  if (own && rank >= 0) layout_->culprits(count_)[*own].store(kFar | static_cast<uint32_t>(rank));
+}
+
+std::optional<int> ExitStatusTable::far_culprit_of(int local_rank) const {
+  const uint32_t word = layout_->culprits(count_)[checked_index(local_rank)].load();
+  return (word & kFar) == 0 ? std::nullopt : std::optional(static_cast<int>(word & ~kFar));
 }
 
 std::optional<int> ExitStatusTable::culprit_of(int local_rank) const {

@@ -63,8 +63,12 @@ class ExitStatusTable {
   /// the program may have caught that error and gone on. Nothing happens when one of the two is no worker of
   /// this launcher. In a worker.
   void record_culprit(pid_t culprit) const;
+  /// The same of a rank on another host, by its number in the job.
+  void record_far_culprit(int rank) const;
   /// The local rank that this one has noted, if any. Launcher only.
   std::optional<int> culprit_of(int local_rank) const;
+  /// The rank on another host that this local rank has noted, if any. Launcher only.
+  std::optional<int> far_culprit_of(int local_rank) const;
 
  private:
   struct Layout;

@@ -95,6 +95,8 @@ TEST(ExitStatusTable, AWorkerTellsTheLauncherWhoMadeItFail) {
     seen->record_culprit(100);
     seen->record_culprit(77);  // no worker
     seen->record_culprit(::getpid());
+    if (::read(ready[0], &byte, 1) != 1) ::_exit(3);
+    seen->record_far_culprit(4711);
     ::_exit(0);
   }
   table.record_start(0, 100);
@@ -102,15 +104,20 @@ TEST(ExitStatusTable, AWorkerTellsTheLauncherWhoMadeItFail) {
   table.record_start(4095, child);
   EXPECT_EQ(table.culprit_of(4095), std::nullopt);
   EXPECT_EQ(::write(ready[1], "x", 1), 1);
+  while (table.culprit_of(4095) != 0) std::this_thread::yield();
+  EXPECT_EQ(table.far_culprit_of(4095), std::nullopt);
+  EXPECT_EQ(table.culprit_of(0), std::nullopt);
+  EXPECT_EQ(::write(ready[1], "x", 1), 1);
   ::close(ready[0]);
   ::close(ready[1]);
   int status = -1;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
-  EXPECT_EQ(table.culprit_of(4095), 0);
-  EXPECT_EQ(table.culprit_of(0), std::nullopt);
+  EXPECT_EQ(table.culprit_of(4095), std::nullopt) << "it is on another host";
+  EXPECT_EQ(table.far_culprit_of(4095), 4711);
   table.record_start(4095, 102);  // restarted
   EXPECT_EQ(table.culprit_of(4095), std::nullopt);
+  EXPECT_EQ(table.far_culprit_of(4095), std::nullopt);
   auto seen = ExitStatusTable::from_environment();
   ASSERT_TRUE(seen);
   seen->record_culprit(100);  // this process is no worker

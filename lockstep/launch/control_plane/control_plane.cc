@@ -109,6 +109,7 @@ class ControlPlane::Thread : public EventHandler {
         const bool forming = server_->coordinator().world().phase == WorldPhase::kForming;
         if (decision.action != Decision::Action::kDone && (!waits || forming)) options_.say(decision.reason);
       };
+      server.report = options_.say;
       server_ = std::make_unique<CoordinatorServer>(loop_, options_.key,
                                                     std::move(options_.endpoint.listener), std::move(server));
     }
@@ -164,7 +165,7 @@ class ControlPlane::Thread : public EventHandler {
     if (leaving != 0) state_.leave(leaving, now);
     if (ended) {
       if (ended->lapsed) state_.lapse();
-      state_.workers_ended(ended->exit_status, ended->failure, now);
+      state_.workers_ended(ended->exit_status, ended->failure, now, ended->culprit);
       tunnel_.reset();
     }
     return ended || leaving != 0;
@@ -235,9 +236,9 @@ std::optional<ControlPlane::Task> ControlPlane::take() {
   return task;
 }
 
-void ControlPlane::workers_ended(int exit_status, const std::string& failure, bool lapsed) {
+void ControlPlane::workers_ended(int exit_status, const std::string& failure, int culprit, bool lapsed) {
   const std::lock_guard lock(mutex_);
-  ended_ = {exit_status, failure, lapsed};
+  ended_ = {exit_status, failure, culprit, lapsed};
   signal_event(wake_event_);
 }
 

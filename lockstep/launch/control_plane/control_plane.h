@@ -59,8 +59,8 @@ class ControlPlane {
   /// Readable while there is a task.
   int fd() const { return tasks_event_.get(); }
   std::optional<Task> take();
-  /// `lapsed`: the lease that their guardian knew of was over.
-  void workers_ended(int exit_status, const std::string& failure, bool lapsed);
+  /// See AgentState::workers_ended. `lapsed`: the lease that their guardian knew of was over.
+  void workers_ended(int exit_status, const std::string& failure, int culprit, bool lapsed);
   void leave(int signal);
   BootTime lease_until() const { return BootTime(BootClock::duration(lease_until_.load())); }
 
@@ -75,6 +75,7 @@ class ControlPlane {
   struct WorkersEnd {
     int exit_status;
     std::string failure;
+    int culprit;
     bool lapsed;
   };
   std::optional<WorkersEnd> ended_;

@@ -201,6 +201,9 @@ BootTime CoordinatorServer::serve(BootTime now) {
     }
   }
   drop_closed();
+  for (const std::string& text : coordinator_.take_reports()) {
+    if (options_.report) options_.report(text);
+  }
   if (news_ || now >= look_again_at_) decide(now);
   BootTime next = std::min(look_again_at_, accept_again_at_);
   if (!pending_.empty()) next = std::min(next, pending_.front()->greeting_until());

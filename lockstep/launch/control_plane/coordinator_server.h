@@ -34,6 +34,8 @@ class CoordinatorServer : public EventHandler {
     std::function<uint16_t(uint64_t)> start_store = {};
     /// Is told each decision whose reason is new.
     std::function<void(const Decision&)> observe = {};
+    /// Is told what other hosts report of workers that failed.
+    std::function<void(const std::string&)> report = {};
     std::chrono::nanoseconds greeting_time = std::chrono::seconds(5);
     size_t most_pending = 256;
   };

@@ -27,7 +27,7 @@ namespace {
 constexpr size_t kLeastSecretBytes = 32;
 
 void say_line(const std::string& text) {
-  write_all(STDERR_FILENO, "lockstep run: " + text + "\n");
+  write_all(STDERR_FILENO, "lockstep run: " + text + (text.ends_with('\n') ? "" : "\n"));
 }
 
 /// The coordinator's word, while workers run.
@@ -154,7 +154,7 @@ int run_on_hosts(const HostsOptions& options) {
     HostControl control(plane, signals, options.run.grace_period);
     const GroupEnd end = run_generation(options, *task, control);
     if (control.end()) return control.end()->exit_status;
-    plane.workers_ended(end.exit_status, end.report, control.lapsed());
+    plane.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1), control.lapsed());
   }
 }
 

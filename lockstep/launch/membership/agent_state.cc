@@ -46,13 +46,16 @@ void AgentState::lapse() {
   if (has_workers()) lapsed_ = true;
 }
 
-void AgentState::workers_ended(int exit_status, const std::string& failure, BootTime now) {
+void AgentState::workers_ended(int exit_status, const std::string& failure, BootTime now, int culprit) {
   const bool by_themselves = phase_ == Phase::kRunning && !lapsed_ && lease_valid(now);
   self_.phase = !by_themselves     ? HostPhase::kIdle
                 : exit_status == 0 ? HostPhase::kFinished
                                    : HostPhase::kFailed;
   self_.exit_status = by_themselves ? exit_status : 0;
-  self_.failure = by_themselves ? failure : std::string();
+  // Also of those that failed before the order to stop came, for it may be the cause of what other hosts have told.
+  const bool killed = lapsed_ || !lease_valid(now);
+  self_.failure = killed ? std::string() : failure;
+  self_.culprit = killed ? -1 : culprit;
   enter(Phase::kIdle);
 }
 
@@ -75,6 +78,7 @@ AgentState::Action AgentState::advance(BootTime now) {
       self_.generation = started_.generation;
       self_.phase = HostPhase::kRunning;
       self_.failure.clear();
+      self_.culprit = -1;
       self_.exit_status = 0;
       enter(Phase::kRunning);
       return Action::kStart;

@@ -34,8 +34,9 @@ class AgentState {
   /// The lease that the workers' guardian knew of was over, be it that this process was stopped meanwhile: it has killed
   /// them, or will, and their end is no failure of theirs.
   void lapse();
-  /// All workers of this host have ended. `exit_status`: what lockstep run on this host alone would return.
-  void workers_ended(int exit_status, const std::string& failure, BootTime now);
+  /// All workers of this host have ended. `exit_status`: what lockstep run on this host alone would return; `failure`: the
+  /// report, where some failed by themselves; `culprit`: the rank on another host that is its cause, or -1.
+  void workers_ended(int exit_status, const std::string& failure, BootTime now, int culprit = -1);
   /// A signal asks this agent to end; its workers have got the signal already.
   void leave(int signal, BootTime now);
 

@@ -52,7 +52,7 @@ TEST(AgentState, StartsEachGenerationOnceAndStopsItWhenItIsOver) {
   const Status status = agent.state.status(agent.now);
   EXPECT_EQ(status.phase, HostPhase::kIdle);
   EXPECT_EQ(status.order, 2U);
-  EXPECT_EQ(status.failure, "");
+  EXPECT_EQ(status.failure, "report") << "it may be why another host failed";
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 1)), Action::kNothing) << "an order that was overtaken";
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 3, 2)), Action::kStart);
 }
@@ -60,12 +60,13 @@ TEST(AgentState, StartsEachGenerationOnceAndStopsItWhenItIsOver) {
 TEST(AgentState, TellsHowItsWorkersEnded) {
   Agent agent;
   agent.run();
-  agent.state.workers_ended(1, "rank 1 failed first", agent.now);
+  agent.state.workers_ended(1, "rank 1 failed first", agent.now, 5);
   EXPECT_EQ(agent.state.advance(agent.now), Action::kNothing);
   Status status = agent.state.status(agent.now);
   EXPECT_EQ(status.phase, HostPhase::kFailed);
   EXPECT_EQ(status.exit_status, 1);
   EXPECT_EQ(status.failure, "rank 1 failed first");
+  EXPECT_EQ(status.culprit, 5);
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 1)), Action::kNothing)
       << "a generation is not started twice";
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 2, 2)), Action::kStart);

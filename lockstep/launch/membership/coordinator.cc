@@ -42,6 +42,10 @@ bool Coordinator::receive(const Status& status, BootTime now) {
   }
   if (member->status.phase != status.phase || member->status.generation != status.generation)
     member->phase_since = now;
+  if (!status.failure.empty() && status.generation > member->reported && !member->is_coordinator) {
+    member->reported = status.generation;
+    reports_.push_back("workers on " + status.host + " have failed:\n" + status.failure);
+  }
   member->status = status;
   member->heard_at = now;
   member->connected = true;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/launch/membership/membership.h>
@@ -29,6 +30,8 @@ class Coordinator {
   /// starts, with its number.
   Decision advance(BootTime now);
 
+  /// Of other hosts than the coordinator's: what they have said of workers that failed, each report once.
+  std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
   /// What that agent is to do now. `asks` is never set: see Decision::asks.
   Order order_for(const AgentId& agent) const;
   const World& world() const { return world_; }
@@ -48,6 +51,7 @@ class Coordinator {
   AgentId own_;
   World world_;
   std::vector<Member> members_;
+  std::vector<std::string> reports_;
   std::vector<Place> places_;  // by group rank, of the last generation
   uint64_t asked_in_ = 0;      // the world's order in which statuses were asked for
   std::string reason_;         // of the last decision that changed something

@@ -224,8 +224,32 @@ class Judgement {
         1, text + ", " + seconds_text(limit) + (first ? " after the start" : " after the others were lost"));
   }
 
+  /// On which host this rank of the last generation was.
+  const Member* host_of(int rank) const {
+    int ranks = 0;
+    for (const AgentId& agent : world_.hosts) {
+      const auto host = std::find_if(hosts_.begin(), hosts_.end(),
+                                     [&](const Member* member) { return member->status.id == agent; });
+      if (host == hosts_.end()) return nullptr;
+      ranks += (*host)->status.nproc;
+      if (rank < ranks) return *host;
+    }
+    return nullptr;
+  }
+
+  /// Where it is on a host that has not said so itself.
+  std::string cause_of(const Pointers& failed) const {
+    for (const Member* member : failed) {
+      const int rank = member->status.culprit;
+      const Member* host = rank < 0 ? nullptr : host_of(rank);
+      if (host == nullptr || std::find(failed.begin(), failed.end(), host) != failed.end()) continue;
+      return " because of rank " + std::to_string(rank) + " on " + name_of(*host) + ", as their errors say";
+    }
+    return "";
+  }
+
   Decision failure(const Pointers& failed) const {
-    const std::string what = "workers on " + names_of(failed) + " have failed";
+    const std::string what = "workers on " + names_of(failed) + " have failed" + cause_of(failed);
     // A host that has said something since was not lost before.
     BootTime first = BootTime::max();
     for (const Member* member : failed) first = std::min(first, member->phase_since);

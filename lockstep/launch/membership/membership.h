@@ -52,6 +52,7 @@ struct Member {
   bool connected = true;        // its connection is open; a closed one alone says nothing of its workers
   int losses = 0;               // how often it was lost and came back
   uint64_t run_order = 0;       // the number of the last order to run that was made for it; 0: none
+  uint64_t reported = 0;        // the last generation of which a failure of its workers was reported
   int32_t last_place = -1;      // its group rank in the last generation that it belonged to
 };
 

@@ -242,6 +242,24 @@ TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
   EXPECT_EQ(decision.reason, "workers on node-0 have failed, and all restarts are used up");
 }
 
+TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
+  Job job = running_job(options(3, 3), 3);
+  job.say(0).culprit = 1;
+  job.say(0).failure = "rank 0 failed first";
+  job.set(0, HostPhase::kFailed);
+  job.pass(std::chrono::milliseconds(1), {1, 2});
+  const Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.reason,
+            "workers on node-0 have failed because of rank 1 on node-1, as their errors say");
+  EXPECT_THAT(job.coordinator.take_reports(), ElementsAre()) << "the coordinator's host has printed its own";
+  job.say(1).failure = "rank 1 failed first";
+  job.obey({1, 2});
+  job.hear(1);
+  EXPECT_THAT(job.coordinator.take_reports(),
+              ElementsAre("workers on node-1 have failed:\nrank 1 failed first"));
+}
+
 TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
   Job job = running_job(options(1, 2), 2);
   job.coordinator.disconnected(id(1));

@@ -114,6 +114,7 @@ std::string encode(const Status& status) {
   writer.number(status.order);
   writer.number(status.exit_status);
   writer.number(status.leaving);
+  writer.number(status.culprit);
   writer.text(status.failure, kMostTextBytes);
   return writer.take();
 }
@@ -148,6 +149,7 @@ std::optional<Status> decode_status(std::string_view bytes) {
   status.order = reader.number<uint64_t>();
   status.exit_status = reader.number_in(0, 255);
   status.leaving = reader.number_in(0, 64);
+  status.culprit = reader.number_in(-1, kMostRanks);
   status.failure = reader.text(kMostTextBytes);
   return reader.complete() ? std::optional(status) : std::nullopt;
 }

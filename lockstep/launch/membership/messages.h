@@ -31,11 +31,14 @@ struct Status {
   int32_t node_rank = -1;  // --node-rank; -1: any
   int32_t nproc = 1;       // workers on this host
   HostPhase phase = HostPhase::kIdle;
-  uint64_t generation = 0;   // of the workers that were started last; 0: none were
-  uint64_t order = 0;        // the number of the last order that it has carried out
-  int32_t exit_status = 0;   // with kFailed: what `lockstep run` on this host alone would return
-  int32_t leaving = 0;       // the signal that asked this agent to end; 0: none did
-  std::string failure = {};  // with kFailed: what the host's report says
+  uint64_t generation = 0;  // of the workers that were started last; 0: none were
+  uint64_t order = 0;       // the number of the last order that it has carried out
+  int32_t exit_status = 0;  // with kFailed: what `lockstep run` on this host alone would return
+  int32_t leaving = 0;      // the signal that asked this agent to end; 0: none did
+  int32_t culprit =
+      -1;  // with a failure: the rank on another host that is its cause, as its errors say; -1: none
+  std::string failure =
+      {};  // of `generation`, where a worker has failed by itself: what the host's report says
 
   bool operator==(const Status&) const = default;
 };

@@ -23,6 +23,7 @@ std::vector<std::string> seeds() {
                                  .order = 9,
                                  .exit_status = 1,
                                  .leaving = 15,
+                                 .culprit = 7,
                                  .failure = "rank 1 failed first"};
   const launch::Order order = {.job = {9, 8},
                                .number = 10,

@@ -17,6 +17,7 @@ const Status kStatus = {.id = {1, 2, 255},
                         .order = 77,
                         .exit_status = 75,
                         .leaving = 15,
+                        .culprit = 3,
                         .failure = std::string("a\0b", 3)};
 const Order kOrder = {.job = {9},
                       .number = 4,

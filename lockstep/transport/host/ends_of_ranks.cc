@@ -83,8 +83,13 @@ bool HostTransport::is_stopped(int rank) const {
 }
 
 void HostTransport::note_culprit(int rank) const {
-  if (!is_here(rank)) return;  // its own host's launcher has it
-  if (const auto table = ExitStatusTable::from_environment()) table->record_culprit(pid_of(rank));
+  const auto table = ExitStatusTable::from_environment();
+  if (!table) return;
+  if (is_here(rank)) {
+    table->record_culprit(pid_of(rank));
+  } else {
+    table->record_far_culprit(rank);
+  }
 }
 
 void HostTransport::mark_ended(int rank) {
