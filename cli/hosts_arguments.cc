@@ -133,6 +133,7 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   options.job_id = arguments.rdzv_id;
   options.node_rank = arguments.node_rank;
   options.local_address = arguments.local_addr;
+  options.tunnel = !arguments.no_tunnel;
   HostAndPort endpoint;
   if (arguments.standalone || hosts.most == 1) {
     endpoint = {.host = "127.0.0.1", .port = 0};
@@ -240,6 +241,8 @@ void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {
                   "File with the job's secret, the same on all hosts (lockstep secret makes one); or "
                   "LOCKSTEP_JOB_SECRET")
       ->type_name("FILE");
+  command.add_flag("--no-tunnel,--no_tunnel", arguments.no_tunnel,
+                   "Of the coordinator: the store is open to the network at its address, as torchrun's is");
 }
 
 bool is_one_host(const HostsArguments& arguments) {

@@ -23,6 +23,7 @@ struct HostsArguments {
   bool standalone = false;
   int max_restarts = 0;
   std::string secret_file;
+  bool no_tunnel = false;
 };
 
 /// The number that is, or is a part of, this option's value. Throws c10::ValueError.

@@ -108,6 +108,49 @@ def test_python_meets_by_the_tunnel(programs, make_hosts):
     check_sums([agent.finish() for agent in agents])
 
 
+def test_without_the_tunnel_the_store_is_at_the_coordinators_address(programs, make_hosts):
+    """Of the coordinator's choice alone."""
+    net = make_hosts(2)
+    job = Job(programs, 2, port=PORT, host=net.addresses[0])
+    script = f"echo meets at $MASTER_ADDR; exec {programs.find('all_reduce')}"
+    agents = [
+        job.start_coordinator(2, script, "--no-tunnel", inside=net.inside(0)),
+        job.start(1, script, inside=net.inside(1)),
+    ]
+    done = [agent.finish() for agent in agents]
+    check_sums(done)
+    for rank in range(3):
+        assert f"[rank {rank}] meets at {net.addresses[0]}\n" in done[rank // 2].stdout, done
+
+
+# Of the launcher's own, or of the moment.
+DIFFERS = ("LOCKSTEP_", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "_=", "SHLVL")
+
+
+def test_workers_have_torchruns_environment(programs, make_hosts):
+    torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
+    if not torchrun:
+        pytest.skip("no torchrun beside this Python")
+    net = make_hosts(2)
+    place = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3, "--role", "trainer"]
+    place += ["--rdzv-backend", "static", "--master-addr", net.addresses[0], "--master-port", PORT]
+    launchers = {"torchrun": [torchrun, "--no-python"], "lockstep": [programs.find("lockstep"), "run", "--no-tunnel"]}
+    seen = {}
+    for name, launcher in launchers.items():
+        agents = []
+        for host in range(2):
+            own = ["--node-rank", host, "--local-addr", net.addresses[host]]
+            own += ["sh", "-c", f"env > {programs.folder}/{name}_$RANK"]
+            agents.append(programs.start(*net.inside(host, *launcher, *place, *own), LOCKSTEP_JOB_SECRET=SECRET))
+        done = [agent.finish() for agent in agents]
+        assert [result.status for result in done] == [0, 0], done
+        for rank in range(4):
+            lines = (programs.folder / f"{name}_{rank}").read_text().splitlines()
+            seen[name, rank] = sorted(line for line in lines if not line.startswith(DIFFERS))
+    for rank in range(4):
+        assert seen["lockstep", rank] == seen["torchrun", rank]
+
+
 def test_static_hosts_have_the_ranks_that_they_ask_for(programs):
     port = free_port()
     places = [["--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port] for rank in (1, 0)]

@@ -65,16 +65,15 @@ void RankVariables::apply(WorkerEnvironment& environment) const {
   environment.set("GROUP_RANK", std::to_string(group_rank));
   environment.set("GROUP_WORLD_SIZE", std::to_string(group_size));
   environment.set("ROLE_NAME", role);
-  const std::string host = "127.0.0.1";
   const std::string port = std::to_string(store_port);
-  environment.set("MASTER_ADDR", host);
+  environment.set("MASTER_ADDR", store_host);
   environment.set("MASTER_PORT", port);
   environment.set("TORCHELASTIC_RESTART_COUNT", std::to_string(restart_count));
   environment.set("TORCHELASTIC_MAX_RESTARTS", std::to_string(max_restarts));
   environment.set("TORCHELASTIC_RUN_ID", run_id);
   environment.set("TORCHELASTIC_USE_AGENT_STORE", "True");
   // Programs set MASTER_ADDR and MASTER_PORT themselves; this tells that the agent's store is not there then.
-  environment.set("LOCKSTEP_AGENT_STORE", host + ":" + port + "/" + run_id);
+  environment.set("LOCKSTEP_AGENT_STORE", store_host + ":" + port + "/" + run_id);
   if (!environment.has("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
     environment.set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1");
 }

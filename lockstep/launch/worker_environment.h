@@ -35,12 +35,13 @@ class WorkerEnvironment {
 /// store is even when the program sets an address of its own (see read_launch_environment).
 struct RankVariables {
   int local_rank = 0;
-  int nprocs = 1;           // workers on this host
-  int first_rank = 0;       // of this host's workers
-  int world_size = 1;       // workers on all hosts
-  int group_rank = 0;       // of this host
-  int group_size = 1;       // hosts
-  uint16_t store_port = 0;  // of the launcher's own store, or of the tunnel to it, on 127.0.0.1
+  int nprocs = 1;                        // workers on this host
+  int first_rank = 0;                    // of this host's workers
+  int world_size = 1;                    // workers on all hosts
+  int group_rank = 0;                    // of this host
+  int group_size = 1;                    // hosts
+  std::string store_host = "127.0.0.1";  // where the launcher's own store is, or the tunnel to it
+  uint16_t store_port = 0;
   std::string run_id = {};
   std::string role = "default";
   int restart_count = 0;

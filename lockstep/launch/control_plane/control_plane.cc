@@ -24,6 +24,8 @@
 namespace lockstep::launch {
 namespace {
 
+constexpr const char* kLoopback = "127.0.0.1";
+
 bool is_loopback(const PeerAddress& address) {
   if (address.storage.ss_family == AF_INET) {
     return ntohl(reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr) >> 24 == 127;
@@ -100,9 +102,12 @@ class ControlPlane::Thread : public EventHandler {
     if (options_.endpoint.listener) {
       CoordinatorServer::Options server = {
           .membership = options_.membership, .job = random_bytes<16>(), .own = options_.self.id};
-      server.start_store = [this](uint64_t) {
+      const std::string store_host =
+          options_.tunnel ? kLoopback : text_of_address(options_.endpoint.addresses.front());
+      server.tells_store = !options_.tunnel;
+      server.start_store = [this, store_host](uint64_t) {
         store_.reset();
-        return store_.emplace().port();
+        return store_.emplace(uint16_t{0}, std::function<bool()>(), store_host).port();
       };
       server.observe = [this](const Decision& decision) {
         const bool waits = decision.action == Decision::Action::kWait;
@@ -178,7 +183,11 @@ class ControlPlane::Thread : public EventHandler {
     if (action == AgentState::Action::kStart) {
       task.place = state_.place();
       task.local_address = link_->local_address();
-      if (server_) {
+      task.store_host = kLoopback;
+      if (task.place.store_port != 0) {
+        task.store_host = text_of_address(link_->coordinator());
+        task.store_port = task.place.store_port;
+      } else if (server_) {
         task.store_port = server_->store_port();
       } else {
         tunnel_ = std::make_unique<TunnelEntrance>(loop_, options_.key, link_->coordinator(),

@@ -42,13 +42,16 @@ class ControlPlane {
     Status self;  // its id, host, node_rank and nproc
     Endpoint endpoint;
     TlsKey key;
+    /// Of the coordinator: workers reach its store by the tunnel; otherwise it is open to the network.
+    bool tunnel = true;
     std::function<void(const std::string&)> say;  // is told what happens, on the thread
   };
   /// What the main thread is to do.
   struct Task {
     enum class Kind { kStart, kStop, kKill, kEnd } kind;
     Place place = {};                // with kStart
-    uint16_t store_port = 0;         // with kStart, on 127.0.0.1
+    std::string store_host = {};     // with kStart
+    uint16_t store_port = 0;         // with kStart
     std::string local_address = {};  // with kStart: this host's, as the coordinator sees it
     int exit_status = 0;             // with kEnd
   };

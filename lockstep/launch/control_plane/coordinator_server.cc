@@ -120,6 +120,8 @@ class CoordinatorServer::Connection : public EventHandler {
       if (out_.empty()) {
         Order order = server_.coordinator_.order_for(*agent_);
         order.asks = std::exchange(asks_, false);
+        if (server_.options_.tells_store && order.command == Command::kRun)
+          order.place.store_port = server_.store_port_;
         out_ = framed(encode(order));
       }
       const size_t sent = tls_->write(out_);

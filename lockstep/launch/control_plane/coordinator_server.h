@@ -36,6 +36,8 @@ class CoordinatorServer : public EventHandler {
     std::function<void(const Decision&)> observe = {};
     /// Is told what other hosts report of workers that failed.
     std::function<void(const std::string&)> report = {};
+    /// Workers are told the store's port, and use it without the tunnel.
+    bool tells_store = false;
     std::chrono::nanoseconds greeting_time = std::chrono::seconds(5);
     size_t most_pending = 256;
   };

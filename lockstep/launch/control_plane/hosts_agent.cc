@@ -73,6 +73,7 @@ GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& t
                                    .world_size = place.world_size,
                                    .group_rank = place.group_rank,
                                    .group_size = place.group_size,
+                                   .store_host = task.store_host,
                                    .run_id = options.job_id,
                                    .role = options.run.role,
                                    .restart_count = static_cast<int>(place.generation) - 1,
@@ -138,6 +139,7 @@ int run_on_hosts(const HostsOptions& options) {
                 .nproc = options.run.nprocs},
        .endpoint = find_endpoint(options.endpoint_host, options.endpoint_port, options.coordinates),
        .key = TlsKey(options.secret, options.job_id),
+       .tunnel = options.tunnel,
        .say = say_line});
   int signals_taken = 0;
   while (true) {

@@ -21,6 +21,7 @@ struct HostsOptions {
       {};                          // this host's agent; nothing: if the endpoint is an address of its own
   std::string job_id = "none";     // TORCHELASTIC_RUN_ID
   std::string local_address = {};  // for its workers' messages; empty: as it reaches the coordinator
+  bool tunnel = true;              // see ControlPlane::Options
   std::string secret = {};         // empty: none, after a warning
 };
 

@@ -81,15 +81,18 @@ UniqueFd listen_on_loopback(uint16_t& port) {
   return listener;
 }
 
+std::string text_of_address(const PeerAddress& address) {
+  char text[NI_MAXHOST] = "";
+  const bool good =
+      ::getnameinfo(address.raw(), address.size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0;
+  return good ? text : "";
+}
+
 std::string local_address_of(int socket) {
   PeerAddress address;
   address.size = sizeof(address.storage);
-  char text[NI_MAXHOST] = "";
-  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&address.storage), &address.size) != 0 ||
-      ::getnameinfo(address.raw(), address.size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) != 0) {
-    return "";
-  }
-  return text;
+  const bool good = ::getsockname(socket, reinterpret_cast<sockaddr*>(&address.storage), &address.size) == 0;
+  return good ? text_of_address(address) : "";
 }
 
 }  // namespace lockstep::launch

@@ -17,6 +17,9 @@ struct PeerAddress {
   const sockaddr* raw() const { return reinterpret_cast<const sockaddr*>(&storage); }
 };
 
+/// Its numeric text, without the port; empty where there is none.
+std::string text_of_address(const PeerAddress& address);
+
 /// The addresses of a name, or a numeric one; IPv4's first. Empty, and why, where there are none.
 std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, std::string& why);
 

@@ -50,6 +50,7 @@ struct Place {
   int32_t group_size = 1;
   int32_t first_rank = 0;  // of this host's workers
   int32_t world_size = 1;
+  uint16_t store_port = 0;  // of the store at the coordinator's address; 0: the tunnel leads to it
 
   bool operator==(const Place&) const = default;
 };

@@ -29,7 +29,7 @@ std::vector<std::string> seeds() {
                                .number = 10,
                                .status_sent_at = 17,
                                .command = launch::Command::kRun,
-                               .place = {4, 1, 2, 8, 16},
+                               .place = {4, 1, 2, 8, 16, 29501},
                                .exit_status = 1,
                                .reason = "host node-c was lost"};
   return {launch::encode(status), launch::encode(order), launch::encode(launch::Status{}),
