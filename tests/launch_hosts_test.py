@@ -251,6 +251,28 @@ def test_the_others_go_on_when_an_agent_is_killed(programs):
     programs.wait_until_gone()
 
 
+@pytest.mark.long
+def test_killed_agents_leave_no_worker_and_the_rest_go_on(programs):
+    """A hundred of them."""
+    hosts, rounds = 5, 20
+    job = Job(programs, f"1:{hosts + 1}")
+    first = job.start_coordinator(1, STAY)
+    alone = r"rank 0 of 1,[^
+]*in process"
+    for _ in range(rounds):
+        agents = [job.start(1, STAY) for _ in range(hosts)]
+        workers = [int(agent.wait_for(rf"rank [1-5] of {hosts + 1}.*in process (\d+)")[1]) for agent in agents]
+        before = first.count(alone)
+        for agent in agents:
+            agent.kill()
+        for worker in workers:
+            wait_until_ended(worker)
+        first.wait_for(rf"(?s)(?:{alone}.*?){{{before + 1}}}")
+    first.kill(signal.SIGTERM)
+    assert first.finish().status == 143
+    programs.wait_until_gone()
+
+
 def test_all_end_when_the_coordinator_is_killed(programs):
     job = Job(programs, "1:2")
     first = job.start_coordinator(1, STAY)

@@ -80,6 +80,11 @@ class Child:
         assert match, f"no '{pattern}' in {self._text}"
         return match
 
+    def count(self, pattern: str, stream: str = "stdout") -> int:
+        """How often the pattern stands in the stream by now."""
+        with self._changed:
+            return len(re.findall(pattern, self._text[stream]))
+
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
