@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, machine, report,
-                               results, several_hosts, soak, startup, training)
+from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, launch, machine,
+                               report, results, several_hosts, soak, startup, training)
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
 
@@ -17,10 +17,10 @@ SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_r
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
           "checkpoint": checkpoint.checkpoint, "gpu": gpu.gpu, "startup": startup.startup, "hosts": several_hosts.several_hosts,
-          "soak": soak.soak}
+          "launch": launch.launch, "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
-BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup", "hosts", "soak")
-ONLY_WHERE_NAMED = ("hosts",)  # it needs root
+BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "gpu", "startup", "hosts", "launch", "soak")
+ONLY_WHERE_NAMED = ("hosts", "launch")  # they need root
 ROUNDS = 15
 SOAK_ROUNDS, SOAK_QUICK_ROUNDS = 200, 20  # where it is the only suite
 BUSY_LOAD = 0.7

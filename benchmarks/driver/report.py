@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.driver import (checkpoint, data, from_python, gpu, several_hosts_report, soak, startup, stats, targets,
+from benchmarks.driver import (checkpoint, data, from_python, gpu, launch, several_hosts_report, soak, startup, stats, targets,
                                training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
@@ -16,7 +16,7 @@ def report(results, markdown=False):
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
                *training_report.tables(results), *python(results), loading(results), checkpoints(results),
-               gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results), soaked(results),
+               gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results), launches(results), soaked(results),
                failed_rounds(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
@@ -200,6 +200,21 @@ def startups(results):
             for who, (_, words) in startup.PROGRAMS.items() if f"startup.time.{who}" in results.series]
     return Table("A program of one rank that does one all_reduce, from start to end",
                  ["", "time", "resident at most", "time, of ours (quartiles)", "memory, of ours (quartiles)"], rows)
+
+
+def launches(results):
+    words = {"start": "start", "worker": "worker killed", "agent": "launcher killed"}
+    rows = []
+    for what, text in words.items():
+        for layout, workers in launch.STARTS.items():
+            for program, language in launch.PROGRAMS.items():
+                cell = f"launch.{what}.{layout}.{program}"
+                if f"{cell}.lockstep" in results.series:
+                    place = f"{sum(workers)} workers on {len(workers)} host{'s' * (len(workers) > 1)}"
+                    rows.append([f"{text}, {place}, {language}", *(duration(results.median(f"{cell}.{who}"))
+                                 for who in ("lockstep", "torchrun")), ratio(results, f"{cell}.vs_torchrun")])
+    return Table("Launchers: until the first collective of all ranks; where a launcher is killed, until its last worker's end",
+                 ["", "lockstep run", "torchrun", "times faster (quartiles)"], rows)
 
 
 def soaked(results):

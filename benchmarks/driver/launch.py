@@ -1,0 +1,193 @@
+"""The suite `launch`: `lockstep run` against torchrun, on one host and on two, which are network namespaces.
+
+Programs note when their first collective was done (benchmarks/launch.cc, peers/python_launch.py). Measured are the times
+
+- start: from the launchers' start to the last rank's first collective;
+- worker: from the end of a worker by SIGKILL to the first collective of all ranks after the restart;
+- agent: from the end of a host's launcher by SIGKILL to that of its last worker. Under torchrun these live on.
+"""
+
+import contextlib
+import os
+import pathlib
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+from benchmarks.driver.collectives import leave_out
+from benchmarks.driver.contenders import ONE_THREAD, PEERS, hosts, ports, without_users_environment
+from benchmarks.driver.job import BenchmarkError
+
+PROGRAMS = {"cpp": "C++", "python": "Python over Gloo"}
+STARTS = {"1x2": (2,), "1x8": (8,), "2x1": (1, 1), "2x4": (4, 4)}  # workers on each host
+FAILURES = "2x1"
+SECONDS = 120
+SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to start a job."""
+
+    launcher: str  # lockstep or torchrun
+    program: str  # of PROGRAMS
+    layout: tuple
+    net: object = None  # the hosts, where there are several
+
+    def commands(self, fleet, folder, options=(), arguments=()):
+        """Of each host's launcher."""
+        program = [str(fleet.bin_dir / "bench_launch")]
+        if self.program == "python":
+            program = [sys.executable, str(PEERS / "python_launch.py")]
+        launcher = [str(fleet.bin_dir / "lockstep"), "run"] if self.launcher == "lockstep" else [torchrun()]
+        many = len(self.layout) > 1
+        meeting = ["--standalone"]
+        if many:
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.net.addresses[0]}:{ports.free_port()}"]
+        answer = []
+        for host, workers in enumerate(self.layout):
+            words = [*launcher, "--no-python", "--nproc-per-node", workers, "--nnodes", len(self.layout), *meeting]
+            if many and self.launcher == "torchrun":
+                words += ["--local-addr", self.net.addresses[host]]
+            words += [*options, *program, folder, *arguments]
+            answer.append(self.net.inside(host, *words) if many else list(map(str, words)))
+        return answer
+
+
+def torchrun():
+    return shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
+
+
+class Running:
+    """A job's launchers; whatever is left of them at the end is killed."""
+
+    def __init__(self, fleet, launch, options=(), arguments=()):
+        self.folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
+        self.output = tempfile.TemporaryFile()
+        self.ranks = sum(launch.layout)
+        environment = {**os.environ, **ONE_THREAD, **SECRET}
+        environment |= {"GLOO_SOCKET_IFNAME": hosts.DEVICE if launch.net else "lo"}
+        self.begin = time.monotonic_ns()
+        self.agents = [subprocess.Popen([*without_users_environment(environment), *command], env=environment,
+                                        stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output)
+                       for command in launch.commands(fleet, self.folder.name, options, arguments)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        self.folder.cleanup()
+
+    def first_collectives(self, since=0):
+        """{rank: (when, pid)} of those that were after that moment, once all ranks have had theirs."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            found = {}
+            for file in pathlib.Path(self.folder.name).glob("*.*[0-9]"):
+                rank, pid = map(int, file.name.split("."))
+                when = int(file.read_text())
+                if when > since:
+                    found[rank] = when, pid
+            if len(found) == self.ranks:
+                return found
+            if time.monotonic() > deadline or all(agent.poll() is not None for agent in self.agents):
+                self.output.seek(0)
+                raise BenchmarkError(f"{self.agents[0].args} did not get {self.ranks} ranks to a collective; they printed:\n"
+                                     f"{self.output.read().decode(errors='replace')[-2000:]}")
+            time.sleep(0.005)
+
+    def finish(self):
+        statuses = [agent.wait(SECONDS) for agent in self.agents]
+        if any(statuses):
+            raise BenchmarkError(f"{self.agents[0].args} ended with {statuses}")
+
+
+def last(collectives):
+    return max(when for when, _ in collectives.values())
+
+
+def start(fleet, launch):
+    """Nanoseconds to the first collective."""
+    with Running(fleet, launch) as job:
+        took = last(job.first_collectives()) - job.begin
+        job.finish()
+        return took
+
+
+def kill_worker(fleet, launch):
+    """Nanoseconds from a worker's end to the next first collective."""
+    with Running(fleet, launch, ["--max-restarts", 1], ["--stay"]) as job:
+        _, victim = job.first_collectives()[1]
+        begin = time.monotonic_ns()
+        os.kill(victim, signal.SIGKILL)
+        took = last(job.first_collectives(since=begin)) - begin
+        end(job)
+        return took
+
+
+def kill_agent(fleet, launch):
+    """Nanoseconds from the end of the second host's launcher to that of its worker."""
+    with Running(fleet, launch, [], ["--stay"]) as job:
+        _, orphan = job.first_collectives()[1]
+        descriptor = os.pidfd_open(orphan)
+        begin = time.monotonic_ns()
+        os.kill(job.agents[1].pid, signal.SIGKILL)
+        gone = select.select([descriptor], [], [], SECONDS)[0]
+        took = time.monotonic_ns() - begin
+        os.close(descriptor)
+        end(job)
+        if not gone:
+            raise BenchmarkError(f"the worker of {job.agents[1].args} outlived its launcher")
+        return took
+
+
+def end(job):
+    for agent in job.agents:
+        with contextlib.suppress(ProcessLookupError):
+            agent.terminate()
+    for agent in job.agents:
+        agent.wait(SECONDS)
+
+
+def launch(fleet, results, rounds, generator):
+    """Starts and failures under `lockstep run` and torchrun, in turns."""
+    launchers = ["lockstep", *(["torchrun"] if torchrun() else [])]
+    if "torchrun" not in launchers:
+        leave_out(fleet, results, "torchrun is left out: it is not beside this Python")
+    with contextlib.ExitStack() as stack:
+        net = None
+        try:
+            net = stack.enter_context(fleet.hosts(2, None))
+        except hosts.NotAllowed as error:
+            leave_out(fleet, results, str(error))
+        for name, layout in STARTS.items():
+            if net or len(layout) == 1:
+                measure(fleet, results, rounds, generator, f"launch.start.{name}", start, launchers, layout, net)
+        if net:
+            measure(fleet, results, rounds, generator, f"launch.worker.{FAILURES}", kill_worker, launchers,
+                    STARTS[FAILURES], net)
+            measure(fleet, results, rounds, generator, f"launch.agent.{FAILURES}", kill_agent, ["lockstep"],
+                    STARTS[FAILURES], net)
+
+
+def measure(fleet, results, rounds, generator, cell, what, launchers, layout, net):
+    fleet.say(f"{cell} under {' and '.join(launchers)}")
+    turns = [Launch(launcher, program, layout, net if len(layout) > 1 else None)
+             for launcher in launchers for program in PROGRAMS]
+    times = {turn: [] for turn in turns}
+    for _ in range(rounds):
+        for turn in generator.sample(turns, len(turns)):
+            times[turn].append(what(fleet, turn))
+    for turn, rounds_of_turn in times.items():
+        results.add_series(f"{cell}.{turn.program}.{turn.launcher}", "ns", rounds_of_turn)
+    for program in PROGRAMS:
+        if "torchrun" in launchers:
+            results.add_ratio(f"{cell}.{program}.vs_torchrun", f"{cell}.{program}.torchrun", f"{cell}.{program}.lockstep")

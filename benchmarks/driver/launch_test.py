@@ -1,0 +1,68 @@
+"""Tests of the suite `launch`: its figures, its table, and what it starts."""
+
+import pathlib
+import random
+
+import pytest
+
+from benchmarks.driver import contenders, launch, report, results
+
+hosts = contenders.hosts
+
+
+class LaunchFleet:
+    bin_dir = pathlib.Path("/bin")
+
+    def __init__(self, allowed=True):
+        self.allowed = allowed
+
+    def say(self, text):
+        pass
+
+    def hosts(self, count, rate):
+        if not self.allowed:
+            raise hosts.NotAllowed("hosts need root")
+        return hosts.PretendedHosts(count)
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Each start takes a second under torchrun, and less under ours."""
+    seconds = {"lockstep": 0.25e9, "torchrun": 1e9}
+    for what in ("start", "kill_worker", "kill_agent"):
+        monkeypatch.setattr(launch, what, lambda fleet, turn: seconds[turn.launcher])
+    monkeypatch.setattr(launch, "torchrun", lambda: "/bin/torchrun")
+
+
+def run(fleet):
+    answer = results.Results(machine={})
+    launch.launch(fleet, answer, 2, random.Random(1))
+    return answer
+
+
+def test_launchers_are_compared(costs):
+    answer = run(LaunchFleet())
+    for cell in ("start.1x2", "start.1x8", "start.2x1", "start.2x4", "worker.2x1"):
+        for program in launch.PROGRAMS:
+            assert answer.median(f"launch.{cell}.{program}.vs_torchrun") == pytest.approx(4)
+    assert answer.median("launch.agent.2x1.cpp.lockstep") == 0.25e9
+    text = report.report(answer, markdown=True)
+    assert "| start, 8 workers on 1 host, C++ | 250 ms | 1000 ms | 4× " in text, text
+    assert "| launcher killed, 2 workers on 2 hosts, Python over Gloo | 250 ms | - | " in text, text
+
+
+def test_without_root_there_is_one_host(costs):
+    answer = run(LaunchFleet(allowed=False))
+    assert answer.skipped == ["hosts need root"]
+    assert {name.split(".")[2] for name in answer.series} == {"1x2", "1x8"}
+
+
+def test_both_launchers_get_the_same_options():
+    net = hosts.PretendedHosts(2)
+    fleet = LaunchFleet()
+    ours, theirs = (launch.Launch(launcher, "cpp", (1, 1), net).commands(fleet, "/folder", ["--max-restarts", 1], ["--stay"])
+                    for launcher in ("lockstep", "torchrun"))
+    for commands in (ours, theirs):
+        for words in commands:
+            assert words[words.index("--nnodes") + 1] == "2" and words[-3:] == ["/bin/bench_launch", "/folder", "--stay"]
+            assert words[words.index("--max-restarts") + 1] == "1"
