@@ -16,7 +16,8 @@
 #include <lockstep/collectives/process_group.h>
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc == 2 || (argc == 3 && std::string_view(argv[2]) == "--stay"), "usage: bench_launch FOLDER [--stay]");
+  TORCH_CHECK(argc == 2 || (argc == 3 && std::string_view(argv[2]) == "--stay"),
+              "usage: bench_launch FOLDER [--stay]");
   auto world = lockstep::init_process_group();
   at::Tensor numbers = at::ones({16});
   lockstep::all_reduce(numbers);

@@ -257,8 +257,7 @@ def test_killed_agents_leave_no_worker_and_the_rest_go_on(programs):
     hosts, rounds = 5, 20
     job = Job(programs, f"1:{hosts + 1}")
     first = job.start_coordinator(1, STAY)
-    alone = r"rank 0 of 1,[^
-]*in process"
+    alone = r"rank 0 of 1,[^\n]*in process"
     for _ in range(rounds):
         agents = [job.start(1, STAY) for _ in range(hosts)]
         workers = [int(agent.wait_for(rf"rank [1-5] of {hosts + 1}.*in process (\d+)")[1]) for agent in agents]
