@@ -144,10 +144,6 @@ class Judgement {
       }
       return end(128 + leaving.front()->status.leaving, what + ", and too few hosts are left");
     }
-    // What has not heard of this generation yet still tells of a former one.
-    const auto ended = [&](const Member& member, HostPhase phase) {
-      return member.status.phase == phase && member.status.generation == world_.generation;
-    };
     const Pointers failed = in_world([&](const Member& member) { return ended(member, HostPhase::kFailed); });
     if (!failed.empty()) return failure(failed);
     const Pointers finished =
@@ -162,6 +158,10 @@ class Judgement {
 
  private:
   bool lost(const Member& member) const { return is_lost(member, options_, now_); }
+  /// What has not heard of this generation yet still tells of a former one.
+  bool ended(const Member& member, HostPhase phase) const {
+    return member.status.phase == phase && member.status.generation == world_.generation;
+  }
   /// What happened to its workers may not be known yet.
   bool suspected(const Member& member) const {
     return is_silent(member, options_, now_) || now_ < heard_out_at(member) ||
@@ -267,9 +267,14 @@ class Judgement {
         select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
     if (try_again.size() == failed.size()) {
       if (failed.size() == world_.hosts.size()) return end(kTryAgain, "all workers ask to be started again");
-      return wait("workers on " + names_of(failed) +
-                      " have stopped and ask to be started again; the others are awaited",
-                  look_at_losses(hosts_));
+      const bool awaited = std::any_of(hosts_.begin(), hosts_.end(), [&](const Member* member) {
+        return !ended(*member, HostPhase::kFailed) && !ended(*member, HostPhase::kFinished);
+      });
+      if (awaited) {
+        return wait("workers on " + names_of(failed) +
+                        " have stopped and ask to be started again; the others are awaited",
+                    look_at_losses(hosts_));
+      }
     }
     if (world_.restarts >= options_.max_restarts) {
       return end(1, what + (options_.max_restarts == 0 ? "" : ", and all restarts are used up"));

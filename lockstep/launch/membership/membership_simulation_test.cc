@@ -67,6 +67,7 @@ struct Scene {
   bool coordinator_dies = false;
   TrueTime chaos{seconds(150)};
   TrueTime work{seconds(100000)};  // until the workers of a complete world finish
+  double asks_again = 0;           // how often those of a host ask to be started again instead
 };
 
 class Simulation {
@@ -346,7 +347,7 @@ class Simulation {
       if (now_ >= scene_.work) {
         for (Host& host : hosts_) {
           if (host.workers && host.place.generation == whole[0])
-            end_workers_by(host, now_ + up_to(seconds(2)), 0);
+            end_workers_by(host, now_ + up_to(seconds(2)), chance(scene_.asks_again) ? 75 : 0);
         }
       }
     }
@@ -435,7 +436,7 @@ class Simulation {
       for (const Host& host : hosts_) {
         if (host.workers && !host.was_suspended) return fail("the job has ended, and workers run on");
       }
-      if (scene_.harmless_only && coordinator_exit_ != 0)
+      if (scene_.harmless_only && scene_.asks_again == 0 && coordinator_exit_ != 0)
         return fail("a job that had all it needs has ended");
       return;
     }
@@ -524,6 +525,19 @@ TEST(MembershipSimulation, EndsWithSuccessWhenAllHaveFinished) {
     Simulation simulation(scene, seed);
     ASSERT_TRUE(simulation.run()) << simulation.problem() << ", seed " << seed;
     EXPECT_EQ(simulation.exit_status(), 0) << "seed " << seed;
+  }
+}
+
+TEST(MembershipSimulation, EndsWhenSomeAskToBeStartedAgain) {
+  for (uint64_t seed = 1; seed <= histories() / 5; ++seed) {
+    Scene scene = random_scene(seed);
+    scene.harmless_only = true;
+    scene.work = seconds(40);
+    scene.chaos = seconds(400);
+    scene.asks_again = 0.3;
+    Simulation simulation(scene, seed);
+    ASSERT_TRUE(simulation.run()) << simulation.problem() << ", seed " << seed;
+    EXPECT_GE(simulation.exit_status(), 0) << "the job goes on, seed " << seed;
   }
 }
 

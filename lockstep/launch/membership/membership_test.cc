@@ -342,6 +342,18 @@ TEST(Membership, PassesOnThatAllAskToBeStartedAgain) {
   EXPECT_EQ(decision.exit_status, 75);
 }
 
+TEST(Membership, AHostThatAsksToBeStartedAgainHasFailedWhereAnotherHasFinished) {
+  for (const int restarts : {0, 1}) {
+    Job job = running_job(options(2, 2, restarts), 2);
+    job.say(0).exit_status = 75;
+    job.set(0, HostPhase::kFailed);
+    job.pass(std::chrono::milliseconds(1), {1});
+    EXPECT_THAT(job.decide_once().reason, HasSubstr("the others are awaited"));
+    job.set(1, HostPhase::kFinished);
+    EXPECT_EQ(job.decide_once().action, restarts == 0 ? Action::kEnd : Action::kStop);
+  }
+}
+
 TEST(Membership, EndsWithTheCoordinatorsSignalAndGoesOnWithoutAnotherHost) {
   Job job = running_job(options(1, 2), 2);
   job.say(1).leaving = 15;
