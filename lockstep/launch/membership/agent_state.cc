@@ -66,7 +66,10 @@ void AgentState::leave(int signal, BootTime now) {
 }
 
 AgentState::Action AgentState::advance(BootTime now) {
-  if (phase_ == Phase::kEnded) return Action::kNothing;
+  if (phase_ == Phase::kEnded) {
+    if (order_) self_.order = order_->number;  // of the coordinator's host: it waits to be told so
+    return Action::kNothing;
+  }
   if (!has_workers()) {
     if (order_ && order_->command == Command::kEnd) {
       self_.order = order_->number;
@@ -82,6 +85,8 @@ AgentState::Action AgentState::advance(BootTime now) {
       self_.exit_status = 0;
       enter(Phase::kRunning);
       return Action::kStart;
+    } else if (!lease_valid(now) && self_.leaving != 0) {
+      end(128 + self_.leaving, "ended by a signal");  // there is no one to tell
     } else if (!lease_valid(now)) {
       const auto silence = now - (order_ ? lease_until_ : born_at_);
       if (order_ && was_refused_) {

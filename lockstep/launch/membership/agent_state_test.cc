@@ -203,5 +203,35 @@ TEST(AgentState, LeavesOnceTheCoordinatorKnows) {
   EXPECT_EQ(agent.state.exit_status(), 143);
 }
 
+TEST(AgentState, LeavesAtOnceWhileNoCoordinatorAnswers) {
+  Agent early;
+  early.state.leave(2, early.now);
+  EXPECT_EQ(early.state.advance(early.now), Action::kNothing);
+  EXPECT_EQ(early.state.phase(), Phase::kEnded);
+  EXPECT_EQ(early.state.exit_status(), 130);
+
+  Agent cut_off;
+  cut_off.run();
+  cut_off.now = cut_off.state.lease_until();
+  EXPECT_EQ(cut_off.state.advance(cut_off.now), Action::kKill);
+  cut_off.state.leave(15, cut_off.now);
+  EXPECT_EQ(cut_off.state.advance(cut_off.now), Action::kNothing);
+  EXPECT_EQ(cut_off.state.phase(), Phase::kStopping) << "its workers have not ended yet";
+  cut_off.state.workers_ended(137, "", cut_off.now);
+  cut_off.state.advance(cut_off.now);
+  EXPECT_EQ(cut_off.state.phase(), Phase::kEnded);
+  EXPECT_EQ(cut_off.state.exit_status(), 143);
+}
+
+TEST(AgentState, TellsOfOrdersAlsoOnceItHasEnded) {
+  Agent agent;
+  agent.state.leave(2, agent.now);
+  agent.state.advance(agent.now);
+  ASSERT_EQ(agent.state.phase(), Phase::kEnded);
+  EXPECT_EQ(agent.obey(agent.order(Command::kEnd, 4)), Action::kNothing);
+  EXPECT_EQ(agent.state.status(agent.now).order, 4U) << "the coordinator beside it waits for that";
+  EXPECT_EQ(agent.state.exit_status(), 130);
+}
+
 }  // namespace
 }  // namespace lockstep::launch::agent_state_test
