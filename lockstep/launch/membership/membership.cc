@@ -122,13 +122,6 @@ class Judgement {
       return stop("no word from " + names_of(gone) + " for " + seconds_text(options_.lost_after) +
                   "; the others go on without");
     }
-    const Pointers broken = in_world([&](const Member& member) {
-      return has_stopped(member) &&
-             (member.status.phase == HostPhase::kIdle || member.status.generation != world_.generation);
-    });
-    if (!broken.empty()) {
-      return stop(names_of(broken) + " ended its workers, for it had no word from the coordinator in time");
-    }
     // Not before its workers have ended: they got the signal too, and may stop all others in an orderly way.
     const Pointers leaving = in_world([](const Member& member) {
       return member.status.leaving != 0 && has_stopped(member) && member.status.exit_status != kTryAgain;
@@ -143,6 +136,13 @@ class Judgement {
         return stop(what + "; the others go on without");
       }
       return end(128 + leaving.front()->status.leaving, what + ", and too few hosts are left");
+    }
+    const Pointers broken = in_world([&](const Member& member) {
+      return has_stopped(member) &&
+             (member.status.phase == HostPhase::kIdle || member.status.generation != world_.generation);
+    });
+    if (!broken.empty()) {
+      return stop(names_of(broken) + " ended its workers, for it had no word from the coordinator in time");
     }
     const Pointers failed = in_world([&](const Member& member) { return ended(member, HostPhase::kFailed); });
     if (!failed.empty()) return failure(failed);

@@ -371,6 +371,18 @@ TEST(Membership, EndsWithTheCoordinatorsSignalAndGoesOnWithoutAnotherHost) {
   EXPECT_EQ(decision.exit_status, 130);
 }
 
+TEST(Membership, AHostThatLeavesBeforeItStartsIsNotBlamed) {
+  Job job(options(1, 2));
+  job.hear(0);
+  job.hear(1);
+  ASSERT_EQ(job.decide_once().action, Action::kStart);
+  job.obey({0});
+  job.say(1).order = job.coordinator.order_for(id(1)).number;  // it has got the order, and starts nothing
+  job.say(1).leaving = 15;
+  job.hear(1);
+  EXPECT_EQ(job.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
+}
+
 TEST(Membership, IgnoresAStatusThatComesTwiceOrTooLate) {
   Job job = running_job(options(1, 2), 2);
   Status old = job.say(1);
