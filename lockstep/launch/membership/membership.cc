@@ -218,7 +218,13 @@ class Judgement {
     std::string text = counted(ready_.size()) + " of at least " + std::to_string(options_.min_hosts) +
                        (ready_.empty() ? " are here" : " are here: " + names_of(ready_));
     if (!repeated_.empty()) text += "; a host before it has the node rank of " + names_of(repeated_);
-    const BootTime until = world_.since + limit;
+    // The workers of the last generation may have ended, or a host have been lost, long after the order to stop.
+    BootTime since = world_.since;
+    for (const Member* member : hosts_) {
+      const bool is_missing = lost(*member) && member->status.leaving == 0;
+      since = std::max(since, is_missing ? member->heard_at + options_.lost_after : member->phase_since);
+    }
+    const BootTime until = since + limit;
     if (now_ < until) return wait(text, until);
     return end(
         1, text + ", " + seconds_text(limit) + (first ? " after the start" : " after the others were lost"));

@@ -187,11 +187,25 @@ TEST(Membership, WaitsForLostHostsWhenTooFewAreLeft) {
   alone.now += seconds(10);
   alone.obey({0});
   EXPECT_EQ(alone.decide_once().action, Action::kStop);
-  alone.now += seconds(60);
   alone.obey({0});
+  alone.pass(seconds(60), {0});
   const Decision decision = alone.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_THAT(decision.reason, HasSubstr("60 s after the others were lost"));
+}
+
+TEST(Membership, WaitsForLostHostsFromTheEndOfTheOthersWorkersOn) {
+  Job job = running_job(options(2, 2), 2);
+  job.pass(seconds(10), {0});
+  EXPECT_EQ(job.decide_once().action, Action::kStop);
+  job.pass(seconds(70), {0});  // as long as its workers take to stop
+  EXPECT_EQ(job.decide_once().reason, "the workers of node-0 have to end first");
+  job.obey({0});
+  const Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.look_again_at, job.now + seconds(60));
+  job.pass(seconds(60), {0});
+  EXPECT_EQ(job.decide_once().action, Action::kEnd);
 }
 
 TEST(Membership, DoesNotCountAnIdleStatusThatIsOlderThanTheOrderToRun) {
