@@ -213,11 +213,12 @@ class ControlPlane::Thread : public EventHandler {
 
 ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_event_(make_event()) {
   auto shared = std::make_shared<Options>(std::move(options));
-  thread_.start("lockstep-agent", [this, shared] {
+  const auto say = shared->say;
+  thread_.start("lockstep-agent", [this, shared, say] {
     try {
       Thread(*this, std::move(*shared)).run();
     } catch (...) {
-      shared->say(text_of(std::current_exception()));
+      say(text_of(std::current_exception()));
       put({.kind = Task::Kind::kKill});
       put({.kind = Task::Kind::kEnd, .exit_status = 1});
     }

@@ -9,6 +9,7 @@
 #include <random>
 #include <signal.h>
 #include <stdexcept>
+#include <stdlib.h>
 #include <string>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/launch/control_plane/agent_link.h>
+#include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/coordinator_server.h>
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/greeting.h>
@@ -510,6 +512,30 @@ TEST(ControlPlane, AnAgentConnectsAgainAndHearsThatTheCoordinatorHasEnded) {
     }
   }
   EXPECT_EQ(state.reason(), "the coordinator has ended, and with it the job");
+}
+
+TEST(ControlPlane, AFailureOfItsThreadEndsTheAgent) {
+  uint16_t taken = 0;
+  const UniqueFd other = listen_on_loopback(taken);
+  Endpoint endpoint = find_endpoint("127.0.0.1", 0, true);
+  ::setenv("LOCKSTEP_PORT_RANGE", std::to_string(taken).c_str(), 1);  // no port is left for the store
+  std::string said;
+  std::optional<ControlPlane::Task> task;
+  {
+    ControlPlane plane({.membership = {},
+                        .self = {.id = {1}, .host = "node-1"},
+                        .endpoint = std::move(endpoint),
+                        .key = TlsKey(kTestSecret, "job"),
+                        .say = [&](const std::string& text) { said += text; }});
+    while (!task || task->kind != ControlPlane::Task::Kind::kEnd) {
+      pollfd wait = {plane.fd(), POLLIN, 0};
+      ASSERT_EQ(::poll(&wait, 1, 60000), 1);
+      task = plane.take();
+    }
+  }
+  ::unsetenv("LOCKSTEP_PORT_RANGE");
+  EXPECT_EQ(task->exit_status, 1);
+  EXPECT_THAT(said, HasSubstr("no port of LOCKSTEP_PORT_RANGE is free"));
 }
 
 TEST(FrameReader, TakesMessagesOutOfAnyPieces) {
