@@ -106,6 +106,8 @@ class Supervisor {
   void stop(std::chrono::nanoseconds grace_period);
   /// See Guardian::renew_lease.
   void renew_lease(BootTime until) const { guardian_.renew_lease(until); }
+  /// All that were started have ended, and their ends were seen.
+  bool all_ended() const { return endings_.size() == workers_.size(); }
   /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);
 
@@ -128,7 +130,6 @@ class Supervisor {
 
   /// The one place where the phase changes, which never goes back.
   void enter(JobPhase next);
-  bool all_ended() const { return endings_.size() == workers_.size(); }
   void collect_endings();
   void note_failure(int local_rank);
   void take_signals();

@@ -38,21 +38,29 @@ class HostControl : public WorkerControl {
 
   int fd() const override { return plane_.fd(); }
   void serve(Supervisor& supervisor) override {
-    if (lapsed()) {
+    // The guardian's lease is over, be it that this process was stopped meanwhile. Then it is so for ever.
+    if (BootClock::now() >= guardian_until_) {
+      lapsed_ = lapsed_ || !all_ended_;
       supervisor.stop(std::chrono::nanoseconds(0));  // the guardian was or will be faster
     } else {
       guardian_until_ = plane_.lease_until();
       supervisor.renew_lease(guardian_until_);
     }
-    while (const auto signal = signals_.take()) plane_.leave(*signal);
+    all_ended_ = supervisor.all_ended();
+    while (const auto signal = signals_.take()) {
+      plane_.leave(*signal);
+      // One that came before the supervisor began to take signals.
+      if (!supervisor.interrupted()) supervisor.stop(grace_period_);
+    }
     while (const auto task = plane_.take()) {
       if (task->kind == ControlPlane::Task::Kind::kEnd) end_ = task;
       supervisor.stop(task->kind == ControlPlane::Task::Kind::kStop ? grace_period_
                                                                     : std::chrono::nanoseconds(0));
     }
   }
-  /// The guardian's lease is over, be it that this process was stopped meanwhile. Then it is so for ever.
-  bool lapsed() const { return BootClock::now() >= guardian_until_; }
+  /// The guardian's lease was over before all workers' ends were seen: it has killed them. What comes after that, output
+  /// that a slow reader takes say, says nothing of them.
+  bool lapsed() const { return lapsed_; }
   /// Often enough for the guardian to hear of each renewal in time.
   Deadline wake_at() const override { return Deadline::after(std::chrono::milliseconds(500)); }
   /// The thread has failed, and the job ends with these workers.
@@ -63,6 +71,8 @@ class HostControl : public WorkerControl {
   const SignalCatcher& signals_;
   std::chrono::nanoseconds grace_period_;
   BootTime guardian_until_ = BootTime::max();  // as the guardian was told; at first it knows of none
+  bool lapsed_ = false;
+  bool all_ended_ = false;  // at the last serve()
   std::optional<ControlPlane::Task> end_;
 };
 
@@ -142,17 +152,23 @@ int run_on_hosts(const HostsOptions& options) {
        .tunnel = options.tunnel,
        .say = say_line});
   int signals_taken = 0;
+  int leaving = 0;  // the first of them
   while (true) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
     ::poll(waits, 2, -1);
     while (const auto signal = signals.take()) {
       plane.leave(*signal);
       if (++signals_taken > 1) return 128 + *signal;  // no workers run
+      leaving = *signal;
     }
     const auto task = plane.take();
     if (!task) continue;
     if (task->kind == ControlPlane::Task::Kind::kEnd) return task->exit_status;
     if (task->kind != ControlPlane::Task::Kind::kStart) continue;  // they have ended meanwhile
+    if (leaving != 0) {                                            // it came after the decision to start
+      plane.workers_ended(128 + leaving, "", -1, false);
+      continue;
+    }
     HostControl control(plane, signals, options.run.grace_period);
     const GroupEnd end = run_generation(options, *task, control);
     if (control.end()) return control.end()->exit_status;
