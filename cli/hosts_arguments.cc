@@ -1,5 +1,6 @@
 #include "hosts_arguments.h"
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cmath>
@@ -100,7 +101,8 @@ bool parse_flag(const std::string& key, const std::string& value) {
   return false;
 }
 
-/// torchrun's keys, and those that are ours alone: lease, lost_after, rejoin_timeout.
+/// torchrun's keys, and those that are ours alone: lease, lost_after, rejoin_timeout. Where the first two are not given,
+/// they follow from torchrun's: a host is cut off when keep_alive_max_attempt of its heartbeats, 3 or more, have not come.
 void apply_conf(const std::string& text, launch::HostsOptions& options) {
   launch::MembershipOptions& membership = options.membership;
   const std::map<std::string, std::chrono::nanoseconds*> durations = {
@@ -111,16 +113,27 @@ void apply_conf(const std::string& text, launch::HostsOptions& options) {
       {"lease", &membership.lease},
       {"lost_after", &membership.lost_after},
       {"rejoin_timeout", &membership.rejoin_timeout}};
-  for (const auto& [key, value] : parse_conf(text)) {
+  const auto given = parse_conf(text);
+  for (const auto& [key, value] : given) {
     const auto duration = durations.find(key);
     if (duration != durations.end()) {
       *duration->second = parse_seconds(key, value);
     } else if (key == "is_host") {
       options.coordinates = parse_flag(key, value);
-    } else {
+    } else if (key != "keep_alive_max_attempt") {
       // torchrun ignores keys that its backend does not know.
       std::cerr << "lockstep run: --rdzv-conf: " << key << " means nothing here\n";
     }
+  }
+  const auto attempts = given.find("keep_alive_max_attempt");
+  const int number = attempts == given.end() ? 3 : parse_number("--rdzv-conf", attempts->second, 1, 100);
+  const auto longest = membership.heartbeat_interval * std::max(number, 3);
+  if (given.count("lease") == 0) {
+    membership.lease = attempts == given.end() ? std::max(membership.lease, longest) : longest;
+  }
+  if (given.count("lost_after") == 0) {
+    membership.lost_after =
+        std::max(membership.lease * 5 / 4, membership.lease * 23 / 20 + std::chrono::milliseconds(500));
   }
 }
 

@@ -103,7 +103,7 @@ void AgentLink::flush() {
 }
 
 BootTime AgentLink::serve(BootTime now, bool news) {
-  if (phase_ != Phase::kNone && now - heard_at_ >= kSilence) {
+  if (phase_ != Phase::kNone && now - heard_at_ >= longest_silence()) {
     close(phase_ == Phase::kConnecting ? "no answer to a connection" : "no word on the connection");
   }
   if (phase_ == Phase::kNone && now >= connect_at_) connect(now);
@@ -119,7 +119,7 @@ BootTime AgentLink::serve(BootTime now, bool news) {
     }
   }
   if (phase_ == Phase::kNone) return std::max(connect_at_, now);
-  const BootTime silent_at = heard_at_ + kSilence;
+  const BootTime silent_at = heard_at_ + longest_silence();
   return phase_ == Phase::kOpen ? std::min(heartbeat_at_, silent_at) : silent_at;
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,10 +16,9 @@
 namespace lockstep::launch {
 
 /// An agent's connection to the coordinator: statuses one way, orders the other. Makes a new one when it closes, and
-/// when nothing has come for kSilence, for after a cut TCP waits longer and longer with what it repeats.
+/// when nothing has come for a while, for after a cut TCP waits longer and longer with what it repeats.
 class AgentLink : public EventHandler {
  public:
-  static constexpr std::chrono::milliseconds kSilence{3000};
   static constexpr std::chrono::milliseconds kPause{200};  // between two attempts
 
   /// `addresses` are tried in turn, and again. `state` lives as long as this object.
@@ -38,6 +39,10 @@ class AgentLink : public EventHandler {
 
  private:
   enum class Phase { kNone, kConnecting, kHandshake, kOpen };
+  /// After which a connection is given up: that of a few heartbeats, whose answers come at once.
+  std::chrono::nanoseconds longest_silence() const {
+    return std::max<std::chrono::nanoseconds>(std::chrono::seconds(3), options_.heartbeat_interval * 3);
+  }
   void connect(BootTime now);
   void close(const std::string& why);
   void take_orders();

@@ -514,6 +514,21 @@ TEST(ControlPlane, AnAgentConnectsAgainAndHearsThatTheCoordinatorHasEnded) {
   EXPECT_EQ(state.reason(), "the coordinator has ended, and with it the job");
 }
 
+TEST(ControlPlane, ALinkStaysUpBetweenHeartbeatsThatAreFarApart) {
+  MembershipOptions slow = Scene::two_hosts();
+  slow.heartbeat_interval = seconds(5);
+  slow.lease = seconds(15);
+  slow.lost_after = seconds(20);
+  Scene scene(seconds(30), slow);
+  scene.run_world();
+  AgentLink& link = scene.agents[1]->link;
+  const BootTime now = BootClock::now();
+  link.serve(now + seconds(14), false);
+  EXPECT_EQ(link.trouble(), "");
+  link.serve(now + seconds(16), false);
+  EXPECT_EQ(link.trouble(), "no word on the connection");
+}
+
 TEST(ControlPlane, AFailureOfItsThreadEndsTheAgent) {
   uint16_t taken = 0;
   const UniqueFd other = listen_on_loopback(taken);
