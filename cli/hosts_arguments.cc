@@ -173,6 +173,11 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   options.endpoint_host = endpoint.host;
   options.endpoint_port = static_cast<uint16_t>(endpoint.port);
   apply_conf(arguments.rdzv_conf, options);
+  if (hosts.most == 1 || arguments.standalone) {
+    // There is no other host that could take the workers for ended, be this process stopped for as long as it may.
+    options.membership.lease = std::chrono::hours(24 * 365);
+    options.membership.lost_after = 2 * options.membership.lease;
+  }
   if (options.secret.empty()) options.secret = launch::read_secret(arguments.secret_file);
   return options;
 }

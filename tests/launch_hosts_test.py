@@ -238,6 +238,24 @@ def test_one_host_starts_its_ranks_again(programs):
     assert done.stdout.count("rank 0 of 1") == 3, done.text
 
 
+def test_one_host_that_is_stopped_keeps_its_workers(programs):
+    options = ["--max-restarts", 1, "--rdzv-conf", "keep_alive_interval=0.1,lease=0.5,lost_after=1.5"]
+    script = "echo start $TORCHELASTIC_RESTART_COUNT in process $$; sleep 3; echo done"
+    agent = programs.start("lockstep", "run", *options, "sh", "-c", script)
+    worker = int(agent.wait_for(r"start 0 in process (\d+)")[1])
+    agent.kill(signal.SIGSTOP)
+    wait_until_ended(worker)
+    agent.kill(signal.SIGCONT)
+    done = agent.finish()
+    assert done.status == 0 and re.fullmatch(r"start 0 in process \d+\ndone\n", done.stdout), done.text
+
+
+def test_a_signal_ends_a_coordinator_that_waits_for_hosts(programs):
+    agent = Job(programs, 2).start_coordinator(1, STAY)
+    agent.kill(signal.SIGINT)
+    assert agent.finish().status == 130
+
+
 def test_the_others_go_on_when_an_agent_is_killed(programs):
     job = Job(programs, "1:2")
     first = job.start_coordinator(1, STAY)
