@@ -38,7 +38,7 @@ void AgentLink::close(const std::string& why) {
   phase_ = Phase::kNone;
   if (why.empty()) return;
   trouble_ = why;
-  ++attempt_;
+  if (!answered_) ++attempt_;
 }
 
 void AgentLink::on_events(int fd, short) {
@@ -82,6 +82,7 @@ void AgentLink::take_orders() {
       if (!order) return tls_->close();
       heard_at_ = BootClock::now();
       trouble_.clear();
+      answered_ = true;
       state_.receive(*order, heard_at_);
     }
     if (frames_.broken()) return tls_->close();

@@ -21,7 +21,7 @@ class AgentLink : public EventHandler {
  public:
   static constexpr std::chrono::milliseconds kPause{200};  // between two attempts
 
-  /// `addresses` are tried in turn, and again. `state` lives as long as this object.
+  /// `addresses` are tried in turn, and again, until the coordinator has answered at one. `state` lives as long as this object.
   AgentLink(EventLoop& loop, TlsKey key, std::vector<PeerAddress> addresses, const MembershipOptions& options,
             AgentState& state);
   ~AgentLink() override;
@@ -60,6 +60,7 @@ class AgentLink : public EventHandler {
   std::string out_;
   bool status_due_ = false;
   size_t attempt_ = 0;
+  bool answered_ = false;   // the coordinator is at the present address
   BootTime heard_at_ = {};  // or begun
   BootTime connect_at_ = {};
   BootTime heartbeat_at_ = {};

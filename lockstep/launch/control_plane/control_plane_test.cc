@@ -529,6 +529,23 @@ TEST(ControlPlane, ALinkStaysUpBetweenHeartbeatsThatAreFarApart) {
   EXPECT_EQ(link.trouble(), "no word on the connection");
 }
 
+TEST(ControlPlane, ALinkStaysWithTheAddressThatHasAnswered) {
+  Scene scene;
+  scene.run_world();
+  uint16_t deaf = 0;
+  listen_on_loopback(deaf);  // and closed again: connections are refused
+  AgentState state({.id = {9}, .host = "node-9"}, scene.membership, BootClock::now());
+  AgentLink link(scene.loop, scene.key, {loopback(scene.port), loopback(deaf)}, scene.membership, state);
+  const auto is_heard = [&] {
+    return link.serve(BootClock::now(), false), state.lease_until() > BootClock::now();
+  };
+  scene.until(is_heard, "the agent is answered");
+  const BootTime later = BootClock::now() + seconds(60);
+  link.serve(later, false);  // as after a long silence
+  EXPECT_EQ(link.trouble(), "no word on the connection");
+  EXPECT_EQ(reinterpret_cast<const sockaddr_in&>(link.coordinator().storage).sin_port, htons(scene.port));
+}
+
 TEST(ControlPlane, AFailureOfItsThreadEndsTheAgent) {
   uint16_t taken = 0;
   const UniqueFd other = listen_on_loopback(taken);
