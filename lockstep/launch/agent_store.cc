@@ -128,7 +128,10 @@ AgentStore::AgentStore(uint16_t port, const std::function<bool()>& cancelled, co
       "can't read the store's port: ", std::strerror(errno));
   port_ = place.port();
   const Deadline deadline = Deadline::after(kStartTimeout);
-  if (!check_reachable(place, deadline, cancelled)) return;
+  if (!check_reachable(place, deadline, cancelled)) {
+    port_ = 0;
+    return;
+  }
 
   c10d::TCPStoreOptions options;
   options.port = port_;
@@ -137,6 +140,7 @@ AgentStore::AgentStore(uint16_t port, const std::function<bool()>& cancelled, co
   options.timeout = kStartTimeout;
   options.masterListenFd = listener.release();  // the store closes it
   store_ = start_store(options, place, deadline, cancelled);
+  if (!store_) port_ = 0;
 }
 
 AgentStore::~AgentStore() = default;

@@ -27,6 +27,7 @@ class AgentStore {
   AgentStore& operator=(const AgentStore&) = delete;
   ~AgentStore();
 
+  /// 0 where there is none.
   uint16_t port() const { return port_; }
 
  private:

@@ -87,7 +87,8 @@ Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<boo
         "can't listen at ", host, ":", port, ": ", std::strerror(errno));
     return {{bound}, std::move(listener)};
   }
-  TORCH_CHECK_WITH(DistNetworkError, here != true, "can't listen at ", host, ":", port, ": ",
+  const bool elsewhere = error == EADDRNOTAVAIL || error == EADDRINUSE || error == EAFNOSUPPORT;
+  TORCH_CHECK_WITH(DistNetworkError, here != true && elsewhere, "can't listen at ", host, ":", port, ": ",
                    std::strerror(error), error == EADDRINUSE ? "; choose another port for all hosts" : "");
   return {std::move(addresses), {}};
 }
@@ -107,7 +108,10 @@ class ControlPlane::Thread : public EventHandler {
       server.tells_store = !options_.tunnel;
       server.start_store = [this, store_host](uint64_t) {
         store_.reset();
-        return store_.emplace(uint16_t{0}, std::function<bool()>(), store_host).port();
+        return store_
+            .emplace(
+                uint16_t{0}, [this] { return plane_.stop_.load(); }, store_host)
+            .port();
       };
       server.observe = [this](const Decision& decision) {
         const bool waits = decision.action == Decision::Action::kWait;
