@@ -165,7 +165,7 @@ void CoordinatorServer::accept_some(BootTime now) {
   constexpr int kAtOnce = 32;  // then those that are connected get their turn
   for (int i = 0; i < kAtOnce; ++i) {
     UniqueFd socket = accept_one(listener_.get());
-    if (!socket && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
+    if (!socket && means_no_room(errno)) {
       if (!pending_.empty()) {
         pending_.pop_front();
         continue;

@@ -65,6 +65,10 @@ UniqueFd accept_one(int listener) {
   return socket;
 }
 
+bool means_no_room(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
 UniqueFd listen_on_loopback(uint16_t& port) {
   sockaddr_storage place = {};
   auto& address = reinterpret_cast<sockaddr_in&>(place);

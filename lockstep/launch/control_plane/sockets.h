@@ -29,6 +29,10 @@ UniqueFd begin_connect(const PeerAddress& address);
 /// The next connection of a listening socket, which does not block then; none, and errno.
 UniqueFd accept_one(int listener);
 
+/// Whether that errno of accept_one() says that this process or the host has no descriptor or memory left. The connection
+/// stays in the queue then, and epoll tells of it again and again.
+bool means_no_room(int error);
+
 /// Listens on 127.0.0.1 at a free port, or one of LOCKSTEP_PORT_RANGE, and does not block. Throws
 /// c10::DistNetworkError.
 UniqueFd listen_on_loopback(uint16_t& port);

@@ -1,3 +1,5 @@
+#include <cerrno>
+#include <chrono>
 #include <poll.h>
 #include <utility>
 
@@ -22,8 +24,11 @@ TunnelEntrance::~TunnelEntrance() {
 }
 
 void TunnelEntrance::on_events(int, short) {
-  drop_finished();
   UniqueFd plain = accept_one(listener_.get());
+  if (!plain && means_no_room(errno)) {
+    loop_.forget(listener_.get());
+    accept_again_at_ = BootClock::now() + std::chrono::milliseconds(100);
+  }
   if (!plain || streams_.size() >= kMostStreams) return;  // the worker's store tries again
   UniqueFd socket = begin_connect(coordinator_);
   if (!socket) return;
@@ -33,8 +38,13 @@ void TunnelEntrance::on_events(int, short) {
                                                   framed(encode(greeting)), std::string()));
 }
 
-void TunnelEntrance::drop_finished() {
+BootTime TunnelEntrance::serve(BootTime now) {
   std::erase_if(streams_, [](const auto& stream) { return stream->finished(); });
+  if (now >= accept_again_at_) {
+    accept_again_at_ = BootTime::max();
+    loop_.watch(listener_.get(), POLLIN, *this);
+  }
+  return accept_again_at_;
 }
 
 }  // namespace lockstep::launch

@@ -23,8 +23,8 @@ class TunnelEntrance : public EventHandler {
 
   uint16_t port() const { return port_; }
   void on_events(int fd, short events) override;
-  /// To be called now and then.
-  void drop_finished();
+  /// To be called after each turn of the loop; returns when to call again at the latest.
+  BootTime serve(BootTime now);
 
  private:
   EventLoop& loop_;
@@ -34,6 +34,7 @@ class TunnelEntrance : public EventHandler {
   uint16_t port_ = 0;
   UniqueFd listener_;
   std::list<std::unique_ptr<Forwarding>> streams_;
+  BootTime accept_again_at_ = BootTime::max();  // where descriptors are used up
 };
 
 }  // namespace lockstep::launch
