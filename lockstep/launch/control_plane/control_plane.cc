@@ -115,7 +115,9 @@ class ControlPlane::Thread : public EventHandler {
       };
       server.observe = [this](const Decision& decision) {
         const bool waits = decision.action == Decision::Action::kWait;
-        const bool forming = server_->coordinator().world().phase == WorldPhase::kForming;
+        // Before its own agent is heard there is nothing to tell.
+        const bool forming = server_->coordinator().world().phase == WorldPhase::kForming &&
+                             !server_->coordinator().members().empty();
         if (decision.action != Decision::Action::kDone && (!waits || forming)) options_.say(decision.reason);
       };
       server.report = options_.say;

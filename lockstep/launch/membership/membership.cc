@@ -100,13 +100,16 @@ class Judgement {
       const BootTime last_call = reached_at(enough) + options_.last_call;
       if (now_ < last_call) {
         return wait(counted(count) + " of " + std::to_string(options_.max_hosts) +
-                        " are here; more may come for " + seconds_text(last_call - now_),
+                        " are here; more may come for " + seconds_text(options_.last_call) +
+                        " after the first " + std::to_string(enough),
                     last_call);
       }
     }
     if (world_.after_failure) {
-      const BootTime again = world_.since + pause_before(world_.restarts);
-      if (now_ < again) return wait("the workers start again in " + seconds_text(again - now_), again);
+      const nanoseconds pause = pause_before(world_.restarts);
+      const BootTime again = world_.since + pause;
+      if (now_ < again)
+        return wait("the workers start again " + seconds_text(pause) + " after the failure", again);
     }
     std::vector<Member> chosen;
     for (size_t i = 0; i < count; ++i) chosen.push_back(*ready_[i]);

@@ -89,7 +89,8 @@ struct Decision {
     kDone,   // in kEnding: no host has workers any more
   };
   Action action = Action::kWait;
-  std::string reason = {};  // why, in words for people; always there
+  std::string reason =
+      {};  // why, in words for people; always there, and the same while nothing but the time changes
   std::vector<AgentId> hosts = {};
   bool counts_as_restart = false;
   int exit_status = 0;

@@ -118,7 +118,10 @@ TEST(Membership, StartsAtOnceWithAllAndAfterTheLastCallWithEnough) {
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_THAT(decision.reason, HasSubstr("2 hosts of 3 are here; more may come for 30 s"));
   EXPECT_EQ(decision.look_again_at, job.now + seconds(30));
-  job.pass(seconds(30), {0, 1});
+  const std::string text = decision.reason;
+  job.pass(seconds(20), {0, 1});
+  EXPECT_EQ(job.decide_once().reason, text) << "it is printed where it changes";
+  job.pass(seconds(10), {0, 1});
   decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kStart);
   EXPECT_THAT(decision.hosts, ElementsAre(id(0), id(1)));
