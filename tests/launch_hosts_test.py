@@ -250,6 +250,13 @@ def test_one_host_that_is_stopped_keeps_its_workers(programs):
     assert done.status == 0 and re.fullmatch(r"start 0 in process \d+\ndone\n", done.stdout), done.text
 
 
+def test_an_agent_says_at_once_that_no_coordinator_answers_and_ends_by_a_signal(programs):
+    agent = Job(programs, 2, conf=FAST + ",is_host=0").start(1, STAY)
+    agent.wait_for("can't reach the coordinator, and tries again: Connection refused", "stderr")
+    agent.kill(signal.SIGINT)
+    assert agent.finish().status == 130
+
+
 def test_a_signal_ends_a_coordinator_that_waits_for_hosts(programs):
     agent = Job(programs, 2).start_coordinator(1, STAY)
     agent.kill(signal.SIGINT)

@@ -68,7 +68,9 @@ void AgentLink::on_events(int fd, short) {
   if (tls_->phase() == TlsConnection::Phase::kClosed) {
     loop_.forget(fd);
     return close(was_open ? "the coordinator closed the connection"
-                          : "the TLS handshake failed: do both sides have the same secret and --rdzv-id?");
+                 : tls_->disagreed()
+                     ? "the TLS handshake failed: do both sides have the same secret and --rdzv-id?"
+                     : "the connection was closed before the TLS handshake had ended");
   }
   loop_.watch(fd, tls_->events(!out_.empty()), *this);
 }

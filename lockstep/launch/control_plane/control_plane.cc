@@ -5,6 +5,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <set>
 #include <sys/eventfd.h>
 #include <unistd.h>
 #include <utility>
@@ -160,9 +161,16 @@ class ControlPlane::Thread : public EventHandler {
     const bool news = told || action != AgentState::Action::kNothing || state_.phase() != before ||
                       std::exchange(order_, state_.order()) != state_.order();
     next = std::min({next, link_->serve(now, news), state_.look_again_at()});
+    say_trouble();
     if (tunnel_) next = std::min(next, tunnel_->serve(now));
     return std::max(next,
                     now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn
+  }
+
+  /// At once, for it may be one that does not pass. The coordinator's own agent only waits for its turn.
+  void say_trouble() {
+    if (server_ || link_->trouble().empty() || !troubles_.insert(link_->trouble()).second) return;
+    options_.say("can't reach the coordinator, and tries again: " + link_->trouble());
   }
 
   bool take_news(BootTime now) {
@@ -215,6 +223,7 @@ class ControlPlane::Thread : public EventHandler {
   std::unique_ptr<AgentLink> link_;
   std::unique_ptr<TunnelEntrance> tunnel_;  // while workers run, but on the coordinator's host
   uint64_t order_ = 0;                      // that the last status told of
+  std::set<std::string> troubles_;          // of the link, that were told
 };
 
 ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_event_(make_event()) {

@@ -66,6 +66,15 @@ SSL_CTX* make_context(const SSL_METHOD* method, PreSharedKey& key) {
   return context;
 }
 
+/// How OpenSSL 3 tells that the other end has closed the connection without a word; 1.1.1 has a result of its own.
+bool is_end_of_file([[maybe_unused]] unsigned long error) {
+#ifdef SSL_R_UNEXPECTED_EOF_WHILE_READING
+  return ERR_GET_REASON(error) == SSL_R_UNEXPECTED_EOF_WHILE_READING;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 struct TlsKey::Contexts {
@@ -132,6 +141,9 @@ void TlsConnection::take_error(int result, short& wants) {
     case SSL_ERROR_WANT_WRITE:
       wants = POLLOUT;
       return;
+    case SSL_ERROR_SSL:
+      disagreed_ = !is_end_of_file(ERR_peek_error());
+      break;
     default:
       break;
   }

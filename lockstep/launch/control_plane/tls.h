@@ -41,6 +41,8 @@ class TlsConnection {
 
   int fd() const { return socket_.get(); }
   Phase phase() const { return phase_; }
+  /// It was closed for what the other end sent, an alert say; otherwise the connection itself ended.
+  bool disagreed() const { return disagreed_; }
   /// Does what can be done of the handshake. The connection is open once both ends have shown that they know the key;
   /// it is closed when the other end does not.
   void advance_handshake();
@@ -60,6 +62,7 @@ class TlsConnection {
   std::shared_ptr<const void> key_;  // what the SSL object refers to
   ssl_st* ssl_ = nullptr;
   Phase phase_ = Phase::kHandshake;
+  bool disagreed_ = false;
   short read_wants_;
   short write_wants_;
 };
