@@ -104,6 +104,22 @@ GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& t
   }
 }
 
+/// Waits until the coordinator's name has an address: it may get one when that host starts. The signal that ended the wait;
+/// otherwise there is an address, or the time for it is over.
+std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& signals) {
+  const BootTime until = BootClock::now() + options.membership.join_timeout;
+  bool said = false;
+  std::string why;
+  while (addresses_of(options.endpoint_host, options.endpoint_port, why).empty() &&
+         BootClock::now() < until) {
+    if (!std::exchange(said, true)) say_line("can't find the coordinator's host, and tries again: " + why);
+    pollfd wait = {signals.fd(), POLLIN, 0};
+    ::poll(&wait, 1, 1000);
+    if (const auto signal = signals.take()) return signal;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::string read_secret(const std::string& file) {
@@ -141,6 +157,9 @@ int run_on_hosts(const HostsOptions& options) {
         "FILE");
   }
   const SignalCatcher signals;
+  if (options.coordinates != true) {
+    if (const auto signal = await_name(options, signals)) return 128 + *signal;
+  }
   ControlPlane plane(
       {.membership = options.membership,
        .self = {.id = random_bytes<16>(),
