@@ -1,9 +1,12 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <iterator>
+#include <mutex>
 #include <poll.h>
 #include <utility>
 
@@ -13,6 +16,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/hex.h>
 #include <lockstep/base/host_name.h>
+#include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/write_all.h>
 #include <lockstep/launch/control_plane/control_plane.h>
@@ -29,6 +33,54 @@ constexpr size_t kLeastSecretBytes = 32;
 void say_line(const std::string& text) {
   write_all(STDERR_FILENO, "lockstep run: " + text + (text.ends_with('\n') ? "" : "\n"));
 }
+
+/// Writes the lines of the agent's thread on one of its own: a terminal that is stopped, or a pipe without room, must
+/// not keep the coordinator's answers from the other hosts, which would end their workers.
+class LineWriter {
+ public:
+  LineWriter() {
+    thread_.start("lockstep-lines", [this] { run(); });
+  }
+  LineWriter(const LineWriter&) = delete;
+  LineWriter& operator=(const LineWriter&) = delete;
+  /// Once all is written.
+  ~LineWriter() {
+    {
+      const std::lock_guard lock(mutex_);
+      ends_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
+
+  /// Thread-safe; does not block. What is more than kMost waiting lines is dropped.
+  void say(const std::string& text) {
+    constexpr size_t kMost = 1000;
+    const std::lock_guard lock(mutex_);
+    if (lines_.size() < kMost) lines_.push_back(text);
+    changed_.notify_one();
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return ends_ || !lines_.empty(); });
+      if (lines_.empty()) return;
+      const std::string text = std::move(lines_.front());
+      lines_.pop_front();
+      lock.unlock();
+      say_line(text);
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::string> lines_;
+  bool ends_ = false;
+  BackgroundThread thread_;
+};
 
 /// The coordinator's word, while workers run.
 class HostControl : public WorkerControl {
@@ -160,6 +212,7 @@ int run_on_hosts(const HostsOptions& options) {
   if (options.coordinates != true) {
     if (const auto signal = await_name(options, signals)) return 128 + *signal;
   }
+  LineWriter lines;
   ControlPlane plane(
       {.membership = options.membership,
        .self = {.id = random_bytes<16>(),
@@ -169,7 +222,7 @@ int run_on_hosts(const HostsOptions& options) {
        .endpoint = find_endpoint(options.endpoint_host, options.endpoint_port, options.coordinates),
        .key = TlsKey(options.secret, options.job_id),
        .tunnel = options.tunnel,
-       .say = say_line});
+       .say = [&lines](const std::string& text) { lines.say(text); }});
   int signals_taken = 0;
   int leaving = 0;  // the first of them
   while (true) {
