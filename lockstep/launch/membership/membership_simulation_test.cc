@@ -472,7 +472,7 @@ class Simulation {
 };
 
 uint64_t histories() {
-  return std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 5000 : 500;
+  return std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 5000 : 200;
 }
 
 Scene random_scene(uint64_t seed) {
