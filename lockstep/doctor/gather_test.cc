@@ -175,6 +175,16 @@ TEST(Gather, ProbesWorkHere) {
   EXPECT_NE(facts.ucx.missing.empty(), facts.ucx.engine.empty());
 }
 
+TEST(Gather, ASecretStaysOne) {
+  ::setenv("LOCKSTEP_JOB_SECRET", "0123456789abcdef0123456789abcdef", 1);
+  ::setenv("LOCKSTEP_LOG", "info", 1);
+  const auto environment = gather_environment();
+  ::unsetenv("LOCKSTEP_JOB_SECRET");
+  ::unsetenv("LOCKSTEP_LOG");
+  EXPECT_EQ(environment.at("LOCKSTEP_JOB_SECRET"), "set");
+  EXPECT_EQ(environment.at("LOCKSTEP_LOG"), "info");
+}
+
 TEST(Gather, SoftwareIsWhatThisProgramIsLinkedWith) {
   const Software software = gather_software();
   EXPECT_THAT(software.lockstep_path, HasSubstr("liblockstep.so"));
