@@ -84,7 +84,7 @@ std::array<UniqueFd, 2> OutputRouter::open_next(const std::array<Route, 2>& rout
 
 size_t OutputRouter::worker_columns() const {
   const size_t columns = terminal_columns(options_.targets[1]);
-  const size_t prefix = prefix_of(options_.nprocs - 1, options_.prefix).size();
+  const size_t prefix = prefix_of(options_.first_rank + options_.nprocs - 1, options_.prefix).size();
   return columns > prefix ? columns - prefix : 0;
 }
 
