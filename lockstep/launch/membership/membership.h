@@ -20,8 +20,8 @@
 /// - An agent ends its workers by itself when the coordinator has not answered for `lease`, which is shorter.
 ///   Clocks may run 5 % fast or slow, and the kill may take half a second.
 /// - A host that was suspended all the while has workers of an old generation when it wakes up, until its agent
-///   looks at the clock. Neither the store nor another host's workers listen to them: the generation is checked
-///   there.
+///   looks at the clock. They get no new connection to the store: the generation is checked where a tunnel's
+///   stream begins. Connections that they have, and those between workers, end with the other hosts' workers.
 namespace lockstep::launch {
 
 struct MembershipOptions {
