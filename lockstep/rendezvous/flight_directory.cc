@@ -19,8 +19,9 @@ std::string job_name(const Lookup& lookup) {
   }
   if (const auto* tcp = std::get_if<TcpMeeting>(&meeting)) {
     std::string name = tcp->run_id;
-    // Our launchers' run ids are unique, and the program may meet at an address of its own.
-    const bool unique = lookup("LOCKSTEP_AGENT_STORE").value_or("").ends_with("/" + tcp->run_id);
+    // Our launchers' run ids are unique, but for torchrun's default, and the program may meet at an address of its own.
+    const bool unique =
+        tcp->run_id != "none" && lookup("LOCKSTEP_AGENT_STORE").value_or("").ends_with("/" + tcp->run_id);
     const std::string address = tcp->host + "-" + std::to_string(tcp->port);
     if (!unique) name = tcp->run_id == "none" ? address : tcp->run_id + "-" + address;
     return tcp->attempt > 0 ? name + "-attempt-" + std::to_string(tcp->attempt) : name;
