@@ -113,7 +113,15 @@ void Guardian::enlist(pid_t process_group) const {
   }
 }
 
-void Guardian::renew_lease(BootTime until) const {
+GuardianLease Guardian::lease() const {
+  UniqueFd line(::fcntl(line_.get(), F_DUPFD_CLOEXEC, 0));
+  TORCH_CHECK_WITH(DistBackendError, static_cast<bool>(line),
+                   "can't copy the guardian's socket: ", std::strerror(errno));
+  return GuardianLease(std::move(line));
+}
+
+void GuardianLease::renew(BootTime until) {
+  if (std::exchange(until_, until) == until) return;
   const int64_t lease = until.time_since_epoch().count();
   while (::send(line_.get(), &lease, sizeof(lease), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno == EINTR) {
   }

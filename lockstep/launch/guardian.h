@@ -2,6 +2,7 @@
 
 #include <string>
 #include <sys/types.h>
+#include <utility>
 #include <vector>
 
 #include <lockstep/base/boot_clock.h>
@@ -11,6 +12,22 @@ namespace lockstep::launch {
 
 /// open_pidfd() that throws c10::DistBackendError.
 UniqueFd require_pidfd(pid_t pid);
+
+/// Until when a guardian leaves the workers alone: a launcher that is stopped, or has lost its coordinator, must not leave
+/// workers behind that others take for ended. It may outlive the guardian, and does nothing then.
+class GuardianLease {
+ public:
+  explicit GuardianLease(UniqueFd line) : line_(std::move(line)) {}
+
+  /// The guardian kills the process groups, and goes on, should `until` come before the next call. BootTime::max(): never.
+  void renew(BootTime until);
+  /// As the guardian was told last.
+  BootTime until() const { return until_; }
+
+ private:
+  UniqueFd line_;
+  BootTime until_ = BootTime::max();
+};
 
 /// A small process that outlives its launcher by an instant and then kills the process groups of all workers,
 /// so that nothing of a job stays behind even when the launcher gets SIGKILL: neither workers nor what they
@@ -35,9 +52,8 @@ class Guardian {
   /// it can have children of its own. A guardian that is gone is ignored.
   void enlist(pid_t process_group) const;
 
-  /// It kills the process groups, and goes on, should `until` come before the next call: a launcher that is stopped, or
-  /// has lost its coordinator, must not leave workers behind that others take for ended. BootTime::max(): never.
-  void renew_lease(BootTime until) const;
+  /// At first one that is never over. Throws c10::DistBackendError.
+  GuardianLease lease() const;
 
   pid_t pid() const { return pid_; }
 

@@ -104,10 +104,8 @@ class Supervisor {
   /// Ends the workers: SIGTERM, and SIGKILL once the grace period is over, or at once where that is zero. For a
   /// Streams::serve(), whose host is told by another one that this job's workers must end.
   void stop(std::chrono::nanoseconds grace_period);
-  /// See Guardian::renew_lease.
-  void renew_lease(BootTime until) const { guardian_.renew_lease(until); }
-  /// All that were started have ended, and their ends were seen.
-  bool all_ended() const { return endings_.size() == workers_.size(); }
+  /// That of the workers' guardian.
+  GuardianLease lease() const { return guardian_.lease(); }
   /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);
 
@@ -136,6 +134,7 @@ class Supervisor {
   void act_on_deadlines();
   void signal_running(int signal);
   void wait_once(Streams& streams, Deadline until);
+  bool all_ended() const { return endings_.size() == workers_.size(); }
 
   Options options_;
   std::optional<struct sigaction> former_child_action_;  // when ours replaced it

@@ -147,12 +147,7 @@ class ControlledStreams : public Streams {
     }
     output_.serve(begin, end);
   }
-  Deadline wake_at() const override {
-    const Deadline output = output_.wake_at();
-    if (control_ == nullptr) return output;
-    const Deadline control = control_->wake_at();
-    return control.remaining() < output.remaining() ? control : output;
-  }
+  Deadline wake_at() const override { return output_.wake_at(); }
   bool finished() const override { return output_.finished(); }
 
  private:

@@ -5,7 +5,6 @@
 #include <optional>
 #include <string>
 
-#include <lockstep/base/deadline.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/supervisor.h>
 #include <lockstep/launch/worker_environment.h>
@@ -18,9 +17,8 @@ class WorkerControl {
   virtual ~WorkerControl() = default;
   /// Becomes readable when serve() is to be called.
   virtual int fd() const = 0;
-  /// Is called for that, at wake_at() at the latest, and now and then.
+  /// Is called for that, and now and then.
   virtual void serve(Supervisor& supervisor) = 0;
-  virtual Deadline wake_at() const = 0;
 };
 
 /// How the workers of one host ended.

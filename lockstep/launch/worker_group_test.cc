@@ -41,7 +41,6 @@ class Once : public WorkerControl {
     if (act_ && ::read(event_.get(), &count, sizeof(count)) == sizeof(count))
       std::exchange(act_, {})(supervisor);
   }
-  Deadline wake_at() const override { return Deadline::never(); }
 
  private:
   std::function<void(Supervisor&)> act_;
@@ -82,7 +81,7 @@ TEST(WorkerGroup, EndsWhenItsControlSaysSo) {
 }
 
 TEST(WorkerGroup, ItsGuardianEndsItWhenTheLeaseIsOver) {
-  Once control([](Supervisor& supervisor) { supervisor.renew_lease(BootClock::now()); });
+  Once control([](Supervisor& supervisor) { supervisor.lease().renew(BootClock::now()); });
   const GroupEnd end =
       run_workers(shell(1, "exec sleep 1000"), {.nprocs = 1, .world_size = 2}, no_store, {}, &control);
   EXPECT_THAT(end.report, HasSubstr("killed by signal 9"));
@@ -98,9 +97,10 @@ TEST(Guardian, KillsOnlyOnceTheLeaseIsOver) {
   }
   ::setpgid(child, child);
   guardian.enlist(child);
-  guardian.renew_lease(BootClock::now() + std::chrono::hours(1));
-  guardian.renew_lease(BootTime::max());
-  guardian.renew_lease(BootClock::now());
+  GuardianLease lease = guardian.lease();
+  lease.renew(BootClock::now() + std::chrono::hours(1));
+  lease.renew(BootTime::max());
+  lease.renew(BootClock::now());
   int status = 0;
   EXPECT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);

@@ -156,7 +156,6 @@ class ControlPlane::Thread : public EventHandler {
     BootTime next = server_ ? server_->serve(now) : BootTime::max();
     const AgentState::Phase before = state_.phase();
     const AgentState::Action action = state_.advance(now);
-    plane_.lease_until_ = state_.lease_until().time_since_epoch().count();
     if (action != AgentState::Action::kNothing) act(action);
     const bool news = told || action != AgentState::Action::kNothing || state_.phase() != before ||
                       std::exchange(order_, state_.order()) != state_.order();
@@ -180,10 +179,19 @@ class ControlPlane::Thread : public EventHandler {
       const std::lock_guard lock(plane_.mutex_);
       ended = std::exchange(plane_.ended_, {});
       leaving = std::exchange(plane_.leaving_, 0);
+      plane_.lease_until_ = state_.lease_until();
+      if (plane_.guard_) {
+        // Where it is over the guardian has killed the workers, be it that this process was stopped meanwhile.
+        if (BootClock::now() >= plane_.guard_->until()) {
+          state_.lapse();
+        } else {
+          plane_.guard_->renew(plane_.lease_until_);
+        }
+      }
+      if (ended) plane_.guard_.reset();
     }
     if (leaving != 0) state_.leave(leaving, now);
     if (ended) {
-      if (ended->lapsed) state_.lapse();
       state_.workers_ended(ended->exit_status, ended->failure, now, ended->culprit);
       tunnel_.reset();
     }
@@ -261,9 +269,14 @@ std::optional<ControlPlane::Task> ControlPlane::take() {
   return task;
 }
 
-void ControlPlane::workers_ended(int exit_status, const std::string& failure, int culprit, bool lapsed) {
+void ControlPlane::guard(GuardianLease lease) {
   const std::lock_guard lock(mutex_);
-  ended_ = {exit_status, failure, culprit, lapsed};
+  guard_.emplace(std::move(lease)).renew(lease_until_);
+}
+
+void ControlPlane::workers_ended(int exit_status, const std::string& failure, int culprit) {
+  const std::lock_guard lock(mutex_);
+  ended_ = {exit_status, failure, culprit};
   signal_event(wake_event_);
 }
 

@@ -17,6 +17,7 @@
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/guardian.h>
 #include <lockstep/launch/membership/agent_state.h>
 
 namespace lockstep::launch {
@@ -62,10 +63,12 @@ class ControlPlane {
   /// Readable while there is a task.
   int fd() const { return tasks_event_.get(); }
   std::optional<Task> take();
-  /// See AgentState::workers_ended. `lapsed`: the lease that their guardian knew of was over.
-  void workers_ended(int exit_status, const std::string& failure, int culprit, bool lapsed);
+  /// From now on, until workers_ended(), the thread renews their guardian's lease with each word of the coordinator. Before
+  /// the first worker.
+  void guard(GuardianLease lease);
+  /// See AgentState::workers_ended.
+  void workers_ended(int exit_status, const std::string& failure, int culprit);
   void leave(int signal);
-  BootTime lease_until() const { return BootTime(BootClock::duration(lease_until_.load())); }
 
  private:
   class Thread;
@@ -73,18 +76,18 @@ class ControlPlane {
 
   UniqueFd tasks_event_;
   UniqueFd wake_event_;  // wakes the thread
-  std::mutex mutex_;     // over the next three
+  std::mutex mutex_;     // over what follows, up to stop_
   std::deque<Task> tasks_;
   struct WorkersEnd {
     int exit_status;
     std::string failure;
     int culprit;
-    bool lapsed;
   };
   std::optional<WorkersEnd> ended_;
   int leaving_ = 0;
+  std::optional<GuardianLease> guard_;  // while there are workers
+  BootTime lease_until_ = {};           // by the coordinator's word
   std::atomic<bool> stop_{false};
-  std::atomic<int64_t> lease_until_{0};
   BackgroundThread thread_;
 };
 

@@ -90,15 +90,6 @@ class HostControl : public WorkerControl {
 
   int fd() const override { return plane_.fd(); }
   void serve(Supervisor& supervisor) override {
-    // The guardian's lease is over, be it that this process was stopped meanwhile. Then it is so for ever.
-    if (BootClock::now() >= guardian_until_) {
-      lapsed_ = lapsed_ || !all_ended_;
-      supervisor.stop(std::chrono::nanoseconds(0));  // the guardian was or will be faster
-    } else {
-      guardian_until_ = plane_.lease_until();
-      supervisor.renew_lease(guardian_until_);
-    }
-    all_ended_ = supervisor.all_ended();
     while (const auto signal = signals_.take()) {
       plane_.leave(*signal);
       // One that came before the supervisor began to take signals.
@@ -110,11 +101,6 @@ class HostControl : public WorkerControl {
                                                                     : std::chrono::nanoseconds(0));
     }
   }
-  /// The guardian's lease was over before all workers' ends were seen: it has killed them. What comes after that, output
-  /// that a slow reader takes say, says nothing of them.
-  bool lapsed() const { return lapsed_; }
-  /// Often enough for the guardian to hear of each renewal in time.
-  Deadline wake_at() const override { return Deadline::after(std::chrono::milliseconds(500)); }
   /// The thread has failed, and the job ends with these workers.
   const std::optional<ControlPlane::Task>& end() const { return end_; }
 
@@ -122,13 +108,11 @@ class HostControl : public WorkerControl {
   ControlPlane& plane_;
   const SignalCatcher& signals_;
   std::chrono::nanoseconds grace_period_;
-  BootTime guardian_until_ = BootTime::max();  // as the guardian was told; at first it knows of none
-  bool lapsed_ = false;
-  bool all_ended_ = false;  // at the last serve()
   std::optional<ControlPlane::Task> end_;
 };
 
-GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& task, HostControl& control) {
+GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& task, ControlPlane& plane,
+                        HostControl& control) {
   const Place& place = task.place;
   const RankVariables variables = {.nprocs = options.run.nprocs,
                                    .first_rank = place.first_rank,
@@ -148,7 +132,12 @@ GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& t
   };
   try {
     return run_workers(
-        options.run, variables, [&](Supervisor&) { return task.store_port; }, adjust, &control);
+        options.run, variables,
+        [&](Supervisor& supervisor) {
+          plane.guard(supervisor.lease());
+          return task.store_port;
+        },
+        adjust, &control);
   } catch (const std::exception&) {
     const std::string why = text_of(std::current_exception());
     say_line(why);
@@ -238,13 +227,13 @@ int run_on_hosts(const HostsOptions& options) {
     if (task->kind == ControlPlane::Task::Kind::kEnd) return task->exit_status;
     if (task->kind != ControlPlane::Task::Kind::kStart) continue;  // they have ended meanwhile
     if (leaving != 0) {                                            // it came after the decision to start
-      plane.workers_ended(128 + leaving, "", -1, false);
+      plane.workers_ended(128 + leaving, "", -1);
       continue;
     }
     HostControl control(plane, signals, options.run.grace_period);
-    const GroupEnd end = run_generation(options, *task, control);
+    const GroupEnd end = run_generation(options, *task, plane, control);
     if (control.end()) return control.end()->exit_status;
-    plane.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1), control.lapsed());
+    plane.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1));
   }
 }
 
