@@ -4,6 +4,7 @@
 #include <linux/close_range.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <c10/util/Exception.h>
@@ -12,6 +13,8 @@
 
 namespace lockstep::launch {
 namespace {
+
+std::optional<rlimit> former_open_files;  // before raise_open_files_limit()
 
 std::vector<char*> pointers(const std::vector<std::string>& strings) {
   std::vector<char*> result;
@@ -35,6 +38,7 @@ void close_on_exec(int fd, bool yes) {
   guardian.enlist(::getpid());
 
   reset_signals();
+  if (former_open_files) ::setrlimit(RLIMIT_NOFILE, &*former_open_files);
 
   for (int target = 0; target < 3; ++target) {
     const int source = spec.standard[static_cast<size_t>(target)];
@@ -52,6 +56,14 @@ void close_on_exec(int fd, bool yes) {
 }
 
 }  // namespace
+
+void raise_open_files_limit() {
+  rlimit limit = {};
+  if (former_open_files || ::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  former_open_files = limit;
+  limit.rlim_cur = limit.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+}
 
 void reset_signals() {
   struct sigaction standard = {};

@@ -28,6 +28,10 @@ struct WorkerSpec {
   MakeProcess make_process = {};    // empty: fork and execve
 };
 
+/// Raises this process's limit on open files as far as its user may. Workers that it starts later get the limit that it had.
+/// Not thread-safe.
+void raise_open_files_limit();
+
 /// Gives all signals their default dispositions, and blocks none. Async-signal-safe.
 void reset_signals();
 

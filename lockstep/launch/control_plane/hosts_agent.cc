@@ -23,6 +23,7 @@
 #include <lockstep/launch/control_plane/hosts_agent.h>
 #include <lockstep/launch/signal_catcher.h>
 #include <lockstep/launch/worker_group.h>
+#include <lockstep/launch/worker_process.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 
 namespace lockstep::launch {
@@ -197,6 +198,7 @@ int run_on_hosts(const HostsOptions& options) {
         "and change it; make one by `lockstep secret > FILE`, and give it on all hosts by --secret-file "
         "FILE");
   }
+  raise_open_files_limit();  // the coordinator has three for each connection that a far worker has to the store
   const SignalCatcher signals;
   if (options.coordinates != true) {
     if (const auto signal = await_name(options, signals)) return 128 + *signal;
