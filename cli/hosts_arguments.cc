@@ -15,6 +15,7 @@
 
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/hosts_agent.h>
+#include <lockstep/launch/worker_environment.h>
 #endif
 
 namespace lockstep::cli {
@@ -138,7 +139,7 @@ void apply_conf(const std::string& text, launch::HostsOptions& options) {
 }
 
 launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch::RunOptions& run) {
-  const HostRange hosts = parse_nnodes(arguments.nnodes);
+  const HostRange hosts = arguments.standalone ? HostRange{} : parse_nnodes(arguments.nnodes);
   launch::HostsOptions options = {.run = run};
   options.membership.min_hosts = hosts.least;
   options.membership.max_hosts = hosts.most;
@@ -148,11 +149,12 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   options.local_address = arguments.local_addr;
   options.tunnel = !arguments.no_tunnel;
   HostAndPort endpoint;
-  if (arguments.standalone || hosts.most == 1) {
+  if (hosts.most == 1) {
     endpoint = {.host = "127.0.0.1", .port = 0};
     options.coordinates = true;
     options.node_rank = -1;
     options.secret = launch::make_secret();  // no other host takes part
+    options.job_id = run.run_id.empty() ? launch::make_run_id() : run.run_id;
   } else if (arguments.rdzv_backend == "c10d") {
     TORCH_CHECK_VALUE(!arguments.rdzv_endpoint.empty(),
                       "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, an address of one of the hosts");
@@ -164,7 +166,9 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
     TORCH_CHECK_VALUE(options.node_rank < hosts.most, "--node-rank is ", options.node_rank,
                       ", and with --nnodes ", hosts.most, " it lies in 0 to ", hosts.most - 1);
     const int port = arguments.master_port == 0 ? kMasterPort : arguments.master_port;
-    endpoint = arguments.rdzv_endpoint.empty() ? HostAndPort{arguments.master_addr, port}
+    std::string master = arguments.master_addr;
+    if (master.starts_with('[') && master.ends_with(']')) master = master.substr(1, master.size() - 2);
+    endpoint = arguments.rdzv_endpoint.empty() ? HostAndPort{master, port}
                                                : parse_endpoint(arguments.rdzv_endpoint, port);
     options.coordinates = options.node_rank == 0;
   }
@@ -173,7 +177,7 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   options.endpoint_host = endpoint.host;
   options.endpoint_port = static_cast<uint16_t>(endpoint.port);
   apply_conf(arguments.rdzv_conf, options);
-  if (hosts.most == 1 || arguments.standalone) {
+  if (hosts.most == 1) {
     // There is no other host that could take the workers for ended, be this process stopped for as long as it may.
     options.membership.lease = std::chrono::hours(24 * 365);
     options.membership.lost_after = 2 * options.membership.lease;
@@ -287,7 +291,8 @@ int run_on_hosts(const HostsArguments&, const launch::RunOptions&) {
   TORCH_CHECK_VALUE(
       false,
       "--nnodes above 1 and --max-restarts need an agent with TLS, and this lockstep was built without "
-      "OpenSSL; install its headers (Debian: libssl-dev) and build again, or use torchrun, srun or mpirun");
+      "OpenSSL, as the Python package's always is; build the C++ one where OpenSSL's headers are (Debian: "
+      "libssl-dev), or use torchrun, srun or mpirun");
 }
 
 void add_secret(CLI::App&) {}

@@ -9,13 +9,16 @@
 
 namespace lockstep::cli {
 
+/// torchrun's name of a run that has none.
+inline constexpr const char* kNoRunId = "none";
+
 /// What `lockstep run` is told about hosts, by torchrun's options.
 struct HostsArguments {
   std::string nnodes = "1";
   int node_rank = -1;
   std::string rdzv_backend = "static";
   std::string rdzv_endpoint;
-  std::string rdzv_id = "none";
+  std::string rdzv_id = kNoRunId;
   std::string rdzv_conf;
   std::string master_addr = "127.0.0.1";
   uint16_t master_port = 0;

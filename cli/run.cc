@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -77,11 +78,13 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
   options.command = command_from(arguments, words);
   options.role = arguments.role;
+  if (arguments.hosts.rdzv_id != kNoRunId) options.run_id = arguments.hosts.rdzv_id;
   options.redirects = launch::StreamChoice::parse("--redirects", arguments.redirects);
   options.tee = launch::StreamChoice::parse("--tee", arguments.tee);
   std::istringstream shown(arguments.shown_ranks);
   for (std::string rank; std::getline(shown, rank, ',');) {
-    options.shown_ranks.insert(parse_number("--local-ranks-filter", rank, 0, options.nprocs - 1));
+    options.shown_ranks.insert(
+        parse_number("--local-ranks-filter", rank, 0, std::numeric_limits<int>::max()));
   }
   options.master_port = arguments.hosts.master_port;
   options.prefix = !arguments.no_prefix;

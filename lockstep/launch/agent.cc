@@ -86,7 +86,7 @@ std::string make_log_folder(const std::string& base, const std::string& run_id) 
   const std::string parent = base.empty() ? environment::text("TMPDIR").value_or("/tmp") : base;
   std::error_code ignored;  // the next call says why
   std::filesystem::create_directories(parent, ignored);
-  std::string folder = parent + "/" + run_id + "_XXXXXX";
+  std::string folder = std::filesystem::absolute(parent).string() + "/" + run_id + "_XXXXXX";
   TORCH_CHECK_VALUE(::mkdtemp(folder.data()) != nullptr, "can't make a folder in ", parent,
                     " for the processes' output: ", std::strerror(errno), "; name another by --log-dir");
   return folder;
@@ -104,8 +104,10 @@ void check_options(const RunOptions& options) {
 int run(const RunOptions& options) {
   check_options(options);
   std::optional<AgentStore> store;
-  const RankVariables variables = {
-      .nprocs = options.nprocs, .world_size = options.nprocs, .run_id = make_run_id(), .role = options.role};
+  const RankVariables variables = {.nprocs = options.nprocs,
+                                   .world_size = options.nprocs,
+                                   .run_id = options.run_id.empty() ? make_run_id() : options.run_id,
+                                   .role = options.role};
   return run_workers(
              options, variables,
              [&](Supervisor& supervisor) {

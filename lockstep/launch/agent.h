@@ -38,6 +38,7 @@ struct RunOptions {
   std::chrono::nanoseconds grace_period =
       std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
   std::string role = "default";  // ROLE_NAME
+  std::string run_id = {};       // TORCHELASTIC_RUN_ID; empty: a fresh one
   // Where each start of the workers has a folder attempt_N, with RANK/error.json, stdout.log and stderr.log by local rank,
   // as torchrun has it; see make_log_folder(). Empty: nothing is kept.
   std::string log_folder = {};

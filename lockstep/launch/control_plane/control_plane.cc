@@ -67,7 +67,7 @@ Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<boo
   }
   if (here == false) return {std::move(addresses), {}};
   std::vector<PeerAddress> candidates = addresses;
-  if (here == true) {
+  if (here == true && !is_loopback(addresses.front())) {
     // Behind a forwarding address it listens where it reaches the other hosts.
     for (const PeerAddress& own : addresses_of(interface_between_hosts("").address, port, why))
       candidates.push_back(own);
@@ -111,7 +111,7 @@ class ControlPlane::Thread : public EventHandler {
         store_.reset();
         return store_
             .emplace(
-                uint16_t{0}, [this] { return plane_.stop_.load(); }, store_host)
+                options_.store_port, [this] { return plane_.stop_.load(); }, store_host)
             .port();
       };
       server.observe = [this](const Decision& decision) {
@@ -204,7 +204,7 @@ class ControlPlane::Thread : public EventHandler {
                                                                : Task::Kind::kKill};
     if (action == AgentState::Action::kStart) {
       task.place = state_.place();
-      task.local_address = link_->local_address();
+      if (!means_loopback(link_->local_address())) task.local_address = link_->local_address();
       task.store_host = kLoopback;
       if (task.place.store_port != 0) {
         task.store_host = text_of_address(link_->coordinator());

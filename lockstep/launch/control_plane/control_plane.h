@@ -45,6 +45,7 @@ class ControlPlane {
     TlsKey key;
     /// Of the coordinator: workers reach its store by the tunnel; otherwise it is open to the network.
     bool tunnel = true;
+    uint16_t store_port = 0;                      // 0: a free one for each store
     std::function<void(const std::string&)> say;  // is told what happens, on the thread
   };
   /// What the main thread is to do.
@@ -53,7 +54,7 @@ class ControlPlane {
     Place place = {};                // with kStart
     std::string store_host = {};     // with kStart
     uint16_t store_port = 0;         // with kStart
-    std::string local_address = {};  // with kStart: this host's, as the coordinator sees it
+    std::string local_address = {};  // with kStart: as the coordinator sees it; empty on loopback
     int exit_status = 0;             // with kEnd
   };
 

@@ -213,6 +213,8 @@ int run_on_hosts(const HostsOptions& options) {
        .endpoint = find_endpoint(options.endpoint_host, options.endpoint_port, options.coordinates),
        .key = TlsKey(options.secret, options.job_id),
        .tunnel = options.tunnel,
+       // Over several hosts the agents meet at the port that the user names.
+       .store_port = options.membership.max_hosts == 1 ? options.run.master_port : uint16_t{0},
        .say = [&lines](const std::string& text) { lines.say(text); }});
   int signals_taken = 0;
   int leaving = 0;  // the first of them
