@@ -45,7 +45,9 @@ def wait_until_ended(pid):
 
 @pytest.fixture(autouse=True)
 def agents_are_built(programs):
-    if "--secret-file" not in programs.run("lockstep", "run", "--help").stdout or programs.run("lockstep", "secret").status:
+    done = programs.run("lockstep", "run", "--nnodes", 2, "--rdzv-backend", "c10d", "true")
+    assert done.status == 2, done.text
+    if "built without OpenSSL" in done.stderr:
         pytest.skip("lockstep was built without OpenSSL")
 
 
@@ -123,8 +125,10 @@ def test_without_the_tunnel_the_store_is_at_the_coordinators_address(programs, m
         assert f"[rank {rank}] meets at {net.addresses[0]}\n" in done[rank // 2].stdout, done
 
 
-# Of the launcher's own, or of the moment.
-DIFFERS = ("LOCKSTEP_", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "_=", "SHLVL")
+# Of the launcher's own, or of the moment. TORCHELASTIC_SIGNALS_TO_HANDLE is what torchrun tells its own agent, in that
+# process's environment; workers inherit it and have no use for it. MASTER_PORT is the store's:
+# torchrun's agents meet there too, and ours at a port of their own.
+DIFFERS = ("LOCKSTEP_", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "_=", "SHLVL")
 
 
 def test_workers_have_torchruns_environment(programs, make_hosts):
@@ -151,9 +155,13 @@ def test_workers_have_torchruns_environment(programs, make_hosts):
         assert seen["lockstep", rank] == seen["torchrun", rank]
 
 
-def test_static_hosts_have_the_ranks_that_they_ask_for(programs):
+@pytest.mark.parametrize("master", ["127.0.0.1", "[::1]"])
+def test_static_hosts_have_the_ranks_that_they_ask_for(programs, master):
+    interfaces = pathlib.Path("/proc/net/if_inet6")
+    if master == "[::1]" and not (interfaces.exists() and f"{1:032x}" in interfaces.read_text()):
+        pytest.skip("there is no ::1 here")
     port = free_port()
-    places = [["--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port] for rank in (1, 0)]
+    places = [["--nnodes", 2, "--node-rank", rank, "--master-addr", master, "--master-port", port] for rank in (1, 0)]
     agents = [
         programs.start("lockstep", "run", *place, "-n", 1, "sh", "-c", TELL, LOCKSTEP_JOB_SECRET=SECRET)
         for place in places
@@ -218,10 +226,10 @@ def test_the_coordinator_says_who_failed_on_another_host_and_why(programs):
 
 
 def test_the_cause_is_found_across_hosts(programs):
-    """Rank 0 fails because of rank 1 on another host, whose process ends later."""
+    """Rank 0 fails because of rank 1 on another host, whose process stays until it is ended."""
     job = Job(programs, 2)
-    driver = [programs.find("meeting_driver"), "--forever", "--fail-last", 1]
-    script = f"LOCKSTEP_TEST_HOST=host-$GROUP_RANK exec {' '.join(map(str, driver))}"
+    driver = f"{programs.find('meeting_driver')} --forever --fail-last 1"
+    script = f"export LOCKSTEP_TEST_HOST=host-$GROUP_RANK; test $RANK = 0 && exec {driver}; {driver}; exec sleep 1000"
     agents = [job.start_coordinator(1, script), job.start(1, script)]
     done = [agent.finish() for agent in agents]
     if any("needs UCX" in result.stderr for result in done):
