@@ -179,6 +179,15 @@ def test_no_line_is_torn_or_lost(programs):
             assert [line[len(mark) :] for line in shown if line.startswith(mark)] == wanted
 
 
+def test_a_slow_reader_tears_no_line(programs):
+    lines = 100_000
+    run = f'{programs.find("lockstep")} run -n 2 seq 1 {lines} | {{ sleep 1; cat; }}'
+    shown = programs.run("sh", "-c", run).stdout.splitlines()
+    for rank in range(2):
+        mark = f"[rank {rank}] "
+        assert [line[len(mark) :] for line in shown if line.startswith(mark)] == list(map(str, range(1, lines + 1)))
+
+
 def test_a_full_disk_harms_no_process(programs, tmp_path):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode or not shutil.which("mount"):
         pytest.skip("a small disk needs root")

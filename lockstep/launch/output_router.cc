@@ -106,8 +106,15 @@ void OutputRouter::serve(const pollfd* begin, const pollfd* end) {
   }
   for (size_t i = 0; i < sources_.size(); ++i) {
     Source& source = sources_[i];
-    if (begin[i].fd >= 0 && begin[i].revents != 0) read_from(source);
-    if (!source.idle_at.expired()) continue;
+    const bool asked = begin[i].fd >= 0;
+    const bool idle = source.idle_at.expired();
+    // What has come since poll(2) belongs to an unfinished line.
+    if (asked && (begin[i].revents != 0 || idle)) read_from(source);
+    if (!idle || !source.idle_at.expired()) continue;
+    if (!asked) {  // it may have written the rest, and the sink has no room for it
+      source.idle_at = Deadline::after(kIdleTime);
+      continue;
+    }
     source.idle_at = Deadline::never();
     sinks_[source.sink]->queue += sinks_[source.sink]->lines.flush(source.index);
   }
