@@ -42,6 +42,8 @@
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
+#include <lockstep/profiler/profiler.h>
+#include <lockstep/profiler/record_function.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/robust_loop.h>
 #include <lockstep/train/trainer.h>

@@ -1,0 +1,100 @@
+#include <algorithm>
+#include <array>
+#include <map>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include <torch/csrc/profiler/combined_traceback.h>
+
+#include <lockstep/profiler/internal/call_stacks.h>
+
+namespace lockstep::profiler::internal {
+namespace {
+
+// A callback of RecordFunction is a plain function, so the log that it writes to is found here.
+std::mutex current_stack_log_mutex;
+std::shared_ptr<CallStacks::Log> current_stack_log;  // guarded by it
+
+std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& function) {
+  std::shared_ptr<CallStacks::Log> log;
+  {
+    const std::lock_guard lock(current_stack_log_mutex);
+    log = current_stack_log;
+  }
+  if (log == nullptr) return nullptr;
+  CallStacks::Call call{function.name(), at::RecordFunction::currentThreadId(),
+                        torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true)};
+  const std::lock_guard lock(log->mutex);
+  log->calls.push_back(std::move(call));
+  return nullptr;
+}
+
+/// What a reader looks for are the calls of the program, and not how torch gets from one of them to the operator.
+bool is_of_the_program(const torch::unwind::Frame& frame) {
+  constexpr std::array<std::string_view, 6> kOthers = {
+      "at::", "c10::", "torch::", "std::", "__libc_", "lockstep::profiler::internal"};
+  std::string_view name = frame.funcname;
+  name = name.substr(0, name.find_first_of("<("));
+  name = name.substr(name.rfind(' ') + 1);  // a template's name has its result in front
+  return !name.empty() && name != "??" &&
+         std::none_of(kOthers.begin(), kOthers.end(),
+                      [&](std::string_view other) { return name.starts_with(other); });
+}
+
+std::string frame_text(const torch::unwind::Frame& frame) {
+  if (frame.filename.empty() || frame.filename == "??") return frame.funcname;
+  return frame.filename + "(" + std::to_string(frame.lineno) + "): " + frame.funcname;
+}
+
+}  // namespace
+
+CallStacks::CallStacks() : log_(std::make_shared<Log>()) {
+  // The first look at a stack reads the libraries' tables, for milliseconds, which no operator shall be charged with.
+  torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true);
+  {
+    const std::lock_guard lock(current_stack_log_mutex);
+    current_stack_log = log_;
+  }
+  handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(note_call));
+}
+
+void CallStacks::end() {
+  if (handle_ == at::INVALID_CALLBACK_HANDLE) return;
+  at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
+  const std::lock_guard lock(current_stack_log_mutex);
+  current_stack_log.reset();
+}
+
+void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
+  const std::lock_guard lock(log_->mutex);
+  if (log_->calls.empty()) return;
+  std::vector<torch::CapturedTraceback*> traces;
+  for (const Call& call : log_->calls) traces.push_back(call.trace.get());
+  const torch::SymbolizedTracebacks symbols = torch::symbolize(traces);
+  // The n-th call of a name in a thread is its n-th event.
+  std::map<std::pair<std::string, uint64_t>, std::pair<std::vector<size_t>, std::vector<FunctionEvent*>>>
+      by_name;
+  for (size_t i = 0; i < log_->calls.size(); ++i) {
+    by_name[{log_->calls[i].name, log_->calls[i].thread}].first.push_back(i);
+  }
+  for (FunctionEvent& event : events) {
+    const auto found = by_name.find({event.name, event.thread});
+    if (found != by_name.end()) found->second.second.push_back(&event);
+  }
+  for (auto& [name, pair] : by_name) {
+    auto& [calls, of_name] = pair;
+    if (calls.size() != of_name.size()) continue;  // one of both has missed some: which, is not known
+    std::stable_sort(of_name.begin(), of_name.end(), [](const FunctionEvent* a, const FunctionEvent* b) {
+      return std::make_tuple(a->start_ns, -a->end_ns) < std::make_tuple(b->start_ns, -b->end_ns);
+    });
+    for (size_t i = 0; i < calls.size(); ++i) {
+      for (const uint64_t index : symbols.tracebacks.at(calls[i])) {
+        const torch::unwind::Frame& frame = symbols.all_frames.at(index);
+        if (is_of_the_program(frame)) of_name[i]->stack.push_back(frame_text(frame));
+      }
+    }
+  }
+}
+
+}  // namespace lockstep::profiler::internal

@@ -1,0 +1,206 @@
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <unistd.h>
+#include <utility>
+#include <zlib.h>
+
+#include <c10/util/Exception.h>
+#include <nlohmann/json.hpp>
+
+#include <lockstep/base/file_replacement.h>
+#include <lockstep/profiler/internal/trace_file.h>
+
+namespace lockstep::profiler::internal {
+namespace {
+
+using nlohmann::ordered_json;
+
+/// Rows of group operations are no threads; Linux has no thread with such a number.
+constexpr int64_t kFirstLane = 1'000'000'000;
+
+std::string dumped(const ordered_json& value) {
+  return value.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+}
+
+/// Events as text, each with a comma behind it.
+class EventWriter {
+ public:
+  explicit EventWriter(int64_t base_ns) : base_ns_(base_ns) {}
+
+  void name_row(int64_t row, const std::string& name) {
+    const int64_t pid = ::getpid();
+    add({{"ph", "M"}, {"name", "thread_name"}, {"pid", pid}, {"tid", row}, {"args", {{"name", name}}}});
+    add({{"ph", "M"},
+         {"name", "thread_sort_index"},
+         {"pid", pid},
+         {"tid", row},
+         {"args", {{"sort_index", row}}}});
+  }
+  void add_span(const std::string& name, int64_t row, int64_t start_ns, int64_t end_ns,
+                ordered_json arguments) {
+    add({{"ph", "X"},
+         {"cat", "user_annotation"},
+         {"name", name},
+         {"pid", ::getpid()},
+         {"tid", row},
+         {"ts", microseconds(start_ns - base_ns_)},
+         {"dur", microseconds(end_ns - start_ns)},
+         {"args", std::move(arguments)}});
+  }
+  const std::string& text() const { return text_; }
+
+  static double microseconds(int64_t ns) { return static_cast<double>(ns) / 1000; }
+
+ private:
+  void add(const ordered_json& event) { text_ += dumped(event) + ",\n"; }
+
+  int64_t base_ns_;
+  std::string text_;
+};
+
+void add_scopes(const std::vector<ThreadScope>& scopes, EventWriter& writer) {
+  std::map<int64_t, std::string> threads;
+  for (const ThreadScope& scope : scopes) {
+    if (threads.emplace(scope.thread, scope.thread_name).second) {
+      writer.name_row(scope.thread,
+                      "thread " + std::to_string(scope.thread) + " (" + scope.thread_name + ")");
+    }
+    writer.add_span(scope.name, scope.thread, scope.start_ns, scope.end_ns, ordered_json::object());
+  }
+}
+
+ordered_json arguments_of(const flight::Group& group, const LoggedOperation& operation) {
+  // Names as those of record_param_comms, where torch has one.
+  ordered_json arguments = {
+      {"Collective name", operation.kind},
+      {"dtype", operation.dtype},
+      {"In msg nelems", operation.input_elements},
+      {"Out msg nelems", operation.output_elements},
+      {"Bytes", operation.bytes},
+      {"Group size", group.ranks.size()},
+      {"Process Group Name", group.name},
+      {kGroupKeyArgument, group.key.empty() ? group.name : group.key},
+      {"Process Group Ranks", dumped(group.ranks)},
+      {"Rank", group.ranks.at(static_cast<size_t>(group.rank))},
+      {"Seq", operation.sequence},
+      {"Is P2P", operation.point_to_point},
+      {"Is asynchronized op", operation.asynchronous},
+      {kQueuedArgument, EventWriter::microseconds(operation.started_ns - operation.scheduled_ns)},
+  };
+  if (operation.peer >= 0) arguments[kPeerArgument] = group.ranks.at(static_cast<size_t>(operation.peer));
+  if (operation.point_to_point) arguments["Tag"] = operation.tag;
+  if (!operation.detail.empty()) arguments["Detail"] = operation.detail;
+  if (!operation.where.empty()) arguments["Call"] = operation.where;
+  if (!operation.error.empty()) arguments["Error"] = operation.error;
+  return arguments;
+}
+
+/// Each group has a row; those of its operations that overlap, as messages may, are in further ones.
+void add_operations(OperationLog::Content content, const std::string& prefix, EventWriter& writer) {
+  std::stable_sort(
+      content.operations.begin(), content.operations.end(),
+      [](const LoggedOperation& a, const LoggedOperation& b) { return a.started_ns < b.started_ns; });
+  struct Lane {
+    int64_t row;
+    int64_t end_ns;
+  };
+  std::vector<std::vector<Lane>> lanes(content.groups.size());
+  int64_t rows = kFirstLane;
+  for (const LoggedOperation& operation : content.operations) {
+    if (operation.started_ns == 0 || operation.ended_ns == 0) continue;
+    const flight::Group& group = content.groups[operation.group];
+    std::vector<Lane>& of_group = lanes[operation.group];
+    auto lane = std::find_if(of_group.begin(), of_group.end(),
+                             [&](const Lane& one) { return one.end_ns <= operation.started_ns; });
+    if (lane == of_group.end()) {
+      lane = of_group.insert(lane, {rows++, 0});
+      writer.name_row(lane->row, prefix + ": group " + group.name);
+    }
+    lane->end_ns = operation.ended_ns;
+    writer.add_span(prefix + ":" + operation.kind, lane->row, operation.started_ns, operation.ended_ns,
+                    arguments_of(group, operation));
+  }
+}
+
+/// The file that takes the place of `to`, plain or compressed.
+class TraceOutput {
+ public:
+  explicit TraceOutput(const std::string& to)
+      : to_(to), replacement_(to + "." + std::to_string(::getpid()) + ".part") {
+    const bool compressed = to.ends_with(".gz");
+    file_.reset(::gzopen(replacement_.name().c_str(), compressed ? "wb1" : "wbT"));
+    TORCH_CHECK(file_ != nullptr, to_, " can't be written: ", std::strerror(errno));
+  }
+  void write(const char* data, size_t size) {
+    if (size == 0) return;
+    const int written = ::gzwrite(file_.get(), data, static_cast<unsigned>(size));
+    TORCH_CHECK(written == static_cast<int>(size), to_, " can't be written: ", std::strerror(errno));
+  }
+  void write(const std::string& text) { write(text.data(), text.size()); }
+  void commit() {
+    const int status = ::gzclose(file_.release());
+    TORCH_CHECK(status == Z_OK, to_, " can't be written: ", std::strerror(errno));
+    TORCH_CHECK(replacement_.commit(to_), to_, " can't be written: ", std::strerror(errno));
+  }
+
+ private:
+  struct Close {
+    void operator()(gzFile file) const { ::gzclose(file); }
+  };
+  const std::string to_;
+  FileReplacement replacement_;
+  std::unique_ptr<gzFile_s, Close> file_;
+};
+
+/// What Kineto writes before its first event.
+struct KinetoHeader {
+  std::string fields;  // up to "traceEvents"
+  int64_t base_ns = 0;
+};
+
+KinetoHeader read_header(std::istream& in, const std::string& from) {
+  constexpr const char* kEvents = "\"traceEvents\": [";
+  constexpr const char* kBase = "\"baseTimeNanoseconds\": ";
+  constexpr size_t kMost = 16 << 20;
+  KinetoHeader header;
+  std::string line;
+  while (header.fields.size() < kMost && std::getline(in, line)) {
+    if (const size_t at = line.find(kEvents); at != std::string::npos) {
+      header.fields += line.substr(0, at);
+      if (const size_t base = header.fields.find(kBase); base != std::string::npos) {
+        const char* digits = header.fields.data() + base + std::strlen(kBase);
+        std::from_chars(digits, header.fields.data() + header.fields.size(), header.base_ns);
+      }
+      return header;
+    }
+    header.fields += line + "\n";
+  }
+  TORCH_CHECK(false, from, " has no \"traceEvents\", so it is no trace of Kineto's");
+}
+
+}  // namespace
+
+void write_trace(const std::string& from, const std::string& to, const TraceAdditions& additions) {
+  std::ifstream in(from, std::ios::binary);
+  TORCH_CHECK(in, from, " can't be read: ", std::strerror(errno));
+  const KinetoHeader header = read_header(in, from);
+  EventWriter events(header.base_ns);
+  add_scopes(additions.scopes, events);
+  add_operations(additions.operations, additions.collectives_as, events);
+  TraceOutput out(to);
+  out.write(header.fields);
+  for (const auto& [key, value] : additions.metadata) out.write(dumped(key) + ": " + value + ",\n    ");
+  out.write("\"traceEvents\": [\n" + events.text());
+  std::vector<char> block(1 << 20);
+  while (in.read(block.data(), static_cast<std::streamsize>(block.size())) || in.gcount() > 0) {
+    out.write(block.data(), static_cast<size_t>(in.gcount()));
+  }
+  out.commit();
+}
+
+}  // namespace lockstep::profiler::internal

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <lockstep/profiler/internal/operation_log.h>
+#include <lockstep/profiler/internal/thread_scopes.h>
+
+/// What we add to the file that Kineto has written.
+namespace lockstep::profiler::internal {
+
+struct TraceAdditions {
+  std::map<std::string, std::string> metadata;  // JSON, by key; beside Kineto's own
+  OperationLog::Content operations;
+  std::vector<ThreadScope> scopes;
+  std::string collectives_as;  // "lockstep"
+};
+
+/// The names of the arguments of an operation's event that torch has no word for.
+inline constexpr const char* kQueuedArgument = "Queued (us)";
+inline constexpr const char* kGroupKeyArgument = "Process Group Key";
+inline constexpr const char* kPeerArgument = "Peer Rank";
+/// The field of a trace's header that tells whose it is: {"pid", "host", "boot_id"}.
+inline constexpr const char* kProcessField = "lockstep";
+
+/// `from`: Kineto's file, which is read once, from begin to end. `to` appears as a whole; it is compressed if its name ends
+/// with .gz. Throws c10::Error that names the file that can't be read or written, or is none of Kineto's.
+void write_trace(const std::string& from, const std::string& to, const TraceAdditions& additions);
+
+}  // namespace lockstep::profiler::internal

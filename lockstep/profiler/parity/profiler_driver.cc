@@ -1,0 +1,174 @@
+// What Python's profiler is compared with; the first argument says what:
+//
+//   schedule          for each line of standard input, WAIT WARMUP ACTIVE REPEAT SKIP_FIRST SKIP_FIRST_WAIT STEPS, a line
+//                     with the number of the action of each step, or "error"
+//   model             a small training, as profiler_test.py does it: its averages and their tables, as JSON
+//   traces DIR RANK   two cycles of it, as the handler for TensorBoard writes them, with operations of a group
+#include <cstdint>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+#include <torch/torch.h>
+
+#include <lockstep/base/world_defaults.h>
+#include <lockstep/flight/operation_observer.h>
+#include <lockstep/profiler/profiler.h>
+#include <lockstep/profiler/record_function.h>
+#include <lockstep/testing/driver.h>
+
+namespace profiler_driver {
+namespace {
+
+using lockstep::Profiler;
+using lockstep::ProfilerOptions;
+using lockstep::profiler::FunctionEventAvg;
+using lockstep::profiler::KeyAverages;
+using lockstep::profiler::RecordFunction;
+using lockstep::profiler::TableOptions;
+using nlohmann::json;
+
+void answer_schedules() {
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream in(line);
+    lockstep::profiler::ScheduleOptions options;
+    int64_t steps = 0;
+    in >> options.wait >> options.warmup >> options.active >> options.repeat >> options.skip_first >>
+        options.skip_first_wait >> steps;
+    try {
+      const auto when = lockstep::profiler::schedule(options);
+      for (int64_t step = 0; step < steps; ++step) std::cout << static_cast<int>(when(step));
+    } catch (const c10::ValueError&) {
+      std::cout << "error";
+    }
+    std::cout << "\n";
+  }
+}
+
+/// The same operators as profiler_test.py's Model.
+class Model {
+ public:
+  void step() const {
+    const RecordFunction scope("step");
+    auto hidden = torch::relu(torch::conv2d(images_, filters_, bias_, {1, 1}, {1, 1}, {1, 1}));
+    auto output = torch::linear(hidden.flatten(1), weight_);
+    auto loss = torch::cross_entropy_loss(output, labels_);
+    torch::autograd::backward({loss}, {one_});
+    torch::NoGradGuard guard;
+    for (auto parameter : {filters_, bias_, weight_}) {
+      parameter.sub_(parameter.grad(), 0.125);
+      parameter.mutable_grad().zero_();
+    }
+  }
+
+ private:
+  static torch::Tensor numbers(std::vector<int64_t> sizes) {
+    const auto count = c10::multiply_integers(sizes);
+    return (torch::arange(count, torch::kFloat32) / static_cast<double>(count)).reshape(sizes);
+  }
+
+  torch::Tensor images_ = numbers({4, 3, 8, 8});
+  torch::Tensor labels_ = torch::arange(4);
+  torch::Tensor one_ = torch::ones({});
+  torch::Tensor filters_ = numbers({5, 3, 3, 3}).requires_grad_();
+  torch::Tensor bias_ = numbers({5}).requires_grad_();
+  torch::Tensor weight_ = numbers({10, 320}).requires_grad_();
+};
+
+json row_of(const FunctionEventAvg& row) {
+  return {{"key", row.key},
+          {"count", row.count},
+          {"cpu_time_total", row.cpu_time_total},
+          {"self_cpu_time_total", row.self_cpu_time_total},
+          {"cpu_memory_usage", row.cpu_memory_usage},
+          {"self_cpu_memory_usage", row.self_cpu_memory_usage},
+          {"flops", row.flops},
+          {"input_shapes", row.input_shapes ? json(*row.input_shapes) : json()},
+          {"is_async", row.is_async}};
+}
+
+json averages_of(const KeyAverages& averages) {
+  json rows = json::array();
+  for (const FunctionEventAvg& row : averages) rows.push_back(row_of(row));
+  json tables = json::array();
+  const auto add = [&](const json& arguments, const TableOptions& options) {
+    tables.push_back({{"arguments", arguments}, {"text", averages.table(options)}});
+  };
+  add(json::object(), {});
+  add({{"sort_by", "self_cpu_time_total"}, {"row_limit", 5}},
+      {.sort_by = "self_cpu_time_total", .row_limit = 5});
+  add({{"sort_by", "cpu_memory_usage"}, {"header", "memory"}, {"time_unit", "ms"}},
+      {.sort_by = "cpu_memory_usage", .header = "memory", .time_unit = "ms"});
+  add({{"sort_by", "count"}, {"max_name_column_width", 20}, {"max_shapes_column_width", 15}},
+      {.sort_by = "count", .max_name_column_width = 20, .max_shapes_column_width = 15});
+  return {{"rows", rows}, {"tables", tables}};
+}
+
+ProfilerOptions all_options() {
+  return {.activities = std::set{lockstep::profiler::ProfilerActivity::kCpu},
+          .schedule = lockstep::profiler::schedule({.warmup = 1, .active = 2, .repeat = 1}),
+          .record_shapes = true,
+          .profile_memory = true,
+          .with_flops = true};
+}
+
+void profile_model() {
+  const Model model;
+  model.step();  // the first allocates gradients
+  Profiler profile(all_options());
+  for (int step = 0; step < 3; ++step) {
+    model.step();
+    profile.step();
+  }
+  profile.stop();
+  std::cout << json{{"by name", averages_of(profile.key_averages())},
+                    {"by shape", averages_of(profile.key_averages({.group_by_input_shape = true}))}}
+            << "\n";
+}
+
+void write_traces(const std::string& folder, int rank) {
+  const Model model;
+  lockstep::set_world_defaults({.rank = rank, .world_size = 2});
+  const auto group = std::make_shared<const lockstep::flight::Group>(
+      lockstep::flight::Group{"default", {0, 1}, rank, "key"});
+  const std::vector<torch::Tensor> tensors = {torch::ones({1000})};
+  ProfilerOptions options = all_options();
+  options.schedule = lockstep::profiler::schedule({.warmup = 1, .active = 3, .repeat = 2});
+  options.on_trace_ready =
+      lockstep::profiler::tensorboard_trace_handler(folder, "rank" + std::to_string(rank));
+  options.collectives_as = "gloo";
+  Profiler profile(options);
+  for (uint64_t step = 1; step <= 8; ++step) {
+    model.step();
+    lockstep::flight::Operation operation;
+    operation.kind = "all_reduce";
+    operation.sequence = step;
+    operation.inputs = operation.outputs = &tensors;
+    const uint64_t id = lockstep::flight::scheduled(group, operation);
+    lockstep::flight::started(id);
+    lockstep::flight::completed(id);
+    profile.step();
+  }
+}
+
+}  // namespace
+
+LOCKSTEP_DRIVER(profiler_driver) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "schedule") {
+    answer_schedules();
+  } else if (what == "model") {
+    profile_model();
+  } else if (what == "traces" && argc > 3) {
+    write_traces(argv[2], std::stoi(argv[3]));
+  } else {
+    return 2;
+  }
+  return 0;
+}
+
+}  // namespace profiler_driver

@@ -1,0 +1,173 @@
+"""Schedules, operators and tables against torch.profiler's, and what reads its traces on ours."""
+
+import json
+import random
+import subprocess
+import warnings
+
+import pytest
+import torch
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+RANKS = 2
+SCHEDULES = 10_000
+STEPS = 60
+
+
+def ask(bin_dir, *arguments, lines=()):
+    done = subprocess.run(
+        [bin_dir / "profiler_driver", *map(str, arguments)],
+        input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def torchs_actions(wait, warmup, active, repeat, skip_first, skip_first_wait):
+    try:
+        when = schedule(
+            wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first, skip_first_wait=skip_first_wait
+        )
+    except AssertionError:
+        return "error"
+    return "".join(str(when(step).value) for step in range(STEPS))
+
+
+def test_schedules_are_torchs(bin_dir):
+    rng = random.Random(20261123)
+    most = (5, 5, 6, 4, 9)
+    wanted = []
+    for _ in range(SCHEDULES):
+        low = -1 if rng.random() < 0.05 else 0
+        wanted.append((*(rng.randint(low, high) for high in most), rng.randint(0, 1)))
+    answers = ask(bin_dir, "schedule", lines=[" ".join(map(str, (*one, STEPS))) for one in wanted]).splitlines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a schedule without a warm-up
+        for arguments, answer in zip(wanted, answers, strict=True):
+            assert answer == torchs_actions(*arguments), arguments
+
+
+def numbers(*sizes):
+    count = torch.Size(sizes).numel()
+    return (torch.arange(count, dtype=torch.float32) / count).reshape(sizes)
+
+
+class Model:
+    """The same operators as profiler_driver.cc's."""
+
+    def __init__(self):
+        self.images, self.labels, self.one = numbers(4, 3, 8, 8), torch.arange(4), torch.ones([])
+        self.filters = numbers(5, 3, 3, 3).requires_grad_()
+        self.bias = numbers(5).requires_grad_()
+        self.weight = numbers(10, 320).requires_grad_()
+
+    def step(self):
+        with record_function("step"):
+            hidden = torch.relu(torch.conv2d(self.images, self.filters, self.bias, 1, 1))
+            output = torch.nn.functional.linear(hidden.flatten(1), self.weight)
+            loss = torch.nn.functional.cross_entropy(output, self.labels)
+            # What loss.backward() calls behind operators of its own.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,), (self.one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+            with torch.no_grad():
+                for parameter in (self.filters, self.bias, self.weight):
+                    parameter.sub_(parameter.grad, alpha=0.125)
+                    parameter.grad.zero_()
+
+
+@pytest.fixture(scope="module")
+def torchs_averages():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = Model()
+    model.step()
+    with profile(
+        activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=1, active=2, repeat=1),
+        record_shapes=True, profile_memory=True, with_flops=True,
+    ) as recorded:  # fmt: skip
+        for _ in range(3):
+            model.step()
+            recorded.step()
+    torch.set_num_threads(threads)
+    return {"by name": recorded.key_averages(), "by shape": recorded.key_averages(group_by_input_shape=True)}
+
+
+@pytest.fixture(scope="module")
+def our_averages(bin_dir):
+    return json.loads(ask(bin_dir, "model"))
+
+
+@pytest.mark.parametrize("kind", ["by name", "by shape"])
+def test_operators_are_torchs(torchs_averages, our_averages, kind):
+    """Counts, shapes and operations; times are each one's own."""
+    torchs = {(row.key, str(row.input_shapes or [])): (row.count, row.flops) for row in torchs_averages[kind]}
+    ours = {(row["key"], str(row["input_shapes"] or [])): (row["count"], row["flops"]) for row in our_averages[kind]["rows"]}
+    assert ours == torchs
+    assert any(flops > 0 for _, flops in ours.values())
+
+
+@pytest.mark.parametrize("kind", ["by name", "by shape"])
+def test_tables_are_torchs(our_averages, kind):
+    """What torch prints for our values."""
+    rows = EventList(use_device=None, profile_memory=True, with_flops=True)
+    for row in our_averages[kind]["rows"]:
+        average = FunctionEventAvg()
+        for name, value in row.items():
+            setattr(average, name, value)
+        average.input_shapes = row["input_shapes"] if row["input_shapes"] is not None else ""
+        average.node_id, average.stack, average.overload_name, average.is_user_annotation = -1, [], "", False
+        rows.append(average)
+    assert len(our_averages[kind]["tables"]) > 3
+    for table in our_averages[kind]["tables"]:
+        assert table["text"] == rows.table(**table["arguments"]), table["arguments"]
+
+
+@pytest.fixture(scope="module")
+def traces(bin_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    for rank in range(RANKS):
+        ask(bin_dir, "traces", folder, rank)
+    return folder
+
+
+def test_traces_are_as_torchs_files(traces):
+    files = sorted(traces.iterdir())
+    assert len(files) == 2 * RANKS
+    for path in files:
+        trace = json.loads(path.read_text())
+        assert trace["distributedInfo"]["world_size"] == RANKS
+        assert path.name.startswith(f"rank{trace['distributedInfo']['rank']}.") and path.name.endswith(".pt.trace.json")
+        assert trace["record_shapes"] == trace["profile_memory"] == trace["with_flops"] == 1
+        steps = [event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep#")]
+        assert len(steps) == 3
+        operations = [event for event in trace["traceEvents"] if event.get("name") == "gloo:all_reduce"]
+        assert len(operations) == 3
+        window = next(event for event in trace["traceEvents"] if event.get("name") == "PyTorch Profiler (0)")
+        for event in operations:  # one clock
+            assert window["ts"] <= event["ts"] <= window["ts"] + window["dur"]
+
+
+def test_tensorboards_plugin_reads_traces(traces):
+    pytest.importorskip("torch_tb_profiler", reason="reads our traces")
+    from torch_tb_profiler.io.cache import Cache
+    from torch_tb_profiler.profiler.loader import RunLoader
+
+    run = RunLoader("run", str(traces), Cache()).load()
+    assert sorted(run.workers) == ["All", "rank0", "rank1"]
+    for (worker, _), profile in run.profiles.items():
+        if worker == "All":  # the distributed view
+            assert sorted(profile.steps_to_wait["data"]["all"]) == ["rank0", "rank1"]
+        else:
+            assert "aten::linear" in {row["name"] for row in profile.operation_table_by_name["data"]}
+            assert profile.has_communication
+
+
+def test_holistic_trace_analysis_reads_traces(traces):
+    hta = pytest.importorskip("hta.trace_analysis", reason="reads our traces")
+    files = {rank: str(sorted(traces.glob(f"rank{rank}.*"))[0]) for rank in range(RANKS)}
+    analysis = hta.TraceAnalysis(trace_files=files)
+    assert sorted(analysis.t.traces) == list(range(RANKS))
+    for rank in range(RANKS):
+        assert len(analysis.t.get_trace(rank)) > 50

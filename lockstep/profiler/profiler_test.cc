@@ -1,0 +1,278 @@
+#include <algorithm>
+#include <atomic>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <map>
+#include <optional>
+#include <string>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <torch/torch.h>
+
+#include <lockstep/base/host_name.h>
+#include <lockstep/flight/operation_observer.h>
+#include <lockstep/profiler/profiler.h>
+#include <lockstep/profiler/record_function.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
+
+namespace lockstep::profiler_test {
+
+// Not in an anonymous namespace, so that its name can be looked up in every way.
+at::Tensor called_by_name(const at::Tensor& tensor);
+__attribute__((noinline)) at::Tensor called_by_name(const at::Tensor& tensor) {
+  return torch::mm(tensor, tensor) + 1;
+}
+
+namespace {
+
+using nlohmann::json;
+using profiler::RecordFunction;
+using profiler::schedule;
+using profiler::tensorboard_trace_handler;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::TemporaryFolder;
+
+json read(const std::string& path) {
+  std::ifstream file(path);
+  return json::parse(file);
+}
+
+std::vector<json> events_named(const json& trace, const std::string& name) {
+  std::vector<json> found;
+  for (const json& event : trace["traceEvents"]) {
+    if (event.value("ph", "") == "X" && event.value("name", "") == name) found.push_back(event);
+  }
+  return found;
+}
+
+std::map<std::string, int64_t> counts(Profiler& profile) {
+  std::map<std::string, int64_t> all;
+  for (const auto& average : profile.key_averages()) all[average.key] = average.count;
+  return all;
+}
+
+/// What a backend tells of an operation.
+uint64_t tell_operation(const std::vector<at::Tensor>& tensors, uint64_t sequence) {
+  static const auto group =
+      std::make_shared<const flight::Group>(flight::Group{"pair", {3, 5}, 1, "key-of-pair"});
+  flight::Operation operation;
+  operation.kind = "all_reduce";
+  operation.sequence = sequence;
+  operation.detail = "SUM";
+  operation.inputs = operation.outputs = &tensors;
+  const uint64_t id = flight::scheduled(group, operation);
+  flight::started(id);
+  flight::completed(id);
+  return id;
+}
+
+TEST(Profiler, RecordsTheActiveStepsOfEachCycle) {
+  std::vector<std::map<std::string, int64_t>> cycles;
+  Profiler profile({.schedule = schedule({.wait = 1, .warmup = 1, .active = 3, .repeat = 2}),
+                    .on_trace_ready = [&](Profiler& ready) { cycles.push_back(counts(ready)); }});
+  for (int step = 0; step < 12; ++step) {
+    torch::mm(torch::ones({2, 3}), torch::ones({3, 4}));
+    profile.step();
+  }
+  profile.stop();
+  ASSERT_EQ(cycles.size(), 2);
+  for (const auto& cycle : cycles) {
+    EXPECT_EQ(cycle.at("aten::mm"), 3);
+    EXPECT_EQ(cycle.at("ProfilerStep*"), 3);
+  }
+  EXPECT_EQ(profile.step_num(), 12);
+}
+
+TEST(Profiler, WithoutAScheduleRecordsAll) {
+  int ready = 0;
+  Profiler profile({.on_trace_ready = [&](Profiler&) { ++ready; }});
+  torch::ones({2});
+  profile.step();
+  torch::ones({2});
+  profile.stop();
+  profile.stop();
+  EXPECT_EQ(ready, 1);
+  EXPECT_EQ(counts(profile).at("aten::ones"), 2);
+  EXPECT_FALSE(counts(profile).contains("ProfilerStep*"));
+  profile.start();
+  torch::ones({2});
+  profile.stop();
+  EXPECT_EQ(counts(profile).at("aten::ones"), 1) << "each cycle has its own";
+}
+
+TEST(Profiler, AStopInTheMiddleOfACycleSavesWhatThereIs) {
+  int ready = 0;
+  {
+    Profiler profile({.schedule = schedule({.warmup = 1, .active = 5}), .on_trace_ready = [&](Profiler& at) {
+                        ++ready;
+                        EXPECT_EQ(counts(at).at("ProfilerStep*"), 2);
+                      }});
+    profile.step();
+    profile.step();
+  }
+  EXPECT_EQ(ready, 1);
+  ready = 0;
+  {
+    Profiler warm(
+        {.schedule = schedule({.warmup = 2, .active = 1}), .on_trace_ready = [&](Profiler&) { ++ready; }});
+  }
+  EXPECT_EQ(ready, 0);
+}
+
+TEST(Profiler, GoesOnAfterAHandlerThatFails) {
+  int calls = 0;
+  Profiler profile({.schedule = schedule({.warmup = 1, .active = 1}),
+                    .on_trace_ready = [&](Profiler&) { TORCH_CHECK(++calls > 1, "no room"); }});
+  profile.step();
+  EXPECT_THAT(message_of<c10::Error>([&] { profile.step(); }), HasSubstr("no room"));
+  profile.step();
+  profile.step();
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(Profiler, ShapesMemoryAndFlops) {
+  Profiler profile({.record_shapes = true, .profile_memory = true, .with_flops = true});
+  const auto product = torch::mm(torch::ones({2, 3}), torch::ones({3, 4}));
+  profile.stop();
+  const auto averages = profile.key_averages({.group_by_input_shape = true});
+  const auto mm =
+      std::find_if(averages.begin(), averages.end(), [](const auto& one) { return one.key == "aten::mm"; });
+  ASSERT_NE(mm, averages.end());
+  EXPECT_EQ(*mm->input_shapes, (std::vector<std::vector<int64_t>>{{2, 3}, {3, 4}}));
+  EXPECT_EQ(mm->flops, 2 * 2 * 3 * 4);
+  EXPECT_EQ(mm->cpu_memory_usage, 2 * 4 * 4);
+  const std::string table = averages.table({.sort_by = "self_cpu_time_total"});
+  for (const char* column : {"Self CPU %", "CPU Mem", "Input Shapes", "Total FLOPs"}) {
+    EXPECT_THAT(table, HasSubstr(column));
+  }
+}
+
+TEST(Profiler, TheTraceHasOperationsOfAllThreads) {
+  const TemporaryFolder folder;
+  const std::vector<at::Tensor> tensors = {torch::ones({6}), torch::ones({4})};
+  Profiler profile;
+  profile.add_metadata("note", "a \"quoted\" one");
+  profile.add_metadata_json("numbers", "[1, 2]");
+  tell_operation(tensors, 41);
+  std::thread([&] { tell_operation(tensors, 42); }).join();
+  profile.stop();
+  tell_operation(tensors, 43);
+  profile.export_chrome_trace(folder.path("trace.json"));
+  const json trace = read(folder.path("trace.json"));
+  const auto operations = events_named(trace, "lockstep:all_reduce");
+  ASSERT_EQ(operations.size(), 2) << "and not the one behind the end";
+  const json& arguments = operations[0]["args"];
+  EXPECT_EQ(arguments["Seq"], 41);
+  EXPECT_EQ(arguments["Process Group Name"], "pair");
+  EXPECT_EQ(arguments["Process Group Key"], "key-of-pair");
+  EXPECT_EQ(arguments["Process Group Ranks"], "[3,5]");
+  EXPECT_EQ(arguments["Rank"], 5);
+  EXPECT_EQ(arguments["In msg nelems"], 10);
+  EXPECT_EQ(arguments["Bytes"], 40);
+  EXPECT_EQ(arguments["dtype"], "Float");
+  EXPECT_EQ(arguments["Detail"], "SUM");
+  EXPECT_GE(arguments["Queued (us)"], 0);
+  EXPECT_GE(operations[1]["ts"], operations[0]["ts"]);
+  EXPECT_EQ(trace["note"], "a \"quoted\" one");
+  EXPECT_EQ(trace["numbers"], json({1, 2}));
+  EXPECT_EQ(trace["lockstep"]["pid"], ::getpid());
+  EXPECT_THAT(folder.entries(), ElementsAre("trace.json"));
+}
+
+TEST(Profiler, OtherThreadsShowTheirScopes) {
+  const TemporaryFolder folder;
+  Profiler profile;
+  std::thread([] { RecordFunction scope("in another thread"); }).join();
+  { RecordFunction scope("in this thread"); }
+  profile.stop();
+  EXPECT_EQ(counts(profile).at("in this thread"), 1);
+  profile.export_chrome_trace(folder.path("trace.json"));
+  const json trace = read(folder.path("trace.json"));
+  const auto there = events_named(trace, "in another thread");
+  const auto here = events_named(trace, "in this thread");
+  ASSERT_EQ(there.size(), 1);
+  ASSERT_EQ(here.size(), 1);
+  EXPECT_NE(there[0]["tid"], here[0]["tid"]);
+}
+
+TEST(Profiler, StacksNameTheCallsOfTheProgram) {
+  const TemporaryFolder folder;
+  const auto square = torch::ones({3, 3});
+  Profiler profile({.with_stack = true});
+  called_by_name(square);
+  profile.stop();
+  std::optional<profiler::FunctionEvent> mm;
+  for (const auto& event : profile.events()) {
+    if (event.name == "aten::mm") mm = event;
+  }
+  ASSERT_TRUE(mm);
+  EXPECT_THAT(mm->stack, Contains(HasSubstr("called_by_name")));
+  EXPECT_THAT(profile.key_averages({.group_by_stack_n = 4}).table(), HasSubstr("Source Location"));
+  profile.export_chrome_trace(folder.path("trace.json"));
+  const auto in_file = events_named(read(folder.path("trace.json")), "aten::mm");
+  ASSERT_EQ(in_file.size(), 1);
+  EXPECT_THAT(in_file[0]["args"]["Call stack"].get<std::string>(), HasSubstr("called_by_name"));
+}
+
+TEST(Profiler, AForkedChildComputesAndLeavesTheTraceAlone) {
+  Profiler profile;
+  torch::ones({2});
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    torch::zeros({2});
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  profile.stop();
+  EXPECT_EQ(counts(profile).at("aten::ones"), 1);
+  EXPECT_FALSE(counts(profile).contains("aten::zeros"));
+}
+
+TEST(Profiler, TheHandlersFilesHaveTorchsNames) {
+  const TemporaryFolder folder;
+  const std::string below = folder.path("a/b");
+  for (const auto& handler :
+       {tensorboard_trace_handler(below), tensorboard_trace_handler(below, "worker", true)}) {
+    Profiler profile({.on_trace_ready = handler});
+    torch::ones({2});
+  }
+  const auto names = TemporaryFolder::entries_of(below);
+  const std::string own = host_name() + "_" + std::to_string(::getpid()) + ".";
+  EXPECT_THAT(names,
+              Contains(::testing::AllOf(::testing::StartsWith(own), ::testing::EndsWith(".pt.trace.json"))));
+  EXPECT_THAT(names, Contains(::testing::AllOf(::testing::StartsWith("worker."),
+                                               ::testing::EndsWith(".pt.trace.json.gz"))));
+  EXPECT_EQ(names.size(), 2);
+}
+
+TEST(Profiler, MisuseIsTold) {
+  const TemporaryFolder folder;
+  EXPECT_THROW(Profiler({.activities = std::set<profiler::ProfilerActivity>{}}), c10::ValueError);
+  Profiler profile({.schedule = schedule({.wait = 1})});
+  EXPECT_THAT(message_of<c10::Error>([&] { profile.events(); }), HasSubstr("no cycle has ended"));
+  profile.stop();
+  EXPECT_THAT(message_of<c10::Error>([&] { profile.step(); }), HasSubstr("after stop()"));
+  Profiler first;
+  EXPECT_THAT(message_of<c10::Error>([] { Profiler second; }), HasSubstr("another one records"));
+  first.stop();
+  EXPECT_THAT(message_of<c10::Error>([&] { first.export_chrome_trace(folder.path("none/trace.json")); }),
+              HasSubstr("none/trace.json can't be written"));
+  first.export_chrome_trace(folder.path("trace.json"));
+  EXPECT_THAT(message_of<c10::Error>([&] { first.export_chrome_trace(folder.path("trace.json")); }),
+              HasSubstr("exported already"));
+}
+
+}  // namespace
+}  // namespace lockstep::profiler_test
