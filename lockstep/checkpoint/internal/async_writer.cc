@@ -3,6 +3,8 @@
 #include <set>
 #include <utility>
 
+#include <ATen/record_function.h>
+
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 
@@ -91,7 +93,10 @@ void AsyncWriter::run() {
     // A copy: a thread that waits must find the task in its place until it is done.
     const std::function<void()> task = state.task;
     lock.unlock();
-    task();
+    {
+      RECORD_USER_SCOPE("checkpoint: write");
+      task();
+    }
     lock.lock();
     state.task = nullptr;
     state.changed.notify_all();

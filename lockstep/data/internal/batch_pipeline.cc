@@ -3,10 +3,12 @@
 #include <string>
 #include <utility>
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/base/step_mark.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 #include <lockstep/data/internal/loading_scope.h>
 #include <lockstep/data/internal/random.h>
@@ -81,6 +83,7 @@ void BatchPipeline::stop() {
 }
 
 BatchPipeline::Outcome BatchPipeline::make(int64_t batch) noexcept {
+  RECORD_USER_SCOPE("DataLoader: make a batch");
   Outcome outcome;
   try {
     if (plan_->iterable) {
@@ -173,6 +176,7 @@ void BatchPipeline::run(Worker& worker) {
   const int64_t before = first % workers;  // batch b is worker b mod N's, also after a resume
   for (int64_t batch = first + (worker.info.id - before + workers) % workers;; batch += workers) {
     {
+      RECORD_USER_SCOPE("DataLoader worker: wait for room");
       std::unique_lock<std::mutex> lock(lane.mutex);
       lane.changed.wait(lock, [&] {
         return lane.stop || static_cast<int64_t>(lane.ready.size()) < options_.prefetch_factor;
@@ -220,6 +224,10 @@ std::shared_ptr<void> BatchPipeline::next() {
   if (progress_->phase != EpochPhase::kUnderWay) return nullptr;
   // The caller goes on behind a batch that could not be made; until now it would have come again.
   if (const int64_t failed = std::exchange(failed_samples_, 0); failed > 0) pass(failed);
+  const auto [begin, end] = plan_->slice(next_batch_);
+  if (plan_->iterable || begin != end) mark_step(StepMark::kBatch, waited_.get());
+  // Readers of traces know a loader by the first part, which is Python's.
+  RECORD_USER_SCOPE("enumerate(DataLoader)#lockstep::data::DataLoader.next");
   Outcome outcome;
   if (pool_ == nullptr) {
     const auto since = Clock::now();

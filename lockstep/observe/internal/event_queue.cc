@@ -5,6 +5,8 @@
 #include <string_view>
 #include <utility>
 
+#include <ATen/record_function.h>
+
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/internal/flush_at_exit.h>
 
@@ -149,6 +151,7 @@ void EventQueue::run() {
 /// Neighbours that go into one file are one write(2); where the disk has no room for all, each is tried
 /// alone.
 void EventQueue::write(const std::vector<Item>& items) {
+  RECORD_USER_SCOPE("metrics: write");
   constexpr size_t kMuch = size_t{1} << 20;
   std::string records;
   for (size_t begin = 0; begin < items.size();) {

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <lockstep/base/step_mark.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
@@ -200,6 +201,9 @@ std::vector<NamedTensor> DdpCore::current_buffers() const {
 
 void DdpCore::enter() {
   if (!reducer_) return;
+  if (at::GradMode::is_enabled() && std::exchange(marked_round_, reducer_->rounds()) != reducer_->rounds()) {
+    mark_step(StepMark::kForward, this);
+  }
   try {
     before_forward();
     if (mixed_precision_) mixed_precision_->before_forward();

@@ -114,6 +114,7 @@ class DdpCore final {
   BufferCommHookLocation buffer_hook_location_ = BufferCommHookLocation::kPreForward;
   std::shared_ptr<StepSnapshot> snapshot_;
   int64_t snapshot_round_ = -1;
+  int64_t marked_round_ = -1;                 // at whose begin mark_step() was called
   int64_t no_sync_scopes_ = 0;                // that live
   bool mixed_ = false;                        // another rank's state is in place in part
   bool synchronise_ = true;                   // require_backward_grad_sync

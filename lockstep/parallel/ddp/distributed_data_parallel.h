@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/record_function.h>
 #include <torch/nn/module.h>
 
 #include <lockstep/base/tensor_tree.h>
@@ -204,6 +205,7 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
   template <class Forward, class... Arguments>
   auto run(Forward&& call, Arguments&&... arguments) {
     core_.enter();
+    RECORD_USER_SCOPE("DistributedDataParallel.forward");
     try {
       return leave([&] {
         if (core_.prepares_inputs()) return call(prepared(std::forward<Arguments>(arguments))...);
