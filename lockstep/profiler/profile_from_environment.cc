@@ -1,0 +1,87 @@
+#include <atomic>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <thread>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/process/per_process.h>
+#include <lockstep/base/step_mark.h>
+#include <lockstep/profiler/profile_settings.h>
+
+/// LOCKSTEP_PROFILE: a program that knows nothing of the Profiler gets one in the thread that trains, whose steps begin at
+/// the marks that loaders and DistributedDataParallel make.
+namespace lockstep::profiler {
+namespace {
+
+/// Not thread-safe: a thread that makes marks while another one is profiled has to be told apart before.
+class UnattendedProfile {
+ public:
+  /// What is malformed in the variable is thrown at the program's first step; what goes wrong later does not end a training.
+  void on_mark(StepMark mark, const void* source) {
+    if (over_) return;
+    if (!settings_) settings_ = parse_profile_settings(environment::text("LOCKSTEP_PROFILE").value_or("1"));
+    if (!counter_.begins(mark, source)) return;
+    try {
+      if (profiler_) {
+        profiler_->step();
+      } else {
+        profiler_ = std::make_unique<Profiler>(settings_->options());
+      }
+      if (settings_->is_done(profiler_->step_num())) {
+        LOCKSTEP_LOG(kWarning)
+            << "LOCKSTEP_PROFILE: the trace is written; read it with: lockstep inspect trace "
+            << settings_->dir;
+        end();
+      }
+    } catch (const std::exception& error) {
+      LOCKSTEP_LOG(kError) << "LOCKSTEP_PROFILE: nothing more is recorded: " << text_of(error);
+      end();
+    }
+  }
+
+  /// At the end of the process Kineto can't be ended any more: what belongs to the thread is gone.
+  void at_exit() const {
+    if (over_ || !profiler_ || settings_->schedule.repeat == 0) return;
+    LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program has ended in step " << profiler_->step_num()
+                           << ", in the middle of a cycle, which is not written; ask for fewer steps";
+  }
+
+ private:
+  void end() {
+    over_ = true;
+    profiler_.reset();
+  }
+
+  std::optional<ProfileSettings> settings_;
+  StepCounter counter_;
+  std::unique_ptr<Profiler> profiler_;
+  bool over_ = false;
+};
+
+PerProcess<UnattendedProfile> unattended_profile;
+/// The thread that has made the first mark; Kineto records that one.
+std::atomic<std::thread::id> profiled_thread{};
+
+void on_step_mark(StepMark mark, const void* source) {
+  std::thread::id first{};
+  const std::thread::id own = std::this_thread::get_id();
+  if (profiled_thread.compare_exchange_strong(first, own)) {
+    std::atexit([] { unattended_profile.get().at_exit(); });
+  } else if (first != own) {
+    return;
+  }
+  unattended_profile.get().on_mark(mark, source);
+}
+
+[[maybe_unused]] const bool listens_to_steps = [] {
+  if (environment::text("LOCKSTEP_PROFILE"))
+    step_mark_listener.store(on_step_mark, std::memory_order_release);
+  return true;
+}();
+
+}  // namespace
+}  // namespace lockstep::profiler

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <lockstep/base/step_mark.h>
+#include <lockstep/profiler/profiler.h>
+
+namespace lockstep::profiler {
+
+/// What LOCKSTEP_PROFILE asks for.
+struct ProfileSettings {
+  /// One cycle, unless told: a job that runs for days shall not fill the disk.
+  ScheduleOptions schedule = {.wait = 1, .warmup = 1, .active = 3, .repeat = 1};
+  std::string dir = "./log/profiler";
+  bool record_shapes = false;
+  bool profile_memory = false;
+  bool with_stack = false;
+  bool with_flops = false;
+  bool gzip = false;
+  std::string collectives_as = "lockstep";
+
+  ProfilerOptions options() const;
+  /// Whether the cycles are over when this step begins.
+  bool is_done(int64_t step) const;
+};
+
+/// "wait:1,warmup:1,active:3,repeat:1,skip_first:0,shapes,memory,stack,flops,gzip,as:gloo,dir=PATH", in any order and of
+/// any number, but `dir=` is the last: its value goes to the end. "1" asks for what is there without words. Throws
+/// c10::ValueError that names LOCKSTEP_PROFILE, the word, and those that it takes.
+ProfileSettings parse_profile_settings(const std::string& text);
+
+/// When a program that calls no step() begins one: at the marks of base/step_mark.h, but each step at one of them alone.
+/// Marks of the most telling kind heard so far count, of the first source of that kind. Used by one thread.
+class StepCounter {
+ public:
+  /// Whether a step begins.
+  bool begins(StepMark mark, const void* source);
+
+ private:
+  std::optional<StepMark> mark_;
+  const void* source_ = nullptr;
+};
+
+}  // namespace lockstep::profiler
