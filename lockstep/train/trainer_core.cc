@@ -5,6 +5,7 @@
 #include <variant>
 
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
@@ -133,11 +134,13 @@ void TrainerCore::call(TrainerCallbacks::Function TrainerCallbacks::*which) {
 
 void TrainerCore::begin_training() {
   stopped_ = false;
+  if (options_.profiler) profiler_ = std::make_unique<Profiler>(*options_.profiler);
   window_begin_ = std::chrono::steady_clock::now();
   if (!options_.hyperparameters.empty()) writers_.log_hyperparameters(options_.hyperparameters);
 }
 
 void TrainerCore::end_training(std::string_view status) {
+  profiler_.reset();
   bar_.reset();
   if (status == "failed") {
     begin_window();  // ranks may have done unequally many steps
@@ -239,7 +242,11 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   if (options_.clip_grad_value) clip_grad_value_(parameters_, *options_.clip_grad_value);
   if (checkpoints_) checkpoints_->finish_copy();  // with copy_later parameters are copied until now
   applying_ = true;
-  scaler_.step(optimizer_);
+  {
+    // Readers of traces know an optimizer by the first part, which is Python's.
+    RECORD_USER_SCOPE("Optimizer.step#lockstep::Trainer");
+    scaler_.step(optimizer_);
+  }
   scaler_.update();
   if (options_.scheduler_interval == TrainerOptions::Interval::step) step_scheduler();
   ++step_;
@@ -255,6 +262,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   if (step_ % options_.log_every_n_steps == 0) log_window();
   call(&TrainerCallbacks::after_step);
   if (checkpoints_ && checkpoints_->should_save(step_)) save_by_plan(info({}));
+  if (profiler_) profiler_->step();
 }
 
 bool TrainerCore::validation_due() const {

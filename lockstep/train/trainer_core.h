@@ -176,6 +176,7 @@ class TrainerCore {
   std::unique_ptr<CheckpointManager> checkpoints_;
   CombinedWriter writers_;
   const Trial trial_ = trial();
+  std::unique_ptr<Profiler> profiler_;  // while train() runs, if it was asked for
   std::optional<ProgressBar> bar_;
   std::chrono::steady_clock::time_point bar_begin_;
   double bar_samples_ = 0;  // of all ranks, since then

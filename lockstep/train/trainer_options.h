@@ -15,6 +15,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/observe/metrics_writer.h>
 #include <lockstep/optim/grad_scaler.h>
+#include <lockstep/profiler/profiler.h>
 #include <lockstep/train/early_stopping.h>
 
 namespace lockstep {
@@ -74,6 +75,8 @@ struct TrainerOptions {
   int64_t log_every_n_steps = 50;  ///< and once more when train() ends, unless it throws
   bool progress_bar = true;        ///< on rank 0's standard error
   std::vector<TrainerCallbacks> callbacks = {};
+  /// Records train() on each rank; its steps are optimizer steps, counted from train()'s first.
+  std::optional<ProfilerOptions> profiler = {};
 
   ProcessGroup process_group = {};  ///< the model's; empty: the default group, or one process without
 };
