@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/flight/clock_bounds.h>
 #include <lockstep/flight/records.h>
 
 namespace lockstep::flight::internal {
@@ -26,16 +27,12 @@ class Clocks {
   int64_t common(const RankRecord& record, int64_t monotonic_ns) const;
 
   /// How far a machine's wall clock is ahead of the first one's.
-  struct Offset {
-    int64_t ns = 0;
-    int64_t error_ns = 0;
-  };
   /// Nothing where it is not known, and for the first machine.
-  std::optional<Offset> wall_offset(const RankRecord& record) const;
+  std::optional<ClockOffset> wall_offset(const RankRecord& record) const;
 
  private:
   /// Of the monotonic clocks, by boot id.
-  std::map<std::string, Offset> offsets_;
+  std::map<std::string, ClockOffset> offsets_;
   std::string reference_;  // a boot id
   int64_t epoch_ns_ = 0;   // its wall clock minus its monotonic one
 };
