@@ -22,6 +22,7 @@
 #include <lockstep/profiler/internal/operation_log.h>
 #include <lockstep/profiler/internal/thread_scopes.h>
 #include <lockstep/profiler/internal/trace_file.h>
+#include <lockstep/profiler/internal/trace_names.h>
 #include <lockstep/profiler/profiler.h>
 #include <lockstep/profiler/record_function.h>
 #include <lockstep/rendezvous/host_identity.h>

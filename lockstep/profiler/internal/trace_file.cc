@@ -1,19 +1,17 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <memory>
 #include <unistd.h>
 #include <utility>
-#include <zlib.h>
 
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/file_replacement.h>
 #include <lockstep/profiler/internal/trace_file.h>
+#include <lockstep/profiler/internal/trace_names.h>
+#include <lockstep/profiler/internal/trace_output.h>
 
 namespace lockstep::profiler::internal {
 namespace {
@@ -126,36 +124,6 @@ void add_operations(OperationLog::Content content, const std::string& prefix, Ev
                     arguments_of(group, operation));
   }
 }
-
-/// The file that takes the place of `to`, plain or compressed.
-class TraceOutput {
- public:
-  explicit TraceOutput(const std::string& to)
-      : to_(to), replacement_(to + "." + std::to_string(::getpid()) + ".part") {
-    const bool compressed = to.ends_with(".gz");
-    file_.reset(::gzopen(replacement_.name().c_str(), compressed ? "wb1" : "wbT"));
-    TORCH_CHECK(file_ != nullptr, to_, " can't be written: ", std::strerror(errno));
-  }
-  void write(const char* data, size_t size) {
-    if (size == 0) return;
-    const int written = ::gzwrite(file_.get(), data, static_cast<unsigned>(size));
-    TORCH_CHECK(written == static_cast<int>(size), to_, " can't be written: ", std::strerror(errno));
-  }
-  void write(const std::string& text) { write(text.data(), text.size()); }
-  void commit() {
-    const int status = ::gzclose(file_.release());
-    TORCH_CHECK(status == Z_OK, to_, " can't be written: ", std::strerror(errno));
-    TORCH_CHECK(replacement_.commit(to_), to_, " can't be written: ", std::strerror(errno));
-  }
-
- private:
-  struct Close {
-    void operator()(gzFile file) const { ::gzclose(file); }
-  };
-  const std::string to_;
-  FileReplacement replacement_;
-  std::unique_ptr<gzFile_s, Close> file_;
-};
 
 /// What Kineto writes before its first event.
 struct KinetoHeader {

@@ -17,13 +17,6 @@ struct TraceAdditions {
   std::string collectives_as;  // "lockstep"
 };
 
-/// The names of the arguments of an operation's event that torch has no word for.
-inline constexpr const char* kQueuedArgument = "Queued (us)";
-inline constexpr const char* kGroupKeyArgument = "Process Group Key";
-inline constexpr const char* kPeerArgument = "Peer Rank";
-/// The field of a trace's header that tells whose it is: {"pid", "host", "boot_id"}.
-inline constexpr const char* kProcessField = "lockstep";
-
 /// `from`: Kineto's file, which is read once, from begin to end. `to` appears as a whole; it is compressed if its name ends
 /// with .gz. Throws c10::Error that names the file that can't be read or written, or is none of Kineto's.
 void write_trace(const std::string& from, const std::string& to, const TraceAdditions& additions);

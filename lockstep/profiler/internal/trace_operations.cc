@@ -1,0 +1,219 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string_view>
+#include <tuple>
+
+#include <lockstep/profiler/internal/trace_names.h>
+#include <lockstep/profiler/internal/trace_operations.h>
+
+namespace lockstep::profiler::internal {
+namespace {
+
+using Clocks = std::map<std::string, flight::ClockOffset>;
+
+/// Who waits for whom.
+enum class Flow {
+  kAll,       // each for all others
+  kFromRoot,  // the others for the root
+  kToRoot,    // the root for the others
+  kNone,      // not known
+};
+
+Flow flow_of(const std::string& kind) {
+  for (const std::string_view all : {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier"}) {
+    if (kind.starts_with(all)) return Flow::kAll;
+  }
+  if (kind.starts_with("broadcast") || kind.starts_with("scatter")) return Flow::kFromRoot;
+  if (kind.starts_with("reduce") || kind.starts_with("gather")) return Flow::kToRoot;
+  return Flow::kNone;
+}
+
+std::vector<std::pair<size_t, size_t>> flows_of(const OperationParts& parts,
+                                                const std::vector<TracedOperation>& operations,
+                                                bool all_pairs, const Clocks& clocks) {
+  std::vector<std::pair<size_t, size_t>> flows;
+  if (parts.point_to_point) return {{parts.parts[0], parts.parts[1]}};
+  const TracedOperation& first = operations[parts.parts.front()];
+  const Flow flow = flow_of(first.kind);
+  const auto starts = [&](size_t part) {
+    return common_time(operations[part].clock, operations[part].start_ns, clocks);
+  };
+  if (flow == Flow::kAll) {
+    std::vector<size_t> causes = parts.parts;
+    if (!all_pairs) {
+      causes = {*std::max_element(causes.begin(), causes.end(),
+                                  [&](size_t a, size_t b) { return starts(a) < starts(b); })};
+    }
+    for (const size_t cause : causes) {
+      for (const size_t effect : parts.parts) {
+        if (cause != effect) flows.emplace_back(cause, effect);
+      }
+    }
+  } else if (flow != Flow::kNone) {
+    for (const size_t root : parts.parts) {
+      if (operations[root].rank != first.peer) continue;
+      for (const size_t other : parts.parts) {
+        if (other == root) continue;
+        flow == Flow::kFromRoot ? flows.emplace_back(root, other) : flows.emplace_back(other, root);
+      }
+    }
+  }
+  // A part that has failed ends whenever it does.
+  std::erase_if(
+      flows, [&](const auto& one) { return operations[one.first].failed || operations[one.second].failed; });
+  return flows;
+}
+
+using Queue = std::vector<size_t>;  // operations of one rank, by begin
+
+/// How many receives, or with a minus sends, are without the other part at the begin.
+int64_t best_shift(const Queue& sends, const Queue& receives, const std::vector<TracedOperation>& operations,
+                   const Clocks& clocks) {
+  constexpr int64_t kMostShift = 16;
+  int64_t best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t distance = 0; distance <= kMostShift; ++distance) {
+    for (const int64_t shift : {distance, -distance}) {
+      double sum = 0;
+      int64_t pairs = 0;
+      bool possible = true;
+      for (size_t i = 0; i < receives.size() && possible; ++i) {
+        const int64_t at = static_cast<int64_t>(i) - shift;
+        if (at < 0 || at >= static_cast<int64_t>(sends.size())) continue;
+        const TracedOperation& send = operations[sends[static_cast<size_t>(at)]];
+        const TracedOperation& receive = operations[receives[i]];
+        const int64_t end = common_time(receive.clock, receive.end_ns, clocks);
+        possible = common_time(send.clock, send.start_ns, clocks) <= end;
+        sum += std::abs(static_cast<double>(end - common_time(send.clock, send.end_ns, clocks)));
+        ++pairs;
+      }
+      if (!possible || pairs == 0 || sum / static_cast<double>(pairs) >= least) continue;
+      least = sum / static_cast<double>(pairs);
+      best = shift;
+    }
+  }
+  return best;
+}
+
+void match_messages(const std::vector<TracedOperation>& operations, const Clocks& clocks,
+                    std::vector<OperationParts>& matched) {
+  using Way = std::tuple<std::string, int64_t, int64_t, int64_t>;  // group, from, to, tag
+  std::map<Way, std::pair<Queue, Queue>> ways;
+  for (size_t i = 0; i < operations.size(); ++i) {
+    const TracedOperation& one = operations[i];
+    if (!one.point_to_point || one.peer < 0) continue;
+    if (one.kind.starts_with("send")) {
+      ways[{one.group, one.rank, one.peer, one.tag}].first.push_back(i);
+    } else {
+      ways[{one.group, one.peer, one.rank, one.tag}].second.push_back(i);
+    }
+  }
+  for (auto& [way, queues] : ways) {
+    auto& [sends, receives] = queues;
+    for (Queue* queue : {&sends, &receives}) {
+      std::stable_sort(queue->begin(), queue->end(),
+                       [&](size_t a, size_t b) { return operations[a].start_ns < operations[b].start_ns; });
+    }
+    const int64_t shift = best_shift(sends, receives, operations, clocks);
+    for (size_t i = 0; i < receives.size(); ++i) {
+      const int64_t at = static_cast<int64_t>(i) - shift;
+      if (at < 0 || at >= static_cast<int64_t>(sends.size())) continue;
+      matched.push_back({.point_to_point = true, .parts = {sends[static_cast<size_t>(at)], receives[i]}});
+    }
+  }
+}
+
+void match_collectives(const std::vector<TracedOperation>& operations, std::vector<OperationParts>& matched) {
+  std::map<std::tuple<std::string, int64_t, std::string>, std::map<int64_t, size_t>> members;
+  for (size_t i = 0; i < operations.size(); ++i) {
+    const TracedOperation& one = operations[i];
+    if (!one.point_to_point) members[{one.group, one.sequence, one.kind}].try_emplace(one.rank, i);
+  }
+  for (const auto& [name, by_rank] : members) {
+    if (by_rank.size() < 2) continue;
+    OperationParts parts;
+    for (const auto& [rank, index] : by_rank) parts.parts.push_back(index);
+    matched.push_back(std::move(parts));
+  }
+}
+
+}  // namespace
+
+int64_t since_1970(double microseconds, const TraceOrigin& origin) {
+  constexpr double kMost = 1e14;  // three years; so sums don't overflow
+  return origin.base_ns + std::llround(std::clamp(microseconds, -kMost, kMost) * 1000);
+}
+
+std::optional<TracedOperation> operation_of(const nlohmann::json& event, const TraceOrigin& origin) {
+  const nlohmann::json& arguments = arguments_of(event);
+  if (!arguments.contains(kQueuedArgument) || text_of(event, "ph") != "X") return std::nullopt;
+  TracedOperation operation;
+  operation.kind = text_of(arguments, "Collective name");
+  operation.group = text_of(arguments, kGroupKeyArgument);
+  operation.sequence = integer_of(arguments, "Seq");
+  const auto point_to_point = arguments.find("Is P2P");
+  operation.point_to_point =
+      point_to_point != arguments.end() && point_to_point->is_boolean() && point_to_point->get<bool>();
+  operation.rank = integer_of(arguments, "Rank", origin.rank);
+  operation.peer = integer_of(arguments, kPeerArgument, -1);
+  operation.tag = integer_of(arguments, "Tag");
+  operation.failed = arguments.contains("Error");
+  operation.start_ns = since_1970(number_of(event, "ts"), origin);
+  operation.end_ns =
+      std::max(operation.start_ns, since_1970(number_of(event, "ts") + number_of(event, "dur"), origin));
+  operation.clock = origin.clock;
+  operation.pid = integer_of(event, "pid");
+  operation.thread = integer_of(event, "tid");
+  if (operation.kind.empty()) return std::nullopt;
+  return operation;
+}
+
+int64_t common_time(const std::string& clock, int64_t ns, const Clocks& clocks) {
+  const auto found = clocks.find(clock);
+  return found == clocks.end() ? ns : ns - found->second.ns;
+}
+
+std::vector<OperationParts> match_operations(const std::vector<TracedOperation>& operations,
+                                             const Clocks& clocks) {
+  std::vector<OperationParts> matched;
+  match_collectives(operations, matched);
+  match_messages(operations, clocks, matched);
+  return matched;
+}
+
+std::vector<std::pair<size_t, size_t>> causes_of(const OperationParts& parts,
+                                                 const std::vector<TracedOperation>& operations,
+                                                 const Clocks& clocks) {
+  return flows_of(parts, operations, /*all_pairs=*/false, clocks);
+}
+
+Clocks offsets_between(const std::vector<TracedOperation>& operations, const std::string& reference) {
+  // Of messages it is not known yet which belong together.
+  std::vector<OperationParts> collectives;
+  match_collectives(operations, collectives);
+  flight::ClockBounds bounds;
+  for (const OperationParts& parts : collectives) {
+    for (const auto& [cause, effect] : flows_of(parts, operations, /*all_pairs=*/true, {})) {
+      bounds.add(operations[cause].clock, operations[cause].start_ns, operations[effect].clock,
+                 operations[effect].end_ns);
+    }
+  }
+  return bounds.offsets(reference);
+}
+
+int64_t waited_ns(const OperationParts& parts, size_t part, const std::vector<TracedOperation>& operations,
+                  const Clocks& clocks) {
+  const TracedOperation& own = operations[part];
+  const int64_t start = common_time(own.clock, own.start_ns, clocks);
+  int64_t last = start;
+  for (const auto& [cause, effect] : flows_of(parts, operations, /*all_pairs=*/false, clocks)) {
+    if (effect != part) continue;
+    last = std::max(last, common_time(operations[cause].clock, operations[cause].start_ns, clocks));
+  }
+  return std::min(last - start, own.end_ns - own.start_ns);
+}
+
+}  // namespace lockstep::profiler::internal

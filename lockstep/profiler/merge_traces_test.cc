@@ -1,0 +1,222 @@
+#include <algorithm>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <lockstep/profiler/merge_traces.h>
+#include <lockstep/profiler/testing/synthetic_trace.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
+
+namespace lockstep::profiler::merge_traces_test {
+namespace {
+
+using lockstep::testing::message_of;
+using lockstep::testing::TemporaryFolder;
+using nlohmann::json;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::SyntheticTrace;
+
+constexpr int64_t kMs = 1'000'000;
+
+json merged(const TemporaryFolder& folder, MergeReport& report) {
+  report = merge_traces(folder.path().string(), folder.path("all.json"));
+  std::ifstream file(folder.path("all.json"));
+  return json::parse(file);
+}
+
+std::vector<json> events_of(const json& trace, const std::string& phase) {
+  std::vector<json> found;
+  for (const json& event : trace["traceEvents"]) {
+    if (event["ph"] == phase) found.push_back(event);
+  }
+  return found;
+}
+
+TEST(MergeTraces, ARankIsAProcessAndPartsOfACollectiveAreLinked) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    SyntheticTrace trace({.rank = rank, .world_size = 3});
+    trace.add_operator("aten::mm", rank * kMs, rank * kMs + 100'000);
+    trace.add_collective("all_reduce", 5, (1 + rank) * kMs, 4 * kMs);
+    trace.write(folder);
+  }
+  MergeReport report;
+  const json trace = merged(folder, report);
+  EXPECT_THAT(report.ranks, ElementsAre(0, 1, 2));
+  EXPECT_EQ(report.collectives, 1);
+  EXPECT_EQ(report.arrows, 2) << "from the one that came last to each other";
+  EXPECT_EQ(report.backward, 0);
+  std::map<int64_t, double> waiting;
+  for (const json& event : events_of(trace, "X")) {
+    EXPECT_LT(event["pid"], 3);
+    if (event["name"] == "lockstep:all_reduce") {
+      waiting[event["pid"]] = event["args"]["Waiting (us)"];
+      EXPECT_DOUBLE_EQ(event["args"]["Moving (us)"], 1000);
+    }
+  }
+  EXPECT_EQ(waiting, (std::map<int64_t, double>{{0, 2000}, {1, 1000}, {2, 0}}));
+  for (const json& event : events_of(trace, "s")) EXPECT_EQ(event["pid"], 2);
+  EXPECT_FALSE(trace.contains("distributedInfo"));
+  EXPECT_THAT(describe(report), HasSubstr("3 ranks"));
+}
+
+TEST(MergeTraces, RootsAreWaitedForOrWait) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    SyntheticTrace trace({.rank = rank});
+    trace.add_collective("broadcast", 1, (rank == 0 ? 3 : 1) * kMs, 4 * kMs, /*root=*/0);
+    trace.add_collective("reduce", 2, (rank == 0 ? 5 : 6) * kMs, 7 * kMs, /*root=*/0);
+    trace.write(folder);
+  }
+  MergeReport report;
+  const json trace = merged(folder, report);
+  EXPECT_EQ(report.arrows, 2);
+  const auto begins = events_of(trace, "s"), ends = events_of(trace, "f");
+  ASSERT_EQ(begins.size(), 2);
+  EXPECT_EQ(begins[0]["pid"], 0);
+  EXPECT_EQ(ends[0]["pid"], 1);
+  EXPECT_EQ(begins[1]["pid"], 1);
+  EXPECT_EQ(ends[1]["pid"], 0);
+}
+
+/// The first receive's send was before its trace began.
+TEST(MergeTraces, MessagesAreLinkedInTheirOrder) {
+  const TemporaryFolder folder;
+  SyntheticTrace sender({.rank = 0}), receiver({.rank = 1});
+  for (int64_t i = 0; i < 5; ++i) {
+    if (i > 0) sender.add_message("send", 1, 10 * i * kMs, (10 * i + 1) * kMs);
+    receiver.add_message("recv", 0, (10 * i - 2) * kMs, (10 * i + 1) * kMs);
+  }
+  sender.write(folder);
+  receiver.write(folder);
+  MergeReport report;
+  const json trace = merged(folder, report);
+  EXPECT_EQ(report.messages, 4);
+  EXPECT_EQ(report.arrows, 4);
+  for (const json& event : events_of(trace, "X")) {
+    if (event["name"] == "lockstep:recv" && event["args"].contains("Waiting (us)")) {
+      EXPECT_DOUBLE_EQ(event["args"]["Waiting (us)"], 2000);
+    }
+  }
+}
+
+/// Hosts with wrong clocks, by up to seconds, and operations at random: in the merged trace no part ends before another
+/// has begun, nor before what has caused it, and the error that is told is one.
+TEST(MergeTraces, NothingGoesBackInTime) {
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto below = [&](int64_t most) {
+      return static_cast<int64_t>(random() % static_cast<uint64_t>(most));
+    };
+    const int64_t hosts = 2 + below(3), ranks = hosts * (1 + below(3));
+    std::vector<int64_t> ahead = {0};
+    while (static_cast<int64_t>(ahead.size()) < hosts) ahead.push_back(below(4'000 * kMs) - 2'000 * kMs);
+    std::vector<SyntheticTrace> traces;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const int64_t host = rank * hosts / ranks;
+      traces.emplace_back(SyntheticTrace::Options{.rank = rank,
+                                                  .world_size = ranks,
+                                                  .host = "host" + std::to_string(host),
+                                                  .ahead_ns = ahead[static_cast<size_t>(host)]});
+    }
+    for (int64_t i = 1; i <= 60; ++i) {
+      std::vector<int64_t> begins;
+      for (int64_t rank = 0; rank < ranks; ++rank)
+        begins.push_back(10'000 * kMs + i * 10 * kMs + below(5 * kMs));
+      const int64_t last = *std::max_element(begins.begin(), begins.end());
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        traces[static_cast<size_t>(rank)].add_collective(i % 2 == 0 ? "all_reduce" : "barrier", i,
+                                                         begins[static_cast<size_t>(rank)],
+                                                         last + 1 + below(100'000));
+      }
+    }
+    const TemporaryFolder folder;
+    for (const SyntheticTrace& trace : traces) trace.write(folder);
+    MergeReport report;
+    const json trace = merged(folder, report);
+    EXPECT_EQ(report.backward, 0) << "seed " << seed;
+    EXPECT_EQ(report.collectives, 60);
+    EXPECT_EQ(report.arrows, 60 * (ranks - 1));
+    ASSERT_EQ(static_cast<int64_t>(report.hosts.size()), hosts);
+    for (size_t host = 0; host < report.hosts.size(); ++host) {
+      EXPECT_TRUE(report.hosts[host].known);
+      EXPECT_LE(std::abs(report.hosts[host].clock_ahead_ns - ahead[host]),
+                2 * report.hosts[host].clock_error_ns + 2)
+          << "seed " << seed;
+    }
+    std::map<int64_t, double> last_begin, first_end;
+    for (const json& event : events_of(trace, "X")) {
+      const int64_t sequence = event["args"]["Seq"];
+      const double begin = event["ts"], end = begin + event["dur"].get<double>();
+      last_begin[sequence] = std::max(last_begin.try_emplace(sequence, begin).first->second, begin);
+      first_end[sequence] = std::min(first_end.try_emplace(sequence, end).first->second, end);
+    }
+    // A double at this distance from the base knows two nanoseconds.
+    for (const auto& [sequence, begin] : last_begin)
+      EXPECT_LE(begin, first_end[sequence] + 0.002) << "seed " << seed;
+    std::map<int64_t, double> sent;
+    for (const json& event : events_of(trace, "s")) sent[event["id"]] = event["ts"];
+    for (const json& event : events_of(trace, "f")) EXPECT_LE(sent.at(event["id"]), event["ts"]);
+  }
+}
+
+TEST(MergeTraces, HostsThatHaveNothingInCommonAreTold) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    SyntheticTrace trace({.rank = rank, .host = rank == 0 ? "one" : "other"});
+    trace.add_operator("aten::mm", 0, kMs);
+    trace.write(folder);
+  }
+  MergeReport report;
+  merged(folder, report);
+  EXPECT_THAT(describe(report), HasSubstr("host other: nothing tells how its clock stands"));
+}
+
+TEST(MergeTraces, NumbersOfArrowsStayApart) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    json trace = json::parse(SyntheticTrace({.rank = rank}).text());
+    for (const char* phase : {"s", "f"}) {
+      trace["traceEvents"].push_back({{"ph", phase},
+                                      {"id", 3},
+                                      {"pid", 1000 + rank},
+                                      {"tid", 1},
+                                      {"ts", 1.0},
+                                      {"cat", "fwdbwd"},
+                                      {"name", "fwdbwd"}});
+    }
+    folder.write("r" + std::to_string(rank) + ".pt.trace.json", trace.dump());
+  }
+  MergeReport report;
+  const json trace = merged(folder, report);
+  const auto begins = events_of(trace, "s");
+  ASSERT_EQ(begins.size(), 2);
+  EXPECT_NE(begins[0]["id"], begins[1]["id"]);
+}
+
+TEST(MergeTraces, FilesThatAreNoTracesAreNamed) {
+  const TemporaryFolder folder;
+  const auto message = [&] {
+    return message_of<c10::ValueError>(
+        [&] { merge_traces(folder.path().string(), folder.path("all.json")); });
+  };
+  EXPECT_THAT(message(), HasSubstr("has no traces"));
+  for (const char* text : {"", "[]", "{}", "{\"traceEvents\": {}}", "{\"traceEvents\": [1]}",
+                           "{\"traceEvents\": [{", "{\"traceEvents\": [{\"a\": nul}]}", "{1: 2}"}) {
+    folder.write("bad.pt.trace.json", text);
+    EXPECT_THAT(message(), HasSubstr("bad.pt.trace.json is no trace")) << text;
+  }
+  EXPECT_THAT(folder.entries(), Not(::testing::Contains("all.json")));
+}
+
+}  // namespace
+}  // namespace lockstep::profiler::merge_traces_test

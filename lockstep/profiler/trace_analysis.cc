@@ -1,0 +1,296 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <map>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include <lockstep/profiler/internal/trace_profile.h>
+#include <lockstep/profiler/trace_analysis.h>
+
+namespace lockstep::profiler {
+namespace {
+
+using internal::Cover;
+using internal::FileProfile;
+using internal::kPhases;
+using internal::OperationParts;
+using internal::Phase;
+using internal::StepProfile;
+using internal::TracedOperation;
+
+constexpr size_t kMostOperators = 20;
+/// How much longer than the others' median a rank takes that is called slow.
+constexpr double kSlow = 0.05;
+
+double ms(int64_t ns) {
+  return static_cast<double>(ns) / 1e6;
+}
+
+double& part_of(PhaseTimes& times, Phase phase) {
+  switch (phase) {
+    case Phase::kData:
+      return times.data;
+    case Phase::kCommunication:
+      return times.communication;
+    case Phase::kBackward:
+      return times.backward;
+    case Phase::kOptimizer:
+      return times.optimizer;
+    case Phase::kForward:
+      return times.forward;
+    default:
+      return times.idle;
+  }
+}
+
+void add(PhaseTimes& sum, const PhaseTimes& times, double factor) {
+  for (double PhaseTimes::*part :
+       {&PhaseTimes::data, &PhaseTimes::forward, &PhaseTimes::backward, &PhaseTimes::communication,
+        &PhaseTimes::optimizer, &PhaseTimes::idle, &PhaseTimes::hidden_communication, &PhaseTimes::waiting}) {
+    sum.*part += factor * (times.*part);
+  }
+}
+
+/// How long each file's rank has waited for others while it computed nothing; milliseconds.
+std::vector<double> waiting_of(const std::vector<FileProfile>& files) {
+  std::vector<TracedOperation> operations;
+  std::vector<size_t> file_of;
+  for (size_t i = 0; i < files.size(); ++i) {
+    operations.insert(operations.end(), files[i].operations.begin(), files[i].operations.end());
+    file_of.resize(operations.size(), i);
+  }
+  const auto clocks = internal::offsets_between(operations, files.front().origin.clock);
+  std::vector<std::vector<internal::Span>> spans(files.size());
+  for (const OperationParts& parts : internal::match_operations(operations, clocks)) {
+    for (const size_t part : parts.parts) {
+      const int64_t waited = internal::waited_ns(parts, part, operations, clocks);
+      if (waited > 0)
+        spans[file_of[part]].push_back({operations[part].start_ns, operations[part].start_ns + waited});
+    }
+  }
+  std::vector<double> waiting;
+  for (size_t i = 0; i < files.size(); ++i)
+    waiting.push_back(ms((Cover(std::move(spans[i])) & files[i].exposed).length()));
+  return waiting;
+}
+
+MemoryPeak peak_of(const std::string& device, const internal::PeakMemory& peak) {
+  const auto bytes = [&](Phase phase) { return peak.by_phase[static_cast<size_t>(phase)]; };
+  return {.device = device,
+          .bytes = peak.bytes,
+          .data = bytes(Phase::kData),
+          .forward = bytes(Phase::kForward),
+          .backward = bytes(Phase::kBackward),
+          .optimizer = bytes(Phase::kOptimizer),
+          .other = bytes(Phase::kIdle) + bytes(Phase::kCommunication)};
+}
+
+/// Sums of all files of a rank; mean() of them is what is told.
+struct RankSums {
+  RankProfile profile;  // times are sums
+  std::map<std::string, MemoryPeak> memory;
+};
+
+std::map<int64_t, RankSums> sums_of(const std::vector<FileProfile>& files) {
+  const std::vector<double> waiting = waiting_of(files);
+  std::map<int64_t, RankSums> ranks;
+  for (size_t i = 0; i < files.size(); ++i) {
+    const FileProfile& file = files[i];
+    RankSums& sums = ranks[file.origin.rank];
+    sums.profile.rank = file.origin.rank;
+    sums.profile.host = file.origin.host;
+    sums.profile.steps += static_cast<int64_t>(file.steps.size());
+    for (const StepProfile& step : file.steps) {
+      for (size_t phase = 0; phase < kPhases; ++phase) {
+        part_of(sums.profile.mean, static_cast<Phase>(phase)) += ms(step.ns[phase]);
+      }
+      sums.profile.mean.hidden_communication += ms(step.hidden_ns);
+    }
+    sums.profile.mean.waiting += waiting[i];
+    for (const auto& [device, peak] : file.memory) {
+      MemoryPeak& known = sums.memory[device];
+      if (peak.bytes >= known.bytes) known = peak_of(device, peak);
+    }
+  }
+  return ranks;
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+std::string in_ms(double value) {
+  std::ostringstream text;
+  text.precision(value < 10 ? 2 : 1);
+  text << std::fixed << value << " ms";
+  return text.str();
+}
+
+struct NamedPhase {
+  const char* name;
+  double PhaseTimes::*part;
+};
+constexpr std::array<NamedPhase, 5> kOwnPhases = {{{"waiting for data", &PhaseTimes::data},
+                                                   {"forward", &PhaseTimes::forward},
+                                                   {"backward", &PhaseTimes::backward},
+                                                   {"the optimizer", &PhaseTimes::optimizer},
+                                                   {"nothing that is recorded", &PhaseTimes::idle}}};
+
+/// The rank that takes longest without what it waits for others; in a synchronous job the steps of all take equally long.
+void find_slowest(TraceAnalysis& analysis) {
+  if (analysis.ranks.size() < 2) return;
+  const auto own = [](const RankProfile& rank) { return rank.mean.total() - rank.mean.waiting; };
+  const auto slowest =
+      std::max_element(analysis.ranks.begin(), analysis.ranks.end(),
+                       [&](const RankProfile& a, const RankProfile& b) { return own(a) < own(b); });
+  const auto others = [&](const auto& value) {
+    std::vector<double> values;
+    for (const RankProfile& rank : analysis.ranks) {
+      if (&rank != &*slowest) values.push_back(value(rank));
+    }
+    return median(std::move(values));
+  };
+  const double usual = others(own);
+  if (own(*slowest) <= (1 + kSlow) * usual) return;
+  analysis.slowest = slowest->rank;
+  const NamedPhase* most = nullptr;
+  double excess = 0, usual_part = 0;
+  for (const NamedPhase& phase : kOwnPhases) {
+    const double of_others = others([&](const RankProfile& rank) { return rank.mean.*phase.part; });
+    if (slowest->mean.*phase.part - of_others <= excess) continue;
+    excess = slowest->mean.*phase.part - of_others;
+    usual_part = of_others;
+    most = &phase;
+  }
+  analysis.why = "it takes " + in_ms(own(*slowest)) + " a step without waiting, the others " + in_ms(usual);
+  if (most != nullptr) {
+    analysis.why += std::string("; most of it in ") + most->name + " (" + in_ms(slowest->mean.*most->part) +
+                    " and " + in_ms(usual_part) + ")";
+  }
+}
+
+void add_operators(const std::vector<FileProfile>& files, TraceAnalysis& analysis) {
+  std::map<std::string, internal::OperatorSum> sums;
+  double steps = 0, total = 0;
+  for (const FileProfile& file : files) {
+    steps += static_cast<double>(file.steps.size());
+    for (const auto& [name, sum] : file.operators) {
+      sums[name].calls += sum.calls;
+      sums[name].self_ns += sum.self_ns;
+      total += sum.self_ns;
+    }
+  }
+  for (const auto& [name, sum] : sums) {
+    analysis.operators.push_back({.name = name,
+                                  .calls = static_cast<double>(sum.calls) / steps,
+                                  .self_ms = sum.self_ns / 1e6 / steps,
+                                  .share = total > 0 ? sum.self_ns / total : 0});
+  }
+  std::stable_sort(analysis.operators.begin(), analysis.operators.end(),
+                   [](const OperatorTime& a, const OperatorTime& b) { return a.self_ms > b.self_ms; });
+  if (analysis.operators.size() > kMostOperators) analysis.operators.resize(kMostOperators);
+}
+
+/// What promises most, by how much of the step it is about.
+void advise(TraceAnalysis& analysis) {
+  const PhaseTimes& mean = analysis.mean;
+  const double step = mean.total();
+  if (step <= 0) return;
+  std::vector<std::pair<double, std::string>> advice;
+  const auto consider = [&](double share, double from, const std::string& text) {
+    if (share >= from) advice.emplace_back(share, text);
+  };
+  consider(mean.data / step, 0.05,
+           "the step waits for data: give the DataLoader more num_workers, or a larger prefetch_factor, or "
+           "do less for "
+           "each sample (the loaders' rows show what takes their time)");
+  consider((mean.communication - mean.waiting) / step, 0.05,
+           "communication is not hidden: overlap it with backward (DistributedDataParallel's bucket_cap_mb), "
+           "communicate less often (GradientAccumulation), or fewer bytes (a compression hook)");
+  consider(mean.waiting / step, 0.05,
+           analysis.slowest
+               ? "ranks wait for rank " + std::to_string(*analysis.slowest) +
+                     ": look at what it does longer than the others, and at its host"
+               : "ranks wait for each other, now for one, now for another: give each the same work, and as "
+                 "many cores as it has threads (lockstep doctor)");
+  consider(mean.optimizer / step, 0.2,
+           "the optimizer takes long: shard it over the ranks (ZeroRedundancyOptimizer), or let it run "
+           "beside backward "
+           "(register_fused_optim)");
+  consider(
+      mean.idle / step, 0.15,
+      "for a part of the step nothing is recorded: put profiler::RecordFunction around what the program does "
+      "between operators, and look for printing, item(), checkpoints and validation");
+  if (!analysis.operators.empty()) {
+    const OperatorTime& first = analysis.operators.front();
+    const double compute = (mean.forward + mean.backward) / step;
+    if (first.share >= 0.4) {
+      consider(compute * first.share, 0.2,
+               first.name + " is " + std::to_string(std::lround(first.share * 100)) +
+                   " % of all operators' time: a narrower dtype (autocast), larger batches, or more threads "
+                   "for each "
+                   "rank make it faster");
+    }
+  }
+  std::stable_sort(advice.begin(), advice.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (auto& [share, text] : advice) {
+    analysis.advice.push_back(std::to_string(std::lround(share * 100)) + " %: " + text);
+  }
+}
+
+void note_ranks(const std::vector<FileProfile>& files, TraceAnalysis& analysis) {
+  int64_t world = -1;
+  std::set<int64_t> steps;
+  for (const FileProfile& file : files) {
+    world = std::max(world, file.origin.world_size);
+    if (!file.has_step_marks) {
+      analysis.notes.push_back(file.path + " has no marks of steps, so it is taken for one; call step()");
+    }
+  }
+  for (const RankProfile& rank : analysis.ranks) steps.insert(rank.steps);
+  if (world > static_cast<int64_t>(analysis.ranks.size())) {
+    analysis.notes.push_back("traces of " + std::to_string(analysis.ranks.size()) + " ranks of " +
+                             std::to_string(world) + " are here");
+  }
+  if (steps.size() > 1) analysis.notes.push_back("the ranks have recorded unequally many steps");
+}
+
+}  // namespace
+
+TraceAnalysis analyze_traces(const std::string& directory) {
+  std::vector<FileProfile> files;
+  for (const std::string& path : internal::trace_files(directory)) {
+    files.push_back(internal::profile_of(path));
+    if (files.back().origin.rank < 0) files.back().origin.rank = static_cast<int64_t>(files.size()) - 1;
+  }
+  TraceAnalysis analysis;
+  int64_t steps = 0;
+  for (auto& [rank, sums] : sums_of(files)) {
+    RankProfile& profile = sums.profile;
+    steps += profile.steps;
+    add(analysis.mean, profile.mean, 1);
+    if (profile.steps > 0) {
+      const PhaseTimes sum = std::exchange(profile.mean, {});
+      add(profile.mean, sum, 1 / static_cast<double>(profile.steps));
+    }
+    for (auto& [device, peak] : sums.memory) profile.memory.push_back(std::move(peak));
+    analysis.ranks.push_back(std::move(profile));
+  }
+  if (steps > 0) {
+    const PhaseTimes sum = std::exchange(analysis.mean, {});
+    add(analysis.mean, sum, 1 / static_cast<double>(steps));
+    add_operators(files, analysis);
+  }
+  find_slowest(analysis);
+  advise(analysis);
+  note_ranks(files, analysis);
+  return analysis;
+}
+
+}  // namespace lockstep::profiler

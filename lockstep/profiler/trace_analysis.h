@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+/// From the traces of a job's ranks to words: where a step's time goes, which rank is slow, and what to try. For traces of
+/// this Profiler, and of Python's.
+namespace lockstep::profiler {
+
+/// How the time of a step is spent. Each moment belongs to the first of these that it fits: a loader is waited for;
+/// communication, and no operator runs beside it (it is exposed); a backward function; an optimizer; a forward; none of
+/// these. Operators outside of all scopes are forward's up to the step's last backward function, the optimizer's behind it.
+/// Milliseconds.
+struct PhaseTimes {
+  double data = 0;
+  double forward = 0;
+  double backward = 0;
+  double communication = 0;  ///< exposed
+  double optimizer = 0;
+  double idle = 0;
+  double total() const { return data + forward + backward + communication + optimizer + idle; }
+
+  double hidden_communication = 0;  ///< beside operators
+  double waiting = 0;               ///< of the exposed communication: for ranks that have not come yet
+};
+
+/// Bytes that tensors take, at most, beyond what they took when the recording began, by the phase in which they were
+/// allocated: what forward has left are activations, say.
+struct MemoryPeak {
+  std::string device;  ///< "CPU", "CUDA 0"
+  int64_t bytes = 0;
+  int64_t data = 0;
+  int64_t forward = 0;
+  int64_t backward = 0;
+  int64_t optimizer = 0;
+  int64_t other = 0;
+};
+
+struct RankProfile {
+  int64_t rank = 0;
+  std::string host;
+  int64_t steps = 0;
+  PhaseTimes mean;                      ///< of a step
+  std::vector<MemoryPeak> memory = {};  ///< with profile_memory
+};
+
+struct OperatorTime {
+  std::string name;
+  double calls = 0;    ///< in a step of a rank, on average
+  double self_ms = 0;  ///< so, without the operators that it calls
+  double share = 0;    ///< of all operators' time
+};
+
+struct TraceAnalysis {
+  std::vector<RankProfile> ranks;
+  PhaseTimes mean;  ///< of a step of a rank
+  /// The rank for which the others wait, if one takes clearly longer than they do, and in what.
+  std::optional<int64_t> slowest;
+  std::string why;
+  std::vector<OperatorTime> operators;  ///< those that take most, at most 20
+  std::vector<std::string> advice;      ///< what to try next, the most promising first
+  std::vector<std::string> notes;       ///< about the traces themselves
+};
+
+/// All traces of a directory; several cycles of a rank are taken together. Throws c10::ValueError that names the directory
+/// or the file that can't be read, or is no trace.
+TraceAnalysis analyze_traces(const std::string& directory);
+
+/// For a terminal; names from the files have no control characters. Ends with a newline.
+std::string describe(const TraceAnalysis& analysis);
+/// {"step_ms", "phases", "ranks", "slowest": {"rank", "why"} or null, "operators", "advice", "notes"}; times are ms.
+std::string to_json(const TraceAnalysis& analysis);
+
+/// What has changed from `before` to `after`: phases, and the operators whose time differs most.
+std::string describe_difference(const TraceAnalysis& before, const TraceAnalysis& after);
+/// {"before", "after", "change": {"step", "phases", "operators"}}; changes are ms, after less before.
+std::string difference_to_json(const TraceAnalysis& before, const TraceAnalysis& after);
+
+}  // namespace lockstep::profiler

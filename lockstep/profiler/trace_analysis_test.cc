@@ -1,0 +1,179 @@
+#include <gmock/gmock.h>
+#include <string>
+#include <utility>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <lockstep/profiler/testing/synthetic_trace.h>
+#include <lockstep/profiler/trace_analysis.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
+
+namespace lockstep::profiler::trace_analysis_test {
+namespace {
+
+using lockstep::testing::message_of;
+using lockstep::testing::TemporaryFolder;
+using nlohmann::json;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing::SyntheticTrace;
+
+constexpr int64_t kMs = 1'000'000;
+
+/// How a step is made, in milliseconds.
+struct Plan {
+  int64_t data = 10;
+  int64_t forward = 20;
+  int64_t backward = 40;
+  int64_t optimizer = 15;
+  int64_t idle = 5;
+};
+
+/// Two ranks of equal steps, each: data, forward, backward with a reduction beside its second half that goes on behind it,
+/// optimizer, nothing. A slower forward of a rank lets the others wait.
+void write_run(const TemporaryFolder& folder, const std::string& below, const Plan& plan, int64_t slower = 0,
+               int64_t ranks = 2) {
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    SyntheticTrace trace({.rank = rank, .world_size = ranks});
+    int64_t at = 0;
+    for (int64_t step = 0; step < 3; ++step) {
+      const int64_t begin = at;
+      const auto pass = [&](int64_t ms) { return std::exchange(at, at + ms * kMs); };
+      const int64_t data = pass(plan.data);
+      trace.add("user_annotation", "enumerate(DataLoader)#lockstep::data::DataLoader.next", data, at);
+      const int64_t forward = pass(plan.forward + (rank == 1 ? slower : 0));
+      trace.add("user_annotation", "DistributedDataParallel.forward", forward, at);
+      trace.add_operator("aten::linear", forward, at);
+      trace.add_operator("aten::mm", forward + kMs, at);
+      const int64_t backward = pass(plan.backward);
+      trace.add_operator("autograd::engine::evaluate_function: MmBackward0", backward, at);
+      trace.add_operator("aten::mm", backward, at);
+      // All have begun it when the slower rank has; it ends 10 ms behind that one's backward.
+      const int64_t end = at + (rank == 1 ? 0 : slower * kMs) + 10 * kMs;
+      trace.add_collective("all_reduce", step + 1, backward + plan.backward * kMs / 2, end);
+      at = end;
+      const int64_t optimizer = pass(plan.optimizer);
+      trace.add_operator("aten::add_", optimizer, at);
+      pass(plan.idle);
+      trace.add_step(step, begin, at);
+    }
+    trace.write(folder, below);
+  }
+}
+
+TEST(TraceAnalysis, SharesAreThoseOfTheTrace) {
+  const TemporaryFolder folder;
+  write_run(folder, "", {});
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  ASSERT_EQ(analysis.ranks.size(), 2);
+  EXPECT_EQ(analysis.ranks[0].steps, 3);
+  const double within = 0.02 * 100;  // of a step of 100 ms
+  EXPECT_NEAR(analysis.mean.total(), 100, 0.01);
+  EXPECT_NEAR(analysis.mean.data, 10, within);
+  EXPECT_NEAR(analysis.mean.forward, 20, within);
+  EXPECT_NEAR(analysis.mean.backward, 40, within);
+  EXPECT_NEAR(analysis.mean.communication, 10, within);
+  EXPECT_NEAR(analysis.mean.hidden_communication, 20, within);
+  EXPECT_NEAR(analysis.mean.optimizer, 15, within);
+  EXPECT_NEAR(analysis.mean.idle, 5, within);
+  EXPECT_NEAR(analysis.mean.waiting, 0, within);
+  EXPECT_FALSE(analysis.slowest);
+  EXPECT_THAT(analysis.notes, IsEmpty());
+  EXPECT_THAT(analysis.advice, Contains(HasSubstr("communication is not hidden")));
+  EXPECT_THAT(analysis.advice, Contains(HasSubstr("waits for data")));
+}
+
+TEST(TraceAnalysis, OperatorsAreSortedByTheirOwnTime) {
+  const TemporaryFolder folder;
+  write_run(folder, "", {});
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  ASSERT_FALSE(analysis.operators.empty());
+  EXPECT_EQ(analysis.operators[0].name, "aten::mm");
+  EXPECT_NEAR(analysis.operators[0].self_ms, 59, 0.01);
+  EXPECT_NEAR(analysis.operators[0].calls, 2, 0.01);
+  EXPECT_NEAR(analysis.operators[0].share, 59.0 / 75, 0.01);
+  for (const OperatorTime& one : analysis.operators) {
+    if (one.name == "aten::linear") {
+      EXPECT_NEAR(one.self_ms, 1, 0.01) << "without what it calls";
+    }
+  }
+}
+
+TEST(TraceAnalysis, NamesTheRankForWhichOthersWait) {
+  const TemporaryFolder folder;
+  write_run(folder, "", {}, /*slower=*/30);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  EXPECT_NEAR(analysis.ranks[0].mean.total(), 130, 0.01);
+  // Rank 0 begins the reduction half of backward before its end, and computes until then.
+  EXPECT_NEAR(analysis.ranks[0].mean.waiting, 10, 2);
+  EXPECT_NEAR(analysis.ranks[1].mean.waiting, 0, 2);
+  EXPECT_EQ(analysis.slowest, 1);
+  EXPECT_THAT(analysis.why, HasSubstr("forward (50.0 ms and 20.0 ms)"));
+  EXPECT_THAT(describe(analysis), HasSubstr("Slowest is rank 1"));
+}
+
+TEST(TraceAnalysis, ComparesTwoRuns) {
+  const TemporaryFolder folder;
+  write_run(folder, "before/", {});
+  write_run(folder, "after/", {.data = 0});
+  const TraceAnalysis before = analyze_traces(folder.path("before"));
+  const TraceAnalysis after = analyze_traces(folder.path("after"));
+  EXPECT_THAT(describe_difference(before, after),
+              HasSubstr("A step takes 90.00 ms, before 100.00 ms (-10.00 %)"));
+  const json difference = json::parse(difference_to_json(before, after));
+  EXPECT_NEAR(difference["change"]["phases"]["data"], -10, 0.01);
+  EXPECT_NEAR(difference["change"]["step_ms"], -10, 0.01);
+  EXPECT_NEAR(difference["before"]["phases"]["data"], 10, 0.01);
+}
+
+TEST(TraceAnalysis, MemoryPeaksTellWhatAllocatedThem) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.rank = 0, .world_size = 1});
+  trace.add_step(1, 0, 10 * kMs);
+  trace.add("user_annotation", "DistributedDataParallel.forward", 0, 4 * kMs);
+  trace.add_operator("autograd::engine::evaluate_function: MmBackward0", 4 * kMs, 8 * kMs);
+  trace.add_memory(1 * kMs, 100 << 20, 0xa0);
+  trace.add_memory(2 * kMs, 30 << 20, 0xb0);
+  trace.add_memory(3 * kMs, -(30 << 20), 0xb0);
+  trace.add_memory(3 * kMs, -(1 << 20), 0xc0);  // from before the recording
+  trace.add_memory(5 * kMs, 50 << 20, 0xd0);
+  trace.add_memory(6 * kMs, -(100 << 20), 0xa0);
+  trace.write(folder);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  ASSERT_EQ(analysis.ranks.at(0).memory.size(), 1);
+  const MemoryPeak& peak = analysis.ranks[0].memory[0];
+  EXPECT_EQ(peak.device, "CPU");
+  EXPECT_EQ(peak.bytes, 150 << 20);
+  EXPECT_EQ(peak.forward, 100 << 20);
+  EXPECT_EQ(peak.backward, 50 << 20);
+  EXPECT_THAT(describe(analysis), HasSubstr("150.0 MiB"));
+}
+
+TEST(TraceAnalysis, TellsWhatIsMissing) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.rank = 0, .world_size = 4});
+  trace.add_operator("aten::mm", 0, kMs);
+  trace.write(folder);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  EXPECT_THAT(analysis.notes, Contains(HasSubstr("no marks of steps")));
+  EXPECT_THAT(analysis.notes, Contains(HasSubstr("1 ranks of 4")));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { analyze_traces(folder.path("none")); }),
+              HasSubstr("can't be read"));
+}
+
+TEST(TraceAnalysis, JsonHasWhatTheTextHas) {
+  const TemporaryFolder folder;
+  write_run(folder, "", {}, /*slower=*/30);
+  const json report = json::parse(to_json(analyze_traces(folder.path().string())));
+  EXPECT_EQ(report["slowest"]["rank"], 1);
+  EXPECT_EQ(report["ranks"].size(), 2);
+  EXPECT_NEAR(report["ranks"][1]["phases"]["forward"], 50, 0.01);
+  EXPECT_EQ(report["operators"][0]["name"], "aten::mm");
+  EXPECT_FALSE(report["advice"].empty());
+}
+
+}  // namespace
+}  // namespace lockstep::profiler::trace_analysis_test

@@ -1,0 +1,241 @@
+// What trace_analysis.h has found, in words and as JSON.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <iomanip>
+#include <map>
+#include <sstream>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <lockstep/base/printable.h>
+#include <lockstep/profiler/trace_analysis.h>
+
+namespace lockstep::profiler {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct ReportedPhase {
+  const char* key;
+  const char* words;
+  double PhaseTimes::*part;
+};
+constexpr std::array<ReportedPhase, 6> kReported = {
+    {{"data", "waiting for data", &PhaseTimes::data},
+     {"forward", "forward", &PhaseTimes::forward},
+     {"backward", "backward", &PhaseTimes::backward},
+     {"communication", "communication, exposed", &PhaseTimes::communication},
+     {"optimizer", "optimizer", &PhaseTimes::optimizer},
+     {"idle", "nothing recorded", &PhaseTimes::idle}}};
+
+std::string number(double value, int digits = 2) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(digits) << value;
+  return text.str();
+}
+
+std::string signed_number(double value) {
+  return (value >= 0 ? "+" : "") + number(value);
+}
+
+std::string percent(double part, double whole) {
+  return whole > 0 ? number(100 * part / whole, 1) + " %" : "-";
+}
+
+std::string column(const std::string& text, size_t width) {
+  return std::string(width - std::min(width, text.size()), ' ') + text;
+}
+
+std::string name_column(const std::string& text, size_t width) {
+  const std::string name = printable(text, width);
+  return name + std::string(width - std::min(width, name.size()), ' ');
+}
+
+std::string mebibytes(int64_t bytes) {
+  return number(static_cast<double>(bytes) / 0x1p20, 1) + " MiB";
+}
+
+void describe_phases(const TraceAnalysis& analysis, std::ostream& out) {
+  const double step = analysis.mean.total();
+  out << "A step takes " << number(step) << " ms, the mean over the steps of " << analysis.ranks.size()
+      << (analysis.ranks.size() == 1 ? " rank" : " ranks") << ":\n\n";
+  for (const ReportedPhase& phase : kReported) {
+    const double part = analysis.mean.*phase.part;
+    out << "  " << name_column(phase.words, 24) << column(number(part), 10) << " ms"
+        << column(percent(part, step), 9) << "\n";
+  }
+  out << "\n  of the exposed communication " << number(analysis.mean.waiting)
+      << " ms are waiting for other ranks; " << number(analysis.mean.hidden_communication)
+      << " ms more are hidden beside operators\n";
+}
+
+void describe_ranks(const TraceAnalysis& analysis, std::ostream& out) {
+  out << "\n  rank  host                steps     step      data   forward  backward  exposed  waiting  "
+         "optimizer     "
+         "idle   (ms)\n";
+  for (const RankProfile& rank : analysis.ranks) {
+    const PhaseTimes& mean = rank.mean;
+    out << column(std::to_string(rank.rank), 6) << "  " << name_column(rank.host, 16)
+        << column(std::to_string(rank.steps), 9) << column(number(mean.total()), 9)
+        << column(number(mean.data), 10) << column(number(mean.forward), 10)
+        << column(number(mean.backward), 10) << column(number(mean.communication), 9)
+        << column(number(mean.waiting), 9) << column(number(mean.optimizer), 11)
+        << column(number(mean.idle), 9) << "\n";
+  }
+  if (analysis.slowest) out << "\nSlowest is rank " << *analysis.slowest << ": " << analysis.why << ".\n";
+}
+
+void describe_memory(const TraceAnalysis& analysis, std::ostream& out) {
+  bool any = false;
+  for (const RankProfile& rank : analysis.ranks) {
+    for (const MemoryPeak& peak : rank.memory) {
+      if (!std::exchange(any, true)) {
+        out << "\nTensors at their peak, beyond those from before the recording, by the phase that allocated "
+               "them:\n";
+      }
+      out << "  rank " << rank.rank << ", " << printable(peak.device) << ": " << mebibytes(peak.bytes)
+          << " (data " << mebibytes(peak.data) << ", forward " << mebibytes(peak.forward) << ", backward "
+          << mebibytes(peak.backward) << ", optimizer " << mebibytes(peak.optimizer) << ", others "
+          << mebibytes(peak.other) << ")\n";
+    }
+  }
+}
+
+ordered_json json_of(const PhaseTimes& times) {
+  ordered_json phases;
+  for (const ReportedPhase& phase : kReported) phases[phase.key] = times.*phase.part;
+  phases["waiting"] = times.waiting;
+  phases["hidden_communication"] = times.hidden_communication;
+  return phases;
+}
+
+ordered_json json_of(const TraceAnalysis& analysis) {
+  ordered_json ranks = ordered_json::array();
+  for (const RankProfile& rank : analysis.ranks) {
+    ordered_json memory = ordered_json::array();
+    for (const MemoryPeak& peak : rank.memory) {
+      memory.push_back({{"device", peak.device},
+                        {"bytes", peak.bytes},
+                        {"data", peak.data},
+                        {"forward", peak.forward},
+                        {"backward", peak.backward},
+                        {"optimizer", peak.optimizer},
+                        {"other", peak.other}});
+    }
+    ranks.push_back({{"rank", rank.rank},
+                     {"host", rank.host},
+                     {"steps", rank.steps},
+                     {"step_ms", rank.mean.total()},
+                     {"phases", json_of(rank.mean)},
+                     {"memory", memory}});
+  }
+  ordered_json operators = ordered_json::array();
+  for (const OperatorTime& one : analysis.operators) {
+    operators.push_back(
+        {{"name", one.name}, {"calls", one.calls}, {"self_ms", one.self_ms}, {"share", one.share}});
+  }
+  ordered_json slowest;
+  if (analysis.slowest) slowest = {{"rank", *analysis.slowest}, {"why", analysis.why}};
+  return {{"step_ms", analysis.mean.total()},
+          {"phases", json_of(analysis.mean)},
+          {"ranks", ranks},
+          {"slowest", slowest},
+          {"operators", operators},
+          {"advice", analysis.advice},
+          {"notes", analysis.notes}};
+}
+
+std::string text_of_json(const ordered_json& value) {
+  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+struct OperatorChange {
+  std::string name;
+  double before = 0;
+  double after = 0;
+  double change() const { return after - before; }
+};
+
+/// The operators whose time differs most. Those that only one of both lists has are taken for 0 in the other.
+std::vector<OperatorChange> operator_changes(const TraceAnalysis& before, const TraceAnalysis& after) {
+  constexpr size_t kMost = 10;
+  std::map<std::string, OperatorChange> by_name;
+  for (const OperatorTime& one : before.operators) by_name[one.name].before = one.self_ms;
+  for (const OperatorTime& one : after.operators) by_name[one.name].after = one.self_ms;
+  std::vector<OperatorChange> changes;
+  for (auto& [name, change] : by_name) {
+    change.name = name;
+    changes.push_back(change);
+  }
+  std::stable_sort(changes.begin(), changes.end(), [](const OperatorChange& a, const OperatorChange& b) {
+    return std::abs(a.change()) > std::abs(b.change());
+  });
+  if (changes.size() > kMost) changes.resize(kMost);
+  return changes;
+}
+
+}  // namespace
+
+std::string describe(const TraceAnalysis& analysis) {
+  std::ostringstream out;
+  for (const std::string& note : analysis.notes) out << "Note: " << printable(note, 500) << ".\n";
+  describe_phases(analysis, out);
+  describe_ranks(analysis, out);
+  if (!analysis.operators.empty()) {
+    out << "\nOperators by their own time, in a step of a rank:\n";
+    for (const OperatorTime& one : analysis.operators) {
+      out << "  " << name_column(one.name, 60) << column(number(one.self_ms, 3), 11) << " ms"
+          << column(percent(one.share, 1), 9) << column(number(one.calls, 1), 10) << " calls\n";
+    }
+  }
+  describe_memory(analysis, out);
+  if (!analysis.advice.empty()) {
+    out << "\nWhat to try next, by its share of the step:\n";
+    for (const std::string& advice : analysis.advice) out << "  " << printable(advice, 500) << "\n";
+  }
+  return out.str();
+}
+
+std::string to_json(const TraceAnalysis& analysis) {
+  return text_of_json(json_of(analysis));
+}
+
+std::string describe_difference(const TraceAnalysis& before, const TraceAnalysis& after) {
+  std::ostringstream out;
+  const double first = before.mean.total(), second = after.mean.total();
+  out << "A step takes " << number(second) << " ms, before " << number(first) << " ms";
+  if (first > 0) out << " (" << signed_number(100 * (second - first) / first) << " %)";
+  out << "\n\n  " << name_column("", 24) << column("before", 10) << column("after", 10)
+      << column("change", 10) << "   (ms)\n";
+  for (const ReportedPhase& phase : kReported) {
+    const double was = before.mean.*phase.part, is = after.mean.*phase.part;
+    out << "  " << name_column(phase.words, 24) << column(number(was), 10) << column(number(is), 10)
+        << column(signed_number(is - was), 10) << "\n";
+  }
+  out << "\nOperators that differ most:\n";
+  for (const OperatorChange& change : operator_changes(before, after)) {
+    out << "  " << name_column(change.name, 60) << column(number(change.before, 3), 11)
+        << column(number(change.after, 3), 11) << column(signed_number(change.change()), 10) << "\n";
+  }
+  return out.str();
+}
+
+std::string difference_to_json(const TraceAnalysis& before, const TraceAnalysis& after) {
+  ordered_json phases;
+  for (const ReportedPhase& phase : kReported)
+    phases[phase.key] = after.mean.*phase.part - before.mean.*phase.part;
+  ordered_json operators = ordered_json::array();
+  for (const OperatorChange& change : operator_changes(before, after)) {
+    operators.push_back({{"name", change.name}, {"before", change.before}, {"after", change.after}});
+  }
+  return text_of_json({{"before", json_of(before)},
+                       {"after", json_of(after)},
+                       {"change",
+                        {{"step_ms", after.mean.total() - before.mean.total()},
+                         {"phases", phases},
+                         {"operators", operators}}}});
+}
+
+}  // namespace lockstep::profiler
