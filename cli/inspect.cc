@@ -53,8 +53,9 @@ void add_inspect(CLI::App& program, int& status) {
       ->required();
   flight->add_flag("--json", *json, "Write JSON");
   flight->callback([directories, json, &status] { inspect_flight(*directories, *json, status); });
-#ifdef LOCKSTEP_CLI_CHECKPOINT  // the Python package is built without checkpoints
+#ifdef LOCKSTEP_CLI_TRAINING  // the Python package is built without what trains
   add_inspect_checkpoint(*inspect, status);
+  add_inspect_trace(*inspect);
 #endif
 }
 

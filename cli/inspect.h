@@ -10,4 +10,7 @@ void add_inspect(CLI::App& program, int& status);
 /// Adds `checkpoint` to `lockstep inspect`.
 void add_inspect_checkpoint(CLI::App& inspect, int& status);
 
+/// Adds `trace` to `lockstep inspect`.
+void add_inspect_trace(CLI::App& inspect);
+
 }  // namespace lockstep::cli
