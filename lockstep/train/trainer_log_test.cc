@@ -106,6 +106,33 @@ TEST(Trainer, CallsBackInOrderAndWritesOnRankZeroAlone) {
   });
 }
 
+TEST(Trainer, AProfilerRecordsItsSteps) {
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    DistributedDataParallel model(std::make_shared<SmallNet>());
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    DistributedSampler sampler(8);
+    Loader loader(Points{8}, {.sampler = &sampler});
+    std::vector<std::map<std::string, int64_t>> cycles;
+    const auto note = [&](Profiler& profile) {
+      auto& counts = cycles.emplace_back();
+      for (const auto& average : profile.key_averages()) counts[average.key] = average.count;
+    };
+    Trainer trainer(
+        model, optimizer, loader, loss_of,
+        {.progress_bar = false,
+         .profiler = ProfilerOptions{.schedule = profiler::schedule({.warmup = 1, .active = 2, .repeat = 1}),
+                                     .on_trace_ready = note}});
+    trainer.train();
+    ASSERT_EQ(cycles.size(), 1U);
+    for (const char* name :
+         {"ProfilerStep*", "Optimizer.step#lockstep::Trainer", "DistributedDataParallel.forward",
+          "enumerate(DataLoader)#lockstep::data::DataLoader.next"}) {
+      EXPECT_EQ(cycles[0][name], 2) << name;
+    }
+  });
+}
+
 TEST(Trainer, StepsBehindTheLogsLastLineAreLoggedAtTheEnd) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();

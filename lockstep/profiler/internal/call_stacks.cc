@@ -34,9 +34,13 @@ std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& functio
 bool is_of_the_program(const torch::unwind::Frame& frame) {
   constexpr std::array<std::string_view, 6> kOthers = {
       "at::", "c10::", "torch::", "std::", "__libc_", "lockstep::profiler::internal"};
-  std::string_view name = frame.funcname;
-  name = name.substr(0, name.find_first_of("<("));
-  name = name.substr(name.rfind(' ') + 1);  // a template's name has its result in front
+  constexpr std::string_view kAnonymous = "(anonymous namespace)::";
+  std::string name = frame.funcname;
+  for (size_t at = name.find(kAnonymous); at != std::string::npos; at = name.find(kAnonymous, at)) {
+    name.erase(at, kAnonymous.size());
+  }
+  name.resize(std::min(name.find_first_of("<("), name.size()));
+  name.erase(0, name.rfind(' ') + 1);  // a template's name has its result in front
   return !name.empty() && name != "??" &&
          std::none_of(kOthers.begin(), kOthers.end(),
                       [&](std::string_view other) { return name.starts_with(other); });

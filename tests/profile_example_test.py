@@ -1,0 +1,116 @@
+"""The example `profile`, what `lockstep inspect trace` says of it, and LOCKSTEP_PROFILE before programs unchanged."""
+
+import gzip
+import json
+import re
+
+import pytest
+
+OK, MISUSE = 0, 2
+RANKS = 2
+
+
+def traces_of(folder):
+    """The traces by rank, in the order in which they were written."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        trace = json.loads(path.read_text())
+        found.setdefault(trace["distributedInfo"]["rank"], []).append(trace)
+    return found
+
+
+def events_named(trace, start):
+    return [event for event in trace["traceEvents"] if event.get("ph") == "X" and event["name"].startswith(start)]
+
+
+@pytest.fixture
+def profiled(programs, tmp_path):
+    folder = tmp_path / "log" / "profiler"
+    done = programs.lockstep_run(RANKS, "--no-prefix", "profile", "--slow-rank", 1, "--dir", folder)
+    assert done.status == OK, done.text
+    return folder, done
+
+
+def test_each_rank_writes_a_trace_of_each_cycle(profiled):
+    folder, done = profiled
+    assert done.stdout.count("Self CPU time total: ") == 2, done.text  # rank 0's, of each cycle
+    for column in ["Self CPU %", "CPU Mem", "# of Calls"]:
+        assert column in done.stdout
+    by_rank = traces_of(folder)
+    assert sorted(by_rank) == list(range(RANKS))
+    for rank, traces in by_rank.items():
+        steps = [[event["name"] for event in events_named(trace, "ProfilerStep#")] for trace in traces]
+        assert steps == [[f"ProfilerStep#{n}" for n in cycle] for cycle in ((2, 3, 4), (7, 8, 9))]
+        for trace in traces:
+            reductions = events_named(trace, "lockstep:all_reduce")
+            assert len(reductions) >= 3
+            for event in reductions:
+                assert event["args"]["Rank"] == rank and event["args"]["Process Group Ranks"] == "[0,1]"
+                assert event["args"]["Seq"] > 0 and event["args"]["Bytes"] > 0 and event["args"]["Queued (us)"] >= 0
+            assert events_named(trace, "DistributedDataParallel.forward")
+            assert events_named(trace, "DataLoader: make a batch"), "of the loader's thread"
+            products = [event["args"] for event in events_named(trace, "aten::addmm")]
+            assert any(one["Input Dims"][1] == [64, 784] for one in products)
+            assert all("main" in one["Call stack"] for one in products)
+
+
+def test_the_analysis_names_the_slow_rank(programs, profiled, tmp_path):
+    folder, _ = profiled
+    merged = tmp_path / "all.json.gz"
+    done = programs.run("lockstep", "inspect", "trace", "--merge", merged, folder)
+    assert done.status == OK, done.text
+    assert "Slowest is rank 1" in done.stdout, done.text
+    assert re.search(r"4 traces of 2 ranks, \d+ events; [1-9]\d* collectives", done.stderr), done.text
+    report = json.loads(programs.run("lockstep", "inspect", "trace", "--json", folder).stdout)
+    assert report["slowest"]["rank"] == 1
+    assert [rank["steps"] for rank in report["ranks"]] == [6, 6]
+    phases = report["phases"]
+    parts = ["data", "forward", "backward", "communication", "optimizer", "idle"]
+    assert sum(phases[part] for part in parts) == pytest.approx(report["step_ms"])
+    assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
+    assert {"aten::mm", "aten::addmm"} <= {one["name"] for one in report["operators"]}
+
+    trace = json.loads(gzip.decompress(merged.read_bytes()))
+    sent = {event["id"]: event for event in trace["traceEvents"] if event["ph"] == "s" and event["cat"] == "operation"}
+    received = [event for event in trace["traceEvents"] if event["ph"] == "f" and event["cat"] == "operation"]
+    assert received and all(sent[event["id"]]["ts"] <= event["ts"] for event in received)
+    assert {event["pid"] for event in received} == {0, 1}
+
+
+def test_two_runs_are_compared(programs, profiled, tmp_path):
+    folder, _ = profiled
+    done = programs.lockstep_run(RANKS, "profile", "--dir", tmp_path / "second")
+    assert done.status == OK, done.text
+    done = programs.run("lockstep", "inspect", "trace", "--json", "--compare", folder, tmp_path / "second")
+    assert done.status == OK, done.text
+    report = json.loads(done.stdout)
+    assert report["change"]["step_ms"] == pytest.approx(report["after"]["step_ms"] - report["before"]["step_ms"])
+    assert "backward" in programs.run("lockstep", "inspect", "trace", "--compare", folder, tmp_path / "second").stdout
+
+
+def test_directories_without_traces_are_refused(programs, tmp_path):
+    for folder, words in ((tmp_path / "none", "can't be read"), (tmp_path, "has no traces")):
+        done = programs.run("lockstep", "inspect", "trace", folder)
+        assert done.status == MISUSE and words in done.stderr, done.text
+
+
+def test_lockstep_profile_records_a_program_that_knows_nothing_of_it(programs, tmp_path):
+    """Two micro-batches make a step of its DistributedDataParallel, and it has 10."""
+    folder = tmp_path / "unchanged"
+    wish = f"wait:2,warmup:1,active:3,shapes,as:gloo,dir={folder}"
+    arguments = ("--steps", 2, "--updates", 10)
+    done = programs.lockstep_run(RANKS, "accumulation", *arguments, LOCKSTEP_PROFILE=wish)
+    assert done.status == OK, done.text
+    assert done.stderr.count(f"LOCKSTEP_PROFILE: the trace is written; read it with: lockstep inspect trace {folder}") == RANKS
+    by_rank = traces_of(folder)
+    assert sorted(by_rank) == list(range(RANKS))
+    for (trace,) in by_rank.values():
+        assert [event["name"] for event in events_named(trace, "ProfilerStep#")] == [f"ProfilerStep#{n}" for n in (3, 4, 5)]
+        assert events_named(trace, "gloo:all_reduce") and trace["record_shapes"] == 1
+
+
+def test_lockstep_profile_says_what_is_wrong(programs):
+    done = programs.lockstep_run(1, "accumulation", LOCKSTEP_PROFILE="active:none")
+    assert done.status != OK and "LOCKSTEP_PROFILE" in done.stderr, done.text
+    done = programs.lockstep_run(1, "accumulation", "--updates", 1, LOCKSTEP_PROFILE="active:1000")
+    assert done.status == OK and "ask for fewer steps" in done.stderr, done.text
