@@ -125,6 +125,7 @@ extern RowGroupSampler sampler;
 void step(Table& batch);
 }  // namespace page_parquet
 namespace page_process_groups {}
+namespace page_profiling {}
 namespace page_python_checkpoints {
 extern lockstep::StateDict state;
 }  // namespace page_python_checkpoints
