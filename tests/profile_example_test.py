@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import signal
 
 import pytest
 
@@ -112,6 +113,29 @@ def test_lockstep_profile_records_a_program_that_knows_nothing_of_it(programs, t
     for (trace,) in by_rank.values():
         assert [event["name"] for event in events_named(trace, "ProfilerStep#")] == [f"ProfilerStep#{n}" for n in (3, 4, 5)]
         assert operations(trace, "gloo:all_reduce") and trace["record_shapes"] == 1
+
+
+def test_a_running_job_is_recorded_on_demand(programs):
+    """Twice; then the job still runs, until it is ended."""
+    folder = programs.folder / "log" / "profiler"
+    job = programs.start("lockstep", "run", "--nproc-per-node", RANKS, "accumulation", "--updates", 10**9, LOCKSTEP_LOG="info")
+    job.wait_for(rf"(?s)(joined {RANKS} ranks.*){{{RANKS}}}", "stderr")
+    for times in (1, 2):
+        job.kill(signal.SIGUSR2)
+        job.wait_for(rf"(?s)(the trace is written.*){{{times * RANKS}}}", "stderr")
+    assert {rank: len(traces) for rank, traces in traces_of(folder).items()} == {rank: 2 for rank in range(RANKS)}
+    job.kill(signal.SIGTERM)
+    assert job.finish().status == 128 + signal.SIGTERM
+
+
+def test_the_signal_does_not_end_what_has_no_handler(programs):
+    job = programs.start("lockstep", "run", "sh", "-c", "echo begun; read line; echo $line")
+    job.wait_for("begun")
+    job.kill(signal.SIGUSR2)
+    job.wait_for("no process has a handler", "stderr")
+    job.process.stdin.write("alive\n")
+    done = job.finish()
+    assert done.status == OK and "alive" in done.stdout, done.text
 
 
 def test_lockstep_profile_says_what_is_wrong(programs):

@@ -13,7 +13,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::array<int, 5> kSignals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1};
+constexpr std::array<int, 6> kSignals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 // Signal dispositions belong to the process, and so must what the handler reads. A pipe, once made, stays for
 // the life of the process: a handler that runs in another thread may still write to one that was just given
@@ -62,9 +62,9 @@ SignalCatcher::SignalCatcher() {
   for (size_t i = 0; i < kSignals.size(); ++i) {
     ::sigaction(kSignals[i], nullptr, &former[i]);
     const bool ignored = (former[i].sa_flags & SA_SIGINFO) == 0 && former[i].sa_handler == SIG_IGN;
-    // SIGUSR1 belongs to programs; only where it would end this one, it is for the workers.
-    const bool own =
-        kSignals[i] == SIGUSR1 && ((former[i].sa_flags & SA_SIGINFO) != 0 || former[i].sa_handler != SIG_DFL);
+    // SIGUSR1 and SIGUSR2 belong to programs; only where they would end this one, they are for the workers.
+    const bool own = (kSignals[i] == SIGUSR1 || kSignals[i] == SIGUSR2) &&
+                     ((former[i].sa_flags & SA_SIGINFO) != 0 || former[i].sa_handler != SIG_DFL);
     if (!ignored && !own) ::sigaction(kSignals[i], &ours, nullptr);
   }
 }

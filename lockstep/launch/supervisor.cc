@@ -3,7 +3,10 @@
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
 #include <iterator>
+#include <signal.h>
+#include <string>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -11,6 +14,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/launch/supervisor.h>
 
 namespace lockstep::launch {
@@ -30,6 +34,17 @@ size_t open_descriptors() {
 /// An end that has its cause outside of the job.
 bool was_killed(const Ending& ending) {
   return !ending.asked_to_end && WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT;
+}
+
+/// Whether the process has a handler for the signal, which might end it otherwise.
+bool catches(pid_t pid, int signal) {
+  constexpr const char* kCaught = "SigCgt:";
+  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+  for (std::string word; status >> word;) {
+    uint64_t mask = 0;
+    if (word == kCaught && status >> std::hex >> mask) return ((mask >> (signal - 1)) & 1) != 0;
+  }
+  return false;
 }
 
 Deadline earlier(Deadline a, Deadline b) {
@@ -208,6 +223,10 @@ bool Supervisor::interrupted() {
 
 void Supervisor::take_signals() {
   while (auto signal = signals_.take()) {
+    if (*signal == SIGUSR2) {
+      signal_those_that_catch(*signal);
+      continue;
+    }
     if (interrupted_by_) {
       kill_at_ = Deadline::after(std::chrono::nanoseconds(0));
       continue;
@@ -241,6 +260,19 @@ void Supervisor::signal_running(int signal) {
     worker.process.signal_group(signal);
     worker.process.signal_group(SIGCONT);  // a stopped process gets no other signal
   }
+}
+
+void Supervisor::signal_those_that_catch(int signal) {
+  size_t told = 0;
+  for (Worker& worker : workers_) {
+    const pid_t pid = worker.process.pid();
+    if (worker.phase == WorkerPhase::kEnded || worker.process.wait_status() || !catches(pid, signal))
+      continue;
+    ::kill(pid, signal);  // not its group, where it would end what has no handler
+    ++told;
+  }
+  if (told > 0) return;
+  LOCKSTEP_LOG(kWarning) << "SIGUSR2: no process has a handler for it, so none has got it";
 }
 
 }  // namespace lockstep::launch

@@ -71,6 +71,7 @@ class Streams {
 ///   and SIGKILL when the grace period, counted from the failure, is over.
 /// - SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to the launcher are passed on; SIGKILL follows when the
 ///   grace period is over or at the second signal.
+/// - SIGUSR2 to the launcher asks for profiles, and ends nothing: those workers get it that have a handler for it.
 /// - At the deadline: SIGKILL.
 /// - What workers left running in their process groups is killed at the end, after kDrainTime for those that
 ///   still hold an output stream open (a `tee` that writes its last lines).
@@ -133,6 +134,7 @@ class Supervisor {
   void take_signals();
   void act_on_deadlines();
   void signal_running(int signal);
+  void signal_those_that_catch(int signal);
   void wait_once(Streams& streams, Deadline until);
   bool all_ended() const { return endings_.size() == workers_.size(); }
 

@@ -103,6 +103,7 @@ bool has_flight_records(const std::string& folder, std::filesystem::file_time_ty
 WorkerEnvironment common_environment(const RunOptions& options, const OutputRouter& output, bool first_time) {
   auto result = WorkerEnvironment::inherited();
   result.set("LOCKSTEP_RUN", "1");
+  if (!result.has("LOCKSTEP_PROFILE")) result.set("LOCKSTEP_PROFILE", "on_signal");
   result.unset("LOCKSTEP_TERMINAL_COLUMNS");
   if (size_t columns = output.worker_columns(); columns > 0) {
     result.set("LOCKSTEP_TERMINAL_COLUMNS", std::to_string(columns));

@@ -1,4 +1,5 @@
 #include <atomic>
+#include <csignal>
 #include <cstdlib>
 #include <exception>
 #include <memory>
@@ -17,14 +18,26 @@
 namespace lockstep::profiler {
 namespace {
 
+constexpr const char* kProfileVariable = "LOCKSTEP_PROFILE";
+
+ProfileSettings settings_from_environment() {
+  return parse_profile_settings(environment::text(kProfileVariable).value_or("1"));
+}
+
+/// SIGUSR2 has come, and nothing is recorded for it yet.
+std::atomic<bool> asked_by_signal{false};
+static_assert(std::atomic<bool>::is_always_lock_free);
+
 /// Not thread-safe: a thread that makes marks while another one is profiled has to be told apart before.
 class UnattendedProfile {
  public:
   /// What is malformed in the variable is thrown at the program's first step; what goes wrong later does not end a training.
   void on_mark(StepMark mark, const void* source) {
     if (over_) return;
-    if (!settings_) settings_ = parse_profile_settings(environment::text("LOCKSTEP_PROFILE").value_or("1"));
+    if (!settings_) settings_ = settings_from_environment();
     if (!counter_.begins(mark, source)) return;
+    if (!profiler_ && settings_->on_signal && !asked_by_signal.exchange(false, std::memory_order_relaxed))
+      return;
     try {
       if (profiler_) {
         profiler_->step();
@@ -38,7 +51,7 @@ class UnattendedProfile {
         end();
       }
     } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kError) << "LOCKSTEP_PROFILE: nothing more is recorded: " << text_of(error);
+      LOCKSTEP_LOG(kError) << "LOCKSTEP_PROFILE: what was to be recorded is lost: " << text_of(error);
       end();
     }
   }
@@ -52,7 +65,7 @@ class UnattendedProfile {
 
  private:
   void end() {
-    over_ = true;
+    over_ = !settings_->on_signal;
     profiler_.reset();
   }
 
@@ -77,9 +90,25 @@ void on_step_mark(StepMark mark, const void* source) {
   unattended_profile.get().on_mark(mark, source);
 }
 
+/// A program that handles the signal itself keeps it.
+void listen_to_signal() {
+  struct sigaction action {};
+  ::sigaction(SIGUSR2, nullptr, &action);
+  if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler != SIG_DFL) return;
+  action = {};
+  action.sa_handler = [](int) { asked_by_signal.store(true, std::memory_order_relaxed); };
+  action.sa_flags = SA_RESTART;
+  ::sigaction(SIGUSR2, &action, nullptr);
+}
+
 [[maybe_unused]] const bool listens_to_steps = [] {
-  if (environment::text("LOCKSTEP_PROFILE"))
-    step_mark_listener.store(on_step_mark, std::memory_order_release);
+  if (!environment::text(kProfileVariable)) return false;
+  try {
+    if (settings_from_environment().on_signal) listen_to_signal();
+  } catch (const std::exception&) {
+    // The first step says it, where it can be caught.
+  }
+  step_mark_listener.store(on_step_mark, std::memory_order_release);
   return true;
 }();
 

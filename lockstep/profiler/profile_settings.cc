@@ -15,7 +15,7 @@ constexpr const char* kVariable = "LOCKSTEP_PROFILE";
   TORCH_CHECK_VALUE(
       false, kVariable, " has '", word,
       "'; it takes wait:N, warmup:N, active:N, repeat:N, skip_first:N, shapes, memory, stack, flops, "
-      "gzip, as:lockstep|gloo|nccl, and as the last dir=PATH, with commas between them: "
+      "gzip, on_signal, as:lockstep|gloo|nccl, and as the last dir=PATH, with commas between them: "
       "wait:1,warmup:1,active:3,dir=./log/profiler");
 }
 
@@ -49,7 +49,8 @@ ProfileSettings parse_profile_settings(const std::string& text) {
       {"memory", &ProfileSettings::profile_memory},
       {"stack", &ProfileSettings::with_stack},
       {"flops", &ProfileSettings::with_flops},
-      {"gzip", &ProfileSettings::gzip}};
+      {"gzip", &ProfileSettings::gzip},
+      {"on_signal", &ProfileSettings::on_signal}};
   constexpr int64_t kMost = 1'000'000'000;  // so that sums and products of them don't overflow
   for (size_t at = text == "1" ? text.size() : 0; at < text.size();) {
     if (text.compare(at, 4, "dir=") == 0) {

@@ -16,7 +16,7 @@ namespace {
 std::vector<std::string> seeds() {
   return {"1", "wait:1,warmup:1,active:3,dir=./log/profiler",
           "wait:0,warmup:0,active:1000000000,repeat:1000000000,skip_first:1000000000,shapes,memory,stack,"
-          "flops,gzip,"
+          "flops,gzip,on_signal,"
           "as:nccl,dir=x"};
 }
 

@@ -15,14 +15,15 @@ using ::testing::HasSubstr;
 
 TEST(ProfileSettings, ReadsWords) {
   const ProfileSettings settings = parse_profile_settings(
-      "wait:2,warmup:0,active:5,repeat:0,skip_first:7,shapes,memory,stack,flops,gzip,as:gloo,dir=/a,b:c");
+      "wait:2,warmup:0,active:5,repeat:0,skip_first:7,shapes,memory,stack,flops,gzip,on_signal,as:gloo,dir=/"
+      "a,b:c");
   EXPECT_EQ(settings.schedule.wait, 2);
   EXPECT_EQ(settings.schedule.warmup, 0);
   EXPECT_EQ(settings.schedule.active, 5);
   EXPECT_EQ(settings.schedule.repeat, 0);
   EXPECT_EQ(settings.schedule.skip_first, 7);
   EXPECT_TRUE(settings.record_shapes && settings.profile_memory && settings.with_stack &&
-              settings.with_flops && settings.gzip);
+              settings.with_flops && settings.gzip && settings.on_signal);
   EXPECT_EQ(settings.collectives_as, "gloo");
   EXPECT_EQ(settings.dir, "/a,b:c");
 }
@@ -32,6 +33,7 @@ TEST(ProfileSettings, OneMeansAsIsUsual) {
   EXPECT_EQ(settings.schedule.active, 3);
   EXPECT_EQ(settings.schedule.repeat, 1);
   EXPECT_EQ(settings.dir, "./log/profiler");
+  EXPECT_FALSE(settings.on_signal);
   EXPECT_FALSE(settings.is_done(4));
   EXPECT_TRUE(settings.is_done(5));
 }

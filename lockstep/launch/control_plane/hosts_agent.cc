@@ -1,3 +1,4 @@
+#include <csignal>
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
@@ -83,6 +84,13 @@ class LineWriter {
   BackgroundThread thread_;
 };
 
+/// The next signal that ends the job here. SIGUSR2 asks workers for profiles, which is the supervisor's.
+std::optional<int> take_ending(const SignalCatcher& signals) {
+  auto signal = signals.take();
+  while (signal == SIGUSR2) signal = signals.take();
+  return signal;
+}
+
 /// The coordinator's word, while workers run.
 class HostControl : public WorkerControl {
  public:
@@ -91,7 +99,7 @@ class HostControl : public WorkerControl {
 
   int fd() const override { return plane_.fd(); }
   void serve(Supervisor& supervisor) override {
-    while (const auto signal = signals_.take()) {
+    while (const auto signal = take_ending(signals_)) {
       plane_.leave(*signal);
       // One that came before the supervisor began to take signals.
       if (!supervisor.interrupted()) supervisor.stop(grace_period_);
@@ -157,7 +165,7 @@ std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& 
     if (!std::exchange(said, true)) say_line("can't find the coordinator's host, and tries again: " + why);
     pollfd wait = {signals.fd(), POLLIN, 0};
     ::poll(&wait, 1, 1000);
-    if (const auto signal = signals.take()) return signal;
+    if (const auto signal = take_ending(signals)) return signal;
   }
   return std::nullopt;
 }
@@ -221,7 +229,7 @@ int run_on_hosts(const HostsOptions& options) {
   while (true) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
     ::poll(waits, 2, -1);
-    while (const auto signal = signals.take()) {
+    while (const auto signal = take_ending(signals)) {
       plane.leave(*signal);
       if (++signals_taken > 1) return 128 + *signal;  // no workers run
       leaving = *signal;
