@@ -49,6 +49,8 @@ KINDS = {
     "python_data": ("python_data.py", {}),
     "checkpoint": ("bench_checkpoint", {}),
     "python_checkpoint": ("python_checkpoint.py", {}),
+    "profiler": ("bench_profiler", {}),
+    "python_profiler": ("python_profiler.py", {}),
     "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
     # On the fleet's device.
     "gpu_nccl": ("bench_ddp_step", {"LOCKSTEP_BENCH_BACKEND": "nccl"}),

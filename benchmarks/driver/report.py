@@ -2,7 +2,8 @@
 
 import statistics
 
-from benchmarks.driver import (checkpoint, data, from_python, gpu, launch, several_hosts_report, soak, startup, stats, targets,
+from benchmarks.driver import (checkpoint, data, from_python, gpu, launch, profiler, several_hosts_report, soak, startup, stats,
+                               targets,
                                training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
@@ -15,8 +16,9 @@ def report(results, markdown=False):
     """All tables of what was measured, as one text."""
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
-               *training_report.tables(results), *python(results), loading(results), checkpoints(results),
-               gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results), launches(results), soaked(results),
+               *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
+               gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
+               launches(results), soaked(results),
                failed_rounds(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
@@ -171,6 +173,20 @@ def checkpoints(results):
         rows.append([f"{checkpoint.ASYNC}, as long as it holds up", duration(held_up), "", "", "", ""])
     return Table(f"Checkpoints of {checkpoint.MEBIBYTES} MiB",
                  ["", "Lockstep", "torch", "faster (quartiles)", "safetensors", "faster (quartiles)"], rows)
+
+
+def profiles(results):
+    rows = [[words, *(duration(results.median(f"profiler.{what}.{who}")) for who in profiler.CONTENDERS),
+             ratio(results, f"profiler.{what}.vs_python") if what != "off" else ""]
+            for what, words in {"off": "an addition of 4 floats, not recorded", **{
+                what: f"{words}, adds" for what, words in profiler.LEVELS.items()}, "export": "the end and the file, for each"}.items()
+            if f"profiler.{what}.lockstep" in results.series]
+    yield Table("What recording costs an operator", ["", "Profiler", "torch.profiler", "faster (quartiles)"], rows)
+    merged = []
+    if "profiler.merge.time" in results.series:
+        data, memory = (f"{results.median(f'profiler.merge.{what}') / (1 << 30):.1f} GiB" for what in ("data", "memory"))
+        merged.append([data, duration(results.median("profiler.merge.time")), memory])
+    yield Table(f"Merging the traces of {profiler.MERGE_RANKS} ranks", ["traces", "time", "resident at most"], merged)
 
 
 def gpu_steps(results):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.driver import checkpoint, collectives, data, interleave, report, results, tables, targets
+from benchmarks.driver import checkpoint, collectives, data, interleave, profiler, report, results, tables, targets
 from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
@@ -23,6 +23,10 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("python_data", "jpeg:2"): 80, ("data", "parquet:1"): 20, ("python_data", "parquet:1"): 30,
         ("checkpoint", "save:nosync"): 100, ("checkpoint", "save:sync"): 200, ("checkpoint", "load:verify"): 50,
         ("checkpoint", "load:plain"): 40, ("checkpoint", "async:later"): 4,
+        ("profiler", "add:off"): 5, ("profiler", "add:plain"): 8, ("profiler", "add:shapes"): 9, ("profiler", "add:memory"): 11,
+        ("profiler", "add:stack"): 20, ("profiler", "export"): 100, ("profiler", "merge:64"): 60_000,
+        ("python_profiler", "add:off"): 10, ("python_profiler", "add:plain"): 16, ("python_profiler", "add:shapes"): 20,
+        ("python_profiler", "add:memory"): 22, ("python_profiler", "add:stack"): 40, ("python_profiler", "export"): 200,
         ("python_checkpoint", "torch_save:nosync"): 200, ("python_checkpoint", "torch_save:sync"): 300,
         ("python_checkpoint", "safetensors_save:nosync"): 80, ("python_checkpoint", "safetensors_save:sync"): 180,
         ("python_checkpoint", "torch_load:plain"): 60, ("python_checkpoint", "safetensors_load:plain"): 20}
@@ -36,6 +40,8 @@ def facts_of(kind, operation, argument, rank):
         return FACTS if kind.startswith("cpp") else {**FACTS, "backward_compute_comm_overlap_time": 80 + 80 * rank}
     if operation.startswith("save:"):
         return {"bytes_over_data": 1.0001}
+    if operation.startswith("merge:"):
+        return {"resident_bytes": 1 << 30, "bytes": 4 << 30}
     if operation.startswith("traffic:"):
         return {"input_bytes": 1 << 20, "output_bytes": 2 << 20}
     return {"accuracy": 0.8 + argument / 100} if operation.startswith("accuracy:") else {}
@@ -242,6 +248,19 @@ def test_checkpoints_are_compared_with_both_libraries():
     assert re.search(r"as long as it holds up +4 ms", table), table
     answer, _ = run(checkpoint.checkpoint, missing=["python_checkpoint"])
     assert answer.skipped == ["python_checkpoint is not here"] and not answer.series
+
+
+def test_profilers_are_compared_by_what_they_add():
+    answer, _ = run(profiler.profiler)
+    assert answer.median("profiler.plain.lockstep") == pytest.approx(3e6 / profiler.OPERATORS)
+    assert answer.median("profiler.plain.vs_python") == pytest.approx(2)
+    assert answer.median("profiler.export.vs_python") == pytest.approx(2)
+    assert answer.median("profiler.merge.memory_of_traces") == pytest.approx(0.25)
+    table = report.report(answer)
+    assert re.search(r"and profile_memory, adds +600 ns +1.2 us +2x", table), table
+    assert re.search(r"4.0 GiB +60000 ms +1.0 GiB", table), table
+    answer, _ = run(profiler.profiler, missing=["python_profiler"])
+    assert answer.skipped == ["python_profiler is not here"] and not answer.series
 
 
 def test_markdown():

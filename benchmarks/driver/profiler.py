@@ -1,0 +1,44 @@
+"""The suite `profiler`: what recording costs each operator, against torch.profiler; its file; and merging the ranks' traces."""
+
+import statistics
+
+from benchmarks.driver.collectives import present
+from benchmarks.driver.interleave import Turn, run_rounds
+
+OPERATORS = 10_000  # in a turn's iteration
+SECONDS = 1
+# Each with those before it.
+LEVELS = {"plain": "recorded", "shapes": "and record_shapes", "memory": "and profile_memory", "stack": "and with_stack"}
+CONTENDERS = {"lockstep": "profiler", "python": "python_profiler"}
+MERGE_RANKS, MERGE_MEBIBYTES = 64, 10  # of 100 MiB, it takes minutes
+
+
+def profiler(fleet, results, rounds, generator):
+    """What a small operator takes longer while it is recorded, and what the file takes for each, both of Python's."""
+    if len(present(fleet, results, CONTENDERS.values())) < 2:
+        return
+    fleet.say("operators while they are recorded")
+    operations = ["export", *(f"add:{how}" for how in ("off", *LEVELS))]
+    turns = [Turn(f"{who} {operation}", fleet.job(kind, 1), operation, OPERATORS, SECONDS, most=3, least=1)
+             for who, kind in CONTENDERS.items() for operation in operations]
+    bursts = run_rounds(turns, rounds, generator)
+
+    def each(who, operation):
+        """Nanoseconds of an operator, in each round."""
+        return [statistics.median(burst.wall[0]) / OPERATORS for burst in bursts[f"{who} {operation}"]]
+
+    for who in CONTENDERS:
+        off = each(who, "add:off")
+        results.add_series(f"profiler.off.{who}", "ns", off)
+        results.add_series(f"profiler.export.{who}", "ns", each(who, "export"))
+        for how in LEVELS:
+            added = [recorded - plain for recorded, plain in zip(each(who, f"add:{how}"), off)]
+            results.add_series(f"profiler.{how}.{who}", "ns", added)
+    for what in ("export", *LEVELS):
+        results.add_ratio(f"profiler.{what}.vs_python", f"profiler.{what}.python", f"profiler.{what}.lockstep")
+    fleet.say(f"merging the traces of {MERGE_RANKS} ranks, {MERGE_MEBIBYTES} MiB each")
+    (answer,) = fleet.job("profiler", 1).measure(f"merge:{MERGE_RANKS}", MERGE_MEBIBYTES, 1, 0)
+    results.add_series("profiler.merge.time", "ns", answer["wall"])
+    results.add_series("profiler.merge.memory", "bytes", [answer["facts"]["resident_bytes"]])
+    results.add_series("profiler.merge.data", "bytes", [answer["facts"]["bytes"]])
+    results.add_ratio("profiler.merge.memory_of_traces", "profiler.merge.memory", "profiler.merge.data", better="lower")

@@ -1,0 +1,56 @@
+"""Times what torch.profiler costs; as benchmarks/profiler.cc.
+
+By hand: torchrun --nproc-per-node 1 benchmarks/peers/python_profiler.py add:plain 10000 5 1
+"""
+
+import contextlib
+import pathlib
+import tempfile
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import command_loop
+
+LEVELS = ("plain", "shapes", "memory", "stack")
+NUMBERS = torch.ones(4)
+
+
+def add(count):
+    for _ in range(count):
+        torch.add(NUMBERS, NUMBERS)
+
+
+def recorder(how):
+    level = LEVELS.index(how)
+    return profile(activities=[ProfilerActivity.CPU], record_shapes=level >= 1, profile_memory=level >= 2, with_stack=level >= 3)
+
+
+def time_additions(how, count):
+    with contextlib.nullcontext() if how == "off" else recorder(how):
+        before = time.perf_counter_ns()
+        add(count)
+        return time.perf_counter_ns() - before
+
+
+def time_export(count):
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        recorded = recorder("plain")
+        recorded.start()
+        add(count)
+        before = time.perf_counter_ns()
+        recorded.stop()
+        recorded.export_chrome_trace(str(pathlib.Path(folder, "trace.json")))
+        return time.perf_counter_ns() - before
+
+
+def measure(operation, argument, iterations, warmup):
+    what, _, how = operation.partition(":")
+    wall = [time_additions(how, int(argument)) if what == "add" else time_export(int(argument)) for _ in range(warmup + iterations)]
+    return wall[warmup:], []
+
+
+if __name__ == "__main__":
+    command_loop.start("gloo")
+    command_loop.serve(measure)
