@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import pathlib
 import re
 import signal
+import sys
+import xml.etree.ElementTree
 
 import pytest
 
+PLOT_TRACE = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "plot-trace"
 OK, MISUSE = 0, 2
 RANKS = 2
 
@@ -81,6 +85,12 @@ def test_the_analysis_names_the_slow_rank(programs, profiled, tmp_path):
     received = [event for event in trace["traceEvents"] if event["ph"] == "f" and event["cat"] == "operation"]
     assert received and all(sent[event["id"]]["ts"] <= event["ts"] for event in received)
     assert {event["pid"] for event in received} == {0, 1}
+
+    picture = tmp_path / "trace.svg"
+    done = programs.run(sys.executable, PLOT_TRACE, merged, 8, picture)
+    assert done.status == OK, done.text
+    words = {text.text for text in xml.etree.ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"rank 0", "rank 1", "more to do", "waits"} <= words
 
 
 def test_two_runs_are_compared(programs, profiled, tmp_path):
