@@ -14,6 +14,8 @@ namespace lockstep::profiler {
 
 /// One call of an operator, one scope, or one kernel of a device.
 struct FunctionEvent {
+  uint64_t id =
+      0;  ///< "External id" in the trace; an operator and the kernels that it launches have the same
   std::string name;         ///< "aten::mm"; "ProfilerStep*" for each step
   uint64_t thread = 0;      ///< torch's number of it
   uint64_t fwd_thread = 0;  ///< of a backward function: where its forward ran

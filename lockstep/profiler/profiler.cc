@@ -260,6 +260,9 @@ void Profiler::export_chrome_trace(const std::string& path) {
   if (options_.record_shapes) additions.metadata["record_shapes"] = "1";
   if (options_.profile_memory) additions.metadata["profile_memory"] = "1";
   if (options_.with_stack) additions.metadata["with_stack"] = "1";
+  for (const profiler::FunctionEvent& event : latest.with_stacks) {
+    if (!event.stack.empty()) additions.stacks[event.id] = c10::Join(";", event.stack);
+  }
   if (options_.with_flops) additions.metadata["with_flops"] = "1";
   if (const auto world = world_defaults()) {
     additions.metadata["distributedInfo"] = distributed_info(*world, additions.operations.groups);
@@ -268,7 +271,7 @@ void Profiler::export_chrome_trace(const std::string& path) {
   const std::string raw = path + "." + std::to_string(::getpid()) + ".kineto.json";
   TORCH_CHECK(std::ofstream(raw).is_open(), path, " can't be written: ", std::strerror(errno));
   latest.exported = true;
-  latest.trace->save(raw, latest.with_stacks);
+  latest.trace->save(raw);
   try {
     profiler::internal::write_trace(raw, path, additions);
   } catch (...) {

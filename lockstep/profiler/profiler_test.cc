@@ -39,6 +39,7 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
+using ::testing::Not;
 using testing::TemporaryFolder;
 
 json read(const std::string& path) {
@@ -209,6 +210,7 @@ TEST(Profiler, StacksNameTheCallsOfTheProgram) {
   const auto square = torch::ones({3, 3});
   Profiler profile({.with_stack = true});
   called_by_name(square);
+  torch::zeros({2});
   profile.stop();
   std::optional<profiler::FunctionEvent> mm;
   for (const auto& event : profile.events()) {
@@ -218,9 +220,12 @@ TEST(Profiler, StacksNameTheCallsOfTheProgram) {
   EXPECT_THAT(mm->stack, Contains(HasSubstr("called_by_name")));
   EXPECT_THAT(profile.key_averages({.group_by_stack_n = 4}).table(), HasSubstr("Source Location"));
   profile.export_chrome_trace(folder.path("trace.json"));
-  const auto in_file = events_named(read(folder.path("trace.json")), "aten::mm");
-  ASSERT_EQ(in_file.size(), 1);
-  EXPECT_THAT(in_file[0]["args"]["Call stack"].get<std::string>(), HasSubstr("called_by_name"));
+  const json trace = read(folder.path("trace.json"));
+  const auto within = events_named(trace, "aten::mm"), beside = events_named(trace, "aten::zeros");
+  ASSERT_EQ(within.size(), 1);
+  ASSERT_EQ(beside.size(), 1);
+  EXPECT_THAT(within[0]["args"]["Call stack"].get<std::string>(), HasSubstr("called_by_name"));
+  EXPECT_THAT(beside[0]["args"]["Call stack"].get<std::string>(), Not(HasSubstr("called_by_name")));
 }
 
 TEST(Profiler, AForkedChildComputesAndLeavesTheTraceAlone) {

@@ -1,14 +1,12 @@
 #include <ActivityType.h>
-#include <GenericTraceActivity.h>
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <set>
 #include <unordered_map>
 #include <utility>
 
 #include <c10/util/Exception.h>
-#include <nlohmann/json.hpp>
+#include <c10/util/env.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 #include <lockstep/profiler/internal/kineto.h>
@@ -54,6 +52,7 @@ bool has_type(const KinetoEvent& event, libkineto::ActivityType type) {
 
 FunctionEvent function_event(const KinetoEvent& event, int64_t begin_ns) {
   FunctionEvent function;
+  function.id = event.correlationId();
   function.name = event.name();
   function.thread = event.startThreadId();
   function.fwd_thread = event.fwdThreadId();
@@ -175,35 +174,9 @@ class KinetoTraceOfProcess final : public KinetoTrace {
     return events;
   }
 
-  void save(const std::string& path, const std::vector<FunctionEvent>& with_stacks) override {
-    if (!with_stacks.empty()) add_stacks(with_stacks);
-    result_->save(path);
-  }
+  void save(const std::string& path) override { result_->save(path); }
 
  private:
-  /// Kineto's file has no place for stacks but its activities, which it owns.
-  void add_stacks(const std::vector<FunctionEvent>& with_stacks) {
-    std::unordered_map<uint64_t, size_t> events;  // by their number, which activities have too
-    for (size_t i = 0; i < with_stacks.size(); ++i) {
-      if (!with_stacks[i].stack.empty()) events.emplace(result_->events()[i].correlationId(), i);
-    }
-    const auto* activities = result_->traceActivities();
-    if (activities == nullptr) return;
-    for (const libkineto::ITraceActivity* activity : *activities) {
-      if (activity->type() != libkineto::ActivityType::CPU_OP) continue;
-      const auto found = events.find(static_cast<uint64_t>(activity->correlationId()));
-      const auto* generic = dynamic_cast<const libkineto::GenericTraceActivity*>(activity);
-      if (found == events.end() || generic == nullptr) continue;
-      std::string stack;
-      for (const std::string& call : with_stacks[found->second].stack)
-        stack += (stack.empty() ? "" : ";") + call;
-      const std::string text =
-          nlohmann::json(stack).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-      const_cast<libkineto::GenericTraceActivity*>(generic)->addMetadataQuoted(
-          "Call stack", text.substr(1, text.size() - 2));
-    }
-  }
-
   std::unique_ptr<ProfilerResult> result_;
   int64_t begin_ns_;
 };
@@ -211,8 +184,10 @@ class KinetoTraceOfProcess final : public KinetoTrace {
 }  // namespace
 
 void prepare_kineto(const KinetoOptions& options) {
-  // Else Kineto tells of each recording on standard error. It reads the variable when it is first made ready.
-  [[maybe_unused]] static const int quiet = ::setenv("KINETO_LOG_LEVEL", "99", /*overwrite=*/0);
+  // Else Kineto tells of each recording on standard error. It reads the variable when it is first made ready. By torch's
+  // function, which keeps torch's own threads from reading the environment meanwhile.
+  [[maybe_unused]] static const bool quiet =
+      (c10::utils::set_env("KINETO_LOG_LEVEL", "99", /*overwrite=*/false), true);
   torch::autograd::profiler::prepareProfiler(config_of(options), activities_of(options));
 }
 

@@ -27,8 +27,8 @@ class KinetoTrace {
   /// What a user is to see: each with the memory that was allocated while it ran, and "[memory]" for what was outside of
   /// all. `with_stacks`: raw_events() whose stacks they get, or nothing.
   virtual std::vector<FunctionEvent> events(const std::vector<FunctionEvent>& with_stacks) const = 0;
-  /// Writes the JSON of chrome://tracing; once. `with_stacks`: raw_events() whose stacks go into the file, or nothing.
-  virtual void save(const std::string& path, const std::vector<FunctionEvent>& with_stacks) = 0;
+  /// Writes the JSON of chrome://tracing; once.
+  virtual void save(const std::string& path) = 0;
 };
 
 /// What makes a recording ready; start_kineto() and stop_kineto() follow in the same thread.

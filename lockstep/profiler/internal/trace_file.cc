@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstring>
 #include <fstream>
+#include <string_view>
 #include <unistd.h>
 #include <utility>
 
@@ -151,6 +152,32 @@ KinetoHeader read_header(std::istream& in, const std::string& from) {
   TORCH_CHECK(false, from, " has no \"traceEvents\", so it is no trace of Kineto's");
 }
 
+void copy_events(std::istream& in, TraceOutput& out) {
+  std::vector<char> block(1 << 20);
+  while (in.read(block.data(), static_cast<std::streamsize>(block.size())) || in.gcount() > 0) {
+    out.write(block.data(), static_cast<size_t>(in.gcount()));
+  }
+}
+
+/// Line by line, with each operator's stack in front of its number. Kineto has no way to tell it in all versions of torch.
+void copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t, std::string>& stacks,
+                             TraceOutput& out) {
+  constexpr std::string_view kCategory = "\"cat\": ", kOperator = "\"cpu_op\"", kNumber = "\"External id\": ";
+  bool is_operator = false;
+  for (std::string line; std::getline(in, line);) {
+    if (const size_t at = line.find(kCategory); at != std::string::npos) {
+      is_operator = line.compare(at + kCategory.size(), kOperator.size(), kOperator) == 0;
+    }
+    if (const size_t at = is_operator ? line.find(kNumber) : std::string::npos; at != std::string::npos) {
+      uint64_t id = 0;
+      std::from_chars(line.data() + at + kNumber.size(), line.data() + line.size(), id);
+      const auto found = stacks.find(id);
+      if (found != stacks.end()) line.insert(at, "\"Call stack\": " + dumped(found->second) + ", ");
+    }
+    out.write(line + "\n");
+  }
+}
+
 }  // namespace
 
 void write_trace(const std::string& from, const std::string& to, const TraceAdditions& additions) {
@@ -164,9 +191,10 @@ void write_trace(const std::string& from, const std::string& to, const TraceAddi
   out.write(header.fields);
   for (const auto& [key, value] : additions.metadata) out.write(dumped(key) + ": " + value + ",\n    ");
   out.write("\"traceEvents\": [\n" + events.text());
-  std::vector<char> block(1 << 20);
-  while (in.read(block.data(), static_cast<std::streamsize>(block.size())) || in.gcount() > 0) {
-    out.write(block.data(), static_cast<size_t>(in.gcount()));
+  if (additions.stacks.empty()) {
+    copy_events(in, out);
+  } else {
+    copy_events_with_stacks(in, additions.stacks, out);
   }
   out.commit();
 }

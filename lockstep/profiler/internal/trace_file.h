@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <lockstep/profiler/internal/operation_log.h>
@@ -14,6 +16,8 @@ struct TraceAdditions {
   std::map<std::string, std::string> metadata;  // JSON, by key; beside Kineto's own
   OperationLog::Content operations;
   std::vector<ThreadScope> scopes;
+  std::unordered_map<uint64_t, std::string>
+      stacks;                  // of operators, by FunctionEvent::id; with ';' between calls
   std::string collectives_as;  // "lockstep"
 };
 
