@@ -93,6 +93,23 @@ def test_the_analysis_names_the_slow_rank(programs, profiled, tmp_path):
     assert {"rank 0", "rank 1", "more to do", "waits"} <= words
 
 
+def test_the_clock_of_another_host_is_found_out(programs, profiled, tmp_path):
+    """As if rank 1 had been on a host whose clock is 3 ms ahead."""
+    folder, _ = profiled
+    for path in folder.iterdir():
+        trace = json.loads(path.read_text())
+        if trace["distributedInfo"]["rank"] == 1:
+            trace["lockstep"]["boot_id"] = "another"
+            trace["baseTimeNanoseconds"] += 3_000_000
+            path.write_text(json.dumps(trace))
+    done = programs.run("lockstep", "inspect", "trace", "--merge", tmp_path / "all.json", folder)
+    assert done.status == OK and "back in time" not in done.stderr, done.text
+    found = [tuple(map(float, pair)) for pair in re.findall(r"its clock was (\S+) us ahead, within (\S+) us", done.stderr)]
+    assert found[0] == (0, 0) and len(found) == 2, done.text
+    ahead, error = found[1]
+    assert abs(abs(ahead) - 3000) <= error < 3000, done.text
+
+
 def test_two_runs_are_compared(programs, profiled, tmp_path):
     folder, _ = profiled
     done = programs.lockstep_run(RANKS, "profile", "--dir", tmp_path / "second")
