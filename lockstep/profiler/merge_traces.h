@@ -27,8 +27,8 @@ struct MergeReport {
 };
 
 /// Makes one trace of those of all ranks in a directory, for Perfetto and chrome://tracing: each rank is a process, on one
-/// clock, and arrows show what each part of a group operation has waited for: of a collective the member that came last, or
-/// the root; of a receive its send. Each part says how long it has waited and how long it has moved ("Waiting (us)",
+/// clock, and arrows show what each part of a group operation has waited for: of a collective the member that came last;
+/// of a receive its send. Each part says how long it has waited and how long it has moved ("Waiting (us)",
 /// "Moving (us)"). Memory does not grow with the events, only with the group operations. `output` appears as a whole, and is
 /// compressed if it ends with .gz; it must not be called like a trace in the directory. Throws c10::ValueError that names
 /// the file or directory that can't be read, or is no trace, and c10::Error for what can't be written.

@@ -69,23 +69,39 @@ TEST(MergeTraces, ARankIsAProcessAndPartsOfACollectiveAreLinked) {
   EXPECT_THAT(describe(report), HasSubstr("3 ranks"));
 }
 
-TEST(MergeTraces, RootsAreWaitedForOrWait) {
+/// All announce an operation before any of them moves data.
+TEST(MergeTraces, AlsoOperationsWithARootWaitForAllMembers) {
   const TemporaryFolder folder;
-  for (int64_t rank = 0; rank < 2; ++rank) {
-    SyntheticTrace trace({.rank = rank});
-    trace.add_collective("broadcast", 1, (rank == 0 ? 3 : 1) * kMs, 4 * kMs, /*root=*/0);
-    trace.add_collective("reduce", 2, (rank == 0 ? 5 : 6) * kMs, 7 * kMs, /*root=*/0);
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    SyntheticTrace trace({.rank = rank, .world_size = 3});
+    trace.add_collective("broadcast", 1, (rank + 1) * kMs, 4 * kMs, /*root=*/0);
+    trace.add_collective("reduce", 2, (8 - rank) * kMs, 9 * kMs, /*root=*/0);
     trace.write(folder);
   }
   MergeReport report;
   const json trace = merged(folder, report);
-  EXPECT_EQ(report.arrows, 2);
-  const auto begins = events_of(trace, "s"), ends = events_of(trace, "f");
-  ASSERT_EQ(begins.size(), 2);
-  EXPECT_EQ(begins[0]["pid"], 0);
-  EXPECT_EQ(ends[0]["pid"], 1);
-  EXPECT_EQ(begins[1]["pid"], 1);
-  EXPECT_EQ(ends[1]["pid"], 0);
+  std::map<std::string, std::map<int64_t, double>> waiting;
+  for (const json& event : events_of(trace, "X"))
+    waiting[event["name"]][event["pid"]] = event["args"]["Waiting (us)"];
+  EXPECT_EQ(waiting["lockstep:broadcast"], (std::map<int64_t, double>{{0, 2000}, {1, 1000}, {2, 0}}));
+  EXPECT_EQ(waiting["lockstep:reduce"], (std::map<int64_t, double>{{0, 0}, {1, 1000}, {2, 2000}}));
+  std::vector<int64_t> causes;
+  for (const json& event : events_of(trace, "s")) causes.push_back(event["pid"]);
+  EXPECT_THAT(causes, ElementsAre(2, 2, 0, 0));
+}
+
+/// As NCCL's root may: nothing has gone back in time.
+TEST(MergeTraces, ARootThatHasEndedBeforeOthersBeganHasNotWaited) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    SyntheticTrace trace({.rank = rank});
+    trace.add_collective("broadcast", 1, (1 + 2 * rank) * kMs, (2 + 2 * rank) * kMs, /*root=*/0);
+    trace.write(folder);
+  }
+  MergeReport report;
+  const json trace = merged(folder, report);
+  EXPECT_EQ(report.arrows + report.backward, 0);
+  for (const json& event : events_of(trace, "X")) EXPECT_EQ(event["args"]["Waiting (us)"], 0);
 }
 
 /// The first receive's send was before its trace began.

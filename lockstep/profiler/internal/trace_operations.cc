@@ -1,9 +1,7 @@
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
-#include <string_view>
 #include <tuple>
 
 #include <lockstep/profiler/internal/trace_names.h>
@@ -14,56 +12,34 @@ namespace {
 
 using Clocks = std::map<std::string, flight::ClockOffset>;
 
-/// Who waits for whom.
-enum class Flow {
-  kAll,       // each for all others
-  kFromRoot,  // the others for the root
-  kToRoot,    // the root for the others
-  kNone,      // not known
-};
-
-Flow flow_of(const std::string& kind) {
-  for (const std::string_view all : {"all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier"}) {
-    if (kind.starts_with(all)) return Flow::kAll;
-  }
-  if (kind.starts_with("broadcast") || kind.starts_with("scatter")) return Flow::kFromRoot;
-  if (kind.starts_with("reduce") || kind.starts_with("gather")) return Flow::kToRoot;
-  return Flow::kNone;
-}
-
 std::vector<std::pair<size_t, size_t>> flows_of(const OperationParts& parts,
                                                 const std::vector<TracedOperation>& operations,
                                                 bool all_pairs, const Clocks& clocks) {
   std::vector<std::pair<size_t, size_t>> flows;
   if (parts.point_to_point) return {{parts.parts[0], parts.parts[1]}};
-  const TracedOperation& first = operations[parts.parts.front()];
-  const Flow flow = flow_of(first.kind);
+  // A member begins to move data only after all have announced the operation, in operations with a root, too.
   const auto starts = [&](size_t part) {
     return common_time(operations[part].clock, operations[part].start_ns, clocks);
   };
-  if (flow == Flow::kAll) {
-    std::vector<size_t> causes = parts.parts;
-    if (!all_pairs) {
-      causes = {*std::max_element(causes.begin(), causes.end(),
-                                  [&](size_t a, size_t b) { return starts(a) < starts(b); })};
-    }
-    for (const size_t cause : causes) {
-      for (const size_t effect : parts.parts) {
-        if (cause != effect) flows.emplace_back(cause, effect);
-      }
-    }
-  } else if (flow != Flow::kNone) {
-    for (const size_t root : parts.parts) {
-      if (operations[root].rank != first.peer) continue;
-      for (const size_t other : parts.parts) {
-        if (other == root) continue;
-        flow == Flow::kFromRoot ? flows.emplace_back(root, other) : flows.emplace_back(other, root);
-      }
+  std::vector<size_t> causes = parts.parts;
+  if (!all_pairs) {
+    causes = {*std::max_element(causes.begin(), causes.end(),
+                                [&](size_t a, size_t b) { return starts(a) < starts(b); })};
+  }
+  for (const size_t cause : causes) {
+    for (const size_t effect : parts.parts) {
+      if (cause != effect) flows.emplace_back(cause, effect);
     }
   }
   // A part that has failed ends whenever it does.
   std::erase_if(
       flows, [&](const auto& one) { return operations[one.first].failed || operations[one.second].failed; });
+  // Over NCCL, a root, and the members that send to it, may end before others have begun.
+  std::erase_if(flows, [&](const auto& one) {
+    const TracedOperation& effect = operations[one.second];
+    return !all_pairs && effect.peer >= 0 &&
+           starts(one.first) > common_time(effect.clock, effect.end_ns, clocks);
+  });
   return flows;
 }
 
@@ -196,6 +172,8 @@ Clocks offsets_between(const std::vector<TracedOperation>& operations, const std
   match_collectives(operations, collectives);
   flight::ClockBounds bounds;
   for (const OperationParts& parts : collectives) {
+    if (operations[parts.parts.front()].peer >= 0)
+      continue;  // with a root, NCCL does not make all wait for all
     for (const auto& [cause, effect] : flows_of(parts, operations, /*all_pairs=*/true, {})) {
       bounds.add(operations[cause].clock, operations[cause].start_ns, operations[effect].clock,
                  operations[effect].end_ns);

@@ -47,8 +47,8 @@ struct OperationParts {
 std::vector<OperationParts> match_operations(const std::vector<TracedOperation>& operations,
                                              const std::map<std::string, flight::ClockOffset>& clocks);
 
-/// What had to begin before a part could end: (cause, effect), indices of operations. Of an all_reduce it is the part that
-/// began last, for each other; of a broadcast the root's.
+/// What had to begin before a part could end: (cause, effect), indices of operations. Of a collective, with a root or
+/// without, it is the part that began last, for each other; of a receive its send.
 std::vector<std::pair<size_t, size_t>> causes_of(const OperationParts& parts,
                                                  const std::vector<TracedOperation>& operations,
                                                  const std::map<std::string, flight::ClockOffset>& clocks);
@@ -61,7 +61,7 @@ std::map<std::string, flight::ClockOffset> offsets_between(const std::vector<Tra
 int64_t common_time(const std::string& clock, int64_t ns,
                     const std::map<std::string, flight::ClockOffset>& clocks);
 
-/// How long a part has waited for others: until the last of them began, or the sender, or the root. 0 where nothing is known.
+/// How long a part has waited for others: until the last of them began, or the sender.
 int64_t waited_ns(const OperationParts& parts, size_t part, const std::vector<TracedOperation>& operations,
                   const std::map<std::string, flight::ClockOffset>& clocks);
 
