@@ -205,6 +205,18 @@ TEST(Profiler, OtherThreadsShowTheirScopes) {
   EXPECT_NE(there[0]["tid"], here[0]["tid"]);
 }
 
+TEST(Profiler, AScopesNameMayHaveQuotes) {
+  const TemporaryFolder folder;
+  Profiler profile;
+  { RecordFunction scope("say \"this\""); }
+  std::thread([] { RecordFunction scope("say \"that\""); }).join();
+  profile.stop();
+  profile.export_chrome_trace(folder.path("trace.json"));
+  const json trace = read(folder.path("trace.json"));
+  EXPECT_EQ(events_named(trace, "say 'this'").size(), 1);
+  EXPECT_EQ(events_named(trace, "say 'that'").size(), 1);
+}
+
 TEST(Profiler, StacksNameTheCallsOfTheProgram) {
   const TemporaryFolder folder;
   const auto square = torch::ones({3, 3});

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -11,11 +12,16 @@ namespace lockstep::profiler {
 /// key_averages(), and a bar in the trace, of whichever thread it is in; of threads that the Profiler does not record it
 /// shows these scopes alone, and no operators. Costs a few nanoseconds without a profiler. Used by one thread.
 ///
+/// In the name, `"` becomes `'`, for Kineto writes it into the trace as it is, which no reader could read then. A name with
+/// tabs or letters beyond ASCII is "unknown" in Kineto's files; in key_averages() it is whole.
+///
 ///     lockstep::profiler::RecordFunction scope("augment");
 class RecordFunction {
  public:
   explicit RecordFunction(std::string name) : name_(std::move(name)), scope_(at::RecordScope::USER_SCOPE) {
-    if (scope_.isActive()) scope_.before(name_);
+    if (!scope_.isActive()) return;
+    std::replace(name_.begin(), name_.end(), '"', '\'');
+    scope_.before(name_);
   }
   RecordFunction(const RecordFunction&) = delete;
   RecordFunction& operator=(const RecordFunction&) = delete;
