@@ -155,6 +155,14 @@ def test_a_running_job_is_recorded_on_demand(programs):
     assert job.finish().status == 128 + signal.SIGTERM
 
 
+def test_a_programs_own_profiler_goes_first(programs, tmp_path):
+    wish = f"wait:0,warmup:0,active:1,dir={tmp_path / 'other'}"
+    done = programs.lockstep_run(RANKS, "profile", "--dir", tmp_path / "own", LOCKSTEP_PROFILE=wish)
+    assert done.status == OK, done.text
+    assert done.stderr.count("the program runs a Profiler of its own") == RANKS
+    assert len(traces_of(tmp_path / "own")) == RANKS and not (tmp_path / "other").exists()
+
+
 def test_the_signal_does_not_end_what_has_no_handler(programs):
     job = programs.start("lockstep", "run", "sh", "-c", "echo begun; read line; echo $line")
     job.wait_for("begun")

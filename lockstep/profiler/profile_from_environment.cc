@@ -11,6 +11,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/step_mark.h>
+#include <lockstep/profiler/internal/running_profilers.h>
 #include <lockstep/profiler/profile_settings.h>
 
 /// LOCKSTEP_PROFILE: a program that knows nothing of the Profiler gets one in the thread that trains, whose steps begin at
@@ -38,6 +39,12 @@ class UnattendedProfile {
     if (!counter_.begins(mark, source)) return;
     if (!profiler_ && settings_->on_signal && !asked_by_signal.exchange(false, std::memory_order_relaxed))
       return;
+    if (!profiler_ && internal::running_profilers > 0) {
+      LOCKSTEP_LOG(kWarning)
+          << "LOCKSTEP_PROFILE: the program runs a Profiler of its own, so this one records nothing";
+      over_ = !settings_->on_signal;
+      return;
+    }
     try {
       if (profiler_) {
         profiler_->step();
@@ -54,6 +61,13 @@ class UnattendedProfile {
       LOCKSTEP_LOG(kError) << "LOCKSTEP_PROFILE: what was to be recorded is lost: " << text_of(error);
       end();
     }
+  }
+
+  /// Before another Profiler starts, in the same thread: a process has one that records.
+  void give_way() {
+    if (!profiler_) return;
+    LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program starts a Profiler of its own, so this one ends";
+    end();
   }
 
   /// At the end of the process Kineto can't be ended any more: what belongs to the thread is gone.
@@ -109,6 +123,12 @@ void listen_to_signal() {
     // The first step says it, where it can be caught.
   }
   step_mark_listener.store(on_step_mark, std::memory_order_release);
+  internal::before_profiler_starts.store(
+      [] {
+        // Kineto can be ended only in the thread that it records.
+        if (profiled_thread.load() == std::this_thread::get_id()) unattended_profile.get().give_way();
+      },
+      std::memory_order_release);
   return true;
 }();
 

@@ -20,6 +20,7 @@
 #include <lockstep/profiler/internal/call_stacks.h>
 #include <lockstep/profiler/internal/kineto.h>
 #include <lockstep/profiler/internal/operation_log.h>
+#include <lockstep/profiler/internal/running_profilers.h>
 #include <lockstep/profiler/internal/thread_scopes.h>
 #include <lockstep/profiler/internal/trace_file.h>
 #include <lockstep/profiler/internal/trace_names.h>
@@ -137,14 +138,17 @@ ProfilerAction Profiler::action(int64_t step) const {
 
 void Profiler::start() {
   if (running_) return;
+  if (auto* give_way = profiler::internal::before_profiler_starts.load(std::memory_order_acquire)) give_way();
   transit(ProfilerAction::kNone, current_);
   running_ = true;
+  ++profiler::internal::running_profilers;
   mark_step();
 }
 
 void Profiler::stop() {
   if (!running_) return;
   running_ = false;
+  --profiler::internal::running_profilers;
   if (recording_) recording_->step.reset();
   transit(current_, std::nullopt);
 }
