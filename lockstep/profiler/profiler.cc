@@ -15,6 +15,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/profiler/internal/call_stacks.h>
@@ -73,7 +74,7 @@ std::string process_info() {
 }
 
 /// Kineto records for one at a time.
-std::atomic<bool> a_profiler_records{false};
+PerProcess<std::atomic<bool>> a_profiler_records;
 
 }  // namespace
 
@@ -90,12 +91,12 @@ std::set<ProfilerActivity> supported_activities() {
 /// What lives while a cycle is made ready and recorded.
 struct Profiler::Recording {
   Recording() {
-    TORCH_CHECK(!a_profiler_records.exchange(true),
+    TORCH_CHECK(!a_profiler_records.get().exchange(true),
                 "Profiler: another one records; a process can have one at a time");
   }
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
-  ~Recording() { a_profiler_records = false; }
+  ~Recording() { a_profiler_records.get() = false; }
 
   profiler::internal::KinetoOptions kineto;
   bool begun = false;

@@ -3,6 +3,7 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <sys/wait.h>
@@ -241,17 +242,21 @@ TEST(Profiler, StacksNameTheCallsOfTheProgram) {
 }
 
 TEST(Profiler, AForkedChildComputesAndLeavesTheTraceAlone) {
-  Profiler profile;
+  Profiler profile({.with_stack = true});
   torch::ones({2});
+  auto open = std::make_unique<RecordFunction>("open across the fork");
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
+    open.reset();
     torch::zeros({2});
+    std::thread([] { RecordFunction scope("in a thread of the child"); }).join();
     ::_exit(0);
   }
   int status = -1;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
+  open.reset();
   profile.stop();
   EXPECT_EQ(counts(profile).at("aten::ones"), 1);
   EXPECT_FALSE(counts(profile).contains("aten::zeros"));

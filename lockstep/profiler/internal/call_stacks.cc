@@ -7,20 +7,26 @@
 
 #include <torch/csrc/profiler/combined_traceback.h>
 
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/profiler/internal/call_stacks.h>
 
 namespace lockstep::profiler::internal {
 namespace {
 
-// A callback of RecordFunction is a plain function, so the log that it writes to is found here.
-std::mutex current_stack_log_mutex;
-std::shared_ptr<CallStacks::Log> current_stack_log;  // guarded by it
+// A callback of RecordFunction is a plain function, so the log that it writes to is found here. A forked child, which
+// inherits the callback, records nothing.
+struct CurrentStackLog {
+  std::mutex mutex;
+  std::shared_ptr<CallStacks::Log> log;  // guarded by mutex
+};
+PerProcess<CurrentStackLog> current_stack_log;
 
 std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& function) {
   std::shared_ptr<CallStacks::Log> log;
   {
-    const std::lock_guard lock(current_stack_log_mutex);
-    log = current_stack_log;
+    CurrentStackLog& current = current_stack_log.get();
+    const std::lock_guard lock(current.mutex);
+    log = current.log;
   }
   if (log == nullptr) return nullptr;
   CallStacks::Call call{function.name(), at::RecordFunction::currentThreadId(),
@@ -57,8 +63,9 @@ CallStacks::CallStacks() : log_(std::make_shared<Log>()) {
   // The first look at a stack reads the libraries' tables, for milliseconds, which no operator shall be charged with.
   torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true);
   {
-    const std::lock_guard lock(current_stack_log_mutex);
-    current_stack_log = log_;
+    CurrentStackLog& current = current_stack_log.get();
+    const std::lock_guard lock(current.mutex);
+    current.log = log_;
   }
   handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(note_call));
 }
@@ -66,8 +73,9 @@ CallStacks::CallStacks() : log_(std::make_shared<Log>()) {
 void CallStacks::end() {
   if (handle_ == at::INVALID_CALLBACK_HANDLE) return;
   at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
-  const std::lock_guard lock(current_stack_log_mutex);
-  current_stack_log.reset();
+  CurrentStackLog& current = current_stack_log.get();
+  const std::lock_guard lock(current.mutex);
+  current.log.reset();
 }
 
 void CallStacks::give_to(std::vector<FunctionEvent>& events) const {

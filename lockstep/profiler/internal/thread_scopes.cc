@@ -6,14 +6,19 @@
 #include <c10/util/ApproximateClock.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/profiler/internal/thread_scopes.h>
 
 namespace lockstep::profiler::internal {
 namespace {
 
-// A callback of RecordFunction is a plain function, so the log that it writes to is found here.
-std::mutex current_scope_log_mutex;
-std::weak_ptr<ThreadScopes::Log> current_scope_log;  // guarded by it
+// A callback of RecordFunction is a plain function, so the log that it writes to is found here. A forked child, which
+// inherits the callback, records nothing.
+struct CurrentScopeLog {
+  std::mutex mutex;
+  std::weak_ptr<ThreadScopes::Log> log;  // guarded by mutex
+};
+PerProcess<CurrentScopeLog> current_scope_log;
 
 struct OpenScope : at::ObserverContext {
   std::shared_ptr<ThreadScopes::Log> log;
@@ -24,8 +29,9 @@ std::unique_ptr<at::ObserverContext> begin_thread_scope(const at::RecordFunction
   if (torch::profiler::impl::profilerEnabled()) return nullptr;  // Kineto has it
   auto open = std::make_unique<OpenScope>();
   {
-    const std::lock_guard lock(current_scope_log_mutex);
-    open->log = current_scope_log.lock();
+    CurrentScopeLog& current = current_scope_log.get();
+    const std::lock_guard lock(current.mutex);
+    open->log = current.log.lock();
   }
   if (open->log == nullptr) return nullptr;
   std::array<char, 16> name{};
@@ -40,6 +46,7 @@ std::unique_ptr<at::ObserverContext> begin_thread_scope(const at::RecordFunction
 void end_thread_scope(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
   if (context == nullptr) return;
   auto& open = static_cast<OpenScope&>(*context);
+  if (open.log->fork_guard.in_forked_child()) return;
   open.scope.end_ns = c10::getTime();
   const std::lock_guard lock(open.log->mutex);
   if (!open.log->closed) open.log->scopes.push_back(std::move(open.scope));
@@ -49,8 +56,9 @@ void end_thread_scope(const at::RecordFunction& /*function*/, at::ObserverContex
 
 ThreadScopes::ThreadScopes() : log_(std::make_shared<Log>()) {
   {
-    const std::lock_guard lock(current_scope_log_mutex);
-    current_scope_log = log_;
+    CurrentScopeLog& current = current_scope_log.get();
+    const std::lock_guard lock(current.mutex);
+    current.log = log_;
   }
   handle_ = at::addGlobalCallback(
       at::RecordFunctionCallback(begin_thread_scope, end_thread_scope).scopes({at::RecordScope::USER_SCOPE}));
@@ -59,8 +67,9 @@ ThreadScopes::ThreadScopes() : log_(std::make_shared<Log>()) {
 std::vector<ThreadScope> ThreadScopes::take() {
   if (handle_ != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
-    const std::lock_guard lock(current_scope_log_mutex);
-    current_scope_log.reset();
+    CurrentScopeLog& current = current_scope_log.get();
+    const std::lock_guard lock(current.mutex);
+    current.log.reset();
   }
   const std::lock_guard lock(log_->mutex);
   log_->closed = true;

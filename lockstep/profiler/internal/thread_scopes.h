@@ -8,6 +8,8 @@
 
 #include <ATen/record_function.h>
 
+#include <lockstep/base/process/fork_guard.h>
+
 namespace lockstep::profiler::internal {
 
 /// A scope in a thread that Kineto does not record.
@@ -34,6 +36,7 @@ class ThreadScopes {
 
   /// What outlives this where a scope is still open.
   struct Log {
+    ForkGuard fork_guard;  // a scope may be open across a fork
     std::mutex mutex;
     bool closed = false;              // guarded by mutex
     std::vector<ThreadScope> scopes;  // guarded by mutex
