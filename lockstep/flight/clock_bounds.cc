@@ -56,16 +56,19 @@ std::map<std::string, ClockOffset> ClockBounds::offsets(const std::string& refer
   std::map<std::string, ClockOffset> known = {{reference, {}}};
   for (size_t i = 1; i < clocks.size(); ++i) {
     if (!most[i][0] || !most[0][i]) continue;
-    int64_t least = -*most[0][i], largest = *most[i][0];
-    const int64_t error = std::abs(largest - least) / 2;
+    const int64_t least_of_all = -*most[0][i], largest_of_all = *most[i][0];
+    int64_t least = least_of_all, largest = largest_of_all;
     for (size_t j = 1; j < i; ++j) {
       const auto other = known.find(clocks[j]);
       if (other == known.end()) continue;
       if (most[i][j]) largest = std::min(largest, other->second.ns + *most[i][j]);
       if (most[j][i]) least = std::max(least, other->second.ns - *most[j][i]);
     }
-    known[clocks[i]] = {std::clamp(least + (largest - least) / 2, -kMostOffset, kMostOffset),
-                        std::min(error, kMostOffset)};
+    const int64_t ns = std::clamp(least + (largest - least) / 2, -kMostOffset, kMostOffset);
+    // To both ends of what is possible: what the clocks before leave need not be its middle. Where pairs contradict each
+    // other, the ends are the wrong way round, and the distance to each is as large.
+    const int64_t error = std::max(std::abs(ns - least_of_all), std::abs(largest_of_all - ns));
+    known[clocks[i]] = {ns, std::min(error, kMostOffset)};
   }
   return known;
 }

@@ -70,7 +70,7 @@ TEST(ClockBounds, NoEffectIsBeforeItsCause) {
     }
     const auto offsets = bounds.offsets("0");
     for (const auto& [clock, offset] : offsets) {
-      EXPECT_LE(std::abs(offset.ns - ahead[clock]), 2 * offset.error_ns + 1) << "seed " << seed;
+      EXPECT_LE(std::abs(offset.ns - ahead[clock]), offset.error_ns) << "seed " << seed;
     }
     for (const Message& message : messages) {
       if (!offsets.contains(message.from) || !offsets.contains(message.to)) continue;

@@ -166,7 +166,7 @@ TEST(MergeTraces, NothingGoesBackInTime) {
     for (size_t host = 0; host < report.hosts.size(); ++host) {
       EXPECT_TRUE(report.hosts[host].known);
       EXPECT_LE(std::abs(report.hosts[host].clock_ahead_ns - ahead[host]),
-                2 * report.hosts[host].clock_error_ns + 2)
+                report.hosts[host].clock_error_ns + 1)
           << "seed " << seed;
     }
     std::map<int64_t, double> last_begin, first_end;
