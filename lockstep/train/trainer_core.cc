@@ -9,6 +9,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
@@ -262,7 +264,17 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   if (step_ % options_.log_every_n_steps == 0) log_window();
   call(&TrainerCallbacks::after_step);
   if (checkpoints_ && checkpoints_->should_save(step_)) save_by_plan(info({}));
-  if (profiler_) profiler_->step();
+  profile_step();
+}
+
+/// What goes wrong with a profile does not end the training, of one rank alone least of all.
+void TrainerCore::profile_step() {
+  if (!profiler_) return;
+  try {
+    profiler_->step();
+  } catch (const std::exception& error) {
+    LOCKSTEP_LOG(kError) << "the profile of a cycle is lost: " << text_of(error);
+  }
 }
 
 bool TrainerCore::validation_due() const {

@@ -160,6 +160,7 @@ class TrainerCore {
 
   void step_scheduler();
   void show_step(const StepPlan& plan);
+  void profile_step();
   void begin_window();
   void log_window();
   void log(const Metrics& metrics);

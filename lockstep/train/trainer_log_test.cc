@@ -133,6 +133,28 @@ TEST(Trainer, AProfilerRecordsItsSteps) {
   });
 }
 
+TEST(Trainer, AProfilersHandlerThatFailsDoesNotEndTheTraining) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    DistributedDataParallel model(std::make_shared<SmallNet>());
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    DistributedSampler sampler(8);
+    Loader loader(Points{8}, {.sampler = &sampler});
+    int cycles = 0;
+    const auto fail = [&](Profiler&) {
+      ++cycles;
+      TORCH_CHECK(rank != 0, "no room");
+    };
+    Trainer trainer(model, optimizer, loader, loss_of,
+                    {.progress_bar = false,
+                     .profiler = ProfilerOptions{.schedule = profiler::schedule({.active = 2, .repeat = 2}),
+                                                 .on_trace_ready = fail}});
+    trainer.train();
+    EXPECT_EQ(trainer.step(), 4);
+    EXPECT_EQ(cycles, 2);
+  });
+}
+
 TEST(Trainer, StepsBehindTheLogsLastLineAreLoggedAtTheEnd) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
