@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/printable.h>
@@ -51,17 +52,21 @@ MergePlan read_all(const std::string& directory, int64_t& events) {
     TraceReader reader(path);
     MergedFile file{path, internal::origin_of(reader), -1, plan.operations.size()};
     file.pid = file.origin.pid;
-    if (file.origin.rank < 0) file.origin.rank = static_cast<int64_t>(plan.files.size());
     while (reader.next(event)) {
       ++events;
       if (file.pid < 0 && internal::text_of(event, "name") == "process_name")
         file.pid = integer_of(event, "pid", -1);
       if (auto operation = internal::operation_of(event, file.origin)) {
+        internal::learn_rank(file.origin, operation->rank);
         plan.operations.push_back(std::move(*operation));
       }
     }
     plan.files.push_back(std::move(file));
   }
+  std::vector<TraceOrigin*> origins;
+  for (MergedFile& file : plan.files) origins.push_back(&file.origin);
+  const std::vector<std::string> mixed = internal::complete_ranks(origins);
+  TORCH_CHECK_VALUE(mixed.empty(), directory, ": ", c10::Join("; ", mixed));
   plan.clocks = internal::offsets_between(plan.operations, plan.files.front().origin.clock);
   plan.matched = internal::match_operations(plan.operations, plan.clocks);
   plan.waited_ns.assign(plan.operations.size(), -1);

@@ -219,6 +219,15 @@ TEST(MergeTraces, NumbersOfArrowsStayApart) {
   EXPECT_NE(begins[0]["id"], begins[1]["id"]);
 }
 
+TEST(MergeTraces, SeveralRunsAreNotMerged) {
+  const TemporaryFolder folder;
+  for (const int run : {1, 2}) SyntheticTrace({.pid = 1000 * run}).write(folder, "", run);
+  EXPECT_THAT(
+      message_of<c10::ValueError>([&] { merge_traces(folder.path().string(), folder.path("all.json")); }),
+      HasSubstr("rank 0 has traces of 2 processes"));
+  EXPECT_THAT(folder.entries(), Not(::testing::Contains("all.json")));
+}
+
 TEST(MergeTraces, FilesThatAreNoTracesAreNamed) {
   const TemporaryFolder folder;
   const auto message = [&] {

@@ -100,6 +100,7 @@ struct Profiler::Recording {
 
   profiler::internal::KinetoOptions kineto;
   bool begun = false;
+  std::optional<WorldDefaults> world;  // a program may have left its group before it exports
   std::shared_ptr<profiler::internal::OperationLog> operations;
   std::unique_ptr<profiler::internal::ThreadScopes> scopes;
   std::unique_ptr<profiler::internal::CallStacks> stacks;
@@ -110,6 +111,7 @@ struct Profiler::Recording {
 struct Profiler::Cycle {
   std::unique_ptr<profiler::internal::KinetoTrace> trace;
   profiler::internal::TraceAdditions additions;
+  std::optional<WorldDefaults> world;
   std::vector<profiler::FunctionEvent> with_stacks;            // Kineto's; empty without stacks
   std::optional<std::vector<profiler::FunctionEvent>> events;  // once they were asked for
   bool exported = false;
@@ -203,6 +205,7 @@ void Profiler::prepare() {
 void Profiler::begin() {
   profiler::internal::start_kineto(recording_->kineto);
   recording_->begun = true;
+  recording_->world = world_defaults();
   if (options_.with_stack) recording_->stacks = std::make_unique<profiler::internal::CallStacks>();
   recording_->scopes = std::make_unique<profiler::internal::ThreadScopes>();
   recording_->operations = std::make_shared<profiler::internal::OperationLog>();
@@ -220,6 +223,7 @@ void Profiler::end() {
   if (recording->stacks) recording->stacks->end();
   auto cycle = std::make_unique<Cycle>();
   cycle->trace = profiler::internal::stop_kineto();
+  cycle->world = recording->world ? recording->world : world_defaults();
   cycle->additions.scopes = recording->scopes->take();
   cycle->additions.operations = recording->operations->take();
   cycle->additions.collectives_as = options_.collectives_as;
@@ -269,8 +273,8 @@ void Profiler::export_chrome_trace(const std::string& path) {
     if (!event.stack.empty()) additions.stacks[event.id] = c10::Join(";", event.stack);
   }
   if (options_.with_flops) additions.metadata["with_flops"] = "1";
-  if (const auto world = world_defaults()) {
-    additions.metadata["distributedInfo"] = distributed_info(*world, additions.operations.groups);
+  if (latest.world) {
+    additions.metadata["distributedInfo"] = distributed_info(*latest.world, additions.operations.groups);
   }
   // Kineto wants a name that ends so.
   const std::string raw = path + "." + std::to_string(::getpid()) + ".kineto.json";

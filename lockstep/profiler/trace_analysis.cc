@@ -267,9 +267,11 @@ TraceAnalysis analyze_traces(const std::string& directory) {
   std::vector<FileProfile> files;
   for (const std::string& path : internal::trace_files(directory)) {
     files.push_back(internal::profile_of(path));
-    if (files.back().origin.rank < 0) files.back().origin.rank = static_cast<int64_t>(files.size()) - 1;
   }
+  std::vector<internal::TraceOrigin*> origins;
+  for (FileProfile& file : files) origins.push_back(&file.origin);
   TraceAnalysis analysis;
+  analysis.notes = internal::complete_ranks(origins);
   int64_t steps = 0;
   for (auto& [rank, sums] : sums_of(files)) {
     RankProfile& profile = sums.profile;

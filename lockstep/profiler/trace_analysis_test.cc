@@ -19,6 +19,7 @@ using nlohmann::json;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using testing::SyntheticTrace;
 
 constexpr int64_t kMs = 1'000'000;
@@ -162,6 +163,35 @@ TEST(TraceAnalysis, TellsWhatIsMissing) {
   EXPECT_THAT(analysis.notes, Contains(HasSubstr("1 ranks of 4")));
   EXPECT_THAT(message_of<c10::ValueError>([&] { analyze_traces(folder.path("none")); }),
               HasSubstr("can't be read"));
+}
+
+TEST(TraceAnalysis, TracesOfSeveralRunsAreNoted) {
+  const TemporaryFolder folder;
+  const auto write = [&](int64_t pid, int cycle) {
+    SyntheticTrace trace({.rank = 0, .world_size = 1, .pid = pid});
+    trace.add_operator("aten::mm", 0, kMs);
+    trace.write(folder, "", cycle);
+  };
+  write(1000, 1);
+  write(1000, 2);
+  EXPECT_THAT(analyze_traces(folder.path().string()).notes, Not(Contains(HasSubstr("processes"))));
+  write(2000, 3);
+  EXPECT_THAT(analyze_traces(folder.path().string()).notes,
+              Contains(HasSubstr("rank 0 has traces of 2 processes")));
+}
+
+TEST(TraceAnalysis, TracesWithoutARankGetThatOfTheirOperationsOrProcess) {
+  const TemporaryFolder folder;
+  for (const int cycle : {1, 2}) {
+    SyntheticTrace trace({.rank = 5, .tells_rank = false});
+    trace.add_operator("aten::mm", 0, kMs);
+    if (cycle == 1) trace.add_collective("barrier", 1, kMs, 2 * kMs);
+    trace.write(folder, "", cycle);
+  }
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  ASSERT_EQ(analysis.ranks.size(), 1);
+  EXPECT_EQ(analysis.ranks[0].rank, 5);
+  EXPECT_EQ(analysis.ranks[0].steps, 2) << "of both traces";
 }
 
 TEST(TraceAnalysis, JsonHasWhatTheTextHas) {

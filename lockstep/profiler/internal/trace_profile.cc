@@ -115,6 +115,7 @@ class Gatherer {
     bounds_.end = std::max(bounds_.end, span.end);
     const int64_t thread = integer_of(event, "tid");
     if (auto operation = operation_of(event, file_.origin)) {
+      learn_rank(file_.origin, operation->rank);
       own_communication_.push_back(span);
       file_.operations.push_back(std::move(*operation));
       return;

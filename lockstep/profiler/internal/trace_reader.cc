@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <map>
+#include <set>
 #include <system_error>
 #include <utility>
 #include <zlib.h>
@@ -20,6 +22,7 @@ using nlohmann::json;
 constexpr size_t kMostOfAValue = size_t{16} << 20;
 constexpr int kMostDepth = 64;
 constexpr int kEndOfFile = -1;
+constexpr int64_t kMostRank = 1 << 20;
 
 bool is_blank(int c) {
   return c == ' ' || c == '\n' || c == '\r' || c == '\t';
@@ -192,9 +195,36 @@ TraceOrigin origin_of(const TraceReader& reader) {
     if (const std::string host = text_of(*found, "host"); !host.empty()) origin.host = host;
     if (const std::string boot = text_of(*found, "boot_id"); !boot.empty()) origin.clock = boot;
   }
-  constexpr int64_t kMostRank = 1 << 20;
   if (origin.rank >= kMostRank) origin.rank = -1;
   return origin;
+}
+
+void learn_rank(TraceOrigin& origin, int64_t rank) {
+  if (origin.rank < 0 && rank < kMostRank) origin.rank = rank;
+}
+
+std::vector<std::string> complete_ranks(const std::vector<TraceOrigin*>& origins) {
+  using Process = std::pair<std::string, int64_t>;  // Python's traces tell of none
+  std::map<Process, int64_t> ranks;
+  std::map<int64_t, std::set<Process>> processes;
+  for (size_t i = 0; i < origins.size(); ++i) {
+    TraceOrigin& origin = *origins[i];
+    const Process process(origin.clock, origin.pid);
+    if (origin.rank < 0) {
+      const auto known = origin.pid < 0 ? ranks.end() : ranks.find(process);
+      origin.rank = known == ranks.end() ? static_cast<int64_t>(i) : known->second;
+    }
+    if (origin.pid < 0) continue;
+    ranks.emplace(process, origin.rank);
+    processes[origin.rank].insert(process);
+  }
+  std::vector<std::string> notes;
+  for (const auto& [rank, of_rank] : processes) {
+    if (of_rank.size() < 2) continue;
+    notes.push_back("rank " + std::to_string(rank) + " has traces of " + std::to_string(of_rank.size()) +
+                    " processes: give each run a directory of its own");
+  }
+  return notes;
 }
 
 std::vector<std::string> trace_files(const std::string& directory) {

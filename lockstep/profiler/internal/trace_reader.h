@@ -41,7 +41,7 @@ class TraceReader {
   bool over_ = false;
 };
 
-/// Whose trace it is, as far as the header tells.
+/// Whose trace it is, as far as the header tells, and operations behind it.
 struct TraceOrigin {
   int64_t rank = -1;  // -1: not told
   int64_t world_size = -1;
@@ -51,6 +51,11 @@ struct TraceOrigin {
   int64_t base_ns = 0;  // what times in the file count from, since 1970
 };
 TraceOrigin origin_of(const TraceReader& reader);
+/// Takes the rank that an operation of the trace names, if it is one and the header has told none.
+void learn_rank(TraceOrigin& origin, int64_t rank);
+/// Gives traces without a rank one: that of their process in a trace before, or their place. Returns notes about ranks of
+/// which several processes have traces here, which are several runs in one directory.
+std::vector<std::string> complete_ranks(const std::vector<TraceOrigin*>& origins);
 
 /// All *.json and *.json.gz of a directory whose names have ".pt.trace.json" in them, by name. Throws c10::ValueError that
 /// names the directory if it can't be read or has none.

@@ -23,13 +23,15 @@ class SyntheticTrace {
     int64_t world_size = 2;
     std::string host = "one";
     int64_t ahead_ns = 0;
+    int64_t pid = 1000;      // of rank 0; others' follow
+    bool tells_rank = true;  // in the header
   };
   explicit SyntheticTrace(Options options) : options_(std::move(options)) {
     events_.push_back(
         {{"ph", "M"}, {"name", "process_name"}, {"pid", pid()}, {"tid", 0}, {"args", {{"name", "train"}}}});
   }
 
-  int64_t pid() const { return 1000 + options_.rank; }
+  int64_t pid() const { return options_.pid + options_.rank; }
 
   void add(const std::string& category, const std::string& name, int64_t begin, int64_t end,
            int64_t thread = kThread, nlohmann::ordered_json arguments = nlohmann::ordered_json::object()) {
@@ -78,10 +80,15 @@ class SyntheticTrace {
         {"baseTimeNanoseconds", kBaseNs},
         {"traceEvents", events_},
         {"traceName", "synthetic"}};
+    if (!options_.tells_rank) trace.erase("distributedInfo");
     return trace.dump(1);
   }
-  void write(const lockstep::testing::TemporaryFolder& folder, const std::string& below = "") const {
-    folder.write(below + "rank" + std::to_string(options_.rank) + ".1.pt.trace.json", text());
+  /// `cycle`: of several of a rank.
+  void write(const lockstep::testing::TemporaryFolder& folder, const std::string& below = "",
+             int cycle = 1) const {
+    folder.write(
+        below + "rank" + std::to_string(options_.rank) + "." + std::to_string(cycle) + ".pt.trace.json",
+        text());
   }
 
  private:
