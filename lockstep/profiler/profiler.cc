@@ -279,9 +279,9 @@ void Profiler::export_chrome_trace(const std::string& path) {
   // Kineto wants a name that ends so.
   const std::string raw = path + "." + std::to_string(::getpid()) + ".kineto.json";
   TORCH_CHECK(std::ofstream(raw).is_open(), path, " can't be written: ", std::strerror(errno));
-  latest.exported = true;
-  latest.trace->save(raw);
   try {
+    latest.trace->save(raw);
+    latest.exported = true;
     profiler::internal::write_trace(raw, path, additions);
   } catch (...) {
     std::remove(raw.c_str());
