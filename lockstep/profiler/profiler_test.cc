@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -260,6 +262,25 @@ TEST(Profiler, AForkedChildComputesAndLeavesTheTraceAlone) {
   profile.stop();
   EXPECT_EQ(counts(profile).at("aten::ones"), 1);
   EXPECT_FALSE(counts(profile).contains("aten::zeros"));
+}
+
+/// As by a full disk, of which Kineto does not tell.
+TEST(Profiler, ATraceThatWasCutShortIsRefused) {
+  const TemporaryFolder folder;
+  Profiler profile;
+  for (int i = 0; i < 1000; ++i) torch::ones({2});
+  profile.stop();
+  rlimit former{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &former), 0);
+  auto* const handler = ::signal(SIGXFSZ, SIG_IGN);
+  const rlimit less{.rlim_cur = 64 << 10, .rlim_max = former.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &less), 0);
+  const std::string message =
+      message_of<c10::Error>([&] { profile.export_chrome_trace(folder.path("trace.json.gz")); });
+  EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &former), 0);
+  ::signal(SIGXFSZ, handler);
+  EXPECT_THAT(message, HasSubstr("was cut short"));
+  EXPECT_THAT(folder.entries(), ElementsAre());
 }
 
 TEST(Profiler, TheHandlersFilesHaveTorchsNames) {

@@ -152,16 +152,28 @@ KinetoHeader read_header(std::istream& in, const std::string& from) {
   TORCH_CHECK(false, from, " has no \"traceEvents\", so it is no trace of Kineto's");
 }
 
-void copy_events(std::istream& in, TraceOutput& out) {
+char last_of(std::string_view text, char otherwise) {
+  const size_t at = text.find_last_not_of(" \n");
+  return at == std::string_view::npos ? otherwise : text[at];
+}
+
+/// Returns the last character that is no blank.
+char copy_events(std::istream& in, TraceOutput& out) {
   std::vector<char> block(1 << 20);
+  char last = 0;
   while (in.read(block.data(), static_cast<std::streamsize>(block.size())) || in.gcount() > 0) {
-    out.write(block.data(), static_cast<size_t>(in.gcount()));
+    const auto size = static_cast<size_t>(in.gcount());
+    out.write(block.data(), size);
+    last = last_of({block.data(), size}, last);
   }
+  return last;
 }
 
 /// Line by line, with each operator's stack in front of its number. Kineto has no way to tell it in all versions of torch.
-void copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t, std::string>& stacks,
+/// Returns the last character that is no blank.
+char copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t, std::string>& stacks,
                              TraceOutput& out) {
+  char last = 0;
   constexpr std::string_view kCategory = "\"cat\": ", kOperator = "\"cpu_op\"", kNumber = "\"External id\": ";
   bool is_operator = false;
   for (std::string line; std::getline(in, line);) {
@@ -175,7 +187,9 @@ void copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t
       if (found != stacks.end()) line.insert(at, "\"Call stack\": " + dumped(found->second) + ", ");
     }
     out.write(line + "\n");
+    last = last_of(line, last);
   }
+  return last;
 }
 
 }  // namespace
@@ -191,11 +205,10 @@ void write_trace(const std::string& from, const std::string& to, const TraceAddi
   out.write(header.fields);
   for (const auto& [key, value] : additions.metadata) out.write(dumped(key) + ": " + value + ",\n    ");
   out.write("\"traceEvents\": [\n" + events.text());
-  if (additions.stacks.empty()) {
-    copy_events(in, out);
-  } else {
-    copy_events_with_stacks(in, additions.stacks, out);
-  }
+  const char last =
+      additions.stacks.empty() ? copy_events(in, out) : copy_events_with_stacks(in, additions.stacks, out);
+  // Kineto does not tell when it could not write on.
+  TORCH_CHECK(last == '}', from, " was cut short: is the disk full?");
   out.commit();
 }
 
