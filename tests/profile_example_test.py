@@ -178,3 +178,5 @@ def test_lockstep_profile_says_what_is_wrong(programs):
     assert done.status != OK and "LOCKSTEP_PROFILE" in done.stderr, done.text
     done = programs.lockstep_run(1, "accumulation", "--updates", 1, LOCKSTEP_PROFILE="active:1000")
     assert done.status == OK and "ask for fewer steps" in done.stderr, done.text
+    done = programs.lockstep_run(1, "all_reduce", LOCKSTEP_PROFILE="1")
+    assert done.status == OK and done.stderr.count("LOCKSTEP_PROFILE: nothing was recorded") == 1, done.text

@@ -1,14 +1,17 @@
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <thread>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/step_mark.h>
 #include <lockstep/profiler/internal/running_profilers.h>
@@ -29,12 +32,17 @@ ProfileSettings settings_from_environment() {
 std::atomic<bool> asked_by_signal{false};
 static_assert(std::atomic<bool>::is_always_lock_free);
 
-/// Not thread-safe: a thread that makes marks while another one is profiled has to be told apart before.
+/// In the thread that trains, which is the first that makes a mark; while it records nothing, one that makes a more telling
+/// mark takes its place. Kineto records the thread that begins and ends it. Others' marks are thread-safe.
 class UnattendedProfile {
  public:
   /// What is malformed in the variable is thrown at the program's first step; what goes wrong later does not end a training.
   void on_mark(StepMark mark, const void* source) {
-    if (over_) return;
+    if (!is_owner(mark)) return;
+    const std::lock_guard lock(mutex_);
+    if (over_ || !is_owner(mark)) return;
+    owner_ = std::this_thread::get_id();
+    owners_mark_ = std::max(owners_mark_.load(), static_cast<int>(mark));
     if (!settings_) settings_ = settings_from_environment();
     if (!counter_.begins(mark, source)) return;
     if (!profiler_ && settings_->on_signal && !asked_by_signal.exchange(false, std::memory_order_relaxed))
@@ -50,6 +58,7 @@ class UnattendedProfile {
         profiler_->step();
       } else {
         profiler_ = std::make_unique<Profiler>(settings_->options());
+        records_ = true;
       }
       if (settings_->is_done(profiler_->step_num())) {
         LOCKSTEP_LOG(kWarning)
@@ -65,44 +74,47 @@ class UnattendedProfile {
 
   /// Before another Profiler starts, in the same thread: a process has one that records.
   void give_way() {
-    if (!profiler_) return;
+    if (!records_ || owner_.load() != std::this_thread::get_id()) return;
+    const std::lock_guard lock(mutex_);
     LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program starts a Profiler of its own, so this one ends";
     end();
   }
 
   /// At the end of the process Kineto can't be ended any more: what belongs to the thread is gone.
-  void at_exit() const {
+  void at_exit(bool wanted_at_once) const {
+    if (!settings_ && wanted_at_once) {
+      LOCKSTEP_LOG(kWarning)
+          << "LOCKSTEP_PROFILE: nothing was recorded, for the program has made no step that "
+             "is known: no DistributedDataParallel was trained, and no DataLoader read";
+    }
     if (over_ || !profiler_ || settings_->schedule.repeat == 0) return;
     LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program has ended in step " << profiler_->step_num()
                            << ", in the middle of a cycle, which is not written; ask for fewer steps";
   }
 
  private:
+  bool is_owner(StepMark mark) const {
+    return owner_.load() == std::this_thread::get_id() ||
+           (!records_ && static_cast<int>(mark) > owners_mark_);
+  }
   void end() {
     over_ = !settings_->on_signal;
+    records_ = false;
     profiler_.reset();
   }
 
-  std::optional<ProfileSettings> settings_;
+  std::atomic<std::thread::id> owner_{};
+  std::atomic<int> owners_mark_{-1};  // the most telling it has made, as a StepMark
+  std::atomic<bool> records_{false};  // profiler_ is there
+  std::mutex mutex_;
+  std::optional<ProfileSettings> settings_;  // this and what follows: guarded by mutex_
   StepCounter counter_;
   std::unique_ptr<Profiler> profiler_;
   bool over_ = false;
 };
 
 PerProcess<UnattendedProfile> unattended_profile;
-/// The thread that has made the first mark; Kineto records that one.
-std::atomic<std::thread::id> profiled_thread{};
-
-void on_step_mark(StepMark mark, const void* source) {
-  std::thread::id first{};
-  const std::thread::id own = std::this_thread::get_id();
-  if (profiled_thread.compare_exchange_strong(first, own)) {
-    std::atexit([] { unattended_profile.get().at_exit(); });
-  } else if (first != own) {
-    return;
-  }
-  unattended_profile.get().on_mark(mark, source);
-}
+bool records_at_once = false;  // this rank, and not when a signal asks for it
 
 /// A program that handles the signal itself keeps it.
 void listen_to_signal() {
@@ -118,17 +130,22 @@ void listen_to_signal() {
 [[maybe_unused]] const bool listens_to_steps = [] {
   if (!environment::text(kProfileVariable)) return false;
   try {
-    if (settings_from_environment().on_signal) listen_to_signal();
+    records_at_once = !settings_from_environment().on_signal;
+    if (!records_at_once) listen_to_signal();
   } catch (const std::exception&) {
     // The first step says it, where it can be caught.
   }
-  step_mark_listener.store(on_step_mark, std::memory_order_release);
-  internal::before_profiler_starts.store(
-      [] {
-        // Kineto can be ended only in the thread that it records.
-        if (profiled_thread.load() == std::this_thread::get_id()) unattended_profile.get().give_way();
-      },
+  step_mark_listener.store(
+      [](StepMark mark, const void* source) { unattended_profile.get().on_mark(mark, source); },
       std::memory_order_release);
+  internal::before_profiler_starts.store([] { unattended_profile.get().give_way(); },
+                                         std::memory_order_release);
+  // Launchers and their children that don't train have the variable, too, but no rank.
+  static const ForkGuard fork_guard;
+  if (!environment::text("RANK")) records_at_once = false;
+  std::atexit([] {
+    if (!fork_guard.in_forked_child()) unattended_profile.get().at_exit(records_at_once);
+  });
   return true;
 }();
 
