@@ -96,7 +96,8 @@ TARGETS = (
     Target("checkpoint.bytes_over_data", 1.01, "bytes written, of the tensors' bytes", at_most=True),
     Target("checkpoint.async.of_sync", 0.05, "an asynchronous save holds up, of a synchronous one", at_most=True),
     *(Target(f"profiler.{how}.vs_python", 1, f"an operator that is recorded{words}, adds no more than in torch.profiler")
-      for how, words in (("plain", ""), ("shapes", " with shapes"), ("memory", ", memory, too"), ("stack", ", stacks, too"))),
+      for how, words in (("plain", ""), ("shapes", " with shapes"), ("memory", ", memory, too"),
+                         ("stack", ", stacks of C++ here and of Python there, too"))),
     Target("profiler.merge.memory_of_traces", 0.64, "merging traces of 64 ranks, memory, of their bytes", at_most=True),
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),

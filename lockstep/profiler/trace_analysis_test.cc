@@ -194,6 +194,19 @@ TEST(TraceAnalysis, TracesWithoutARankGetThatOfTheirOperationsOrProcess) {
   EXPECT_EQ(analysis.ranks[0].steps, 2) << "of both traces";
 }
 
+/// As older Kineto's are.
+TEST(TraceAnalysis, TimesMayCountFrom1970) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.world_size = 1, .tells_base = false});
+  trace.add_operator("aten::mm", 0, 3 * kMs);
+  trace.add_operator("aten::add", 3 * kMs, 4 * kMs);
+  trace.add_step(1, 0, 5 * kMs);
+  trace.write(folder);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  EXPECT_NEAR(analysis.mean.total(), 5, 0.01);
+  EXPECT_NEAR(analysis.mean.idle, 1, 0.01);
+}
+
 TEST(TraceAnalysis, JsonHasWhatTheTextHas) {
   const TemporaryFolder folder;
   write_run(folder, "", {}, /*slower=*/30);

@@ -10,6 +10,8 @@
 namespace lockstep::profiler::internal {
 namespace {
 
+constexpr double kThreeYears = 1e14;  // in microseconds; sums of as much don't overflow
+
 using Clocks = std::map<std::string, flight::ClockOffset>;
 
 std::vector<std::pair<size_t, size_t>> flows_of(const OperationParts& parts,
@@ -119,8 +121,13 @@ void match_collectives(const std::vector<TracedOperation>& operations, std::vect
 }  // namespace
 
 int64_t since_1970(double microseconds, const TraceOrigin& origin) {
-  constexpr double kMost = 1e14;  // three years; so sums don't overflow
-  return origin.base_ns + std::llround(std::clamp(microseconds, -kMost, kMost) * 1000);
+  constexpr double kAHundredYears = 4e15;  // a trace without a base counts from 1970 itself
+  const double most = origin.base_ns > 0 ? kThreeYears : kAHundredYears;
+  return origin.base_ns + std::llround(std::clamp(microseconds, -kThreeYears, most) * 1000);
+}
+
+double duration_of(const nlohmann::json& event) {
+  return std::clamp(number_of(event, "dur"), 0.0, kThreeYears);
 }
 
 std::optional<TracedOperation> operation_of(const nlohmann::json& event, const TraceOrigin& origin) {
@@ -138,8 +145,7 @@ std::optional<TracedOperation> operation_of(const nlohmann::json& event, const T
   operation.tag = integer_of(arguments, "Tag");
   operation.failed = arguments.contains("Error");
   operation.start_ns = since_1970(number_of(event, "ts"), origin);
-  operation.end_ns =
-      std::max(operation.start_ns, since_1970(number_of(event, "ts") + number_of(event, "dur"), origin));
+  operation.end_ns = since_1970(number_of(event, "ts") + duration_of(event), origin);
   operation.clock = origin.clock;
   operation.pid = integer_of(event, "pid");
   operation.thread = integer_of(event, "tid");

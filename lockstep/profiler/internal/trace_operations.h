@@ -34,6 +34,8 @@ struct TracedOperation {
 std::optional<TracedOperation> operation_of(const nlohmann::json& event, const TraceOrigin& origin);
 /// A time in a file, since 1970.
 int64_t since_1970(double microseconds, const TraceOrigin& origin);
+/// In microseconds.
+double duration_of(const nlohmann::json& event);
 
 /// The parts that make one operation: the members' of a collective, or a send and its receive. Indices of operations.
 struct OperationParts {

@@ -62,8 +62,7 @@ class Gatherer {
     if (phase == "i" && text_of(event, "name") == "[memory]") take_memory(event);
     if (phase != "X") return;
     const double begin = number_of(event, "ts");
-    take_span(event, {since_1970(begin, file_.origin),
-                      since_1970(begin + std::max(number_of(event, "dur"), 0.0), file_.origin)});
+    take_span(event, {since_1970(begin, file_.origin), since_1970(begin + duration_of(event), file_.origin)});
   }
 
   void finish() {

@@ -25,6 +25,7 @@ class SyntheticTrace {
     int64_t ahead_ns = 0;
     int64_t pid = 1000;      // of rank 0; others' follow
     bool tells_rank = true;  // in the header
+    bool tells_base = true;  // in the header; else times count from 1970
   };
   explicit SyntheticTrace(Options options) : options_(std::move(options)) {
     events_.push_back(
@@ -40,7 +41,7 @@ class SyntheticTrace {
                        {"name", name},
                        {"pid", pid()},
                        {"tid", thread},
-                       {"ts", microseconds(begin + options_.ahead_ns)},
+                       {"ts", time(begin)},
                        {"dur", microseconds(end - begin)},
                        {"args", std::move(arguments)}});
   }
@@ -66,7 +67,7 @@ class SyntheticTrace {
          {"name", "[memory]"},
          {"pid", pid()},
          {"tid", kThread},
-         {"ts", microseconds(at + options_.ahead_ns)},
+         {"ts", time(at)},
          {"args", {{"Device Type", 0}, {"Device Id", -1}, {"Bytes", bytes}, {"Addr", address}}}});
   }
 
@@ -81,6 +82,7 @@ class SyntheticTrace {
         {"traceEvents", events_},
         {"traceName", "synthetic"}};
     if (!options_.tells_rank) trace.erase("distributedInfo");
+    if (!options_.tells_base) trace.erase("baseTimeNanoseconds");
     return trace.dump(1);
   }
   /// `cycle`: of several of a rank.
@@ -93,6 +95,9 @@ class SyntheticTrace {
 
  private:
   static double microseconds(int64_t ns) { return static_cast<double>(ns) / 1000; }
+  double time(int64_t ns) const {
+    return microseconds(ns + options_.ahead_ns + (options_.tells_base ? 0 : kBaseNs));
+  }
   nlohmann::ordered_json operation(const std::string& kind, int64_t sequence, bool point_to_point) const {
     return {{"Collective name", kind}, {"Process Group Key", "world"}, {"Rank", options_.rank},
             {"Seq", sequence},         {"Is P2P", point_to_point},     {"Queued (us)", 0.0}};
