@@ -4,6 +4,7 @@
 //                     with the number of the action of each step, or "error"
 //   model             a small training, as profiler_test.py does it: its averages and their tables, as JSON
 //   traces DIR RANK   two cycles of it, as the handler for TensorBoard writes them, with operations of a group
+//   own DIR           steps of it, the later ones with a Profiler, whatever LOCKSTEP_PROFILE has begun before
 #include <cstdint>
 #include <iostream>
 #include <map>
@@ -15,6 +16,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
+#include <lockstep/base/step_mark.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/operation_observer.h>
 #include <lockstep/profiler/profiler.h>
@@ -155,6 +157,17 @@ void write_traces(const std::string& folder, int rank) {
   }
 }
 
+void profile_later_steps(const std::string& folder) {
+  const Model model;
+  const auto step = [&] {
+    lockstep::mark_step(lockstep::StepMark::kForward, &model);
+    model.step();
+  };
+  for (int i = 0; i < 3; ++i) step();
+  Profiler profile({.on_trace_ready = lockstep::profiler::tensorboard_trace_handler(folder)});
+  for (int i = 0; i < 3; ++i) step();
+}
+
 }  // namespace
 
 LOCKSTEP_DRIVER(profiler_driver) {
@@ -165,6 +178,8 @@ LOCKSTEP_DRIVER(profiler_driver) {
     profile_model();
   } else if (what == "traces" && argc > 3) {
     write_traces(argv[2], std::stoi(argv[3]));
+  } else if (what == "own" && argc > 2) {
+    profile_later_steps(argv[2]);
   } else {
     return 2;
   }

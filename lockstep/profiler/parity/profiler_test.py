@@ -1,6 +1,7 @@
 """Schedules, operators and tables against torch.profiler's, and what reads its traces on ours."""
 
 import json
+import os
 import random
 import subprocess
 import warnings
@@ -15,13 +16,17 @@ SCHEDULES = 10_000
 STEPS = 60
 
 
-def ask(bin_dir, *arguments, lines=()):
+def run(bin_dir, *arguments, lines=(), **environment):
     done = subprocess.run(
-        [bin_dir / "profiler_driver", *map(str, arguments)],
+        [bin_dir / "profiler_driver", *map(str, arguments)], env={**os.environ, **environment},
         input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
+
+
+def ask(bin_dir, *arguments, lines=()):
+    return run(bin_dir, *arguments, lines=lines).stdout
 
 
 def torchs_actions(wait, warmup, active, repeat, skip_first, skip_first_wait):
@@ -147,6 +152,13 @@ def test_traces_are_as_torchs_files(traces):
         window = next(event for event in trace["traceEvents"] if event.get("name") == "PyTorch Profiler (0)")
         for event in operations:  # one clock
             assert window["ts"] <= event["ts"] <= window["ts"] + window["dur"]
+
+
+def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(bin_dir, tmp_path):
+    other = tmp_path / "other"
+    done = run(bin_dir, "own", tmp_path / "own", LOCKSTEP_PROFILE=f"wait:0,warmup:0,active:100,dir={other}")
+    assert done.stderr.count("the program starts a Profiler of its own, so this one ends") == 1, done.stderr
+    assert len(list((tmp_path / "own").iterdir())) == 1
 
 
 def test_tensorboards_plugin_reads_traces(traces):
