@@ -285,6 +285,7 @@ void Profiler::export_chrome_trace(const std::string& path) {
     profiler::internal::write_trace(raw, path, additions);
   } catch (...) {
     std::remove(raw.c_str());
+    std::remove((raw + ".tmp").c_str());  // what newer Kinetos could not write whole
     throw;
   }
   std::remove(raw.c_str());

@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <string_view>
 #include <unistd.h>
 #include <utility>
@@ -152,28 +153,29 @@ KinetoHeader read_header(std::istream& in, const std::string& from) {
   TORCH_CHECK(false, from, " has no \"traceEvents\", so it is no trace of Kineto's");
 }
 
-char last_of(std::string_view text, char otherwise) {
-  const size_t at = text.find_last_not_of(" \n");
-  return at == std::string_view::npos ? otherwise : text[at];
+/// Whether it ends as Kineto's files do, with the file's own name. Kineto does not tell when it could not write on.
+bool is_whole(std::istream& in) {
+  constexpr std::streamoff kMost = 16 << 10;  // of a name
+  in.seekg(0, std::ios::end);
+  const std::streamoff size = in.tellg();
+  in.seekg(std::max<std::streamoff>(0, size - kMost));
+  const std::string end(std::istreambuf_iterator<char>(in), {});
+  in.clear();
+  in.seekg(0);
+  const size_t last = end.find_last_not_of(" \n");
+  return last != std::string::npos && end[last] == '}' && end.find("\"traceName\"") != std::string::npos;
 }
 
-/// Returns the last character that is no blank.
-char copy_events(std::istream& in, TraceOutput& out) {
+void copy_events(std::istream& in, TraceOutput& out) {
   std::vector<char> block(1 << 20);
-  char last = 0;
   while (in.read(block.data(), static_cast<std::streamsize>(block.size())) || in.gcount() > 0) {
-    const auto size = static_cast<size_t>(in.gcount());
-    out.write(block.data(), size);
-    last = last_of({block.data(), size}, last);
+    out.write(block.data(), static_cast<size_t>(in.gcount()));
   }
-  return last;
 }
 
 /// Line by line, with each operator's stack in front of its number. Kineto has no way to tell it in all versions of torch.
-/// Returns the last character that is no blank.
-char copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t, std::string>& stacks,
+void copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t, std::string>& stacks,
                              TraceOutput& out) {
-  char last = 0;
   constexpr std::string_view kCategory = "\"cat\": ", kOperator = "\"cpu_op\"", kNumber = "\"External id\": ";
   bool is_operator = false;
   for (std::string line; std::getline(in, line);) {
@@ -187,9 +189,7 @@ char copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t
       if (found != stacks.end()) line.insert(at, "\"Call stack\": " + dumped(found->second) + ", ");
     }
     out.write(line + "\n");
-    last = last_of(line, last);
   }
-  return last;
 }
 
 }  // namespace
@@ -197,6 +197,7 @@ char copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t
 void write_trace(const std::string& from, const std::string& to, const TraceAdditions& additions) {
   std::ifstream in(from, std::ios::binary);
   TORCH_CHECK(in, from, " can't be read: ", std::strerror(errno));
+  TORCH_CHECK(is_whole(in), from, " was cut short: is the disk full?");
   const KinetoHeader header = read_header(in, from);
   EventWriter events(header.base_ns);
   add_scopes(additions.scopes, events);
@@ -205,10 +206,11 @@ void write_trace(const std::string& from, const std::string& to, const TraceAddi
   out.write(header.fields);
   for (const auto& [key, value] : additions.metadata) out.write(dumped(key) + ": " + value + ",\n    ");
   out.write("\"traceEvents\": [\n" + events.text());
-  const char last =
-      additions.stacks.empty() ? copy_events(in, out) : copy_events_with_stacks(in, additions.stacks, out);
-  // Kineto does not tell when it could not write on.
-  TORCH_CHECK(last == '}', from, " was cut short: is the disk full?");
+  if (additions.stacks.empty()) {
+    copy_events(in, out);
+  } else {
+    copy_events_with_stacks(in, additions.stacks, out);
+  }
   out.commit();
 }
 
