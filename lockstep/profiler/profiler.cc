@@ -73,6 +73,10 @@ std::string process_info() {
       -1, ' ', false, ordered_json::error_handler_t::replace);
 }
 
+bool records_in(std::optional<ProfilerAction> action) {
+  return action == ProfilerAction::kRecord || action == ProfilerAction::kRecordAndSave;
+}
+
 /// Kineto records for one at a time.
 PerProcess<std::atomic<bool>> a_profiler_records;
 
@@ -145,7 +149,6 @@ void Profiler::start() {
   transit(ProfilerAction::kNone, current_);
   running_ = true;
   ++profiler::internal::running_profilers;
-  mark_step();
 }
 
 void Profiler::stop() {
@@ -162,15 +165,27 @@ void Profiler::step() {
   if (recording_) recording_->step.reset();
   ++step_num_;
   transit(std::exchange(current_, next), next);
-  mark_step();
 }
 
 /// What lies between two steps; `to` is none at the end. The table is torch's (torch/profiler/profiler.py, action_map).
 void Profiler::transit(ProfilerAction from, std::optional<ProfilerAction> to) {
-  const bool recorded = from == ProfilerAction::kRecord || from == ProfilerAction::kRecordAndSave;
-  const bool records = to == ProfilerAction::kRecord || to == ProfilerAction::kRecordAndSave;
-  if (from == ProfilerAction::kRecord && records) return;
-  if (from == ProfilerAction::kWarmup && to == ProfilerAction::kWarmup) return;
+  const bool goes_on = (from == ProfilerAction::kRecord && records_in(to)) ||
+                       (from == ProfilerAction::kWarmup && to == ProfilerAction::kWarmup);
+  if (!goes_on) {
+    try {
+      leave(from, to);
+    } catch (...) {  // the handler's; the next cycle is recorded nevertheless
+      enter(to);
+      mark_step();
+      throw;
+    }
+    enter(to);
+  }
+  mark_step();
+}
+
+void Profiler::leave(ProfilerAction from, std::optional<ProfilerAction> to) {
+  const bool recorded = records_in(from), records = records_in(to);
   if (to && ((from == ProfilerAction::kRecord && !records) ||
              (from == ProfilerAction::kWarmup && to == ProfilerAction::kNone))) {
     LOCKSTEP_LOG(kWarning)
@@ -186,9 +201,12 @@ void Profiler::transit(ProfilerAction from, std::optional<ProfilerAction> to) {
     profiler::internal::start_kineto(std::exchange(recording_, nullptr)->kineto);
     profiler::internal::stop_kineto();
   }
+}
+
+void Profiler::enter(std::optional<ProfilerAction> to) {
   if (!to || to == ProfilerAction::kNone) return;
   if (!recording_) prepare();
-  if (records) begin();
+  if (records_in(to)) begin();
 }
 
 void Profiler::prepare() {

@@ -86,7 +86,7 @@ class Profiler {
   void start();
   /// Ends what is recorded, and hands it to on_trace_ready. Does nothing when it has stopped.
   void stop();
-  /// The next step begins.
+  /// The next step begins, also where the handler throws.
   void step();
   int64_t step_num() const { return step_num_; }
 
@@ -114,6 +114,8 @@ class Profiler {
 
   profiler::ProfilerAction action(int64_t step) const;
   void transit(profiler::ProfilerAction from, std::optional<profiler::ProfilerAction> to);
+  void leave(profiler::ProfilerAction from, std::optional<profiler::ProfilerAction> to);
+  void enter(std::optional<profiler::ProfilerAction> to);
   void prepare();
   void begin();
   void end();
