@@ -84,7 +84,7 @@ def test_the_analysis_the_merged_trace_and_the_picture_have_all_ranks(programs, 
     sent = {event["id"]: event for event in trace["traceEvents"] if event["ph"] == "s" and event["cat"] == "operation"}
     received = [event for event in trace["traceEvents"] if event["ph"] == "f" and event["cat"] == "operation"]
     assert received and all(sent[event["id"]]["ts"] <= event["ts"] for event in received)
-    assert {event["pid"] for event in received} == {0, 1}
+    assert all({sent[event["id"]]["pid"], event["pid"]} == {0, 1} for event in received)
 
     picture = tmp_path / "trace.svg"
     done = programs.run(sys.executable, PLOT_TRACE, merged, 8, picture)
