@@ -9,8 +9,7 @@ import sys
 import time
 
 from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, launch, machine,
-                               profiler,
-                               report, results, several_hosts, soak, startup, training)
+                               profiler, report, results, several_hosts, soak, startup, training)
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
 

@@ -3,8 +3,7 @@
 import statistics
 
 from benchmarks.driver import (checkpoint, data, from_python, gpu, launch, profiler, several_hosts_report, soak, startup, stats,
-                               targets,
-                               training_report)
+                               targets, training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS

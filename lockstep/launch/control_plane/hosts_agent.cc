@@ -1,8 +1,8 @@
-#include <csignal>
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
 #include <condition_variable>
+#include <csignal>
 #include <cstring>
 #include <deque>
 #include <fstream>
