@@ -22,16 +22,16 @@ WaitRecords& HostTransport::wait_records() const {
 
 int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
   GivenUpWait& given_up = header_of(arena_->segment(0)->data()).given_up;
-  given_up.note(ranks.front());  // asking takes time, in which this rank is in no wait
+  given_up.note({ranks.front(), false});  // asking takes time, in which this rank is in no wait
   const int cause = find_cause(ranks);
-  given_up.note(cause);
+  given_up.note({cause, is_stopped(cause)});
   return cause;
 }
 
 // Notes only what it has found: the others that it looks at did not keep this rank waiting.
 int HostTransport::find_stopped(const std::vector<int>& ranks) {
   const auto found = [this](int rank) {
-    header_of(arena_->segment(0)->data()).given_up.note(rank);
+    header_of(arena_->segment(0)->data()).given_up.note({rank, true});
     return rank;
   };
   std::vector<int> here;
@@ -120,7 +120,19 @@ std::vector<int> HostTransport::awaited_by(int rank) const {
 std::optional<int> HostTransport::given_up_by(int rank) const {
   const auto cause =
       header_of(peers_[rank]->bases[0].load(std::memory_order_acquire)).given_up.recent_cause();
-  return cause && *cause >= 0 && *cause < world_size() ? cause : std::nullopt;
+  return cause && cause->rank < world_size() ? std::optional(cause->rank) : std::nullopt;
+}
+
+// Its host may have ended meanwhile, because of the failure.
+void HostTransport::hear_whether_stopped(int rank, int neighbour) {
+  const auto told =
+      header_of(peers_[neighbour]->bases[0].load(std::memory_order_acquire)).given_up.recent_cause();
+  if (!told || told->rank != rank || !told->stopped) {
+    cause_of_waiting({rank});
+    return;
+  }
+  std::lock_guard lock(segments_mutex_);
+  peers_[rank]->life->hear_of(true);
 }
 
 /// Which rank keeps one on another host waiting, as that one says; nothing if it does not answer.

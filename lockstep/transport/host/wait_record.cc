@@ -6,7 +6,8 @@ namespace lockstep::transport {
 namespace {
 
 // GivenUpWait: milliseconds of the steady clock, which processes of a host share, and the cause.
-constexpr int kCauseBits = 16;
+constexpr int kRankBits = 16;
+constexpr int kCauseBits = kRankBits + 1;
 /// As long as asking other hosts may take.
 constexpr uint64_t kRecentMilliseconds = 2000;
 
@@ -18,14 +19,16 @@ uint64_t steady_milliseconds() {
 
 }  // namespace
 
-void GivenUpWait::note(int cause) {
-  word_.store(steady_milliseconds() << kCauseBits | static_cast<uint64_t>(cause), std::memory_order_release);
+void GivenUpWait::note(const Cause& cause) {
+  const uint64_t stopped = cause.stopped ? uint64_t{1} << kRankBits : 0;
+  word_.store(steady_milliseconds() << kCauseBits | stopped | static_cast<uint64_t>(cause.rank),
+              std::memory_order_release);
 }
 
-std::optional<int> GivenUpWait::recent_cause() const {
+std::optional<GivenUpWait::Cause> GivenUpWait::recent_cause() const {
   const uint64_t word = word_.load(std::memory_order_acquire);
   if (word == 0 || steady_milliseconds() - (word >> kCauseBits) > kRecentMilliseconds) return std::nullopt;
-  return static_cast<int>(word & ((1 << kCauseBits) - 1));
+  return Cause{static_cast<int>(word & ((1 << kRankBits) - 1)), (word >> kRankBits & 1) != 0};
 }
 
 RecordedWait::RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word,

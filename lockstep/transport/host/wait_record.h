@@ -28,9 +28,12 @@ using WaitRecords = std::array<WaitRecord, 16>;
 /// the others that wait for it find out here what held it up. Thread-safe.
 class GivenUpWait {
  public:
-  /// `cause`: a rank of the transport.
-  void note(int cause);
-  std::optional<int> recent_cause() const;
+  struct Cause {
+    int rank;      // of the transport
+    bool stopped;  // as was heard from its host, where that is another one
+  };
+  void note(const Cause& cause);
+  std::optional<Cause> recent_cause() const;
 
  private:
   std::atomic<uint64_t> word_{0};  // the cause, and when it was noted; 0: none yet

@@ -249,7 +249,7 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
   }
   // The rank that has decided has asked the culprit's host how it is; this one has not.
   if (decided.by != rank_ && !transport_->is_here(decided.culprit)) {
-    transport_->cause_of_waiting({decided.culprit});
+    transport_->hear_whether_stopped(decided.culprit, members_[decided.by]);
   }
   if (transport_->is_stopped(decided.culprit)) {
     text << ", which is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT "
