@@ -1,5 +1,6 @@
 """`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
 
+import os
 import pathlib
 import re
 import shutil
@@ -194,7 +195,9 @@ def test_a_short_secret_is_refused_and_none_gets_a_warning(programs):
 
 def test_all_hosts_start_again_after_a_failure_and_count_alike(programs):
     job = Job(programs, 2)
-    script = TELL + "; test $TORCHELASTIC_RESTART_COUNT = 1 && exit; test $RANK = 1 && exit 7; exec sleep 1000"
+    os.mkfifo(programs.folder / "told")  # rank 1 fails once rank 0 has told
+    script = TELL + "; test $TORCHELASTIC_RESTART_COUNT = 1 && exit; test $RANK = 0 || { read line < ./told; exit 7; }"
+    script += "; echo > ./told; exec sleep 1000"
     agents = [job.start_coordinator(1, script, "--max-restarts", 1), job.start(1, script, "--max-restarts", 1)]
     done = [agent.finish() for agent in agents]
     assert [result.status for result in done] == [0, 0], done
