@@ -229,6 +229,12 @@ std::vector<int> get_process_group_ranks(const ProcessGroup& group) {
   return registry::find(group)->ranks;
 }
 
+Topology get_topology(const ProcessGroup& group) {
+  const auto world = registry::require_world();
+  const auto members = registry::find(group);
+  return world->world.topology.among(members->ranks, members->handle->getRank());
+}
+
 std::string get_backend(const ProcessGroup& group) {
   return registry::find(group)->backend_name;
 }

@@ -12,6 +12,7 @@
 
 #include <lockstep/collectives/host_compression.h>
 #include <lockstep/device/nccl_options.h>
+#include <lockstep/rendezvous/topology.h>
 
 /// Process groups: making them, asking about them, ending them. torch/distributed/distributed_c10d.py has the
 /// names, the order of arguments, the defaults and the conditions of errors; docs/process_groups.md is the
@@ -210,6 +211,9 @@ int get_group_rank(const ProcessGroup& group, int global_rank);
 int get_global_rank(const ProcessGroup& group, int group_rank);
 /// The global ranks of all members, by group rank.
 std::vector<int> get_process_group_ranks(const ProcessGroup& group = {});
+
+/// Which members of the group share a host, by group rank.
+Topology get_topology(const ProcessGroup& group = {});
 
 /// What was asked for when the group was made, or what was chosen: "lockstep", "cpu:lockstep,cuda:nccl".
 std::string get_backend(const ProcessGroup& group = {});

@@ -97,6 +97,13 @@ void asking(int rank) {
   // [end]
   expect(ranks == std::vector<int>{0, 1, 2, 3});
   if (lockstep::is_member(last)) expect(lockstep::get_group_rank(last, 3) == 1);
+  // [get_topology]
+  const auto topology = lockstep::get_topology();
+  const bool over_hosts = topology.spans_hosts();
+  const std::vector<int>& ranks_here = topology.neighbours();
+  // [end]
+  expect(!over_hosts && ranks_here.size() == 4);
+
   // [get_backend, get_backend_config, get_default_backend_for_device]
   TORCH_CHECK(lockstep::get_backend() == "lockstep" &&
               lockstep::get_backend_config() == "cpu:lockstep,cuda:lockstep");
