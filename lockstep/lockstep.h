@@ -23,6 +23,7 @@
 #include <lockstep/data/worker_info.h>
 #include <lockstep/device/device.h>
 #include <lockstep/launch/spawn.h>
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/observe/combined_writer.h>

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>
@@ -311,6 +312,48 @@ TEST(DdpOptions, SkipsBucketsThatNobodyUses) {
       expect_gradients(*net, expected, with_extra ? "with" : "without");
     }
     EXPECT_EQ(used[0], used[1] + 2) << "extra's weight and bias";
+  });
+}
+
+/// Blocks of which one is used twice, with or without activation checkpoints.
+struct Blocks : nn::Module {
+  explicit Blocks(bool with_checkpoints) : checkpointed(with_checkpoints) {
+    register_module("first", first), register_module("second", second);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    const auto block = [](nn::Linear& layer, const torch::Tensor& input) {
+      return layer(input).tanh().exp();
+    };
+    for (nn::Linear* layer : {&first, &second, &first}) {
+      x = checkpointed ? activation_checkpoint({}, block, *layer, x) : block(*layer, x);
+    }
+    return x;
+  }
+  bool checkpointed;
+  nn::Linear first{4, 4};
+  nn::Linear second{4, 4};
+};
+
+// The graph behind a checkpoint is as without it, so no option is needed, though a layer is used twice.
+TEST(DdpOptions, ActivationCheckpointsChangeNoGradient) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto plain = make_double<Blocks>(false);
+    auto net = make_double<Blocks>(true);
+    DistributedDataParallel reference(plain), model(net);
+    {
+      torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < 4; ++i) net->parameters()[i].copy_(plain->parameters()[i]);
+    }
+    for (int step = 0; step < 3; ++step) {
+      plain->zero_grad(), net->zero_grad();
+      reference(data(rank, {3, 4}, step)).square().sum().backward();
+      model(data(rank, {3, 4}, step)).square().sum().backward();
+      for (size_t i = 0; i < 4; ++i) {
+        EXPECT_TRUE(at::equal(net->parameters()[i].grad(), plain->parameters()[i].grad()))
+            << step << ' ' << i;
+      }
+    }
   });
 }
 
