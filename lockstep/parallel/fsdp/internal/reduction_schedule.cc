@@ -32,9 +32,8 @@ void ReductionSchedule::end() {
 }
 
 std::optional<ReductionSchedule::Start> ReductionSchedule::next() {
-  if (started_ == order_.size() || in_progress_.size() == slots_) return std::nullopt;
+  if (!next_is_here() || in_progress_.size() == slots_) return std::nullopt;
   const size_t group = order_[started_];
-  if (!here_[group] && !ended_) return std::nullopt;
   size_t slot = 0;  // the lowest that is free
   while (std::ranges::count(in_progress_, slot) > 0) ++slot;
   in_progress_.push_back(slot);

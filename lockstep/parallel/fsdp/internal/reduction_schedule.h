@@ -34,6 +34,8 @@ class ReductionSchedule {
   /// The reduction that can start now; none if the next group's gradients are not there, no buffer is free, or all have
   /// started. The caller starts it: it counts as started.
   std::optional<Start> next();
+  /// Whether the next reduction could start if a buffer was free.
+  bool waits_for_a_slot() const { return in_progress_.size() == slots_ && next_is_here(); }
   /// The reduction in this buffer is done; the buffer is free.
   void finished(size_t slot);
   /// The buffer of the reduction that started first of those that are not done; for who waits for a free one.
@@ -49,6 +51,8 @@ class ReductionSchedule {
   const std::vector<size_t>& order() const { return order_; }
 
  private:
+  bool next_is_here() const { return started_ < order_.size() && (ended_ || here_[order_[started_]]); }
+
   std::vector<size_t> order_;
   size_t slots_;
   uint64_t step_ = 0;

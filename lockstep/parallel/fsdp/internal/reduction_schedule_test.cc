@@ -83,6 +83,7 @@ TEST(ReductionSchedule, ABufferIsNotUsedAgainBeforeItIsFree) {
   ASSERT_TRUE(first && second);
   EXPECT_NE(first->slot, second->slot);
   EXPECT_FALSE(schedule.next());
+  EXPECT_TRUE(schedule.waits_for_a_slot());
   EXPECT_EQ(schedule.oldest(), first->slot);
   schedule.finished(second->slot);
   EXPECT_EQ(schedule.next()->slot, second->slot);

@@ -1,0 +1,235 @@
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
+
+namespace lockstep::fsdp::internal {
+namespace {
+
+struct WhenAccumulated final : torch::autograd::PostAccumulateGradHook {
+  explicit WhenAccumulated(std::function<void()> action) : action_(std::move(action)) {}
+  void operator()(const torch::autograd::Variable& /*weight*/) override { action_(); }
+
+ private:
+  std::function<void()> action_;
+};
+
+at::ScalarType reduced_dtype(const at::Tensor& shard, const MixedPrecision& precision) {
+  if (precision.reduce_dtype) return *precision.reduce_dtype;
+  return precision.param_dtype.value_or(shard.scalar_type());
+}
+
+}  // namespace
+
+std::shared_ptr<GradientReduction> GradientReduction::create(ShardedWeights& weights, WeightWindows& windows,
+                                                             std::vector<std::vector<size_t>> groups,
+                                                             const FullyShardedDataParallelOptions& options) {
+  std::shared_ptr<GradientReduction> reduction(
+      new GradientReduction(weights, windows, std::move(groups), options));
+  reduction->attach();
+  return reduction;
+}
+
+GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& windows,
+                                     std::vector<std::vector<size_t>> groups,
+                                     const FullyShardedDataParallelOptions& options)
+    : weights_(weights),
+      windows_(windows),
+      keep_low_precision_(options.mixed_precision.keep_low_precision_grads),
+      group_of_(weights.all().size(), groups.size()),
+      schedule_(groups.size(), static_cast<size_t>(options.gradient_buffers)),
+      used_(weights.all().size()) {
+  const int ranks = weights.group()->getSize();
+  int64_t most_bytes = 0;
+  for (auto& members : groups) {
+    std::vector<RowShape> shapes;
+    for (const size_t weight : members) {
+      group_of_[weight] = groups_.size();
+      shapes.push_back(weights.all()[weight].shape);
+    }
+    const at::ScalarType dtype = reduced_dtype(weights.all()[members.front()].shard, options.mixed_precision);
+    for (const size_t weight : members) {
+      TORCH_CHECK_VALUE(
+          reduced_dtype(weights.all()[weight].shard, options.mixed_precision) == dtype,
+          "FullyShardedDataParallel: parameters '", weights.all()[members.front()].name, "' and '",
+          weights.all()[weight].name,
+          "' have different dtypes, but are to be reduced together; put them into groups of their own by an "
+          "auto_wrap_policy, or set a reduce_dtype");
+    }
+    PieceLayout layout(std::move(shapes), ranks);
+    most_bytes = std::max(most_bytes, layout.buffer_numel() * static_cast<int64_t>(at::elementSize(dtype)));
+    groups_.push_back({.weights = std::move(members), .layout = std::move(layout), .dtype = dtype});
+  }
+  const size_t slots = std::min(groups_.size(), static_cast<size_t>(options.gradient_buffers));
+  for (size_t slot = 0; slot < slots; ++slot) {
+    ring_.push_back({.buffer = empty_shared({most_bytes}, at::kByte, weights.group()).zero_()});
+  }
+}
+
+GradientReduction::~GradientReduction() {
+  for (const Group& group : groups_) {
+    for (const size_t weight : group.weights) {
+      torch::autograd::impl::set_post_acc_grad_hooks(weights_.all()[weight].parameter, nullptr);
+    }
+  }
+}
+
+void GradientReduction::attach() {
+  for (const Group& group : groups_) {
+    for (const size_t weight : group.weights) {
+      torch::autograd::impl::set_post_acc_grad_hooks(
+          weights_.all()[weight].parameter,
+          std::make_unique<WhenAccumulated>([self = weak_from_this(), weight] {
+            if (const auto reduction = self.lock()) reduction->on_gradient(weight);
+          }));
+    }
+  }
+}
+
+void GradientReduction::check_ended() const {
+  TORCH_CHECK(!in_backward_,
+              "FullyShardedDataParallel: the last backward did not end, for it or a reduction has failed; "
+              "what was averaged of "
+              "its gradients is lost, and the ranks may be at different places: make the model anew, from a "
+              "checkpoint");
+}
+
+void GradientReduction::on_gradient(size_t weight) {
+  if (!synchronising_) return;
+  if (!in_backward_) begin();
+  Group& group = groups_[group_of_[weight]];
+  TORCH_CHECK(!used_[weight], "FullyShardedDataParallel: parameter '", weights_.all()[weight].name,
+              "' got a gradient twice in one backward, as by a backward within backward; use "
+              "activation_checkpoint(), which has "
+              "none");
+  used_[weight] = true;
+  if (--group.missing == 0) {
+    schedule_.arrived(group_of_[weight]);
+    start_what_can_start();
+  }
+}
+
+void GradientReduction::begin() {
+  reading_.emplace(windows_);
+  in_backward_ = true;
+  std::fill(used_.begin(), used_.end(), false);
+  for (Group& group : groups_) group.missing = group.weights.size();
+  schedule_.begin();
+  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
+    if (const auto reduction = self.lock()) reduction->end();
+  });
+}
+
+void GradientReduction::start_what_can_start() {
+  for (;;) {
+    while (const auto next = schedule_.next()) start(*next);
+    // Gradients that wait for a buffer take more memory than the buffers.
+    const auto oldest = schedule_.oldest();
+    if (!oldest || !schedule_.waits_for_a_slot()) return;
+    finish(*oldest);
+  }
+}
+
+void GradientReduction::start(const ReductionSchedule::Start& next) {
+  const at::NoGradGuard no_grad;
+  Group& group = groups_[next.group];
+  Slot& slot = ring_[next.slot];
+  slot.holds = next;
+  const int64_t bytes = group.layout.buffer_numel() * static_cast<int64_t>(at::elementSize(group.dtype));
+  at::Tensor buffer = slot.buffer.narrow(0, 0, bytes).view(group.dtype);
+  for (size_t i = 0; i < group.weights.size(); ++i) {
+    const at::Tensor& parameter = weights_.all()[group.weights[i]].parameter;
+    const at::Tensor gradient = parameter.grad();
+    TORCH_CHECK_NOT_IMPLEMENTED(!gradient.defined() || gradient.layout() == c10::kStrided,
+                                "FullyShardedDataParallel: the gradient of parameter '",
+                                weights_.all()[group.weights[i]].name,
+                                "' is sparse; only dense ones can be sharded");
+    const at::Tensor flat = gradient.defined() ? gradient.contiguous().view({-1}) : at::Tensor();
+    // Also one that has added up under no_sync(), and is none of this backward's.
+    if (flat.defined()) used_[group.weights[i]] = true;
+    for (int rank = 0; rank < weights_.group()->getSize(); ++rank) {
+      const int64_t numel = group.layout.numel(i, rank);
+      at::Tensor place = buffer.narrow(0, group.layout.offset(i, rank), numel);
+      if (flat.defined()) {
+        place.copy_(flat.narrow(0, group.layout.source(i, rank), numel));
+      } else {
+        place.zero_();
+      }
+    }
+    parameter.mutable_grad() = at::Tensor();
+  }
+  group.averages = at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype));
+  slot.work =
+      reduce_scatter_tensor(group.averages, buffer, ReduceOp::AVG, weights_.group(), /*async_op=*/true);
+}
+
+void GradientReduction::finish(size_t slot) {
+  std::exchange(ring_[slot].work, {})->wait();
+  schedule_.finished(slot);
+}
+
+void GradientReduction::end() {
+  schedule_.end();
+  start_what_can_start();
+  while (const auto oldest = schedule_.oldest()) {
+    finish(*oldest);
+    start_what_can_start();
+  }
+  agree_on_used();
+  if (!order_is_known_) agree_on_order();
+  give_to_shards();
+  in_backward_ = false;
+  reading_.reset();
+}
+
+/// A weight has a gradient if any rank has one for it.
+void GradientReduction::agree_on_used() {
+  std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(used_.size())}, at::kByte)};
+  auto* const flags = tensors[0].mutable_data_ptr<uint8_t>();
+  std::copy(used_.begin(), used_.end(), flags);
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  options.asyncOp = false;
+  weights_.group()->allreduce(tensors, options)->wait();
+  for (size_t i = 0; i < used_.size(); ++i) used_[i] = flags[i] != 0;
+}
+
+/// The order in which rank 0's gradients came holds for all, from now on.
+void GradientReduction::agree_on_order() {
+  const auto own = schedule_.order_of_arrival();
+  std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(own.size())}, at::kLong)};
+  auto* const groups = tensors[0].mutable_data_ptr<int64_t>();
+  std::copy(own.begin(), own.end(), groups);
+  weights_.group()->broadcast(tensors)->wait();
+  schedule_.set_order(std::vector<size_t>(groups, groups + own.size()));
+  order_is_known_ = true;
+}
+
+void GradientReduction::give_to_shards() {
+  const at::NoGradGuard no_grad;
+  const int rank = weights_.group()->getRank();
+  for (Group& group : groups_) {
+    for (size_t i = 0; i < group.weights.size(); ++i) {
+      if (!used_[group.weights[i]]) continue;
+      at::Tensor shard = weights_.all()[group.weights[i]].shard;
+      at::Tensor average = group.averages.narrow(0, group.layout.offset(i, 0), group.layout.numel(i, rank))
+                               .view(shard.sizes());
+      if (!keep_low_precision_) average = average.to(shard.scalar_type());
+      if (shard.grad().defined()) {
+        shard.mutable_grad().add_(average);
+      } else {
+        shard.mutable_grad() = average;
+      }
+    }
+    group.averages = at::Tensor();
+  }
+}
+
+}  // namespace lockstep::fsdp::internal

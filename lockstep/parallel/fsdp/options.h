@@ -1,0 +1,52 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <lockstep/collectives/process_group.h>
+#include <lockstep/parallel/fsdp/wrap_policy.h>
+
+namespace lockstep {
+namespace fsdp {
+
+/// What lies where, under torch's names. On one host each weight lies once in shared memory, whatever is chosen, so the
+/// first, the second and the last come to the same.
+enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
+
+/// Lower precision for forward, backward and reduction, while the shards that the optimizer sees stay as they are. Only
+/// floating-point tensors are cast. torch/distributed/fsdp/api.py.
+struct MixedPrecision {
+  std::optional<at::ScalarType> param_dtype =
+      {};  ///< of the weights that modules see, and of forward's inputs
+  std::optional<at::ScalarType> reduce_dtype = {};  ///< of gradients on their way; param_dtype if not given
+  std::optional<at::ScalarType> buffer_dtype = {};  ///< of buffers, for good
+  bool keep_low_precision_grads = false;            ///< shards' gradients stay in the dtype of the reduction
+  bool cast_forward_inputs = false;                 ///< forward's inputs to param_dtype: either of the two,
+  bool cast_root_forward_inputs = true;             ///< for here there is but one wrapper
+};
+
+}  // namespace fsdp
+
+/// torch.distributed.fsdp.FullyShardedDataParallel's arguments, with its names and defaults.
+struct FullyShardedDataParallelOptions {
+  ProcessGroup process_group = {};  ///< empty: the default group; on one host
+  /// NO_SHARD is refused: it is DistributedDataParallel.
+  fsdp::ShardingStrategy sharding_strategy = fsdp::ShardingStrategy::FULL_SHARD;
+  /// Which modules' gradients are reduced together; without one all are, at the end of backward.
+  fsdp::AutoWrapPolicy auto_wrap_policy = {};
+  fsdp::MixedPrecision mixed_precision = {};
+  /// With all within them, left as they are: each rank has its own, and their gradients are its own.
+  std::vector<std::shared_ptr<torch::nn::Module>> ignored_modules = {};
+  std::vector<at::Tensor> ignored_parameters = {};  ///< likewise
+  /// Rank 0's parameters and buffers for all. Otherwise each rank gives the rows that it owns of its own values, which
+  /// should be the same everywhere.
+  bool sync_module_states = false;
+  /// In how many buffers gradients wait for their reduction: each takes as much memory as the largest group.
+  int gradient_buffers = 3;
+};
+
+}  // namespace lockstep
