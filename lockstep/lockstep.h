@@ -43,6 +43,7 @@
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/profiler/profiler.h>
 #include <lockstep/profiler/record_function.h>

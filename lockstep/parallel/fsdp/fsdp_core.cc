@@ -1,0 +1,302 @@
+#include <algorithm>
+#include <exception>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include <lockstep/base/log.h>
+#include <lockstep/nn/grad_norm.h>
+#include <lockstep/optim/optimizer_state_dict.h>
+#include <lockstep/parallel/ddp/state_sync.h>
+#include <lockstep/parallel/fsdp/fsdp_core.h>
+#include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
+#include <lockstep/parallel/fsdp/internal/sharded_weights.h>
+#include <lockstep/parallel/fsdp/internal/weight_windows.h>
+
+namespace lockstep {
+
+using fsdp::ShardedStateDict;
+using fsdp::ShardingStrategy;
+using fsdp::internal::GradientReduction;
+using fsdp::internal::ShardedWeight;
+using fsdp::internal::ShardedWeights;
+using fsdp::internal::WeightWindows;
+
+namespace {
+
+constexpr const char* kClass = "FullyShardedDataParallel";
+
+const char* name_of(ShardingStrategy strategy) {
+  switch (strategy) {
+    case ShardingStrategy::FULL_SHARD:
+      return "FULL_SHARD";
+    case ShardingStrategy::SHARD_GRAD_OP:
+      return "SHARD_GRAD_OP";
+    case ShardingStrategy::NO_SHARD:
+      return "NO_SHARD";
+    case ShardingStrategy::HYBRID_SHARD:
+      return "HYBRID_SHARD";
+  }
+  return "";
+}
+
+}  // namespace
+
+FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
+    : model_(std::move(model)), options_(std::move(options)) {
+  check_options();
+  collect_parameters();
+  verify_same_model(sharded_, options_.process_group);
+  weights_ = std::make_unique<ShardedWeights>(sharded_, options_.process_group, options_);
+  windows_ = std::make_unique<WeightWindows>(weights_->group());
+  if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), weights_->group());
+  cast_buffers();
+  reduction_ = GradientReduction::create(*weights_, *windows_, reduced_groups(), options_);
+  log_strategy();
+}
+
+FsdpCore::~FsdpCore() = default;
+
+void FsdpCore::check_options() {
+  if (!options_.process_group) options_.process_group = default_group();
+  TORCH_CHECK_VALUE(is_member(options_.process_group), kClass,
+                    ": this rank is no member of the process group");
+  TORCH_CHECK_VALUE(options_.sharding_strategy != ShardingStrategy::NO_SHARD, kClass,
+                    ": NO_SHARD keeps a whole model on each rank, as DistributedDataParallel does; use that");
+  TORCH_CHECK_VALUE(options_.gradient_buffers > 0, kClass, ": gradient_buffers is ",
+                    options_.gradient_buffers, "; it must be at least 1");
+}
+
+void FsdpCore::collect_parameters() {
+  std::unordered_map<std::string, const c10::TensorImpl*> by_name;
+  for (const auto& [name, tensor] : model_.parameters) by_name.emplace(name, tensor.unsafeGetTensorImpl());
+  std::unordered_set<const c10::TensorImpl*> wanted;
+  for (const auto& group : model_.groups) {
+    for (const std::string& name : group.parameters) wanted.insert(by_name.at(name));
+  }
+  // By its first name in the model, whatever group a tied one is in, so that states don't depend on the policy.
+  for (const auto& parameter : model_.parameters) {
+    if (wanted.erase(parameter.second.unsafeGetTensorImpl()) == 0) continue;
+    const at::Tensor& tensor = parameter.second;
+    TORCH_CHECK_VALUE(tensor.device().is_cpu(), kClass, ": parameter '", parameter.first, "' is on ",
+                      tensor.device(), "; only models on the CPU can be sharded");
+    TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, kClass, ": parameter '", parameter.first,
+                      "' is sparse");
+    TORCH_CHECK_VALUE(tensor.is_leaf(), kClass, ": parameter '", parameter.first, "' is no leaf");
+    sharded_.push_back(parameter);
+  }
+  TORCH_CHECK(!sharded_.empty(), kClass, ": the module has no parameter that is not ignored");
+}
+
+void FsdpCore::log_strategy() const {
+  LOCKSTEP_LOG(kInfo)
+      << kClass << " of " << model_.name << ": " << sharded_.size() << " parameters in "
+      << model_.groups.size() << " groups lie once for all " << weights_->group()->getSize()
+      << " ranks of this host; here FULL_SHARD, SHARD_GRAD_OP and HYBRID_SHARD come to the same ("
+      << name_of(options_.sharding_strategy) << " was asked for)";
+}
+
+void FsdpCore::cast_buffers() const {
+  if (!options_.mixed_precision.buffer_dtype) return;
+  for (auto& [name, buffer] : model_.buffers()) {
+    if (buffer.is_floating_point())
+      buffer.set_data(buffer.detach().to(*options_.mixed_precision.buffer_dtype));
+  }
+}
+
+/// Of those that require gradients, by their places in sharded_.
+std::vector<std::vector<size_t>> FsdpCore::reduced_groups() const {
+  std::unordered_map<const c10::TensorImpl*, size_t> places;
+  for (size_t i = 0; i < sharded_.size(); ++i) places.emplace(sharded_[i].second.unsafeGetTensorImpl(), i);
+  std::unordered_map<std::string, const c10::TensorImpl*> by_name;
+  for (const auto& [name, tensor] : model_.parameters) by_name.emplace(name, tensor.unsafeGetTensorImpl());
+  std::vector<std::vector<size_t>> groups;
+  for (const auto& group : model_.groups) {
+    std::vector<size_t> members;
+    for (const std::string& name : group.parameters) {
+      const size_t place = places.at(by_name.at(name));
+      if (sharded_[place].second.requires_grad()) members.push_back(place);
+    }
+    if (!members.empty()) groups.push_back(std::move(members));
+  }
+  return groups;
+}
+
+// ---- Around forward
+
+void FsdpCore::run_forward(const std::function<void()>& forward) {
+  reduction_->check_ended();
+  weights_->check_in_place();
+  reduction_->set_synchronising(no_sync_depth_ == 0);
+  const WeightWindows::Reading reading(*windows_);
+  forward();
+}
+
+bool FsdpCore::prepares_inputs() const {
+  const auto& precision = options_.mixed_precision;
+  return precision.param_dtype && (precision.cast_root_forward_inputs || precision.cast_forward_inputs);
+}
+
+at::Tensor FsdpCore::prepare_input(const at::Tensor& tensor) const {
+  return tensor.is_floating_point() ? tensor.to(*options_.mixed_precision.param_dtype) : tensor;
+}
+
+void FsdpCore::enter_no_sync() {
+  ++no_sync_depth_;
+}
+void FsdpCore::leave_no_sync() {
+  --no_sync_depth_;
+}
+
+// ---- Shards
+
+std::vector<NamedTensor> FsdpCore::shards() const {
+  std::vector<NamedTensor> shards;
+  for (const ShardedWeight& weight : weights_->all()) shards.emplace_back(weight.name, weight.shard);
+  return shards;
+}
+
+void FsdpCore::write(const std::function<void()>& change) {
+  windows_->write([&] {
+    change();
+    weights_->publish();
+  });
+}
+
+at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
+  std::vector<at::Tensor> parameters;
+  for (const ShardedWeight& weight : weights_->all()) parameters.push_back(weight.shard);
+  return lockstep::clip_grad_norm_(parameters, max_norm, norm_type, /*error_if_nonfinite=*/false, {},
+                                   weights_->group());
+}
+
+void FsdpCore::summon_full_params(const std::function<void()>& action, bool writeback) {
+  std::exception_ptr error;
+  write([&] {
+    weights_->give_private_values();
+    try {
+      action();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    weights_->take_private_values(writeback && !error);
+    // Where others write what they have made, the weights would be of two kinds.
+    if (error && writeback) std::rethrow_exception(error);
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+// ---- State
+
+std::vector<NamedTensor> FsdpCore::full_state_dict(bool rank0_only) {
+  const WeightWindows::Reading reading(*windows_);
+  const bool wanted = !rank0_only || weights_->group()->getRank() == 0;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> whole;
+  std::vector<NamedTensor> state;
+  for (size_t i = 0; i < weights_->all().size(); ++i) {
+    at::Tensor value = weights_->copy(i, wanted);
+    if (wanted) whole.emplace(weights_->all()[i].parameter.unsafeGetTensorImpl(), std::move(value));
+  }
+  if (!wanted) return state;
+  for (const auto& [name, parameter] : model_.parameters) {
+    const auto found = whole.find(parameter.unsafeGetTensorImpl());
+    state.emplace_back(name, found == whole.end() ? parameter.detach().clone() : found->second);
+  }
+  for (const auto& [name, buffer] : model_.buffers()) state.emplace_back(name, buffer.detach().clone());
+  return state;
+}
+
+void FsdpCore::load_full_state_dict(const std::vector<NamedTensor>& state) {
+  std::unordered_map<std::string, at::Tensor> given(state.begin(), state.end());
+  std::vector<NamedTensor> others;
+  for (const auto& parameter : model_.parameters) {
+    TORCH_CHECK_VALUE(given.count(parameter.first) > 0, kClass, ": the state has no '", parameter.first, "'");
+    if (weights_->find(parameter.first) == nullptr) others.push_back(parameter);
+  }
+  for (const auto& buffer : model_.buffers()) {
+    TORCH_CHECK_VALUE(given.count(buffer.first) > 0, kClass, ": the state has no '", buffer.first, "'");
+    others.push_back(buffer);
+  }
+  // All that can be wrong is found before any rank writes.
+  for (size_t i = 0; i < weights_->all().size(); ++i) {
+    (void)weights_->part_of(i, given.at(weights_->all()[i].name));
+  }
+  write([&] {
+    for (size_t i = 0; i < weights_->all().size(); ++i)
+      weights_->set_value(i, given.at(weights_->all()[i].name));
+  });
+  const at::NoGradGuard no_grad;
+  for (auto& [name, tensor] : others) {
+    const bool tied = std::ranges::any_of(weights_->all(), [&tensor = tensor](const ShardedWeight& weight) {
+      return weight.parameter.is_same(tensor);
+    });
+    if (!tied) tensor.copy_(given.at(name));
+  }
+}
+
+ShardedStateDict FsdpCore::sharded_state_dict() const {
+  const WeightWindows::Reading reading(*windows_);
+  ShardedStateDict state;
+  for (const ShardedWeight& weight : weights_->all()) {
+    state.emplace_back(weight.name, fsdp::ShardedTensor{.local = weight.shard.detach().clone(),
+                                                        .row = weight.own.begin,
+                                                        .global_sizes = weight.parameter.sizes().vec()});
+  }
+  return state;
+}
+
+void FsdpCore::load_sharded_state_dict(const ShardedStateDict& state) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  for (const ShardedWeight& weight : weights_->all()) {
+    const auto found = std::ranges::find(state, weight.name, &ShardedStateDict::value_type::first);
+    TORCH_CHECK_VALUE(found != state.end(), kClass, ": the state has no '", weight.name, "'");
+    const auto& [local, row, global_sizes] = found->second;
+    TORCH_CHECK_VALUE(
+        weight.parameter.sizes() == at::IntArrayRef(global_sizes) && local.sizes() == weight.shard.sizes() &&
+            (row == weight.own.begin || local.numel() == 0),
+        kClass, ": the part of '", weight.name, "' in the state is rows from ", row, " on of sizes ",
+        local.sizes(), ", but this rank has rows ", weight.own.begin, " to ", weight.own.end, " of ",
+        weight.parameter.sizes(), "; a sharded state fits the number of ranks that wrote it, a full one any");
+    copies.emplace_back(weight.shard, local);
+  }
+  write([&] {
+    const at::NoGradGuard no_grad;
+    for (auto& [shard, local] : copies) shard.copy_(local);
+  });
+}
+
+StateDict FsdpCore::map_optim_state(
+    const StateDict& state, const std::function<at::Tensor(size_t, const at::Tensor&)>& change) const {
+  StateDict result = state;
+  auto by_parameter = state_value<StateDict>(state, "state", kClass);
+  for (size_t i = 0; i < weights_->all().size(); ++i) {
+    const auto found = by_parameter.find(weights_->all()[i].name);
+    if (found == by_parameter.end()) continue;
+    auto values = from_object<StateDict>(found->second);
+    for (auto& [key, value] : values) {
+      if (value.isTensor() && key != "step") value = change(i, value.toTensor());
+    }
+    found->second = to_object(values);
+  }
+  result["state"] = to_object(by_parameter);
+  return result;
+}
+
+StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
+  const auto state = get_optimizer_state_dict(
+      ModelTensors{.name = model_.name, .parameters = shards(), .buffers = {}}, optimizer);
+  return map_optim_state(
+      state, [this](size_t weight, const at::Tensor& part) { return weights_->gather(weight, part); });
+}
+
+void FsdpCore::load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const {
+  const auto parts = map_optim_state(state, [this](size_t weight, const at::Tensor& whole) {
+    return weights_->part_of(weight, whole).clone();
+  });
+  set_optimizer_state_dict(ModelTensors{.name = model_.name, .parameters = shards(), .buffers = {}},
+                           optimizer, parts);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,233 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torch/nn/module.h>
+
+#include <lockstep/base/tensor_tree.h>
+#include <lockstep/nn/wrapped_module.h>
+#include <lockstep/parallel/fsdp/fsdp_core.h>
+#include <lockstep/parallel/fsdp/options.h>
+#include <lockstep/parallel/fsdp/sharded_optimizer.h>
+
+namespace lockstep {
+
+/// Training of models that don't fit N times: on a host each parameter lies once, in shared memory, where all ranks read it.
+/// Gradients are averaged while backward() runs, and each rank keeps those of the rows that it owns, with the optimizer's
+/// state for these; so memory is that of torch's FULL_SHARD, and nothing is gathered.
+///
+///     lockstep::FullyShardedDataParallel model(net, {.auto_wrap_policy = lockstep::fsdp::size_based_auto_wrap_policy(100'000)});
+///     auto optimizer = model.make_optimizer<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3));
+///     loss(model(batch.data), batch.target).backward();
+///     optimizer->step();                              // collective
+///     optimizer->zero_grad();
+///
+/// It wraps what DistributedDataParallel wraps, with a forward() of any signature. The module's parameters are read-only from
+/// then on: they change in step() alone, on all ranks at once, and a rank that is not in step() may read them whenever it
+/// wants, alone too (evaluation). A write to them ends the process with a note that names the parameter. What they were
+/// given to begin with is set before they are wrapped, or in summon_full_params(). An old graph fails in backward with torch's
+/// error for variables that were modified in place.
+///
+/// parameters() are this rank's rows of each, as leaves; module->parameters() are the whole ones, for forward alone. All ranks
+/// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there. The
+/// group of ranks is on one host.
+///
+/// Used by one thread at a time; others may evaluate while no step() runs. Several models may live in one process. When a
+/// reduction or step() fails, it throws the first cause on all ranks, and the model must be made anew from a checkpoint, unless
+/// no rank had begun to write: full_state_dict() works then. torch/distributed/fsdp/fully_sharded_data_parallel.py.
+template <class Wrapped>
+class FullyShardedDataParallel : public torch::nn::Module {
+  using Traits = WrappedModule<Wrapped>;
+
+ public:
+  using Handle = typename Traits::Handle;
+
+  /// Collective; throws on every rank, naming the parameter, if the ranks' models differ.
+  explicit FullyShardedDataParallel(Handle wrapped, FullyShardedDataParallelOptions options = {})
+      : torch::nn::Module("FullyShardedDataParallel"),
+        module(checked(std::move(wrapped))),
+        inner_(Traits::as_module(module)),
+        core_(std::make_shared<FsdpCore>(model_of(module, inner_, options), options)) {}
+  /// A module holder, such as torch::nn::Linear.
+  template <class Holder>
+  requires ModuleHolderOf<Holder, Wrapped>
+  explicit FullyShardedDataParallel(const Holder& holder, FullyShardedDataParallelOptions options = {})
+      : FullyShardedDataParallel(holder.ptr(), std::move(options)) {}
+  FullyShardedDataParallel(const FullyShardedDataParallel&) = delete;
+  FullyShardedDataParallel& operator=(const FullyShardedDataParallel&) = delete;
+
+  /// The module's forward. For modules whose forward() is asked for its return type (Sequential, AnyModule):
+  /// forward<ReturnType>(arguments…), at::Tensor unless named.
+  template <class... Arguments>
+  requires(!Traits::kReturnTypeIsAsked) auto forward(Arguments&&... arguments) {
+    return run(
+        [&](auto&&... given) { return Traits::forward(module, std::forward<decltype(given)>(given)...); },
+        std::forward<Arguments>(arguments)...);
+  }
+  template <class ReturnType = at::Tensor, class... Arguments>
+  requires Traits::kReturnTypeIsAsked ReturnType forward(Arguments&&... arguments) {
+    return run(
+        [&](auto&&... given) {
+          return Traits::template forward<ReturnType>(module, std::forward<decltype(given)>(given)...);
+        },
+        std::forward<Arguments>(arguments)...);
+  }
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
+
+  /// This rank's rows of each parameter, as leaves, in definition order: what optimizers update.
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> answer;
+    for (auto& shard : core_->shards()) answer.push_back(std::move(shard.second));
+    return answer;
+  }
+  std::vector<NamedTensor> named_parameters() const { return core_->shards(); }
+
+  /// An optimizer of all parameters, or of groups of what parameters() has.
+  template <ElementwiseOptimizer Optimizer, class Defaults>
+  std::unique_ptr<ShardedOptimizer<Optimizer>> make_optimizer(Defaults defaults) {
+    return std::make_unique<ShardedOptimizer<Optimizer>>(core_, parameters(), std::move(defaults));
+  }
+  template <ElementwiseOptimizer Optimizer, class Defaults>
+  std::unique_ptr<ShardedOptimizer<Optimizer>> make_optimizer(
+      std::vector<torch::optim::OptimizerParamGroup> groups, Defaults defaults) {
+    return std::make_unique<ShardedOptimizer<Optimizer>>(core_, std::move(groups), std::move(defaults));
+  }
+
+  /// While it lives, backwards are not reduced: gradients add up in those of the module's parameters, whole on each rank, and
+  /// the next synchronised backward reduces the sum. Covers forward and backward; several may live at once. Movable.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<FsdpCore> core) : core_(std::move(core)) { core_->enter_no_sync(); }
+    NoSync(NoSync&&) noexcept = default;
+    NoSync& operator=(NoSync&& other) noexcept {
+      NoSync taken(std::move(other));
+      std::swap(core_, taken.core_);
+      return *this;
+    }
+    ~NoSync() {
+      if (core_) core_->leave_no_sync();
+    }
+
+   private:
+    std::shared_ptr<FsdpCore> core_;  // none when it was moved from
+  };
+  NoSync no_sync() { return NoSync(core_); }
+
+  /// Scales the gradients so that the norm of them all, over all ranks, is at most max_norm; returns the norm before.
+  /// Collective.
+  at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0) {
+    return core_->clip_grad_norm_(max_norm, norm_type);
+  }
+
+  /// Runs `action` while the module's parameters have whole values of their own, on each rank a copy. With `writeback` the rows
+  /// that a rank owns become what they are there then. Collective.
+  void summon_full_params(const std::function<void()>& action, bool writeback = true) {
+    core_->summon_full_params(action, writeback);
+  }
+
+  /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
+  /// nothing on other ranks. Collective with mixed precision; otherwise a rank may call it alone.
+  std::vector<NamedTensor> full_state_dict(bool rank0_only = false) {
+    return core_->full_state_dict(rank0_only);
+  }
+  /// Every rank gives the whole model, or what has its rows; of any number of ranks. Collective. Throws c10::ValueError, and
+  /// has changed nothing on this rank, when a tensor is missing or has other sizes.
+  void load_full_state_dict(const std::vector<NamedTensor>& state) { core_->load_full_state_dict(state); }
+  /// This rank's rows, with their places in the whole; for as many ranks as wrote it.
+  fsdp::ShardedStateDict sharded_state_dict() const { return core_->sharded_state_dict(); }
+  void load_sharded_state_dict(const fsdp::ShardedStateDict& state) { core_->load_sharded_state_dict(state); }
+
+  /// The optimizer's whole state in Python's form, by the parameters' names (get_optimizer_state_dict()). Collective.
+  StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
+    return core_->full_optim_state_dict(optimizer);
+  }
+  /// Takes this rank's rows of such a state, of any number of ranks.
+  void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const {
+    core_->load_full_optim_state_dict(optimizer, state);
+  }
+
+  const ProcessGroup& process_group() const { return core_->process_group(); }
+
+  void train(bool on = true) override {
+    torch::nn::Module::train(on);
+    Traits::train(module, on);
+  }
+  void zero_grad(bool set_to_none = true) override {
+    inner_->zero_grad(set_to_none);
+    for (auto& shard : parameters()) {
+      if (!shard.grad().defined()) continue;
+      if (set_to_none) {
+        shard.mutable_grad() = at::Tensor();
+      } else {
+        shard.mutable_grad().zero_();
+      }
+    }
+  }
+  /// torch::save() writes the module's own, whole, as its forward sees them; torch::load() is collective.
+  void save(torch::serialize::OutputArchive& archive) const override { inner_->save(archive); }
+  void load(torch::serialize::InputArchive& archive) override {
+    summon_full_params([&] { inner_->load(archive); });
+  }
+
+  /// The wrapped module.
+  const Handle module;
+
+ private:
+  static Handle checked(Handle handle) {
+    TORCH_CHECK_VALUE(!Traits::is_empty(handle), "FullyShardedDataParallel: the module is empty");
+    return handle;
+  }
+
+  static FsdpCore::Model model_of(const Handle& handle, const std::shared_ptr<torch::nn::Module>& inner,
+                                  const FullyShardedDataParallelOptions& options) {
+    return {.parameters = Traits::named_parameters(handle),
+            .buffers = [handle] { return Traits::named_buffers(handle); },
+            .groups = fsdp::parameter_groups(*inner, options.auto_wrap_policy, options.ignored_modules,
+                                             options.ignored_parameters),
+            .name = inner->name()};
+  }
+
+  template <class Forward, class... Arguments>
+  auto run(Forward&& call, Arguments&&... arguments) {
+    const auto prepared_call = [&] {
+      if (core_->prepares_inputs()) return call(prepared(std::forward<Arguments>(arguments))...);
+      return call(std::forward<Arguments>(arguments)...);
+    };
+    using Output = decltype(prepared_call());
+    if constexpr (std::is_void_v<Output>) {
+      core_->run_forward(prepared_call);
+    } else {
+      std::optional<Output> output;
+      core_->run_forward([&] { output.emplace(prepared_call()); });
+      return std::move(*output);
+    }
+  }
+
+  /// The argument's type stays, so that it still fits forward()'s signature.
+  template <class Argument>
+  std::remove_cvref_t<Argument> prepared(Argument&& argument) const {
+    std::remove_cvref_t<Argument> copy = std::forward<Argument>(argument);
+    if constexpr (can_find_tensors<std::remove_cvref_t<Argument>>) {
+      for_each_tensor(copy, [this](at::Tensor& tensor) { tensor = core_->prepare_input(tensor); });
+    }
+    return copy;
+  }
+
+  const std::shared_ptr<torch::nn::Module> inner_;  // not registered: its parameters are not for optimizers
+  const std::shared_ptr<FsdpCore> core_;
+};
+
+template <class Given>
+FullyShardedDataParallel(const Given&, FullyShardedDataParallelOptions = {})
+    -> FullyShardedDataParallel<ContainedModule<Given>>;
+
+}  // namespace lockstep
