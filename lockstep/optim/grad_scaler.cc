@@ -13,8 +13,8 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/nn/gradient_list.h>
+#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/optim/grad_scaler.h>
-#include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 
 namespace lockstep {
@@ -133,9 +133,8 @@ std::optional<ProcessGroup> GradScaler::group_of(const Optimizer& optimizer) con
       "GradScaler can't unscale the gradients of a ZeroRedundancyOptimizer with `overlap_with_ddp=True`: "
       "its steps are made within backward(); construct it without the overlap");
   if (process_group_) return process_group_;
-  if (zero) return zero->process_group();
-  const auto* averaged = dynamic_cast<const PostLocalSGDOptimizer*>(&optimizer);
-  if (averaged) return averaged->averager().process_group();
+  const auto* collective = dynamic_cast<const CollectiveOptimizer*>(&optimizer);
+  if (collective != nullptr) return collective->process_group();
   return std::nullopt;
 }
 

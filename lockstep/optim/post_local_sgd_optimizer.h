@@ -4,6 +4,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/optim/model_averaging.h>
 
 namespace lockstep {
@@ -14,7 +15,7 @@ namespace lockstep {
 ///
 /// param_groups() and their options are those of the local optimizer. Checkpoints have the local optimizer's
 /// format and the averager's step besides. Used by one thread at a time.
-class PostLocalSGDOptimizer final : public torch::optim::Optimizer {
+class PostLocalSGDOptimizer final : public torch::optim::Optimizer, public CollectiveOptimizer {
  public:
   /// Takes the local optimizer over: change options through this one.
   PostLocalSGDOptimizer(std::unique_ptr<torch::optim::Optimizer> optim,
@@ -32,6 +33,7 @@ class PostLocalSGDOptimizer final : public torch::optim::Optimizer {
   /// The local optimizer; its state() is the state.
   const torch::optim::Optimizer& optim() const { return *optim_; }
   const ModelAverager& averager() const { return *averager_; }
+  const ProcessGroup& process_group() const override { return averager_->process_group(); }
 
  private:
   friend class OptimizerParts;

@@ -9,6 +9,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/optim/partition.h>
 #include <lockstep/parallel/ddp/join.h>
 
@@ -60,7 +61,7 @@ struct ZeroRedundancyOptions {
 /// All members of the group have the same parameters, with the same values (DistributedDataParallel sees to
 /// that), and call the same methods in the same order. Used by one thread at a time. Holds the parameters.
 /// step() throws what broadcasts throw; some parameters may have their new values then, and others not.
-class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable {
+class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable, public CollectiveOptimizer {
  public:
   /// Throws c10::ValueError for no parameters, for parameters that are undefined, no leaves, sparse, in two
   /// groups, or of several types, with parameters_as_bucket_view on several devices, and on ranks that are no
@@ -94,7 +95,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable 
   const torch::optim::Optimizer& optim() const { return *local_; }
   /// The group rank that updates each parameter, by group and index.
   const Partition& partition() const { return partition_; }
-  const ProcessGroup& process_group() const { return options_.process_group; }
+  const ProcessGroup& process_group() const override { return options_.process_group; }
   bool overlap_with_ddp() const { return options_.overlap_with_ddp; }
 
   /// A rank that has joined goes on to update its parameters, with the gradients that it finds in them: let
