@@ -8,6 +8,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/nn/grad_norm.h>
+#include <lockstep/nn/gradient_list.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
@@ -53,6 +54,7 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   windows_ = std::make_unique<WeightWindows>(weights_->group());
   if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), weights_->group());
   cast_buffers();
+  collect_leaves();
   reduction_ = GradientReduction::create(*weights_, *windows_, reduced_groups(), options_);
   log_strategy();
 }
@@ -152,10 +154,18 @@ void FsdpCore::leave_no_sync() {
 
 // ---- Shards
 
-std::vector<NamedTensor> FsdpCore::shards() const {
-  std::vector<NamedTensor> shards;
-  for (const ShardedWeight& weight : weights_->all()) shards.emplace_back(weight.name, weight.shard);
-  return shards;
+void FsdpCore::collect_leaves() {
+  std::unordered_set<const c10::TensorImpl*> named;
+  for (const auto& [name, parameter] : model_.parameters) {
+    if (!named.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    const ShardedWeight* const weight = weights_->find(name);
+    if (weight == nullptr) ignored_.push_back(parameter);
+    parameters_.emplace_back(name, weight == nullptr ? parameter : weight->shard);
+  }
+}
+
+ModelTensors FsdpCore::leaves_as_model() const {
+  return {.name = model_.name, .parameters = parameters_, .buffers = {}};
 }
 
 void FsdpCore::write(const std::function<void()>& change) {
@@ -166,10 +176,17 @@ void FsdpCore::write(const std::function<void()>& change) {
 }
 
 at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
-  std::vector<at::Tensor> parameters;
-  for (const ShardedWeight& weight : weights_->all()) parameters.push_back(weight.shard);
-  return lockstep::clip_grad_norm_(parameters, max_norm, norm_type, /*error_if_nonfinite=*/false, {},
-                                   weights_->group());
+  std::vector<at::Tensor> sharded;
+  for (const ShardedWeight& weight : weights_->all()) sharded.push_back(weight.shard);
+  at::Tensor norm =
+      get_total_norm(gradients_of(sharded), norm_type, /*error_if_nonfinite=*/false, {}, weights_->group());
+  if (!ignored_.empty()) {
+    const at::Tensor other = get_total_norm(gradients_of(ignored_), norm_type);
+    norm = norm_type == 0 ? norm + other : get_total_norm({norm, other}, norm_type);
+    clip_grads_with_norm_(ignored_, max_norm, norm);
+  }
+  clip_grads_with_norm_(sharded, max_norm, norm);
+  return norm;
 }
 
 void FsdpCore::summon_full_params(const std::function<void()>& action, bool writeback) {
@@ -190,11 +207,11 @@ void FsdpCore::summon_full_params(const std::function<void()>& action, bool writ
 
 // ---- State
 
-std::vector<NamedTensor> FsdpCore::full_state_dict(bool rank0_only) {
+StateDict FsdpCore::full_state_dict(bool rank0_only) {
   const WeightWindows::Reading reading(*windows_);
   const bool wanted = !rank0_only || weights_->group()->getRank() == 0;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> whole;
-  std::vector<NamedTensor> state;
+  StateDict state;
   for (size_t i = 0; i < weights_->all().size(); ++i) {
     at::Tensor value = weights_->copy(i, wanted);
     if (wanted) whole.emplace(weights_->all()[i].parameter.unsafeGetTensorImpl(), std::move(value));
@@ -202,38 +219,36 @@ std::vector<NamedTensor> FsdpCore::full_state_dict(bool rank0_only) {
   if (!wanted) return state;
   for (const auto& [name, parameter] : model_.parameters) {
     const auto found = whole.find(parameter.unsafeGetTensorImpl());
-    state.emplace_back(name, found == whole.end() ? parameter.detach().clone() : found->second);
+    state.emplace(name, found == whole.end() ? parameter.detach().clone() : found->second);
   }
-  for (const auto& [name, buffer] : model_.buffers()) state.emplace_back(name, buffer.detach().clone());
+  for (const auto& [name, buffer] : model_.buffers()) state.emplace(name, buffer.detach().clone());
   return state;
 }
 
-void FsdpCore::load_full_state_dict(const std::vector<NamedTensor>& state) {
-  std::unordered_map<std::string, at::Tensor> given(state.begin(), state.end());
-  std::vector<NamedTensor> others;
-  for (const auto& parameter : model_.parameters) {
-    TORCH_CHECK_VALUE(given.count(parameter.first) > 0, kClass, ": the state has no '", parameter.first, "'");
-    if (weights_->find(parameter.first) == nullptr) others.push_back(parameter);
-  }
-  for (const auto& buffer : model_.buffers()) {
-    TORCH_CHECK_VALUE(given.count(buffer.first) > 0, kClass, ": the state has no '", buffer.first, "'");
-    others.push_back(buffer);
-  }
+void FsdpCore::load_full_state_dict(const StateDict& state) {
   // All that can be wrong is found before any rank writes.
+  const auto given = [&](const std::string& name) { return state_value<at::Tensor>(state, name, kClass); };
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of what is not sharded
+  std::vector<at::Tensor> values;
   for (size_t i = 0; i < weights_->all().size(); ++i) {
-    (void)weights_->part_of(i, given.at(weights_->all()[i].name));
+    values.push_back(given(weights_->all()[i].name));
+    (void)weights_->part_of(i, values.back());
   }
+  const auto copy = [&](const NamedTensor& to) {
+    const at::Tensor from = given(to.first);
+    TORCH_CHECK_VALUE(from.sizes() == to.second.sizes(), kClass, ": '", to.first, "' has sizes ",
+                      to.second.sizes(), ", but a tensor of ", from.sizes(), " was given for it");
+    copies.emplace_back(to.second, from);
+  };
+  for (const auto& leaf : parameters_) {
+    if (weights_->find(leaf.first) == nullptr) copy(leaf);
+  }
+  for (const auto& buffer : model_.buffers()) copy(buffer);
   write([&] {
-    for (size_t i = 0; i < weights_->all().size(); ++i)
-      weights_->set_value(i, given.at(weights_->all()[i].name));
+    for (size_t i = 0; i < values.size(); ++i) weights_->set_value(i, values[i]);
   });
   const at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : others) {
-    const bool tied = std::ranges::any_of(weights_->all(), [&tensor = tensor](const ShardedWeight& weight) {
-      return weight.parameter.is_same(tensor);
-    });
-    if (!tied) tensor.copy_(given.at(name));
-  }
+  for (auto& [to, from] : copies) to.copy_(from);
 }
 
 ShardedStateDict FsdpCore::sharded_state_dict() const {
@@ -267,36 +282,46 @@ void FsdpCore::load_sharded_state_dict(const ShardedStateDict& state) {
   });
 }
 
-StateDict FsdpCore::map_optim_state(
-    const StateDict& state, const std::function<at::Tensor(size_t, const at::Tensor&)>& change) const {
+/// `change` gets each tensor of a sharded parameter's state, but the number of steps.
+StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& change,
+                                    const std::vector<KeyMap>& key_map) const {
   StateDict result = state;
   auto by_parameter = state_value<StateDict>(state, "state", kClass);
-  for (size_t i = 0; i < weights_->all().size(); ++i) {
-    const auto found = by_parameter.find(weights_->all()[i].name);
-    if (found == by_parameter.end()) continue;
-    auto values = from_object<StateDict>(found->second);
-    for (auto& [key, value] : values) {
-      if (value.isTensor() && key != "step") value = change(i, value.toTensor());
+  std::unordered_map<std::string, size_t> weights;
+  for (size_t i = 0; i < weights_->all().size(); ++i) weights.emplace(weights_->all()[i].name, i);
+  for (auto& [key, entry] : by_parameter) {
+    const auto name = map_key(key_map, key);
+    const auto weight = name ? weights.find(*name) : weights.end();
+    if (weight == weights.end()) continue;
+    auto values = from_object<StateDict>(entry);
+    for (auto& [what, value] : values) {
+      if (value.isTensor() && what != "step") value = change(weight->second, value.toTensor());
     }
-    found->second = to_object(values);
+    entry = to_object(values);
   }
   result["state"] = to_object(by_parameter);
   return result;
 }
 
-StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
-  const auto state = get_optimizer_state_dict(
-      ModelTensors{.name = model_.name, .parameters = shards(), .buffers = {}}, optimizer);
-  return map_optim_state(
-      state, [this](size_t weight, const at::Tensor& part) { return weights_->gather(weight, part); });
+StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const {
+  const bool wanted = !rank0_only || weights_->group()->getRank() == 0;
+  auto state = get_optimizer_state_dict(leaves_as_model(), optimizer);
+  state = map_optim_state(state, [&](size_t weight, const at::Tensor& part) {
+    const at::Tensor whole = weights_->gather(weight, part);
+    return wanted ? whole : at::Tensor();
+  });
+  if (!wanted) state["state"] = to_object(StateDict());
+  return state;
 }
 
-void FsdpCore::load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const {
-  const auto parts = map_optim_state(state, [this](size_t weight, const at::Tensor& whole) {
-    return weights_->part_of(weight, whole).clone();
-  });
-  set_optimizer_state_dict(ModelTensors{.name = model_.name, .parameters = shards(), .buffers = {}},
-                           optimizer, parts);
+PreparedLoad FsdpCore::prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                                     const StateDict& state,
+                                                     const LoadStateDictOptions& options) const {
+  const auto parts = map_optim_state(
+      state,
+      [this](size_t weight, const at::Tensor& whole) { return weights_->part_of(weight, whole).clone(); },
+      options.key_map);
+  return prepare_optimizer_state_dict(leaves_as_model(), optimizer, parts, options);
 }
 
 }  // namespace lockstep

@@ -9,9 +9,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/named_tensor.h>
 #include <lockstep/parallel/fsdp/options.h>
 #include <lockstep/serialization/state_dict.h>
+#include <lockstep/serialization/state_loading.h>
 
 namespace torch::optim {
 class Optimizer;
@@ -65,20 +67,21 @@ class FsdpCore final {
   void enter_no_sync();
   void leave_no_sync();
 
-  /// This rank's rows, leaves for an optimizer: of each sharded parameter, in definition order.
-  std::vector<NamedTensor> shards() const;
+  /// The leaves for an optimizer, in definition order: this rank's rows of each sharded parameter, and the ignored ones.
+  const std::vector<NamedTensor>& parameters() const { return parameters_; }
   /// Runs what changes shards while no rank reads the weights, and shows all ranks what it has made. Collective.
   void write(const std::function<void()>& change);
   at::Tensor clip_grad_norm_(double max_norm, double norm_type);
   /// Runs `action` while the module's parameters have whole values of their own. Collective.
   void summon_full_params(const std::function<void()>& action, bool writeback);
 
-  std::vector<NamedTensor> full_state_dict(bool rank0_only);
-  void load_full_state_dict(const std::vector<NamedTensor>& state);
+  StateDict full_state_dict(bool rank0_only);
+  void load_full_state_dict(const StateDict& state);
   fsdp::ShardedStateDict sharded_state_dict() const;
   void load_sharded_state_dict(const fsdp::ShardedStateDict& state);
-  StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer) const;
-  void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const;
+  StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const;
+  PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
+                                             const LoadStateDictOptions& options) const;
 
   const ProcessGroup& process_group() const { return options_.process_group; }
   const FullyShardedDataParallelOptions& options() const { return options_; }
@@ -86,15 +89,20 @@ class FsdpCore final {
  private:
   void check_options();
   void collect_parameters();
+  void collect_leaves();
+  ModelTensors leaves_as_model() const;
   void log_strategy() const;
   void cast_buffers() const;
   std::vector<std::vector<size_t>> reduced_groups() const;
-  StateDict map_optim_state(const StateDict& state,
-                            const std::function<at::Tensor(size_t, const at::Tensor&)>& change) const;
+  using ChangeOfPart = std::function<at::Tensor(size_t weight, const at::Tensor& value)>;
+  StateDict map_optim_state(const StateDict& state, const ChangeOfPart& change,
+                            const std::vector<KeyMap>& key_map = {}) const;
 
   Model model_;
   FullyShardedDataParallelOptions options_;
-  std::vector<NamedTensor> sharded_;  // each parameter once
+  std::vector<NamedTensor> sharded_;     // each parameter once
+  std::vector<NamedTensor> parameters_;  // the leaves
+  std::vector<at::Tensor> ignored_;      // those of them that are not sharded
   int no_sync_depth_ = 0;
   std::unique_ptr<fsdp::internal::ShardedWeights> weights_;
   std::unique_ptr<fsdp::internal::WeightWindows> windows_;

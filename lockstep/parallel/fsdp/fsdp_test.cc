@@ -1,8 +1,15 @@
+#include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <functional>
 #include <gmock/gmock.h>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <random>
 #include <string>
+#include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -11,6 +18,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/nn/grad_norm.h>
+#include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -66,8 +74,41 @@ torch::Tensor loss_of(const torch::Tensor& output) {
   return output.square().mean() + output.mean();
 }
 
+/// What a step does between zero_grad() and the optimizer.
+enum class Pass { kOnce, kRetained, kTwoForwards, kGradientPenalty };
+
+template <class Model>
+void compute_gradients(Model& model, const torch::Tensor& x, Pass pass) {
+  switch (pass) {
+    case Pass::kOnce:
+      loss_of(model(x)).backward();
+      break;
+    case Pass::kRetained: {
+      const auto loss = loss_of(model(x));
+      loss.backward({}, /*retain_graph=*/true);
+      loss.backward();
+      break;
+    }
+    case Pass::kTwoForwards: {
+      const auto first = loss_of(model(x)), second = loss_of(model(2 * x));
+      first.backward();
+      second.backward();
+      break;
+    }
+    case Pass::kGradientPenalty: {
+      const auto input = x.detach().clone().requires_grad_();
+      const auto output = model(input);
+      const auto slope = torch::autograd::grad({output.sum()}, {input}, {}, /*retain_graph=*/true,
+                                               /*create_graph=*/true)[0];
+      (loss_of(output) + slope.square().mean()).backward();
+      break;
+    }
+  }
+}
+
 struct Recipe {
   bool adam = false;
+  Pass pass = Pass::kOnce;
   bool accumulate = false;  // two batches a step
   double max_norm = 0;      // 0: none
   bool checkpointed = false;
@@ -80,33 +121,36 @@ void train(Model& model, Optimizer& optimizer, const Recipe& recipe, int ranks, 
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
     if (recipe.accumulate) without_sync([&] { loss_of(model(batch(1000 + step, ranks, rank))).backward(); });
-    loss_of(model(batch(step, ranks, rank))).backward();
+    compute_gradients(model, batch(step, ranks, rank), recipe.pass);
     if (recipe.max_norm > 0) clip(recipe.max_norm);
     optimizer.step();
   }
 }
 
-std::vector<NamedTensor> train_alone(const Recipe& recipe, int ranks) {
+StateDict train_alone(const Recipe& recipe, int ranks) {
   Net net = make_net();
+  std::vector<torch::Tensor> parameters;
+  for (const auto& item : net->named_parameters()) {
+    if (item.key() != "tied") parameters.push_back(item.value());  // it is there as "last.weight", too
+  }
   std::unique_ptr<optim::Optimizer> optimizer;
   if (recipe.adam) {
-    optimizer = std::make_unique<optim::AdamW>(net->parameters(), optim::AdamWOptions(0.01));
+    optimizer = std::make_unique<optim::AdamW>(parameters, optim::AdamWOptions(0.01));
   } else {
-    optimizer = std::make_unique<optim::SGD>(net->parameters(), optim::SGDOptions(0.05).momentum(0.9));
+    optimizer = std::make_unique<optim::SGD>(parameters, optim::SGDOptions(0.05).momentum(0.9));
   }
   train(
       net, *optimizer, recipe, ranks, {}, [](const auto& action) { action(); },
       [&](double norm) { lockstep::clip_grad_norm_(net->parameters(), norm); });
-  std::vector<NamedTensor> state;
-  for (const auto& item : net->named_parameters()) state.emplace_back(item.key(), item.value());
+  StateDict state;
+  for (const auto& item : net->named_parameters()) state.emplace(item.key(), item.value());
   return state;
 }
 
-void expect_same(const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected) {
+void expect_same(const StateDict& actual, const StateDict& expected) {
   ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_EQ(actual[i].first, expected[i].first);
-    EXPECT_LT(testing::difference(actual[i].second, expected[i].second), 1e-10) << actual[i].first;
+  for (const auto& [name, value] : expected) {
+    EXPECT_LT(testing::difference(actual.at(name).toTensor(), value.toTensor()), 1e-10) << name;
   }
 }
 
@@ -133,7 +177,7 @@ void compare(const Recipe& recipe, int ranks) {
     }
     const auto state = model.full_state_dict();
     expect_same(state, train_alone(recipe, ranks));
-    for (const auto& [name, value] : state) EXPECT_TRUE(testing::same_everywhere(value)) << name;
+    for (const auto& [name, value] : state) EXPECT_TRUE(testing::same_everywhere(value.toTensor())) << name;
   });
 }
 
@@ -155,6 +199,88 @@ TEST(FullyShardedDataParallel, TrainsInGroupsWithAccumulationAndClipping) {
 
 TEST(FullyShardedDataParallel, TrainsWithActivationCheckpoints) {
   compare({.checkpointed = true, .policy = fsdp::size_based_auto_wrap_policy(20)}, 2);
+}
+
+TEST(FullyShardedDataParallel, TrainsWithRetainedGraphs) {
+  compare({.pass = Pass::kRetained, .policy = fsdp::size_based_auto_wrap_policy(20)}, 2);
+}
+
+TEST(FullyShardedDataParallel, TrainsWithSeveralForwardsBeforeTheBackwards) {
+  compare({.pass = Pass::kTwoForwards, .policy = fsdp::size_based_auto_wrap_policy(1)}, 3);
+}
+
+TEST(FullyShardedDataParallel, TrainsWithAGradientPenalty) {
+  compare({.adam = true, .pass = Pass::kGradientPenalty, .policy = fsdp::size_based_auto_wrap_policy(20)}, 2);
+}
+
+struct Piece : nn::Module {
+  explicit Piece(torch::Tensor value) : weight(register_parameter("weight", std::move(value))) {}
+  torch::Tensor weight;
+};
+
+/// Parameters of any shape, empty ones too; each is used in some steps and not in others, in an order that `order` decides, in
+/// which their gradients come.
+struct Shapes : nn::Module {
+  explicit Shapes(uint64_t seed) {
+    std::mt19937_64 generator(seed);
+    const auto count = 1 + static_cast<int>(generator() % 9);
+    for (int i = 0; i < count; ++i) {
+      std::vector<int64_t> sizes;
+      for (uint64_t dimensions = generator() % 4; dimensions > 0; --dimensions) {
+        sizes.push_back(static_cast<int64_t>(generator() % 12 == 0 ? 0 : 1 + generator() % 7));
+      }
+      pieces.push_back(register_module("piece" + std::to_string(i),
+                                       std::make_shared<Piece>(random(sizes, seed + 1000 + i))));
+    }
+  }
+  torch::Tensor forward(const torch::Tensor& x, int step, uint64_t order) {
+    std::vector<size_t> used;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if ((step + i) % 3 > 0) used.push_back(i);
+    }
+    std::mt19937_64 generator(order);
+    std::shuffle(used.begin(), used.end(), generator);
+    torch::Tensor sum = x.sum() * 0;
+    for (const size_t i : used) {
+      const auto& weight = pieces[i]->weight;
+      sum = sum + (weight.sin() * x.mean() + weight.square()).sum();
+    }
+    return sum;
+  }
+  std::vector<std::shared_ptr<Piece>> pieces;
+};
+
+TEST(FullyShardedDataParallel, TrainsParametersOfAnyShapeWhoseGradientsComeInAnyOrder) {
+  for (const uint64_t seed : {1, 2, 3, 4, 5, 6, 7, 8}) {
+    const int ranks = 1 + static_cast<int>(seed % 6);
+    run_ranks(ranks, [&](int rank) {
+      auto world = init_process_group();
+      const auto net = std::make_shared<Shapes>(seed), alone = std::make_shared<Shapes>(seed);
+      FullyShardedDataParallel model(
+          net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(static_cast<int64_t>(seed)),
+                .gradient_buffers = 1 + static_cast<int>(seed % 3)});
+      const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+      optim::AdamW reference(alone->parameters(), optim::AdamWOptions(0.01));
+      for (int step = 0; step < kSteps; ++step) {
+        optimizer->zero_grad();
+        reference.zero_grad();
+        const auto all = random({ranks, 4}, static_cast<uint64_t>(step));
+        const auto loss = model(all[rank], step, static_cast<uint64_t>(100 * rank + step));
+        if (loss.requires_grad()) loss.backward();
+        torch::Tensor mean = torch::zeros({}, at::kDouble);
+        for (int i = 0; i < ranks; ++i) mean = mean + alone->forward(all[i], step, 0) / ranks;
+        if (mean.requires_grad()) mean.backward();
+        optimizer->step();
+        reference.step();
+      }
+      for (size_t i = 0; i < net->pieces.size(); ++i) {
+        const auto &actual = net->pieces[i]->weight, &expected = alone->pieces[i]->weight;
+        if (actual.numel() == 0) continue;
+        EXPECT_LT(testing::difference(actual, expected), 1e-10)
+            << "seed " << seed << ", weight " << i << " " << actual.sizes();
+      }
+    });
+  }
 }
 
 TEST(FullyShardedDataParallel, WeightsLieOnceAndAreReadOnly) {
@@ -209,7 +335,10 @@ TEST(FullyShardedDataParallel, MisuseIsAnError) {
     optimizer->step();
     EXPECT_THAT(message_of<c10::Error>([&] { old.backward(); }),
                 HasSubstr("modified by an inplace operation"));
-    // That backward did not end.
+    auto input = x.clone().requires_grad_();
+    input.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "behind all other gradients"); });
+    EXPECT_THAT(message_of<c10::Error>([&] { loss_of(model(input)).backward(); }),
+                HasSubstr("behind all other gradients"));
     EXPECT_THAT(message_of<c10::Error>([&] { model(x); }), HasSubstr("the last backward did not end"));
     Net moved = make_net();
     FullyShardedDataParallel other(moved);
@@ -217,6 +346,175 @@ TEST(FullyShardedDataParallel, MisuseIsAnError) {
     EXPECT_THAT(message_of<c10::Error>([&] { other(x.to(at::kFloat)); }),
                 HasSubstr("is no longer where all ranks share it"));
   });
+}
+
+TEST(FullyShardedDataParallel, WhatTakesTheModulesParametersForTheOptimizersThrows) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    Net net = make_net();
+    {
+      FullyShardedDataParallel model(net);
+      optim::SGD sgd(net->parameters(), optim::SGDOptions(0.1));
+      optim::Adam adam(net->parameters(), optim::AdamOptions(0.1));
+      for (int step = 0; step < 3; ++step) {
+        sgd.zero_grad();
+        loss_of(model(batch(step, 2, rank))).backward();
+        EXPECT_THAT(message_of<c10::Error>([&] { sgd.step(); }), HasSubstr("meta"));
+        EXPECT_THAT(message_of<c10::Error>([&] { adam.step(); }), HasSubstr("meta"));
+        EXPECT_THROW(lockstep::clip_grad_norm_(net->parameters(), 1.0).item<double>(), c10::Error);
+      }
+      EXPECT_NO_THROW(model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1))->step());
+    }
+    for (const auto& parameter : net->parameters()) {
+      EXPECT_FALSE(parameter.grad().defined()) << "nothing is left of the wrapper";
+    }
+  });
+}
+
+TEST(FullyShardedDataParallel, IgnoredParametersStayEachRanksOwn) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    Net net = make_net(), alone = make_net();
+    for (const Net& each : {net, alone}) {
+      const torch::NoGradGuard no_grad;
+      each->scale.fill_(rank + 1);
+      each->first->weight.add_(rank);
+    }
+    const auto own = net->first->weight;
+    const auto* memory = own.const_data_ptr();
+    FullyShardedDataParallel model(
+        net, {.ignored_modules = {net->first.ptr()}, .ignored_parameters = {net->scale}});
+    EXPECT_EQ(own.const_data_ptr(), memory);
+    EXPECT_EQ(model.named_parameters().size(), net->named_parameters().size() - 1) << "one is tied";
+    const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    optim::SGD reference({alone->scale, alone->first->weight, alone->first->bias}, optim::SGDOptions(0.1));
+    loss_of(model(batch(0, 2, rank))).backward();
+    loss_of(alone->forward(batch(0, 2, rank))).backward();
+    EXPECT_TRUE(at::equal(net->scale.grad(), alone->scale.grad()));
+    EXPECT_TRUE(at::equal(own.grad(), alone->first->weight.grad())) << "not averaged";
+
+    // The norm is that of the averages, together with this rank's own.
+    std::vector<torch::Tensor> gradients;
+    for (const auto& [name, leaf] : model.named_parameters()) {
+      if (!leaf.grad().defined()) continue;
+      const bool ignored = leaf.is_same(net->scale) || name.starts_with("first.");
+      auto square = leaf.grad().square().sum();
+      if (!ignored) all_reduce(square);
+      gradients.push_back(square);
+    }
+    const auto expected = torch::stack(gradients).sum().sqrt();
+    EXPECT_TRUE(at::allclose(model.clip_grad_norm_(1e9), expected));
+
+    optimizer->step();
+    reference.step();
+    const auto state = model.full_state_dict();
+    EXPECT_TRUE(at::equal(state.at("scale").toTensor(), alone->scale));
+    EXPECT_TRUE(at::equal(state.at("first.weight").toTensor(), alone->first->weight));
+    EXPECT_TRUE(testing::same_everywhere(state.at("last.weight").toTensor()));
+  });
+}
+
+TEST(FullyShardedDataParallel, AnInfinityInOneRanksRowsIsAStepLeftOutOnAll) {
+  run_ranks(3, [](int) {
+    auto world = init_process_group();
+    nn::Linear net(1, 3);  // each rank has a row
+    FullyShardedDataParallel model(net, {.sync_module_states = true});
+    const auto before = net->weight.detach().clone();
+    const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    GradScaler scaler({.device = at::kCPU, .init_scale = 4.0});
+    const auto step = [&](float of_last_row) {
+      optimizer->zero_grad();
+      scaler.scale((model(torch::ones({2, 1})) * torch::tensor({1.0F, 1.0F, of_last_row})).sum()).backward();
+      scaler.step(*optimizer);
+      scaler.update();
+    };
+    step(std::numeric_limits<float>::infinity());
+    EXPECT_TRUE(at::equal(net->weight, before));
+    EXPECT_EQ(scaler.get_scale(), 2.0);
+    step(1.0F);
+    EXPECT_TRUE(at::allclose(net->weight, before - 0.2));
+    EXPECT_EQ(scaler.get_scale(), 2.0);
+  });
+}
+
+/// The others' weights are whole, those of the last step, or they say that they are not.
+void train_until_a_rank_dies(int rank, int victim, std::chrono::microseconds delay) {
+  auto world = init_process_group();
+  Net net = make_net();
+  FullyShardedDataParallel model(net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20)});
+  const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+  auto last = model.full_state_dict();
+  std::thread killer;
+  try {
+    for (int step = 0;; ++step) {
+      if (rank == victim && step == 3) {
+        killer = std::thread([delay] {
+          const auto until = std::chrono::steady_clock::now() + delay;
+          while (std::chrono::steady_clock::now() < until) {
+          }
+          ::kill(::getpid(), SIGKILL);
+        });
+      }
+      optimizer->zero_grad();
+      loss_of(model(batch(step, 3, rank))).backward();
+      optimizer->step();
+      last = model.full_state_dict();
+    }
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("rank " + std::to_string(victim)));
+  }
+  StateDict state;
+  try {
+    state = model.full_state_dict();
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("an earlier step() has failed"));
+    return;
+  }
+  for (const auto& [name, value] : last) {
+    EXPECT_TRUE(at::equal(state.at(name).toTensor(), value.toTensor())) << name;
+  }
+}
+
+TEST(FullyShardedDataParallel, ARankThatDiesLeavesWholeWeightsOrAnError) {
+  std::mt19937 generator(11);
+  for (int moment = 0; moment < 20; ++moment) {
+    const int victim = moment % 3;
+    const std::chrono::microseconds delay(generator() % 6000);
+    const auto outcomes = testing::run_ranks_collect(
+        3, [&](int rank) { train_until_a_rank_dies(rank, victim, delay); }, {.expected_failures = {victim}});
+    for (const auto& outcome : outcomes) {
+      if (outcome.rank == victim) {
+        EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
+      } else {
+        EXPECT_EQ(outcome.exit_status.value_or(-1), 0)
+            << "moment " << moment << " rank " << outcome.rank << ": " << outcome.exception.value_or("")
+            << outcome.output;
+      }
+    }
+  }
+}
+
+TEST(FullyShardedDataParallel, ARankThatDiesWhileWeightsAreWrittenIsAnErrorFromThenOn) {
+  const auto outcomes = testing::run_ranks_collect(
+      3,
+      [](int rank) {
+        auto world = init_process_group();
+        Net net = make_net();
+        FullyShardedDataParallel model(net);
+        const auto die = [rank] {
+          if (rank == 1) ::kill(::getpid(), SIGKILL);
+        };
+        EXPECT_THAT(message_of<c10::Error>([&] { model.summon_full_params(die); }), HasSubstr("rank 1"));
+        EXPECT_THAT(message_of<c10::Error>([&] { model(batch(0, 1)); }),
+                    HasSubstr("an earlier step() has failed"));
+        EXPECT_THAT(message_of<c10::Error>([&] { model.full_state_dict(); }),
+                    HasSubstr("an earlier step() has failed"));
+      },
+      {.expected_failures = {1}});
+  for (const int rank : {0, 2}) {
+    EXPECT_EQ(outcomes[rank].exit_status.value_or(-1), 0)
+        << outcomes[rank].exception.value_or("") << outcomes[rank].output;
+  }
 }
 
 TEST(FullyShardedDataParallel, ARankEvaluatesAlone) {
@@ -326,11 +624,11 @@ TEST(FullyShardedDataParallel, MixedPrecisionComputesInOneAndStepsInAnother) {
     for (const auto& shard : model.parameters()) EXPECT_EQ(shard.grad().scalar_type(), at::kFloat);
     optimizer->step();
     const auto after = model.full_state_dict();
-    EXPECT_EQ(after[0].second.scalar_type(), at::kFloat);
-    EXPECT_FALSE(at::equal(after[0].second, before[0].second));
-    EXPECT_TRUE(at::equal(net->weight, after[0].second.to(at::kBFloat16)))
-        << "what modules see is made of the shards";
-    EXPECT_TRUE(testing::same_everywhere(after[0].second));
+    const auto weight = after.at("weight").toTensor();
+    EXPECT_EQ(weight.scalar_type(), at::kFloat);
+    EXPECT_FALSE(at::equal(weight, before.at("weight").toTensor()));
+    EXPECT_TRUE(at::equal(net->weight, weight.to(at::kBFloat16))) << "what modules see is made of the shards";
+    EXPECT_TRUE(testing::same_everywhere(weight));
   });
 }
 

@@ -83,13 +83,16 @@ class FullyShardedDataParallel : public torch::nn::Module {
     return forward(std::forward<Arguments>(arguments)...);
   }
 
-  /// This rank's rows of each parameter, as leaves, in definition order: what optimizers update.
+  /// This rank's rows of each parameter, as leaves, in definition order: what optimizers update. Ignored parameters are among
+  /// them as they are.
   std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> answer;
-    for (auto& shard : core_->shards()) answer.push_back(std::move(shard.second));
+    for (const auto& parameter : core_->parameters()) answer.push_back(parameter.second);
     return answer;
   }
-  std::vector<NamedTensor> named_parameters() const { return core_->shards(); }
+  const std::vector<NamedTensor>& named_parameters() const { return core_->parameters(); }
+  /// The module's, of which each rank has its own.
+  auto named_buffers() const { return inner_->named_buffers(); }
 
   /// An optimizer of all parameters, or of groups of what parameters() has.
   template <ElementwiseOptimizer Optimizer, class Defaults>
@@ -122,8 +125,8 @@ class FullyShardedDataParallel : public torch::nn::Module {
   };
   NoSync no_sync() { return NoSync(core_); }
 
-  /// Scales the gradients so that the norm of them all, over all ranks, is at most max_norm; returns the norm before.
-  /// Collective.
+  /// Scales the gradients so that the norm of them all, over all ranks, is at most max_norm; returns the norm before. Those of
+  /// ignored parameters count with this rank's. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0) {
     return core_->clip_grad_norm_(max_norm, norm_type);
   }
@@ -136,23 +139,27 @@ class FullyShardedDataParallel : public torch::nn::Module {
 
   /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
   /// nothing on other ranks. Collective with mixed precision; otherwise a rank may call it alone.
-  std::vector<NamedTensor> full_state_dict(bool rank0_only = false) {
-    return core_->full_state_dict(rank0_only);
-  }
+  StateDict full_state_dict(bool rank0_only = false) { return core_->full_state_dict(rank0_only); }
   /// Every rank gives the whole model, or what has its rows; of any number of ranks. Collective. Throws c10::ValueError, and
   /// has changed nothing on this rank, when a tensor is missing or has other sizes.
-  void load_full_state_dict(const std::vector<NamedTensor>& state) { core_->load_full_state_dict(state); }
+  void load_full_state_dict(const StateDict& state) { core_->load_full_state_dict(state); }
   /// This rank's rows, with their places in the whole; for as many ranks as wrote it.
   fsdp::ShardedStateDict sharded_state_dict() const { return core_->sharded_state_dict(); }
   void load_sharded_state_dict(const fsdp::ShardedStateDict& state) { core_->load_sharded_state_dict(state); }
 
-  /// The optimizer's whole state in Python's form, by the parameters' names (get_optimizer_state_dict()). Collective.
-  StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
-    return core_->full_optim_state_dict(optimizer);
+  /// The optimizer's whole state in Python's form, by the parameters' names (get_optimizer_state_dict()); with rank0_only
+  /// other ranks have its options alone. Collective.
+  StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only = false) const {
+    return core_->full_optim_state_dict(optimizer, rank0_only);
   }
   /// Takes this rank's rows of such a state, of any number of ranks.
   void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const {
-    core_->load_full_optim_state_dict(optimizer, state);
+    prepare_full_optim_state_dict(optimizer, state).commit();
+  }
+  /// Its first half: all checks. The optimizer must not change until commit().
+  PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
+                                             const LoadStateDictOptions& options = {}) const {
+    return core_->prepare_full_optim_state_dict(optimizer, state, options);
   }
 
   const ProcessGroup& process_group() const { return core_->process_group(); }

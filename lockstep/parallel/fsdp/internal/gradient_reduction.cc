@@ -26,6 +26,17 @@ at::ScalarType reduced_dtype(const at::Tensor& shard, const MixedPrecision& prec
   return precision.param_dtype.value_or(shard.scalar_type());
 }
 
+/// Stands for a gradient that was taken away.
+at::Tensor taken_gradient(const at::Tensor& parameter) {
+  return at::empty(parameter.sizes(), parameter.options().device(at::kMeta).requires_grad(false));
+}
+
+/// Undefined for one that was taken away.
+at::Tensor gradient_of(const at::Tensor& parameter) {
+  const at::Tensor& gradient = parameter.grad();
+  return gradient.defined() && !gradient.is_meta() ? gradient : at::Tensor();
+}
+
 }  // namespace
 
 std::shared_ptr<GradientReduction> GradientReduction::create(ShardedWeights& weights, WeightWindows& windows,
@@ -74,19 +85,24 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
 }
 
 GradientReduction::~GradientReduction() {
-  for (const Group& group : groups_) {
-    for (const size_t weight : group.weights) {
-      torch::autograd::impl::set_post_acc_grad_hooks(weights_.all()[weight].parameter, nullptr);
-    }
+  for (auto& [parameter, hook] : hooks_) {
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+    parameter.remove_hook(hook);
+    parameter.mutable_grad() = gradient_of(parameter);
   }
 }
 
 void GradientReduction::attach() {
   for (const Group& group : groups_) {
     for (const size_t weight : group.weights) {
+      const at::Tensor& parameter = weights_.all()[weight].parameter;
+      const unsigned hook =
+          parameter.register_hook([self = weak_from_this(), weight](const at::Tensor& /*gradient*/) {
+            if (const auto reduction = self.lock()) reduction->before_gradient(weight);
+          });
+      hooks_.emplace_back(parameter, hook);
       torch::autograd::impl::set_post_acc_grad_hooks(
-          weights_.all()[weight].parameter,
-          std::make_unique<WhenAccumulated>([self = weak_from_this(), weight] {
+          parameter, std::make_unique<WhenAccumulated>([self = weak_from_this(), weight] {
             if (const auto reduction = self.lock()) reduction->on_gradient(weight);
           }));
     }
@@ -99,6 +115,12 @@ void GradientReduction::check_ended() const {
               "what was averaged of "
               "its gradients is lost, and the ranks may be at different places: make the model anew, from a "
               "checkpoint");
+}
+
+/// Autograd would add to what stands for the last one.
+void GradientReduction::before_gradient(size_t weight) {
+  const at::Tensor& parameter = weights_.all()[weight].parameter;
+  parameter.mutable_grad() = gradient_of(parameter);
 }
 
 void GradientReduction::on_gradient(size_t weight) {
@@ -146,7 +168,7 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
   at::Tensor buffer = slot.buffer.narrow(0, 0, bytes).view(group.dtype);
   for (size_t i = 0; i < group.weights.size(); ++i) {
     const at::Tensor& parameter = weights_.all()[group.weights[i]].parameter;
-    const at::Tensor gradient = parameter.grad();
+    const at::Tensor gradient = gradient_of(parameter);
     TORCH_CHECK_NOT_IMPLEMENTED(!gradient.defined() || gradient.layout() == c10::kStrided,
                                 "FullyShardedDataParallel: the gradient of parameter '",
                                 weights_.all()[group.weights[i]].name,
@@ -163,7 +185,7 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
         place.zero_();
       }
     }
-    parameter.mutable_grad() = at::Tensor();
+    parameter.mutable_grad() = taken_gradient(parameter);
   }
   group.averages = at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype));
   slot.work =
@@ -222,6 +244,7 @@ void GradientReduction::give_to_shards() {
       at::Tensor average = group.averages.narrow(0, group.layout.offset(i, 0), group.layout.numel(i, rank))
                                .view(shard.sizes());
       if (!keep_low_precision_) average = average.to(shard.scalar_type());
+      average = average.detach();  // an optimizer's zero_grad() takes no views
       if (shard.grad().defined()) {
         shard.mutable_grad().add_(average);
       } else {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +21,10 @@ namespace lockstep::fsdp::internal {
 /// it is the group's turn (ReductionSchedule), they are copied into a buffer of a ring in shared memory and dropped; a
 /// reduce-scatter leaves each rank the averages of its rows, which become, or are added to, the gradients of its shards when
 /// backward ends. Weights that no rank has a gradient for get none.
+///
+/// In place of a gradient that was taken away, one without values stays (on the meta device) until autograd has another
+/// one: what takes the module's parameters for those of an unsharded model, as an optimizer made of them or clipping,
+/// throws then, where it would otherwise do nothing.
 ///
 /// Used by the thread that runs forward and backward.
 class GradientReduction : public std::enable_shared_from_this<GradientReduction> {
@@ -56,6 +61,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   GradientReduction(ShardedWeights& weights, WeightWindows& windows, std::vector<std::vector<size_t>> groups,
                     const FullyShardedDataParallelOptions& options);
   void attach();
+  void before_gradient(size_t weight);
   void on_gradient(size_t weight);
   void begin();
   void start_what_can_start();
@@ -71,6 +77,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   const bool keep_low_precision_;
   std::vector<Group> groups_;
   std::vector<size_t> group_of_;  // by weight; of those without gradients groups_.size()
+  std::vector<std::pair<at::Tensor, unsigned>> hooks_;  // on parameters, before their gradients
   std::vector<Slot> ring_;
   ReductionSchedule schedule_;
   bool synchronising_ = true;
