@@ -1,0 +1,90 @@
+// Trains what fsdp_parity_test.py asks for in shards, and writes the weights.
+//
+//     lockstep run --nproc-per-node N fsdp_parity_driver JOBS OUTPUT
+//
+// JOBS: {name: job}, pickled. OUTPUT: rank r writes {name: {parameter or buffer: tensor, "norms": tensor}} to OUTPUT.r.
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <torch/torch.h>
+
+#include <lockstep/collectives/process_group.h>
+#include <lockstep/collectives/testing/pickle_file.h>
+#include <lockstep/parallel/ddp/parity/dictionary.h>
+#include <lockstep/parallel/ddp/parity/models.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+
+namespace {
+
+using parity::Dictionary;
+using Model = lockstep::FullyShardedDataParallel<parity::Net>;
+using Tensors = c10::Dict<std::string, at::Tensor>;
+
+std::shared_ptr<parity::Net> make_net(const Dictionary& job) {
+  auto net = parity::make_net(job.text("model"));
+  const auto weights = job.dictionary("weights");
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : net->parameters()) parameter.set_data(parameter.to(at::kDouble));
+  for (auto& buffer : net->buffers()) {  // not net->to(), which makes numbers of masks, too
+    if (buffer.is_floating_point()) buffer.set_data(buffer.to(at::kDouble));
+  }
+  for (auto& item : net->named_parameters()) item.value().copy_(weights.tensor(item.key()));
+  for (auto& item : net->named_buffers()) item.value().copy_(weights.tensor(item.key()));
+  return net;
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dictionary& job, Model& model) {
+  if (job.text("optimizer") == "adamw") {
+    return model.make_optimizer<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01));
+  }
+  return model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+Tensors train(const Dictionary& job, int rank, int ranks) {
+  const auto min_num_params = job.integer("min_num_params");
+  Model model(
+      make_net(job),
+      {.auto_wrap_policy = min_num_params > 0 ? lockstep::fsdp::size_based_auto_wrap_policy(min_num_params)
+                                              : lockstep::fsdp::AutoWrapPolicy()});
+  const auto optimizer = make_optimizer(job, model);
+  const auto inputs = job.tensor("inputs"), targets = job.tensor("targets");
+  const int64_t batch = inputs.size(1) / ranks, count = job.integer("accumulate");
+  const double max_norm = job.number("max_norm");
+  std::vector<double> norms;
+  for (int64_t index = 0; index < inputs.size(0); ++index) {
+    const bool last = (index + 1) % count == 0;
+    {
+      std::optional<Model::NoSync> guard;
+      if (!last) guard = model.no_sync();
+      const auto outputs =
+          model(inputs[index].narrow(0, rank * batch, batch), job.tensor("branches")[index].item<int64_t>());
+      const auto target = targets[index].narrow(0, rank * batch, batch).flatten();
+      torch::nn::functional::cross_entropy(outputs[0], target).backward();
+    }
+    if (!last) continue;
+    if (max_norm > 0) norms.push_back(model.clip_grad_norm_(max_norm).item<double>());
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  Tensors result;
+  for (const auto& [name, value] : model.full_state_dict()) result.insert(name, value.toTensor());
+  result.insert("norms", torch::tensor(norms, at::kDouble));
+  return result;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  TORCH_CHECK(argc == 3, "usage: fsdp_parity_driver JOBS OUTPUT");
+  auto world = lockstep::init_process_group();
+  c10::Dict<std::string, Tensors> results;
+  for (const auto& entry : lockstep::testing::read_pickle(argv[1]).toGenericDict()) {
+    results.insert(entry.key().toStringRef(), train(Dictionary(entry.value()), world.rank(), world.size()));
+  }
+  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
+} catch (const std::exception& error) {
+  std::cerr << "fsdp_parity_driver: " << error.what() << std::endl;
+  return 1;
+}

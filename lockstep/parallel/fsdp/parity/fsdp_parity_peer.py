@@ -1,0 +1,111 @@
+"""The same training as in fsdp_parity_driver.cc by PyTorch's FullyShardedDataParallel and fully_shard with Gloo.
+
+python fsdp_parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r's results, {"fsdp1" or "fsdp2": {job: …}}, go to OUTPUT.r.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "ddp" / "parity"))
+import parity_models  # noqa: E402
+
+
+class Fsdp1:
+    def __init__(self, net, job):
+        policy = None
+        if job["min_num_params"]:
+            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=job["min_num_params"])
+        self.model = FullyShardedDataParallel(net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+
+    def without_sync(self):
+        return self.model.no_sync()
+
+    def state(self):
+        # Not state_dict(), whose hooks read freed storages on the CPU.
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
+            return {name.replace("_fsdp_wrapped_module.", ""): tensor.detach().clone() for name, tensor in named}
+
+
+class Fsdp2:
+    def __init__(self, net, job):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in net.modules():
+            if isinstance(module, nn.Linear) and job["min_num_params"]:
+                fully_shard(module, mesh=mesh)
+        self.model = fully_shard(net, mesh=mesh)
+
+    @contextlib.contextmanager
+    def without_sync(self):
+        self.model.set_requires_gradient_sync(False)
+        yield
+        self.model.set_requires_gradient_sync(True)
+
+    def clip(self, max_norm):
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).full_tensor()
+
+    def state(self):
+        return {name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()
+                for name, tensor in self.model.state_dict().items()}  # fmt: skip
+
+
+def train(sharded, job, rank, world_size):
+    net = parity_models.MODELS[job["model"]]().double()
+    net.load_state_dict(job["weights"])
+    wrapper = sharded(net, job)
+    if job["optimizer"] == "adamw":
+        optimizer = torch.optim.AdamW(wrapper.model.parameters(), lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(wrapper.model.parameters(), lr=0.05, momentum=0.9)
+    batch = job["inputs"].size(1) // world_size
+    part = slice(rank * batch, (rank + 1) * batch)
+    norms = []
+    for index, (x, y) in enumerate(zip(job["inputs"], job["targets"])):
+        last = (index + 1) % job["accumulate"] == 0
+        with contextlib.nullcontext() if last else wrapper.without_sync():
+            logits = wrapper.model(x[part], int(job["branches"][index]))[0]
+            nn.functional.cross_entropy(logits, y[part].flatten()).backward()
+        if not last:
+            continue
+        if job["max_norm"]:
+            norms.append(wrapper.clip(job["max_norm"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {name: tensor.detach().clone() for name, tensor in wrapper.state().items()}
+    return result | {"norms": torch.tensor(norms, dtype=torch.float64)}
+
+
+def work(rank, world_size, meeting, jobs_path, output):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    results = {}
+    for kind, sharded in {"fsdp1": Fsdp1, "fsdp2": Fsdp2}.items():
+        jobs = torch.load(jobs_path)
+        if kind == "fsdp1":
+            # It can't clip in float64, for it asks for norms in float32; and where a parameter has no gradient, while others of
+            # its group have one, it makes zeros of it, which momentum turns into a step.
+            jobs = {name: job for name, job in jobs.items() if not job["max_norm"] and name != "unused layers"}
+        results[kind] = {name: train(sharded, job, rank, world_size) for name, job in jobs.items()}
+    torch.save(results, f"{output}.{rank}")
+    # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    jobs_path, output, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    with tempfile.TemporaryDirectory() as folder:
+        # Forked, so that torch is imported once.
+        mp.start_processes(work, (world_size, f"{folder}/meeting", jobs_path, output), nprocs=world_size, start_method="fork")
