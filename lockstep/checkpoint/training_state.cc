@@ -87,6 +87,20 @@ void TrainingState::add_model_tensors(std::string name, std::function<ModelTenso
   add_part(std::move(name), std::move(part), shared_);
 }
 
+/// Values can be set where the module's parameters have memory of their own.
+void TrainingState::add_sharded_model(std::string name, std::function<ModelTensors()> module,
+                                      std::function<StateDict()> save,
+                                      std::function<void(const std::function<void()>&)> summon) {
+  Part part;
+  part.save = std::move(save);
+  part.prepare = [module, summon](const StateDict& state, const LoadStateDictOptions& options) {
+    PreparedLoad load = prepare_load_state_dict(module(), state, options);
+    load.commit = [summon, commit = std::move(load.commit)] { summon(commit); };
+    return load;
+  };
+  add_part(std::move(name), std::move(part), shared_);
+}
+
 void TrainingState::add_optimizer_of(std::string name, torch::optim::Optimizer& optimizer,
                                      std::function<ModelTensors()> model) {
   get_optimizer_state_dict(model(), optimizer);  // throws for one that can't be saved, or isn't the model's

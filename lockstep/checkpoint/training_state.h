@@ -48,16 +48,34 @@ class TrainingState {
   // All of these throw c10::ValueError for an empty name and for one that was there already.
 
   /// A model of any kind that model_tensors.h lists, in the form of state_dict(model): parameters and buffers
-  /// under their names in the plain module, also of DistributedDataParallel.
+  /// under their names in the plain module, also of DistributedDataParallel. Of a FullyShardedDataParallel and its optimizer
+  /// rank 0 has the whole, in memory of its own; saving and loading are collective then, so not save_alone(), and loading
+  /// takes the memory of a whole model on each rank.
   template <ModelType Model>
   void add_model(std::string name, Model& model) {
-    add_model_tensors(std::move(name), model_tensors_later(model));
+    if constexpr (ShardedModel<Model>) {
+      add_sharded_model(
+          std::move(name), model_tensors_later(model.module),
+          [&model] { return model.full_state_dict(/*rank0_only=*/true); },
+          [&model](const std::function<void()>& load) { model.summon_full_params(load); });
+    } else {
+      add_model_tensors(std::move(name), model_tensors_later(model));
+    }
   }
   /// An optimizer of `model`'s parameters, in the form of get_optimizer_state_dict(): by parameter name. Of a
   /// ZeroRedundancyOptimizer each rank has its part.
   template <ModelType Model>
   void add_optimizer(std::string name, torch::optim::Optimizer& optimizer, Model& model) {
-    add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
+    if constexpr (ShardedModel<Model>) {
+      Part part;
+      part.save = [&] { return model.full_optim_state_dict(optimizer, /*rank0_only=*/true); };
+      part.prepare = [&](const StateDict& state, const LoadStateDictOptions& options) {
+        return model.prepare_full_optim_state_dict(optimizer, state, options);
+      };
+      add_part(std::move(name), std::move(part), shared_);
+    } else {
+      add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
+    }
   }
   /// Something whose state is the same on all ranks.
   template <Stateful T>
@@ -77,7 +95,7 @@ class TrainingState {
 
   /// {"model": {…}, "optimizer": {…}}. Tensors share the parts' memory: copy them before training goes on.
   /// Ranks return different keys where an optimizer is sharded, and their "rng" differs; the union over
-  /// the ranks, key by key, is the state. Sends nothing.
+  /// the ranks, key by key, is the state. Sends nothing, but for a FullyShardedDataParallel.
   StateDict state_dict() const;
   /// {"loader": {…}, "rng": {…}}: what is this rank's own.
   StateDict rank_state_dict() const;
@@ -111,6 +129,9 @@ class TrainingState {
   }
   void add_part(std::string name, Part part, Parts& parts);
   void add_model_tensors(std::string name, std::function<ModelTensors()> model);
+  void add_sharded_model(std::string name, std::function<ModelTensors()> module,
+                         std::function<StateDict()> save,
+                         std::function<void(const std::function<void()>&)> summon);
   void add_optimizer_of(std::string name, torch::optim::Optimizer& optimizer,
                         std::function<ModelTensors()> model);
   static StateDict save(const Parts& parts);

@@ -18,6 +18,8 @@ template <class T>
 class DistributedDataParallel;
 template <class T>
 class DataParallel;
+template <class T>
+class FullyShardedDataParallel;
 
 /// A model's parameters and buffers as Python's state_dict() lists them: dotted names, in definition order; a
 /// tensor that has two names stands there twice. They are the model's own tensors.
@@ -38,6 +40,9 @@ concept WrapperModule = requires(const T& model) {
   is_wrapper(model);
 };
 
+template <class T>
+void is_sharded(const FullyShardedDataParallel<T>&);
+
 ModelTensors tensors_of_module(const torch::nn::Module& module);
 
 }  // namespace detail
@@ -50,11 +55,19 @@ concept ModelType = std::derived_from<std::remove_cvref_t<T>, torch::nn::Module>
   typename ContainedModule<T>;
 };
 
+/// FullyShardedDataParallel: no rank has the whole of its parameters to itself, so its states come from it.
+template <class T>
+concept ShardedModel = requires(const T& model) {
+  detail::is_sharded(model);
+};
+
 /// The tensors that the model has now. DistributedDataParallel and DataParallel have the names of the module
 /// that they wrap, without Python's "module."; AveragedModel has it, beside "n_averaged", as in Python.
 /// Throws c10::ValueError for an empty pointer or holder.
 template <ModelType Model>
 ModelTensors model_tensors(const Model& model) {
+  static_assert(!ShardedModel<Model>,
+                "a FullyShardedDataParallel's states are its full_state_dict() and full_optim_state_dict()");
   if constexpr (detail::WrapperModule<Model>) {
     return model_tensors(model.module);
   } else if constexpr (std::derived_from<Model, torch::nn::Module>) {

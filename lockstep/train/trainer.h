@@ -37,9 +37,10 @@ concept TrainerFunction = std::invocable<Function&, Model&, const Batch&>;
 ///     trainer.restore();  // if there is a checkpoint
 ///     trainer.train();
 ///
-/// `model`: a DistributedDataParallel, or any module in a job of one process. `loss_of(model, batch)` returns
+/// `model`: a DistributedDataParallel, a FullyShardedDataParallel (with the optimizer that it has made), or any
+/// module in a job of one process. `loss_of(model, batch)` returns
 /// the mean loss of the batch, or a StepOutput with metrics beside it. In training it gets the model itself,
-/// in validation what that wraps, so it is best a generic lambda that calls forward(). `loader`: a
+/// in validation what a DistributedDataParallel wraps, so it is best a generic lambda that calls forward(). `loader`: a
 /// data::DataLoader, or anything else that one can iterate (with its own state_dict(unseen_batches), the
 /// state before the last so many, and load_state_dict(), if training is to be resumed within an epoch). All
 /// must outlive the Trainer. Batches are brought to the model's device (TrainerOptions::device) when they are
@@ -78,6 +79,9 @@ class Trainer final : public TrainerCore {
                       "Trainer: in a job of several ranks the model must average its gradients; wrap it in a "
                       "lockstep::DistributedDataParallel");
     parameters_ = model_.parameters();
+    if constexpr (ShardedModel<Model>) {
+      clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
+    }
     if constexpr (requires { loader_.waited(); }) waited_ = [&loader] { return loader.waited(); };
     state().add_model("model", model_);
     state().add_optimizer("optimizer", optimizer_, model_);
@@ -154,7 +158,12 @@ class Trainer final : public TrainerCore {
   }
 
   void update_process_group(const ProcessGroup& group) override {
-    if constexpr (kSynchronises) {
+    if constexpr (ShardedModel<Model>) {
+      TORCH_CHECK(
+          false,
+          "Trainer: a FullyShardedDataParallel can't go on in another group, for the rows of the ranks "
+          "that are gone are lost; start again from a checkpoint");
+    } else if constexpr (kSynchronises) {
       // The model puts back those of its forward, the step begins before that.
       StepSnapshot random(random_devices());
       random.take({});
@@ -404,7 +413,7 @@ class Trainer final : public TrainerCore {
 
   /// Not the wrapper, whose forward may communicate, as ranks may have unequally many batches.
   auto& evaluated_model() {
-    if constexpr (kSynchronises && requires { *model_.module; }) {
+    if constexpr (kSynchronises && !ShardedModel<Model> && requires { *model_.module; }) {
       return *model_.module;
     } else {
       return model_;

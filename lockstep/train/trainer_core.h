@@ -141,6 +141,7 @@ class TrainerCore {
   int rank_ = 0;        // in it, also when it has failed and is gone
   int world_size_ = 1;
   std::vector<at::Tensor> parameters_;
+  std::function<at::Tensor(double max_norm)> clip_sharded_;  // of a model whose ranks have parts of gradients
   GradScaler scaler_;
   TrainingState training_state_;
   StepSnapshot snapshot_;

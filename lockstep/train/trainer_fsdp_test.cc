@@ -1,0 +1,143 @@
+// A Trainer of a FullyShardedDataParallel against one of a DistributedDataParallel, and its checkpoints.
+#include <cstdint>
+#include <gmock/gmock.h>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/model_state_dict.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/data/samplers/distributed_sampler.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
+#include <lockstep/train/testing/fixtures.h>
+#include <lockstep/train/trainer.h>
+
+namespace lockstep::trainer_fsdp_test {
+namespace {
+
+using data::DistributedSampler;
+using testing::Loader;
+using testing::loss_of;
+using testing::message_of;
+using testing::Points;
+using testing::SharedFolder;
+using testing::SmallNet;
+
+constexpr int64_t kSamples = 25;  // ranks have unequal last batches
+
+struct Trained {
+  StateDict state;
+  Metrics metrics;
+};
+
+TrainerOptions options_for(int64_t epochs, const std::optional<CheckpointManagerOptions>& checkpoint = {}) {
+  return {.max_epochs = epochs,
+          .accumulate_grad_batches = 2,
+          .clip_grad_norm = 0.5,
+          .checkpoint = checkpoint,
+          .log_every_n_steps = 1,
+          .progress_bar = false};
+}
+
+template <class Model, class Optimizer>
+Trained train_with(Model& model, Optimizer& optimizer, const TrainerOptions& options) {
+  DistributedSampler sampler(kSamples);
+  Loader loader(Points{kSamples}, {.batch_size = 3, .sampler = &sampler});
+  Loader validation(Points{7}, {.batch_size = 2});
+  Trainer trainer(model, optimizer, loader, loss_of, options);
+  trainer.validate_on(validation);
+  trainer.restore();
+  trainer.train();
+  Metrics metrics = trainer.metrics();
+  metrics.erase("train/samples_per_second");
+  return {{}, metrics};
+}
+
+Trained train_sharded(const TrainerOptions& options) {
+  FullyShardedDataParallel model(std::make_shared<SmallNet>(),
+                                 {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(9)});
+  const auto optimizer = model.make_optimizer<torch::optim::Adam>(torch::optim::AdamOptions(0.01));
+  Trained trained = train_with(model, *optimizer, options);
+  trained.state = model.full_state_dict();
+  return trained;
+}
+
+void expect_close(const StateDict& actual, const StateDict& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (const auto& [name, value] : expected) {
+    EXPECT_LT(testing::difference(actual.at(name).toTensor(), value.toTensor()), 1e-10) << name;
+  }
+}
+
+TEST(TrainerFsdp, TrainsAsDistributedDataParallel) {
+  testing::run_ranks(3, [](int) {
+    auto world = init_process_group();
+    const auto net = std::make_shared<SmallNet>();
+    DistributedDataParallel model(net);
+    torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(0.01));
+    const auto expected = train_with(model, optimizer, options_for(3));
+    const auto actual = train_sharded(options_for(3));
+    expect_close(actual.state, state_dict(net));
+    ASSERT_EQ(actual.metrics.size(), expected.metrics.size());
+    for (const auto& [name, value] : expected.metrics)
+      EXPECT_NEAR(actual.metrics.at(name), value, 1e-9) << name;
+  });
+}
+
+TEST(TrainerFsdp, GoesOnFromItsCheckpointOnAnyNumberOfRanks) {
+  const SharedFolder folder;
+  const auto path = folder.path() / "run";
+  const auto saved = [&](int64_t epochs) {
+    return options_for(epochs, CheckpointManagerOptions{.directory = path, .every_epochs = 1});
+  };
+  const testing::RunRanksOptions options{.environment = folder.environment()};
+  testing::run_ranks(
+      3,
+      [&](int) {
+        auto world = init_process_group();
+        (void)train_sharded(saved(2));
+      },
+      options);
+  testing::run_ranks(
+      2,
+      [&](int) {
+        auto world = init_process_group();
+        const auto loaded = load_checkpoint(find_latest_checkpoint(path)->directory);
+        const auto model = from_object<StateDict>(loaded.state.at("model"));
+        for (const auto& [name, value] : train_sharded(saved(2)).state) {
+          EXPECT_TRUE(at::equal(model.at(name).toTensor(), value.toTensor())) << name;
+        }
+      },
+      options);
+  testing::run_ranks(
+      3,
+      [&](int) {
+        auto world = init_process_group();
+        const auto through = train_sharded(options_for(4));
+        expect_close(train_sharded(saved(4)).state, through.state);
+      },
+      options);
+}
+
+TEST(TrainerFsdp, CantGoOnInAnotherGroup) {
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    FullyShardedDataParallel model(std::make_shared<SmallNet>());
+    const auto optimizer = model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.01));
+    Loader loader(Points{8}, {.batch_size = 2});
+    Trainer trainer(model, *optimizer, loader, loss_of, options_for(1));
+    EXPECT_THAT(message_of<c10::Error>([&] { trainer.update_process_group(new_group()); }),
+                ::testing::HasSubstr("start again from a checkpoint"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::trainer_fsdp_test
