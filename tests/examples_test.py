@@ -6,6 +6,7 @@ import socket
 
 import pytest
 import support
+import torch
 
 ACCURACY = r"test accuracy: ([01]\.\d{4})"
 
@@ -111,6 +112,19 @@ def test_the_cnn_trains_on_any_number_of_ranks(programs, small_data, nprocs):
     assert done.status == 0, done.text
     last = re.search(ACCURACY + "$", done.stdout.splitlines()[-1])
     assert last and float(last[1]) > 0.5, done.text  # a guess would be right one time in ten
+
+
+@pytest.mark.parametrize("nprocs, precision", [(1, "float32"), (3, "bfloat16"), (2, "float16")])
+def test_fsdp_trains_and_saves_what_python_reads(programs, small_data, tmp_path, nprocs, precision):
+    options = ["--data", small_data, "--epochs", 4, "--batch-size", 30, "--precision", precision, "--save", tmp_path / "net.pt"]
+    done = programs.lockstep_run(nprocs, "fsdp", *options)
+    assert done.status == 0, done.text
+    assert float(re.search(ACCURACY + "$", done.stdout.splitlines()[-1])[1]) > 0.5, done.text
+    weights = torch.load(tmp_path / "net.pt", weights_only=True)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+        "fc1.weight": (256, 784), "fc1.bias": (256,), "fc2.weight": (10, 256), "fc2.bias": (10,),
+    }
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
 
 
 @pytest.mark.long

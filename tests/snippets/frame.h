@@ -84,6 +84,10 @@ namespace page_data_parallel {}
 namespace page_debugging_a_hang {}
 namespace page_distributed_data_parallel {}
 namespace page_from_pytorch_ddp {}
+namespace page_fully_sharded_data_parallel {
+extern lockstep::FullyShardedDataParallel<Net> model;
+extern std::unique_ptr<lockstep::ShardedOptimizer<torch::optim::AdamW>> optimizer;
+}  // namespace page_fully_sharded_data_parallel
 namespace page_getting_started {}
 namespace page_gpu {
 extern at::Device device;
