@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <iostream>
 
 #include <CLI/CLI.hpp>
@@ -39,6 +40,7 @@ struct Settings {
   double temperature = 0.8;
   int64_t seed = 0;
   std::string device = "auto";
+  std::string strategy = "ddp";
 };
 
 /// Each character looks at those before it: B×T×width to B×T×width.
@@ -117,12 +119,11 @@ struct Gpt : nn::Module {
 };
 
 /// Weight decay for matrices; biases, norms and gains go without.
-std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const nn::Module& model,
+std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const std::vector<Tensor>& parameters,
                                                                 double learning_rate) {
   std::vector<Tensor> matrices;
   std::vector<Tensor> others;
-  for (const auto& parameter : model.parameters())
-    (parameter.dim() >= 2 ? matrices : others).push_back(parameter);
+  for (const auto& parameter : parameters) (parameter.dim() >= 2 ? matrices : others).push_back(parameter);
   const auto options = [&](double weight_decay) {
     return std::make_unique<torch::optim::AdamWOptions>(
         torch::optim::AdamWOptions(learning_rate).weight_decay(weight_decay).betas({0.9, 0.99}));
@@ -131,6 +132,33 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const nn::Module
   groups.emplace_back(matrices, options(0.1));
   groups.emplace_back(others, options(0.0));
   return groups;
+}
+
+/// What differs between data parallelism with a model for each rank, and with one on the host.
+struct Training {
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::function<Tensor(const Tensor& text)> forward;
+  std::function<Tensor(double max_norm)> clip_grad_norm_;
+};
+
+Training make_training(const std::shared_ptr<Gpt>& gpt, const Settings& settings) {
+  const torch::optim::AdamWOptions options(settings.learning_rate);
+  if (settings.strategy == "fsdp") {
+    auto model = std::make_shared<lockstep::FullyShardedDataParallel<Gpt>>(
+        gpt,
+        lockstep::FullyShardedDataParallelOptions{
+            .auto_wrap_policy = lockstep::fsdp::module_wrap_policy<Block>(), .sync_module_states = true});
+    return {.optimizer = model->make_optimizer<torch::optim::AdamW>(
+                parameter_groups(model->parameters(), settings.learning_rate), options),
+            .forward = [model](const Tensor& text) { return (*model)(text); },
+            .clip_grad_norm_ = [model](double max_norm) { return model->clip_grad_norm_(max_norm); }};
+  }
+  auto model = std::make_shared<lockstep::DistributedDataParallel<Gpt>>(gpt);
+  return {.optimizer = std::make_unique<torch::optim::AdamW>(
+              parameter_groups(model->parameters(), settings.learning_rate), options),
+          .forward = [model](const Tensor& text) { return (*model)(text); },
+          .clip_grad_norm_ =
+              [model](double max_norm) { return lockstep::clip_grad_norm_(model->parameters(), max_norm); }};
 }
 
 /// Goes on from the prompt, one character after the other.
@@ -179,9 +207,8 @@ void train(const Settings& settings) {
   torch::manual_seed(settings.seed);
   auto gpt = std::make_shared<Gpt>(vocabulary.size(), settings);
   gpt->to(device);
-  lockstep::DistributedDataParallel<Gpt> model(gpt);
-  torch::optim::AdamW optimizer(parameter_groups(*gpt, settings.learning_rate),
-                                torch::optim::AdamWOptions(settings.learning_rate));
+  const Training training = make_training(gpt, settings);
+  torch::optim::Optimizer& optimizer = *training.optimizer;
   auto warm_up = std::make_shared<lr::LinearLR>(optimizer, /*start_factor=*/0.01, /*end_factor=*/1.0,
                                                 /*total_iters=*/settings.warm_up);
   auto cosine =
@@ -206,10 +233,10 @@ void train(const Settings& settings) {
     for (auto& batch : loader) {
       if (step == settings.steps) break;
       optimizer.zero_grad();
-      const auto scores = model(batch.data);
+      const auto scores = training.forward(batch.data);
       auto loss = nn::functional::cross_entropy(scores.flatten(0, 1), batch.target.flatten());
       loss.backward();
-      const auto norm = lockstep::clip_grad_norm_(model.parameters(), settings.max_norm);
+      const auto norm = training.clip_grad_norm_(settings.max_norm);
       const double learning_rate = schedule.get_last_lr()[0];
       optimizer.step();
       schedule.step();
@@ -266,6 +293,10 @@ int main(int argc, char** argv) try {
   positive("--temperature", settings.temperature, "below 1: what is likely becomes more so");
   app.add_option("--seed", settings.seed, "of the weights, the shuffle and the sample")
       ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--strategy", settings.strategy,
+                 "ddp: a model for each rank; fsdp: one on the host (FullyShardedDataParallel, on CPUs)")
+      ->check(CLI::IsMember({"ddp", "fsdp"}))
       ->capture_default_str();
   add_device_option(app, settings.device);
   CLI11_PARSE(app, argc, argv);

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-SMALL = ["--block-size", 32, "--layers", 1, "--heads", 2, "--width", 32, "--batch-size", 16, "--sample", 60]
+SMALL = ["--block-size", 32, "--layers", 1, "--heads", 2, "--width", 32, "--sample", 60]
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,8 @@ def genesis() -> str:
     return subprocess.run(["bible", "gen1:1-3:24"], capture_output=True, text=True, check=True).stdout
 
 
-def train(programs, data, *options, nprocs=2):
-    return programs.lockstep_run(nprocs, "--no-prefix", "char_gpt", "--data", data, *SMALL, *options)
+def train(programs, data, *options, nprocs=2, batch_size=16):
+    return programs.lockstep_run(nprocs, "--no-prefix", "char_gpt", "--data", data, *SMALL, "--batch-size", batch_size, *options)
 
 
 def parts(done):
@@ -49,6 +49,16 @@ def test_it_learns_and_writes_in_the_characters_of_the_text(programs, tmp_path, 
     assert f"{len(genesis)} characters of text, {len(set(genesis))} different ones" in done.stdout, done.text
     again = parts(train(programs, tmp_path / "kjv.txt", *options))
     assert (again[1], again[2]) == (loss, sample)  # the same every time
+
+
+def test_one_model_on_the_host_learns_as_one_for_each_rank(programs, tmp_path):
+    (tmp_path / "text").write_text("In shards, as a whole.\n" * 200)
+    options = ["--steps", 50, "--warm-up", 5, "--learning-rate", 0.01, "--strategy"]
+    ddp = parts(train(programs, tmp_path / "text", *options, "ddp", nprocs=3, batch_size=18))
+    fsdp = parts(train(programs, tmp_path / "text", *options, "fsdp", nprocs=3, batch_size=18))
+    assert len(ddp[0]) == 10 and ddp[1] < ddp[0][0][1] / 2
+    for ours, theirs in zip(fsdp[0], ddp[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
 
 
 def test_it_learns_bytes_and_takes_gzip(programs, tmp_path):
