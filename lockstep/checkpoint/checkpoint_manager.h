@@ -7,6 +7,8 @@
 #include <optional>
 #include <string>
 
+#include <c10/util/Exception.h>
+
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/serialization/state_dict.h>
@@ -109,10 +111,15 @@ class CheckpointManager {
     save_state(training_state.state_dict(), training_state.rank_state_dict(), std::move(info));
   }
   /// save() of this process alone, at once, with no collective: for the one that survives its peers. What
-  /// other ranks alone have is missing then, so this is not for sharded optimizers. False, and nothing is
-  /// written, when the last save was by plan, of the same step and epoch: that checkpoint is complete.
+  /// other ranks alone have is missing then, so this is not for sharded optimizers; of a sharded model it throws
+  /// c10::Error. False, and nothing is written, when the last save was by plan, of the same step and epoch: that checkpoint is
+  /// complete.
   template <class S>
   bool save_alone(S& training_state, CheckpointInfo info) {
+    if constexpr (requires { training_state.is_collective(); }) {
+      TORCH_CHECK(!training_state.is_collective(),
+                  "the model is sharded, so that no rank can save it without the others");
+    }
     return save_state_alone(training_state.state_dict(), training_state.rank_state_dict(), std::move(info));
   }
   void save_state(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);

@@ -99,6 +99,7 @@ void TrainingState::add_sharded_model(std::string name, std::function<ModelTenso
     return load;
   };
   add_part(std::move(name), std::move(part), shared_);
+  is_collective_ = true;
 }
 
 void TrainingState::add_optimizer_of(std::string name, torch::optim::Optimizer& optimizer,

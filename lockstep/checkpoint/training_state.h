@@ -49,8 +49,8 @@ class TrainingState {
 
   /// A model of any kind that model_tensors.h lists, in the form of state_dict(model): parameters and buffers
   /// under their names in the plain module, also of DistributedDataParallel. Of a FullyShardedDataParallel and its optimizer
-  /// rank 0 has the whole, in memory of its own; saving and loading are collective then, so not save_alone(), and loading
-  /// takes the memory of a whole model on each rank.
+  /// rank 0 has the whole, in memory of its own; saving and loading are collective then (is_collective()), and loading takes the
+  /// memory of a whole model on each rank.
   template <ModelType Model>
   void add_model(std::string name, Model& model) {
     if constexpr (ShardedModel<Model>) {
@@ -73,6 +73,7 @@ class TrainingState {
         return model.prepare_full_optim_state_dict(optimizer, state, options);
       };
       add_part(std::move(name), std::move(part), shared_);
+      is_collective_ = true;
     } else {
       add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
     }
@@ -99,6 +100,8 @@ class TrainingState {
   StateDict state_dict() const;
   /// {"loader": {…}, "rng": {…}}: what is this rank's own.
   StateDict rank_state_dict() const;
+  /// All ranks are needed to save, for each has a part of a sharded model.
+  bool is_collective() const { return is_collective_; }
 
   /// Loads the union of all ranks' state_dict() into all parts, in place; every rank calls it with the same
   /// state, and nothing is sent. `options` are for names: of parts, and of tensors and parameters within
@@ -141,6 +144,7 @@ class TrainingState {
   Parts shared_;
   Parts per_rank_;
   bool has_rng_ = false;
+  bool is_collective_ = false;
   std::optional<int64_t> old_rng_;  // the fingerprint in the state that was loaded last
 };
 

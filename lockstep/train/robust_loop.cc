@@ -98,7 +98,8 @@ void RobustLoop::agree(const std::exception_ptr& failure, bool can_repeat) {
 
 /// In a step, on each rank on which it failed.
 void RobustLoop::recover(const std::exception_ptr& failure) {
-  const bool sharded = dynamic_cast<ZeroRedundancyOptimizer*>(&trainer_.optimizer()) != nullptr;
+  const bool sharded = dynamic_cast<ZeroRedundancyOptimizer*>(&trainer_.optimizer()) != nullptr ||
+                       trainer_.state().is_collective();
   try {
     agree(failure, options_.lower_micro_batch && !sharded);
   } catch (const std::exception&) {
@@ -160,6 +161,9 @@ void RobustLoop::save_what_is_left() {
   }
   bool saved = true;
   try {
+    // Its memory went with its group.
+    TORCH_CHECK(!trainer_.state().is_collective(),
+                "the model is sharded, and can't be read without the group that it was made for");
     if (together) {
       trainer_.set_group(agreement_->group);
       trainer_.save(cause);

@@ -1,9 +1,11 @@
 // A Trainer of a FullyShardedDataParallel against one of a DistributedDataParallel, and its checkpoints.
+#include <csignal>
 #include <cstdint>
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -17,6 +19,7 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
+#include <lockstep/train/robust_loop.h>
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
 
@@ -125,6 +128,41 @@ TEST(TrainerFsdp, GoesOnFromItsCheckpointOnAnyNumberOfRanks) {
         expect_close(train_sharded(saved(4)).state, through.state);
       },
       options);
+}
+
+TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
+  for (const bool dies : {false, true}) {
+    for (const int failing : {0, 1}) {
+      const SharedFolder folder;
+      const auto path = folder.path() / "run";
+      const auto outcomes = testing::run_ranks_collect(
+          2,
+          [&](int rank) {
+            auto world = init_process_group();
+            FullyShardedDataParallel model(std::make_shared<SmallNet>());
+            const auto optimizer = model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.01));
+            Loader loader(Points{24}, {.batch_size = 2});
+            auto options = options_for(2, CheckpointManagerOptions{.directory = path, .every_steps = 2});
+            options.callbacks = {{.before_step = [&](TrainerCore& core) {
+              if (rank != failing || core.step() != 3) return;
+              if (dies) ::kill(::getpid(), SIGKILL);
+              TORCH_CHECK(false, "a bad sample");
+            }}};
+            Trainer trainer(model, *optimizer, loader, loss_of, options);
+            RobustLoop(trainer).run();
+          },
+          {.expected_failures = {0, 1}, .environment = folder.environment()});
+      if (outcomes[0].pid == 0) return;  // within a rank
+      const auto& survivor = outcomes[static_cast<size_t>(1 - failing)];
+      EXPECT_EQ(survivor.exit_status.value_or(-1), 1);
+      EXPECT_THAT(survivor.exception.value_or(""), ::testing::HasSubstr("rank " + std::to_string(failing)));
+      EXPECT_THAT(survivor.output, ::testing::HasSubstr("no emergency checkpoint: the model is sharded"));
+      const auto found = find_latest_checkpoint(path);
+      ASSERT_TRUE(found.has_value());
+      EXPECT_EQ(found->step, 2);
+      EXPECT_EQ(found->emergency, "");
+    }
+  }
 }
 
 TEST(TrainerFsdp, CantGoOnInAnotherGroup) {
