@@ -5,6 +5,9 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 
 #include <lockstep/base/log.h>
 #include <lockstep/nn/grad_norm.h>
@@ -20,9 +23,12 @@ namespace lockstep {
 
 using fsdp::ShardedStateDict;
 using fsdp::ShardingStrategy;
+using fsdp::internal::count_ranks;
 using fsdp::internal::GradientReduction;
+using fsdp::internal::run_on_all;
 using fsdp::internal::ShardedWeight;
 using fsdp::internal::ShardedWeights;
+using fsdp::internal::WeightDtypes;
 using fsdp::internal::WeightWindows;
 
 namespace {
@@ -43,28 +49,44 @@ const char* name_of(ShardingStrategy strategy) {
   return "";
 }
 
+bool contains(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) {
+  return std::ranges::any_of(tensors, [&](const at::Tensor& each) { return each.is_same(tensor); });
+}
+
 }  // namespace
 
 FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
     : model_(std::move(model)), options_(std::move(options)) {
-  check_options();
-  collect_parameters();
+  if (!options_.process_group) options_.process_group = default_group();
+  TORCH_CHECK_VALUE(is_member(options_.process_group), kClass,
+                    ": this rank is no member of the process group");
+  // All that a rank can refuse or lack comes before the module is changed.
+  std::vector<WeightDtypes> dtypes;
+  std::vector<std::vector<size_t>> groups;
+  run_on_all(options_.process_group, "to be wrapped", [&] {
+    check_options();
+    collect_parameters();
+    dtypes = this->dtypes();
+    groups = reduced_groups(dtypes);
+  });
   verify_same_model(sharded_, options_.process_group);
-  weights_ = std::make_unique<ShardedWeights>(sharded_, options_.process_group, options_);
+  weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, options_.process_group);
   windows_ = std::make_unique<WeightWindows>(weights_->group());
+  run_on_all(weights_->group(), "to allocate memory", [&] {
+    weights_->allocate_copies();
+    reduction_ = std::make_shared<GradientReduction>(*weights_, *windows_, std::move(groups), options_);
+  });
+  weights_->move_values(/*of_rank_0=*/options_.sync_module_states);
   if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), weights_->group());
   cast_buffers();
   collect_leaves();
-  reduction_ = GradientReduction::create(*weights_, *windows_, reduced_groups(), options_);
+  reduction_->attach();
   log_strategy();
 }
 
 FsdpCore::~FsdpCore() = default;
 
-void FsdpCore::check_options() {
-  if (!options_.process_group) options_.process_group = default_group();
-  TORCH_CHECK_VALUE(is_member(options_.process_group), kClass,
-                    ": this rank is no member of the process group");
+void FsdpCore::check_options() const {
   TORCH_CHECK_VALUE(options_.sharding_strategy != ShardingStrategy::NO_SHARD, kClass,
                     ": NO_SHARD keeps a whole model on each rank, as DistributedDataParallel does; use that");
   TORCH_CHECK_VALUE(options_.gradient_buffers > 0, kClass, ": gradient_buffers is ",
@@ -87,6 +109,10 @@ void FsdpCore::collect_parameters() {
     TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, kClass, ": parameter '", parameter.first,
                       "' is sparse");
     TORCH_CHECK_VALUE(tensor.is_leaf(), kClass, ": parameter '", parameter.first, "' is no leaf");
+    TORCH_CHECK_VALUE(!tensor.requires_grad() || !torch::autograd::impl::post_acc_grad_hooks(tensor), kClass,
+                      ": parameter '", parameter.first,
+                      "' has a hook behind its gradient already; is its module wrapped in another ", kClass,
+                      ", which lives, or an optimizer of it?");
     sharded_.push_back(parameter);
   }
   TORCH_CHECK(!sharded_.empty(), kClass, ": the module has no parameter that is not ignored");
@@ -100,16 +126,33 @@ void FsdpCore::log_strategy() const {
       << name_of(options_.sharding_strategy) << " was asked for)";
 }
 
-void FsdpCore::cast_buffers() const {
+std::vector<WeightDtypes> FsdpCore::dtypes() const {
+  const auto& precision = options_.mixed_precision;
+  std::vector<WeightDtypes> dtypes;
+  for (const auto& [name, tensor] : sharded_) {
+    const at::ScalarType own = tensor.scalar_type();
+    const bool stays = !tensor.is_floating_point() || contains(model_.full_precision, tensor);
+    const at::ScalarType seen = stays ? own : precision.param_dtype.value_or(own);
+    dtypes.push_back({.seen = seen, .reduced = stays ? own : precision.reduce_dtype.value_or(seen)});
+  }
+  return dtypes;
+}
+
+void FsdpCore::cast_buffers() {
   if (!options_.mixed_precision.buffer_dtype) return;
+  std::vector<at::Tensor> stay = model_.full_precision;
+  for (const auto& module : options_.ignored_modules) {
+    for (const auto& buffer : module->buffers()) stay.push_back(buffer);
+  }
   for (auto& [name, buffer] : model_.buffers()) {
-    if (buffer.is_floating_point())
-      buffer.set_data(buffer.detach().to(*options_.mixed_precision.buffer_dtype));
+    if (!buffer.is_floating_point() || contains(stay, buffer)) continue;
+    buffer_dtypes_.emplace(name, buffer.scalar_type());
+    buffer.set_data(buffer.detach().to(*options_.mixed_precision.buffer_dtype));
   }
 }
 
 /// Of those that require gradients, by their places in sharded_.
-std::vector<std::vector<size_t>> FsdpCore::reduced_groups() const {
+std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<WeightDtypes>& dtypes) const {
   std::unordered_map<const c10::TensorImpl*, size_t> places;
   for (size_t i = 0; i < sharded_.size(); ++i) places.emplace(sharded_[i].second.unsafeGetTensorImpl(), i);
   std::unordered_map<std::string, const c10::TensorImpl*> by_name;
@@ -119,7 +162,14 @@ std::vector<std::vector<size_t>> FsdpCore::reduced_groups() const {
     std::vector<size_t> members;
     for (const std::string& name : group.parameters) {
       const size_t place = places.at(by_name.at(name));
-      if (sharded_[place].second.requires_grad()) members.push_back(place);
+      if (!sharded_[place].second.requires_grad()) continue;
+      members.push_back(place);
+      const size_t first = members.front();
+      TORCH_CHECK_VALUE(
+          dtypes[place].reduced == dtypes[first].reduced, kClass, ": parameters '", sharded_[first].first,
+          "' and '", sharded_[place].first,
+          "' have different dtypes, but are to be reduced together; put them into groups of their own by an "
+          "auto_wrap_policy, or set a reduce_dtype");
     }
     if (!members.empty()) groups.push_back(std::move(members));
   }
@@ -130,9 +180,8 @@ std::vector<std::vector<size_t>> FsdpCore::reduced_groups() const {
 
 void FsdpCore::run_forward(const std::function<void()>& forward) {
   reduction_->check_ended();
-  weights_->check_in_place();
-  reduction_->set_synchronising(no_sync_depth_ == 0);
   const WeightWindows::Reading reading(*windows_);
+  weights_->check_in_place();
   forward();
 }
 
@@ -147,9 +196,25 @@ at::Tensor FsdpCore::prepare_input(const at::Tensor& tensor) const {
 
 void FsdpCore::enter_no_sync() {
   ++no_sync_depth_;
+  reduction_->set_synchronising(false);
 }
 void FsdpCore::leave_no_sync() {
   --no_sync_depth_;
+  reduction_->set_synchronising(no_sync_depth_ == 0);
+}
+
+void FsdpCore::drop_sums() {
+  for (size_t i = 0; i < weights_->all().size(); ++i) reduction_->drop_sum(i);
+}
+
+void FsdpCore::drop_sums(const torch::optim::Optimizer& optimizer) {
+  std::unordered_set<const c10::TensorImpl*> optimized;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) optimized.insert(parameter.unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < weights_->all().size(); ++i) {
+    if (optimized.contains(weights_->all()[i].shard.unsafeGetTensorImpl())) reduction_->drop_sum(i);
+  }
 }
 
 // ---- Shards
@@ -168,11 +233,8 @@ ModelTensors FsdpCore::leaves_as_model() const {
   return {.name = model_.name, .parameters = parameters_, .buffers = {}};
 }
 
-void FsdpCore::write(const std::function<void()>& change) {
-  windows_->write([&] {
-    change();
-    weights_->publish();
-  });
+void FsdpCore::write(const std::function<void()>& change, const std::function<void()>& check) {
+  windows_->write(check, [&] { weights_->write(change); });
 }
 
 at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
@@ -180,8 +242,9 @@ at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
   for (const ShardedWeight& weight : weights_->all()) sharded.push_back(weight.shard);
   at::Tensor norm =
       get_total_norm(gradients_of(sharded), norm_type, /*error_if_nonfinite=*/false, {}, weights_->group());
-  if (!ignored_.empty()) {
-    const at::Tensor other = get_total_norm(gradients_of(ignored_), norm_type);
+  const auto others = gradients_of(ignored_);
+  if (!others.empty()) {
+    const at::Tensor other = get_total_norm(others, norm_type);
     norm = norm_type == 0 ? norm + other : get_total_norm({norm, other}, norm_type);
     clip_grads_with_norm_(ignored_, max_norm, norm);
   }
@@ -191,18 +254,27 @@ at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
 
 void FsdpCore::summon_full_params(const std::function<void()>& action, bool writeback) {
   std::exception_ptr error;
+  int failed = 0;
   write([&] {
+    struct TakeBack {
+      ShardedWeights& weights;
+      ~TakeBack() { weights.take_private_values(); }
+    } take_back{*weights_};
     weights_->give_private_values();
     try {
       action();
+      if (writeback) weights_->check_private_values();
     } catch (...) {
       error = std::current_exception();
     }
-    weights_->take_private_values(writeback && !error);
-    // Where others write what they have made, the weights would be of two kinds.
-    if (error && writeback) std::rethrow_exception(error);
+    if (!writeback) return;
+    // Weights of which some ranks' rows are new, and others' not, would be of no use.
+    failed = count_ranks(weights_->group(), error != nullptr);
+    if (failed == 0) weights_->write_private_values_back();
   });
   if (error) std::rethrow_exception(error);
+  TORCH_CHECK_WITH(DistBackendError, failed == 0, kClass, ": ", failed, failed == 1 ? " rank" : " ranks",
+                   " of the group failed in summon_full_params(); the weights are as they were");
 }
 
 // ---- State
@@ -221,32 +293,38 @@ StateDict FsdpCore::full_state_dict(bool rank0_only) {
     const auto found = whole.find(parameter.unsafeGetTensorImpl());
     state.emplace(name, found == whole.end() ? parameter.detach().clone() : found->second);
   }
-  for (const auto& [name, buffer] : model_.buffers()) state.emplace(name, buffer.detach().clone());
+  for (const auto& [name, buffer] : model_.buffers()) {
+    const auto cast = buffer_dtypes_.find(name);
+    const at::ScalarType own = cast == buffer_dtypes_.end() ? buffer.scalar_type() : cast->second;
+    state.emplace(name, buffer.detach().to(own, /*non_blocking=*/false, /*copy=*/true));
+  }
   return state;
 }
 
 void FsdpCore::load_full_state_dict(const StateDict& state) {
-  // All that can be wrong is found before any rank writes.
   const auto given = [&](const std::string& name) { return state_value<at::Tensor>(state, name, kClass); };
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of what is not sharded
   std::vector<at::Tensor> values;
-  for (size_t i = 0; i < weights_->all().size(); ++i) {
-    values.push_back(given(weights_->all()[i].name));
-    (void)weights_->part_of(i, values.back());
-  }
   const auto copy = [&](const NamedTensor& to) {
     const at::Tensor from = given(to.first);
     TORCH_CHECK_VALUE(from.sizes() == to.second.sizes(), kClass, ": '", to.first, "' has sizes ",
                       to.second.sizes(), ", but a tensor of ", from.sizes(), " was given for it");
     copies.emplace_back(to.second, from);
   };
-  for (const auto& leaf : parameters_) {
-    if (weights_->find(leaf.first) == nullptr) copy(leaf);
-  }
-  for (const auto& buffer : model_.buffers()) copy(buffer);
-  write([&] {
+  const auto check = [&] {
+    for (size_t i = 0; i < weights_->all().size(); ++i) {
+      values.push_back(given(weights_->all()[i].name));
+      (void)weights_->part_of(i, values.back());
+    }
+    for (const auto& leaf : parameters_) {
+      if (weights_->find(leaf.first) == nullptr) copy(leaf);
+    }
+    for (const auto& buffer : model_.buffers()) copy(buffer);
+  };
+  const auto load = [&] {
     for (size_t i = 0; i < values.size(); ++i) weights_->set_value(i, values[i]);
-  });
+  };
+  write(load, check);
   const at::NoGradGuard no_grad;
   for (auto& [to, from] : copies) to.copy_(from);
 }
@@ -257,29 +335,30 @@ ShardedStateDict FsdpCore::sharded_state_dict() const {
   for (const ShardedWeight& weight : weights_->all()) {
     state.emplace_back(weight.name, fsdp::ShardedTensor{.local = weight.shard.detach().clone(),
                                                         .row = weight.own.begin,
-                                                        .global_sizes = weight.parameter.sizes().vec()});
+                                                        .global_sizes = weight.sizes});
   }
   return state;
 }
 
 void FsdpCore::load_sharded_state_dict(const ShardedStateDict& state) {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  for (const ShardedWeight& weight : weights_->all()) {
+  const auto find_part = [&](const ShardedWeight& weight) {
     const auto found = std::ranges::find(state, weight.name, &ShardedStateDict::value_type::first);
     TORCH_CHECK_VALUE(found != state.end(), kClass, ": the state has no '", weight.name, "'");
     const auto& [local, row, global_sizes] = found->second;
-    TORCH_CHECK_VALUE(
-        weight.parameter.sizes() == at::IntArrayRef(global_sizes) && local.sizes() == weight.shard.sizes() &&
-            (row == weight.own.begin || local.numel() == 0),
-        kClass, ": the part of '", weight.name, "' in the state is rows from ", row, " on of sizes ",
-        local.sizes(), ", but this rank has rows ", weight.own.begin, " to ", weight.own.end, " of ",
-        weight.parameter.sizes(), "; a sharded state fits the number of ranks that wrote it, a full one any");
+    TORCH_CHECK_VALUE(weight.sizes == global_sizes && local.sizes() == weight.shard.sizes() &&
+                          (row == weight.own.begin || local.numel() == 0),
+                      kClass, ": the part of '", weight.name, "' in the state is rows from ", row,
+                      " on of sizes ", local.sizes(), ", but this rank has rows ", weight.own.begin, " to ",
+                      weight.own.end, " of ", at::IntArrayRef(weight.sizes),
+                      "; a sharded state fits the number of ranks that wrote it, a full one any");
     copies.emplace_back(weight.shard, local);
-  }
-  write([&] {
+  };
+  const auto load = [&] {
     const at::NoGradGuard no_grad;
     for (auto& [shard, local] : copies) shard.copy_(local);
-  });
+  };
+  write(load, [&] { std::ranges::for_each(weights_->all(), find_part); });
 }
 
 /// `change` gets each tensor of a sharded parameter's state, but the number of steps.

@@ -5,6 +5,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -36,12 +38,13 @@ namespace internal {
 class GradientReduction;
 class ShardedWeights;
 class WeightWindows;
+struct WeightDtypes;
 }  // namespace internal
 
 }  // namespace fsdp
 
 /// FullyShardedDataParallel without the module's type: what happens around forward, backward and step, on named tensors.
-/// Used by one thread at a time, but for evaluation in other threads, which may be refused.
+/// Used by one thread at a time, but for forward without backward and states that need no communication.
 class FsdpCore final {
  public:
   /// What it must know of the module.
@@ -49,7 +52,9 @@ class FsdpCore final {
     std::vector<NamedTensor> parameters;  ///< in definition order, shared ones as often as named
     std::function<std::vector<NamedTensor>()> buffers;  ///< as they are now
     std::vector<fsdp::ParameterGroup> groups;           ///< all of the parameters that are not ignored
-    std::string name;                                   ///< the class's
+    std::vector<at::Tensor>
+        full_precision;  ///< parameters and buffers that mixed precision leaves as they are
+    std::string name;    ///< the class's
   };
 
   /// Collective. See FullyShardedDataParallel.
@@ -66,11 +71,16 @@ class FsdpCore final {
 
   void enter_no_sync();
   void leave_no_sync();
+  /// Of what has added up under no_sync: all, or for the parameters of an optimizer.
+  void drop_sums();
+  void drop_sums(const torch::optim::Optimizer& optimizer);
 
   /// The leaves for an optimizer, in definition order: this rank's rows of each sharded parameter, and the ignored ones.
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
-  /// Runs what changes shards while no rank reads the weights, and shows all ranks what it has made. Collective.
-  void write(const std::function<void()>& change);
+  /// Runs what changes shards while no rank reads the weights, and shows all ranks what it has made. When `check` throws on
+  /// some rank before, all throw. Collective.
+  void write(
+      const std::function<void()>& change, const std::function<void()>& check = [] {});
   at::Tensor clip_grad_norm_(double max_norm, double norm_type);
   /// Runs `action` while the module's parameters have whole values of their own. Collective.
   void summon_full_params(const std::function<void()>& action, bool writeback);
@@ -87,22 +97,25 @@ class FsdpCore final {
   const FullyShardedDataParallelOptions& options() const { return options_; }
 
  private:
-  void check_options();
+  void check_options() const;
   void collect_parameters();
+  std::vector<fsdp::internal::WeightDtypes> dtypes() const;
   void collect_leaves();
   ModelTensors leaves_as_model() const;
   void log_strategy() const;
-  void cast_buffers() const;
-  std::vector<std::vector<size_t>> reduced_groups() const;
+  void cast_buffers();
+  std::vector<std::vector<size_t>> reduced_groups(
+      const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
   using ChangeOfPart = std::function<at::Tensor(size_t weight, const at::Tensor& value)>;
   StateDict map_optim_state(const StateDict& state, const ChangeOfPart& change,
                             const std::vector<KeyMap>& key_map = {}) const;
 
   Model model_;
   FullyShardedDataParallelOptions options_;
-  std::vector<NamedTensor> sharded_;     // each parameter once
-  std::vector<NamedTensor> parameters_;  // the leaves
-  std::vector<at::Tensor> ignored_;      // those of them that are not sharded
+  std::vector<NamedTensor> sharded_;                               // each parameter once
+  std::vector<NamedTensor> parameters_;                            // the leaves
+  std::vector<at::Tensor> ignored_;                                // those of them that are not sharded
+  std::unordered_map<std::string, at::ScalarType> buffer_dtypes_;  // their own, of those that were cast
   int no_sync_depth_ = 0;
   std::unique_ptr<fsdp::internal::ShardedWeights> weights_;
   std::unique_ptr<fsdp::internal::WeightWindows> windows_;

@@ -38,8 +38,8 @@ namespace lockstep {
 /// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there. The
 /// group of ranks is on one host.
 ///
-/// Used by one thread at a time; others may evaluate while no step() runs. Several models may live in one process. When a
-/// reduction or step() fails, it throws the first cause on all ranks, and the model must be made anew from a checkpoint, unless
+/// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
+/// Several models may live in one process; one module has but one wrapper at a time. When a reduction or step() fails, it throws the first cause on all ranks, and the model must be made anew from a checkpoint, unless
 /// no rank had begun to write: full_state_dict() works then. torch/distributed/fsdp/fully_sharded_data_parallel.py.
 template <class Wrapped>
 class FullyShardedDataParallel : public torch::nn::Module {
@@ -48,7 +48,8 @@ class FullyShardedDataParallel : public torch::nn::Module {
  public:
   using Handle = typename Traits::Handle;
 
-  /// Collective; throws on every rank, naming the parameter, if the ranks' models differ.
+  /// Collective; throws on every rank, naming the parameter, if the ranks' models differ, and on every rank for what it can't
+  /// wrap: the module is as it was then.
   explicit FullyShardedDataParallel(Handle wrapped, FullyShardedDataParallelOptions options = {})
       : torch::nn::Module("FullyShardedDataParallel"),
         module(checked(std::move(wrapped))),
@@ -105,8 +106,9 @@ class FullyShardedDataParallel : public torch::nn::Module {
     return std::make_unique<ShardedOptimizer<Optimizer>>(core_, std::move(groups), std::move(defaults));
   }
 
-  /// While it lives, backwards are not reduced: gradients add up in those of the module's parameters, whole on each rank, and
-  /// the next synchronised backward reduces the sum. Covers forward and backward; several may live at once. Movable.
+  /// While it lives, backwards are not reduced, whenever their forwards were: gradients add up in those of the module's
+  /// parameters, whole on each rank, and the next synchronised backward reduces the sum, or the optimizer's zero_grad() drops it.
+  /// Several may live at once. Movable.
   class [[nodiscard]] NoSync {
    public:
     explicit NoSync(std::shared_ptr<FsdpCore> core) : core_(std::move(core)) { core_->enter_no_sync(); }
@@ -132,7 +134,8 @@ class FullyShardedDataParallel : public torch::nn::Module {
   }
 
   /// Runs `action` while the module's parameters have whole values of their own, on each rank a copy. With `writeback` the rows
-  /// that a rank owns become what they are there then. Collective.
+  /// that a rank owns become what they are there then; when `action` throws on some rank, or a parameter has got other sizes,
+  /// all throw, and the weights are as they were. Collective.
   void summon_full_params(const std::function<void()>& action, bool writeback = true) {
     core_->summon_full_params(action, writeback);
   }
@@ -140,8 +143,8 @@ class FullyShardedDataParallel : public torch::nn::Module {
   /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
   /// nothing on other ranks. Collective with mixed precision; otherwise a rank may call it alone.
   StateDict full_state_dict(bool rank0_only = false) { return core_->full_state_dict(rank0_only); }
-  /// Every rank gives the whole model, or what has its rows; of any number of ranks. Collective. Throws c10::ValueError, and
-  /// has changed nothing on this rank, when a tensor is missing or has other sizes.
+  /// Every rank gives the whole model, or what has its rows; of any number of ranks. Collective. Throws c10::ValueError when
+  /// a tensor is missing or has other sizes; then all ranks throw, and nothing has changed.
   void load_full_state_dict(const StateDict& state) { core_->load_full_state_dict(state); }
   /// This rank's rows, with their places in the whole; for as many ranks as wrote it.
   fsdp::ShardedStateDict sharded_state_dict() const { return core_->sharded_state_dict(); }
@@ -170,6 +173,7 @@ class FullyShardedDataParallel : public torch::nn::Module {
   }
   void zero_grad(bool set_to_none = true) override {
     inner_->zero_grad(set_to_none);
+    core_->drop_sums();
     for (auto& shard : parameters()) {
       if (!shard.grad().defined()) continue;
       if (set_to_none) {
@@ -179,8 +183,15 @@ class FullyShardedDataParallel : public torch::nn::Module {
       }
     }
   }
-  /// torch::save() writes the module's own, whole, as its forward sees them; torch::load() is collective.
-  void save(torch::serialize::OutputArchive& archive) const override { inner_->save(archive); }
+  /// torch::save() writes the module's own, whole; torch::load() is collective. save() throws c10::NotImplementedError with mixed
+  /// precision, of which forward's side has lost bits.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(!core_->options().mixed_precision.is_used(),
+                                "FullyShardedDataParallel: torch::save() of a model with mixed_precision "
+                                "would write what its forward "
+                                "sees, in lower precision; save full_state_dict()");
+    inner_->save(archive);
+  }
   void load(torch::serialize::InputArchive& archive) override {
     summon_full_params([&] { inner_->load(archive); });
   }
@@ -196,11 +207,18 @@ class FullyShardedDataParallel : public torch::nn::Module {
 
   static FsdpCore::Model model_of(const Handle& handle, const std::shared_ptr<torch::nn::Module>& inner,
                                   const FullyShardedDataParallelOptions& options) {
-    return {.parameters = Traits::named_parameters(handle),
-            .buffers = [handle] { return Traits::named_buffers(handle); },
-            .groups = fsdp::parameter_groups(*inner, options.auto_wrap_policy, options.ignored_modules,
-                                             options.ignored_parameters),
-            .name = inner->name()};
+    fsdp::AutoWrapPolicy policy = options.auto_wrap_policy;
+    std::vector<at::Tensor> full_precision;
+    if (policy && options.mixed_precision.is_used()) {
+      full_precision = fsdp::batch_norm_tensors(*inner);
+      if (!full_precision.empty()) policy = fsdp::batch_norms_apart(std::move(policy));
+    }
+    return {
+        .parameters = Traits::named_parameters(handle),
+        .buffers = [handle] { return Traits::named_buffers(handle); },
+        .groups = fsdp::parameter_groups(*inner, policy, options.ignored_modules, options.ignored_parameters),
+        .full_precision = std::move(full_precision),
+        .name = inner->name()};
   }
 
   template <class Forward, class... Arguments>

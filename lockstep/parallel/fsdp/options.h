@@ -18,7 +18,8 @@ namespace fsdp {
 enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
 
 /// Lower precision for forward, backward and reduction, while the shards that the optimizer sees stay as they are. Only
-/// floating-point tensors are cast. torch/distributed/fsdp/api.py.
+/// floating-point tensors are cast; with an auto_wrap_policy those of BatchNorms stay as they are, in groups of their own.
+/// torch/distributed/fsdp/api.py.
 struct MixedPrecision {
   std::optional<at::ScalarType> param_dtype =
       {};  ///< of the weights that modules see, and of forward's inputs
@@ -27,6 +28,8 @@ struct MixedPrecision {
   bool keep_low_precision_grads = false;            ///< shards' gradients stay in the dtype of the reduction
   bool cast_forward_inputs = false;                 ///< forward's inputs to param_dtype: either of the two,
   bool cast_root_forward_inputs = true;             ///< for here there is but one wrapper
+
+  bool is_used() const { return param_dtype || reduce_dtype || buffer_dtype; }
 };
 
 }  // namespace fsdp

@@ -45,6 +45,11 @@ class ShardedOptimizer final : public Base, public CollectiveOptimizer {
     core_->write([this] { Base::step(nullptr); });
     return loss;
   }
+  /// Also what has added up under no_sync(). Through torch::optim::Optimizer, whose zero_grad() is not virtual, that stays.
+  void zero_grad(bool set_to_none = true) {
+    Base::zero_grad(set_to_none);
+    core_->drop_sums(*this);
+  }
   const ProcessGroup& process_group() const override { return core_->process_group(); }
 
  private:

@@ -2,9 +2,11 @@
 #include <utility>
 
 #include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/parallel/fsdp/wrap_policy.h>
 
 namespace lockstep::fsdp {
@@ -15,6 +17,11 @@ using torch::nn::Module;
 template <class... ModuleClasses>
 bool is_one_of(const Module& module) {
   return ((dynamic_cast<const ModuleClasses*>(&module) != nullptr) || ...);
+}
+
+bool is_batch_norm(const Module& module) {
+  return is_one_of<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl,
+                   SyncBatchNormImpl>(module);
 }
 
 /// Goes through a model as torch's _recursive_wrap() does.
@@ -36,7 +43,9 @@ class Grouping {
     const int64_t numel = numel_of(module);
     if (!policy_ || !policy_(module, /*recurse=*/true, numel)) return 0;
     int64_t wrapped = 0;
+    std::unordered_set<const Module*> seen;  // one with two names counts once
     for (const auto& child : module.named_children()) {
+      if (!seen.insert(child.value().get()).second) continue;
       if (ignored_modules_.count(child.value().get()) > 0) continue;
       wrapped +=
           visit(*child.value(), name.empty() ? child.key() : name + "." + child.key(), /*is_root=*/false);
@@ -89,6 +98,23 @@ AutoWrapPolicy lambda_auto_wrap_policy(std::function<bool(const Module&)> lambda
       [lambda_fn = std::move(lambda_fn)](const Module& module, bool recurse, int64_t /*nonwrapped_numel*/) {
         return recurse || lambda_fn(module);
       };
+}
+
+AutoWrapPolicy batch_norms_apart(AutoWrapPolicy policy) {
+  return [policy = std::move(policy)](const Module& module, bool recurse, int64_t nonwrapped_numel) {
+    return recurse || is_batch_norm(module) || policy(module, /*recurse=*/false, nonwrapped_numel);
+  };
+}
+
+std::vector<at::Tensor> batch_norm_tensors(const Module& model) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& module : model.modules()) {
+    if (!is_batch_norm(*module)) continue;
+    for (const auto& own : {module->parameters(), module->buffers()}) {
+      tensors.insert(tensors.end(), own.begin(), own.end());
+    }
+  }
+  return tensors;
 }
 
 std::vector<ParameterGroup> parameter_groups(const Module& model, const AutoWrapPolicy& auto_wrap_policy,

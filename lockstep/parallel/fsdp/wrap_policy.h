@@ -32,6 +32,11 @@ AutoWrapPolicy module_wrap_policy() {
   });
 }
 
+/// The policy, and each BatchNorm is a group: what torch makes of a policy under mixed precision.
+AutoWrapPolicy batch_norms_apart(AutoWrapPolicy policy);
+/// The parameters and buffers of all BatchNorms in the model, SyncBatchNorm among them.
+std::vector<at::Tensor> batch_norm_tensors(const torch::nn::Module& model);
+
 /// The parameters that are reduced together.
 struct ParameterGroup {
   std::string module;                   ///< its dotted name; "" of the whole model

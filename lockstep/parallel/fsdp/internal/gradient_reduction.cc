@@ -21,11 +21,6 @@ struct WhenAccumulated final : torch::autograd::PostAccumulateGradHook {
   std::function<void()> action_;
 };
 
-at::ScalarType reduced_dtype(const at::Tensor& shard, const MixedPrecision& precision) {
-  if (precision.reduce_dtype) return *precision.reduce_dtype;
-  return precision.param_dtype.value_or(shard.scalar_type());
-}
-
 /// Stands for a gradient that was taken away.
 at::Tensor taken_gradient(const at::Tensor& parameter) {
   return at::empty(parameter.sizes(), parameter.options().device(at::kMeta).requires_grad(false));
@@ -38,15 +33,6 @@ at::Tensor gradient_of(const at::Tensor& parameter) {
 }
 
 }  // namespace
-
-std::shared_ptr<GradientReduction> GradientReduction::create(ShardedWeights& weights, WeightWindows& windows,
-                                                             std::vector<std::vector<size_t>> groups,
-                                                             const FullyShardedDataParallelOptions& options) {
-  std::shared_ptr<GradientReduction> reduction(
-      new GradientReduction(weights, windows, std::move(groups), options));
-  reduction->attach();
-  return reduction;
-}
 
 GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& windows,
                                      std::vector<std::vector<size_t>> groups,
@@ -65,15 +51,7 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
       group_of_[weight] = groups_.size();
       shapes.push_back(weights.all()[weight].shape);
     }
-    const at::ScalarType dtype = reduced_dtype(weights.all()[members.front()].shard, options.mixed_precision);
-    for (const size_t weight : members) {
-      TORCH_CHECK_VALUE(
-          reduced_dtype(weights.all()[weight].shard, options.mixed_precision) == dtype,
-          "FullyShardedDataParallel: parameters '", weights.all()[members.front()].name, "' and '",
-          weights.all()[weight].name,
-          "' have different dtypes, but are to be reduced together; put them into groups of their own by an "
-          "auto_wrap_policy, or set a reduce_dtype");
-    }
+    const at::ScalarType dtype = weights.all()[members.front()].dtypes.reduced;
     PieceLayout layout(std::move(shapes), ranks);
     most_bytes = std::max(most_bytes, layout.buffer_numel() * static_cast<int64_t>(at::elementSize(dtype)));
     groups_.push_back({.weights = std::move(members), .layout = std::move(layout), .dtype = dtype});
@@ -110,11 +88,16 @@ void GradientReduction::attach() {
 }
 
 void GradientReduction::check_ended() const {
-  TORCH_CHECK(!in_backward_,
+  TORCH_CHECK(backward_.load() != std::this_thread::get_id(),
               "FullyShardedDataParallel: the last backward did not end, for it or a reduction has failed; "
-              "what was averaged of "
-              "its gradients is lost, and the ranks may be at different places: make the model anew, from a "
+              "what was averaged of its gradients is lost, and the ranks may be at different places: make "
+              "the model anew, from a "
               "checkpoint");
+}
+
+void GradientReduction::drop_sum(size_t weight) {
+  at::Tensor& gradient = weights_.all()[weight].parameter.mutable_grad();
+  if (gradient.defined() && !gradient.is_meta()) gradient = at::Tensor();
 }
 
 /// Autograd would add to what stands for the last one.
@@ -124,8 +107,15 @@ void GradientReduction::before_gradient(size_t weight) {
 }
 
 void GradientReduction::on_gradient(size_t weight) {
-  if (!synchronising_) return;
-  if (!in_backward_) begin();
+  const at::Tensor& gradient = weights_.all()[weight].parameter.grad();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      gradient.layout() == c10::kStrided, "FullyShardedDataParallel: the gradient of parameter '",
+      weights_.all()[weight].name,
+      "' is sparse; only dense ones can be sharded, so make an Embedding without sparse");
+  if (backward_.load() == std::thread::id()) {
+    if (!synchronising_) return;
+    begin();
+  }
   Group& group = groups_[group_of_[weight]];
   TORCH_CHECK(!used_[weight], "FullyShardedDataParallel: parameter '", weights_.all()[weight].name,
               "' got a gradient twice in one backward, as by a backward within backward; use "
@@ -140,7 +130,7 @@ void GradientReduction::on_gradient(size_t weight) {
 
 void GradientReduction::begin() {
   reading_.emplace(windows_);
-  in_backward_ = true;
+  backward_ = std::this_thread::get_id();
   std::fill(used_.begin(), used_.end(), false);
   for (Group& group : groups_) group.missing = group.weights.size();
   schedule_.begin();
@@ -163,16 +153,11 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
   const at::NoGradGuard no_grad;
   Group& group = groups_[next.group];
   Slot& slot = ring_[next.slot];
-  slot.holds = next;
   const int64_t bytes = group.layout.buffer_numel() * static_cast<int64_t>(at::elementSize(group.dtype));
   at::Tensor buffer = slot.buffer.narrow(0, 0, bytes).view(group.dtype);
   for (size_t i = 0; i < group.weights.size(); ++i) {
     const at::Tensor& parameter = weights_.all()[group.weights[i]].parameter;
     const at::Tensor gradient = gradient_of(parameter);
-    TORCH_CHECK_NOT_IMPLEMENTED(!gradient.defined() || gradient.layout() == c10::kStrided,
-                                "FullyShardedDataParallel: the gradient of parameter '",
-                                weights_.all()[group.weights[i]].name,
-                                "' is sparse; only dense ones can be sharded");
     const at::Tensor flat = gradient.defined() ? gradient.contiguous().view({-1}) : at::Tensor();
     // Also one that has added up under no_sync(), and is none of this backward's.
     if (flat.defined()) used_[group.weights[i]] = true;
@@ -207,7 +192,7 @@ void GradientReduction::end() {
   agree_on_used();
   if (!order_is_known_) agree_on_order();
   give_to_shards();
-  in_backward_ = false;
+  backward_ = std::thread::id();
   reading_.reset();
 }
 

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -12,6 +14,7 @@
 #include <lockstep/parallel/fsdp/internal/reduction_schedule.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
+#include <lockstep/parallel/fsdp/options.h>
 
 namespace lockstep::fsdp::internal {
 
@@ -29,18 +32,22 @@ namespace lockstep::fsdp::internal {
 /// Used by the thread that runs forward and backward.
 class GradientReduction : public std::enable_shared_from_this<GradientReduction> {
  public:
-  /// `groups`: indices into weights.all(), those that require gradients. `weights` and `windows` outlive it.
-  static std::shared_ptr<GradientReduction> create(ShardedWeights& weights, WeightWindows& windows,
-                                                   std::vector<std::vector<size_t>> groups,
-                                                   const FullyShardedDataParallelOptions& options);
+  /// Allocates its buffers. `groups`: indices into weights.all(), of those that require gradients; within a group they are
+  /// reduced in the same dtype. `weights` and `windows` outlive it.
+  GradientReduction(ShardedWeights& weights, WeightWindows& windows, std::vector<std::vector<size_t>> groups,
+                    const FullyShardedDataParallelOptions& options);
   GradientReduction(const GradientReduction&) = delete;
   GradientReduction& operator=(const GradientReduction&) = delete;
   ~GradientReduction();
+  /// From now on gradients are taken. When a shared_ptr has it, and the weights' values are in their place.
+  void attach();
 
-  /// Whether the backward to come reduces. Without, gradients add up in .grad of the module's parameters.
+  /// Whether backwards that begin from now on reduce. Without, gradients add up in .grad of the module's parameters.
   void set_synchronising(bool on) { synchronising_ = on; }
-  /// Before a forward. Throws c10::Error when the last backward did not end: a reduction has failed, or something else has
-  /// thrown.
+  /// Drops what has added up for this weight.
+  void drop_sum(size_t weight);
+  /// Before a forward, by any thread. Throws c10::Error when this thread's last backward did not end: a reduction has failed, or
+  /// something else has thrown.
   void check_ended() const;
 
  private:
@@ -54,13 +61,9 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   /// A buffer of the ring.
   struct Slot {
     at::Tensor buffer;
-    ReductionSchedule::Start holds = {};
     Work work = {};
   };
 
-  GradientReduction(ShardedWeights& weights, WeightWindows& windows, std::vector<std::vector<size_t>> groups,
-                    const FullyShardedDataParallelOptions& options);
-  void attach();
   void before_gradient(size_t weight);
   void on_gradient(size_t weight);
   void begin();
@@ -82,8 +85,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   ReductionSchedule schedule_;
   bool synchronising_ = true;
   bool order_is_known_ = false;
-  bool in_backward_ = false;
-  std::vector<bool> used_;  // by weight, in this backward
+  std::atomic<std::thread::id> backward_ = std::thread::id();  // the thread that runs one
+  std::vector<bool> used_;                                     // by weight, in this backward
   std::optional<WeightWindows::Reading> reading_;
 };
 

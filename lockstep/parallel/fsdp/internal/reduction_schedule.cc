@@ -14,7 +14,6 @@ ReductionSchedule::ReductionSchedule(size_t groups, size_t slots)
 
 void ReductionSchedule::begin() {
   TORCH_INTERNAL_ASSERT(is_done(), "the reductions of the last backward are not done");
-  ++step_;
   ended_ = false;
   started_ = 0;
   arrivals_.clear();
@@ -38,7 +37,7 @@ std::optional<ReductionSchedule::Start> ReductionSchedule::next() {
   while (std::ranges::count(in_progress_, slot) > 0) ++slot;
   in_progress_.push_back(slot);
   ++started_;
-  return Start{.group = group, .slot = slot, .step = step_};
+  return Start{.group = group, .slot = slot};
 }
 
 void ReductionSchedule::finished(size_t slot) {

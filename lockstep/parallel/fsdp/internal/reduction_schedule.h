@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -17,8 +16,7 @@ class ReductionSchedule {
   /// A reduction that is to start now.
   struct Start {
     size_t group;
-    size_t slot;    // of the ring
-    uint64_t step;  // the backward that it belongs to
+    size_t slot;  // of the ring
     bool operator==(const Start&) const = default;
   };
 
@@ -43,19 +41,16 @@ class ReductionSchedule {
   /// All groups of this backward are reduced.
   bool is_done() const { return in_progress_.empty() && started_ == order_.size(); }
 
-  uint64_t step() const { return step_; }
   /// The groups in the order in which their gradients came in this backward. Those without stand at the end.
   std::vector<size_t> order_of_arrival() const;
   /// What rank 0 tells all: from the next backward on. A permutation of all groups.
   void set_order(std::vector<size_t> order);
-  const std::vector<size_t>& order() const { return order_; }
 
  private:
   bool next_is_here() const { return started_ < order_.size() && (ended_ || here_[order_[started_]]); }
 
   std::vector<size_t> order_;
   size_t slots_;
-  uint64_t step_ = 0;
   bool ended_ = true;
   size_t started_;                   // in order_
   std::vector<bool> here_;           // by group

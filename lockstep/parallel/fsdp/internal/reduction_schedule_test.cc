@@ -65,10 +65,7 @@ TEST(ReductionSchedule, FollowsOneOrderWhateverTheOrderOfArrival) {
           schedule.set_order({2, 0, 1, 4, 3});
           const auto second = starts(schedule, come, late);
           ASSERT_THAT(groups_of(second), ElementsAre(2, 0, 1, 4, 3));
-          for (const auto& start : second) {
-            ASSERT_LT(start.slot, slots);
-            ASSERT_EQ(start.step, 2U);
-          }
+          for (const auto& start : second) ASSERT_LT(start.slot, slots);
         }
       }
     } while (std::next_permutation(arrivals.begin(), arrivals.end()));

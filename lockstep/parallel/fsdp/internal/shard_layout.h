@@ -36,7 +36,6 @@ class PieceLayout {
 
   int64_t piece_numel() const { return piece_numel_; }
   int64_t buffer_numel() const { return piece_numel_ * ranks_; }
-  size_t size() const { return parameters_.size(); }
 
   /// The rows of parameter number `index` that `rank` owns begin here, in elements from the buffer's begin.
   int64_t offset(size_t index, int rank) const { return rank * piece_numel_ + offsets_[index]; }

@@ -11,11 +11,6 @@
 namespace lockstep::fsdp::internal {
 namespace {
 
-at::ScalarType seen_dtype(const at::Tensor& parameter, const MixedPrecision& precision) {
-  return parameter.is_floating_point() ? precision.param_dtype.value_or(parameter.scalar_type())
-                                       : parameter.scalar_type();
-}
-
 std::vector<int64_t> sizes_with_rows(const at::Tensor& whole, int64_t rows) {
   auto sizes = whole.sizes().vec();
   if (sizes.empty()) sizes.push_back(rows);  // a number is one row
@@ -25,67 +20,113 @@ std::vector<int64_t> sizes_with_rows(const at::Tensor& whole, int64_t rows) {
 
 }  // namespace
 
-ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters, const ProcessGroup& parent,
-                               const FullyShardedDataParallelOptions& options) {
-  const at::NoGradGuard no_grad;
-  std::vector<int64_t> bytes;
-  for (const auto& [name, parameter] : parameters) {
-    bytes.push_back(parameter.numel() *
-                    static_cast<int64_t>(at::elementSize(seen_dtype(parameter, options.mixed_precision))));
-  }
-  offsets_ = aligned_offsets(bytes);
-  std::vector<transport::ReadOnlyView::Part> parts;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    parts.push_back({static_cast<size_t>(offsets_[i]), static_cast<size_t>(bytes[i]),
-                     "parameter '" + parameters[i].first + "' of a FullyShardedDataParallel"});
-  }
-  memory_ = std::make_shared<WeightMemory>(parent, static_cast<size_t>(offsets_.back()), std::move(parts));
-  const int rank = group()->getRank(), ranks = group()->getSize();
+/// The rows that the optimizer sees where modules see others, in memory of this rank alone.
+struct ShardedWeights::Copies {
+  at::Tensor memory;
+  transport::ReadOnlyView view;
+};
+
+ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
+                               const std::vector<WeightDtypes>& dtypes, const ProcessGroup& parent) {
+  const int rank = parent->getRank(), ranks = parent->getSize();
+  std::vector<int64_t> bytes, own_bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, parameter] = parameters[i];
-    const at::ScalarType dtype = seen_dtype(parameter, options.mixed_precision);
     const RowShape shape = RowShape::of(parameter.sizes().vec());
-    ShardedWeight weight{.name = name,
-                         .parameter = parameter,
-                         .shape = shape,
-                         .own = rows_of(shape.rows, rank, ranks),
-                         .shard = {}};
-    at::Tensor whole = parameter.detach();
-    if (options.sync_module_states) {
+    const Rows own = rows_of(shape.rows, rank, ranks);
+    const bool same = dtypes[i].seen == parameter.scalar_type();
+    bytes.push_back(parameter.numel() * static_cast<int64_t>(at::elementSize(dtypes[i].seen)));
+    own_bytes.push_back(same ? 0
+                             : own.size() * shape.row_numel * static_cast<int64_t>(parameter.element_size()));
+    weights_.push_back({.name = name,
+                        .parameter = parameter,
+                        .dtypes = dtypes[i],
+                        .sizes = parameter.sizes().vec(),
+                        .shape = shape,
+                        .own = own,
+                        .trains = parameter.requires_grad(),
+                        .shard = {},
+                        .readable = {},
+                        .writable = {}});
+  }
+  offsets_ = aligned_offsets(bytes);
+  copy_offsets_ = aligned_offsets(own_bytes);
+  std::vector<transport::ReadOnlyView::Part> parts;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    parts.push_back({static_cast<size_t>(offsets_[i]), static_cast<size_t>(bytes[i]), part_name(i)});
+  }
+  memory_ = std::make_shared<WeightMemory>(parent, static_cast<size_t>(offsets_.back()), std::move(parts));
+}
+
+std::string ShardedWeights::part_name(size_t index) const {
+  return "parameter '" + weights_[index].name + "' of a FullyShardedDataParallel";
+}
+
+void ShardedWeights::allocate_copies() {
+  const auto is_copied = [](const ShardedWeight& weight) {
+    return weight.dtypes.seen != weight.parameter.scalar_type();
+  };
+  if (std::ranges::none_of(weights_, is_copied)) return;
+  constexpr int64_t kPage = 4096;  // a tensor that is as large lies in whole ones
+  at::Tensor memory = empty_shared({(copy_offsets_.back() / kPage + 1) * kPage}, at::kByte, group());
+  std::vector<transport::ReadOnlyView::Part> parts;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    const int64_t end = copy_offsets_[i + 1];
+    parts.push_back(
+        {static_cast<size_t>(copy_offsets_[i]), static_cast<size_t>(end - copy_offsets_[i]), part_name(i)});
+  }
+  auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
+  const auto bytes = static_cast<size_t>(memory.numel());
+  copies_ = std::shared_ptr<Copies>(
+      new Copies{std::move(memory), transport::ReadOnlyView(begin, bytes, std::move(parts))});
+}
+
+void ShardedWeights::move_values(bool of_rank_0) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    ShardedWeight& weight = weights_[i];
+    at::Tensor whole = weight.parameter.detach();
+    if (of_rank_0) {
       whole = whole.clone(at::MemoryFormat::Contiguous);
       std::vector<at::Tensor> tensors{whole};
       group()->broadcast(tensors)->wait();
     }
-    whole = whole.contiguous().view({weight.shape.rows, weight.shape.row_numel});
-    const at::Tensor values = whole.narrow(0, weight.own.begin, weight.own.size());
-    std::byte* const rows =
-        memory_->writable() + offsets_[i] +
-        weight.own.begin * weight.shape.row_numel * static_cast<int64_t>(at::elementSize(dtype));
-    const auto shard_sizes = sizes_with_rows(parameter, weight.own.size());
-    const at::Tensor in_memory = at::from_blob(
-        rows, shard_sizes, [memory = memory_](void*) {}, at::TensorOptions(dtype));
-    in_memory.copy_(values.view(shard_sizes));
-    if (dtype == parameter.scalar_type()) {
-      weight.shard = in_memory;
+    const auto shard_sizes = sizes_with_rows(whole, weight.own.size());
+    const int64_t row_bytes =
+        weight.shape.row_numel * static_cast<int64_t>(at::elementSize(weight.dtypes.seen));
+    const int64_t own_offset = offsets_[i] + weight.own.begin * row_bytes;
+    const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
+      return at::from_blob(
+          memory, shard_sizes, [owner](void*) {}, at::TensorOptions(dtype));
+    };
+    const at::Tensor seen = rows_at(memory_->writable() + own_offset, weight.dtypes.seen, memory_);
+    if (weight.dtypes.seen == whole.scalar_type()) {
+      weight.writable = seen;
+      weight.readable = rows_at(memory_->view() + own_offset, weight.dtypes.seen, memory_);
     } else {
-      weight.shard = values.view(shard_sizes).clone();
-      weight.published = in_memory;
+      weight.published = seen;
+      auto* const writable = static_cast<std::byte*>(copies_->memory.mutable_data_ptr());
+      weight.writable = rows_at(writable + copy_offsets_[i], whole.scalar_type(), copies_);
+      weight.readable = rows_at(copies_->view.data() + copy_offsets_[i], whole.scalar_type(), copies_);
     }
-    weight.shard.set_requires_grad(parameter.requires_grad());
-    weights_.push_back(std::move(weight));
-    weights_.back().parameter.set_data(in_view(i));
+    const at::Tensor values = whole.contiguous()
+                                  .view({weight.shape.rows, weight.shape.row_numel})
+                                  .narrow(0, weight.own.begin, weight.own.size())
+                                  .view(shard_sizes);
+    weight.writable.copy_(values);
+    if (weight.published.defined()) weight.published.copy_(values);
+    weight.shard = weight.readable.detach();
+    weight.shard.set_requires_grad(weight.trains);
+    weight.parameter.set_data(in_view(i));
   }
   group()->barrier()->wait();
 }
 
 /// Where modules see a weight. Each is a storage of its own: of views of one, torch::save would write the whole.
 at::Tensor ShardedWeights::in_view(size_t index) const {
-  const ShardedWeight& weight = weights_[index];
-  const at::ScalarType dtype =
-      weight.published.defined() ? weight.published.scalar_type() : weight.shard.scalar_type();
   return at::from_blob(
-      memory_->view() + offsets_[index], weight.parameter.sizes(), [memory = memory_](void*) {},
-      at::TensorOptions(dtype));
+      memory_->view() + offsets_[index], weights_[index].sizes, [memory = memory_](void*) {},
+      at::TensorOptions(weights_[index].dtypes.seen));
 }
 
 const ShardedWeight* ShardedWeights::find(const std::string& name) const {
@@ -99,12 +140,25 @@ void ShardedWeights::check_in_place() const {
     TORCH_CHECK(parameter.numel() == 0 || parameter.const_data_ptr() == memory_->view() + offsets_[i],
                 "FullyShardedDataParallel: parameter '", weights_[i].name,
                 "' is no longer where all ranks share it; something has given it other memory, such as "
-                "module->to(): move and "
-                "convert a module before it is wrapped, and load it by the wrapper");
+                "module->to(): move and convert a module before it is wrapped, and load it by the wrapper");
+    TORCH_CHECK(weights_[i].trains || !parameter.requires_grad(), "FullyShardedDataParallel: parameter '",
+                weights_[i].name,
+                "' was frozen when it was wrapped, and requires gradients now, which nothing averages; set "
+                "requires_grad before a module is wrapped");
   }
 }
 
-void ShardedWeights::publish() {
+void ShardedWeights::put_shards(at::Tensor ShardedWeight::*place) {
+  for (ShardedWeight& weight : weights_) weight.shard.set_data(weight.*place);
+}
+
+void ShardedWeights::write(const std::function<void()>& change) {
+  struct BackToReadable {
+    ShardedWeights& weights;
+    ~BackToReadable() { weights.put_shards(&ShardedWeight::readable); }
+  } back{*this};
+  put_shards(&ShardedWeight::writable);
+  change();
   const at::NoGradGuard no_grad;
   for (ShardedWeight& weight : weights_) {
     if (weight.published.defined()) weight.published.copy_(weight.shard);
@@ -115,9 +169,9 @@ void ShardedWeights::publish() {
 
 at::Tensor ShardedWeights::part_of(size_t index, const at::Tensor& whole) const {
   const ShardedWeight& weight = weights_[index];
-  TORCH_CHECK_VALUE(whole.sizes() == weight.parameter.sizes(), "FullyShardedDataParallel: parameter '",
-                    weight.name, "' has sizes ", weight.parameter.sizes(), ", but a tensor of ",
-                    whole.sizes(), " was given for it");
+  TORCH_CHECK_VALUE(whole.sizes() == weight.sizes, "FullyShardedDataParallel: parameter '", weight.name,
+                    "' has sizes ", at::IntArrayRef(weight.sizes), ", but a tensor of ", whole.sizes(),
+                    " was given for it");
   return whole.detach()
       .contiguous()
       .view({weight.shape.rows, weight.shape.row_numel})
@@ -141,7 +195,7 @@ at::Tensor ShardedWeights::gather(size_t index, const at::Tensor& part) const {
       .copy_(part.detach().view({weight.own.size(), weight.shape.row_numel}));
   at::Tensor all = at::empty({ranks * most, weight.shape.row_numel}, padded.options());
   all_gather_into_tensor(all, padded, group());
-  return all.narrow(0, 0, weight.shape.rows).contiguous().view(weight.parameter.sizes());
+  return all.narrow(0, 0, weight.shape.rows).contiguous().view(weight.sizes);
 }
 
 at::Tensor ShardedWeights::copy(size_t index, bool wanted) const {
@@ -155,11 +209,16 @@ void ShardedWeights::give_private_values() {
   for (size_t i = 0; i < weights_.size(); ++i) weights_[i].parameter.set_data(gather(i, weights_[i].shard));
 }
 
-void ShardedWeights::take_private_values(bool writeback) {
-  for (size_t i = 0; i < weights_.size(); ++i) {
-    if (writeback) set_value(i, weights_[i].parameter);
-    weights_[i].parameter.set_data(in_view(i));
-  }
+void ShardedWeights::check_private_values() const {
+  for (size_t i = 0; i < weights_.size(); ++i) (void)part_of(i, weights_[i].parameter);
+}
+
+void ShardedWeights::write_private_values_back() {
+  for (size_t i = 0; i < weights_.size(); ++i) set_value(i, weights_[i].parameter);
+}
+
+void ShardedWeights::take_private_values() {
+  for (size_t i = 0; i < weights_.size(); ++i) weights_[i].parameter.set_data(in_view(i));
 }
 
 }  // namespace lockstep::fsdp::internal

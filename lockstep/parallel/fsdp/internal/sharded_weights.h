@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,47 +11,67 @@
 #include <lockstep/nn/named_tensor.h>
 #include <lockstep/parallel/fsdp/internal/shard_layout.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
-#include <lockstep/parallel/fsdp/options.h>
 
 namespace lockstep::fsdp::internal {
+
+/// The dtypes of a weight but its own, which the optimizer sees.
+struct WeightDtypes {
+  at::ScalarType seen;     // by modules
+  at::ScalarType reduced;  // of gradients on their way
+};
 
 /// A parameter of the module, whose values lie once for all ranks, and what this rank owns of it.
 struct ShardedWeight {
   std::string name;
   at::Tensor parameter;  // the module's; its values are in the view
+  WeightDtypes dtypes;
+  std::vector<int64_t> sizes;
   RowShape shape;
   Rows own;
+  bool trains;  // required gradients when it was wrapped
   /// This rank's rows, a leaf for the optimizer. They are the weight's own memory, or with mixed precision a copy of their
-  /// own, from which publish() makes those that modules see.
+  /// own, from which publish() makes those that modules see. It lies in `readable`, which nothing can write to, but in
+  /// write(), where it lies in `writable`.
   at::Tensor shard;
+  at::Tensor readable, writable;
   at::Tensor published = {};  // these rows, in the writable memory; undefined where the shard is there itself
 };
 
 /// The weights of a model: their memory, and the shards. Collective are those that say so. Used by one thread at a time.
 class ShardedWeights {
  public:
-  /// Moves the values of `parameters` (each once, on the CPU) into shared memory, one after the other, so that beside it
-  /// there is never more than what the module had. Collective.
-  ShardedWeights(const std::vector<NamedTensor>& parameters, const ProcessGroup& parent,
-                 const FullyShardedDataParallelOptions& options);
+  /// Makes place for `parameters` (each once, on the CPU; with their dtypes). Collective.
+  ShardedWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
+                 const ProcessGroup& parent);
+  /// The memory of what write() changes where that is not what modules see. Before move_values().
+  void allocate_copies();
+  /// Moves the parameters' values there, one after the other, so that beside it there is never more than what the module
+  /// had: each rank the rows that it owns, of its own values or of rank 0's. Collective.
+  void move_values(bool of_rank_0);
 
   const ProcessGroup& group() const { return memory_->group(); }
   const std::vector<ShardedWeight>& all() const { return weights_; }
   const ShardedWeight* find(const std::string& name) const;
 
-  /// Throws c10::Error that names the parameter when the module's are not where they were put: by module.to(), say.
+  /// Throws c10::Error that names the parameter when the module's are not where they were put, by module.to(), say, or require
+  /// gradients now.
   void check_in_place() const;
 
-  // While weights are written:
-  /// Brings the shards' values to where modules see them, where that is not the same place, and tells autograd that all
-  /// weights have changed.
-  void publish();
+  /// Runs `change`, in which the shards can be written. Then it brings their values to where modules see them, where that is
+  /// not the same place, and tells autograd that all weights have changed. While no rank reads.
+  void write(const std::function<void()>& change);
+
+  // Within write():
   /// This rank's rows of a whole value.
   void set_value(size_t index, const at::Tensor& value);
   /// Gives the module's parameters whole values of their own, which can be written, …
   void give_private_values();
-  /// … and takes them away again; this rank's rows of them become the weights' if `writeback`.
-  void take_private_values(bool writeback);
+  /// … throws c10::ValueError if they have other sizes now, …
+  void check_private_values() const;
+  /// … makes this rank's rows of them the weights', …
+  void write_private_values_back();
+  /// … and takes them away again.
+  void take_private_values();
 
   /// A copy of the whole value, in the shards' dtype; undefined unless it is `wanted` here. Collective where the shards are
   /// no part of the shared weights (mixed precision). Not while weights are written.
@@ -61,10 +82,16 @@ class ShardedWeights {
   at::Tensor part_of(size_t index, const at::Tensor& whole) const;
 
  private:
+  struct Copies;
+
   at::Tensor in_view(size_t index) const;
+  void put_shards(at::Tensor ShardedWeight::*place);
+  std::string part_name(size_t index) const;
 
   std::shared_ptr<WeightMemory> memory_;
   std::vector<int64_t> offsets_;  // in the memory, by weight
+  std::shared_ptr<Copies> copies_;
+  std::vector<int64_t> copy_offsets_;  // there, by weight; only of those with another dtype there is anything
   std::vector<ShardedWeight> weights_;
 };
 

@@ -36,8 +36,7 @@ void WindowMachine::begin_read() {
   check_not_broken();
   TORCH_CHECK(phase_ == WindowPhase::kReading,
               "FullyShardedDataParallel: the weights can't be read while step() writes them; forward, "
-              "backward and state "
-              "dicts belong before or behind step(), also those of other threads");
+              "backward and state dicts belong before or behind step()");
   ++readers_;
 }
 
@@ -51,8 +50,7 @@ void WindowMachine::enter() {
   TORCH_CHECK(phase_ == WindowPhase::kReading, "FullyShardedDataParallel: step() within step()");
   TORCH_CHECK(readers_ == 0,
               "FullyShardedDataParallel: step() while a forward, backward or summon_full_params() is under "
-              "way in this "
-              "process; the weights that it reads would change");
+              "way in this thread; the weights that it reads would change");
   phase_ = WindowPhase::kEntering;
 }
 

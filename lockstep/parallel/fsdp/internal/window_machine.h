@@ -36,7 +36,7 @@ class WindowMachine {
   /// Forwards, backwards and other readers that are under way in this process.
   int readers() const { return readers_; }
 
-  /// Throws c10::Error when a step writes, for the caller is another thread then, or a hook within step(); and in kBroken.
+  /// Throws c10::Error when a step writes, for the caller is a hook within step() then; and in kBroken.
   void begin_read();
   void end_read();
 
