@@ -53,9 +53,9 @@ def test_it_learns_and_writes_in_the_characters_of_the_text(programs, tmp_path, 
 
 def test_one_model_on_the_host_learns_as_one_for_each_rank(programs, tmp_path):
     (tmp_path / "text").write_text("In shards, as a whole.\n" * 200)
-    options = ["--steps", 50, "--warm-up", 5, "--learning-rate", 0.01, "--strategy"]
-    ddp = parts(train(programs, tmp_path / "text", *options, "ddp", nprocs=3, batch_size=18))
-    fsdp = parts(train(programs, tmp_path / "text", *options, "fsdp", nprocs=3, batch_size=18))
+    options = ["--steps", 50, "--warm-up", 5, "--learning-rate", 0.01]
+    ddp = parts(train(programs, tmp_path / "text", *options, "--strategy=ddp", nprocs=3, batch_size=18))
+    fsdp = parts(train(programs, tmp_path / "text", *options, "--strategy=fsdp", nprocs=3, batch_size=18))
     assert len(ddp[0]) == 10 and ddp[1] < ddp[0][0][1] / 2
     for ours, theirs in zip(fsdp[0], ddp[0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)

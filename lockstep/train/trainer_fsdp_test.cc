@@ -142,7 +142,8 @@ TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
             FullyShardedDataParallel model(std::make_shared<SmallNet>());
             const auto optimizer = model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.01));
             Loader loader(Points{24}, {.batch_size = 2});
-            auto options = options_for(2, CheckpointManagerOptions{.directory = path, .every_steps = 2});
+            auto options =
+                options_for(2, CheckpointManagerOptions{.directory = path, .every_steps = 2, .async = false});
             options.callbacks = {{.before_step = [&](TrainerCore& core) {
               if (rank != failing || core.step() != 3) return;
               if (dies) ::kill(::getpid(), SIGKILL);
@@ -152,7 +153,7 @@ TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
             RobustLoop(trainer).run();
           },
           {.expected_failures = {0, 1}, .environment = folder.environment()});
-      if (outcomes[0].pid == 0) return;  // within a rank
+      if (outcomes[0].pid == 0) continue;  // within a rank
       const auto& survivor = outcomes[static_cast<size_t>(1 - failing)];
       EXPECT_EQ(survivor.exit_status.value_or(-1), 1);
       EXPECT_THAT(survivor.exception.value_or(""), ::testing::HasSubstr("rank " + std::to_string(failing)));

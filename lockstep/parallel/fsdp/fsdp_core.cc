@@ -70,6 +70,7 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
     groups = reduced_groups(dtypes);
   });
   verify_same_model(sharded_, options_.process_group);
+  verify_same_layout(groups, dtypes);
   weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, options_.process_group);
   windows_ = std::make_unique<WeightWindows>(weights_->group());
   run_on_all(weights_->group(), "to allocate memory", [&] {
@@ -174,6 +175,25 @@ std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<Weig
     if (!members.empty()) groups.push_back(std::move(members));
   }
   return groups;
+}
+
+/// Else ranks would see each other's rows at other places.
+void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups,
+                                  const std::vector<WeightDtypes>& dtypes) const {
+  std::string own = options_.sync_module_states ? "synced" : "own";
+  for (const auto& [seen, reduced] : dtypes)
+    own += std::string(" ") + toString(seen) + "/" + toString(reduced);
+  for (const auto& members : groups) {
+    own += "\n";
+    for (const size_t place : members) own += " " + std::to_string(place);
+  }
+  const std::string first = broadcast_bytes(own, options_.process_group);
+  run_on_all(options_.process_group, "to be wrapped", [&] {
+    TORCH_CHECK(
+        own == first, kClass,
+        ": rank 0 has other groups of parameters, other dtypes or another sync_module_states; give all "
+        "ranks the same options, and freeze the same parameters");
+  });
 }
 
 // ---- Around forward

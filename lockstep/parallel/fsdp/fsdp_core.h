@@ -101,6 +101,8 @@ class FsdpCore final {
   void collect_parameters();
   std::vector<fsdp::internal::WeightDtypes> dtypes() const;
   void collect_leaves();
+  void verify_same_layout(const std::vector<std::vector<size_t>>& groups,
+                          const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
   ModelTensors leaves_as_model() const;
   void log_strategy() const;
   void cast_buffers();

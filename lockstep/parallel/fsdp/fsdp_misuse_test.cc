@@ -74,6 +74,7 @@ TEST(FsdpMisuse, APlainOptimizerOfTheShardsEndsTheRankWithTheParametersName) {
       model(batch(0)).sum().backward();
       optimizer.step();
     });
+    if (outcomes[0].pid == 0) continue;  // within a rank
     EXPECT_NE(outcomes[0].exit_status, 0) << "by SIGSEGV, unless a sanitizer has a handler";
     EXPECT_THAT(outcomes[0].output,
                 HasSubstr("written to parameter 'first.weight' of a FullyShardedDataParallel"));
@@ -115,6 +116,12 @@ TEST(FsdpMisuse, WhatOneRankRefusesIsRefusedByAllAndChangesNothing) {
                 HasSubstr("'first.weight' and 'last.weight' have different dtypes"));
     EXPECT_EQ(weight.const_data_ptr(), memory);
     net->last->to(at::kFloat);
+    EXPECT_THAT(
+        message_of<c10::Error>([&] {
+          FullyShardedDataParallel model(
+              net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(rank == 0 ? 1 : 100)});
+        }),
+        HasSubstr(rank == 1 ? "rank 0 has other groups" : "1 rank of the group failed to be wrapped"));
 
     FullyShardedDataParallel model(net);
     const auto before = model.full_state_dict();
