@@ -21,7 +21,8 @@ TEST(ActivationCheckpointOnDevice, GradientsAreThoseWithoutIt) {
     (y * weight).sum().backward();
     return x.grad().cpu();
   };
-  EXPECT_TRUE(at::equal(gradient(true), gradient(false)));
+  const at::Tensor expected = gradient(false);  // by torch's own engine, which has threads for devices then
+  EXPECT_TRUE(at::equal(gradient(true), expected));
 }
 
 }  // namespace

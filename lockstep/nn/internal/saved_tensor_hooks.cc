@@ -13,6 +13,12 @@ thread_local SavedTensorHooks* current_hooks = nullptr;
 
 class EngineWithHooks final : public torch::autograd::Engine {
  public:
+  /// Torch starts an engine's threads once in a process, so it has done that for its own engine after a first backward.
+  EngineWithHooks() {
+    initialize_device_threads_pool();
+    if (!thread_pool_shared_) start_device_threads();
+  }
+
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return current_hooks == nullptr ? nullptr : current_hooks->make_hooks();
   }
