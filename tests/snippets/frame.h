@@ -68,6 +68,7 @@ extern double validation_loss;
 namespace page_communication_hooks {
 struct State {};
 extern lockstep::PowerSGDState state;
+extern torch::Tensor gradient;
 }  // namespace page_communication_hooks
 namespace page_csv {}
 namespace page_data {
@@ -97,7 +98,10 @@ extern lockstep::GradientAccumulation accumulation;
 extern double tokens_here, tokens_of_the_group, tokens_of_my_group;
 extern std::vector<torch::Tensor> my_shards, sharded_gradients, replicated_gradients;
 }  // namespace page_gradient_accumulation_and_uneven_inputs
-namespace page_images {}
+namespace page_images {
+namespace image = lockstep::image;
+using Options = image::ImageFolderOptions;
+}  // namespace page_images
 namespace page_launching {
 void work(int rank, const std::string& greeting);
 }  // namespace page_launching
@@ -120,7 +124,10 @@ struct PrintWriter : lockstep::MetricsWriter {
   void log_metrics(const lockstep::Metrics& metrics, int64_t step) override;
 };
 }  // namespace page_logging_metrics
-namespace page_mixed_precision {}
+namespace page_mixed_precision {
+extern torch::Tensor loss_a, loss_b;
+extern torch::optim::SGD optimizer_a, optimizer_b;
+}  // namespace page_mixed_precision
 namespace page_parquet {
 using namespace lockstep::data;
 extern std::string path;
