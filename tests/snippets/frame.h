@@ -18,6 +18,7 @@
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/data/samplers/torch_sampler.h>
 #include <lockstep/image/image_folder.h>
+#include <lockstep/image/read_image.h>
 #include <lockstep/lockstep.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/parallel/ddp/hooks/default_hooks.h>
