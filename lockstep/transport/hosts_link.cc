@@ -74,8 +74,9 @@ void HostsLink::attach(std::shared_ptr<HostChannel> host) {
   });
   host->set_ended_outside([this]() -> std::optional<int> {
     for (int rank = 0; rank < layout_.size(); ++rank) {
-      if (layout_.host_of[rank] != layout_.host() && transport_->has_ended(members_[rank]))
-        return members_[rank];
+      if (layout_.host_of[rank] == layout_.host() || !transport_->has_ended(members_[rank])) continue;
+      // Of others it may be that the connection alone is lost, which the group does without.
+      if (met_[rank].load() || transport_->end_is_certain(members_[rank])) return members_[rank];
     }
     return std::nullopt;
   });
@@ -226,7 +227,7 @@ void HostsLink::leave() {
   // All, not only those with which it has messages: they may wait for ranks that wait for it.
   for (int rank = 0; rank < layout_.size(); ++rank) {
     if (layout_.host_of[rank] == layout_.host()) continue;
-    if (failure && !met_[rank].load()) tell(rank, *failure);
+    if (failure) tell(rank, *failure);  // some have met this one since it was told
     tell(rank, message);
   }
 }

@@ -28,10 +28,13 @@ int HostTransport::cause_of_waiting(const std::vector<int>& ranks) {
   return cause;
 }
 
-// Notes only what it has found: the others that it looks at did not keep this rank waiting.
+// What has kept this rank waiting stays noted, and one that is found here is noted where nothing is: these ranks did not keep
+// it waiting for certain.
 int HostTransport::find_stopped(const std::vector<int>& ranks) {
-  const auto found = [this](int rank) {
-    header_of(arena_->segment(0)->data()).given_up.note({rank, true});
+  GivenUpWait& given_up = header_of(arena_->segment(0)->data()).given_up;
+  const auto found = [&](int rank) {
+    given_up.renew();
+    if (!given_up.recent_cause()) given_up.note({rank, true});
     return rank;
   };
   std::vector<int> here;
@@ -49,8 +52,10 @@ int HostTransport::find_stopped(const std::vector<int>& ranks) {
   for (const int rank : ranks) {
     if (is_here(rank)) continue;
     if (patience.expired()) break;
+    given_up.renew();
     if (const int cause = find_cause({rank}); is_stopped(cause)) return found(cause);
   }
+  given_up.renew();
   return -1;
 }
 
@@ -123,16 +128,10 @@ std::optional<int> HostTransport::given_up_by(int rank) const {
   return cause && cause->rank < world_size() ? std::optional(cause->rank) : std::nullopt;
 }
 
-// Its host may have ended meanwhile, because of the failure.
-void HostTransport::hear_whether_stopped(int rank, int neighbour) {
-  const auto told =
-      header_of(peers_[neighbour]->bases[0].load(std::memory_order_acquire)).given_up.recent_cause();
-  if (!told || told->rank != rank || !told->stopped) {
-    cause_of_waiting({rank});
-    return;
-  }
-  std::lock_guard lock(segments_mutex_);
-  peers_[rank]->life->hear_of(true);
+bool HostTransport::has_found_stopped(int finder, int rank) const {
+  const auto cause =
+      header_of(peers_[finder]->bases[0].load(std::memory_order_acquire)).given_up.recent_cause();
+  return cause && cause->rank == rank && cause->stopped;
 }
 
 /// Which rank keeps one on another host waiting, as that one says; nothing if it does not answer.

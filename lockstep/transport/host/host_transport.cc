@@ -41,7 +41,7 @@ void expect_no_reports_of(const Segment& of_another_process) {
 /// From another one's word that a rank has ended until that holds, if its connection does not end before.
 constexpr auto kReportPatience = std::chrono::seconds(2);
 
-constexpr uint64_t kHeaderMagic = 0x345054534b434f4cULL;  // "LOCKSTP4"
+constexpr uint64_t kHeaderMagic = 0x355054534b434f4cULL;  // "LOCKSTP5"
 
 }  // namespace
 

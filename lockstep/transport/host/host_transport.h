@@ -124,9 +124,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// One that is stopped, of `ranks` or of those that keep them waiting; −1 if none is known. Asks ranks on other hosts in
   /// turn, for 2 s in all, and until the one that is asked then has answered, for 2 s at most.
   int find_stopped(const std::vector<int>& ranks);
-  /// For is_stopped() of a rank on another host: what `neighbour`, a rank of this one that it has kept waiting, has heard, or
-  /// else what that host answers.
-  void hear_whether_stopped(int rank, int neighbour);
+  /// Whether `finder`, this rank or another one of its host, has just found that one to be stopped, and so to be what kept it
+  /// waiting. Holds though those who have said so of a rank on another host have ended meanwhile.
+  bool has_found_stopped(int finder, int rank) const;
   WaitRecords& wait_records() const;
   /// Tells the launcher that this rank made an operation fail, for its report.
   void note_culprit(int rank) const;

@@ -31,6 +31,10 @@ std::optional<GivenUpWait::Cause> GivenUpWait::recent_cause() const {
   return Cause{static_cast<int>(word & ((1 << kRankBits) - 1)), (word >> kRankBits & 1) != 0};
 }
 
+void GivenUpWait::renew() {
+  if (const auto cause = recent_cause()) note(*cause);
+}
+
 RecordedWait::RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word,
                            uint64_t value) {
   for (WaitRecord& record : records) {

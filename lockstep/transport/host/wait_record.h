@@ -34,6 +34,8 @@ class GivenUpWait {
   };
   void note(const Cause& cause);
   std::optional<Cause> recent_cause() const;
+  /// It goes on: a recent cause becomes one of now.
+  void renew();
 
  private:
   std::atomic<uint64_t> word_{0};  // the cause, and when it was noted; 0: none yet

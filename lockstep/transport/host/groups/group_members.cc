@@ -248,10 +248,11 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
     text << describe(late) << ", for which " << transport_->describe(decided.culprit) << " is the cause";
   }
   // The rank that has decided has asked the culprit's host how it is; this one has not.
-  if (decided.by != rank_ && !transport_->is_here(decided.culprit)) {
-    transport_->hear_whether_stopped(decided.culprit, members_[decided.by]);
+  const bool found_stopped = transport_->has_found_stopped(members_[decided.by], decided.culprit);
+  if (!found_stopped && decided.by != rank_ && !transport_->is_here(decided.culprit)) {
+    transport_->cause_of_waiting({decided.culprit});
   }
-  if (transport_->is_stopped(decided.culprit)) {
+  if (found_stopped || transport_->is_stopped(decided.culprit)) {
     text << ", which is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT "
          << transport_->pid_of(decided.culprit) << " continues it)";
   } else if (const auto silence = transport_->describe_silence(decided.culprit); !silence.empty()) {

@@ -71,8 +71,11 @@ void HostChannel::begin(const Deadline& deadline, bool background) {
   // Over hosts: an operation that has failed elsewhere, and was told before this rank began it, fails here, too.
   if (on_failure_) transport().await_heard();
   // One that has ended may have announced the operation before: those that wait for this rank's announcement would wait on.
+  // It counts, as this one is the first to fail.
   if (const auto ended = ended_member(); ended && !failed() && concluded_.load(std::memory_order_relaxed)) {
-    members_->fail(FailureKind::kPeerEnded, *ended, sequence() + 1);
+    sequence_.store(sequence() + 1, std::memory_order_relaxed);
+    members_->fail(FailureKind::kPeerEnded, *ended, sequence());
+    fail_as_decided({});
   }
   if (failed()) {
     // An abort decides nothing by itself. This rank has not announced the operation, so that no rank can have
@@ -390,7 +393,11 @@ void HostChannel::await(Wait& wait) {
     // A rank that has gone after an abort is not the cause. Where it is seen to have gone, the abort that it has told of
     // is seen, too.
     auto gone = wait.gone();
-    if (!gone) gone = gone_outside();
+    if (!gone || gone->kind == FailureKind::kPeerLeft) {
+      // One that has left may have done so because of one that has ended.
+      const auto outside = gone_outside();
+      if (outside && (!gone || outside->kind == FailureKind::kPeerEnded)) gone = outside;
+    }
     if (gone && !members_->is_aborted(sequence()) && give_up(gone->kind, gone->culprit, complete)) return;
     bool woken = false;
     try {
@@ -433,20 +440,23 @@ void HostChannel::await(Wait& wait) {
 }
 
 std::optional<OutsideWait::Gone> HostChannel::gone_outside() const {
-  if (lacks_a_member()) {
-    return OutsideWait::Gone{FailureKind::kPeerLeft, absent_rank_.load(std::memory_order_relaxed)};
+  const bool absent = lacks_a_member();
+  if ((announcing_ || absent) && transport().endings() != 0 && ended_outside_) {
+    if (const auto ended = ended_outside_()) return OutsideWait::Gone{FailureKind::kPeerEnded, *ended};
   }
-  if (!announcing_ || transport().endings() == 0 || !ended_outside_) return std::nullopt;
-  const auto ended = ended_outside_();
-  return ended ? std::optional(OutsideWait::Gone{FailureKind::kPeerEnded, *ended}) : std::nullopt;
+  if (!absent) return std::nullopt;
+  return OutsideWait::Gone{FailureKind::kPeerLeft, absent_rank_.load(std::memory_order_relaxed)};
 }
 
-std::optional<int> HostChannel::ended_member() const {
-  if (transport().endings() == 0) return std::nullopt;
+std::optional<int> HostChannel::ended_member() {
+  const uint32_t endings = transport().endings();
+  if (endings == endings_of_others_) return std::nullopt;
   for (int rank = 0; rank < size(); ++rank) {
     if (members_->has_ended(rank)) return members_->transport_rank(rank);
   }
-  return ended_outside_ ? ended_outside_() : std::nullopt;
+  if (const auto ended = ended_outside_ ? ended_outside_() : std::nullopt) return ended;
+  endings_of_others_ = endings;
+  return std::nullopt;
 }
 
 void HostChannel::note_absence(int rank, uint64_t first) {

@@ -213,7 +213,7 @@ class HostChannel {
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
   std::vector<int> not_announced() const;
   std::optional<OutsideWait::Gone> gone_outside() const;
-  std::optional<int> ended_member() const;  // as a rank of the transport
+  std::optional<int> ended_member();  // as a rank of the transport
   bool lacks_a_member() const { return first_absence_.load(std::memory_order_acquire) <= sequence(); }
 
   std::shared_ptr<GroupMembers> members_;
@@ -238,6 +238,8 @@ class HostChannel {
   std::atomic<int> absent_rank_{-1};
   std::function<std::optional<int>()> ended_outside_;
   bool announcing_ = false;  // within await_announcements()
+  uint32_t endings_of_others_ =
+      0;  // HostTransport::endings() when the members were looked at last, and none had ended
   std::exception_ptr interruption_;
 
   std::byte* scratch_ = nullptr;

@@ -387,7 +387,8 @@ MessageChannel::Hopeless MessageChannel::gone(const Request& request, int peer) 
 }
 
 /// Why the request can't be done any more, if so.
-MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) const {
+MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request,
+                                                      std::optional<int>& stopped_member) const {
   std::vector<int> senders;  // see timeout_error()
   if (members_->failed()) return {std::make_exception_ptr(members_->describe_failure({}, request.timeout))};
   if (request.peer != kAnySource) {
@@ -422,16 +423,21 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request) co
   }
   // Records may not lead to it: a rank that has given up its own wait for the stopped one has no record, and
   // that of a rank that any event has just woken does not count.
-  const int stopped = cause >= 0 && transport.is_stopped(cause) ? cause : stopped_cause();
+  int stopped = cause;
+  if (cause < 0 || !transport.is_stopped(cause)) {
+    if (!stopped_member) stopped_member = stopped_cause();
+    stopped = *stopped_member;
+  }
   return {std::make_exception_ptr(timeout_error(request, senders, cause, stopped)),
           request.peer == kAnySource ? stopped : cause};
 }
 
 bool MessageChannel::end_hopeless() {
   bool ended = false;
+  std::optional<int> stopped_member;  // asking for it takes time: once for all requests
   for (const Handle& request : requests_) {
     if (request->done) continue;
-    const auto [error, culprit] = why_hopeless(*request);
+    const auto [error, culprit] = why_hopeless(*request, stopped_member);
     if (!error) continue;
     // Look again: its part may have come just before the peer went.
     take_all_arrivals();

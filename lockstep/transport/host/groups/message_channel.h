@@ -147,7 +147,8 @@ class MessageChannel {
     std::exception_ptr error = nullptr;  // none: it may still succeed
     int culprit = -1;                    // the transport's rank, where one is known
   };
-  Hopeless why_hopeless(const Request& request) const;
+  /// `stopped_member`: stopped_cause(), once it has been asked.
+  Hopeless why_hopeless(const Request& request, std::optional<int>& stopped_member) const;
   Hopeless gone(const Request& request, int peer) const;
   ChannelError gone_error(int peer) const;
   /// Why a message failed that its peer had begun to move.
