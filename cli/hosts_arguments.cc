@@ -13,6 +13,9 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/environment.h>
+#include <lockstep/launch/host_roles.h>
+
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/hosts_agent.h>
 #include <lockstep/launch/worker_environment.h>
@@ -265,6 +268,31 @@ void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {
       ->type_name("FILE");
   command.add_flag("--no-tunnel,--no_tunnel", arguments.no_tunnel,
                    "Of the coordinator: the store is open to the network at its address, as torchrun's is");
+}
+
+void take_host_roles(const CLI::App& command, HostsArguments& arguments) {
+  const auto given = [&](const char* option) { return command.get_option(option)->count() > 0; };
+  if (arguments.standalone || given("--node-rank") || given("--rdzv-backend") || given("--rdzv-endpoint")) {
+    return;
+  }
+  launch::GivenRoles known;
+  if (given("--nnodes")) known.nnodes = parse_nnodes(arguments.nnodes).most;
+  if (given("--master-addr")) known.master_addr = arguments.master_addr;
+  const auto roles = launch::read_host_roles(environment::text, known);
+  if (!roles) return;
+  std::ostringstream taken;
+  const auto take = [&](const char* option, auto& argument, const auto& value) {
+    if (given(option)) return;
+    argument = value;
+    taken << option << ' ' << value << ' ';
+  };
+  take("--nnodes", arguments.nnodes, std::to_string(roles->nnodes));
+  take("--node-rank", arguments.node_rank, roles->node_rank);
+  take("--master-addr", arguments.master_addr, roles->master_addr);
+  if (roles->master_port != 0) take("--master-port", arguments.master_port, roles->master_port);
+  if (!roles->job_id.empty()) take("--rdzv-id", arguments.rdzv_id, roles->job_id);
+  std::cerr << "lockstep run: " << taken.str() << "by " << roles->source
+            << "; --standalone runs a job of this host alone" << std::endl;
 }
 
 bool is_one_host(const HostsArguments& arguments) {

@@ -34,6 +34,9 @@ int parse_number(const std::string& option, const std::string& text, int low, in
 
 void add_hosts_arguments(CLI::App& command, HostsArguments& arguments);
 
+/// Takes from the scheduler's variables what the user has not said, where that is certain (read_host_roles), and prints it.
+void take_host_roles(const CLI::App& command, HostsArguments& arguments);
+
 /// One host and no restarts: what needs no agent.
 bool is_one_host(const HostsArguments& arguments);
 

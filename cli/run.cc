@@ -192,7 +192,9 @@ void add_run(CLI::App& program, int& status) {
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {
-    const launch::RunOptions options = options_from(*arguments, program_words(*run));
+    const std::vector<std::string> words = program_words(*run);
+    take_host_roles(*run, arguments->hosts);
+    const launch::RunOptions options = options_from(*arguments, words);
     status = is_one_host(arguments->hosts) ? launch::run(options) : run_on_hosts(arguments->hosts, options);
   });
 }

@@ -66,6 +66,16 @@ def test_standalone_is_one_host(one_host, nnodes):
     assert one_host(["--standalone", "--nnodes", nnodes], "echo $GROUP_WORLD_SIZE") == "1"
 
 
+STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}
+
+
+@pytest.mark.parametrize("options, nodes", [([], "1"), (["--standalone"], "2"), (["--nnodes", 1], "2")])
+def test_in_a_step_of_slurm_one_host_stays_one_host(one_host, options, nodes):
+    step = STEP | {"SLURM_STEP_NUM_TASKS": nodes, "SLURM_STEP_NUM_NODES": nodes}
+    assert one_host(["-n", 2, "--no-prefix", *options], "echo $WORLD_SIZE", **step) == "2\n2"
+
+
 def test_the_store_is_at_the_port_that_was_given(one_host):
     port = free_port()
     assert one_host(["--master-port", port], "echo $MASTER_PORT") == str(port)

@@ -1,4 +1,5 @@
-"""mpirun and Slurm start a program on two hosts: its ranks find each other by what these tell, and reduce over the cable."""
+"""mpirun and Slurm start a program, or lockstep run, on two hosts: these find each other by what they tell, and reduce over
+the cable."""
 
 import os
 import re
@@ -63,6 +64,31 @@ def test_mpirun_starts_a_program_on_two_hosts(programs, make_hosts):
     programs.wait_until_gone()
 
 
+SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
+
+
+def check_roles(done, source):
+    """Of two agents with two ranks each, which took their roles from a scheduler."""
+    if "built without OpenSSL" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    check_sums(done)
+    lines = [line for line in done.stderr.splitlines() if f"by {source}" in line]
+    assert len(lines) == 2, done.text
+    for host in range(2):
+        assert any(f"--nnodes 2 --node-rank {host} " in line for line in lines), done.text
+
+
+def test_agents_under_mpirun_know_their_hosts(programs, make_hosts):
+    mpirun = require("mpirun.openmpi", "openmpi-bin")
+    net = make_hosts(2)
+    options = ["--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", net.remote_shell()]
+    options += ["-x", "LOCKSTEP_JOB_SECRET", "-n", 2, "--map-by", "ppr:1:node", "--host", ",".join(net.names)]
+    agent = [programs.find("lockstep"), "run", "--master-addr", net.names[0], "-n", 2, "--no-prefix"]
+    done = programs.run(*net.inside(0, mpirun, *options, *agent, programs.find("all_reduce")), **SECRET)
+    check_roles(done, "Open MPI")
+    programs.wait_until_gone()
+
+
 @pytest.fixture
 def slurm(programs, make_hosts):
     """A cluster of two hosts; answers the words that begin an srun command."""
@@ -86,3 +112,8 @@ def test_slurm_starts_a_program_on_two_hosts(programs, slurm):
     check_sums(done)
     where = r"all 4 ranks are there, started by srun, on 2 hosts: host-a \(ranks 0 and 1\), host-b \(ranks 2 and 3\)"
     assert re.search(where, done.stderr), done.text
+
+
+def test_agents_under_slurm_know_their_hosts(programs, slurm):
+    agent = [programs.find("lockstep"), "run", "-n", 2, "--no-prefix", programs.find("all_reduce")]
+    check_roles(programs.run(*slurm, "-N", 2, "--ntasks-per-node", 1, *agent, **SECRET), "Slurm")
