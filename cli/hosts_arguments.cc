@@ -14,11 +14,12 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/launch/dry_run.h>
 #include <lockstep/launch/host_roles.h>
+#include <lockstep/launch/worker_environment.h>
 
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/hosts_agent.h>
-#include <lockstep/launch/worker_environment.h>
 #endif
 
 namespace lockstep::cli {
@@ -189,6 +190,36 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   return options;
 }
 
+/// For --dry-run. Returns the name of the run, empty where it is a fresh one.
+std::string print_hosts(const HostsArguments& arguments, const launch::RunOptions& run) {
+  const launch::HostsOptions options = hosts_options(arguments, run);
+  const auto objection = launch::objection_to(options.membership);
+  TORCH_CHECK_VALUE(!objection, *objection);
+  const launch::MembershipOptions& membership = options.membership;
+  std::cout << "hosts: " << membership.min_hosts;
+  if (membership.max_hosts > membership.min_hosts) std::cout << " to " << membership.max_hosts;
+  if (membership.max_hosts == 1) {
+    std::cout << "\nrestarts: " << membership.max_restarts << '\n';
+    return run.run_id;
+  }
+  std::cout << "\nrestarts: " << membership.max_restarts << "\nthis host: ";
+  if (options.node_rank < 0) {
+    std::cout << "any number\n";
+  } else {
+    std::cout << "number " << options.node_rank << '\n';
+  }
+  std::cout << "endpoint: " << options.endpoint_host << " port " << options.endpoint_port
+            << "\nsecret: " << (options.secret.empty() ? "none" : "given") << '\n';
+  return options.job_id;
+}
+
+#else
+
+std::string print_hosts(const HostsArguments& arguments, const launch::RunOptions& run) {
+  run_on_hosts(arguments, run);  // throws
+  return {};
+}
+
 #endif
 
 }  // namespace
@@ -297,6 +328,22 @@ void take_host_roles(const CLI::App& command, HostsArguments& arguments) {
 
 bool is_one_host(const HostsArguments& arguments) {
   return (arguments.standalone || parse_nnodes(arguments.nnodes).most == 1) && arguments.max_restarts == 0;
+}
+
+void print_dry_run(const HostsArguments& arguments, const launch::RunOptions& options) {
+  launch::RankVariables variables = {.nprocs = options.nprocs,
+                                     .world_size = options.nprocs,
+                                     .store_port = options.master_port,
+                                     .run_id = options.run_id,
+                                     .role = options.role,
+                                     .max_restarts = arguments.max_restarts};
+  const bool hosts_meet = !arguments.standalone && parse_nnodes(arguments.nnodes).most > 1;
+  if (is_one_host(arguments)) {
+    std::cout << "hosts: 1\n";
+  } else {
+    variables.run_id = print_hosts(arguments, options);
+  }
+  std::cout << launch::describe_workers(options, variables, hosts_meet) << std::flush;
 }
 
 #ifdef LOCKSTEP_CLI_HOSTS

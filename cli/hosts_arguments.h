@@ -44,6 +44,9 @@ bool is_one_host(const HostsArguments& arguments);
 /// built without OpenSSL.
 int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& options);
 
+/// Prints what would run with these, on this host, for --dry-run. Throws as run_on_hosts().
+void print_dry_run(const HostsArguments& arguments, const launch::RunOptions& options);
+
 /// Adds `lockstep secret`.
 void add_secret(CLI::App& program);
 

@@ -57,6 +57,7 @@ struct RunArguments {
   std::string role = "default";
   bool no_prefix = false;
   double grace_period = 30;
+  bool dry_run = false;
 };
 
 /// A Python program's command, as torchrun makes it; of any other program its own words.
@@ -91,6 +92,7 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
   launch::check_options(options);
+  if (arguments.dry_run) return options;
   if (!arguments.log_dir.empty() || !options.redirects.empty() || !options.tee.empty()) {
     options.log_folder = launch::make_log_folder(arguments.log_dir, arguments.hosts.rdzv_id);
     std::cerr << "lockstep run: what the processes write is kept in " << options.log_folder << std::endl;
@@ -190,11 +192,17 @@ void add_run(CLI::App& program, int& status) {
       ->capture_default_str();
   add_unused_arguments(*run);
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
+  run->add_flag("--dry-run,--dry_run", arguments->dry_run,
+                "Print what would run here, with which variables, and start nothing");
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {
     const std::vector<std::string> words = program_words(*run);
     take_host_roles(*run, arguments->hosts);
     const launch::RunOptions options = options_from(*arguments, words);
+    if (arguments->dry_run) {
+      print_dry_run(arguments->hosts, options);
+      return;
+    }
     status = is_one_host(arguments->hosts) ? launch::run(options) : run_on_hosts(arguments->hosts, options);
   });
 }

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,50 @@ def test_the_agents_limit_on_open_files_is_not_the_workers(programs):
     worker, agent = done.stdout.splitlines()
     soft, hard = agent.split()[3:5]
     assert worker == "200" and soft == hard, done.text
+
+
+def described(done) -> dict:
+    """What a dry run has printed, by name: its lines, and the variables that the processes get."""
+    assert done.status == 0, done.text
+    lines = [re.fullmatch(r" *([A-Za-z_ ]+)(?:: |=)(.*)", line) for line in done.stdout.splitlines()]
+    return {line[1]: line[2] for line in lines if line}
+
+
+def test_a_dry_run_says_what_would_run_and_starts_nothing(programs):
+    words = ["-n", 2, "--role", "night", "--log-dir", "logs", "sh", "-c", "echo it's > started"]
+    done = programs.run("lockstep", "run", "--dry-run", *words, OMP_NUM_THREADS="3", MASTER_ADDR="127.0.0.1")
+    said = described(done)
+    assert said["hosts"] == "1" and said["processes"] == "2", done.text
+    assert said["command"] == r"sh -c 'echo it'\''s > started'", done.text
+    assert said["RANK"] == "(0 to 1)" and said["WORLD_SIZE"] == "2" and said["ROLE_NAME"] == "night", done.text
+    assert said["MASTER_PORT"] == "(a free port)", done.text
+    assert not {"OMP_NUM_THREADS", "MASTER_ADDR", "PATH"} & set(said), "which are as they were"
+    assert list(programs.folder.iterdir()) == [], "neither logs nor what the program writes"
+
+
+def test_what_a_dry_run_says_is_what_processes_get(programs):
+    port = free_port()
+    options = ["-n", 2, "--master-port", port, "--rdzv-id", "night", "--local-ranks-filter", 1, "--no-prefix"]
+    said = described(programs.run("lockstep", "run", "--dry-run", *options, "env"))
+    done = programs.run("lockstep", "run", *options, "env")
+    got = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert set(got) - set(programs.environment()) <= set(said), got
+    for name, value in said.items():
+        if name.isupper() and not value.startswith("("):
+            assert got[name] == value, name
+
+
+def test_a_dry_run_over_hosts_says_the_roles_and_no_secret(programs):
+    hosts = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "node-a", "--max-restarts", 3]
+    done = programs.run("lockstep", "run", "--dry-run", *hosts, "env", LOCKSTEP_JOB_SECRET="0123456789abcdef" * 4)
+    if "built without" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    assert done.stdout.startswith(
+        "hosts: 2\nrestarts: 3\nthis host: number 1\nendpoint: node-a port 29500\nsecret: given\nprocesses: 1\ncommand: env\n"
+    ), done.text
+    assert "LOCKSTEP_JOB_SECRET (not passed on)" in done.stdout and "0123456789abcdef" not in done.text
+    done = programs.run("lockstep", "run", "--dry-run", *hosts, "no-such-program")
+    assert done.status == MISUSE and "no such program" in done.stderr, done.text
 
 
 def test_what_means_nothing_here_is_taken(programs):

@@ -22,6 +22,7 @@ class WorkerEnvironment {
     const auto found = variables_.find(name);
     return found == variables_.end() ? std::nullopt : std::optional(found->second);
   }
+  const std::map<std::string, std::string>& variables() const { return variables_; }
   /// "NAME=value" for execve(2).
   std::vector<std::string> strings() const;
 

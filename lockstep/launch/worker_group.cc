@@ -100,24 +100,6 @@ bool has_flight_records(const std::string& folder, std::filesystem::file_time_ty
   return false;
 }
 
-WorkerEnvironment common_environment(const RunOptions& options, const OutputRouter& output, bool first_time) {
-  auto result = WorkerEnvironment::inherited();
-  result.set("LOCKSTEP_RUN", "1");
-  if (!result.has("LOCKSTEP_PROFILE")) result.set("LOCKSTEP_PROFILE", "on_signal");
-  result.unset("LOCKSTEP_TERMINAL_COLUMNS");
-  if (size_t columns = output.worker_columns(); columns > 0) {
-    result.set("LOCKSTEP_TERMINAL_COLUMNS", std::to_string(columns));
-  }
-  if (!result.has("OMP_NUM_THREADS") && options.nprocs > 1) {
-    result.set("OMP_NUM_THREADS", "1");
-    if (first_time) {
-      say("lockstep run: OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
-          " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine\n");
-    }
-  }
-  return result;
-}
-
 std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const RankFiles& files, int rank) {
   std::array<OutputRouter::Route, 2> routes;
   const bool chosen = options.shown_ranks.empty() || options.shown_ranks.count(rank) != 0;
@@ -159,6 +141,16 @@ class ControlledStreams : public Streams {
 
 }  // namespace
 
+WorkerEnvironment common_environment(const RunOptions& options, size_t columns) {
+  auto result = WorkerEnvironment::inherited();
+  result.set("LOCKSTEP_RUN", "1");
+  if (!result.has("LOCKSTEP_PROFILE")) result.set("LOCKSTEP_PROFILE", "on_signal");
+  result.unset("LOCKSTEP_TERMINAL_COLUMNS");
+  if (columns > 0) result.set("LOCKSTEP_TERMINAL_COLUMNS", std::to_string(columns));
+  if (!result.has("OMP_NUM_THREADS") && options.nprocs > 1) result.set("OMP_NUM_THREADS", "1");
+  return result;
+}
+
 GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                      const std::function<uint16_t(Supervisor&)>& open_store,
                      const std::function<void(WorkerEnvironment&)>& adjust, WorkerControl* control) {
@@ -182,7 +174,11 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     Supervisor supervisor(
         options.nprocs, {.grace_period = options.grace_period, .temporary = files.temporary(options.nprocs)});
     variables.store_port = open_store(supervisor);
-    const WorkerEnvironment common = common_environment(options, output, variables.restart_count == 0);
+    const WorkerEnvironment common = common_environment(options, output.worker_columns());
+    if (variables.restart_count == 0 && options.nprocs > 1 && ::getenv("OMP_NUM_THREADS") == nullptr) {
+      say("lockstep run: OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
+          " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine\n");
+    }
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
       auto ends = output.open_next(routes_of(options, files, rank));

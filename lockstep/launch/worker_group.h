@@ -21,6 +21,10 @@ class WorkerControl {
   virtual void serve(Supervisor& supervisor) = 0;
 };
 
+/// What all workers of a host have, but for RankVariables and what is of the moment. `columns`: of the terminal that a
+/// progress bar may have; 0: none.
+WorkerEnvironment common_environment(const RunOptions& options, size_t columns);
+
 /// How the workers of one host ended.
 struct GroupEnd {
   int exit_status = 0;                  // as run() returns it

@@ -1,0 +1,74 @@
+#include <algorithm>
+#include <cctype>
+#include <initializer_list>
+#include <sstream>
+#include <stdlib.h>
+#include <string_view>
+
+#include <lockstep/base/environment.h>
+#include <lockstep/launch/dry_run.h>
+#include <lockstep/launch/worker_group.h>
+#include <lockstep/rendezvous/exit_status_table.h>
+#include <lockstep/rendezvous/network/network_interface.h>
+
+namespace lockstep::launch {
+namespace {
+
+std::string shell_word(const std::string& word) {
+  const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char letter) {
+    return std::isalnum(letter) != 0 ||
+           std::string_view("_@%+=:,./-").find(static_cast<char>(letter)) != std::string_view::npos;
+  });
+  if (plain && !word.empty()) return word;
+  std::string quoted = "'";
+  for (const char letter : word) quoted += letter == '\'' ? "'\\''" : std::string(1, letter);
+  return quoted + "'";
+}
+
+/// Of local rank 0, and in parentheses what others have, or what only the start tells.
+WorkerEnvironment described_environment(const RunOptions& options, const RankVariables& variables,
+                                        bool hosts_meet) {
+  WorkerEnvironment result = common_environment(options, 0);
+  variables.apply(result);
+  const auto describe = [&](std::initializer_list<const char*> names, const std::string& what) {
+    for (const char* name : names) result.set(name, "(" + what + ")");
+  };
+  const std::string local_ranks = options.nprocs == 1 ? "0" : "0 to " + std::to_string(options.nprocs - 1);
+  if (options.nprocs > 1) describe({"LOCAL_RANK", "RANK", "ROLE_RANK"}, local_ranks);
+  if (hosts_meet) {
+    describe({"RANK", "ROLE_RANK", "WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+              "MASTER_ADDR", "MASTER_PORT"},
+             "known when the hosts have met");
+    describe({"TORCHELASTIC_RESTART_COUNT"}, "from 0");
+    if (!read_interface_wish(environment::text)) {
+      describe({"LOCKSTEP_SOCKET_IFNAME"}, "this host's address for messages");
+    }
+  } else if (variables.store_port == 0) {
+    describe({"MASTER_PORT"}, "a free port");
+  }
+  if (variables.run_id.empty()) describe({"TORCHELASTIC_RUN_ID"}, "a fresh name");
+  describe({"LOCKSTEP_AGENT_STORE"}, "MASTER_ADDR:MASTER_PORT/TORCHELASTIC_RUN_ID");
+  describe({"TORCHELASTIC_ERROR_FILE"}, "a file of each process");
+  describe({ExitStatusTable::kVariable}, "a descriptor");
+  return result;
+}
+
+}  // namespace
+
+std::string describe_workers(const RunOptions& options, const RankVariables& variables, bool hosts_meet) {
+  std::ostringstream text;
+  text << "processes: " << options.nprocs << "\ncommand:";
+  for (const std::string& word : options.command) text << ' ' << shell_word(word);
+  text << "\nvariables that differ from this environment:\n";
+  const WorkerEnvironment workers = described_environment(options, variables, hosts_meet);
+  for (const auto& [name, value] : workers.variables()) {
+    const char* here = ::getenv(name.c_str());
+    if (here == nullptr || value != here) text << "  " << name << '=' << value << '\n';
+  }
+  for (const char* name : {"LOCKSTEP_JOB_SECRET", "LOCKSTEP_SPAWN", "LOCKSTEP_TERMINAL_COLUMNS"}) {
+    if (::getenv(name) != nullptr && !workers.has(name)) text << "  " << name << " (not passed on)\n";
+  }
+  return text.str();
+}
+
+}  // namespace lockstep::launch
