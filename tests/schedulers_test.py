@@ -2,8 +2,10 @@
 the cable."""
 
 import os
+import pathlib
 import re
 import shutil
+import time
 
 import pytest
 from hosts import PORT
@@ -31,6 +33,8 @@ NodeName={names[1]} NodeAddr={addresses[1]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES
 """
 CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # with cgroup/v2 slurmd wants systemd
+JOB_FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "jobs" / "slurm.sbatch"
+REQUEUE_SECONDS = 120
 
 
 def require(program, package) -> str:
@@ -91,9 +95,9 @@ def test_agents_under_mpirun_know_their_hosts(programs, make_hosts):
 
 @pytest.fixture
 def slurm(programs, make_hosts):
-    """A cluster of two hosts; answers the words that begin an srun command."""
+    """A cluster of two hosts; answers the words that begin one of Slurm's commands."""
     daemons = {name: require(name, name) for name in ("slurmctld", "slurmd")}
-    srun = require("srun", "slurm-client")
+    require("srun", "slurm-client")
     net = make_hosts(2)
     folder = programs.folder
     (folder / "state").mkdir()
@@ -104,11 +108,11 @@ def slurm(programs, make_hosts):
     for host, name in enumerate(net.names):
         programs.start(*net.inside(host, daemons["slurmd"], "-D", "-N", name, "-f", configuration))
     control.wait_for("Running as primary controller", stream="stderr")
-    return net.inside(0, "env", f"SLURM_CONF={configuration}", srun)
+    return lambda command: net.inside(0, "env", f"SLURM_CONF={configuration}", command)
 
 
 def test_slurm_starts_a_program_on_two_hosts(programs, slurm):
-    done = programs.run(*slurm, "-N", 2, "--ntasks-per-node", 2, programs.find("all_reduce"), LOCKSTEP_LOG="info")
+    done = programs.run(*slurm("srun"), "-N", 2, "--ntasks-per-node", 2, programs.find("all_reduce"), LOCKSTEP_LOG="info")
     check_sums(done)
     where = r"all 4 ranks are there, started by srun, on 2 hosts: host-a \(ranks 0 and 1\), host-b \(ranks 2 and 3\)"
     assert re.search(where, done.stderr), done.text
@@ -116,4 +120,43 @@ def test_slurm_starts_a_program_on_two_hosts(programs, slurm):
 
 def test_agents_under_slurm_know_their_hosts(programs, slurm):
     agent = [programs.find("lockstep"), "run", "-n", 2, "--no-prefix", programs.find("all_reduce")]
-    check_roles(programs.run(*slurm, "-N", 2, "--ntasks-per-node", 1, *agent, **SECRET), "Slurm")
+    check_roles(programs.run(*slurm("srun"), "-N", 2, "--ntasks-per-node", 1, *agent, **SECRET), "Slurm")
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(programs, slurm):
+    """The job file of the documentation: stopped by a signal all processes end with 75, and Slurm starts the job again."""
+    train = programs.folder / "train"
+    options = '--checkpoints "${RUN:-run}" --samples 120 --epochs 4 --step-milliseconds 20'
+    train.write_text(f"#!/bin/sh\nexec {programs.find('resume')} {options}\n")
+    train.chmod(0o755)
+    (programs.folder / "key").write_text("0123456789abcdef" * 4)
+    agent = [programs.find("lockstep"), "run", "-n", 2, "--secret-file", "key", "./train"]
+    done = programs.run(*slurm("srun"), "-N", 2, "--ntasks-per-node", 1, *agent, RUN="undisturbed")
+    if "built without OpenSSL" in done.stderr or "needs UCX" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL, or there is no UCX")
+    assert done.status == 0, done.text
+    weights = re.search("weights: [0-9a-f]{16}", done.stdout)[0]
+
+    path = f"{pathlib.Path(programs.find('lockstep')).parent}:{os.environ['PATH']}"
+    job = programs.run(*slurm("sbatch"), "--parsable", JOB_FILE, PATH=path)
+    assert job.status == 0, job.text
+    number, output = job.stdout.strip(), programs.folder / f"slurm-{job.stdout.strip()}.out"
+    wait_until(lambda: list((programs.folder / "run").glob("step-*")), 60)
+    programs.run(*slurm("scancel"), "--signal=TERM", number)
+
+    def has_ended():
+        # Slurm waits for two minutes before it starts a job again, unless it is told to do so now.
+        programs.run(*slurm("scontrol"), "update", f"JobId={number}", "StartTime=now")
+        return "weights: " in output.read_text()
+
+    wait_until(has_ended, REQUEUE_SECONDS)
+    text = output.read_text()
+    assert "the status is 75" in text and weights in text, text
+    assert "each sample once in each epoch: yes" in text, text
