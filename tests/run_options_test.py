@@ -158,6 +158,12 @@ def test_a_dry_run_over_hosts_says_the_roles_and_no_secret(programs):
     assert done.status == MISUSE and "no such program" in done.stderr, done.text
 
 
+def test_processes_that_ask_for_another_start_have_not_failed(programs):
+    done = programs.run("lockstep", "run", "-n", 2, "sh", "-c", "exit 75")
+    assert done.status == 75 and "failed" not in done.stderr, done.text
+    assert "lockstep run: the processes ended with status 75, which asks for another start\n" in done.stderr, done.text
+
+
 def test_what_means_nothing_here_is_taken(programs):
     options = "--monitor-interval 5 --start_method=spawn --event-log-handler null --use-env --signals-to-handle SIGTERM,SIGINT"
     done = programs.run("lockstep", "run", *options.split(), "echo", "started")

@@ -207,19 +207,20 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     evidence.push_back({read_error(files.error_file(rank)), output.last_lines(rank)});
   }
   GroupEnd end;
-  end.report = failure_report(endings, evidence, variables.first_rank);
-  end.far_culprit = far_cause_of_failure(endings);
-  say(end.report);
-  if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
-    say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");
-  }
   // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
   constexpr int kTryAgain = 75;  // EX_TEMPFAIL
   if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
         return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
       })) {
+    say("lockstep run: the processes ended with status 75, which asks for another start\n");
     end.exit_status = kTryAgain;
     return end;
+  }
+  end.report = failure_report(endings, evidence, variables.first_rank);
+  end.far_culprit = far_cause_of_failure(endings);
+  say(end.report);
+  if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
+    say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");
   }
   if (interrupted_by) {
     const char* name = ::sigabbrev_np(*interrupted_by);
