@@ -345,6 +345,23 @@ TEST(FsdpMisuse, MixedPrecisionLeavesBatchNormsAndIgnoredModules) {
   });
 }
 
+TEST(FsdpMisuse, MixedPrecisionLeavesTheCallersTensorsBehindPointers) {
+  struct TakesPointer : nn::Module {
+    nn::Linear layer = register_module("layer", nn::Linear(3, 2));
+    torch::Tensor forward(const torch::Tensor& own, const std::shared_ptr<torch::Tensor>& behind) {
+      EXPECT_EQ(own.scalar_type(), at::kBFloat16);
+      return layer(own + behind->to(own.scalar_type()));
+    }
+  };
+  run_ranks(1, [](int rank) {
+    auto world = init_process_group();
+    FullyShardedDataParallel model(std::make_shared<TakesPointer>(), {.mixed_precision = kHalf});
+    const auto behind = std::make_shared<torch::Tensor>(batch(rank));
+    model(batch(rank), behind);
+    EXPECT_EQ(behind->scalar_type(), at::kFloat);
+  });
+}
+
 TEST(FsdpMisuse, AModuleWithTwoNamesCountsOnceForThePolicy) {
   struct Part : nn::Module {
     Part() {

@@ -237,12 +237,13 @@ class FullyShardedDataParallel : public torch::nn::Module {
     }
   }
 
-  /// The argument's type stays, so that it still fits forward()'s signature.
+  /// The argument's type stays, so that it still fits forward()'s signature. What lies behind pointers is not the copy's own:
+  /// it stays as it is.
   template <class Argument>
   std::remove_cvref_t<Argument> prepared(Argument&& argument) const {
     std::remove_cvref_t<Argument> copy = std::forward<Argument>(argument);
     if constexpr (can_find_tensors<std::remove_cvref_t<Argument>>) {
-      for_each_tensor(copy, [this](at::Tensor& tensor) { tensor = core_->prepare_input(tensor); });
+      for_each_owned_tensor(copy, [this](at::Tensor& tensor) { tensor = core_->prepare_input(tensor); });
     }
     return copy;
   }
