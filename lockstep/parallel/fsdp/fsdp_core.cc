@@ -117,6 +117,11 @@ void FsdpCore::collect_parameters() {
     sharded_.push_back(parameter);
   }
   TORCH_CHECK(!sharded_.empty(), kClass, ": the module has no parameter that is not ignored");
+    TORCH_CHECK_VALUE(
+        !fsdp::internal::is_lower_precision_view(tensor), kClass, ": parameter '", parameter.first,
+        "' has the values in ", toString(tensor.scalar_type()), " that an earlier ", kClass,
+        " with mixed_precision has left; convert the module by to(), and load the full_state_dict() "
+        "taken from that one, before it is wrapped again");
 }
 
 void FsdpCore::log_strategy() const {

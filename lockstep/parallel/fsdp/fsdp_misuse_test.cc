@@ -98,6 +98,27 @@ TEST(FsdpMisuse, AModuleHasOneWrapperAtATime) {
   });
 }
 
+TEST(FsdpMisuse, WhatMixedPrecisionHasLeftIsNotWrappedAgain) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    nn::Linear net(3, 4);
+    StateDict state;
+    {
+      FullyShardedDataParallel model(net, {.mixed_precision = kHalf});
+      state = model.full_state_dict();
+    }
+    for (const auto& precision : {kHalf, fsdp::MixedPrecision()}) {
+      EXPECT_THAT(message_of<c10::ValueError>(
+                      [&] { FullyShardedDataParallel again(net, {.mixed_precision = precision}); }),
+                  HasSubstr("parameter 'weight' has the values in BFloat16"));
+    }
+    net->to(at::kFloat);
+    FullyShardedDataParallel again(net, {.mixed_precision = kHalf});
+    again.load_full_state_dict(state);
+    expect_equal(again.full_state_dict(), state);
+  });
+}
+
 TEST(FsdpMisuse, WhatOneRankRefusesIsRefusedByAllAndChangesNothing) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

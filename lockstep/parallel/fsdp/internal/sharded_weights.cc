@@ -18,7 +18,16 @@ std::vector<int64_t> sizes_with_rows(const at::Tensor& whole, int64_t rows) {
   return sizes;
 }
 
+/// A function of its own, so that it tells what it belongs to: see is_lower_precision_view().
+void release_lower_precision_view(void* owner) {
+  delete static_cast<std::shared_ptr<WeightMemory>*>(owner);
+}
+
 }  // namespace
+
+bool is_lower_precision_view(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release_lower_precision_view;
+}
 
 /// The rows that the optimizer sees where modules see others, in memory of this rank alone.
 struct ShardedWeights::Copies {
@@ -124,9 +133,17 @@ void ShardedWeights::move_values(bool of_rank_0) {
 
 /// Where modules see a weight. Each is a storage of its own: of views of one, torch::save would write the whole.
 at::Tensor ShardedWeights::in_view(size_t index) const {
+  std::byte* const values = memory_->view() + offsets_[index];
+  const ShardedWeight& weight = weights_[index];
+  const at::TensorOptions options(weight.dtypes.seen);
+  if (weight.published.defined()) {
+    return at::for_blob(values, weight.sizes)
+        .context(new std::shared_ptr<WeightMemory>(memory_), &release_lower_precision_view)
+        .options(options)
+        .make_tensor();
+  }
   return at::from_blob(
-      memory_->view() + offsets_[index], weights_[index].sizes, [memory = memory_](void*) {},
-      at::TensorOptions(weights_[index].dtypes.seen));
+      values, weight.sizes, [memory = memory_](void*) {}, options);
 }
 
 const ShardedWeight* ShardedWeights::find(const std::string& name) const {

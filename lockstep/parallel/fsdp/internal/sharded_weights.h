@@ -37,6 +37,9 @@ struct ShardedWeight {
   at::Tensor published = {};  // these rows, in the writable memory; undefined where the shard is there itself
 };
 
+/// Whether these are values of lower precision that mixed precision has made of a weight's own, whose wrapper is gone perhaps.
+bool is_lower_precision_view(const at::Tensor& tensor);
+
 /// The weights of a model: their memory, and the shards. Collective are those that say so. Used by one thread at a time.
 class ShardedWeights {
  public:
