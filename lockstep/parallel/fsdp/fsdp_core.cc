@@ -4,12 +4,15 @@
 #include <unordered_set>
 #include <utility>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/base/log.h>
+#include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
 #include <lockstep/optim/optimizer_state_dict.h>
@@ -114,14 +117,14 @@ void FsdpCore::collect_parameters() {
                       ": parameter '", parameter.first,
                       "' has a hook behind its gradient already; is its module wrapped in another ", kClass,
                       ", which lives, or an optimizer of it?");
-    sharded_.push_back(parameter);
-  }
-  TORCH_CHECK(!sharded_.empty(), kClass, ": the module has no parameter that is not ignored");
     TORCH_CHECK_VALUE(
         !fsdp::internal::is_lower_precision_view(tensor), kClass, ": parameter '", parameter.first,
         "' has the values in ", toString(tensor.scalar_type()), " that an earlier ", kClass,
         " with mixed_precision has left; convert the module by to(), and load the full_state_dict() "
         "taken from that one, before it is wrapped again");
+    sharded_.push_back(parameter);
+  }
+  TORCH_CHECK(!sharded_.empty(), kClass, ": the module has no parameter that is not ignored");
 }
 
 void FsdpCore::log_strategy() const {
@@ -262,11 +265,25 @@ void FsdpCore::write(const std::function<void()>& change, const std::function<vo
   windows_->write(check, [&] { weights_->write(change); });
 }
 
+/// A weight counts once, on however many ranks it has rows.
+at::Tensor FsdpCore::count_nonzero_gradients() const {
+  const at::NoGradGuard no_grad;
+  std::vector<float> nonzero;
+  for (const ShardedWeight& weight : weights_->all()) {
+    const at::Tensor& gradient = weight.shard.grad();
+    nonzero.push_back(gradient.defined() && gradient.ne(0).any().item<bool>() ? 1 : 0);
+  }
+  const at::Tensor flags = at::tensor(nonzero);
+  all_reduce(flags, ReduceOp::MAX, weights_->group());
+  return flags.sum();
+}
+
 at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
   std::vector<at::Tensor> sharded;
   for (const ShardedWeight& weight : weights_->all()) sharded.push_back(weight.shard);
-  at::Tensor norm =
-      get_total_norm(gradients_of(sharded), norm_type, /*error_if_nonfinite=*/false, {}, weights_->group());
+  at::Tensor norm = norm_type == 0 ? count_nonzero_gradients()
+                                   : get_total_norm(gradients_of(sharded), norm_type,
+                                                    /*error_if_nonfinite=*/false, {}, weights_->group());
   const auto others = gradients_of(ignored_);
   if (!others.empty()) {
     const at::Tensor other = get_total_norm(others, norm_type);

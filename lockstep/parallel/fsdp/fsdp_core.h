@@ -104,6 +104,7 @@ class FsdpCore final {
   void verify_same_layout(const std::vector<std::vector<size_t>>& groups,
                           const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
   ModelTensors leaves_as_model() const;
+  at::Tensor count_nonzero_gradients() const;
   void log_strategy() const;
   void cast_buffers();
   std::vector<std::vector<size_t>> reduced_groups(

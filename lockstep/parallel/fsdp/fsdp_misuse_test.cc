@@ -321,9 +321,9 @@ TEST(FsdpMisuse, NormsOfAnyOrderWhereRanksHaveNoRows) {
     for (const double order : {infinity, -infinity, -1.0, 0.0, 1.0, 2.0}) {
       const auto norm = model.clip_grad_norm_(1e9, order).item<double>();
       const auto all = torch::tensor({1.0, 2.0, -3.0, 4.0, 1.0, 2.0, -3.0, 4.0, 1.0, 1.0});
-      if (order != 0) {
-        EXPECT_NEAR(norm, torch::linalg_vector_norm(all, order).item<double>(), 1e-5) << order;
-      }
+      // Of order 0 it is the number of gradients: of the weight and the bias, of which two ranks have rows each.
+      const auto expected = order == 0 ? 2.0 : torch::linalg_vector_norm(all, order).item<double>();
+      EXPECT_NEAR(norm, expected, 1e-5) << order;
     }
   });
 }
