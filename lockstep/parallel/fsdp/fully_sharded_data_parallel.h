@@ -35,12 +35,13 @@ namespace lockstep {
 /// error for variables that were modified in place.
 ///
 /// parameters() are this rank's rows of each, as leaves; module->parameters() are the whole ones, for forward alone. All ranks
-/// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there. The
-/// group of ranks is on one host.
+/// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there, but
+/// each backward must reach one sharded parameter at least. The group of ranks is on one host.
 ///
 /// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
-/// Several models may live in one process; one module has but one wrapper at a time. When a reduction or step() fails, it throws the first cause on all ranks, and the model must be made anew from a checkpoint, unless
-/// no rank had begun to write: full_state_dict() works then. torch/distributed/fsdp/fully_sharded_data_parallel.py.
+/// Several models may live in one process; one module has but one wrapper at a time. When a reduction or step() fails, it throws
+/// the first cause on all ranks, and the model must be made anew from a checkpoint, unless no rank had begun to write:
+/// full_state_dict() works then, without mixed precision. torch/distributed/fsdp/fully_sharded_data_parallel.py.
 template <class Wrapped>
 class FullyShardedDataParallel : public torch::nn::Module {
   using Traits = WrappedModule<Wrapped>;
@@ -143,10 +144,11 @@ class FullyShardedDataParallel : public torch::nn::Module {
   /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
   /// nothing on other ranks. Collective with mixed precision; otherwise a rank may call it alone.
   StateDict full_state_dict(bool rank0_only = false) { return core_->full_state_dict(rank0_only); }
-  /// Every rank gives the whole model, or what has its rows; of any number of ranks. Collective. Throws c10::ValueError when
+  /// Every rank gives the whole model, or what has its rows; of any number of ranks. Buffers and ignored parameters are taken
+  /// from the rank's own argument: rank 0's state gives all ranks rank 0's. Collective. Throws c10::ValueError when
   /// a tensor is missing or has other sizes; then all ranks throw, and nothing has changed.
   void load_full_state_dict(const StateDict& state) { core_->load_full_state_dict(state); }
-  /// This rank's rows, with their places in the whole; for as many ranks as wrote it.
+  /// This rank's rows, with their places in the whole; for as many ranks as wrote it. Without buffers and ignored parameters.
   fsdp::ShardedStateDict sharded_state_dict() const { return core_->sharded_state_dict(); }
   void load_sharded_state_dict(const fsdp::ShardedStateDict& state) { core_->load_sharded_state_dict(state); }
 
