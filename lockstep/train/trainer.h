@@ -81,6 +81,7 @@ class Trainer final : public TrainerCore {
     parameters_ = model_.parameters();
     if constexpr (ShardedModel<Model>) {
       clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
+      zero_grad_sharded_ = [&model] { model.zero_grad(); };
     }
     if constexpr (requires { loader_.waited(); }) waited_ = [&loader] { return loader.waited(); };
     state().add_model("model", model_);

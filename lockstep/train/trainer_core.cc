@@ -226,6 +226,12 @@ void TrainerCore::begin_attempt() {
   if (recover) snapshot_.take(buffers());
   step_averages_.clear();
   optimizer_.zero_grad();
+  if (zero_grad_sharded_) zero_grad_sharded_();
+}
+
+void TrainerCore::undo_attempt() {
+  snapshot_.restore();
+  if (zero_grad_sharded_) zero_grad_sharded_();
 }
 
 void TrainerCore::note(const StepOutput& output, int64_t samples) {

@@ -125,7 +125,7 @@ class TrainerCore {
   void end_training(std::string_view status);
   void begin_epoch(int64_t batches);
   void begin_attempt();
-  void undo_attempt() { snapshot_.restore(); }
+  void undo_attempt();
   void note(const StepOutput& output, int64_t samples);
   void apply_gradients(const StepPlan& plan);
   bool out_of_steps() const;
@@ -142,6 +142,8 @@ class TrainerCore {
   int world_size_ = 1;
   std::vector<at::Tensor> parameters_;
   std::function<at::Tensor(double max_norm)> clip_sharded_;  // of a model whose ranks have parts of gradients
+  std::function<void()>
+      zero_grad_sharded_;  // of such a model, with what no_sync() has added up, which optimizer_ leaves
   GradScaler scaler_;
   TrainingState training_state_;
   StepSnapshot snapshot_;

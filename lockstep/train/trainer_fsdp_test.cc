@@ -1,6 +1,7 @@
 // A Trainer of a FullyShardedDataParallel against one of a DistributedDataParallel, and its checkpoints.
 #include <csignal>
 #include <cstdint>
+#include <exception>
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
@@ -164,6 +165,30 @@ TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
       EXPECT_EQ(found->emergency, "");
     }
   }
+}
+
+TEST(TrainerFsdp, AStepThatIsDoneAgainHasNoGradientsOfTheFailedOne) {
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    const auto train = [](bool fails) {
+      FullyShardedDataParallel model(std::make_shared<SmallNet>());
+      const auto optimizer = model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.01));
+      Loader loader(Points{24}, {.batch_size = 3});
+      int micro_batches = 0;
+      const auto loss = [&](auto& of, const auto& batch) {
+        ++micro_batches;
+        TORCH_CHECK(!fails || micro_batches != 4, "the second step's second micro-batch");
+        return loss_of(of, batch);
+      };
+      Trainer trainer(model, *optimizer, loader, loss, options_for(1));
+      int failures = 0;
+      trainer.recover = [&](const std::exception_ptr&) { ++failures; };
+      trainer.train();
+      EXPECT_EQ(failures, fails ? 1 : 0);
+      return model.full_state_dict();
+    };
+    expect_close(train(true), train(false));
+  });
 }
 
 TEST(TrainerFsdp, CantGoOnInAnotherGroup) {
