@@ -322,8 +322,10 @@ void take_host_roles(const CLI::App& command, HostsArguments& arguments) {
   take("--master-addr", arguments.master_addr, roles->master_addr);
   if (roles->master_port != 0) take("--master-port", arguments.master_port, roles->master_port);
   if (!roles->job_id.empty()) take("--rdzv-id", arguments.rdzv_id, roles->job_id);
-  std::cerr << "lockstep run: " << taken.str() << "by " << roles->source
-            << "; --standalone runs a job of this host alone" << std::endl;
+  // In one piece: under mpirun the agents of several hosts write to one stream.
+  std::cerr << "lockstep run: " + taken.str() + "by " + roles->source +
+                   "; --standalone runs a job of this host alone\n"
+            << std::flush;
 }
 
 bool is_one_host(const HostsArguments& arguments) {
