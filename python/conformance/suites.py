@@ -208,7 +208,20 @@ def with_agent(origin, agent):
     home = importlib.import_module(f"{PACKAGE}.rpc.{agent.lower()}_rpc_agent_test_fixture")
     made = utils.generate_tests("", getattr(home, fixture), [origin], __name__)
     globals().update(made)
-    return made[origin.__name__]
+    return waits_for_all_at_init(made[origin.__name__])
+
+
+def waits_for_all_at_init(case_class):
+    """A call may ask a rank for a group as soon as the caller's init_process_group() has returned: ddp_under_dist_autograd_test
+    does, with any backend. With this variable it returns once all ranks have their default group."""
+    set_up = case_class.setUp
+
+    def setUp(self):
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # in the process of this test, and its ranks
+        set_up(self)
+
+    case_class.setUp = setUp
+    return case_class
 
 
 def tests_of_file(path):
