@@ -269,6 +269,23 @@ TEST(GroupChannel, ATimeoutNamesTheRankForWhichTheOtherHostWaits) {
   });
 }
 
+TEST(GroupChannel, AnAbortBehindTheFailureOfAnotherHostKeepsItsCause) {
+  std::barrier one_has_failed(2);
+  on_hosts({0, 0, 1}, [&](GroupChannel& channel) {
+    if (channel.rank() == 0) one_has_failed.arrive_and_wait();
+    const auto text = failure_of(
+        [&] {
+          begin(channel);
+          if (channel.rank() == 2) channel.refuse("the sizes differ");
+        },
+        FailureKind::kMismatch);
+    EXPECT_EQ(text, "the sizes differ");
+    // As a rank does that ends by an exception: the other one of its host has not met the failure yet.
+    if (channel.rank() == 1) channel.abort();
+    if (channel.rank() == 1) one_has_failed.arrive_and_wait();
+  });
+}
+
 TEST(GroupChannel, ARankThatHasEndedAfterAnAbortIsNotTheCause) {
   const auto hub = wire::ThreadHub::make(2);
   HostTransport::Options options;

@@ -70,7 +70,9 @@ void HostTransport::look_at_far_ranks() {
     const uint32_t activity = wire_->activity(rank);
     std::unique_lock lock(segments_mutex_);
     const bool awaited = wire_->awaits(rank) || peer.witness || !peer.expected.expired();
-    if (std::exchange(peer.activity, activity) != activity) peer.life->hear();
+    // What came before the first look may be old: since then its host may have said that it is stopped.
+    if (peer.activity.value_or(activity) != activity) peer.life->hear();
+    peer.activity = activity;
     const auto action = peer.life->look(now, awaited);
     const bool stopped = peer.life->is_stopped();
     const bool still = peer.life->state() != PeerState::kAlive;

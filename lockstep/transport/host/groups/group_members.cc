@@ -180,26 +180,24 @@ void GroupMembers::abort() {
 
 void GroupMembers::abort_as(const Decision& cause) {
   uint64_t current = outcome().abort.load(std::memory_order_acquire);
-  // Release: the text of fail_from_outside().
-  while (
-      (current == 0 || unpack_decision(current - 1).sequence > cause.sequence) &&
-      !outcome().abort.compare_exchange_weak(current, pack_decision(cause) + 1, std::memory_order_acq_rel)) {
-  }
+  Decision first;
+  do {
+    first = current == 0 ? cause : unpack_decision(current - 1);
+    // What came first stays, of earlier operations, too: a member that has failed with it aborts the group as it ends.
+    first.sequence = std::min(first.sequence, cause.sequence);
+    // Release: the text of fail_from_outside().
+  } while (
+      !outcome().abort.compare_exchange_weak(current, pack_decision(first) + 1, std::memory_order_acq_rel));
   tell_failure();
 }
 
 void GroupMembers::fail_from_outside(const GroupFailure& failure) {
   std::lock_guard lock(outside_mutex_);
-  Decision cause{failure.sequence, static_cast<uint64_t>(failure.kind), failure.culprit, rank_};
-  if (const auto earlier = aborted()) {
-    // What came first stays, of earlier operations, too.
-    cause = *earlier;
-    cause.sequence = std::min(earlier->sequence, failure.sequence);
-  } else {
+  if (!aborted()) {
     auto& text = block(rank_).outside_failure.text;
     failure.text.copy(text.data(), text.size() - 1);
   }
-  abort_as(cause);
+  abort_as({failure.sequence, static_cast<uint64_t>(failure.kind), failure.culprit, rank_});
 }
 
 const char* GroupMembers::outside_text() const {
