@@ -206,4 +206,42 @@ struct WrappedModule<torch::jit::Module> {
   static Handle clone(const Handle& handle, const std::optional<at::Device>& device = std::nullopt);
 };
 
+/// forward() and operator() of a wrapper whose arguments and result are the module's own. The wrapper derives from it publicly,
+/// has the module as `module`, and befriends it for
+///
+///     template <class Call, class... Arguments>
+///     auto run(Call&& call, Arguments&&... arguments);   // call(arguments…) is the module's forward
+template <class Wrapper, class Wrapped>
+class ForwardOfWrapper {
+  using Traits = WrappedModule<Wrapped>;
+
+ public:
+  /// The module's forward with the wrapper's work around it. For modules whose forward() is asked for its return type
+  /// (Sequential, AnyModule): forward<ReturnType>(arguments…), at::Tensor unless named.
+  template <class... Arguments>
+  requires(!Traits::kReturnTypeIsAsked) auto forward(Arguments&&... arguments) {
+    return wrapper().run(
+        [this](auto&&... given) {
+          return Traits::forward(wrapper().module, std::forward<decltype(given)>(given)...);
+        },
+        std::forward<Arguments>(arguments)...);
+  }
+  template <class ReturnType = at::Tensor, class... Arguments>
+  requires Traits::kReturnTypeIsAsked ReturnType forward(Arguments&&... arguments) {
+    return wrapper().run(
+        [this](auto&&... given) {
+          return Traits::template forward<ReturnType>(wrapper().module,
+                                                      std::forward<decltype(given)>(given)...);
+        },
+        std::forward<Arguments>(arguments)...);
+  }
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
+
+ private:
+  Wrapper& wrapper() { return static_cast<Wrapper&>(*this); }
+};
+
 }  // namespace lockstep

@@ -81,8 +81,9 @@ void copy_state(const std::vector<NamedTensor>& from, const std::vector<NamedTen
 /// `n_averaged`, without the averaging function. A tensor that the copy has under two names is averaged once.
 /// Used by one thread at a time. torch/optim/swa_utils.py.
 template <class Wrapped>
-class AveragedModel : public torch::nn::Module {
+class AveragedModel : public torch::nn::Module, public ForwardOfWrapper<AveragedModel<Wrapped>, Wrapped> {
   using Traits = WrappedModule<Wrapped>;
+  friend ForwardOfWrapper<AveragedModel, Wrapped>;
 
  public:
   using Handle = typename Traits::Handle;
@@ -104,20 +105,6 @@ class AveragedModel : public torch::nn::Module {
   explicit AveragedModel(const Holder& holder, AveragedModelOptions options = {}, const Factory& factory = {})
       : AveragedModel(holder.ptr(), std::move(options), factory) {}
 
-  /// The forward of the averaged module.
-  template <class... Arguments>
-  requires(!Traits::kReturnTypeIsAsked) auto forward(Arguments&&... arguments) {
-    return Traits::forward(module, std::forward<Arguments>(arguments)...);
-  }
-  template <class ReturnType = at::Tensor, class... Arguments>
-  requires Traits::kReturnTypeIsAsked ReturnType forward(Arguments&&... arguments) {
-    return Traits::template forward<ReturnType>(module, std::forward<Arguments>(arguments)...);
-  }
-  template <class... Arguments>
-  auto operator()(Arguments&&... arguments) {
-    return forward(std::forward<Arguments>(arguments)...);
-  }
-
   /// Takes the weights of `model` into the average; the first time it copies them. Parameters and buffers are
   /// matched by their order, so `model` may be a wrapper. Throws c10::ValueError for a model with others.
   void update_parameters(const torch::nn::Module& model) {
@@ -136,6 +123,11 @@ class AveragedModel : public torch::nn::Module {
   at::Tensor n_averaged;
 
  private:
+  template <class Call, class... Arguments>
+  static auto run(Call&& call, Arguments&&... arguments) {
+    return call(std::forward<Arguments>(arguments)...);
+  }
+
   static Handle copy_of(const Handle& model, const Factory& factory,
                         const std::optional<at::Device>& device) {
     TORCH_CHECK_VALUE(!Traits::is_empty(model), "AveragedModel: the module is empty");

@@ -52,8 +52,11 @@ namespace lockstep {
 /// before the step's first forward; see update_process_group(). torch/nn/parallel/distributed.py.
 // (Not "Module": inside of a torch::nn::Module that name is the base class.)
 template <class Wrapped>
-class DistributedDataParallel : public torch::nn::Module, public Joinable {
+class DistributedDataParallel : public torch::nn::Module,
+                                public Joinable,
+                                public ForwardOfWrapper<DistributedDataParallel<Wrapped>, Wrapped> {
   using Traits = WrappedModule<Wrapped>;
+  friend ForwardOfWrapper<DistributedDataParallel, Wrapped>;
 
  public:
   using Handle = typename Traits::Handle;
@@ -72,27 +75,6 @@ class DistributedDataParallel : public torch::nn::Module, public Joinable {
       : DistributedDataParallel(holder.ptr(), std::move(options)) {}
   DistributedDataParallel(const DistributedDataParallel&) = delete;
   DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
-
-  /// The module's forward with gradient synchronisation around it. For modules whose forward() is asked for
-  /// its return type (Sequential, AnyModule): forward<ReturnType>(arguments…), at::Tensor unless named.
-  template <class... Arguments>
-  requires(!Traits::kReturnTypeIsAsked) auto forward(Arguments&&... arguments) {
-    return run(
-        [&](auto&&... given) { return Traits::forward(module, std::forward<decltype(given)>(given)...); },
-        std::forward<Arguments>(arguments)...);
-  }
-  template <class ReturnType = at::Tensor, class... Arguments>
-  requires Traits::kReturnTypeIsAsked ReturnType forward(Arguments&&... arguments) {
-    return run(
-        [&](auto&&... given) {
-          return Traits::template forward<ReturnType>(module, std::forward<decltype(given)>(given)...);
-        },
-        std::forward<Arguments>(arguments)...);
-  }
-  template <class... Arguments>
-  auto operator()(Arguments&&... arguments) {
-    return forward(std::forward<Arguments>(arguments)...);
-  }
 
   /// While it lives, forwards are not synchronised: their gradients add up locally, and the next synchronised
   /// backward reduces the sum. Covers forward and backward; several may live at once. Movable, for scopes

@@ -43,8 +43,10 @@ namespace lockstep {
 /// the first cause on all ranks, and the model must be made anew from a checkpoint, unless no rank had begun to write:
 /// full_state_dict() works then, without mixed precision. torch/distributed/fsdp/fully_sharded_data_parallel.py.
 template <class Wrapped>
-class FullyShardedDataParallel : public torch::nn::Module {
+class FullyShardedDataParallel : public torch::nn::Module,
+                                 public ForwardOfWrapper<FullyShardedDataParallel<Wrapped>, Wrapped> {
   using Traits = WrappedModule<Wrapped>;
+  friend ForwardOfWrapper<FullyShardedDataParallel, Wrapped>;
 
  public:
   using Handle = typename Traits::Handle;
@@ -63,27 +65,6 @@ class FullyShardedDataParallel : public torch::nn::Module {
       : FullyShardedDataParallel(holder.ptr(), std::move(options)) {}
   FullyShardedDataParallel(const FullyShardedDataParallel&) = delete;
   FullyShardedDataParallel& operator=(const FullyShardedDataParallel&) = delete;
-
-  /// The module's forward. For modules whose forward() is asked for its return type (Sequential, AnyModule):
-  /// forward<ReturnType>(arguments…), at::Tensor unless named.
-  template <class... Arguments>
-  requires(!Traits::kReturnTypeIsAsked) auto forward(Arguments&&... arguments) {
-    return run(
-        [&](auto&&... given) { return Traits::forward(module, std::forward<decltype(given)>(given)...); },
-        std::forward<Arguments>(arguments)...);
-  }
-  template <class ReturnType = at::Tensor, class... Arguments>
-  requires Traits::kReturnTypeIsAsked ReturnType forward(Arguments&&... arguments) {
-    return run(
-        [&](auto&&... given) {
-          return Traits::template forward<ReturnType>(module, std::forward<decltype(given)>(given)...);
-        },
-        std::forward<Arguments>(arguments)...);
-  }
-  template <class... Arguments>
-  auto operator()(Arguments&&... arguments) {
-    return forward(std::forward<Arguments>(arguments)...);
-  }
 
   /// This rank's rows of each parameter, as leaves, in definition order: what optimizers update. Ignored parameters are among
   /// them as they are.
