@@ -79,14 +79,11 @@ at::Tensor over_ranks(const at::Tensor& mine, double norm_type, const ProcessGro
 
 }  // namespace
 
-at::Tensor get_total_norm(const Tensors& given, double norm_type, bool error_if_nonfinite,
+at::Tensor get_total_norm(Tensors tensors, double norm_type, bool error_if_nonfinite,
                           std::optional<bool> foreach, const std::optional<ProcessGroup>& sharded_over) {
   at::NoGradGuard no_grad;
-  Tensors tensors;
   // An empty piece adds nothing, but has no norm of its own: torch throws for the infinite and negative ones.
-  for (const at::Tensor& tensor : given) {
-    if (!sharded_over || tensor.numel() > 0) tensors.push_back(tensor);
-  }
+  if (sharded_over) std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
   at::Tensor total;
   if (tensors.empty()) {
     // Nothing adds nothing: for negative norms, of which −infinity is the minimum, that is infinity.

@@ -28,7 +28,7 @@ namespace lockstep {
 /// The norm of `tensors` as one vector, a tensor of one element on the first one's device; 0 for an empty
 /// list. Throws c10::Error when it is infinite or NaN and error_if_nonfinite is set; with sharded_over on all
 /// ranks.
-at::Tensor get_total_norm(const std::vector<at::Tensor>& tensors, double norm_type = 2.0,
+at::Tensor get_total_norm(std::vector<at::Tensor> tensors, double norm_type = 2.0,
                           bool error_if_nonfinite = false, std::optional<bool> foreach = {},
                           const std::optional<ProcessGroup>& sharded_over = {});
 
