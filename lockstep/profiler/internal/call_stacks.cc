@@ -7,27 +7,16 @@
 
 #include <torch/csrc/profiler/combined_traceback.h>
 
-#include <lockstep/base/process/per_process.h>
 #include <lockstep/profiler/internal/call_stacks.h>
+#include <lockstep/profiler/internal/current_log.h>
 
 namespace lockstep::profiler::internal {
 namespace {
 
-// A callback of RecordFunction is a plain function, so the log that it writes to is found here. A forked child, which
-// inherits the callback, records nothing.
-struct CurrentStackLog {
-  std::mutex mutex;
-  std::shared_ptr<CallStacks::Log> log;  // guarded by mutex
-};
-PerProcess<CurrentStackLog> current_stack_log;
+CurrentLog<CallStacks::Log> current_stack_log;
 
 std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& function) {
-  std::shared_ptr<CallStacks::Log> log;
-  {
-    CurrentStackLog& current = current_stack_log.get();
-    const std::lock_guard lock(current.mutex);
-    log = current.log;
-  }
+  const auto log = current_stack_log.get();
   if (log == nullptr) return nullptr;
   CallStacks::Call call{function.name(), at::RecordFunction::currentThreadId(),
                         torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true)};
@@ -62,20 +51,14 @@ std::string frame_text(const torch::unwind::Frame& frame) {
 CallStacks::CallStacks() : log_(std::make_shared<Log>()) {
   // The first look at a stack reads the libraries' tables, for milliseconds, which no operator shall be charged with.
   torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true);
-  {
-    CurrentStackLog& current = current_stack_log.get();
-    const std::lock_guard lock(current.mutex);
-    current.log = log_;
-  }
+  current_stack_log.set(log_);
   handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(note_call));
 }
 
 void CallStacks::end() {
   if (handle_ == at::INVALID_CALLBACK_HANDLE) return;
   at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
-  CurrentStackLog& current = current_stack_log.get();
-  const std::lock_guard lock(current.mutex);
-  current.log.reset();
+  current_stack_log.set(nullptr);
 }
 
 void CallStacks::give_to(std::vector<FunctionEvent>& events) const {

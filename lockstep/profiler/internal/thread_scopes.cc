@@ -6,19 +6,13 @@
 #include <c10/util/ApproximateClock.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 
-#include <lockstep/base/process/per_process.h>
+#include <lockstep/profiler/internal/current_log.h>
 #include <lockstep/profiler/internal/thread_scopes.h>
 
 namespace lockstep::profiler::internal {
 namespace {
 
-// A callback of RecordFunction is a plain function, so the log that it writes to is found here. A forked child, which
-// inherits the callback, records nothing.
-struct CurrentScopeLog {
-  std::mutex mutex;
-  std::weak_ptr<ThreadScopes::Log> log;  // guarded by mutex
-};
-PerProcess<CurrentScopeLog> current_scope_log;
+CurrentLog<ThreadScopes::Log> current_scope_log;
 
 struct OpenScope : at::ObserverContext {
   std::shared_ptr<ThreadScopes::Log> log;
@@ -28,11 +22,7 @@ struct OpenScope : at::ObserverContext {
 std::unique_ptr<at::ObserverContext> begin_thread_scope(const at::RecordFunction& function) {
   if (torch::profiler::impl::profilerEnabled()) return nullptr;  // Kineto has it
   auto open = std::make_unique<OpenScope>();
-  {
-    CurrentScopeLog& current = current_scope_log.get();
-    const std::lock_guard lock(current.mutex);
-    open->log = current.log.lock();
-  }
+  open->log = current_scope_log.get();
   if (open->log == nullptr) return nullptr;
   std::array<char, 16> name{};
   ::pthread_getname_np(::pthread_self(), name.data(), name.size());
@@ -55,11 +45,7 @@ void end_thread_scope(const at::RecordFunction& /*function*/, at::ObserverContex
 }  // namespace
 
 ThreadScopes::ThreadScopes() : log_(std::make_shared<Log>()) {
-  {
-    CurrentScopeLog& current = current_scope_log.get();
-    const std::lock_guard lock(current.mutex);
-    current.log = log_;
-  }
+  current_scope_log.set(log_);
   handle_ = at::addGlobalCallback(
       at::RecordFunctionCallback(begin_thread_scope, end_thread_scope).scopes({at::RecordScope::USER_SCOPE}));
 }
@@ -67,9 +53,7 @@ ThreadScopes::ThreadScopes() : log_(std::make_shared<Log>()) {
 std::vector<ThreadScope> ThreadScopes::take() {
   if (handle_ != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(std::exchange(handle_, at::INVALID_CALLBACK_HANDLE));
-    CurrentScopeLog& current = current_scope_log.get();
-    const std::lock_guard lock(current.mutex);
-    current.log.reset();
+    current_scope_log.set(nullptr);
   }
   const std::lock_guard lock(log_->mutex);
   log_->closed = true;
