@@ -4,6 +4,7 @@
 #include <regex>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -25,6 +26,17 @@ using testing::message_of;
 using testing::RankOutcome;
 using testing::run_ranks;
 using testing::run_ranks_collect;
+
+/// That this rank, and no other, was killed by signal 9; the others have ended well.
+void expect_killed(const std::vector<RankOutcome>& outcomes, int victim) {
+  for (const RankOutcome& outcome : outcomes) {
+    if (outcome.rank == victim) {
+      EXPECT_EQ(outcome.signal.value_or(0), 9);
+    } else {
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
 
 struct Death {
   const char* where;  // the failpoint at which rank 1 dies
@@ -51,13 +63,7 @@ TEST_P(DeathInAllReduce, IsToldToAllOthersWithRankOperationAndCause) {
         EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
       },
       {.expected_failures = {1}});
-  for (const RankOutcome& outcome : outcomes) {
-    if (outcome.rank == 1) {
-      EXPECT_EQ(outcome.signal.value_or(0), 9);
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  expect_killed(outcomes, 1);
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, DeathInAllReduce,
@@ -83,13 +89,7 @@ TEST_P(DeathBeforeItsMemoryCame, IsToldToAllOthers) {
         EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
       },
       {.expected_failures = {3}, .hosts = hosts, .environment = {{"LOCKSTEP_SEGMENT_MB", "1"}}});
-  for (const RankOutcome& outcome : outcomes) {
-    if (outcome.rank == 3) {
-      EXPECT_EQ(outcome.signal.value_or(0), 9);
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  expect_killed(outcomes, 3);
 }
 
 INSTANTIATE_TEST_SUITE_P(On, DeathBeforeItsMemoryCame, ::testing::Values(1, 2),
@@ -122,13 +122,7 @@ TEST_P(DeathBehindItsAnnouncement, EndsTheOperationOnceAnotherRankComes) {
             << text;
       },
       {.expected_failures = {3}, .hosts = hosts});
-  for (const RankOutcome& outcome : outcomes) {
-    if (outcome.rank == 3) {
-      EXPECT_EQ(outcome.signal.value_or(0), 9);
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  expect_killed(outcomes, 3);
 }
 
 INSTANTIATE_TEST_SUITE_P(On, DeathBehindItsAnnouncement, ::testing::Values(1, 2),
