@@ -184,7 +184,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_
     Deadline expected = Deadline::after(std::chrono::nanoseconds(0));  // see expect(); under segments_mutex_
     std::optional<uint32_t> activity;  // wire::Wire::activity() at the last look; monitor thread only
-    bool witness = false;   // is asked how another of its host is; monitor thread only
+    bool witness = false;              // is asked how another of its host is; monitor thread only
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
     std::array<std::atomic<std::byte*>, Arena::kMaxSegments> bases{};
