@@ -130,6 +130,13 @@ void GroupChannel::abort() {
   if (between_) between_->tell_that_it_failed();
 }
 
+void GroupChannel::fail_as(const GroupChannel& failed) {
+  GroupFailure failure = failed.host_->failure_for_others();
+  failure.sequence = 0;  // whatever is in progress
+  host_->fail_from_outside(failure);
+  if (between_) between_->tell_that_it_failed();
+}
+
 void GroupChannel::leave() {
   host_->leave();
   if (between_) between_->leave();

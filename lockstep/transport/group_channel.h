@@ -87,6 +87,8 @@ class GroupChannel {
   MessageChannel& messages() { return messages_ ? *messages_ : host_->messages(); }
   bool failed() const { return host_->failed(); }
   void abort();
+  /// abort() with the cause for which another group of this transport has failed. From any thread.
+  void fail_as(const GroupChannel& failed);
   void leave();
   std::exception_ptr take_interruption() { return host_->take_interruption(); }
   void release_after_close(std::function<void()> release) { host_->release_after_close(std::move(release)); }
