@@ -145,9 +145,10 @@ Training make_training(const std::shared_ptr<Gpt>& gpt, const Settings& settings
   const torch::optim::AdamWOptions options(settings.learning_rate);
   if (settings.strategy == "fsdp") {
     auto model = std::make_shared<lockstep::FullyShardedDataParallel<Gpt>>(
-        gpt,
-        lockstep::FullyShardedDataParallelOptions{
-            .auto_wrap_policy = lockstep::fsdp::module_wrap_policy<Block>(), .sync_module_states = true});
+        gpt, lockstep::FullyShardedDataParallelOptions{
+                 .sharding_strategy = lockstep::fsdp::ShardingStrategy::HYBRID_SHARD,
+                 .auto_wrap_policy = lockstep::fsdp::module_wrap_policy<Block>(),
+                 .sync_module_states = true});
     return {.optimizer = model->make_optimizer<torch::optim::AdamW>(
                 parameter_groups(model->parameters(), settings.learning_rate), options),
             .forward = [model](const Tensor& text) { return (*model)(text); },

@@ -19,6 +19,7 @@
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
+#include <lockstep/parallel/fsdp/internal/shard_groups.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
@@ -31,6 +32,7 @@ using fsdp::internal::GradientReduction;
 using fsdp::internal::run_on_all;
 using fsdp::internal::ShardedWeight;
 using fsdp::internal::ShardedWeights;
+using fsdp::internal::ShardGroups;
 using fsdp::internal::WeightDtypes;
 using fsdp::internal::WeightWindows;
 
@@ -74,14 +76,15 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   });
   verify_same_model(sharded_, options_.process_group);
   verify_same_layout(groups, dtypes);
-  weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, options_.process_group);
-  windows_ = std::make_unique<WeightWindows>(weights_->group());
-  run_on_all(weights_->group(), "to allocate memory", [&] {
+  groups_ = std::make_shared<const ShardGroups>(options_.process_group);
+  weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, groups_);
+  windows_ = std::make_unique<WeightWindows>(groups_->all());
+  run_on_all(groups_->all(), "to allocate memory", [&] {
     weights_->allocate_copies();
     reduction_ = std::make_shared<GradientReduction>(*weights_, *windows_, std::move(groups), options_);
   });
   weights_->move_values(/*of_rank_0=*/options_.sync_module_states);
-  if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), weights_->group());
+  if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), groups_->all());
   cast_buffers();
   collect_leaves();
   reduction_->attach();
@@ -93,6 +96,12 @@ FsdpCore::~FsdpCore() = default;
 void FsdpCore::check_options() const {
   TORCH_CHECK_VALUE(options_.sharding_strategy != ShardingStrategy::NO_SHARD, kClass,
                     ": NO_SHARD keeps a whole model on each rank, as DistributedDataParallel does; use that");
+  const int hosts = get_topology(options_.process_group).nodes();
+  TORCH_CHECK_VALUE(hosts == 1 || options_.sharding_strategy == ShardingStrategy::HYBRID_SHARD, kClass, ": ",
+                    name_of(options_.sharding_strategy), " over ", hosts,
+                    " hosts is not there yet; HYBRID_SHARD shares the weights on each host, and averages "
+                    "gradients between hosts");
+  if (options_.between_hosts) checked_compression(*options_.between_hosts, "between_hosts");
   TORCH_CHECK_VALUE(options_.gradient_buffers > 0, kClass, ": gradient_buffers is ",
                     options_.gradient_buffers, "; it must be at least 1");
 }
@@ -128,11 +137,14 @@ void FsdpCore::collect_parameters() {
 }
 
 void FsdpCore::log_strategy() const {
-  LOCKSTEP_LOG(kInfo)
-      << kClass << " of " << model_.name << ": " << sharded_.size() << " parameters in "
-      << model_.groups.size() << " groups lie once for all " << weights_->group()->getSize()
-      << " ranks of this host; here FULL_SHARD, SHARD_GRAD_OP and HYBRID_SHARD come to the same ("
-      << name_of(options_.sharding_strategy) << " was asked for)";
+  const std::string strategy =
+      groups_->replicas()
+          ? "HYBRID_SHARD over " + std::to_string(groups_->replicas()->getSize()) + " hosts"
+          : std::string("here FULL_SHARD, SHARD_GRAD_OP and HYBRID_SHARD come to the same (") +
+                name_of(options_.sharding_strategy) + " was asked for)";
+  LOCKSTEP_LOG(kInfo) << kClass << " of " << model_.name << ": " << sharded_.size() << " parameters in "
+                      << model_.groups.size() << " groups lie once for all " << weights_->group()->getSize()
+                      << " ranks of this host; " << strategy;
 }
 
 std::vector<WeightDtypes> FsdpCore::dtypes() const {
@@ -311,7 +323,7 @@ void FsdpCore::summon_full_params(const std::function<void()>& action, bool writ
     }
     if (!writeback) return;
     // Weights of which some ranks' rows are new, and others' not, would be of no use.
-    failed = count_ranks(weights_->group(), error != nullptr);
+    failed = count_ranks(groups_->all(), error != nullptr);
     if (failed == 0) weights_->write_private_values_back();
   });
   if (error) std::rethrow_exception(error);
@@ -323,7 +335,7 @@ void FsdpCore::summon_full_params(const std::function<void()>& action, bool writ
 
 StateDict FsdpCore::full_state_dict(bool rank0_only) {
   const WeightWindows::Reading reading(*windows_);
-  const bool wanted = !rank0_only || weights_->group()->getRank() == 0;
+  const bool wanted = !rank0_only || groups_->all()->getRank() == 0;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> whole;
   StateDict state;
   for (size_t i = 0; i < weights_->all().size(); ++i) {
@@ -425,7 +437,7 @@ StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& 
 }
 
 StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const {
-  const bool wanted = !rank0_only || weights_->group()->getRank() == 0;
+  const bool wanted = !rank0_only || groups_->all()->getRank() == 0;
   auto state = get_optimizer_state_dict(leaves_as_model(), optimizer);
   state = map_optim_state(state, [&](size_t weight, const at::Tensor& part) {
     const at::Tensor whole = weights_->gather(weight, part);

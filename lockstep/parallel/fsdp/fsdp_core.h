@@ -36,6 +36,7 @@ using ShardedStateDict = std::vector<std::pair<std::string, ShardedTensor>>;
 
 namespace internal {
 class GradientReduction;
+class ShardGroups;
 class ShardedWeights;
 class WeightWindows;
 struct WeightDtypes;
@@ -120,6 +121,7 @@ class FsdpCore final {
   std::vector<at::Tensor> ignored_;                                // those of them that are not sharded
   std::unordered_map<std::string, at::ScalarType> buffer_dtypes_;  // their own, of those that were cast
   int no_sync_depth_ = 0;
+  std::shared_ptr<const fsdp::internal::ShardGroups> groups_;
   std::unique_ptr<fsdp::internal::ShardedWeights> weights_;
   std::unique_ptr<fsdp::internal::WeightWindows> windows_;
   std::shared_ptr<fsdp::internal::GradientReduction> reduction_;  // goes first

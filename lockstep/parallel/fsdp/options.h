@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/parallel/fsdp/wrap_policy.h>
 
@@ -14,7 +15,7 @@ namespace lockstep {
 namespace fsdp {
 
 /// What lies where, under torch's names. On one host each weight lies once in shared memory, whatever is chosen, so the
-/// first, the second and the last come to the same.
+/// first, the second and the last come to the same. Over several hosts each host has them once, which is HYBRID_SHARD.
 enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
 
 /// Lower precision for forward, backward and reduction, while the shards that the optimizer sees stay as they are. Only
@@ -36,8 +37,9 @@ struct MixedPrecision {
 
 /// torch.distributed.fsdp.FullyShardedDataParallel's arguments, with its names and defaults.
 struct FullyShardedDataParallelOptions {
-  ProcessGroup process_group = {};  ///< empty: the default group; on one host
-  /// NO_SHARD is refused: it is DistributedDataParallel.
+  ProcessGroup process_group =
+      {};  ///< empty: the default group; over several hosts with equally many ranks on each
+  /// NO_SHARD is refused: it is DistributedDataParallel. Over several hosts all but HYBRID_SHARD are.
   fsdp::ShardingStrategy sharding_strategy = fsdp::ShardingStrategy::FULL_SHARD;
   /// Which modules' gradients are reduced together; without one all are, at the end of backward.
   fsdp::AutoWrapPolicy auto_wrap_policy = {};
@@ -50,6 +52,8 @@ struct FullyShardedDataParallelOptions {
   bool sync_module_states = false;
   /// In how many buffers gradients wait for their reduction: each takes as much memory as the largest group.
   int gradient_buffers = 3;
+  /// How gradients travel between hosts, on all ranks the same: as for DistributedDataParallel.
+  std::optional<HostCompression> between_hosts = {};
 };
 
 }  // namespace lockstep

@@ -40,6 +40,7 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
     : weights_(weights),
       windows_(windows),
       keep_low_precision_(options.mixed_precision.keep_low_precision_grads),
+      between_hosts_(options.between_hosts),
       group_of_(weights.all().size(), groups.size()),
       schedule_(groups.size(), static_cast<size_t>(options.gradient_buffers)),
       used_(weights.all().size()) {
@@ -124,7 +125,7 @@ void GradientReduction::on_gradient(size_t weight) {
   used_[weight] = true;
   if (--group.missing == 0) {
     schedule_.arrived(group_of_[weight]);
-    start_what_can_start();
+    spread_failures([this] { start_what_can_start(); });
   }
 }
 
@@ -137,6 +138,16 @@ void GradientReduction::begin() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (const auto reduction = self.lock()) reduction->end();
   });
+}
+
+template <class Action>
+void GradientReduction::spread_failures(Action&& action) {
+  try {
+    action();
+  } catch (...) {
+    weights_.groups().spread_failure();
+    throw;
+  }
 }
 
 void GradientReduction::start_what_can_start() {
@@ -173,6 +184,7 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
     parameter.mutable_grad() = taken_gradient(parameter);
   }
   group.averages = at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype));
+  slot.group = next.group;
   slot.work =
       reduce_scatter_tensor(group.averages, buffer, ReduceOp::AVG, weights_.group(), /*async_op=*/true);
 }
@@ -180,17 +192,29 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
 void GradientReduction::finish(size_t slot) {
   std::exchange(ring_[slot].work, {})->wait();
   schedule_.finished(slot);
+  const ProcessGroup& replicas = weights_.groups().replicas();
+  if (!replicas) return;
+  Group& group = groups_[ring_[slot].group];
+  const BetweenHosts scope(between_hosts_, group.feedback);
+  group.between_hosts = all_reduce(group.averages, ReduceOp::AVG, replicas, /*async_op=*/true);
 }
 
-void GradientReduction::end() {
+void GradientReduction::reduce_the_rest() {
   schedule_.end();
   start_what_can_start();
   while (const auto oldest = schedule_.oldest()) {
     finish(*oldest);
     start_what_can_start();
   }
+  for (Group& group : groups_) {
+    if (const Work work = std::exchange(group.between_hosts, {})) work->wait();
+  }
   agree_on_used();
   if (!order_is_known_) agree_on_order();
+}
+
+void GradientReduction::end() {
+  spread_failures([this] { reduce_the_rest(); });
   give_to_shards();
   backward_ = std::thread::id();
   reading_.reset();
@@ -204,7 +228,7 @@ void GradientReduction::agree_on_used() {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.asyncOp = false;
-  weights_.group()->allreduce(tensors, options)->wait();
+  weights_.groups().all()->allreduce(tensors, options)->wait();
   for (size_t i = 0; i < used_.size(); ++i) used_[i] = flags[i] != 0;
 }
 
@@ -214,7 +238,7 @@ void GradientReduction::agree_on_order() {
   std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(own.size())}, at::kLong)};
   auto* const groups = tensors[0].mutable_data_ptr<int64_t>();
   std::copy(own.begin(), own.end(), groups);
-  weights_.group()->broadcast(tensors)->wait();
+  weights_.groups().all()->broadcast(tensors)->wait();
   schedule_.set_order(std::vector<size_t>(groups, groups + own.size()));
   order_is_known_ = true;
 }

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/host_compression.h>
 #include <lockstep/parallel/fsdp/internal/reduction_schedule.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
@@ -23,7 +24,8 @@ namespace lockstep::fsdp::internal {
 /// Autograd leaves a weight's gradient in .grad of the module's parameter. When those of a group of weights are there, and
 /// it is the group's turn (ReductionSchedule), they are copied into a buffer of a ring in shared memory and dropped; a
 /// reduce-scatter leaves each rank the averages of its rows, which become, or are added to, the gradients of its shards when
-/// backward ends. Weights that no rank has a gradient for get none.
+/// backward ends. Over several hosts this is done on each; behind it an all_reduce makes averages of the hosts' ones, while
+/// backward goes on. Weights that no rank has a gradient for get none.
 ///
 /// In place of a gradient that was taken away, one without values stays (on the meta device) until autograd has another
 /// one: what takes the module's parameters for those of an unsharded model, as an optimizer made of them or clipping,
@@ -57,17 +59,24 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
     at::ScalarType dtype;      // of the reduction
     size_t missing = 0;        // gradients of this backward
     at::Tensor averages = {};  // this rank's piece
+    Work between_hosts = {};
+    std::shared_ptr<ErrorFeedback> feedback = std::make_shared<ErrorFeedback>();
   };
   /// A buffer of the ring.
   struct Slot {
     at::Tensor buffer;
+    size_t group = 0;
     Work work = {};
   };
 
   void before_gradient(size_t weight);
   void on_gradient(size_t weight);
   void begin();
+  /// Runs what uses the groups.
+  template <class Action>
+  void spread_failures(Action&& action);
   void start_what_can_start();
+  void reduce_the_rest();
   void start(const ReductionSchedule::Start& next);
   void finish(size_t slot);
   void end();
@@ -78,6 +87,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   ShardedWeights& weights_;
   WeightWindows& windows_;
   const bool keep_low_precision_;
+  const std::optional<HostCompression> between_hosts_;
   std::vector<Group> groups_;
   std::vector<size_t> group_of_;  // by weight; of those without gradients groups_.size()
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;  // on parameters, before their gradients

@@ -36,8 +36,9 @@ struct ShardedWeights::Copies {
 };
 
 ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
-                               const std::vector<WeightDtypes>& dtypes, const ProcessGroup& parent) {
-  const int rank = parent->getRank(), ranks = parent->getSize();
+                               const std::vector<WeightDtypes>& dtypes,
+                               std::shared_ptr<const ShardGroups> groups) {
+  const int rank = groups->host()->getRank(), ranks = groups->host()->getSize();
   std::vector<int64_t> bytes, own_bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, parameter] = parameters[i];
@@ -64,7 +65,8 @@ ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
   for (size_t i = 0; i < weights_.size(); ++i) {
     parts.push_back({static_cast<size_t>(offsets_[i]), static_cast<size_t>(bytes[i]), part_name(i)});
   }
-  memory_ = std::make_shared<WeightMemory>(parent, static_cast<size_t>(offsets_.back()), std::move(parts));
+  memory_ = std::make_shared<WeightMemory>(std::move(groups), static_cast<size_t>(offsets_.back()),
+                                           std::move(parts));
 }
 
 std::string ShardedWeights::part_name(size_t index) const {
@@ -98,7 +100,7 @@ void ShardedWeights::move_values(bool of_rank_0) {
     if (of_rank_0) {
       whole = whole.clone(at::MemoryFormat::Contiguous);
       std::vector<at::Tensor> tensors{whole};
-      group()->broadcast(tensors)->wait();
+      groups().all()->broadcast(tensors)->wait();
     }
     const auto shard_sizes = sizes_with_rows(whole, weight.own.size());
     const int64_t row_bytes =

@@ -45,14 +45,16 @@ class ShardedWeights {
  public:
   /// Makes place for `parameters` (each once, on the CPU; with their dtypes). Collective.
   ShardedWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
-                 const ProcessGroup& parent);
+                 std::shared_ptr<const ShardGroups> groups);
   /// The memory of what write() changes where that is not what modules see. Before move_values().
   void allocate_copies();
   /// Moves the parameters' values there, one after the other, so that beside it there is never more than what the module
   /// had: each rank the rows that it owns, of its own values or of rank 0's. Collective.
   void move_values(bool of_rank_0);
 
-  const ProcessGroup& group() const { return memory_->group(); }
+  const ShardGroups& groups() const { return memory_->groups(); }
+  /// The ranks that share the memory.
+  const ProcessGroup& group() const { return groups().host(); }
   const std::vector<ShardedWeight>& all() const { return weights_; }
   const ShardedWeight* find(const std::string& name) const;
 

@@ -1,0 +1,175 @@
+#include <gmock/gmock.h>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
+
+// HYBRID_SHARD: the weights lie once on each host, and gradients are averaged between hosts.
+namespace lockstep::fsdp_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_ranks;
+
+constexpr auto kHybrid = fsdp::ShardingStrategy::HYBRID_SHARD;
+
+class FsdpHosts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  }
+};
+
+TEST_F(FsdpHosts, TrainAsOneProcess) {
+  compare({}, 4, 2);
+}
+
+TEST_F(FsdpHosts, TrainInGroupsWithAccumulationAndClipping) {
+  compare({.adam = true,
+           .accumulate = true,
+           .max_norm = 0.1,
+           .policy = fsdp::module_wrap_policy<nn::LinearImpl, nn::LSTMImpl>()},
+          6, 2);
+}
+
+TEST_F(FsdpHosts, TrainWithOneRankOnEach) {
+  compare({.adam = true, .policy = fsdp::size_based_auto_wrap_policy(20)}, 3, 3);
+}
+
+TEST_F(FsdpHosts, RanksThatAreSharedOutUnequallyAndOtherStrategiesAreRefused) {
+  run_ranks(5,
+            [](int /*rank*/) {
+              auto world = init_process_group();
+              Net net = make_net();
+              EXPECT_THAT(message_of<c10::ValueError>(
+                              [&] { FullyShardedDataParallel(net, {.sharding_strategy = kHybrid}); }),
+                          AllOf(HasSubstr("host-1 has 2 ranks of the group"), HasSubstr("host-0 has 3")));
+              EXPECT_THAT(message_of<c10::ValueError>([&] { FullyShardedDataParallel model(net); }),
+                          HasSubstr("FULL_SHARD over 2 hosts is not there yet; HYBRID_SHARD"));
+              // The module is as it was.
+              EXPECT_NO_THROW(net->to(at::kFloat));
+            },
+            {.hosts = 2});
+}
+
+TEST_F(FsdpHosts, SyncModuleStatesGivesRank0s) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              torch::manual_seed(rank);
+              nn::Sequential net(nn::Linear(5, 7), nn::BatchNorm1d(7));
+              net->buffers()[0].fill_(rank);
+              FullyShardedDataParallel model(net, {.sharding_strategy = kHybrid, .sync_module_states = true});
+              torch::manual_seed(0);
+              const nn::Sequential expected(nn::Linear(5, 7), nn::BatchNorm1d(7));
+              const auto actual = net->parameters(), wanted = expected->parameters();
+              for (size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(at::equal(actual[i], wanted[i])) << i;
+              EXPECT_EQ(net->buffers()[0].max().item<float>(), 0);
+            },
+            {.hosts = 2});
+}
+
+TEST_F(FsdpHosts, WhatFailsOnOneHostIsWrittenOnNone) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              Net net = make_net();
+              FullyShardedDataParallel model(net, {.sharding_strategy = kHybrid});
+              const auto before = model.full_state_dict();
+              const auto text = message_of<c10::Error>([&] {
+                model.summon_full_params([&] {
+                  const torch::NoGradGuard no_grad;
+                  net->first->weight.fill_(7);
+                  TORCH_CHECK(rank != 3, "not on rank 3");
+                });
+              });
+              EXPECT_THAT(text, HasSubstr(rank == 3 ? "not on rank 3" : "1 rank of the group failed"));
+              expect_same(model.full_state_dict(), before);
+              // What has a wrong size on a rank of one host is loaded by none.
+              auto state = before;
+              if (rank == 2) state["scale"] = torch::ones({2});
+              EXPECT_THROW(model.load_full_state_dict(state), c10::Error);
+              expect_same(model.full_state_dict(), before);
+              // The state of rank 0 alone is that of the job's.
+              EXPECT_EQ(model.full_state_dict(/*rank0_only=*/true).empty(), rank != 0);
+            },
+            {.hosts = 2});
+}
+
+TEST_F(FsdpHosts, CompressedGradientsAreTheSameEverywhere) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              const auto train_with = [&](HostCompression compression) {
+                torch::manual_seed(4);
+                nn::Linear net(64, 300);
+                FullyShardedDataParallel model(net,
+                                               {.sharding_strategy = kHybrid, .between_hosts = compression});
+                auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+                for (int step = 0; step < 5; ++step) {
+                  optimizer->zero_grad();
+                  model(testing::random({8, 64}, static_cast<uint64_t>(10 * step + rank), at::kFloat))
+                      .square()
+                      .mean()
+                      .backward();
+                  optimizer->step();
+                }
+                return model.full_state_dict().at("weight").toTensor();
+              };
+              const auto exact = train_with(HostCompression::kNone);
+              for (const auto compression : {HostCompression::kBf16, HostCompression::kInt8}) {
+                const auto rounded = train_with(compression);
+                EXPECT_TRUE(testing::same_everywhere(rounded)) << to_string(compression);
+                EXPECT_FALSE(at::equal(rounded, exact)) << to_string(compression);
+                EXPECT_LT(testing::difference(rounded, exact), 1e-3) << to_string(compression);
+              }
+            },
+            {.hosts = 2});
+}
+
+// At each operation of a step: reductions within hosts and between them, agreements, and the step's meetings.
+TEST_F(FsdpHosts, ADeadRankIsNamedOnAll) {
+  constexpr int kVictim = 3;
+  for (int operation = 1; operation <= 12; ++operation) {
+    const std::string death = "announce=kill(9)@" + std::to_string(operation);
+    const auto outcomes = testing::run_ranks_collect(
+        6,
+        [&](int rank) {
+          auto world = init_process_group();
+          Net net = make_net();
+          FullyShardedDataParallel model(
+              net, {.sharding_strategy = kHybrid, .auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20)});
+          const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+          const auto text = message_of<c10::Error>([&] {
+            for (int step = 0;; ++step) {
+              if (rank == kVictim && step == 2) failpoint::configure(death);
+              optimizer->zero_grad();
+              loss_of(model(batch(step, 6, rank))).backward();
+              optimizer->step();
+            }
+          });
+          EXPECT_THAT(text, ContainsRegex("rank 3 \\(pid [0-9]+ on host-1\\) (was )?killed by signal 9"));
+        },
+        {.expected_failures = {kVictim}, .hosts = 2});
+    for (const auto& outcome : outcomes) {
+      if (outcome.rank == kVictim) continue;
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0)
+          << death << ", rank " << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::fsdp_test

@@ -1,0 +1,97 @@
+#include <array>
+#include <exception>
+#include <numeric>
+#include <vector>
+
+#include <c10/util/Exception.h>
+
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/log.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/parallel/fsdp/internal/shard_groups.h>
+
+namespace lockstep::fsdp::internal {
+namespace {
+
+using Lists = std::vector<std::vector<int>>;
+
+Lists ranks_of_hosts(const Topology& topology) {
+  Lists hosts;
+  for (const auto& host : topology.hosts) hosts.push_back(host.ranks);
+  for (size_t host = 1; host < hosts.size(); ++host) {
+    TORCH_CHECK_VALUE(hosts[host].size() == hosts[0].size(), "FullyShardedDataParallel: host ",
+                      topology.hosts[host].name, " has ", hosts[host].size(),
+                      " ranks of the group, and host ", topology.hosts[0].name, " has ", hosts[0].size(),
+                      "; all need the same number, for the n-th ranks of all hosts own the same rows");
+  }
+  return hosts;
+}
+
+/// Of each place in a host, the ranks there.
+Lists ranks_of_places(const Lists& hosts) {
+  Lists places(hosts[0].size());
+  for (const auto& host : hosts) {
+    for (size_t place = 0; place < places.size(); ++place) places[place].push_back(host[place]);
+  }
+  return places;
+}
+
+void end_group(ProcessGroup& group) {
+  if (!group) return;
+  try {
+    destroy_process_group(group);
+  } catch (const std::exception& error) {
+    // The groups are gone already, by destroy_process_group() of all of them.
+    LOCKSTEP_LOG(kDebug) << "a group of a sharded model: " << text_of(error);
+  }
+}
+
+}  // namespace
+
+ShardGroups::ShardGroups(const ProcessGroup& parent) {
+  const Lists hosts = ranks_of_hosts(get_topology(parent));
+  try {
+    host_ = split_group(parent, hosts, {}, "fsdp");
+    if (hosts.size() == 1) {
+      all_ = host_;
+    } else {
+      std::vector<int> ranks(static_cast<size_t>(parent->getSize()));
+      std::iota(ranks.begin(), ranks.end(), 0);
+      all_ = split_group(parent, {ranks}, {}, "fsdp_all");
+      replicas_ = split_group(parent, ranks_of_places(hosts), {}, "fsdp_replicas");
+    }
+  } catch (...) {
+    end();
+    throw;
+  }
+}
+
+ShardGroups::~ShardGroups() {
+  end();
+}
+
+void ShardGroups::end() noexcept {
+  if (replicas_) {
+    end_group(replicas_);
+    end_group(all_);
+  }
+  end_group(host_);
+}
+
+void ShardGroups::spread_failure() const noexcept try {
+  if (!replicas_) return;
+  std::vector<c10::intrusive_ptr<LockstepBackend>> backends;
+  for (const auto& group : {host_, all_, replicas_}) backends.push_back(lockstep_backend_of(*group));
+  for (const auto& failed : backends) {
+    if (!failed->channel().failed()) continue;
+    for (const auto& other : backends) {
+      if (other != failed) other->channel().fail_as(failed->channel());
+    }
+    return;
+  }
+} catch (const std::exception& error) {
+  LOCKSTEP_LOG(kWarning) << "the other groups of a sharded model don't hear of its failure: "
+                         << text_of(error);
+}
+
+}  // namespace lockstep::fsdp::internal

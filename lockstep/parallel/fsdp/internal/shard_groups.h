@@ -1,0 +1,36 @@
+#pragma once
+
+#include <lockstep/collectives/process_group.h>
+
+namespace lockstep::fsdp::internal {
+
+/// The groups of a model whose weights lie once on each host. On one host all three are the same.
+class ShardGroups {
+ public:
+  /// Cuts the ranks of `parent`; collective over them. Throws c10::ValueError on all ranks where hosts have unequal numbers
+  /// of them, and what split_group() throws.
+  explicit ShardGroups(const ProcessGroup& parent);
+  ShardGroups(const ShardGroups&) = delete;
+  ShardGroups& operator=(const ShardGroups&) = delete;
+  ~ShardGroups();
+
+  /// All ranks, those of the first host first.
+  const ProcessGroup& all() const { return all_; }
+  /// Those of this host, which share the weights.
+  const ProcessGroup& host() const { return host_; }
+  /// Those that have the same rows as this rank, one on each host; null on one host.
+  const ProcessGroup& replicas() const { return replicas_; }
+
+  /// When an operation of one of them has failed, the others fail with its cause: ranks that wait in those may not be in
+  /// that one. From any thread.
+  void spread_failure() const noexcept;
+
+ private:
+  void end() noexcept;
+
+  ProcessGroup host_;
+  ProcessGroup all_;
+  ProcessGroup replicas_;
+};
+
+}  // namespace lockstep::fsdp::internal
