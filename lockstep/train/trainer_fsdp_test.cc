@@ -131,6 +131,63 @@ TEST(TrainerFsdp, GoesOnFromItsCheckpointOnAnyNumberOfRanks) {
       options);
 }
 
+TEST(TrainerFsdp, ShardsInFilesAreReadByAnyNumberOfRanks) {
+  const SharedFolder folder;
+  const testing::RunRanksOptions options{.environment = folder.environment()};
+  const auto path = folder.path() / "step";
+  const auto sharded = [](const auto& action) {
+    FullyShardedDataParallel<SmallNet> model(std::make_shared<SmallNet>());
+    const auto optimizer = model.make_optimizer<torch::optim::Adam>(torch::optim::AdamOptions(0.01));
+    const auto train = [&](int64_t from) {
+      const int64_t share = 12 / get_world_size();
+      for (int64_t step = from; step < from + 3; ++step) {
+        optimizer->zero_grad();
+        const auto x = testing::random({12, 4}, static_cast<uint64_t>(step));
+        model(x.narrow(0, get_rank() * share, share)).square().mean().backward();
+        optimizer->step();
+      }
+    };
+    action(model, *optimizer, train);
+    return model.full_state_dict();
+  };
+  testing::run_ranks(
+      2,
+      [&](int) {
+        auto world = init_process_group();
+        (void)sharded([&](auto& model, auto& optimizer, const auto& train) {
+          train(0);
+          save_checkpoint(path, {},
+                          {{"model", to_object(model.sharded_state_dict())},
+                           {"optimizer", to_object(model.sharded_optim_state_dict(optimizer))}},
+                          {.step = 3});
+        });
+      },
+      options);
+  for (const int ranks : {1, 3, 4}) {
+    testing::run_ranks(
+        ranks,
+        [&](int) {
+          auto world = init_process_group();
+          const auto actual = sharded([&](auto& model, auto& optimizer, const auto& train) {
+            const auto info = read_checkpoint_info(path);
+            std::vector<fsdp::ShardedStateDict> weights;
+            std::vector<StateDict> states;
+            for (int64_t writer = 0; writer < info.world_size; ++writer) {
+              const auto part =
+                  load_checkpoint(path, {.rank = writer, .world_size = info.world_size}).rank_state;
+              weights.push_back(from_object<fsdp::ShardedStateDict>(part.at("model")));
+              states.push_back(from_object<StateDict>(part.at("optimizer")));
+            }
+            model.load_sharded_state_dict(weights);
+            model.load_sharded_optim_state_dict(optimizer, states);
+            train(3);
+          });
+          expect_close(actual, sharded([](auto&, auto&, const auto& train) { train(0), train(3); }));
+        },
+        options);
+  }
+}
+
 TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
   for (const bool dies : {false, true}) {
     for (const int failing : {0, 1}) {

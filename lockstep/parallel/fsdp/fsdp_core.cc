@@ -394,28 +394,27 @@ ShardedStateDict FsdpCore::sharded_state_dict() const {
   return state;
 }
 
-void FsdpCore::load_sharded_state_dict(const ShardedStateDict& state) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-  const auto find_part = [&](const ShardedWeight& weight) {
-    const auto found = std::ranges::find(state, weight.name, &ShardedStateDict::value_type::first);
-    TORCH_CHECK_VALUE(found != state.end(), kClass, ": the state has no '", weight.name, "'");
-    const auto& [local, row, global_sizes] = found->second;
-    TORCH_CHECK_VALUE(weight.sizes == global_sizes && local.sizes() == weight.shard.sizes() &&
-                          (row == weight.own.begin || local.numel() == 0),
-                      kClass, ": the part of '", weight.name, "' in the state is rows from ", row,
-                      " on of sizes ", local.sizes(), ", but this rank has rows ", weight.own.begin, " to ",
-                      weight.own.end, " of ", at::IntArrayRef(weight.sizes),
-                      "; a sharded state fits the number of ranks that wrote it, a full one any");
-    copies.emplace_back(weight.shard, local);
+void FsdpCore::load_sharded_state_dict(const std::vector<ShardedStateDict>& states) {
+  std::vector<at::Tensor> rows;
+  const auto check = [&] {
+    for (size_t i = 0; i < weights_->all().size(); ++i) {
+      std::vector<fsdp::ShardedTensor> parts;
+      for (const ShardedStateDict& state : states) {
+        const auto found =
+            std::ranges::find(state, weights_->all()[i].name, &ShardedStateDict::value_type::first);
+        if (found != state.end()) parts.push_back(found->second);
+      }
+      rows.push_back(weights_->own_rows(i, parts));
+    }
   };
   const auto load = [&] {
     const at::NoGradGuard no_grad;
-    for (auto& [shard, local] : copies) shard.copy_(local);
+    for (size_t i = 0; i < rows.size(); ++i) weights_->all()[i].shard.copy_(rows[i]);
   };
-  write(load, [&] { std::ranges::for_each(weights_->all(), find_part); });
+  write(load, check);
 }
 
-/// `change` gets each tensor of a sharded parameter's state, but the number of steps.
+/// `change` gets each tensor of a sharded parameter's state that has rows, whatever stands for it.
 StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& change,
                                     const std::vector<KeyMap>& key_map) const {
   StateDict result = state;
@@ -428,7 +427,8 @@ StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& 
     if (weight == weights.end()) continue;
     auto values = from_object<StateDict>(entry);
     for (auto& [what, value] : values) {
-      if (value.isTensor() && what != "step") value = change(weight->second, value.toTensor());
+      const bool has_rows = (value.isTensor() && what != "step") || value.isGenericDict();
+      if (has_rows) value = change({weight->second, key, what}, value);
     }
     entry = to_object(values);
   }
@@ -436,13 +436,27 @@ StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& 
   return result;
 }
 
+StateDict FsdpCore::optim_state_of_rows(const torch::optim::Optimizer& optimizer) const {
+  if (dynamic_cast<const fsdp::OptimizerOfRows*>(&optimizer) == nullptr) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        TORCH_CHECK_VALUE(contains(ignored_, parameter), kClass,
+                          ": the optimizer has sharded parameters, and was not made by make_optimizer(), so "
+                          "its state is not that of their rows alone; optimizers that look at all elements "
+                          "together, such as LBFGS, can't be sharded");
+      }
+    }
+  }
+  return get_optimizer_state_dict(leaves_as_model(), optimizer);
+}
+
 StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const {
   const bool wanted = !rank0_only || groups_->all()->getRank() == 0;
-  auto state = get_optimizer_state_dict(leaves_as_model(), optimizer);
-  state = map_optim_state(state, [&](size_t weight, const at::Tensor& part) {
-    const at::Tensor whole = weights_->gather(weight, part);
+  const auto gather = [&](const PlaceInState& place, const c10::IValue& part) -> c10::IValue {
+    const at::Tensor whole = weights_->gather(place.weight, part.toTensor());
     return wanted ? whole : at::Tensor();
-  });
+  };
+  auto state = map_optim_state(optim_state_of_rows(optimizer), gather);
   if (!wanted) state["state"] = to_object(StateDict());
   return state;
 }
@@ -450,11 +464,40 @@ StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimiz
 PreparedLoad FsdpCore::prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer,
                                                      const StateDict& state,
                                                      const LoadStateDictOptions& options) const {
-  const auto parts = map_optim_state(
-      state,
-      [this](size_t weight, const at::Tensor& whole) { return weights_->part_of(weight, whole).clone(); },
-      options.key_map);
+  const auto take_rows = [&](const PlaceInState& place, const c10::IValue& whole) -> c10::IValue {
+    return weights_->part_of(place.weight, from_object<at::Tensor>(whole)).clone();
+  };
+  const auto parts = map_optim_state(state, take_rows, options.key_map);
   return prepare_optimizer_state_dict(leaves_as_model(), optimizer, parts, options);
+}
+
+StateDict FsdpCore::sharded_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
+  return map_optim_state(
+      optim_state_of_rows(optimizer), [&](const PlaceInState& place, const c10::IValue& part) {
+        const ShardedWeight& weight = weights_->all()[place.weight];
+        return to_object(fsdp::ShardedTensor{
+            .local = part.toTensor().clone(), .row = weight.own.begin, .global_sizes = weight.sizes});
+      });
+}
+
+void FsdpCore::load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                             const std::vector<StateDict>& states) const {
+  TORCH_CHECK_VALUE(!states.empty(), kClass, ": there is no state to load the optimizer from");
+  std::vector<StateDict> by_parameter;
+  for (const StateDict& state : states)
+    by_parameter.push_back(state_value<StateDict>(state, "state", kClass));
+  const auto take_rows = [&](const PlaceInState& place, const c10::IValue&) -> c10::IValue {
+    std::vector<fsdp::ShardedTensor> parts;
+    for (const StateDict& of_rank : by_parameter) {
+      const auto found = of_rank.find(place.parameter);
+      if (found == of_rank.end()) continue;
+      const auto values = from_object<StateDict>(found->second);
+      parts.push_back(state_value<fsdp::ShardedTensor>(values, place.what, kClass));
+    }
+    return weights_->own_rows(place.weight, parts);
+  };
+  const auto rows = map_optim_state(states.front(), take_rows);
+  prepare_optimizer_state_dict(leaves_as_model(), optimizer, rows, {}).commit();
 }
 
 }  // namespace lockstep

@@ -13,7 +13,9 @@
 
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/named_tensor.h>
+#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/parallel/fsdp/options.h>
+#include <lockstep/parallel/fsdp/sharded_tensor.h>
 #include <lockstep/serialization/state_dict.h>
 #include <lockstep/serialization/state_loading.h>
 
@@ -25,14 +27,8 @@ namespace lockstep {
 
 namespace fsdp {
 
-/// A rank's part of a whole tensor.
-struct ShardedTensor {
-  at::Tensor
-      local;  ///< rows [row, row + local.size(0)) of the whole; for a number it has one element, or none
-  int64_t row = 0;
-  std::vector<int64_t> global_sizes;  ///< of the whole
-};
-using ShardedStateDict = std::vector<std::pair<std::string, ShardedTensor>>;
+/// What make_optimizer() makes, of whatever class.
+class OptimizerOfRows : public CollectiveOptimizer {};
 
 namespace internal {
 class GradientReduction;
@@ -89,10 +85,13 @@ class FsdpCore final {
   StateDict full_state_dict(bool rank0_only);
   void load_full_state_dict(const StateDict& state);
   fsdp::ShardedStateDict sharded_state_dict() const;
-  void load_sharded_state_dict(const fsdp::ShardedStateDict& state);
+  void load_sharded_state_dict(const std::vector<fsdp::ShardedStateDict>& states);
   StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const;
   PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
                                              const LoadStateDictOptions& options) const;
+  StateDict sharded_optim_state_dict(const torch::optim::Optimizer& optimizer) const;
+  void load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                     const std::vector<StateDict>& states) const;
 
   const ProcessGroup& process_group() const { return options_.process_group; }
   const FullyShardedDataParallelOptions& options() const { return options_; }
@@ -110,9 +109,16 @@ class FsdpCore final {
   void cast_buffers();
   std::vector<std::vector<size_t>> reduced_groups(
       const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
-  using ChangeOfPart = std::function<at::Tensor(size_t weight, const at::Tensor& value)>;
+  /// One tensor of a weight's state: state["state"][parameter][what].
+  struct PlaceInState {
+    size_t weight;
+    const std::string& parameter;
+    const std::string& what;
+  };
+  using ChangeOfPart = std::function<c10::IValue(const PlaceInState& place, const c10::IValue& value)>;
   StateDict map_optim_state(const StateDict& state, const ChangeOfPart& change,
                             const std::vector<KeyMap>& key_map = {}) const;
+  StateDict optim_state_of_rows(const torch::optim::Optimizer& optimizer) const;
 
   Model model_;
   FullyShardedDataParallelOptions options_;

@@ -152,7 +152,7 @@ TEST(FsdpMisuse, WhatOneRankRefusesIsRefusedByAllAndChangesNothing) {
                 HasSubstr(rank == 1 ? "last.bias" : "the weights are as they were"));
     auto sharded = model.sharded_state_dict();
     if (rank == 0) sharded.pop_back();
-    EXPECT_THAT(message_of<c10::Error>([&] { model.load_sharded_state_dict(sharded); }),
+    EXPECT_THAT(message_of<c10::Error>([&] { model.load_sharded_state_dict({sharded}); }),
                 HasSubstr(rank == 0 ? "last.bias" : "the weights are as they were"));
     expect_equal(model.full_state_dict(), before);
     model.load_full_state_dict(before);

@@ -415,7 +415,7 @@ TEST(FullyShardedDataParallel, StatesAreTakenByOtherNumbersOfRanks) {
     }
     expect_same(model.full_state_dict(), single.full_state_dict());
     // And back to where it was.
-    model.load_sharded_state_dict(sharded);
+    model.load_sharded_state_dict({sharded});
     expect_same(model.full_state_dict(), state);
   });
 }

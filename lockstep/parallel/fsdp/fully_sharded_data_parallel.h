@@ -129,12 +129,18 @@ class FullyShardedDataParallel : public torch::nn::Module,
   /// from the rank's own argument: rank 0's state gives all ranks rank 0's. Collective. Throws c10::ValueError when
   /// a tensor is missing or has other sizes; then all ranks throw, and nothing has changed.
   void load_full_state_dict(const StateDict& state) { core_->load_full_state_dict(state); }
-  /// This rank's rows, with their places in the whole; for as many ranks as wrote it. Without buffers and ignored parameters.
+  /// This rank's rows, with their places in the whole. Without buffers and ignored parameters. to_object() makes it fit for
+  /// files.
   fsdp::ShardedStateDict sharded_state_dict() const { return core_->sharded_state_dict(); }
-  void load_sharded_state_dict(const fsdp::ShardedStateDict& state) { core_->load_sharded_state_dict(state); }
+  /// Takes this rank's rows from what any number of ranks had: from the states of them all, or of those that had these rows,
+  /// or, on as many ranks, from its own. Collective. Throws as load_full_state_dict() does, also where rows are in none.
+  void load_sharded_state_dict(const std::vector<fsdp::ShardedStateDict>& states) {
+    core_->load_sharded_state_dict(states);
+  }
 
-  /// The optimizer's whole state in Python's form, by the parameters' names (get_optimizer_state_dict()); with rank0_only
-  /// other ranks have its options alone. Collective.
+  /// The optimizer's whole state in Python's form, by the parameters' names: that which get_optimizer_state_dict() has of an
+  /// unsharded model; with rank0_only other ranks have its options alone. Collective. Throws c10::ValueError for an
+  /// optimizer of sharded parameters that make_optimizer() has not made.
   StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only = false) const {
     return core_->full_optim_state_dict(optimizer, rank0_only);
   }
@@ -146,6 +152,17 @@ class FullyShardedDataParallel : public torch::nn::Module,
   PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
                                              const LoadStateDictOptions& options = {}) const {
     return core_->prepare_full_optim_state_dict(optimizer, state, options);
+  }
+  /// The state of this rank's rows, in the same form, but for tensors that have rows: there it has fsdp::ShardedTensor, as
+  /// to_object() makes them.
+  StateDict sharded_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
+    return core_->sharded_optim_state_dict(optimizer);
+  }
+  /// Takes this rank's rows, as load_sharded_state_dict() does; options, and the state of ignored parameters, are the first
+  /// one's. Throws, and has changed nothing, when rows or parameters are missing.
+  void load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                     const std::vector<StateDict>& states) const {
+    core_->load_sharded_optim_state_dict(optimizer, states);
   }
 
   const ProcessGroup& process_group() const { return core_->process_group(); }

@@ -12,7 +12,6 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 
 namespace lockstep {
@@ -24,10 +23,10 @@ concept ElementwiseOptimizer = std::same_as<T, torch::optim::SGD> || std::same_a
     std::same_as<T, torch::optim::Adagrad>;
 
 /// The optimizer of a FullyShardedDataParallel's shards, which makes it (make_optimizer()): LibTorch's own, but step() is
-/// collective, for it writes what all ranks read. Schedulers and GradScaler take it as any other; its state as a whole comes
-/// from the model (full_optim_state_dict()). Used by one thread at a time.
+/// collective, for it writes what all ranks read. Schedulers and GradScaler take it as any other; its state comes
+/// from the model (full_optim_state_dict(), sharded_optim_state_dict()). Used by one thread at a time.
 template <ElementwiseOptimizer Base>
-class ShardedOptimizer final : public Base, public CollectiveOptimizer {
+class ShardedOptimizer final : public Base, public fsdp::OptimizerOfRows {
  public:
   template <class Parameters, class Defaults>
   ShardedOptimizer(std::shared_ptr<FsdpCore> core, Parameters parameters, Defaults defaults)

@@ -198,6 +198,36 @@ at::Tensor ShardedWeights::part_of(size_t index, const at::Tensor& whole) const 
       .view(weight.shard.sizes());
 }
 
+at::Tensor ShardedWeights::own_rows(size_t index, const std::vector<ShardedTensor>& parts) const {
+  const at::NoGradGuard no_grad;
+  const ShardedWeight& weight = weights_[index];
+  TORCH_CHECK_VALUE(!parts.empty(), "FullyShardedDataParallel: the state has no '", weight.name, "'");
+  at::Tensor rows = at::empty({weight.own.size(), weight.shape.row_numel},
+                              parts.front().local.options().requires_grad(false));
+  std::vector<bool> found(static_cast<size_t>(weight.own.size()));
+  for (const auto& [local, row, global_sizes] : parts) {
+    const int64_t count = local.dim() == 0 ? 1 : local.size(0);
+    TORCH_CHECK_VALUE(weight.sizes == global_sizes && row >= 0 && count <= weight.shape.rows - row &&
+                          local.numel() == count * weight.shape.row_numel,
+                      "FullyShardedDataParallel: parameter '", weight.name, "' has sizes ",
+                      at::IntArrayRef(weight.sizes), ", but the state has a part of ", local.sizes(),
+                      " from row ", row, " on, of ", at::IntArrayRef(global_sizes));
+    const Rows common{std::max(row, weight.own.begin), std::min(row + count, weight.own.end)};
+    if (common.size() <= 0) continue;
+    rows.narrow(0, common.begin - weight.own.begin, common.size())
+        .copy_(local.detach()
+                   .reshape({count, weight.shape.row_numel})
+                   .narrow(0, common.begin - row, common.size()));
+    for (int64_t i = common.begin; i < common.end; ++i)
+      found[static_cast<size_t>(i - weight.own.begin)] = true;
+  }
+  const auto missing = std::ranges::find(found, false);
+  TORCH_CHECK_VALUE(missing == found.end(), "FullyShardedDataParallel: row ",
+                    weight.own.begin + (missing - found.begin()), " of '", weight.name,
+                    "' is in no part of the state; load the states of all ranks that wrote it");
+  return rows.view(weight.shard.sizes());
+}
+
 void ShardedWeights::set_value(size_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   weights_[index].shard.copy_(part_of(index, value));

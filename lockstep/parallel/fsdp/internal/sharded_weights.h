@@ -11,6 +11,7 @@
 #include <lockstep/nn/named_tensor.h>
 #include <lockstep/parallel/fsdp/internal/shard_layout.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
+#include <lockstep/parallel/fsdp/sharded_tensor.h>
 
 namespace lockstep::fsdp::internal {
 
@@ -85,6 +86,9 @@ class ShardedWeights {
   at::Tensor gather(size_t index, const at::Tensor& part) const;
   /// This rank's part of such a whole; a view.
   at::Tensor part_of(size_t index, const at::Tensor& whole) const;
+  /// The same from parts that other ranks had of it, perhaps of another number of them; a copy. Throws c10::ValueError when
+  /// they are of something else, or some of this rank's rows are in none.
+  at::Tensor own_rows(size_t index, const std::vector<ShardedTensor>& parts) const;
 
  private:
   struct Copies;
