@@ -18,6 +18,7 @@
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/batch_access.h>
+#include <lockstep/train/strategy.h>
 #include <lockstep/train/trainer_core.h>
 
 namespace lockstep {
@@ -25,6 +26,15 @@ namespace lockstep {
 /// What a Trainer calls for the loss of a batch of `Batch`.
 template <class Function, class Model, class Batch>
 concept TrainerFunction = std::invocable<Function&, Model&, const Batch&>;
+
+namespace train {
+
+template <class T>
+inline constexpr bool kIsStrategyModel = false;
+template <class Net>
+inline constexpr bool kIsStrategyModel<StrategyModel<Net>> = true;
+
+}  // namespace train
 
 /// A training loop: epochs of steps, validation, learning-rate schedule, log, checkpoints. Everything in it
 /// could be written by hand from the library's public parts, and gives the same weights to the bit.
@@ -38,7 +48,13 @@ concept TrainerFunction = std::invocable<Function&, Model&, const Batch&>;
 ///     trainer.train();
 ///
 /// `model`: a DistributedDataParallel, a FullyShardedDataParallel (with the optimizer that it has made), or any
-/// module in a job of one process. `loss_of(model, batch)` returns
+/// module in a job of one process. Or a plain module in a shared_ptr, and the options of an optimizer, which the
+/// Trainer wraps and makes:
+///
+///     lockstep::Trainer trainer(std::make_shared<Net>(), torch::optim::AdamWOptions(1e-3), loader, loss_of,
+///                               {.strategy = lockstep::Strategy::fsdp});
+///
+/// `loss_of(model, batch)` returns
 /// the mean loss of the batch, or a StepOutput with metrics beside it. In training it gets the model itself,
 /// in validation what a DistributedDataParallel wraps, so it is best a generic lambda that calls forward(). `loader`: a
 /// data::DataLoader, or anything else that one can iterate (with its own state_dict(unseen_batches), the
@@ -75,18 +91,27 @@ class Trainer final : public TrainerCore {
         model_(model),
         loader_(loader),
         loss_of_(std::move(loss_of)) {
-    TORCH_CHECK_VALUE(world_size() == 1 || kSynchronises,
+    TORCH_CHECK_VALUE(world_size() == 1 || kSynchronises<Model>,
                       "Trainer: in a job of several ranks the model must average its gradients; wrap it in a "
                       "lockstep::DistributedDataParallel");
-    parameters_ = model_.parameters();
-    if constexpr (ShardedModel<Model>) {
-      clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
-      zero_grad_sharded_ = [&model] { model.zero_grad(); };
+    set_up();
+  }
+  /// Wraps the module by options.strategy, and makes the optimizer for it.
+  template <class Net, OptimizerDefaults Defaults>
+  requires std::same_as<Model, StrategyModel<Net>> Trainer(std::shared_ptr<Net> net,
+                                                           const Defaults& optimizer, Loader& loader,
+                                                           LossFunction loss_of, TrainerOptions options = {})
+      : Trainer(std::make_shared<Model>(std::move(net), optimizer, options), loader, std::move(loss_of),
+                options) {}
+
+  /// Calls `action` with the model that is trained: the one that was given, or the wrapper of the module.
+  template <class Action>
+  decltype(auto) with_model(Action&& action) const {
+    if constexpr (train::kIsStrategyModel<Model>) {
+      return model_.visit(action);
+    } else {
+      return action(model_);
     }
-    if constexpr (requires { loader_.waited(); }) waited_ = [&loader] { return loader.waited(); };
-    state().add_model("model", model_);
-    state().add_optimizer("optimizer", optimizer_, model_);
-    add_parts();
   }
 
   /// What validates, after each epoch: `loader`, on which no rank should see what another sees
@@ -118,7 +143,7 @@ class Trainer final : public TrainerCore {
   const Metrics& train_epoch() {
     stopped_ = false;
     begin_epoch(batches());
-    model_.train();
+    with_model([](auto& model) { model.train(); });
     if (!epoch_trained_) {
       if constexpr (requires { loader_.set_epoch(epoch()); }) loader_.set_epoch(epoch());
       if (!train_steps()) return metrics_;
@@ -134,21 +159,22 @@ class Trainer final : public TrainerCore {
   const Metrics& validate() {
     TORCH_CHECK(validation_, "Trainer: there is nothing to validate on; call validate_on() first");
     call(&TrainerCallbacks::before_validation);
-    const bool training = model_.is_training();
+    const bool training = with_model([](auto& model) { return model.is_training(); });
+    const auto train_as_before = [&] { with_model([&](auto& model) { model.train(training); }); };
     share_buffers();
     // One that was interrupted is done again, and draws the same numbers.
     StepSnapshot random(random_devices());
     random.take({});
-    model_.eval();
+    with_model([](auto& model) { model.eval(); });
     MetricAverages averages;
     try {
       stopped_ = !validation_(averages);
     } catch (...) {
-      model_.train(training);
+      train_as_before();
       random.restore();
       throw;
     }
-    model_.train(training);
+    train_as_before();
     if (stopped_) {
       random.restore();
       return metrics_;
@@ -159,24 +185,51 @@ class Trainer final : public TrainerCore {
   }
 
   void update_process_group(const ProcessGroup& group) override {
-    if constexpr (ShardedModel<Model>) {
-      TORCH_CHECK(
-          false,
-          "Trainer: a FullyShardedDataParallel can't go on in another group, for the rows of the ranks "
-          "that are gone are lost; start again from a checkpoint");
-    } else if constexpr (kSynchronises) {
-      // The model puts back those of its forward, the step begins before that.
-      StepSnapshot random(random_devices());
-      random.take({});
-      model_.update_process_group(group);
-      random.restore();
-    }
+    with_model([&]<class Used>(Used& model) {
+      if constexpr (ShardedModel<Used>) {
+        TORCH_CHECK(
+            false,
+            "Trainer: a FullyShardedDataParallel can't go on in another group, for the rows of the ranks "
+            "that are gone are lost; start again from a checkpoint");
+      } else if constexpr (kSynchronises<Used>) {
+        // The model puts back those of its forward, the step begins before that.
+        StepSnapshot random(random_devices());
+        random.take({});
+        model.update_process_group(group);
+        random.restore();
+      }
+    });
     set_group(group);
   }
 
  private:
-  static constexpr bool kSynchronises = requires(Model & model) { model.no_sync(); };
+  template <class Used>
+  static constexpr bool kSynchronises = requires(Used& model) {
+    model.no_sync();
+  };
   static constexpr bool kResumes = requires(const Loader& loader) { loader.state_dict(int64_t{1}); };
+
+  Trainer(const std::shared_ptr<Model>& own, Loader& loader, LossFunction loss_of, TrainerOptions options)
+      : TrainerCore(own->optimizer(), std::move(options), own),
+        model_(*own),
+        loader_(loader),
+        loss_of_(std::move(loss_of)) {
+    set_up();
+  }
+
+  void set_up() {
+    with_model([this]<class Used>(Used& model) {
+      parameters_ = model.parameters();
+      if constexpr (ShardedModel<Used>) {
+        clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
+        zero_grad_sharded_ = [&model] { model.zero_grad(); };
+      }
+      state().add_model("model", model);
+      state().add_optimizer("optimizer", optimizer_, model);
+    });
+    if constexpr (requires { loader_.waited(); }) waited_ = [this] { return loader_.waited(); };
+    add_parts();
+  }
 
   /// Goes through a loader. Asks for the next batch only when it is wanted. Passes over batches without a
   /// sample, so that a rank without samples in a step is always one whose loader has ended.
@@ -332,15 +385,17 @@ class Trainer final : public TrainerCore {
   void compute_gradients(const std::vector<Piece>& pieces, bool has_batches, const StepPlan& plan) {
     const auto own = has_batches ? static_cast<int64_t>(pieces.size()) : 0;
     const double samples_per_rank = static_cast<double>(plan.samples) / world_size();
-    GradientAccumulation accumulation(model_, {.steps = plan.micro_batches});
-    for (int64_t i = 0; i < plan.micro_batches; ++i) {
-      const bool counts = i < own;
-      const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
-      auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
-      const StepOutput output = run(loss_of_, model_, piece);
-      scaler_.scale(micro.scale(output.loss)).backward();
-      if (counts) note(output, piece.length);
-    }
+    with_model([&](auto& model) {
+      GradientAccumulation accumulation(model, {.steps = plan.micro_batches});
+      for (int64_t i = 0; i < plan.micro_batches; ++i) {
+        const bool counts = i < own;
+        const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
+        auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
+        const StepOutput output = run(loss_of_, model, piece);
+        scaler_.scale(micro.scale(output.loss)).backward();
+        if (counts) note(output, piece.length);
+      }
+    });
   }
 
   template <class Function, class AnyModel>
@@ -405,7 +460,8 @@ class Trainer final : public TrainerCore {
       const StepPlan plan = agree({.samples = samples, .can_stand_in = true});
       if (plan.stop || plan.samples == 0) return !plan.stop;
       if (samples == 0) continue;
-      const StepOutput output = run(function, evaluated_model(), *batch);
+      const StepOutput output =
+          with_model([&](auto& model) { return run(function, evaluated(model), *batch); });
       averages.add("loss", output.loss.template item<double>(), static_cast<double>(samples));
       for (const auto& [name, value] : output.metrics)
         averages.add(name, value, static_cast<double>(samples));
@@ -413,19 +469,22 @@ class Trainer final : public TrainerCore {
   }
 
   /// Not the wrapper, whose forward may communicate, as ranks may have unequally many batches.
-  auto& evaluated_model() {
-    if constexpr (kSynchronises && !ShardedModel<Model> && requires { *model_.module; }) {
-      return *model_.module;
+  template <class Used>
+  static auto& evaluated(Used& model) {
+    if constexpr (kSynchronises<Used> && !ShardedModel<Used> && requires { *model.module; }) {
+      return *model.module;
     } else {
-      return model_;
+      return model;
     }
   }
 
   /// All ranks validate with the buffers that the next training step will begin with: rank 0's.
   void share_buffers() {
-    if constexpr (requires { model_.will_sync_module_buffers(); }) {
-      if (group_ && model_.will_sync_module_buffers()) broadcast_coalesced(buffers(), group_);
-    }
+    with_model([this](auto& model) {
+      if constexpr (requires { model.will_sync_module_buffers(); }) {
+        if (group_ && model.will_sync_module_buffers()) broadcast_coalesced(buffers(), group_);
+      }
+    });
   }
 
   int64_t batches() const {
@@ -455,7 +514,9 @@ class Trainer final : public TrainerCore {
   }
   std::vector<NamedTensor> buffers() const override {
     std::vector<NamedTensor> buffers;
-    for (const auto& item : model_.named_buffers()) buffers.emplace_back(item.key(), item.value());
+    with_model([&](const auto& model) {
+      for (const auto& item : model.named_buffers()) buffers.emplace_back(item.key(), item.value());
+    });
     return buffers;
   }
 
@@ -466,5 +527,9 @@ class Trainer final : public TrainerCore {
   std::vector<Batch> held_;
   bool begun_ = false;  // before_step was called for the step under way
 };
+
+template <class Net, OptimizerDefaults Defaults, class Loader, class LossFunction>
+Trainer(std::shared_ptr<Net>, const Defaults&, Loader&, LossFunction, TrainerOptions = {})
+    -> Trainer<StrategyModel<Net>, Loader, LossFunction>;
 
 }  // namespace lockstep

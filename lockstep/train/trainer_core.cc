@@ -33,6 +33,16 @@ TrainerOptions with_device(TrainerOptions options, const torch::optim::Optimizer
   return options;
 }
 
+/// The options with the scheduler that they make, which is then `own`.
+TrainerOptions with_scheduler(TrainerOptions options, torch::optim::Optimizer& optimizer,
+                              std::shared_ptr<lr_scheduler::LRScheduler>& own) {
+  if (const auto* make = std::get_if<TrainerOptions::MakeScheduler>(&options.scheduler)) {
+    if (*make) own = (*make)(optimizer);
+    options.scheduler = own.get();
+  }
+  return options;
+}
+
 GradScalerOptions scaler_options(const TrainerOptions& options) {
   GradScalerOptions answer = options.scaler;
   answer.device = options.device->type();
@@ -79,8 +89,10 @@ double metric_of(const Metrics& metrics, const std::string& name, const char* wh
 
 }  // namespace
 
-TrainerCore::TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options)
-    : options_(with_device(std::move(options), optimizer)),
+TrainerCore::TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options,
+                         std::shared_ptr<void> own_model)
+    : own_model_(std::move(own_model)),
+      options_(with_scheduler(with_device(std::move(options), optimizer), optimizer, own_scheduler_)),
       optimizer_(optimizer),
       scaler_(scaler_options(options_)),
       snapshot_(random_devices()),

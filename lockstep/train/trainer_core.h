@@ -46,7 +46,7 @@ class TrainerCore {
   int rank() const { return rank_; }               ///< in process_group()
   int world_size() const { return world_size_; }
   const ProcessGroup& process_group() const { return group_; }
-  const TrainerOptions& options() const { return options_; }  ///< with `device` told
+  const TrainerOptions& options() const { return options_; }  ///< with `device` told, and a scheduler made
   torch::optim::Optimizer& optimizer() const { return optimizer_; }
 
   /// What a checkpoint holds: model, optimizer, scheduler, scaler, random numbers, the loader's and the
@@ -95,7 +95,9 @@ class TrainerCore {
   virtual void update_process_group(const ProcessGroup& group) = 0;
 
  protected:
-  TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options);
+  /// `own_model`: what is to live as long, the optimizer with it.
+  TrainerCore(torch::optim::Optimizer& optimizer, TrainerOptions options,
+              std::shared_ptr<void> own_model = nullptr);
 
   /// The user's loader, for code that does not know its type.
   virtual StateDict loader_state(int64_t unseen_batches) const = 0;
@@ -135,6 +137,8 @@ class TrainerCore {
   void call(TrainerCallbacks::Function TrainerCallbacks::*which);
   void add_parts();
 
+  const std::shared_ptr<void> own_model_;
+  std::shared_ptr<lr_scheduler::LRScheduler> own_scheduler_;
   const TrainerOptions options_;
   torch::optim::Optimizer& optimizer_;
   ProcessGroup group_;  // empty: this process alone

@@ -2,11 +2,13 @@
 #include <csignal>
 #include <cstdint>
 #include <exception>
+#include <filesystem>
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -16,6 +18,7 @@
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
+#include <lockstep/optim/lr_scheduler/decay.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -129,6 +132,96 @@ TEST(TrainerFsdp, GoesOnFromItsCheckpointOnAnyNumberOfRanks) {
         expect_close(train_sharded(saved(4)).state, through.state);
       },
       options);
+}
+
+// ---- A plain module, wrapped by the Trainer
+
+/// Whole, on all ranks.
+template <class AnyTrainer>
+StateDict weights_of(const AnyTrainer& trainer) {
+  return trainer.with_model([]<class Model>(Model& model) {
+    if constexpr (ShardedModel<Model>) {
+      return model.full_state_dict();
+    } else {
+      return state_dict(model);
+    }
+  });
+}
+
+/// Steps of 12 samples, whatever the number of ranks is.
+Trained train_by(Strategy strategy, int64_t epochs, const std::optional<std::filesystem::path>& path = {}) {
+  const int ranks = is_initialized() ? get_world_size() : 1;
+  const data::DistributedSamplerOptions sampling{.num_replicas = ranks, .rank = ranks > 1 ? get_rank() : 0};
+  DistributedSampler sampler(24, sampling);
+  Loader loader(Points{24}, {.batch_size = 12 / ranks, .sampler = &sampler});
+  Loader validation(Points{7}, {.batch_size = 2});
+  TrainerOptions options = options_for(epochs);
+  options.strategy = strategy;
+  options.fsdp.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(9);
+  options.accumulate_grad_batches = 1;
+  options.scheduler = [](torch::optim::Optimizer& optimizer) {
+    return std::make_shared<lr_scheduler::StepLR>(optimizer, /*step_size=*/1, /*gamma=*/0.5);
+  };
+  if (path) options.checkpoint = CheckpointManagerOptions{.directory = *path, .every_epochs = 1};
+  Trainer trainer(std::make_shared<SmallNet>(), torch::optim::AdamWOptions(0.01), loader, loss_of, options);
+  trainer.validate_on(validation);
+  trainer.restore();
+  trainer.train();
+  Metrics metrics = trainer.metrics();
+  metrics.erase("train/samples_per_second");
+  return {weights_of(trainer), metrics};
+}
+
+TEST(TrainerFsdp, AStrategyWrapsAPlainModule) {
+  const Trained alone = train_by(Strategy::ddp, 3);  // without a group
+  testing::run_ranks(3, [&](int) {
+    auto world = init_process_group();
+    for (const Strategy strategy : {Strategy::ddp, Strategy::fsdp}) {
+      const Trained trained = train_by(strategy, 3);
+      expect_close(trained.state, alone.state);
+      ASSERT_EQ(trained.metrics.size(), alone.metrics.size());
+      for (const auto& [name, value] : alone.metrics)
+        EXPECT_NEAR(trained.metrics.at(name), value, 1e-9) << name;
+    }
+    DistributedSampler sampler(kSamples);
+    Loader loader(Points{kSamples}, {.batch_size = 3, .sampler = &sampler});
+    EXPECT_THAT(message_of<c10::ValueError>([&] {
+                  Trainer trainer(std::shared_ptr<SmallNet>(), torch::optim::SGDOptions(0.1), loader, loss_of,
+                                  options_for(1));
+                }),
+                ::testing::HasSubstr("the module is empty"));
+  });
+}
+
+TEST(TrainerFsdp, StrategiesTakeEachOthersCheckpointsOnAnyNumberOfRanks) {
+  constexpr int64_t kSaved = 2, kEpochs = 4;
+  const StateDict undisturbed = train_by(Strategy::ddp, kEpochs).state;
+  for (const auto& [saving, loading] :
+       {std::pair(Strategy::ddp, Strategy::fsdp), std::pair(Strategy::fsdp, Strategy::ddp),
+        std::pair(Strategy::fsdp, Strategy::fsdp)}) {
+    const SharedFolder folder;
+    const testing::RunRanksOptions options{.environment = folder.environment()};
+    const auto path = folder.path() / "run";
+    testing::run_ranks(
+        2,
+        [&](int) {
+          auto world = init_process_group();
+          (void)train_by(saving, kSaved, path);
+        },
+        options);
+    for (const int ranks : {1, 3, 4}) {
+      testing::run_ranks(
+          ranks,
+          [&](int rank) {
+            auto world = init_process_group();
+            const auto own = folder.path() / ("run on " + std::to_string(ranks));
+            if (rank == 0) std::filesystem::copy(path, own, std::filesystem::copy_options::recursive);
+            barrier();
+            expect_close(train_by(loading, kEpochs, own).state, undisturbed);
+          },
+          options);
+    }
+  }
 }
 
 TEST(TrainerFsdp, ShardsInFilesAreReadByAnyNumberOfRanks) {

@@ -15,6 +15,8 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/observe/metrics_writer.h>
 #include <lockstep/optim/grad_scaler.h>
+#include <lockstep/parallel/ddp/options.h>
+#include <lockstep/parallel/fsdp/options.h>
 #include <lockstep/profiler/profiler.h>
 #include <lockstep/train/early_stopping.h>
 
@@ -26,6 +28,9 @@ class ReduceLROnPlateau;
 }  // namespace lr_scheduler
 
 class TrainerCore;
+
+/// How the ranks train a module together: in a DistributedDataParallel or in a FullyShardedDataParallel.
+enum class Strategy { ddp, fsdp };
 
 /// What the loss function of a Trainer may return in place of a tensor.
 struct StepOutput {
@@ -46,6 +51,11 @@ struct TrainerCallbacks {
 
 /// How a Trainer trains. All ranks give the same.
 struct TrainerOptions {
+  /// Of a Trainer that is given a plain module, which it wraps; with these options, in process_group if they name none.
+  Strategy strategy = Strategy::ddp;
+  DistributedDataParallelOptions ddp = {};
+  FullyShardedDataParallelOptions fsdp = {};
+
   int64_t max_epochs = 1;
   std::optional<int64_t> max_steps = {};  ///< optimizer steps, whichever comes first
   /// Batches of each rank that make one optimizer step; the epoch's last step may have fewer.
@@ -61,8 +71,11 @@ struct TrainerOptions {
   std::optional<double> clip_grad_norm = {};   ///< see clip_grad_norm_()
   std::optional<double> clip_grad_value = {};  ///< see clip_grad_value_(); after the norm, if both
 
-  /// Not owned. Stepped after each epoch's validation, or after each optimizer step.
-  std::variant<std::monostate, lr_scheduler::LRScheduler*, lr_scheduler::ReduceLROnPlateau*> scheduler = {};
+  /// Pointers are not owned; the function makes one for the optimizer of a Trainer that makes that itself. Stepped after each
+  /// epoch's validation, or after each optimizer step.
+  using MakeScheduler = std::function<std::shared_ptr<lr_scheduler::LRScheduler>(torch::optim::Optimizer&)>;
+  std::variant<std::monostate, lr_scheduler::LRScheduler*, lr_scheduler::ReduceLROnPlateau*, MakeScheduler>
+      scheduler = {};
   enum class Interval { epoch, step } scheduler_interval = Interval::epoch;
   std::string scheduler_metric = "validation/loss";  ///< what ReduceLROnPlateau gets
 

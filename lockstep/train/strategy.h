@@ -1,0 +1,83 @@
+#pragma once
+
+#include <concepts>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include <torch/nn/module.h>
+
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/train/trainer_options.h>
+
+namespace lockstep {
+
+namespace train {
+
+/// The optimizer that options are for.
+template <class Options>
+struct OptimizerFor;
+template <>
+struct OptimizerFor<torch::optim::SGDOptions> : std::type_identity<torch::optim::SGD> {};
+template <>
+struct OptimizerFor<torch::optim::AdamOptions> : std::type_identity<torch::optim::Adam> {};
+template <>
+struct OptimizerFor<torch::optim::AdamWOptions> : std::type_identity<torch::optim::AdamW> {};
+template <>
+struct OptimizerFor<torch::optim::RMSpropOptions> : std::type_identity<torch::optim::RMSprop> {};
+template <>
+struct OptimizerFor<torch::optim::AdagradOptions> : std::type_identity<torch::optim::Adagrad> {};
+
+}  // namespace train
+
+/// SGDOptions, AdamOptions, AdamWOptions, RMSpropOptions or AdagradOptions.
+template <class T>
+concept OptimizerDefaults = requires {
+  typename train::OptimizerFor<T>::type;
+};
+
+/// What a Trainer makes of a plain module: wrapped as TrainerOptions::strategy says, with an optimizer of all its parameters.
+/// Without a group, in a job of one process, Strategy::ddp leaves the module as it is. Used by one thread.
+template <std::derived_from<torch::nn::Module> Net>
+class StrategyModel {
+ public:
+  /// Collective.
+  template <OptimizerDefaults Defaults>
+  StrategyModel(std::shared_ptr<Net> net, const Defaults& defaults, const TrainerOptions& options) {
+    using Optimizer = typename train::OptimizerFor<Defaults>::type;
+    TORCH_CHECK_VALUE(net != nullptr, "Trainer: the module is empty");
+    const auto of_trainer = [&options](auto of_wrapper) {
+      if (!of_wrapper.process_group) of_wrapper.process_group = options.process_group;
+      return of_wrapper;
+    };
+    if (options.strategy == Strategy::fsdp) {
+      auto model = std::make_unique<FullyShardedDataParallel<Net>>(std::move(net), of_trainer(options.fsdp));
+      optimizer_ = model->template make_optimizer<Optimizer>(defaults);
+      model_ = std::move(model);
+      return;
+    }
+    optimizer_ = std::make_unique<Optimizer>(net->parameters(), defaults);
+    if (options.process_group || is_initialized()) {
+      model_ = std::make_unique<DistributedDataParallel<Net>>(std::move(net), of_trainer(options.ddp));
+    } else {
+      model_ = std::move(net);
+    }
+  }
+
+  torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  /// Calls `action` with the model, whichever it is.
+  template <class Action>
+  decltype(auto) visit(Action&& action) {
+    return std::visit([&](auto& model) -> decltype(auto) { return action(*model); }, model_);
+  }
+
+ private:
+  std::variant<std::shared_ptr<Net>, std::unique_ptr<DistributedDataParallel<Net>>,
+               std::unique_ptr<FullyShardedDataParallel<Net>>>
+      model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+}  // namespace lockstep
