@@ -12,7 +12,7 @@
 #include <torch/torch.h>
 
 /// The networks whose training steps are measured, by name, with the batches they are fed. Those of layers
-/// alone are in benchmarks/peers/python_ddp_step.py, too.
+/// alone are in benchmarks/peers/python_ddp_step.py, too, and the transformers in python_sharding.py.
 namespace lockstep::bench {
 
 /// A network as DistributedDataParallel wraps it: one tensor in, logits of shape samples × classes out.
@@ -59,19 +59,18 @@ class Cnn : public Model {
   torch::nn::Sequential layers_;
 };
 
-/// Predicts a token at each place of a sequence: an embedding, two encoder layers, a linear layer.
+/// Predicts a token at each place of a sequence: an embedding, encoder layers, a linear layer.
 class Transformer : public Model {
  public:
   static constexpr int64_t kVocabulary = 2048;
   static constexpr int64_t kLength = 64;
 
-  Transformer()
-      : embedding_(kVocabulary, kWidth),
-        encoder_(
-            torch::nn::TransformerEncoderLayer(
-                torch::nn::TransformerEncoderLayerOptions(kWidth, /*nhead=*/4).dim_feedforward(4 * kWidth)),
-            /*num_layers=*/2),
-        head_(kWidth, kVocabulary) {
+  Transformer(int64_t width, int64_t layers)
+      : embedding_(kVocabulary, width),
+        encoder_(torch::nn::TransformerEncoderLayer(
+                     torch::nn::TransformerEncoderLayerOptions(width, width / 64).dim_feedforward(4 * width)),
+                 layers),
+        head_(width, kVocabulary) {
     register_module("embedding", embedding_);
     register_module("encoder", encoder_);
     register_module("head", head_);
@@ -83,7 +82,6 @@ class Transformer : public Model {
   }
 
  private:
-  static constexpr int64_t kWidth = 256;
   torch::nn::Embedding embedding_;
   torch::nn::TransformerEncoder encoder_;
   torch::nn::Linear head_;
@@ -135,6 +133,15 @@ struct Network {
   int64_t classes = 10;
 };
 
+inline Network transformer(int64_t width, int64_t layers, int64_t batch_size) {
+  return {.make = [=] { return std::make_shared<Transformer>(width, layers); },
+          .batch_size = batch_size,
+          .input_sizes = {Transformer::kLength},
+          .tokens = Transformer::kVocabulary,
+          .target_sizes = {Transformer::kLength},
+          .classes = Transformer::kVocabulary};
+}
+
 inline Network mlp(std::vector<int64_t> widths, int64_t batch_size) {
   return {.make = [widths] { return std::make_shared<Mlp>(widths); },
           .batch_size = batch_size,
@@ -149,13 +156,8 @@ inline const Network& find_network(const std::string& name) {
       {"large", mlp({1024, 2048, 2048, 10}, 128)},                        // 6.3 million, 24 MiB of gradients
       {"huge", mlp({4096, 4096, 4096, 4096, 4096, 4096, 4096, 10}, 32)},  // 101 million, 384 MiB
       {"cnn", {.make = [] { return std::make_shared<Cnn>(); }, .batch_size = 32, .input_sizes = {1, 28, 28}}},
-      {"transformer",
-       {.make = [] { return std::make_shared<Transformer>(); },
-        .batch_size = 8,
-        .input_sizes = {Transformer::kLength},
-        .tokens = Transformer::kVocabulary,
-        .target_sizes = {Transformer::kLength},
-        .classes = Transformer::kVocabulary}},
+      {"transformer", transformer(256, /*layers=*/2, 8)},      // 2.6 million
+      {"transformer_25m", transformer(512, /*layers=*/7, 4)},  // 24 million
       {"sleeping",
        {.make = [] { return std::make_shared<Sleeping>(); }, .batch_size = 32, .input_sizes = {10}}}};
   const auto found = networks.find(name);

@@ -20,27 +20,13 @@ namespace lockstep::bench {
 
 using DdpModel = lockstep::DistributedDataParallel<Model>;
 
-/// A network with its optimizer and fresh batches.
-class Trainer {
+/// Fresh batches for a network.
+class Batches {
  public:
-  /// With options it is wrapped by DistributedDataParallel, which is collective; without there is no
-  /// communication.
-  Trainer(const Network& network, const std::optional<lockstep::DistributedDataParallelOptions>& options,
-          c10::Device device = c10::Device(c10::kCPU))
-      : network_(network),
-        device_(device),
-        net_(on_device(network.make(), device)),
-        ddp_(options ? std::make_unique<DdpModel>(net_, *options) : nullptr),
-        optimizer_(net_->parameters(), torch::optim::SGDOptions(0.01)) {
-    // So that the logging data tell of the last step, whichever it was: some clock readings.
-    if (ddp_) ddp_->set_ddp_runtime_logging_sample_rate(1);
-  }
-
-  /// Null where there is no communication.
-  DdpModel* ddp() { return ddp_.get(); }
+  Batches(const Network& network, c10::Device device) : network_(network), device_(device) {}
 
   // The memory of earlier batches is written anew: what is measured should not depend on malloc's history.
-  void prepare_batches(int64_t count) {
+  void prepare(int64_t count) {
     if (!inputs_.defined() || inputs_.size(0) < count) {
       const auto batches = [&](const std::vector<int64_t>& sample) {
         std::vector<int64_t> sizes = {count, network_.batch_size};
@@ -55,12 +41,41 @@ class Trainer {
     network_.tokens > 0 ? inputs_.random_(0, network_.tokens) : inputs_.normal_();
     targets_.random_(0, network_.classes);
   }
+  torch::Tensor input(int64_t batch) const { return inputs_[batch]; }
+  torch::Tensor target(int64_t batch) const { return targets_[batch].flatten(); }
+
+ private:
+  Network network_;
+  c10::Device device_;
+  torch::Tensor inputs_, targets_;
+};
+
+/// A network with its optimizer and fresh batches.
+class Trainer {
+ public:
+  /// With options it is wrapped by DistributedDataParallel, which is collective; without there is no
+  /// communication.
+  Trainer(const Network& network, const std::optional<lockstep::DistributedDataParallelOptions>& options,
+          c10::Device device = c10::Device(c10::kCPU))
+      : batches_(network, device),
+        device_(device),
+        net_(on_device(network.make(), device)),
+        ddp_(options ? std::make_unique<DdpModel>(net_, *options) : nullptr),
+        optimizer_(net_->parameters(), torch::optim::SGDOptions(0.01)) {
+    // So that the logging data tell of the last step, whichever it was: some clock readings.
+    if (ddp_) ddp_->set_ddp_runtime_logging_sample_rate(1);
+  }
+
+  /// Null where there is no communication.
+  DdpModel* ddp() { return ddp_.get(); }
+
+  void prepare_batches(int64_t count) { batches_.prepare(count); }
 
   void step(int64_t batch) {
     optimizer_.zero_grad();
-    const auto input = inputs_[batch];
+    const auto input = batches_.input(batch);
     const auto output = ddp_ ? (*ddp_)(input) : net_->forward(input);
-    loss_ = torch::nn::functional::cross_entropy(output, targets_[batch].flatten());
+    loss_ = torch::nn::functional::cross_entropy(output, batches_.target(batch));
     loss_.backward();
     optimizer_.step();
   }
@@ -77,18 +92,19 @@ class Trainer {
     return net;
   }
 
-  Network network_;
+  Batches batches_;
   c10::Device device_;
   std::shared_ptr<Model> net_;
   std::unique_ptr<DdpModel> ddp_;
   torch::optim::SGD optimizer_;
-  torch::Tensor inputs_, targets_, loss_;
+  torch::Tensor loss_;
 };
 
 /// Steps until a model with communication runs as it will: its buckets are built in the order of the
 /// gradients and of the size that the first steps suggest, a hook that begins with plain all-reduces has
 /// begun. All ranks call it.
-inline void settle(Trainer& trainer) {
+template <class AnyTrainer>
+void settle(AnyTrainer& trainer) {
   constexpr int64_t kSteps = 15;
   trainer.prepare_batches(1);
   for (int64_t i = 0; i < kSteps; ++i) trainer.step(0);
@@ -102,7 +118,8 @@ enum class Company {
 };
 
 /// Warms up, then times the command's iterations; processor time is the mean of them.
-inline Timings time_steps(Trainer& trainer, const Command& command, Company company) {
+template <class AnyTrainer>
+Timings time_steps(AnyTrainer& trainer, const Command& command, Company company) {
   trainer.prepare_batches(command.warmup + command.iterations);
   for (int64_t i = 0; i < command.warmup; ++i) trainer.step(i);
   lockstep::synchronize(trainer.device());

@@ -51,6 +51,8 @@ KINDS = {
     "python_checkpoint": ("python_checkpoint.py", {}),
     "profiler": ("bench_profiler", {}),
     "python_profiler": ("python_profiler.py", {}),
+    **{f"sharding_{mode}": ("bench_sharding", {}) for mode in ("fsdp", "ddp", "alone")},  # each in processes of its own
+    "python_sharding": ("python_sharding.py", {}),
     "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
     # On the fleet's device.
     "gpu_nccl": ("bench_ddp_step", {"LOCKSTEP_BENCH_BACKEND": "nccl"}),

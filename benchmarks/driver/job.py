@@ -52,6 +52,10 @@ class Job:
             os.write(self.commands[rank], f"{line}\n".encode())
         return self._collect(ranks, line, COMMAND_SECONDS)
 
+    def memory(self):
+        """Bytes that the processes hold now; what several of them share counts once."""
+        return sum(proportional_set_size(process.pid) for process in self.processes)
+
     def stop(self):
         """Ends the ranks in peace, or else by force."""
         for pipe in self.commands:
@@ -123,3 +127,12 @@ class Job:
                 tail = output.read().splitlines()[-lines:]
             words += [f"  [{number}] {line}" for line in tail]
         return "its last output:\n" + "\n".join(words) if words else "it printed nothing"
+
+
+def proportional_set_size(pid):
+    """Of each page the share that this process has of it; 0 where there is no such process any more."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as rollup:
+            return next((int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:")), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0

@@ -30,6 +30,9 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("python_checkpoint", "torch_save:nosync"): 200, ("python_checkpoint", "torch_save:sync"): 300,
         ("python_checkpoint", "safetensors_save:nosync"): 80, ("python_checkpoint", "safetensors_save:sync"): 180,
         ("python_checkpoint", "torch_load:plain"): 60, ("python_checkpoint", "safetensors_load:plain"): 20}
+STEP.update({("sharding_fsdp", "fsdp"): 50, ("sharding_ddp", "ddp"): 49, ("sharding_alone", "alone"): 45,
+             ("python_sharding", "fsdp"): 150})
+MEMORY = {"sharding_fsdp": 2 << 30, "sharding_ddp": 4 << 30, "sharding_alone": 3 << 30, "python_sharding": 5 << 29}
 FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
          "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}
 
@@ -61,6 +64,10 @@ class FakeJob:
         answers = range(self.ranks) if ranks is None else ranks
         return [{"wall": [wall + rank] * iterations, "cpu": [2 * wall] * iterations,
                  "facts": facts_of(self.kind, operation, argument, rank)} for rank in answers]
+
+
+    def memory(self):
+        return MEMORY[self.kind] * (self.ranks + 18) // 20
 
 
 class FakeFleet:

@@ -67,6 +67,15 @@ HOST_TARGETS = (
     Target("hosts_scaling.1gbit.8.lockstep.efficiency", 0.9, "1 Gbit/s, 8 ranks on 4 hosts, efficiency (a simulation)"),
 )
 
+SHARDING_TARGETS = tuple(
+    target for network in ("transformer_25m", "huge") for target in (
+        *(Target(f"sharding.{ranks}.{network}.fsdp.{figure}", bound, f"FSDP of {network}, {ranks} ranks, {words}")
+          for ranks in (2, 4) for figure, bound, words in (
+            ("vs_python", 2.5, "faster than Python's fully_shard with Gloo"), ("vs_ddp", 0.95, "against our DDP"))),
+        Target(f"sharding_memory.2.{network}.fsdp.of_python", 1.05, f"FSDP of {network}, memory, of fully_shard's", at_most=True),
+        Target(f"sharding_memory.2.{network}.fsdp.of_ddp", 0.55, f"FSDP of {network}, memory, of our DDP's", at_most=True),
+        Target(f"sharding_memory.{network}.growth", 1.15, f"FSDP of {network}, memory on 4 ranks, of that on 2", at_most=True)))
+
 TARGETS = (
     Target("cells.least", 1, "every operation, size and number of ranks: the slowest against Gloo"),
     Target("cells.median", 5, "every operation, size and number of ranks: the median against Gloo"),
@@ -99,6 +108,7 @@ TARGETS = (
       for how, words in (("plain", ""), ("shapes", " with shapes"), ("memory", ", memory, too"),
                          ("stack", ", stacks of C++ here and of Python there, too"))),
     Target("profiler.merge.memory_of_traces", 0.64, "merging traces of 64 ranks, memory, of their bytes", at_most=True),
+    *SHARDING_TARGETS,
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )

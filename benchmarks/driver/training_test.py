@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.driver import (comm_hooks, contenders, interleave, report, results, several_hosts, targets, training,
+from benchmarks.driver import (comm_hooks, contenders, interleave, report, results, several_hosts, sharding, targets, training,
                                training_report)
 from benchmarks.driver.suites_test import run
 
@@ -135,7 +135,7 @@ def test_without_data_there_is_no_accuracy(tmp_path, monkeypatch):
 def test_programs_know_the_networks_and_hooks():
     folder = contenders.ROOT / "benchmarks"
     networks = re.findall(r'^ +\{"(\w+)",', (folder / "networks.h").read_text(), re.M)
-    assert set(networks) == {*training.NETWORKS, *training.LANDING, several_hosts.SCALING_NETWORK}
+    assert set(networks) == {*training.NETWORKS, *training.LANDING, *sharding.NETWORKS, several_hosts.SCALING_NETWORK}
     peers = (folder / "peers" / "python_ddp_step.py").read_text()
     assert set(re.findall(r'"(\w+)": \(\(', peers)) == {*training.NETWORKS, several_hosts.SCALING_NETWORK}
     hooks = (folder / "comm_hooks.cc").read_text()

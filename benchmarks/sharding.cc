@@ -1,0 +1,100 @@
+// Times training steps with AdamW in a FullyShardedDataParallel, in a DistributedDataParallel, and without communication, as
+// scripts/bench commands; by hand:
+//
+//     lockstep run --nproc-per-node 2 bench_sharding fsdp huge 4 1
+//
+// Modes: fsdp, ddp, alone. The argument is a network of networks.h. A process has one mode and one network, for its memory is
+// measured, too. peers/python_sharding.py does the same with PyTorch's fully_shard.
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <torch/torch.h>
+
+#include <lockstep/lockstep.h>
+
+#include "command_loop.h"
+#include "init_options.h"
+#include "networks.h"
+#include "trainer.h"
+
+namespace {
+
+using lockstep::bench::Batches;
+using lockstep::bench::Command;
+using lockstep::bench::Company;
+using lockstep::bench::Mlp;
+using lockstep::bench::Model;
+using lockstep::bench::Network;
+using Sharded = lockstep::FullyShardedDataParallel<Model>;
+
+/// The layers that fully_shard is applied to in Python.
+lockstep::fsdp::AutoWrapPolicy layers_of(const Model& net) {
+  if (dynamic_cast<const Mlp*>(&net) != nullptr) {
+    return lockstep::fsdp::module_wrap_policy<torch::nn::LinearImpl>();
+  }
+  return lockstep::fsdp::module_wrap_policy<torch::nn::TransformerEncoderLayerImpl>();
+}
+
+/// A network in one of the modes, with AdamW.
+class ShardingTrainer {
+ public:
+  ShardingTrainer(const Network& network, const std::string& mode)
+      : batches_(network, c10::Device(c10::kCPU)), net_(network.make()) {
+    const torch::optim::AdamWOptions adamw(1e-3);
+    if (mode == "fsdp") {
+      sharded_ = std::make_unique<Sharded>(
+          net_, lockstep::FullyShardedDataParallelOptions{.auto_wrap_policy = layers_of(*net_),
+                                                          .sync_module_states = true});
+      optimizer_ = sharded_->make_optimizer<torch::optim::AdamW>(adamw);
+      return;
+    }
+    TORCH_CHECK_VALUE(mode == "ddp" || mode == "alone", "there is no mode '", mode,
+                      "'; there are fsdp, ddp and alone");
+    if (mode == "ddp") ddp_ = std::make_unique<lockstep::bench::DdpModel>(net_);
+    optimizer_ = std::make_unique<torch::optim::AdamW>(net_->parameters(), adamw);
+  }
+
+  void prepare_batches(int64_t count) { batches_.prepare(count); }
+  void step(int64_t batch) {
+    optimizer_->zero_grad();
+    const auto input = batches_.input(batch);
+    const auto output = sharded_ ? (*sharded_)(input) : ddp_ ? (*ddp_)(input) : net_->forward(input);
+    loss_ = torch::nn::functional::cross_entropy(output, batches_.target(batch));
+    loss_.backward();
+    optimizer_->step();
+  }
+  void rest() { optimizer_->zero_grad(); }
+  float loss() const { return loss_.item<float>(); }
+  c10::Device device() const { return c10::Device(c10::kCPU); }
+
+ private:
+  Batches batches_;
+  std::shared_ptr<Model> net_;
+  std::unique_ptr<Sharded> sharded_;
+  std::unique_ptr<lockstep::bench::DdpModel> ddp_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  torch::Tensor loss_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    at::set_num_threads(1);
+    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    torch::manual_seed(world.rank());  // each rank has its own data
+    std::optional<ShardingTrainer> trainer;
+    std::string mode, network;
+    return lockstep::bench::serve(argc, argv, world.rank(), [&](const Command& command) {
+      if (!trainer) {
+        mode = command.operation, network = command.argument;
+        trainer.emplace(lockstep::bench::find_network(network), mode);
+        if (mode == "ddp") lockstep::bench::settle(*trainer);
+      }
+      TORCH_CHECK_VALUE(mode == command.operation && network == command.argument, "this process has ", mode,
+                        " of ", network, ", not ", command.operation, " of ", command.argument);
+      return time_steps(*trainer, command, Company::kAll);
+    });
+  });
+}
