@@ -7,6 +7,7 @@
 //     export      from the end of what was recorded to its file
 //     merge:N     the traces of N ranks, each of so many MiB, into one file; the fact resident_bytes is the most that this
 //                 process has held
+//     phases      without a profiler: what a training step tells of its phases; the argument is a number of steps
 // peers/python_profiler.py measures the same for torch.profiler, but for merge.
 #include <algorithm>
 #include <cstdlib>
@@ -23,6 +24,8 @@
 #include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/step_mark.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/operation_observer.h>
 #include <lockstep/profiler/merge_traces.h>
@@ -166,14 +169,46 @@ Timings time_merge(int ranks, int64_t mebibytes) {
   return timings;
 }
 
+/// Steps that do nothing but tell of their phases: a batch, forward, backward, two buckets and an agreement to wait for.
+Timings time_phases(int64_t steps, int64_t iterations) {
+  const auto audience = std::make_shared<lockstep::PhaseAudience>();
+  audience->board = std::make_shared<lockstep::PhaseBoard>();
+  lockstep::begin_telling_phases(audience);
+  const int loader = 0, model = 0;
+  const auto take_step = [&] {
+    lockstep::mark_step(lockstep::StepMark::kBatch, &loader);
+    lockstep::enter_phase(lockstep::TrainingPhase::kForward);
+    lockstep::count_samples(64);
+    { const lockstep::WaitingPhase agreement; }
+    lockstep::mark_step(lockstep::StepMark::kForward, &model);
+    lockstep::enter_phase(lockstep::TrainingPhase::kBackward);
+    lockstep::enter_phase(lockstep::TrainingPhase::kOptimizer);
+    const lockstep::WaitingPhase waiting;
+    for (int bucket = 0; bucket < 2; ++bucket) {
+      const lockstep::WaitingPhase of_bucket;
+    }
+  };
+  Timings timings;
+  for (int64_t iteration = 0; iteration < iterations; ++iteration) {
+    const int64_t wall = lockstep::bench::wall_clock();
+    const int64_t cpu = lockstep::bench::cpu_clock();
+    for (int64_t i = 0; i < steps; ++i) take_step();
+    timings.cpu.push_back(lockstep::bench::cpu_clock() - cpu);
+    timings.wall.push_back(lockstep::bench::wall_clock() - wall);
+  }
+  lockstep::end_telling_phases(audience);
+  return timings;
+}
+
 Timings measure(const Command& command) {
   const size_t colon = command.operation.find(':');
   const std::string what = command.operation.substr(0, colon);
   const std::string how = colon == std::string::npos ? "" : command.operation.substr(colon + 1);
   const int64_t argument = std::stoll(command.argument);
   if (what == "merge") return time_merge(std::stoi(how), argument);
+  if (what == "phases") return time_phases(argument, command.iterations);
   TORCH_CHECK_VALUE(what == "add" || what == "export", "'", command.operation,
-                    "' is no command; do: add:HOW, export, merge:RANKS");
+                    "' is no command; do: add:HOW, export, merge:RANKS, phases");
   Timings timings;
   for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
     const int64_t took = what == "add" ? time_additions(how, argument) : time_export(argument);

@@ -10,6 +10,7 @@ SECONDS = 1
 # Each with those before it.
 LEVELS = {"plain": "recorded", "shapes": "and record_shapes", "memory": "and profile_memory", "stack": "and with_stack"}
 CONTENDERS = {"lockstep": "profiler", "python": "python_profiler"}
+STEPS = 100_000
 MERGE_RANKS, MERGE_MEBIBYTES = 64, 10  # of 100 MiB, it takes minutes
 
 
@@ -36,6 +37,9 @@ def profiler(fleet, results, rounds, generator):
             results.add_series(f"profiler.{how}.{who}", "ns", added)
     for what in ("export", *LEVELS):
         results.add_ratio(f"profiler.{what}.vs_python", f"profiler.{what}.python", f"profiler.{what}.lockstep")
+    fleet.say("what a step tells of its phases, always")
+    (answer,) = fleet.job("profiler", 1).measure("phases", STEPS, 5, 1)
+    results.add_series("profiler.phases", "ns", [cpu / STEPS for cpu in answer["cpu"]])
     fleet.say(f"merging the traces of {MERGE_RANKS} ranks, {MERGE_MEBIBYTES} MiB each")
     (answer,) = fleet.job("profiler", 1).measure(f"merge:{MERGE_RANKS}", MERGE_MEBIBYTES, 1, 0)
     results.add_series("profiler.merge.time", "ns", answer["wall"])

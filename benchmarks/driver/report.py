@@ -201,6 +201,8 @@ def profiles(results):
             for what, words in {"off": "an addition of 4 floats, not recorded", **{
                 what: f"{words}, adds" for what, words in profiler.LEVELS.items()}, "export": "the end and the file, for each"}.items()
             if f"profiler.{what}.lockstep" in results.series]
+    if "profiler.phases" in results.series:
+        rows.append(["what a step tells of its phases, always", duration(results.median("profiler.phases")), "", ""])
     yield Table("What recording costs an operator", ["", "Profiler", "torch.profiler", "faster (quartiles)"], rows)
     merged = []
     if "profiler.merge.time" in results.series:

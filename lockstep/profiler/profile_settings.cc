@@ -82,13 +82,4 @@ ProfileSettings parse_profile_settings(const std::string& text) {
   return settings;
 }
 
-bool StepCounter::begins(StepMark mark, const void* source) {
-  if (mark_ && mark < *mark_) return false;
-  if (mark_ == mark) return source == source_;
-  const bool first = !mark_;
-  mark_ = mark;
-  source_ = source;
-  return first;  // else the step has begun already, at a mark that tells less
-}
-
 }  // namespace lockstep::profiler

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
-#include <lockstep/base/step_mark.h>
 #include <lockstep/profiler/profiler.h>
 
 namespace lockstep::profiler {
@@ -31,17 +29,5 @@ struct ProfileSettings {
 /// of any number, but `dir=` is the last: its value goes to the end. "1" asks for what is there without words. Throws
 /// c10::ValueError that names LOCKSTEP_PROFILE, the word, and those that it takes.
 ProfileSettings parse_profile_settings(const std::string& text);
-
-/// When a program that calls no step() begins one: at the marks of base/step_mark.h, but each step at one of them alone.
-/// Marks of the most telling kind heard so far count, of the first source of that kind. Used by one thread.
-class StepCounter {
- public:
-  /// Whether a step begins.
-  bool begins(StepMark mark, const void* source);
-
- private:
-  std::optional<StepMark> mark_;
-  const void* source_ = nullptr;
-};
 
 }  // namespace lockstep::profiler

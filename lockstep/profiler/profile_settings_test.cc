@@ -51,23 +51,5 @@ TEST(ProfileSettings, NamesWhatItDoesNotKnow) {
   }
 }
 
-TEST(StepCounter, CountsBatchesWithoutAModel) {
-  StepCounter counter;
-  const int loader = 0, other = 0;
-  EXPECT_TRUE(counter.begins(StepMark::kBatch, &loader));
-  EXPECT_FALSE(counter.begins(StepMark::kBatch, &other));
-  EXPECT_TRUE(counter.begins(StepMark::kBatch, &loader));
-}
-
-TEST(StepCounter, CountsForwardsOnceThereAreAny) {
-  StepCounter counter;
-  const int loader = 0, model = 0, second = 0;
-  EXPECT_TRUE(counter.begins(StepMark::kBatch, &loader));
-  EXPECT_FALSE(counter.begins(StepMark::kForward, &model)) << "the same step";
-  EXPECT_FALSE(counter.begins(StepMark::kForward, &second)) << "a second model trains in the same step";
-  EXPECT_FALSE(counter.begins(StepMark::kBatch, &loader));
-  EXPECT_TRUE(counter.begins(StepMark::kForward, &model));
-}
-
 }  // namespace
 }  // namespace lockstep::profiler::profile_settings_test

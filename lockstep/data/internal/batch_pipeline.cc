@@ -9,6 +9,7 @@
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/base/step_mark.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 #include <lockstep/data/internal/loading_scope.h>
 #include <lockstep/data/internal/random.h>
@@ -243,7 +244,11 @@ std::shared_ptr<void> BatchPipeline::next() {
     failed_samples_ = outcome.samples;
     std::rethrow_exception(std::move(outcome.failure));
   }
-  if (outcome.samples > 0) pass(outcome.samples);
+  enter_phase(TrainingPhase::kForward);
+  if (outcome.samples > 0) {
+    pass(outcome.samples);
+    count_samples(outcome.samples);
+  }
   return std::move(outcome.batch);
 }
 

@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <lockstep/base/step_mark.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
@@ -201,8 +202,12 @@ std::vector<NamedTensor> DdpCore::current_buffers() const {
 
 void DdpCore::enter() {
   if (!reducer_) return;
-  if (at::GradMode::is_enabled() && std::exchange(marked_round_, reducer_->rounds()) != reducer_->rounds()) {
-    mark_step(StepMark::kForward, this);
+  if (at::GradMode::is_enabled()) {
+    if (std::exchange(marked_round_, reducer_->rounds()) != reducer_->rounds()) {
+      mark_step(StepMark::kForward, this);
+    } else {
+      enter_phase(TrainingPhase::kForward);  // of gradients that are accumulated
+    }
   }
   try {
     before_forward();

@@ -1,3 +1,4 @@
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -5,6 +6,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/message_work.h>
@@ -222,6 +224,8 @@ float MessageWork::getDuration() const {
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline until = timeout == kNoTimeout ? Deadline::never() : Deadline::after(timeout);
+  std::optional<WaitingPhase> waiting;
+  if (!channel_->messages().is_done(handle_)) waiting.emplace();
   if (!channel_->messages().wait(handle_, until)) {
     LOCKSTEP_THROW_TIMEOUT("wait() gave up after " + std::to_string(timeout.count()) +
                            " ms; the operation itself goes on");

@@ -12,6 +12,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/thread_cache.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 #include <lockstep/collectives/backend/internal/planned_operation.h>
@@ -84,6 +85,8 @@ float OperationWork::getDuration() const {
 
 bool OperationWork::wait(std::chrono::milliseconds timeout) {
   std::unique_lock lock(queue_->mutex_);
+  std::optional<WaitingPhase> waiting;
+  if (!done_) waiting.emplace();
   if (timeout == kNoTimeout) {
     while (!done_) {
       if (!queue_->running_ && !queue_->queue_.empty()) {

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 #include <lockstep/parallel/ddp/reducer/used_parameters.h>
 
@@ -154,6 +155,7 @@ void Reducer::begin_backward() {
   if (task == slots->graph_task()) return;
   slots->begin(task);
   clock_.begin_backward();
+  enter_phase(TrainingPhase::kBackward, /*from_any_thread=*/!settings_.on_cpu);
   // Autograd computes a CPU graph, and runs this callback, in the thread that called backward(). Those of
   // other devices it computes in threads of its own, whose memory is not for us to give.
   std::shared_ptr<MemorySource> before;
@@ -165,6 +167,7 @@ void Reducer::begin_backward() {
       if (auto current = exchange_memory_source(before); current != self->buckets_.slots())
         exchange_memory_source(current);
     }
+    enter_phase(TrainingPhase::kOptimizer, /*from_any_thread=*/!self->settings_.on_cpu);
     std::lock_guard lock(self->mutex_);
     if (self->on_backward_end_) self->on_backward_end_();
     if (self->synchronise_ && self->round_.phase() == RoundPhase::kCounting) self->queue_everything();
@@ -287,6 +290,7 @@ void Reducer::queue_finish() {
 
 void Reducer::finish_round() {
   try {
+    const WaitingPhase waiting;  // for a hook's futures, too
     std::exception_ptr error;
     for (Bucket& bucket : buckets_.all()) {
       try {
