@@ -47,6 +47,7 @@ constexpr std::string_view kOwnVariables[] = {
     "LOCKSTEP_SKIP_PACKAGES",
     "LOCKSTEP_SOCKET_IFNAME",
     "LOCKSTEP_SPAWN",
+    "LOCKSTEP_STRAGGLERS",
     "LOCKSTEP_TERMINAL_COLUMNS",
     "LOCKSTEP_TEST_DEVICE",
     "LOCKSTEP_TEST_HOST",
@@ -113,6 +114,7 @@ void judge_own_variables(const Environment& environment, Findings& findings) {
   judge_word(environment, "LOCKSTEP_CPU_CAPABILITY", {"default", "avx2", "avx512"}, findings);
   judge_number(environment, "LOCKSTEP_SEGMENT_MB", 1, 1 << 20, findings);
   judge_number(environment, "LOCKSTEP_FLIGHT_RECORDS", 0, 50000, findings);
+  judge_number(environment, "LOCKSTEP_STRAGGLERS", 0, 1, findings);
   judge_number(environment, "LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", 1, 86400, findings);
   if (const auto* value = value_of(environment, "LOCKSTEP_FAILPOINTS")) {
     findings.push_back(warning("variables",

@@ -21,7 +21,8 @@ struct ControlMessage {
     kCause,        // the answer
     kHeartbeat,    // number 1: answer me; 0: the answer
     kAskForState,  // how is that rank of the receiver's host?
-    kState         // the answer, of one that has not ended
+    kState,        // the answer, of one that has not ended
+    kPhases        // how long the steps of a rank of the sender's host take
   };
 
   Kind kind = Kind::kFailure;

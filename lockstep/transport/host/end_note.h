@@ -7,6 +7,7 @@
 #include <string>
 #include <sys/types.h>
 
+#include <lockstep/base/training_phases.h>
 #include <lockstep/transport/host/wait_record.h>
 
 namespace lockstep::transport {
@@ -19,14 +20,18 @@ struct EndOfFarRank {
 };
 
 /// The first bytes of every process's first segment: its identity, the note that it leaves when it ends,
-/// what it waits for, and what it has heard.
+/// what it waits for, what it has heard, and how its training goes.
 struct alignas(64) ProcessHeader {
+  static constexpr uint64_t kMagic = 0x365054534b434f4cULL;  // "LOCKSTP6"; another one for each layout
   uint64_t magic = 0;
   int32_t pid = 0;
+  int32_t rank = 0;  // in the job
+  int32_t world_size = 0;
   std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
   WaitRecords waits;
   GivenUpWait given_up;
   std::array<EndOfFarRank, 8> far_ends;  // the first ones; written by one thread at a time
+  PhaseBoard phases;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 

@@ -41,8 +41,6 @@ void expect_no_reports_of(const Segment& of_another_process) {
 /// From another one's word that a rank has ended until that holds, if its connection does not end before.
 constexpr auto kReportPatience = std::chrono::seconds(2);
 
-constexpr uint64_t kHeaderMagic = 0x355054534b434f4cULL;  // "LOCKSTP5"
-
 }  // namespace
 
 HostTransport::HostTransport(int rank, int world_size, const Options& options)
@@ -59,8 +57,10 @@ HostTransport::HostTransport(int rank, int world_size, const Options& options)
     if (!is_here(peer)) peers_[peer]->life.emplace(heartbeat_timeout_);
   }
   auto* header = new (arena_->segment(0)->data()) ProcessHeader;
-  header->magic = kHeaderMagic;
   header->pid = ::getpid();
+  header->rank = job_rank(rank);
+  header->world_size = world_size;
+  header->magic = ProcessHeader::kMagic;
   peers_[rank]->link.pid = ::getpid();
   install(rank, 0, arena_->segment(0));
 }
@@ -108,8 +108,8 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
                              options.met_at, others);
   for (int peer = 0; peer < world_size; ++peer) {
     if (peer == rank || !transport->is_here(peer)) continue;
-    TORCH_CHECK_WITH(DistBackendError, header_of(links[peer].segment->data()).magic == kHeaderMagic, "rank ",
-                     peer,
+    TORCH_CHECK_WITH(DistBackendError, header_of(links[peer].segment->data()).magic == ProcessHeader::kMagic,
+                     "rank ", peer,
                      " shares memory of another layout; do all ranks run the same version of Lockstep?");
     transport->install(peer, 0, links[peer].segment);
     transport->peers_[peer]->link = std::move(links[peer]);
@@ -120,6 +120,7 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
     self->publish_segment(index, segment);
   });
   transport->start_monitor(/*watches=*/true);
+  transport->begin_telling_phases(options.names_stragglers);
   failpoint::here("transport_connected");
   return transport;
 }
@@ -155,6 +156,7 @@ std::vector<std::shared_ptr<HostTransport>> HostTransport::connect_threads(int w
 
 HostTransport::~HostTransport() {
   if (fork_guard_.in_forked_child()) return;
+  if (audience_) end_telling_phases(audience_);
   arena_->set_listener(nullptr);
   ProcessHeader& header = header_of(arena_->segment(0)->data());
   leave_note(header, EndKind::kLeft, 0);
@@ -397,6 +399,9 @@ void HostTransport::hear(int from, const ControlMessage& message) {
       return;
     case ControlMessage::Kind::kState:
       if (is_of_job && !is_here(message.rank)) hear_state(message.rank, message.number != 0);
+      return;
+    case ControlMessage::Kind::kPhases:
+      if (is_of_job && !is_here(message.rank)) hear_phases(message.rank, message.get_text());
       return;
   }
 }

@@ -17,12 +17,14 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/transport/group_layout.h>
 #include <lockstep/transport/host/control_channel.h>
 #include <lockstep/transport/host/memory/arena.h>
 #include <lockstep/transport/host/peer_links.h>
 #include <lockstep/transport/host/peer_liveness.h>
+#include <lockstep/transport/host/stragglers.h>
 #include <lockstep/transport/host/wait_record.h>
 #include <lockstep/transport/wire/wire.h>
 
@@ -53,6 +55,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::vector<std::string> host_names = {};  // by number, for messages
     std::function<std::unique_ptr<wire::Engine>(int rank)> make_engine = {};  // of this rank's wire
     std::chrono::nanoseconds heartbeat_timeout = std::chrono::seconds(10);    // see PeerLiveness: the limit
+    bool names_stragglers = true;  // see find_straggler(); in the log of the first rank
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does. Over hosts, each
@@ -184,6 +187,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_
     Deadline expected = Deadline::after(std::chrono::nanoseconds(0));  // see expect(); under segments_mutex_
     std::optional<uint32_t> activity;  // wire::Wire::activity() at the last look; monitor thread only
+    std::optional<PhaseTimes> phases;  // of a rank on another host, as its host says; under segments_mutex_
     bool witness = false;              // is asked how another of its host is; monitor thread only
     // Base addresses of the peer's segments; null until mapped. Written by the monitor thread (release), read
     // by all.
@@ -220,6 +224,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void ask_host_of(int rank);
   void tell_state_of(int neighbour, int to);
   void hear_state(int rank, bool stopped);
+  void begin_telling_phases(bool names_stragglers);
+  void on_window();
+  void hear_phases(int rank, const std::string& text);
   void give_up(int rank);
   void hear_loss(int rank, const std::string& reason);
   void lose_by_own_fault(int rank);
@@ -244,6 +251,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::atomic<uint32_t> endings_{0};
   std::atomic<uint32_t> neighbours_ended_{0};
   std::atomic<bool> renumbered_{false};
+
+  std::shared_ptr<const PhaseAudience> audience_;  // of a process's phases: not of threads that play ranks
+  StragglerWatch stragglers_;                      // of the thread that trains
 
   mutable std::mutex segments_mutex_;
   mutable std::condition_variable segments_changed_;

@@ -29,6 +29,7 @@ transport::HostTransport::Options transport_options(const Topology& topology,
   if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
     options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
   }
+  options.names_stragglers = environment::integer("LOCKSTEP_STRAGGLERS", 0, 1).value_or(1) != 0;
   if (!topology.spans_hosts()) return options;
   options.host_of = topology.host_of;
   if (const auto seconds = environment::integer("LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", 1, 86400)) {

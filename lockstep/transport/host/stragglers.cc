@@ -1,0 +1,91 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <iterator>
+
+#include <lockstep/transport/host/stragglers.h>
+
+namespace lockstep::transport {
+namespace {
+
+constexpr double kLeastShare = 0.2;    // of a step, that the others lose
+constexpr double kLeastWaiting = 0.5;  // of that, that they wait longer
+constexpr double kSameStep = 0.1;      // by which steps of ranks that train together differ at most
+
+/// Of an even number the upper one, so that what is above it is above most.
+double upper_median(const std::vector<RankPhases>& ranks,
+                    const std::function<double(const PhaseTimes&)>& get) {
+  std::vector<double> values;
+  for (const RankPhases& each : ranks) values.push_back(get(each.times));
+  const auto middle = values.begin() + static_cast<ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+std::string format_ms(double ns) {
+  std::array<char, 32> text{};
+  const double ms = ns / 1e6;
+  std::snprintf(text.data(), text.size(), ms < 10 ? "%.2f ms" : ms < 100 ? "%.1f ms" : "%.0f ms", ms);
+  return text.data();
+}
+
+}  // namespace
+
+std::optional<Straggler> find_straggler(const std::vector<RankPhases>& ranks) {
+  std::optional<Straggler> slowest;
+  for (const RankPhases& each : ranks) {
+    const PhaseTimes& times = each.times;
+    std::vector<RankPhases> others;
+    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(others), [&](const RankPhases& other) {
+      return other.rank != each.rank && std::abs(other.times.step - times.step) <= kSameStep * times.step;
+    });
+    if (others.empty()) continue;
+    const double own = upper_median(others, [](const PhaseTimes& other) { return other.own; });
+    const double lead = times.own - own;
+    const double waiting =
+        -upper_median(others, [](const PhaseTimes& other) { return -other.of(TrainingPhase::kWaiting); });
+    const bool awaited = waiting - times.of(TrainingPhase::kWaiting) >= kLeastWaiting * lead;
+    if (lead <= kLeastShare * times.step || !awaited || (slowest && times.own <= slowest->own)) continue;
+    Straggler found{.rank = each.rank, .step = times.step, .own = times.own, .others_own = own};
+    for (const auto phase : {TrainingPhase::kData, TrainingPhase::kForward, TrainingPhase::kBackward,
+                             TrainingPhase::kOptimizer}) {
+      const double of_others = upper_median(others, [&](const PhaseTimes& other) { return other.of(phase); });
+      if (found.phase != TrainingPhase::kNone &&
+          times.of(phase) - of_others <= found.in_phase - found.others_in_phase) {
+        continue;
+      }
+      found.phase = phase;
+      found.in_phase = times.of(phase);
+      found.others_in_phase = of_others;
+    }
+    slowest = found;
+  }
+  return slowest;
+}
+
+std::optional<StragglerWatch::Change> StragglerWatch::look(const std::vector<RankPhases>& ranks) {
+  const auto found = find_straggler(ranks);
+  Key key;
+  if (found) key.emplace(found->rank, found->phase);
+  if (key == next_) {
+    ++seen_;
+  } else {
+    next_ = key;
+    seen_ = 1;
+  }
+  if (key == said_ || (ever_ && seen_ < kWindowsToChange)) return std::nullopt;
+  ever_ = true;
+  Change change{.slow = found, .before = said_ ? said_->first : -1};
+  said_ = key;
+  return change;
+}
+
+std::string describe(const Straggler& straggler) {
+  return "it takes " + format_ms(straggler.own) + " a step without waiting, the others " +
+         format_ms(straggler.others_own) + "; most of it in " + to_string(straggler.phase) + " (" +
+         format_ms(straggler.in_phase) + ", the others " + format_ms(straggler.others_in_phase) + ")";
+}
+
+}  // namespace lockstep::transport
