@@ -11,7 +11,6 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/exception_text.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/group_channel.h>
@@ -54,6 +53,15 @@ void exchange_with_others(GroupChannel& channel, uint64_t round, std::chrono::na
   channel.await(requests);
   finish(channel);
   for (const int rank : others(channel)) ASSERT_EQ(theirs[rank], 1000 * round + static_cast<uint64_t>(rank));
+}
+
+/// Throws why no message comes: at once, where the group has failed already.
+void receive_message(GroupChannel& channel, int from, std::chrono::nanoseconds timeout) {
+  MessageChannel& messages = channel.messages();
+  uint64_t memory = 0;
+  const auto receiving = messages.receive(&memory, {sizeof memory, 1}, from, 0, Deadline::after(timeout));
+  EXPECT_TRUE(messages.wait(receiving));
+  std::rethrow_exception(messages.error(receiving));
 }
 
 /// A wait for one message from `from`, which does not come.
@@ -220,11 +228,9 @@ TEST(GroupChannel, ALeaverIsNoticedWhereNoRankWaitsForIt) {
       EXPECT_THAT(failure_of([&] { begin(channel); }, FailureKind::kPeerLeft), names_the_leaver);
       return;
     }
-    uint64_t memory = 0;
-    const auto receiving =
-        channel.messages().receive(&memory, {sizeof memory, 1}, 3 - channel.rank(), 0, Deadline::after(60s));
-    EXPECT_TRUE(channel.messages().wait(receiving));
-    EXPECT_THAT(text_of(channel.messages().error(receiving)), names_the_leaver);
+    EXPECT_THAT(
+        failure_of([&] { receive_message(channel, 3 - channel.rank(), 60s); }, FailureKind::kPeerLeft),
+        names_the_leaver);
   });
 }
 
@@ -235,11 +241,7 @@ TEST(GroupChannel, ATimeoutNamesTheRankForWhichTheOtherHostWaits) {
   };
   on_hosts({0, 0, 1, 1}, [&](GroupChannel& channel) {
     if (channel.rank() == 3) {  // is in another part of the program, and waits for the one that waits for it
-      uint64_t memory = 0;
-      const auto receiving =
-          channel.messages().receive(&memory, {sizeof memory, 1}, 2, 0, Deadline::after(60s));
-      EXPECT_TRUE(channel.messages().wait(receiving));
-      EXPECT_THAT(text_of(channel.messages().error(receiving)),
+      EXPECT_THAT(failure_of([&] { receive_message(channel, 2, 60s); }, FailureKind::kTimeout),
                   HasSubstr("timed out waiting for " + name(3)));
       return;
     }
@@ -250,11 +252,7 @@ TEST(GroupChannel, ATimeoutNamesTheRankForWhichTheOtherHostWaits) {
     }
     while (channel.transport().cause_of_waiting({2}) != 3) std::this_thread::yield();
     if (channel.rank() == 1) {
-      uint64_t memory = 0;
-      const auto receiving =
-          channel.messages().receive(&memory, {sizeof memory, 1}, 2, 0, Deadline::after(1ms));
-      EXPECT_TRUE(channel.messages().wait(receiving));
-      EXPECT_THAT(text_of(channel.messages().error(receiving)),
+      EXPECT_THAT(failure_of([&] { receive_message(channel, 2, 1ms); }, FailureKind::kTimeout),
                   HasSubstr("waiting for " + name(2) + ", which waits for " + name(3)));
     }
     on_first_host.arrive_and_wait();
