@@ -130,9 +130,10 @@ class Job:
 
 
 def proportional_set_size(pid):
-    """Of each page the share that this process has of it; 0 where there is no such process any more."""
+    """Of each page the share that this process has of it; 0 where there is no such process any more. Without pages of files,
+    which other jobs that run the same libraries share."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as rollup:
-            return next((int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:")), 0)
+            return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     except (FileNotFoundError, ProcessLookupError):
         return 0

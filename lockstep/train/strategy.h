@@ -3,8 +3,10 @@
 #include <concepts>
 #include <memory>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include <torch/nn/module.h>
 
@@ -49,7 +51,10 @@ class StrategyModel {
     using Optimizer = typename train::OptimizerFor<Defaults>::type;
     TORCH_CHECK_VALUE(net != nullptr, "Trainer: the module is empty");
     const auto of_trainer = [&options](auto of_wrapper) {
-      if (!of_wrapper.process_group) of_wrapper.process_group = options.process_group;
+      TORCH_CHECK_VALUE(!of_wrapper.process_group || of_wrapper.process_group == options.process_group,
+                        "Trainer: its model has another process_group than the Trainer; set "
+                        "TrainerOptions::process_group");
+      of_wrapper.process_group = options.process_group;
       return of_wrapper;
     };
     if (options.strategy == Strategy::fsdp) {
@@ -58,7 +63,7 @@ class StrategyModel {
       model_ = std::move(model);
       return;
     }
-    optimizer_ = std::make_unique<Optimizer>(net->parameters(), defaults);
+    optimizer_ = std::make_unique<Optimizer>(each_once(net->parameters()), defaults);
     if (options.process_group || is_initialized()) {
       model_ = std::make_unique<DistributedDataParallel<Net>>(std::move(net), of_trainer(options.ddp));
     } else {
@@ -74,6 +79,16 @@ class StrategyModel {
   }
 
  private:
+  /// A tied one would be updated once for each of its names.
+  static std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters) {
+    std::vector<at::Tensor> once;
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const at::Tensor& parameter : parameters) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
+    }
+    return once;
+  }
+
   std::variant<std::shared_ptr<Net>, std::unique_ptr<DistributedDataParallel<Net>>,
                std::unique_ptr<FullyShardedDataParallel<Net>>>
       model_;

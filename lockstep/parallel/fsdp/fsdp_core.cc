@@ -77,7 +77,8 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   verify_same_model(sharded_, options_.process_group);
   verify_same_layout(groups, dtypes);
   groups_ = std::make_shared<const ShardGroups>(options_.process_group);
-  weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, groups_);
+  run_on_all(groups_->all(), "to allocate memory",
+             [&] { weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, groups_); });
   windows_ = std::make_unique<WeightWindows>(groups_->all());
   run_on_all(groups_->all(), "to allocate memory", [&] {
     weights_->allocate_copies();
@@ -296,9 +297,10 @@ at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
   at::Tensor norm = norm_type == 0 ? count_nonzero_gradients()
                                    : get_total_norm(gradients_of(sharded), norm_type,
                                                     /*error_if_nonfinite=*/false, {}, weights_->group());
-  const auto others = gradients_of(ignored_);
-  if (!others.empty()) {
-    const at::Tensor other = get_total_norm(others, norm_type);
+  if (!ignored_.empty()) {
+    at::Tensor other = get_total_norm(gradients_of(ignored_), norm_type).to(norm.scalar_type());
+    // Ranks with the same rows scale them equally, or they would differ from then on.
+    if (groups_->replicas()) all_reduce(other, ReduceOp::MAX, groups_->replicas());
     norm = norm_type == 0 ? norm + other : get_total_norm({norm, other}, norm_type);
     clip_grads_with_norm_(ignored_, max_norm, norm);
   }
@@ -436,17 +438,20 @@ StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& 
   return result;
 }
 
-StateDict FsdpCore::optim_state_of_rows(const torch::optim::Optimizer& optimizer) const {
-  if (dynamic_cast<const fsdp::OptimizerOfRows*>(&optimizer) == nullptr) {
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        TORCH_CHECK_VALUE(contains(ignored_, parameter), kClass,
-                          ": the optimizer has sharded parameters, and was not made by make_optimizer(), so "
-                          "its state is not that of their rows alone; optimizers that look at all elements "
-                          "together, such as LBFGS, can't be sharded");
-      }
+void FsdpCore::check_is_of_rows(const torch::optim::Optimizer& optimizer) const {
+  if (dynamic_cast<const fsdp::OptimizerOfRows*>(&optimizer) != nullptr) return;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      TORCH_CHECK_VALUE(contains(ignored_, parameter), kClass,
+                        ": the optimizer has sharded parameters, and was not made by make_optimizer(), so "
+                        "its state is not that of their rows alone; optimizers that look at all elements "
+                        "together, such as LBFGS, can't be sharded");
     }
   }
+}
+
+StateDict FsdpCore::optim_state_of_rows(const torch::optim::Optimizer& optimizer) const {
+  check_is_of_rows(optimizer);
   return get_optimizer_state_dict(leaves_as_model(), optimizer);
 }
 
@@ -464,6 +469,7 @@ StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimiz
 PreparedLoad FsdpCore::prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer,
                                                      const StateDict& state,
                                                      const LoadStateDictOptions& options) const {
+  check_is_of_rows(optimizer);
   const auto take_rows = [&](const PlaceInState& place, const c10::IValue& whole) -> c10::IValue {
     return weights_->part_of(place.weight, from_object<at::Tensor>(whole)).clone();
   };
@@ -482,6 +488,7 @@ StateDict FsdpCore::sharded_optim_state_dict(const torch::optim::Optimizer& opti
 
 void FsdpCore::load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
                                              const std::vector<StateDict>& states) const {
+  check_is_of_rows(optimizer);
   TORCH_CHECK_VALUE(!states.empty(), kClass, ": there is no state to load the optimizer from");
   std::vector<StateDict> by_parameter;
   for (const StateDict& state : states)

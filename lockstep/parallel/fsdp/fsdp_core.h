@@ -118,6 +118,7 @@ class FsdpCore final {
   using ChangeOfPart = std::function<c10::IValue(const PlaceInState& place, const c10::IValue& value)>;
   StateDict map_optim_state(const StateDict& state, const ChangeOfPart& change,
                             const std::vector<KeyMap>& key_map = {}) const;
+  void check_is_of_rows(const torch::optim::Optimizer& optimizer) const;
   StateDict optim_state_of_rows(const torch::optim::Optimizer& optimizer) const;
 
   Model model_;

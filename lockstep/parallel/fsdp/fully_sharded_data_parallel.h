@@ -36,7 +36,7 @@ namespace lockstep {
 ///
 /// parameters() are this rank's rows of each, as leaves; module->parameters() are the whole ones, for forward alone. All ranks
 /// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there, but
-/// each backward must reach one sharded parameter at least. The group of ranks is on one host.
+/// each backward must reach one sharded parameter at least. Over several hosts each has the weights once (HYBRID_SHARD).
 ///
 /// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
 /// Several models may live in one process; one module has but one wrapper at a time. When a reduction or step() fails, it throws

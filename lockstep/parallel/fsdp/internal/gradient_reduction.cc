@@ -190,11 +190,20 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
 }
 
 void GradientReduction::finish(size_t slot) {
+  const at::NoGradGuard no_grad;
   std::exchange(ring_[slot].work, {})->wait();
   schedule_.finished(slot);
   const ProcessGroup& replicas = weights_.groups().replicas();
   if (!replicas) return;
   Group& group = groups_[ring_[slot].group];
+  // What lay behind this rank's rows in the buffer is old, and would be rounded together with them.
+  const int rank = weights_.group()->getRank();
+  for (size_t i = 0; i < group.weights.size(); ++i) {
+    const int64_t begin = group.layout.offset(i, 0) + group.layout.numel(i, rank);
+    const bool last = i + 1 == group.weights.size();
+    const int64_t end = last ? group.layout.piece_numel() : group.layout.offset(i + 1, 0);
+    group.averages.narrow(0, begin, end - begin).zero_();
+  }
   const BetweenHosts scope(between_hosts_, group.feedback);
   group.between_hosts = all_reduce(group.averages, ReduceOp::AVG, replicas, /*async_op=*/true);
 }

@@ -9,6 +9,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
+#include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
 namespace lockstep::fsdp::internal {
 namespace {
@@ -51,10 +52,12 @@ void end_group(ProcessGroup& group) {
 ShardGroups::ShardGroups(const ProcessGroup& parent) {
   const Lists hosts = ranks_of_hosts(get_topology(parent));
   try {
-    host_ = split_group(parent, hosts, {}, "fsdp");
     if (hosts.size() == 1) {
-      all_ = host_;
+      all_ = host_ = split_group(parent, hosts, {}, "fsdp");
     } else {
+      // It may fail on one host alone.
+      run_on_all(parent, "to make their host's group",
+                 [&] { host_ = split_group(parent, hosts, {}, "fsdp"); });
       std::vector<int> ranks(static_cast<size_t>(parent->getSize()));
       std::iota(ranks.begin(), ranks.end(), 0);
       all_ = split_group(parent, {ranks}, {}, "fsdp_all");

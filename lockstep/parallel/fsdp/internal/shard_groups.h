@@ -14,7 +14,7 @@ class ShardGroups {
   ShardGroups& operator=(const ShardGroups&) = delete;
   ~ShardGroups();
 
-  /// All ranks, those of the first host first.
+  /// All ranks of the parent, in its order.
   const ProcessGroup& all() const { return all_; }
   /// Those of this host, which share the weights.
   const ProcessGroup& host() const { return host_; }

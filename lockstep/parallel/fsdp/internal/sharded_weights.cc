@@ -125,7 +125,12 @@ void ShardedWeights::move_values(bool of_rank_0) {
                                   .narrow(0, weight.own.begin, weight.own.size())
                                   .view(shard_sizes);
     weight.writable.copy_(values);
-    if (weight.published.defined()) weight.published.copy_(values);
+    // One rank's values for the rows on all hosts, as on one: what hosts have differently never becomes the same again.
+    if (groups().replicas() && !of_rank_0 && weight.writable.numel() > 0) {
+      std::vector<at::Tensor> rows{weight.writable};
+      groups().replicas()->broadcast(rows)->wait();
+    }
+    if (weight.published.defined()) weight.published.copy_(weight.writable);
     weight.shard = weight.readable.detach();
     weight.shard.set_requires_grad(weight.trains);
     weight.parameter.set_data(in_view(i));
