@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include <utility>
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
@@ -91,7 +92,7 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   options.prefix = !arguments.no_prefix;
   options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
-  launch::check_options(options);
+  options = launch::checked_options(std::move(options));
   if (arguments.dry_run) return options;
   if (!arguments.log_dir.empty() || !options.redirects.empty() || !options.tee.empty()) {
     options.log_folder = launch::make_log_folder(arguments.log_dir, arguments.hosts.rdzv_id);

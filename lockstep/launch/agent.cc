@@ -92,17 +92,18 @@ std::string make_log_folder(const std::string& base, const std::string& run_id) 
   return folder;
 }
 
-void check_options(const RunOptions& options) {
+RunOptions checked_options(RunOptions options) {
   TORCH_CHECK_VALUE(options.nprocs >= 1 && options.nprocs <= kMostProcesses, "the number of processes is ",
                     options.nprocs, "; it must lie in 1 to ", kMostProcesses);
   TORCH_CHECK_VALUE(options.grace_period.count() >= 0, "the grace period is ",
                     to_seconds(options.grace_period), " seconds; it can't be negative");
   TORCH_CHECK_VALUE(!options.command.empty(), "no program to start was given");
-  find_program(options.command.front());
+  if (options.program.empty()) options.program = find_program(options.command.front());
+  return options;
 }
 
-int run(const RunOptions& options) {
-  check_options(options);
+int run(const RunOptions& given) {
+  const RunOptions options = checked_options(given);
   std::optional<AgentStore> store;
   const RankVariables variables = {.nprocs = options.nprocs,
                                    .world_size = options.nprocs,

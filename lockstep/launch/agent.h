@@ -33,6 +33,7 @@ class StreamChoice {
 struct RunOptions {
   int nprocs = 1;                    // processes; see parse_nprocs
   std::vector<std::string> command;  // the program and its arguments
+  std::string program = {};          // the path of command.front(); empty: find_program() tells it
   uint16_t master_port = 0;          // of the store on 127.0.0.1; 0: a free one
   bool prefix = true;                // mark output lines with "[rank N] "; a single process's never are
   std::chrono::nanoseconds grace_period =
@@ -60,8 +61,8 @@ int parse_nprocs(const std::string& text);
 /// Throws c10::ValueError.
 std::string make_log_folder(const std::string& base, const std::string& run_id);
 
-/// Throws c10::ValueError for a program that can't be started, or a nonsensical option.
-void check_options(const RunOptions& options);
+/// These, with the program's path. Throws c10::ValueError for a program that can't be started, or a nonsensical option.
+RunOptions checked_options(RunOptions options);
 
 /// Runs the job; writes the workers' output and, when a rank failed, a report to this process's standard
 /// streams. Each worker has torchrun's environment (see RankVariables), TORCHELASTIC_ERROR_FILE,

@@ -154,7 +154,6 @@ WorkerEnvironment common_environment(const RunOptions& options, size_t columns) 
 GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                      const std::function<uint16_t(Supervisor&)>& open_store,
                      const std::function<void(WorkerEnvironment&)>& adjust, WorkerControl* control) {
-  const std::string program = find_program(options.command.front());
   const bool prefix = options.prefix && variables.world_size > 1;
 
   prepare_descriptors(options.nprocs, options.log_folder.empty() ? 0 : 2);
@@ -190,7 +189,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
       mine.set("TORCHELASTIC_ERROR_FILE", files.error_file(rank));
       mine.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
       const int input = variables.first_rank + rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
-      supervisor.start({.program = program,
+      supervisor.start({.program = options.program,
                         .arguments = options.command,
                         .environment = mine.strings(),
                         .standard = {input, ends[0].get(), ends[1].get()},

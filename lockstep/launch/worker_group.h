@@ -32,7 +32,7 @@ struct GroupEnd {
   std::optional<int> far_culprit = {};  // the rank on another host because of which it did
 };
 
-/// Starts the workers of this host and sees them to their end, as run() describes it. `variables` say who they are, but
+/// Starts the workers of this host, by checked_options(), and sees them to their end, as run() describes it. `variables` say who they are, but
 /// for their local ranks and the store's port: that is what `open_store` returns. It is called once signals are taken,
 /// and before the first worker; the store must outlive this call. `adjust` changes a worker's environment; it and
 /// `control` may be missing.

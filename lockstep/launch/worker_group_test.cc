@@ -23,7 +23,7 @@ RunOptions shell(int nprocs, const std::string& script) {
   RunOptions options;
   options.nprocs = nprocs;
   options.command = {"/bin/sh", "-c", script};
-  return options;
+  return checked_options(options);
 }
 
 uint16_t no_store(Supervisor&) {

@@ -195,8 +195,8 @@ std::string make_secret() {
   return to_hex(random_bytes<32>());
 }
 
-int run_on_hosts(const HostsOptions& options) {
-  check_options(options.run);
+int run_on_hosts(HostsOptions options) {
+  options.run = checked_options(std::move(options.run));
   const auto objection = objection_to(options.membership);
   TORCH_CHECK_VALUE(!objection, *objection);
   if (options.secret.empty()) {

@@ -35,6 +35,6 @@ std::string make_secret();
 /// Runs the agent of this host until the job ends: the workers of each generation that this host belongs to. Returns
 /// the exit status of `lockstep run`: that of run(); 1, too, when the coordinator was lost. Throws as run(). To be
 /// called by the main thread of a program that does nothing else.
-int run_on_hosts(const HostsOptions& options);
+int run_on_hosts(HostsOptions options);
 
 }  // namespace lockstep::launch
