@@ -1,8 +1,10 @@
 """`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
 
+import contextlib
 import os
 import pathlib
 import re
+import select
 import shutil
 import signal
 import sys
@@ -259,6 +261,81 @@ def test_one_host_that_is_stopped_keeps_its_workers(programs):
     agent.kill(signal.SIGCONT)
     done = agent.finish()
     assert done.status == 0 and re.fullmatch(r"start 0 in process \d+\ndone\n", done.stdout), done.text
+
+
+def read_fifo(path):
+    """Its next line; fails the test when none comes."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        assert select.select([descriptor], [], [], HANG)[0], f"nothing comes at {path}"
+        return os.read(descriptor, 1000).decode()
+    finally:
+        os.close(descriptor)
+
+
+def test_what_is_left_of_an_old_generation_neither_joins_nor_saves(programs):
+    """A process that left its worker's process group, and so was not ended with it."""
+    for name in ("ready", "go", "done"):
+        os.mkfifo(programs.folder / name)
+    driver = programs.find("meeting_driver")
+    late = f"echo > ready; read line < go; {driver} > joining 2>&1; {driver} --save saved > saving 2>&1; echo > done"
+    script = "test $RANK = 0 || exit 0; test $TORCHELASTIC_RESTART_COUNT = 1 && { echo > go; read line < done; exit; }; "
+    script += f"setsid sh -c '{late}' > left_over 2>&1 & read line < ready; exit 7"
+    done = programs.run("lockstep", "run", "-n", 2, "--max-restarts", 1, "sh", "-c", script)
+    assert done.status == 0, done.text
+    refusal = "this process is of generation 1 of the job's processes, and lockstep run has started generation 2 since"
+    joining, saving = ((programs.folder / name).read_text() for name in ("joining", "saving"))
+    assert refusal in joining, joining
+    assert f"saved is not saved: {refusal}" in saving, saving
+    assert not (programs.folder / "saved").exists()
+
+
+def test_a_host_that_was_stopped_saves_nothing_once_the_others_may_have_gone_on(programs):
+    """Its worker runs again before its agent and the guardian do, which would end it."""
+    for name in ("go", "done"):
+        os.mkfifo(programs.folder / name)
+    job = Job(programs, "1:2")
+    first = job.start_coordinator(1, STAY)
+    saver = f"{programs.find('meeting_driver')} --save saved > saving 2>&1"
+    second = job.start(1, f"{TELL}; read line < go; {saver}; echo > done; exec sleep 1000")
+    generation = int(second.wait_for(r"rank 1 of 2.*start (\d+)")[1]) + 1
+    guardian = next(pid for pid in programs.survivors() if is_guardian_of(second.pid, pid))
+    os.kill(guardian, signal.SIGSTOP)
+    second.kill(signal.SIGSTOP)
+    first.wait_for(rf"rank 0 of 1.*start {generation}")
+    (programs.folder / "go").write_text("\n")
+    read_fifo(programs.folder / "done")
+    saving = (programs.folder / "saving").read_text()
+    assert f"saved is not saved: this process is of generation {generation} " in saving, saving
+    assert f"the other hosts may run generation {generation + 1} or a later one" in saving, saving
+    assert not (programs.folder / "saved").exists()
+    os.kill(guardian, signal.SIGCONT)
+    second.kill(signal.SIGCONT)
+    second.wait_for(f"rank 1 of 2.*start {generation + 1}")
+
+
+def is_guardian_of(agent, pid):
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+        return "Name:\tlockstep-guard\n" in status and f"\nPPid:\t{agent}\n" in status
+    return False
+
+
+def test_processes_of_different_generations_do_not_join_each_other(programs):
+    """They meet all the same, at an address that the program itself names."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    place = {"TORCHELASTIC_RUN_ID": "job", "LOCKSTEP_AGENT_STORE": "127.0.0.1:1/job"}
+    ranks = [
+        programs.start("meeting_driver", "--init-method", address, "--rank", rank, "--world-size", 2,
+                       **place, TORCHELASTIC_RESTART_COUNT=rank, LOCKSTEP_TEST_HOST=f"host-{rank}")
+        for rank in range(2)
+    ]  # fmt: skip
+    done = [rank.finish() for rank in ranks]
+    if any("needs UCX" in result.stderr for result in done):
+        pytest.skip("ranks on several hosts need UCX")
+    refusal = r"rank 0 \(pid \d+ on \S+\) is of generation 1 of the job's processes, and rank 1 \(.*\) of generation 2: "
+    for result in done:
+        assert result.status == 1 and re.search(refusal, result.stderr), result.text
 
 
 def test_an_agent_says_at_once_that_no_coordinator_answers_and_ends_by_a_signal(programs):

@@ -265,6 +265,7 @@ void save_python_object(const IValue& object, const std::filesystem::path& path)
   OutputFile file(temporary.name());
   write_archive(pickle, writer.storages(), file);
   file.finish(/*sync=*/true);
+  checkpoint::internal::check_generation(path);
   if (!temporary.commit(path)) {
     checkpoint::internal::throw_system_error("rename " + temporary.name() + " to", path, errno);
   }

@@ -18,6 +18,7 @@ void save_file(const std::map<std::string, at::Tensor>& tensors, const std::file
   FileReplacement temporary(checkpoint::internal::temporary_name(filename));
   checkpoint::internal::write_tensor_file(temporary.name(), named, metadata,
                                           {.sync = false, .checksums = false});
+  checkpoint::internal::check_generation(filename);
   if (!temporary.commit(filename)) {
     checkpoint::internal::throw_system_error("rename a temporary file to", filename, errno);
   }

@@ -47,11 +47,11 @@ bool catches(pid_t pid, int signal) {
   return false;
 }
 
+}  // namespace
+
 Deadline earlier(Deadline a, Deadline b) {
   return a.remaining() <= b.remaining() ? a : b;
 }
-
-}  // namespace
 
 void prepare_descriptors(int nprocs, int log_files) {
   for (int fd = 0; fd < 3; ++fd) {
@@ -105,7 +105,9 @@ std::optional<int> far_cause_of_failure(const std::vector<Ending>& endings) {
 
 Supervisor::Supervisor(int nprocs, Options options)
     : options_(std::move(options)),
-      exit_status_(ExitStatusTable::create(checked_count(nprocs))),
+      exit_status_(options_.exit_status
+                       ? options_.exit_status
+                       : std::make_shared<ExitStatusTable>(ExitStatusTable::create(checked_count(nprocs)))),
       guardian_(nprocs, options_.temporary) {
   // With SIGCHLD ignored the kernel throws exit statuses away.
   struct sigaction present = {};
@@ -127,10 +129,10 @@ Supervisor::~Supervisor() {
 
 void Supervisor::start(WorkerSpec spec) {
   TORCH_INTERNAL_ASSERT(workers_.size() < workers_.capacity());
-  spec.inherited.push_back(exit_status_.fd());
+  spec.inherited.push_back(exit_status_->fd());
   const int local_rank = static_cast<int>(workers_.size());
   workers_.push_back({WorkerProcess::start(spec, guardian_)});
-  exit_status_.record_start(local_rank, workers_.back().process.pid());
+  exit_status_->record_start(local_rank, workers_.back().process.pid());
 }
 
 void Supervisor::enter(JobPhase next) {
@@ -187,9 +189,9 @@ void Supervisor::collect_endings() {
     if (!status) continue;
     const bool asked_to_end = std::exchange(worker.phase, WorkerPhase::kEnded) == WorkerPhase::kAskedToEnd;
     const int local_rank = static_cast<int>(i);
-    exit_status_.record_end(local_rank, *status);
+    exit_status_->record_end(local_rank, *status);
     fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
-                     exit_status_.culprit_of(local_rank), exit_status_.far_culprit_of(local_rank)});
+                     exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank)});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());

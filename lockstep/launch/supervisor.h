@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <poll.h>
 #include <signal.h>
@@ -28,6 +29,9 @@ struct Ending {
 
   bool failed() const { return wait_status != 0; }
 };
+
+/// The one that comes first.
+Deadline earlier(Deadline a, Deadline b);
 
 /// To be called before a launcher opens anything. Standard streams that are closed become /dev/null, for what
 /// is opened next would get their numbers, and the workers it as their standard streams. Throws
@@ -91,12 +95,14 @@ class Supervisor {
     Deadline deadline = Deadline::never();
     // Files of the launcher's, and then their folders: removed when the launcher is killed.
     std::vector<std::string> temporary = {};
+    // Of a launcher that starts workers again and again; none: one of these alone.
+    std::shared_ptr<ExitStatusTable> exit_status = {};
   };
 
   Supervisor(int nprocs, Options options);
   ~Supervisor();
 
-  const ExitStatusTable& exit_status() const { return exit_status_; }
+  const ExitStatusTable& exit_status() const { return *exit_status_; }
   /// Starts the next local rank, with LOCKSTEP_EXIT_STATUS_FD's descriptor inherited (the variable itself
   /// stands in the specification's environment). Throws as WorkerProcess::start.
   void start(WorkerSpec spec);
@@ -141,7 +147,7 @@ class Supervisor {
   Options options_;
   std::optional<struct sigaction> former_child_action_;  // when ours replaced it
   SignalCatcher signals_;
-  ExitStatusTable exit_status_;
+  std::shared_ptr<ExitStatusTable> exit_status_;
   Guardian guardian_;
   std::vector<Worker> workers_;
   std::vector<Ending> endings_;

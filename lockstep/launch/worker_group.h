@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -19,6 +20,8 @@ class WorkerControl {
   virtual int fd() const = 0;
   /// Is called for that, and now and then.
   virtual void serve(Supervisor& supervisor) = 0;
+  /// That of these workers and of later ones.
+  virtual std::shared_ptr<ExitStatusTable> exit_status() const = 0;
 };
 
 /// What all workers of a host have, but for RankVariables and what is of the moment. `columns`: of the terminal that a
@@ -32,10 +35,10 @@ struct GroupEnd {
   std::optional<int> far_culprit = {};  // the rank on another host because of which it did
 };
 
-/// Starts the workers of this host, by checked_options(), and sees them to their end, as run() describes it. `variables` say who they are, but
-/// for their local ranks and the store's port: that is what `open_store` returns. It is called once signals are taken,
-/// and before the first worker; the store must outlive this call. `adjust` changes a worker's environment; it and
-/// `control` may be missing.
+/// Starts the workers of this host, by checked_options(), and sees them to their end, as run() describes it.
+/// `variables` say who they are, but for their local ranks and the store's port: that is what `open_store` returns.
+/// It is called once signals are taken, and before the first worker; the store must outlive this call. `adjust`
+/// changes a worker's environment; it and `control` may be missing.
 GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                      const std::function<uint16_t(Supervisor&)>& open_store,
                      const std::function<void(WorkerEnvironment&)>& adjust = {},

@@ -36,6 +36,7 @@ class Once : public WorkerControl {
   explicit Once(std::function<void(Supervisor&)> act)
       : act_(std::move(act)), event_(::eventfd(1, EFD_CLOEXEC)) {}
   int fd() const override { return event_.get(); }
+  std::shared_ptr<ExitStatusTable> exit_status() const override { return nullptr; }
   void serve(Supervisor& supervisor) override {
     uint64_t count = 0;
     if (act_ && ::read(event_.get(), &count, sizeof(count)) == sizeof(count))

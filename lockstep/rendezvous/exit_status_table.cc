@@ -21,7 +21,7 @@
 namespace lockstep {
 namespace {
 
-constexpr uint64_t kMagic = 0x4c534558'49544232;  // "LSEXITB2"
+constexpr uint64_t kMagic = 0x4c534558'49544233;  // "LSEXITB3"
 constexpr int kMaxWorkers = 1 << 20;
 // A wait status fits into 16 bits; this bit tells "ended with status 0" from "still running".
 constexpr uint32_t kEnded = 1u << 31;
@@ -49,7 +49,9 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 struct ExitStatusTable::Layout {
   uint64_t magic;
   uint64_t count;
-  Worker entries[];  // NOLINT: as many as `count` says, after the header in the mapping
+  std::atomic<uint64_t> newest_generation;
+  std::atomic<int64_t> known_until;  // of BootClock
+  Worker entries[];                  // NOLINT: as many as `count` says, after the header in the mapping
 
   using Culprit = std::atomic<uint32_t>;  // 0: none, its local rank + 1, or kFar | its rank in the job
 
@@ -91,6 +93,7 @@ ExitStatusTable ExitStatusTable::create(int nprocs) {
   auto* layout = static_cast<Layout*>(memory);  // zeroes: pid 0, running
   layout->magic = kMagic;
   layout->count = static_cast<uint64_t>(nprocs);
+  layout->known_until = BootTime::max().time_since_epoch().count();
   return ExitStatusTable(std::move(fd), layout, bytes, static_cast<uint64_t>(nprocs));
 }
 
@@ -177,6 +180,17 @@ void ExitStatusTable::record_end(int local_rank, int wait_status) {
   Worker& entry = layout_->entries[checked_index(local_rank)];
   entry.status.store(kEnded | static_cast<uint32_t>(wait_status), std::memory_order_release);
   futex_wake_all(entry.status);
+}
+
+void ExitStatusTable::record_generations(const Generations& generations) {
+  TORCH_CHECK(fd_, "only the launcher writes on the exit status table");
+  layout_->newest_generation.store(generations.newest, std::memory_order_relaxed);
+  layout_->known_until.store(generations.known_until.time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+ExitStatusTable::Generations ExitStatusTable::generations() const {
+  const BootClock::duration until(layout_->known_until.load(std::memory_order_relaxed));
+  return {layout_->newest_generation.load(std::memory_order_relaxed), BootTime(until)};
 }
 
 std::optional<size_t> ExitStatusTable::index_of(pid_t pid) const {

@@ -6,6 +6,7 @@
 #include <string>
 #include <sys/types.h>
 
+#include <lockstep/base/boot_clock.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/unique_fd.h>
 
@@ -21,7 +22,8 @@ inline constexpr const char* kUnequalBatches = "unequal numbers of batches: see 
 /// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker
 /// looks when it notices that a peer is gone: only the parent of a process learns its exit status. In the
 /// other direction a worker notes which peer made its operations fail: the victim's process often ends before
-/// the culprit's does.
+/// the culprit's does. Where the launcher starts its workers again and again, it also notes what it knows of later
+/// generations of them: one that is left over finds there that it is.
 ///
 /// The launcher creates the table, lets the workers inherit fd() under the same number, and puts
 /// environment_value() into their LOCKSTEP_EXIT_STATUS_FD. The workers' mappings of what the launcher writes
@@ -53,6 +55,15 @@ class ExitStatusTable {
   void record_start(int local_rank, pid_t pid);
   /// Notes how it ended (a wait status) and wakes the processes that wait for that. Launcher only.
   void record_end(int local_rank, int wait_status);
+
+  /// Generations of the job's workers, as far as the launcher knows.
+  struct Generations {
+    uint64_t newest = 0;                     // 0: it does not count them
+    BootTime known_until = BootTime::max();  // until then no newer one is started without its knowledge
+  };
+  /// Launcher only.
+  void record_generations(const Generations& generations);
+  Generations generations() const;
 
   /// How the worker `pid` ended, as describe_wait_status() says it. Waits until the launcher has noted it;
   /// nothing when no worker has that pid (one of another launcher or of another pid namespace) or when the

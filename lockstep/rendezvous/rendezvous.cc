@@ -18,6 +18,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/generation.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/file_store.h>
 #include <lockstep/rendezvous/internal/job_file.h>
@@ -237,6 +238,10 @@ void warn_of_containers(const Topology& topology, int launched_here) {
 World rendezvous(const RendezvousOptions& options) {
   auto environment = read_launch_environment(environment::text);
   auto plan = make_plan(options, environment, program_name());
+  if (plan.world_size > 1) {
+    const auto objection = objection_to_old_generation();
+    TORCH_CHECK_WITH(DistBackendError, !objection, *objection);
+  }
   using std::chrono::hours;
   using std::chrono::milliseconds;
   auto timeout = std::min<milliseconds>(options.timeout, hours(24 * 365));  // far from overflow

@@ -37,7 +37,8 @@ struct RendezvousOptions {
 ///
 /// Throws c10::ValueError for a missing, malformed or contradictory option or variable; c10::DistNetworkError
 /// when the port is in use or no process listens there; c10::DistTimeoutError that names the ranks that did
-/// not come within `timeout`; c10::DistStoreError when two processes have the same rank.
+/// not come within `timeout`; c10::DistStoreError when two processes have the same rank; c10::DistBackendError in a process
+/// that is left over from an earlier generation of its job (objection_to_old_generation).
 World rendezvous(const RendezvousOptions& options = {});
 
 }  // namespace lockstep

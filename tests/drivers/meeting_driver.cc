@@ -2,7 +2,7 @@
 // every way.
 //
 //     meeting_driver [--init-method METHOD] [--rank R] [--world-size N] [--timeout SECONDS]
-//     [--set NAME=VALUE]... [--spawn N [--numbered]] [--hold | --until-end | --forever [--fail-last R]]
+//     [--set NAME=VALUE]... [--save FOLDER] [--spawn N [--numbered]] [--hold | --until-end | --forever [--fail-last R]]
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -19,6 +19,7 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
+#include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/launch/guardian.h>
@@ -34,6 +35,7 @@ struct Settings {
   int world_size = -1;
   double timeout = 30;
   std::vector<std::string> variables;
+  std::string save;
   int spawn = 0;
   bool numbered = false;
   bool hold = false;
@@ -129,6 +131,7 @@ LOCKSTEP_DRIVER(meeting_driver) try {
   app.add_option("--set", settings.variables,
                  "NAME=VALUE: an environment variable that the program itself sets")
       ->allow_extra_args(false);
+  app.add_option("--save", settings.save, "save a checkpoint into this new folder, and do nothing else");
   app.add_option("--spawn", settings.spawn, "start so many processes by spawn(), which do the rest");
   app.add_flag("--numbered", settings.numbered,
                "spawned processes give their rank and the world's size as options");
@@ -138,6 +141,11 @@ LOCKSTEP_DRIVER(meeting_driver) try {
   app.add_option("--fail-last", settings.fail_last,
                  "the rank that fails then, and whose process ends after the others'");
   CLI11_PARSE(app, argc, argv);
+  if (!settings.save.empty()) {
+    lockstep::save_checkpoint(settings.save, {}, {}, {});
+    std::cout << "saved" << std::endl;
+    return 0;
+  }
   if (settings.spawn == 0) {
     meet(settings);
     return 0;

@@ -18,6 +18,7 @@
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/write_all.h>
 #include <lockstep/checkpoint/internal/file_io.h>
+#include <lockstep/rendezvous/generation.h>
 
 namespace lockstep::checkpoint::internal {
 namespace {
@@ -139,6 +140,11 @@ void remove_old_temporaries(const std::filesystem::path& path) {
     const auto written = std::filesystem::last_write_time(file->path(), ignored);
     if (!ignored && written < oldest) std::filesystem::remove(file->path(), ignored);
   }
+}
+
+void check_generation(const std::filesystem::path& path) {
+  const auto objection = objection_to_old_generation();
+  LOCKSTEP_CHECK_FILE(!objection, path.string(), " is not saved: ", *objection);
 }
 
 void sync_directory(const std::filesystem::path& directory) {

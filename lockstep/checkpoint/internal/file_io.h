@@ -81,6 +81,10 @@ std::filesystem::path temporary_name(const std::filesystem::path& path);
 /// written to for an hour. What can't be removed stays.
 void remove_old_temporaries(const std::filesystem::path& path);
 
+/// Before a file or folder gets the name `path`: throws CheckpointError in a process that is left over from an earlier
+/// generation of its job (objection_to_old_generation), whose present one saves there.
+void check_generation(const std::filesystem::path& path);
+
 /// Makes renames, creations and removals in a directory last.
 void sync_directory(const std::filesystem::path& directory);
 

@@ -137,6 +137,7 @@ TemporaryDirectory::~TemporaryDirectory() {
 void TemporaryDirectory::publish(bool overwrite, bool sync) {
   if (sync) sync_directory(path_);
   failpoint::here("checkpoint.before_rename");
+  check_generation(destination_);
   const int error = rename_with(path_, destination_, RENAME_NOREPLACE);
   if (error != 0 && error != EEXIST && !lacks_flags(error)) {
     throw_system_error("rename a temporary directory to", destination_, error);

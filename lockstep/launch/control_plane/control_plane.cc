@@ -180,6 +180,8 @@ class ControlPlane::Thread : public EventHandler {
       ended = std::exchange(plane_.ended_, {});
       leaving = std::exchange(plane_.leaving_, 0);
       plane_.lease_until_ = state_.lease_until();
+      if (options_.table)
+        options_.table->record_generations({state_.newest_generation(), state_.lease_until()});
       if (plane_.guard_) {
         // Where it is over the guardian has killed the workers, be it that this process was stopped meanwhile.
         if (BootClock::now() >= plane_.guard_->until()) {

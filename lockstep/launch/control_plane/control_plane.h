@@ -19,6 +19,7 @@
 #include <lockstep/launch/control_plane/tls.h>
 #include <lockstep/launch/guardian.h>
 #include <lockstep/launch/membership/agent_state.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 
 namespace lockstep::launch {
 
@@ -47,6 +48,8 @@ class ControlPlane {
     bool tunnel = true;
     uint16_t store_port = 0;                      // 0: a free one for each store
     std::function<void(const std::string&)> say;  // is told what happens, on the thread
+    /// That of all generations' workers, which find there what this host knows of generations.
+    std::shared_ptr<ExitStatusTable> table = {};
   };
   /// What the main thread is to do.
   struct Task {

@@ -94,9 +94,11 @@ std::optional<int> take_ending(const SignalCatcher& signals) {
 /// The coordinator's word, while workers run.
 class HostControl : public WorkerControl {
  public:
-  HostControl(ControlPlane& plane, const SignalCatcher& signals, std::chrono::nanoseconds grace_period)
-      : plane_(plane), signals_(signals), grace_period_(grace_period) {}
+  HostControl(ControlPlane& plane, const SignalCatcher& signals, std::chrono::nanoseconds grace_period,
+              std::shared_ptr<ExitStatusTable> table)
+      : plane_(plane), signals_(signals), grace_period_(grace_period), table_(std::move(table)) {}
 
+  std::shared_ptr<ExitStatusTable> exit_status() const override { return table_; }
   int fd() const override { return plane_.fd(); }
   void serve(Supervisor& supervisor) override {
     while (const auto signal = take_ending(signals_)) {
@@ -117,6 +119,7 @@ class HostControl : public WorkerControl {
   ControlPlane& plane_;
   const SignalCatcher& signals_;
   std::chrono::nanoseconds grace_period_;
+  std::shared_ptr<ExitStatusTable> table_;
   std::optional<ControlPlane::Task> end_;
 };
 
@@ -212,6 +215,7 @@ int run_on_hosts(HostsOptions options) {
     if (const auto signal = await_name(options, signals)) return 128 + *signal;
   }
   LineWriter lines;
+  const auto table = std::make_shared<ExitStatusTable>(ExitStatusTable::create(options.run.nprocs));
   ControlPlane plane(
       {.membership = options.membership,
        .self = {.id = random_bytes<16>(),
@@ -223,7 +227,8 @@ int run_on_hosts(HostsOptions options) {
        .tunnel = options.tunnel,
        // Over several hosts the agents meet at the port that the user names.
        .store_port = options.membership.max_hosts == 1 ? options.run.master_port : uint16_t{0},
-       .say = [&lines](const std::string& text) { lines.say(text); }});
+       .say = [&lines](const std::string& text) { lines.say(text); },
+       .table = table});
   int signals_taken = 0;
   int leaving = 0;  // the first of them
   while (true) {
@@ -242,7 +247,7 @@ int run_on_hosts(HostsOptions options) {
       plane.workers_ended(128 + leaving, "", -1);
       continue;
     }
-    HostControl control(plane, signals, options.run.grace_period);
+    HostControl control(plane, signals, options.run.grace_period, table);
     const GroupEnd end = run_generation(options, *task, plane, control);
     if (control.end()) return control.end()->exit_status;
     plane.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1));

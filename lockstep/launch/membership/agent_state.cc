@@ -34,6 +34,7 @@ void AgentState::receive(const Order& order, BootTime now) {
   if (has_workers() && !lease_valid(now)) lapsed_ = true;
   const BootTime sent_at{BootClock::duration(order.status_sent_at)};
   lease_until_ = std::max(lease_until_, std::min(sent_at, now) + options_.lease);
+  newest_generation_ = std::max(newest_generation_, order.generation);
   if (order_ && order.number < order_->number) return;
   order_ = order;
 }

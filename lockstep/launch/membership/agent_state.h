@@ -46,6 +46,8 @@ class AgentState {
 
   Phase phase() const { return phase_; }
   const Place& place() const { return started_; }
+  /// The last generation that the coordinator is known to have started.
+  uint64_t newest_generation() const { return newest_generation_; }
   /// The number of the last order that was carried out.
   uint64_t order() const { return self_.order; }
   /// Whether the coordinator has asked for a status since the last call.
@@ -72,6 +74,7 @@ class AgentState {
   BootTime born_at_;
   BootTime lease_until_;  // before the first order: in the past
   std::optional<Order> order_;
+  uint64_t newest_generation_ = 0;
   Place started_;           // where the last workers were started
   BootTime leaving_since_;  // with self_.leaving
   bool asked_ = false;

@@ -110,7 +110,7 @@ void Coordinator::start(const Decision& decision) {
 
 Order Coordinator::order_for(const AgentId& agent) const {
   const Member* member = find(agent);
-  Order order = {.job = job_, .number = world_.order, .reason = reason_};
+  Order order = {.job = job_, .number = world_.order, .generation = world_.generation, .reason = reason_};
   if (member != nullptr) order.status_sent_at = member->status.sent_at;
   if (world_.phase == WorldPhase::kEnding) {
     order.command = Command::kEnd;

@@ -22,6 +22,7 @@
 /// - A host that was suspended all the while has workers of an old generation when it wakes up, until its agent
 ///   looks at the clock. They get no new connection to the store: the generation is checked where a tunnel's
 ///   stream begins. Connections that they have, and those between workers, end with the other hosts' workers.
+///   They neither join a job nor give a checkpoint its name: see objection_to_old_generation().
 namespace lockstep::launch {
 
 struct MembershipOptions {

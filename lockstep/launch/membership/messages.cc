@@ -132,6 +132,7 @@ std::string encode(const Order& order) {
   writer.number(order.place.first_rank);
   writer.number(order.place.world_size);
   writer.number(order.place.store_port);
+  writer.number(order.generation);
   writer.number(order.exit_status);
   writer.text(order.reason, kMostTextBytes);
   return writer.take();
@@ -169,6 +170,7 @@ std::optional<Order> decode_order(std::string_view bytes) {
   order.place.first_rank = reader.number_in(0, kMostRanks);
   order.place.world_size = reader.number_in(1, kMostRanks);
   order.place.store_port = reader.number<uint16_t>();
+  order.generation = reader.number<uint64_t>();
   order.exit_status = reader.number_in(0, 255);
   order.reason = reader.text(kMostTextBytes);
   const Place& place = order.place;

@@ -69,6 +69,7 @@ struct Order {
   Command command = Command::kIdle;
   bool asks = false;        // for a status at once
   Place place = {};         // with kRun
+  uint64_t generation = 0;  // the last one that was started, on whichever hosts
   int32_t exit_status = 0;  // with kEnd
   std::string reason = {};  // of the decision, for people
 

@@ -30,6 +30,7 @@ std::vector<std::string> seeds() {
                                .status_sent_at = 17,
                                .command = launch::Command::kRun,
                                .place = {4, 1, 2, 8, 16, 29501},
+                               .generation = 4,
                                .exit_status = 1,
                                .reason = "host node-c was lost"};
   return {launch::encode(status), launch::encode(order), launch::encode(launch::Status{}),

@@ -25,6 +25,7 @@ const Order kOrder = {.job = {9},
                       .command = Command::kRun,
                       .asks = true,
                       .place = {5, 1, 2, 8, 16},
+                      .generation = 6,
                       .exit_status = 3,
                       .reason = "why"};
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstring>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -29,7 +30,9 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
     std::vector<std::byte> incoming;
     wire::Handle small, full;
   };
-  const std::vector<std::byte> outgoing(kSmall + kFull);
+  std::vector<std::byte> outgoing(kSmall + kFull);
+  static_assert(sizeof with.generation <= kSmall);
+  std::memcpy(outgoing.data(), &with.generation, sizeof with.generation);
   Doorbell bell;
   std::vector<Meeting> meetings;
   std::vector<wire::Handle> requests;
@@ -85,6 +88,13 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
       C10_THROW_ERROR(
           DistBackendError,
           fail(*meeting, wire.lost(request->peer()).value_or("the wire has failed on this rank")));
+    }
+    for (const Meeting& meeting : meetings) {
+      if (meeting.small->status() != wire::RequestStatus::kSucceeded) continue;
+      Generation theirs;
+      std::memcpy(&theirs, meeting.incoming.data(), sizeof theirs);
+      TORCH_CHECK_WITH(DistBackendError, !with.generation.differs_from(theirs),
+                       describe_difference(with.own, with.generation, with.describe(meeting.rank), theirs));
     }
     if (all_over()) return;
     with.look();

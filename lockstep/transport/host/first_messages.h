@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/rendezvous/generation.h>
 #include <lockstep/transport/wire/wire.h>
 
 namespace lockstep::transport {
@@ -18,10 +19,12 @@ struct FirstMessages {
   std::function<std::chrono::nanoseconds(int rank)> patience;
   std::chrono::nanoseconds silence_limit;  // for one from which nothing has come yet
   std::function<void()> look;              // again and again: throws when the joining has failed otherwise
+  Generation generation = {};              // of this process
 };
 
 /// Passes a small and a full-size message both ways between this rank and each of `ranks`, which do likewise, so that what
-/// is wrong with the network shows at the start. Throws c10::DistBackendError or DistTimeoutError that name both ends.
+/// is wrong with the network shows at the start, and so does a process of another generation of the job, left over at an
+/// address that this one's peer has now. Throws c10::DistBackendError or DistTimeoutError that name both ends.
 void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const Deadline& deadline,
                          const FirstMessages& with);
 

@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 #include <climits>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
@@ -92,6 +93,7 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
       with.patience = [&](int peer) { return transport->patience_with_neighbours_of(peer); };
       with.look = look;
       with.silence_limit = transport->heartbeat_timeout_;
+      with.generation = Generation::read(environment::text);
       for (const int peer : transport->layout_.counterparts()) transport->meet(peer);
       pass_first_messages(*transport->wire_, transport->layout_.counterparts(), deadline, with);
     };

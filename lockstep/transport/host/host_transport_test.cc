@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/host/host_transport.h>
 #include <lockstep/transport/host/memory/segment.h>
 #include <lockstep/transport/host/peer_links.h>
@@ -190,6 +191,37 @@ TEST(HostTransport, AWireThatIsCutBeforeTheStartIsNamedAtTheLimitOfSilence) {
     EXPECT_THAT(error, HasSubstr("rank 0 " + own_pid() + " on node-a), by threads of this process"));
     EXPECT_THAT(error, HasSubstr("rank 1 " + own_pid() + " on node-b), by threads of this process"));
   }
+}
+
+TEST(FirstMessages, TellWhoIsOfAnotherGenerationAtAPeersAddress) {
+  const auto hub = wire::ThreadHub::make(2);
+  std::array<std::string, 2> errors;
+  std::vector<std::thread> threads;
+  std::array<std::unique_ptr<wire::Wire>, 2> wires;
+  for (int rank = 0; rank < 2; ++rank) {
+    wires[rank] = std::make_unique<wire::Wire>(hub->make_engine(rank), [](int, const std::string&) {});
+  }
+  for (int rank = 0; rank < 2; ++rank) wires[rank]->connect(1 - rank, wires[1 - rank]->address());
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const FirstMessages with = {.own = "rank " + std::to_string(rank),
+                                  .describe = [](int peer) { return "rank " + std::to_string(peer); },
+                                  .patience = [](int) { return std::chrono::nanoseconds(0); },
+                                  .silence_limit = std::chrono::seconds(10),
+                                  .look = [] {},
+                                  .generation = {.number = rank == 0 ? uint64_t{4} : uint64_t{3}, .run = 7}};
+      try {
+        pass_first_messages(*wires[rank], {1 - rank}, Deadline::after(std::chrono::seconds(60)), with);
+      } catch (...) {
+        errors[rank] = text_of(std::current_exception());
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_THAT(errors[0],
+              HasSubstr("rank 0 is of generation 4 of the job's processes, and rank 1 of generation 3"));
+  EXPECT_THAT(errors[1],
+              HasSubstr("rank 1 is of generation 3 of the job's processes, and rank 0 of generation 4"));
 }
 
 /// An engine that drops all messages of more than 1 KiB, as a path does whose MTU is smaller than its ends believe.

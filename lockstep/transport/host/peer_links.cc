@@ -2,6 +2,7 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <optional>
 #include <poll.h>
 #include <sys/socket.h>
@@ -11,6 +12,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
@@ -53,6 +55,23 @@ void check_same_user(const std::vector<PeerAddress>& addresses, int rank, const 
     TORCH_CHECK_WITH(DistBackendError, !here[peer] || addresses[peer].uid == addresses[rank].uid, "rank ",
                      rank, " runs as user ", addresses[rank].uid, " and rank ", peer, " as user ",
                      addresses[peer].uid, "; ranks share memory, so all must run as one user");
+  }
+}
+
+/// All see the same and fail alike, also those whose generation is not known.
+void check_same_generation(const std::vector<PeerAddress>& addresses) {
+  const auto name = [&](size_t peer) {
+    return c10::str("rank ", peer, " (pid ", addresses[peer].process.pid, " on ",
+                    addresses[peer].process.host.hostname, ")");
+  };
+  std::map<uint64_t, size_t> first_of_run;
+  for (size_t peer = 0; peer < addresses.size(); ++peer) {
+    const Generation& generation = addresses[peer].generation;
+    if (generation.number == 0) continue;
+    const size_t first = first_of_run.emplace(generation.run, peer).first->second;
+    const Generation& other = addresses[first].generation;
+    TORCH_CHECK_WITH(DistBackendError, !generation.differs_from(other),
+                     describe_difference(name(first), other, name(peer), generation));
   }
 }
 
@@ -286,6 +305,7 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   mine.process = this_process();
   mine.uid = ::geteuid();
   mine.token = random_bytes<16>();
+  mine.generation = Generation::read(environment::text);
   mine.socket_name = "lockstep-" + to_hex(random_bytes<12>());
   UniqueFd listener = listen_local(mine.socket_name, world_size);
 
@@ -312,6 +332,7 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   for (int peer = 0; spans_hosts && peer < world_size; ++peer)
     here[peer] = others.host_of[peer] == others.host_of[rank];
   try {
+    check_same_generation(addresses);
     check_same_user(addresses, rank, here);
   } catch (const c10::Error&) {
     keep_store_until_seen(store, key, rank,

@@ -46,7 +46,8 @@ struct OtherHosts {
 ///
 /// Succeeds on all ranks or on none, as far as a store can tell. Throws c10::DistBackendError that names a
 /// rank whose process has ended, at once; or when a peer is of another user or its socket can't be reached;
-/// DistTimeoutError at the deadline, naming the missing ranks.
+/// DistTimeoutError at the deadline, naming the missing ranks. Processes of different generations of a job (Generation) never
+/// join each other: DistBackendError, with both.
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
                                     const Deadline& deadline, const std::string& met_at = {},
                                     const OtherHosts& others = {});

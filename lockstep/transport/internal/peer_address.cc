@@ -50,7 +50,8 @@ bool read_process_identity(const std::string& text, ProcessIdentity& process) {
 }  // namespace
 
 std::string PeerAddress::to_string() const {
-  return std::to_string(uid) + ' ' + socket_name + ' ' + to_hex(token) + ' ' + process.to_string();
+  return std::to_string(uid) + ' ' + socket_name + ' ' + to_hex(token) + ' ' +
+         std::to_string(generation.number) + ' ' + std::to_string(generation.run) + ' ' + process.to_string();
 }
 
 PeerAddress PeerAddress::parse(const std::string& text) {
@@ -60,6 +61,8 @@ PeerAddress PeerAddress::parse(const std::string& text) {
   address.socket_name = take_word(rest);
   const bool name = !address.socket_name.empty() && address.socket_name.size() <= kLongestSocketName;
   const bool good = user && name && read_token(take_word(rest), address.token) &&
+                    read_number(take_word(rest), address.generation.number) &&
+                    read_number(take_word(rest), address.generation.run) &&
                     read_process_identity(std::string(rest), address.process);
   TORCH_CHECK_WITH(DistBackendError, good, "malformed peer address '", text,
                    "'; do all ranks run the same version of Lockstep?");

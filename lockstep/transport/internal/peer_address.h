@@ -5,6 +5,7 @@
 #include <string>
 #include <sys/types.h>
 
+#include <lockstep/rendezvous/generation.h>
 #include <lockstep/rendezvous/process_watch.h>
 
 namespace lockstep::transport {
@@ -18,8 +19,9 @@ struct PeerAddress {
   uid_t uid = 0;
   std::string socket_name;  // of an abstract unix socket
   Token token{};
+  Generation generation = {};
 
-  /// One line: "UID SOCKET TOKEN PROCESS", for a peer to parse().
+  /// One line: "UID SOCKET TOKEN GENERATION RUN PROCESS", for a peer to parse().
   std::string to_string() const;
   /// Throws c10::DistBackendError that shows the text when it is not from to_string().
   static PeerAddress parse(const std::string& text);

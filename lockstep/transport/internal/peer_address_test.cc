@@ -11,10 +11,11 @@ namespace {
 using ::testing::HasSubstr;
 
 const std::string kToken = "00112233445566778899aabbccddeeff";
+const std::string kRun = " 3 18446744073709551615 ";
 const std::string kProcess = "4242 777 boot 4026531840/4026531836/4026531837 a host";
 
 TEST(PeerAddress, IsReadAsItWasWritten) {
-  const std::string text = "1000 lockstep-ab " + kToken + " " + kProcess;
+  const std::string text = "1000 lockstep-ab " + kToken + kRun + kProcess;
   const auto address = PeerAddress::parse(text);
   EXPECT_EQ(address.process.pid, 4242);
   EXPECT_EQ(address.process.start, 777u);
@@ -23,6 +24,8 @@ TEST(PeerAddress, IsReadAsItWasWritten) {
   EXPECT_EQ(address.socket_name, "lockstep-ab");
   EXPECT_EQ(address.token[0], 0x00);
   EXPECT_EQ(address.token[15], 0xff);
+  EXPECT_EQ(address.generation.number, 3u);
+  EXPECT_EQ(address.generation.run, 18446744073709551615u);
   EXPECT_EQ(address.process.host.network_namespace, 4026531840u);
   EXPECT_EQ(address.process.host.hostname, "a host");
   EXPECT_EQ(address.to_string(), text);
@@ -33,12 +36,14 @@ TEST(PeerAddress, RefusesWhatNoRankWrote) {
   const std::string signed_token = "-1" + kToken.substr(2);
   const std::string host = " 1 boot 1 a host";
   for (const std::string& text :
-       {std::string(), std::string("1000"), "1 name " + kToken + " 0" + host,
-        "1 name " + kToken + " -7" + host, "1 name " + kToken + " 99999999999" + host,
-        "1 name " + kToken + " 7 -1 boot 1 a host", "-1 name " + kToken + " " + kProcess,
-        "1  " + kToken + " " + kProcess, "1 name " + bad_token + " " + kProcess,
-        "1 name " + signed_token + " " + kProcess, "1 name " + kToken + "0 " + kProcess,
-        "1 name " + kToken + " 7 1 boot", "1 " + std::string(107, 'n') + " " + kToken + " " + kProcess}) {
+       {std::string(), std::string("1000"), "1 name " + kToken + kRun + "0" + host,
+        "1 name " + kToken + kRun + "-7" + host, "1 name " + kToken + kRun + "99999999999" + host,
+        "1 name " + kToken + kRun + "7 -1 boot 1 a host", "-1 name " + kToken + kRun + kProcess,
+        "1  " + kToken + kRun + kProcess, "1 name " + bad_token + kRun + kProcess,
+        "1 name " + signed_token + kRun + kProcess, "1 name " + kToken + "0" + kRun + kProcess,
+        "1 name " + kToken + kRun + "7 1 boot", "1 name " + kToken + " -3 1 " + kProcess,
+        "1 name " + kToken + " 3 18446744073709551616 " + kProcess, "1 name " + kToken + " " + kProcess,
+        "1 " + std::string(107, 'n') + " " + kToken + kRun + kProcess}) {
     try {
       PeerAddress::parse(text);
       ADD_FAILURE() << text << " was accepted";
@@ -46,7 +51,7 @@ TEST(PeerAddress, RefusesWhatNoRankWrote) {
       EXPECT_THAT(error.what(), HasSubstr("malformed peer address '" + text + "'"));
     }
   }
-  EXPECT_NO_THROW(PeerAddress::parse("1 " + std::string(106, 'n') + " " + kToken + " " + kProcess));
+  EXPECT_NO_THROW(PeerAddress::parse("1 " + std::string(106, 'n') + " " + kToken + kRun + kProcess));
 }
 
 }  // namespace

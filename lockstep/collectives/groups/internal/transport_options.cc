@@ -3,9 +3,12 @@
 #include <optional>
 #include <string>
 
+#include <c10/util/Exception.h>
+
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/groups/internal/transport_options.h>
+#include <lockstep/rendezvous/generation.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 #include <lockstep/rendezvous/network/port_range.h>
 #include <lockstep/transport/wire/ucx_engine.h>
@@ -25,6 +28,8 @@ void tell_nccl(const NetworkInterface& interface) {
 
 transport::HostTransport::Options transport_options(const Topology& topology,
                                                     const std::string& meeting_host) {
+  const auto objection = objection_to_old_generation();
+  TORCH_CHECK_WITH(DistBackendError, !objection, *objection);
   transport::HostTransport::Options options;
   if (auto mebibytes = environment::integer("LOCKSTEP_SEGMENT_MB", 1, 1 << 20)) {
     options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
