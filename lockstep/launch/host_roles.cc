@@ -40,10 +40,13 @@ class RolesReader {
     return static_cast<uint16_t>(environment::parse_integer("MASTER_PORT", *value, 0, 65535));
   }
 
+  std::string azure_address() const;
   std::optional<HostRoles> slurm() const;
   std::optional<HostRoles> open_mpi() const;
   std::optional<HostRoles> kubernetes() const;
   std::optional<HostRoles> sage_maker() const;
+  bool is_azure_instance() const;
+  std::optional<HostRoles> azure_ml() const;
 
  private:
   HostRoles roles(int nnodes, int node_rank, const std::string& own_address,
@@ -90,10 +93,14 @@ std::optional<HostRoles> RolesReader::open_mpi() const {
                     " processes on this host, and over hosts lockstep run takes one on each: mpirun --map-by "
                     "ppr:1:node",
                     kAlone);
-  TORCH_CHECK_VALUE(!given_address().empty(), "mpirun has started one process on each of ", size,
+  const std::string of_azure = azure_address();
+  TORCH_CHECK_VALUE(!given_address().empty() || !of_azure.empty(),
+                    "mpirun has started one process on each of ", size,
                     " hosts and tells no address of the first; give --master-addr HOST", kAlone);
-  return roles(size, integer("OMPI_COMM_WORLD_RANK", 0), "",
-               "Open MPI (OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK)");
+  return roles(size, integer("OMPI_COMM_WORLD_RANK", 0), of_azure,
+               of_azure.empty()
+                   ? "Open MPI (OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK)"
+                   : "Azure ML (OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK, AZ_BATCH_MASTER_NODE)");
 }
 
 /// A pod of an indexed job (https://kubernetes.io/docs/concepts/workloads/controllers/job, "Completion mode"). The number
@@ -105,6 +112,14 @@ std::optional<HostRoles> RolesReader::kubernetes() const {
                     "--master-addr JOB-0.SERVICE",
                     kAlone);
   return roles(*given_.nnodes, integer("JOB_COMPLETION_INDEX", 0), "", "Kubernetes (JOB_COMPLETION_INDEX)");
+}
+
+/// Of the first instance, in a job of Azure ML with the distribution mpi: AZ_BATCH_MASTER_NODE is its address and a port of
+/// Azure Batch's own, AZ_BATCHAI_MPI_MASTER_NODE the address alone. Empty elsewhere.
+std::string RolesReader::azure_address() const {
+  auto node = text("AZ_BATCH_MASTER_NODE");
+  if (!node) node = text("AZ_BATCHAI_MPI_MASTER_NODE");
+  return node ? node->substr(0, node->find(':')) : std::string();
 }
 
 /// One container on each instance (https://github.com/aws/sagemaker-training-toolkit, ENVIRONMENT_VARIABLES.md).
@@ -123,12 +138,32 @@ std::optional<HostRoles> RolesReader::sage_maker() const {
                "SageMaker (SM_HOSTS, SM_CURRENT_HOST)");
 }
 
+/// Azure ML gives its processes RANK and WORLD_SIZE, as launchers do. TORCHELASTIC_RUN_ID shows that one of these came in
+/// between.
+bool RolesReader::is_azure_instance() const {
+  return has("AZUREML_NODE_COUNT") && has("NODE_RANK") && !has("TORCHELASTIC_RUN_ID");
+}
+
+/// One process on each instance of a job with the distribution pytorch (learn.microsoft.com, "Distributed GPU training
+/// guide").
+std::optional<HostRoles> RolesReader::azure_ml() const {
+  const int nodes = integer("AZUREML_NODE_COUNT", 1);
+  const int processes = has("WORLD_SIZE") ? integer("WORLD_SIZE", 1) : nodes;
+  if (nodes == 1 || (processes != nodes && given_.master_addr.empty() && !given_.nnodes)) return std::nullopt;
+  TORCH_CHECK_VALUE(
+      processes == nodes, "Azure ML has started ", processes, " processes on ", nodes,
+      " instances, and over hosts lockstep run takes one on each: process_count_per_instance: 1", kAlone);
+  TORCH_CHECK_VALUE(!given_address().empty(), "Azure ML has set no MASTER_ADDR; give --master-addr HOST",
+                    kAlone);
+  return roles(nodes, integer("NODE_RANK", 0), "", "Azure ML (AZUREML_NODE_COUNT, NODE_RANK, MASTER_ADDR)");
+}
+
 }  // namespace
 
 std::optional<HostRoles> read_host_roles(const Lookup& lookup, const GivenRoles& given) {
   const RolesReader reader(lookup, given);
   if (given.nnodes == 1) return std::nullopt;
-  if (reader.has("RANK") && reader.has("WORLD_SIZE")) return std::nullopt;
+  if (reader.has("RANK") && reader.has("WORLD_SIZE") && !reader.is_azure_instance()) return std::nullopt;
   std::optional<HostRoles> roles;
   if (reader.has("OMPI_COMM_WORLD_RANK")) {
     roles = reader.open_mpi();
@@ -138,6 +173,8 @@ std::optional<HostRoles> read_host_roles(const Lookup& lookup, const GivenRoles&
     roles = reader.kubernetes();
   } else if (reader.has("SM_HOSTS") && reader.has("SM_CURRENT_HOST")) {
     roles = reader.sage_maker();
+  } else if (reader.is_azure_instance()) {
+    roles = reader.azure_ml();
   }
   // Another number than the scheduler's means other hosts than it tells of.
   if (given.nnodes && roles && roles->nnodes != *given.nnodes) return std::nullopt;

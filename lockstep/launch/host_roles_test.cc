@@ -34,6 +34,11 @@ const Variables kMpi = {{"OMPI_COMM_WORLD_SIZE", "3"},
                         {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}};
 const Variables kPod = {{"JOB_COMPLETION_INDEX", "1"}};
 const Variables kSageMaker = {{"SM_HOSTS", R"(["algo-1","algo-2"])"}, {"SM_CURRENT_HOST", "algo-2"}};
+const Variables kAzureMpi = {
+    {"AZUREML_RUN_ID", "train_1"}, {"AZUREML_NODE_COUNT", "3"}, {"AZ_BATCH_MASTER_NODE", "10.0.0.4:6000"}};
+const Variables kAzure = {{"AZUREML_NODE_COUNT", "2"}, {"NODE_RANK", "1"},  {"RANK", "1"},
+                          {"LOCAL_RANK", "0"},         {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.0.0.4"},
+                          {"MASTER_PORT", "6105"}};
 
 Variables with(Variables base, const Variables& more) {
   for (const auto& [name, value] : more) base[name] = value;
@@ -141,6 +146,22 @@ INSTANTIATE_TEST_SUITE_P(
              with(kSageMaker, {{"SM_HOSTS", "algo-1,algo-2"}}),
              {},
              "give --nnodes, --node-rank"},
+        Case{"AzureMpi", with(kAzureMpi, kMpi), {}, "host 2 of 3 at 10.0.0.4:0 "},
+        Case{"AzureMpiAddressAlone",
+             with(kMpi, {{"AZ_BATCHAI_MPI_MASTER_NODE", "10.0.0.5"}}),
+             {},
+             "host 2 of 3 at 10.0.0.5:0 "},
+        Case{"AzureMpiFlag", with(kAzureMpi, kMpi), {.master_addr = "head"}, "host 2 of 3 at head:0 "},
+        Case{"Azure", kAzure, {}, "host 1 of 2 at 10.0.0.4:6105 "},
+        Case{"AzureFlags", kAzure, {.nnodes = 2, .master_addr = "head"}, "host 1 of 2 at head:6105 "},
+        Case{"AzureOneInstance", with(kAzure, {{"AZUREML_NODE_COUNT", "1"}}), {}, "none"},
+        Case{"AzureSeveralProcesses", with(kAzure, {{"WORLD_SIZE", "4"}}), {}, "none"},
+        Case{"AzureSeveralProcessesWhereHostsAreMeant",
+             with(kAzure, {{"WORLD_SIZE", "4"}}),
+             {.nnodes = 2},
+             "4 processes on 2 instances, and over hosts lockstep run takes one on each"},
+        Case{"AzureWorker", with(kAzure, {{"TORCHELASTIC_RUN_ID", "none"}}), {}, "none"},
+        Case{"AzureNoAddress", with(kAzure, {{"MASTER_ADDR", ""}}), {}, "give --master-addr HOST"},
         Case{"SageMakerWithMpi", with(kSageMaker, kMpi), {.master_addr = "head"}, "host 2 of 3"}),
     [](const auto& info) { return info.param.name; });
 
