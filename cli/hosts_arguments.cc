@@ -14,9 +14,11 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/random_bytes.h>
 #include <lockstep/launch/dry_run.h>
 #include <lockstep/launch/host_roles.h>
 #include <lockstep/launch/worker_environment.h>
+#include <lockstep/rendezvous/network/port_range.h>
 
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/hosts_agent.h>
@@ -354,6 +356,28 @@ int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& opti
   return launch::run_on_hosts(hosts_options(arguments, options));
 }
 
+std::vector<std::string> meeting_options(const CLI::App& command, const HostsArguments& arguments,
+                                         const launch::RemoteHost& first) {
+  const bool has_address = command.get_option("--master-addr")->count() > 0;
+  const std::string address = has_address ? arguments.master_addr : first.address();
+  const bool is_loopback = address == "localhost" || address.starts_with("127.") || address == "::1";
+  TORCH_CHECK_VALUE(!is_loopback, "the other hosts of -H can't find the first one by the name ", address,
+                    "; name it as they know it, or give --master-addr");
+  int port = arguments.master_port;
+  if (port == 0) {
+    // Below Linux's ephemeral ports; drawn, so that jobs on the same hosts hardly ever want the same.
+    const PortRange range = port_range().value_or(PortRange{.first = 15000, .last = 29999});
+    const auto bytes = random_bytes<2>();
+    port = range.first + (bytes[0] << 8 | bytes[1]) % range.count();
+  }
+  return {"--master-addr=" + address, "--master-port=" + std::to_string(port)};
+}
+
+std::string secret_for_agents(const HostsArguments& arguments) {
+  const std::string given = launch::read_secret(arguments.secret_file);
+  return given.empty() ? launch::make_secret() : given;
+}
+
 void add_secret(CLI::App& program) {
   CLI::App* secret = program.add_subcommand("secret", "Make a secret for a job on several hosts");
   secret->footer(
@@ -370,6 +394,16 @@ int run_on_hosts(const HostsArguments&, const launch::RunOptions&) {
       "--nnodes above 1 and --max-restarts need an agent with TLS, and this lockstep was built without "
       "OpenSSL, as the Python package's always is; build the C++ one where OpenSSL's headers are (Debian: "
       "libssl-dev), or use torchrun, srun or mpirun");
+}
+
+std::vector<std::string> meeting_options(const CLI::App&, const HostsArguments& arguments,
+                                         const launch::RemoteHost&) {
+  run_on_hosts(arguments, {});  // throws
+  return {};
+}
+
+std::string secret_for_agents(const HostsArguments&) {
+  return {};
 }
 
 void add_secret(CLI::App&) {}

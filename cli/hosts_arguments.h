@@ -2,10 +2,12 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include <CLI/App.hpp>
 
 #include <lockstep/launch/agent.h>
+#include <lockstep/launch/remote_hosts.h>
 
 namespace lockstep::cli {
 
@@ -43,6 +45,13 @@ bool is_one_host(const HostsArguments& arguments);
 /// Runs this host's agent. Throws c10::ValueError for arguments that make no sense together, and where this program was
 /// built without OpenSSL.
 int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& options);
+
+/// For `lockstep run -H`: the options by which the agents of several hosts meet, the first of which is `first`. Throws as
+/// run_on_hosts().
+std::vector<std::string> meeting_options(const CLI::App& command, const HostsArguments& arguments,
+                                         const launch::RemoteHost& first);
+/// What they know each other by: the user's secret, or a fresh one.
+std::string secret_for_agents(const HostsArguments& arguments);
 
 /// Prints what would run with these, on this host, for --dry-run. Throws as run_on_hosts().
 void print_dry_run(const HostsArguments& arguments, const launch::RunOptions& options);

@@ -7,16 +7,21 @@
 #include <iostream>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <utility>
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/launch/agent.h>
+#include <lockstep/launch/remote_hosts.h>
+#include <lockstep/launch/shell_words.h>
+#include <lockstep/launch/worker_environment.h>
 
 #include "hosts_arguments.h"
 
@@ -32,6 +37,7 @@ Examples:
   lockstep run -n 2 -- ./train                          the same option as mpirun has it
   lockstep run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node-a:29400 --secret-file key -n 2 ./train
                                                         on two hosts, the same line on each
+  lockstep run -H node-a:2,node-b:2 ./train             on two hosts, started by ssh
 
 Options for lockstep run stand before PROGRAM; everything behind it belongs to the program.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the rest of torchrun's
@@ -56,6 +62,10 @@ struct RunArguments {
   std::string tee = "0";
   std::string shown_ranks;
   std::string role = "default";
+  std::string remote_hosts;
+  std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
+  std::vector<std::string> passed_on;
+  bool started_by_shell = false;
   bool no_prefix = false;
   double grace_period = 30;
   bool dry_run = false;
@@ -99,6 +109,92 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
     std::cerr << "lockstep run: what the processes write is kept in " << options.log_folder << std::endl;
   }
   return options;
+}
+
+/// "NAME=value" of what the processes of -H get of this one's environment.
+std::vector<std::string> passed_variables(const std::vector<std::string>& passed_on) {
+  std::vector<std::string> result;
+  const auto here = launch::WorkerEnvironment::inherited();
+  for (const auto& [name, value] : here.variables()) {
+    const auto begins = [&name = name](const char* start) { return name.starts_with(start); };
+    const auto kinds = {"LOCKSTEP_", "UCX_", "NCCL_", "OMP_", "TORCH_"};
+    if (std::any_of(kinds.begin(), kinds.end(), begins)) result.push_back(name + "=" + value);
+  }
+  for (const std::string& given : passed_on) {
+    const bool has_value = given.find('=') != std::string::npos;
+    const auto value = has_value ? std::nullopt : environment::text(given.c_str());
+    TORCH_CHECK_VALUE(has_value || value, "-x ", given, ": this variable is not set");
+    result.push_back(has_value ? given : given + "=" + *value);
+  }
+  return result;
+}
+
+/// All options that an agent has to have, too, as they were given, be it by PET_….
+std::vector<std::string> options_for_agents(const CLI::App& command) {
+  static const std::set<std::string> own = {"help",        "host",        "rsh",
+                                            "export",      "dry-run",     "nproc-per-node",
+                                            "secret-file", "master-addr", "master-port"};
+  static const std::set<std::string> contrary = {"nnodes",        "node-rank",  "rdzv-backend",
+                                                 "rdzv-endpoint", "standalone", "local-addr"};
+  std::vector<std::string> words;
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->count() == 0 || option->get_lnames().empty()) continue;
+    const std::string& name = option->get_lnames().front();
+    TORCH_CHECK_VALUE(contrary.count(name) == 0, "-H and --", name,
+                      " contradict each other: with -H one command starts all hosts");
+    if (own.count(name) != 0) continue;
+    const bool is_flag = option->get_items_expected_max() == 0;
+    if (is_flag && !option->as<bool>()) continue;
+    words.push_back("--" + name + (is_flag ? "" : "=" + option->results().back()));
+  }
+  return words;
+}
+
+launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& arguments,
+                             const std::vector<std::string>& program) {
+  const bool all_slots = command.get_option("--nproc-per-node")->count() == 0;
+  const int processes = all_slots ? 0 : parse_number("-n with -H", arguments.nproc_per_node, 1, 1 << 20);
+  const auto hosts = launch::parse_remote_hosts(arguments.remote_hosts, processes);
+  launch::RemoteRun run;
+  run.variables = passed_variables(arguments.passed_on);
+  run.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(arguments.grace_period));
+  std::istringstream shell(arguments.remote_shell);
+  for (std::string word; shell >> word;) run.shell.push_back(word);
+  TORCH_CHECK_VALUE(!run.shell.empty(), "--rsh is empty");
+
+  std::vector<std::string> common = options_for_agents(command);
+  common.push_back("--started-by-shell");
+  if (hosts.size() > 1) {
+    const std::vector<std::string> meeting = meeting_options(command, arguments.hosts, hosts.front());
+    common.insert(common.end(), meeting.begin(), meeting.end());
+    common.push_back("--nnodes=" + std::to_string(hosts.size()));
+    run.secret = secret_for_agents(arguments.hosts);
+  } else {
+    common.push_back("--standalone");
+  }
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+  for (size_t i = 0; i < hosts.size(); ++i) {
+    std::vector<std::string> words = {self, "run"};
+    words.insert(words.end(), common.begin(), common.end());
+    if (hosts.size() > 1) words.push_back("--node-rank=" + std::to_string(i));
+    words.push_back("--nproc-per-node=" + std::to_string(hosts[i].processes));
+    words.insert(words.end(), program.begin(), program.end());
+    run.agents.push_back({hosts[i], std::move(words)});
+  }
+  return run;
+}
+
+void print_remote_run(const launch::RemoteRun& run) {
+  for (const launch::RemoteRun::Agent& agent : run.agents) {
+    std::cout << agent.host.name << ", " << agent.host.processes
+              << (agent.host.processes == 1 ? " process: " : " processes: ")
+              << launch::shell_words(launch::start_words(run, agent)) << '\n';
+  }
+  std::cout << "by standard input:" << (run.secret.empty() ? "" : " the secret");
+  for (const std::string& variable : run.variables)
+    std::cout << ' ' << variable.substr(0, variable.find('='));
+  std::cout << std::endl;
 }
 
 /// Names of signals, as torchrun takes them. All that we pass on are passed on anyhow.
@@ -195,9 +291,32 @@ void add_run(CLI::App& program, int& status) {
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
   run->add_flag("--dry-run,--dry_run", arguments->dry_run,
                 "Print what would run here, with which variables, and start nothing");
+  run->add_option("-H,--host", arguments->remote_hosts,
+                  "Hosts to run on, each with its number of processes; with it -n is that of all hosts")
+      ->type_name("HOST:SLOTS,…");
+  run->add_option("--rsh", arguments->remote_shell, "What runs a command on a host of -H")
+      ->type_name("COMMAND")
+      ->capture_default_str();
+  run->add_option(
+         "-x,--export", arguments->passed_on,
+         "A variable for all processes of -H; those of LOCKSTEP_, UCX_, NCCL_, OMP_, TORCH_ go by themselves")
+      ->type_name("NAME[=VALUE]")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  run->add_flag("--started-by-shell", arguments->started_by_shell)->group("");
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {
     const std::vector<std::string> words = program_words(*run);
+    if (!arguments->remote_hosts.empty()) {
+      const launch::RemoteRun remote = remote_run(*run, *arguments, words);
+      if (arguments->dry_run) {
+        print_remote_run(remote);
+      } else {
+        status = launch::run_on_remote_hosts(remote);
+      }
+      return;
+    }
+    if (arguments->started_by_shell) launch::obey_remote_launcher();
     take_host_roles(*run, arguments->hosts);
     const launch::RunOptions options = options_from(*arguments, words);
     if (arguments->dry_run) {

@@ -1,29 +1,16 @@
-#include <algorithm>
-#include <cctype>
 #include <initializer_list>
 #include <sstream>
 #include <stdlib.h>
-#include <string_view>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/launch/dry_run.h>
+#include <lockstep/launch/shell_words.h>
 #include <lockstep/launch/worker_group.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 
 namespace lockstep::launch {
 namespace {
-
-std::string shell_word(const std::string& word) {
-  const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char letter) {
-    return std::isalnum(letter) != 0 ||
-           std::string_view("_@%+=:,./-").find(static_cast<char>(letter)) != std::string_view::npos;
-  });
-  if (plain && !word.empty()) return word;
-  std::string quoted = "'";
-  for (const char letter : word) quoted += letter == '\'' ? "'\\''" : std::string(1, letter);
-  return quoted + "'";
-}
 
 /// Of local rank 0, and in parentheses what others have, or what only the start tells.
 WorkerEnvironment described_environment(const RunOptions& options, const RankVariables& variables,
@@ -57,9 +44,8 @@ WorkerEnvironment described_environment(const RunOptions& options, const RankVar
 
 std::string describe_workers(const RunOptions& options, const RankVariables& variables, bool hosts_meet) {
   std::ostringstream text;
-  text << "processes: " << options.nprocs << "\ncommand:";
-  for (const std::string& word : options.command) text << ' ' << shell_word(word);
-  text << "\nvariables that differ from this environment:\n";
+  text << "processes: " << options.nprocs << "\ncommand: " << shell_words(options.command)
+       << "\nvariables that differ from this environment:\n";
   const WorkerEnvironment workers = described_environment(options, variables, hosts_meet);
   for (const auto& [name, value] : workers.variables()) {
     const char* here = ::getenv(name.c_str());

@@ -1,0 +1,186 @@
+"""`lockstep run -H`: one command starts the agents of all hosts by a remote shell. Hosts are network namespaces, and the shell is a
+script that enters them."""
+
+import os
+import pathlib
+import re
+import signal
+
+import pytest
+
+SECRET = "0123456789abcdef" * 4
+TELL = "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE on $(hostname)"
+STAY = TELL + "; exec sleep 1000"
+
+
+class Cluster:
+    """Two hosts, and a shell that gives what it starts none of the caller's environment, as ssh."""
+
+    def __init__(self, programs, net):
+        self.programs, self.net = programs, net
+        self.shell = programs.folder / "shell"
+        self.shell.write_text(
+            f'#!/bin/sh\nenv -i PATH="$PATH" LOCKSTEP_TEST_MARK="$LOCKSTEP_TEST_MARK" {net.remote_shell()} "$@"\nexit $?\n'
+        )
+        self.shell.chmod(0o700)
+
+    def start(self, hosts, *words, **variables):
+        """On the first host."""
+        command = [self.programs.find("lockstep"), "run", "--rsh", self.shell, "-H", hosts, *words]
+        return self.programs.start(*self.net.inside(0, *command), **variables)
+
+    def run(self, *words, **variables):
+        return self.start(*words, **variables).finish()
+
+    def shell_of(self, host):
+        """The pid of the shell that leads there."""
+        for pid in self.programs.survivors():
+            words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if str(self.shell).encode() in words[:2] and host.encode() in words:
+                return pid
+        raise AssertionError(f"no shell leads to {host}")
+
+
+@pytest.fixture
+def cluster(programs, make_hosts):
+    done = programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true")
+    if "built without OpenSSL" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    return Cluster(programs, make_hosts(2))
+
+
+def test_one_command_runs_a_job_on_two_hosts(programs, cluster):
+    done = cluster.run("host-a:2,host-b:1", programs.find("all_reduce"))
+    if "needs UCX" in done.stderr:
+        pytest.skip("ranks on several hosts need UCX")
+    assert done.status == 0, done.text
+    sums = sorted(line for line in done.stdout.splitlines() if "now has" in line)
+    assert sums == [f"[rank {rank}] rank {rank} now has [3, 3]" for rank in range(3)], done.text
+    assert "WARNING" not in done.stderr, "a secret is made"
+    programs.wait_until_gone()
+
+
+def test_hosts_are_filled_in_their_order_and_get_variables_and_options(programs, cluster):
+    script = f'{TELL} has "$NAME", $UCX_LOG_LEVEL, $GIVEN, "<$OWN>", "<$LOCKSTEP_JOB_SECRET>" in $PWD for $TORCHELASTIC_RUN_ID'
+    variables = {"NAME": "a 'b'", "UCX_LOG_LEVEL": "error", "OWN": "no"}
+    options = ["-n", 2, "-x", "NAME", "-x", "GIVEN=it is", "--rdzv-id", "the job", "--no-prefix"]
+    done = cluster.run("host-b:1,host-a:4", *options, "sh", "-c", script, **variables)
+    assert done.status == 0, done.text
+    assert sorted(done.stdout.splitlines()) == [
+        f"rank {rank} of 2, 0 of 1 on {host} has a 'b', error, it is, <{own}>, <> in {programs.folder} for the job"
+        for rank, host, own in ((0, "host-b", ""), (1, "host-a", "no"))
+    ], done.text
+
+
+def test_the_secret_stands_on_no_command_line(programs, cluster):
+    job = cluster.start("host-a,host-b", "sh", "-c", STAY, LOCKSTEP_JOB_SECRET=SECRET)
+    job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
+    pids = programs.survivors()
+    assert len(pids) >= 6
+    for pid in pids:
+        assert SECRET.encode() not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    job.kill(signal.SIGTERM)
+    assert job.finish().status == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_end_all_hosts(programs, cluster, number):
+    job = cluster.start("host-a,host-b", "sh", "-c", STAY)
+    job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
+    job.kill(number)
+    done = job.finish()
+    assert done.status == (-9 if number == signal.SIGKILL else 128 + number), done.text
+    programs.wait_until_gone()
+
+
+def test_a_second_signal_kills(programs, cluster):
+    script = f"trap 'echo told' INT; {TELL}; sleep 1000; sleep 1000"
+    job = cluster.start("host-a,host-b", "sh", "-c", script)
+    job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
+    job.kill(signal.SIGINT)
+    job.wait_for("rank 0. told"), job.wait_for("rank 1. told")
+    job.kill(signal.SIGINT)
+    assert job.finish().status == 130
+    programs.wait_until_gone()
+
+
+def test_the_loss_of_a_shell_ends_all_hosts(programs, cluster):
+    job = cluster.start("host-a,host-b", "sh", "-c", STAY)
+    job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
+    os.kill(cluster.shell_of("host-b"), signal.SIGKILL)
+    done = job.finish()
+    assert done.status == 1, done.text
+    assert "host-b can't be reached, or its remote shell was lost: it was killed by signal 9 (SIGKILL)" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_a_host_that_can_not_be_reached_is_named_with_the_shells_words(programs, cluster):
+    done = cluster.run("host-a,host-z", "sh", "-c", STAY)
+    assert done.status == 1, done.text
+    assert re.search(r"host-z can't be reached, .* exited with status 255; started as: .*/shell host-z ", done.stderr), done.text
+    assert "    no host host-z\n" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_a_program_that_a_host_has_not_ends_all(programs, cluster):
+    (programs.folder / "there").mkdir()
+    script = programs.folder / "there" / "train"
+    script.write_text(f"#!/bin/sh\n{STAY}\n")
+    script.chmod(0o700)
+    job = cluster.start("host-a,host-b", script, OMP_NUM_THREADS=1)
+    job.wait_for("rank 1 of 2")
+    job.kill(signal.SIGINT)
+    assert job.finish().status == 130
+    done = cluster.run("host-a,host-b", "./missing")
+    assert done.status == 2 and "can't start './missing'" in done.stderr, done.text
+    assert "nothing could be started on host-" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_a_failure_ends_all_hosts_with_its_report(programs, cluster):
+    done = cluster.run("host-a,host-b", "sh", "-c", 'test $RANK = 0 || { echo "no such data" >&2; exit 7; }; exec sleep 1000')
+    assert done.status == 1, done.text
+    assert "rank 1 (pid " in done.stderr and "failed first: exited with status 7" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_all_hosts_start_again(programs, cluster):
+    script = f"{TELL}, start $TORCHELASTIC_RESTART_COUNT; test $TORCHELASTIC_RESTART_COUNT = 1"
+    done = cluster.run("host-a,host-b", "--max-restarts", 1, "--no-prefix", "sh", "-c", script)
+    assert done.status == 0, done.text
+    assert "rank 1 of 2, 0 of 1 on host-b, start 1" in done.stdout.splitlines(), done.text
+
+
+def test_a_dry_run_shows_what_each_host_would_run(programs):
+    options = ["--dry-run", "--rsh", "ssh -p 22", "-H", "host-a:2,me@host-b:1", "--master-port", 4000, "--log-dir", "a b"]
+    done = programs.run("lockstep", "run", *options, "./train", "--name", "x y", LOCKSTEP_JOB_SECRET=SECRET, UCX_TLS="tcp")
+    if "built without OpenSSL" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    assert done.status == 0, done.text
+    lockstep = programs.find("lockstep")
+    common = f"{os.path.realpath(lockstep)} run '--log-dir=a b' --started-by-shell --master-addr=host-a --master-port=4000 --nnodes=2"
+    first, second, rest = done.stdout.splitlines()
+    agent = f"{common} --node-rank=0 --nproc-per-node=2 ./train --name 'x y'"
+    assert first == f"host-a, 2 processes: ssh -p 22 host-a 'cd {programs.folder} && exec {agent}'".replace(
+        agent, agent.replace("'", "'\\''")), done.text
+    assert second.startswith("me@host-b, 1 process: ssh -p 22 me@host-b 'cd "), done.text
+    assert rest.startswith("by standard input: the secret ") and " UCX_TLS" in rest, done.text
+    assert SECRET not in done.text
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["-H", "a:2,b:0"], "-H has 'b:0'"),
+        (["-H", "a:2,b:2", "-n", "5"], "-n is 5, and the hosts of -H have 4 slots"),
+        (["-H", "a,b", "--nnodes", "2"], "-H and --nnodes contradict each other"),
+        (["-H", "localhost,b"], "the other hosts of -H can't find the first one by the name localhost"),
+        (["-H", "a,b", "-x", "NOT_THERE"], "-x NOT_THERE: this variable is not set"),
+        (["--started-by-shell"], "is for lockstep run -H alone"),
+    ],
+)
+def test_wrong_options_start_nothing(programs, words, error):
+    done = programs.run("lockstep", "run", *words, "true")
+    if "built without OpenSSL" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    assert done.status == 2 and error in done.stderr, done.text
