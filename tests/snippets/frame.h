@@ -103,6 +103,7 @@ namespace page_images {
 namespace image = lockstep::image;
 using Options = image::ImageFolderOptions;
 }  // namespace page_images
+namespace page_from_spawn_to_several_hosts {}
 namespace page_launching {
 void work(int rank, const std::string& greeting);
 }  // namespace page_launching
