@@ -16,8 +16,8 @@ from benchmarks.driver.job import BenchmarkError
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
-          "checkpoint": checkpoint.checkpoint, "profiler": profiler.profiler, "sharding": sharding.sharding, "gpu": gpu.gpu, "startup": startup.startup,
-          "hosts": several_hosts.several_hosts, "launch": launch.launch, "soak": soak.soak}
+          "checkpoint": checkpoint.checkpoint, "profiler": profiler.profiler, "sharding": sharding.sharding, "gpu": gpu.gpu,
+          "startup": startup.startup, "hosts": several_hosts.several_hosts, "launch": launch.launch, "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
 BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "profiler", "sharding", "gpu", "startup",
                  "hosts", "launch", "soak")

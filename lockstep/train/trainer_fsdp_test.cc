@@ -148,7 +148,13 @@ StateDict weights_of(const AnyTrainer& trainer) {
   });
 }
 
+/// Its first parameter has two names.
+struct TiedNet : SmallNet {
+  TiedNet() { register_parameter("again", parameters().front()); }
+};
+
 /// Steps of 12 samples, whatever the number of ranks is.
+template <class Net = SmallNet>
 Trained train_by(Strategy strategy, int64_t epochs, const std::optional<std::filesystem::path>& path = {}) {
   const int ranks = is_initialized() ? get_world_size() : 1;
   const data::DistributedSamplerOptions sampling{.num_replicas = ranks, .rank = ranks > 1 ? get_rank() : 0};
@@ -163,7 +169,7 @@ Trained train_by(Strategy strategy, int64_t epochs, const std::optional<std::fil
     return std::make_shared<lr_scheduler::StepLR>(optimizer, /*step_size=*/1, /*gamma=*/0.5);
   };
   if (path) options.checkpoint = CheckpointManagerOptions{.directory = *path, .every_epochs = 1};
-  Trainer trainer(std::make_shared<SmallNet>(), torch::optim::AdamWOptions(0.01), loader, loss_of, options);
+  Trainer trainer(std::make_shared<Net>(), torch::optim::AdamWOptions(0.01), loader, loss_of, options);
   trainer.validate_on(validation);
   trainer.restore();
   trainer.train();
@@ -173,12 +179,14 @@ Trained train_by(Strategy strategy, int64_t epochs, const std::optional<std::fil
 }
 
 TEST(TrainerFsdp, AStrategyWrapsAPlainModule) {
-  const Trained alone = train_by(Strategy::ddp, 3);  // without a group
+  // Without a group.
+  const Trained alone = train_by(Strategy::ddp, 3), tied_alone = train_by<TiedNet>(Strategy::ddp, 3);
   testing::run_ranks(3, [&](int) {
     auto world = init_process_group();
     for (const Strategy strategy : {Strategy::ddp, Strategy::fsdp}) {
       const Trained trained = train_by(strategy, 3);
       expect_close(trained.state, alone.state);
+      expect_close(train_by<TiedNet>(strategy, 3).state, tied_alone.state);
       ASSERT_EQ(trained.metrics.size(), alone.metrics.size());
       for (const auto& [name, value] : alone.metrics)
         EXPECT_NEAR(trained.metrics.at(name), value, 1e-9) << name;

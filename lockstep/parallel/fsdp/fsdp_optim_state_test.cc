@@ -304,7 +304,9 @@ TEST(FsdpOptimState, WhatDoesNotFitIsRefusedAndChangesNothing) {
 
     optim::LBFGS lbfgs(model.parameters(), optim::LBFGSOptions(0.1));
     for (const auto& state : {std::function([&] { model.full_optim_state_dict(lbfgs); }),
-                              std::function([&] { model.sharded_optim_state_dict(lbfgs); })}) {
+                              std::function([&] { model.sharded_optim_state_dict(lbfgs); }),
+                              std::function([&] { model.load_full_optim_state_dict(lbfgs, before); }),
+                              std::function([&] { model.load_sharded_optim_state_dict(lbfgs, {own}); })}) {
       EXPECT_THAT(message_of<c10::ValueError>(state), HasSubstr("such as LBFGS, can't be sharded"));
     }
     static_assert(!ElementwiseOptimizer<optim::LBFGS>);
