@@ -102,6 +102,9 @@ TEST(CheckpointOnDevice, CopiesLaterWithoutWaiting) {
 }
 
 TEST(CheckpointOnDevice, ATensorThatIsChangedMeanwhileFailsTheCheckpoint) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the fault that is to be noticed is a race";
+#endif
   const Scratch scratch;
   Tensors tensors;
   const checkpoint::internal::MemberRanks ranks;
