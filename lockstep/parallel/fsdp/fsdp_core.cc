@@ -105,6 +105,8 @@ void FsdpCore::check_options() const {
   if (options_.between_hosts) checked_compression(*options_.between_hosts, "between_hosts");
   TORCH_CHECK_VALUE(options_.gradient_buffers > 0, kClass, ": gradient_buffers is ",
                     options_.gradient_buffers, "; it must be at least 1");
+  TORCH_CHECK_VALUE(options_.gradient_buffer_cap_mb > 0, kClass, ": gradient_buffer_cap_mb is ",
+                    options_.gradient_buffer_cap_mb, "; it must be more than 0");
 }
 
 void FsdpCore::collect_parameters() {

@@ -120,6 +120,7 @@ TEST_F(FsdpHosts, CompressedGradientsAreTheSameEverywhere) {
                 FullyShardedDataParallel model(net, {.sharding_strategy = kHybrid,
                                                      .auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1),
                                                      .gradient_buffers = 1,
+                                                     .gradient_buffer_cap_mb = 0.02,
                                                      .between_hosts = compression});
                 auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
                 const auto output = [&](int step) {

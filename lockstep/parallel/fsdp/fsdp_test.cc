@@ -109,7 +109,8 @@ TEST(FullyShardedDataParallel, TrainsParametersOfAnyShapeWhoseGradientsComeInAny
       const auto net = std::make_shared<Shapes>(seed), alone = std::make_shared<Shapes>(seed);
       FullyShardedDataParallel model(
           net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(static_cast<int64_t>(seed)),
-                .gradient_buffers = 1 + static_cast<int>(seed % 3)});
+                .gradient_buffers = 1 + static_cast<int>(seed % 3),
+                .gradient_buffer_cap_mb = seed % 2 == 0 ? 1e-5 * static_cast<double>(seed * ranks) : 8});
       const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
       optim::AdamW reference(alone->parameters(), optim::AdamWOptions(0.01));
       for (int step = 0; step < kSteps; ++step) {

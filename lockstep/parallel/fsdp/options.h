@@ -50,8 +50,11 @@ struct FullyShardedDataParallelOptions {
   /// Rank 0's parameters and buffers for all. Otherwise each rank gives the rows that it owns of its own values, which
   /// should be the same everywhere.
   bool sync_module_states = false;
-  /// In how many buffers gradients wait for their reduction: each takes as much memory as the largest group.
+  /// In how many buffers of each rank gradients wait for their reduction.
   int gradient_buffers = 3;
+  /// A buffer is as large as the largest group's gradients, and at most so large, in MiB; larger groups are reduced in parts.
+  /// Backward goes on while at most gradient_buffers of them are reduced.
+  double gradient_buffer_cap_mb = 8;
   /// How gradients travel between hosts, on all ranks the same: as for DistributedDataParallel.
   std::optional<HostCompression> between_hosts = {};
 };

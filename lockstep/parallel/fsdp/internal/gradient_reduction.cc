@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -12,6 +13,8 @@
 
 namespace lockstep::fsdp::internal {
 namespace {
+
+constexpr double kMiB = 1 << 20;
 
 struct WhenAccumulated final : torch::autograd::PostAccumulateGradHook {
   explicit WhenAccumulated(std::function<void()> action) : action_(std::move(action)) {}
@@ -42,9 +45,11 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
       keep_low_precision_(options.mixed_precision.keep_low_precision_grads),
       between_hosts_(options.between_hosts),
       group_of_(weights.all().size(), groups.size()),
-      schedule_(groups.size(), static_cast<size_t>(options.gradient_buffers)),
+      schedule_({}, 0),
       used_(weights.all().size()) {
   const int ranks = weights.group()->getSize();
+  const double cap_bytes = options.gradient_buffer_cap_mb * kMiB / ranks;
+  std::vector<size_t> parts;
   int64_t most_bytes = 0;
   for (auto& members : groups) {
     std::vector<RowShape> shapes;
@@ -53,14 +58,19 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
       shapes.push_back(weights.all()[weight].shape);
     }
     const at::ScalarType dtype = weights.all()[members.front()].dtypes.reduced;
-    PieceLayout layout(std::move(shapes), ranks);
-    most_bytes = std::max(most_bytes, layout.buffer_numel() * static_cast<int64_t>(at::elementSize(dtype)));
+    const auto element_size = static_cast<int64_t>(at::elementSize(dtype));
+    const auto most_elements = static_cast<int64_t>(cap_bytes / static_cast<double>(element_size));
+    PieceLayout layout(std::move(shapes), ranks, std::max<int64_t>(1, most_elements));
+    most_bytes = std::max(most_bytes, layout.buffer_numel() * element_size);
+    parts.push_back(layout.parts());
     groups_.push_back({.weights = std::move(members), .layout = std::move(layout), .dtype = dtype});
   }
-  const size_t slots = std::min(groups_.size(), static_cast<size_t>(options.gradient_buffers));
+  const size_t reductions = std::accumulate(parts.begin(), parts.end(), size_t{0});
+  const size_t slots = std::min(reductions, static_cast<size_t>(options.gradient_buffers));
   for (size_t slot = 0; slot < slots; ++slot) {
     ring_.push_back({.buffer = empty_shared({most_bytes}, at::kByte, weights.group()).zero_()});
   }
+  schedule_ = ReductionSchedule(std::move(parts), slots);
 }
 
 GradientReduction::~GradientReduction() {
@@ -160,33 +170,45 @@ void GradientReduction::start_what_can_start() {
   }
 }
 
+/// Takes the gradients of the group's weights from where autograd has put them.
+void GradientReduction::take_gradients(Group& group) {
+  for (const size_t weight : group.weights) {
+    const at::Tensor& parameter = weights_.all()[weight].parameter;
+    const at::Tensor gradient = gradient_of(parameter);
+    group.gradients.push_back(gradient.defined() ? gradient.contiguous().view({-1}) : at::Tensor());
+    // Also one that has added up under no_sync(), and is none of this backward's.
+    if (gradient.defined()) used_[weight] = true;
+    parameter.mutable_grad() = taken_gradient(parameter);
+  }
+  group.averages = at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype));
+}
+
 void GradientReduction::start(const ReductionSchedule::Start& next) {
   const at::NoGradGuard no_grad;
   Group& group = groups_[next.group];
+  if (next.part == 0) take_gradients(group);
   Slot& slot = ring_[next.slot];
-  const int64_t bytes = group.layout.buffer_numel() * static_cast<int64_t>(at::elementSize(group.dtype));
+  const int ranks = weights_.group()->getSize();
+  const int64_t part_numel = group.layout.part_numel(next.part);
+  const int64_t bytes = ranks * part_numel * static_cast<int64_t>(at::elementSize(group.dtype));
   at::Tensor buffer = slot.buffer.narrow(0, 0, bytes).view(group.dtype);
   for (size_t i = 0; i < group.weights.size(); ++i) {
-    const at::Tensor& parameter = weights_.all()[group.weights[i]].parameter;
-    const at::Tensor gradient = gradient_of(parameter);
-    const at::Tensor flat = gradient.defined() ? gradient.contiguous().view({-1}) : at::Tensor();
-    // Also one that has added up under no_sync(), and is none of this backward's.
-    if (flat.defined()) used_[group.weights[i]] = true;
-    for (int rank = 0; rank < weights_.group()->getSize(); ++rank) {
-      const int64_t numel = group.layout.numel(i, rank);
-      at::Tensor place = buffer.narrow(0, group.layout.offset(i, rank), numel);
-      if (flat.defined()) {
-        place.copy_(flat.narrow(0, group.layout.source(i, rank), numel));
+    for (int rank = 0; rank < ranks; ++rank) {
+      const auto run = group.layout.run(i, rank, next.part);
+      if (run.numel == 0) continue;
+      at::Tensor place = buffer.narrow(0, run.place, run.numel);
+      if (group.gradients[i].defined()) {
+        place.copy_(group.gradients[i].narrow(0, run.source, run.numel));
       } else {
         place.zero_();
       }
     }
-    parameter.mutable_grad() = taken_gradient(parameter);
   }
-  group.averages = at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype));
+  slot.is_last_part = next.part + 1 == group.layout.parts();
+  if (slot.is_last_part) group.gradients.clear();
   slot.group = next.group;
-  slot.work =
-      reduce_scatter_tensor(group.averages, buffer, ReduceOp::AVG, weights_.group(), /*async_op=*/true);
+  at::Tensor averages = group.averages.narrow(0, group.layout.part_begin(next.part), part_numel);
+  slot.work = reduce_scatter_tensor(averages, buffer, ReduceOp::AVG, weights_.group(), /*async_op=*/true);
 }
 
 void GradientReduction::finish(size_t slot) {
@@ -194,14 +216,14 @@ void GradientReduction::finish(size_t slot) {
   std::exchange(ring_[slot].work, {})->wait();
   schedule_.finished(slot);
   const ProcessGroup& replicas = weights_.groups().replicas();
-  if (!replicas) return;
+  if (!replicas || !ring_[slot].is_last_part) return;
   Group& group = groups_[ring_[slot].group];
   // What lay behind this rank's rows in the buffer is old, and would be rounded together with them.
   const int rank = weights_.group()->getRank();
   for (size_t i = 0; i < group.weights.size(); ++i) {
-    const int64_t begin = group.layout.offset(i, 0) + group.layout.numel(i, rank);
+    const int64_t begin = group.layout.offset(i) + group.layout.numel(i, rank);
     const bool last = i + 1 == group.weights.size();
-    const int64_t end = last ? group.layout.piece_numel() : group.layout.offset(i + 1, 0);
+    const int64_t end = last ? group.layout.piece_numel() : group.layout.offset(i + 1);
     group.averages.narrow(0, begin, end - begin).zero_();
   }
   const BetweenHosts scope(between_hosts_, group.feedback);
@@ -259,8 +281,8 @@ void GradientReduction::give_to_shards() {
     for (size_t i = 0; i < group.weights.size(); ++i) {
       if (!used_[group.weights[i]]) continue;
       at::Tensor shard = weights_.all()[group.weights[i]].shard;
-      at::Tensor average = group.averages.narrow(0, group.layout.offset(i, 0), group.layout.numel(i, rank))
-                               .view(shard.sizes());
+      at::Tensor average =
+          group.averages.narrow(0, group.layout.offset(i), group.layout.numel(i, rank)).view(shard.sizes());
       if (!keep_low_precision_) average = average.to(shard.scalar_type());
       average = average.detach();  // an optimizer's zero_grad() takes no views
       if (shard.grad().defined()) {

@@ -22,8 +22,8 @@ namespace lockstep::fsdp::internal {
 /// Averages gradients over the ranks while backward() runs, each rank those of its own rows.
 ///
 /// Autograd leaves a weight's gradient in .grad of the module's parameter. When those of a group of weights are there, and
-/// it is the group's turn (ReductionSchedule), they are copied into a buffer of a ring in shared memory and dropped; a
-/// reduce-scatter leaves each rank the averages of its rows, which become, or are added to, the gradients of its shards when
+/// it is the group's turn (ReductionSchedule), they are copied into buffers of a ring in shared memory, part by part, and
+/// dropped; reduce-scatters leave each rank the averages of its rows, which become, or are added to, the gradients of its shards when
 /// backward ends. Over several hosts this is done on each; behind it an all_reduce makes averages of the hosts' ones, while
 /// backward goes on. Weights that no rank has a gradient for get none.
 ///
@@ -56,9 +56,10 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   struct Group {
     std::vector<size_t> weights;
     PieceLayout layout;
-    at::ScalarType dtype;      // of the reduction
-    size_t missing = 0;        // gradients of this backward
-    at::Tensor averages = {};  // this rank's piece
+    at::ScalarType dtype;                    // of the reduction
+    size_t missing = 0;                      // gradients of this backward
+    std::vector<at::Tensor> gradients = {};  // flat, by weight; from the first part's start to the last one's
+    at::Tensor averages = {};                // this rank's piece
     Work between_hosts = {};
     std::shared_ptr<ErrorFeedback> feedback = std::make_shared<ErrorFeedback>();
   };
@@ -66,6 +67,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   struct Slot {
     at::Tensor buffer;
     size_t group = 0;
+    bool is_last_part = false;  // of the group
     Work work = {};
   };
 
@@ -77,6 +79,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   void spread_failures(Action&& action);
   void start_what_can_start();
   void reduce_the_rest();
+  void take_gradients(Group& group);
   void start(const ReductionSchedule::Start& next);
   void finish(size_t slot);
   void end();

@@ -7,9 +7,9 @@
 
 namespace lockstep::fsdp::internal {
 
-ReductionSchedule::ReductionSchedule(size_t groups, size_t slots)
-    : slots_(slots), started_(groups), here_(groups) {
-  for (size_t group = groups; group-- > 0;) order_.push_back(group);
+ReductionSchedule::ReductionSchedule(std::vector<size_t> parts, size_t slots)
+    : parts_(std::move(parts)), slots_(slots), started_(parts_.size()), here_(parts_.size()) {
+  for (size_t group = parts_.size(); group-- > 0;) order_.push_back(group);
 }
 
 void ReductionSchedule::begin() {
@@ -36,8 +36,12 @@ std::optional<ReductionSchedule::Start> ReductionSchedule::next() {
   size_t slot = 0;  // the lowest that is free
   while (std::ranges::count(in_progress_, slot) > 0) ++slot;
   in_progress_.push_back(slot);
-  ++started_;
-  return Start{.group = group, .slot = slot};
+  const size_t part = started_parts_++;
+  if (started_parts_ == parts_[group]) {
+    ++started_;
+    started_parts_ = 0;
+  }
+  return Start{.group = group, .part = part, .slot = slot};
 }
 
 void ReductionSchedule::finished(size_t slot) {

@@ -16,11 +16,13 @@ class ReductionSchedule {
   /// A reduction that is to start now.
   struct Start {
     size_t group;
+    size_t part;  // of the group
     size_t slot;  // of the ring
     bool operator==(const Start&) const = default;
   };
 
-  ReductionSchedule(size_t groups, size_t slots);
+  /// `parts`: of each group, at least one.
+  ReductionSchedule(std::vector<size_t> parts, size_t slots);
 
   /// A backward begins. The one before is done.
   void begin();
@@ -49,10 +51,12 @@ class ReductionSchedule {
  private:
   bool next_is_here() const { return started_ < order_.size() && (ended_ || here_[order_[started_]]); }
 
+  std::vector<size_t> parts_;  // by group
   std::vector<size_t> order_;
   size_t slots_;
   bool ended_ = true;
-  size_t started_;                   // in order_
+  size_t started_;                   // groups of order_, with all their parts
+  size_t started_parts_ = 0;         // of the next one
   std::vector<bool> here_;           // by group
   std::vector<size_t> arrivals_;     // groups, in order
   std::vector<size_t> in_progress_;  // slots, the oldest first

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <gmock/gmock.h>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -58,7 +59,7 @@ TEST(ReductionSchedule, FollowsOneOrderWhateverTheOrderOfArrival) {
       for (size_t missing = 0; missing <= kGroups; ++missing) {
         const std::vector<size_t> come(arrivals.begin(), arrivals.end() - static_cast<int64_t>(missing));
         for (const bool late : {false, true}) {
-          ReductionSchedule schedule(kGroups, slots);
+          ReductionSchedule schedule(std::vector<size_t>(kGroups, 1), slots);
           ASSERT_THAT(groups_of(starts(schedule, come, late)), ElementsAre(4, 3, 2, 1, 0));
           const auto order = schedule.order_of_arrival();
           ASSERT_TRUE(std::equal(come.begin(), come.end(), order.begin()));
@@ -73,7 +74,7 @@ TEST(ReductionSchedule, FollowsOneOrderWhateverTheOrderOfArrival) {
 }
 
 TEST(ReductionSchedule, ABufferIsNotUsedAgainBeforeItIsFree) {
-  ReductionSchedule schedule(3, 2);
+  ReductionSchedule schedule({1, 1, 1}, 2);
   schedule.begin();
   for (const size_t group : {0, 1, 2}) schedule.arrived(group);
   const auto first = schedule.next(), second = schedule.next();
@@ -87,8 +88,26 @@ TEST(ReductionSchedule, ABufferIsNotUsedAgainBeforeItIsFree) {
   EXPECT_FALSE(schedule.is_done());
 }
 
+TEST(ReductionSchedule, AGroupsPartsComeOneAfterTheOther) {
+  for (size_t slots = 1; slots <= 5; ++slots) {
+    for (const bool late : {false, true}) {
+      ReductionSchedule schedule({1, 3, 2}, slots);
+      std::vector<std::pair<size_t, size_t>> parts;
+      for (int backward = 0; backward < 2; ++backward) {
+        for (const auto& start : starts(schedule, {1, 2, 0}, late))
+          parts.emplace_back(start.group, start.part);
+        schedule.set_order({1, 2, 0});
+      }
+      using Part = std::pair<size_t, size_t>;
+      ASSERT_THAT(parts,
+                  ElementsAre(Part(2, 0), Part(2, 1), Part(1, 0), Part(1, 1), Part(1, 2), Part(0, 0),  //
+                              Part(1, 0), Part(1, 1), Part(1, 2), Part(2, 0), Part(2, 1), Part(0, 0)));
+    }
+  }
+}
+
 TEST(ReductionSchedule, StartsWhileOthersAreStillToCome) {
-  ReductionSchedule schedule(3, 2);
+  ReductionSchedule schedule({1, 1, 1}, 2);
   schedule.begin();
   schedule.arrived(0);
   EXPECT_FALSE(schedule.next()) << "2 comes first";

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <utility>
 
+#include <c10/util/Exception.h>
+
 #include <lockstep/parallel/fsdp/internal/shard_layout.h>
 
 namespace lockstep::fsdp::internal {
@@ -26,12 +28,31 @@ RowShape RowShape::of(const std::vector<int64_t>& sizes) {
   return shape;
 }
 
-PieceLayout::PieceLayout(std::vector<RowShape> parameters, int ranks)
-    : parameters_(std::move(parameters)), ranks_(ranks) {
+PieceLayout::PieceLayout(std::vector<RowShape> parameters, int ranks, int64_t most_part_numel)
+    : parameters_(std::move(parameters)), ranks_(ranks), most_part_numel_(most_part_numel) {
+  TORCH_INTERNAL_ASSERT(most_part_numel > 0);
   for (const RowShape& parameter : parameters_) {
     offsets_.push_back(piece_numel_);
     piece_numel_ += most_rows(parameter.rows, ranks_) * parameter.row_numel;
   }
+}
+
+size_t PieceLayout::parts() const {
+  return static_cast<size_t>(std::max<int64_t>(1, (piece_numel_ + most_part_numel_ - 1) / most_part_numel_));
+}
+
+int64_t PieceLayout::part_numel(size_t part) const {
+  return std::min(most_part_numel_, piece_numel_ - part_begin(part));
+}
+
+PieceLayout::Run PieceLayout::run(size_t index, int rank, size_t part) const {
+  const RowShape& parameter = parameters_[index];
+  const int64_t begin = std::max(offset(index), part_begin(part));
+  const int64_t end = std::min(offset(index) + numel(index, rank), part_begin(part) + part_numel(part));
+  if (begin >= end) return {};
+  return {.source = rows_of(parameter.rows, rank, ranks_).begin * parameter.row_numel + begin - offset(index),
+          .place = rank * part_numel(part) + begin - part_begin(part),
+          .numel = end - begin};
 }
 
 std::vector<int64_t> aligned_offsets(const std::vector<int64_t>& bytes) {

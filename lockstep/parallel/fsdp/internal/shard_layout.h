@@ -28,29 +28,44 @@ struct RowShape {
   int64_t numel() const { return rows * row_numel; }
 };
 
-/// How the gradients of a group of parameters lie in a flat buffer, so that one reduce-scatter gives each rank those of
-/// its rows: a piece for each rank, equally large, and in it place for most_rows() of each parameter, one after the other.
+/// How the gradients of a group of parameters lie in flat buffers, so that reduce-scatters give each rank those of its rows: a
+/// piece for each rank, equally large, and in it place for most_rows() of each parameter, one after the other. The pieces are
+/// cut into parts, so that a buffer need not have place for more than one part of each.
 class PieceLayout {
  public:
-  PieceLayout(std::vector<RowShape> parameters, int ranks);
+  /// Parts of at most `most_part_numel` elements of a piece.
+  PieceLayout(std::vector<RowShape> parameters, int ranks, int64_t most_part_numel);
 
   int64_t piece_numel() const { return piece_numel_; }
-  int64_t buffer_numel() const { return piece_numel_ * ranks_; }
+  /// At least one, also of pieces without elements.
+  size_t parts() const;
+  int64_t part_begin(size_t part) const {
+    return static_cast<int64_t>(part) * most_part_numel_;
+  }                                       ///< in a piece
+  int64_t part_numel(size_t part) const;  ///< of a piece
+  /// The largest part's of all ranks.
+  int64_t buffer_numel() const { return part_numel(0) * ranks_; }
 
-  /// The rows of parameter number `index` that `rank` owns begin here, in elements from the buffer's begin.
-  int64_t offset(size_t index, int rank) const { return rank * piece_numel_ + offsets_[index]; }
-  /// As many elements of the parameter lie there.
+  /// The rows of parameter number `index` begin here in their owner's piece.
+  int64_t offset(size_t index) const { return offsets_[index]; }
+  /// As many elements of the parameter lie in the piece of `rank`.
   int64_t numel(size_t index, int rank) const {
     return rows_of(parameters_[index].rows, rank, ranks_).size() * parameters_[index].row_numel;
   }
-  /// In the parameter they begin here, in elements.
-  int64_t source(size_t index, int rank) const {
-    return rows_of(parameters_[index].rows, rank, ranks_).begin * parameters_[index].row_numel;
-  }
+
+  /// Elements of a parameter that lie one after the other in a buffer, too.
+  struct Run {
+    int64_t source = 0;  // in the parameter
+    int64_t place = 0;   // in the buffer
+    int64_t numel = 0;
+  };
+  /// Those of parameter number `index` that `rank` owns, and that are in this part.
+  Run run(size_t index, int rank, size_t part) const;
 
  private:
   std::vector<RowShape> parameters_;
   int ranks_;
+  int64_t most_part_numel_;
   std::vector<int64_t> offsets_;  // within a piece, by parameter
   int64_t piece_numel_ = 0;
 };

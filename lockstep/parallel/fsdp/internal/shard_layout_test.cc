@@ -32,7 +32,7 @@ TEST(ShardLayout, BlocksBeginOnCacheLines) {
   EXPECT_THAT(aligned_offsets({1, 64, 0, 65}), ElementsAre(0, 64, 128, 128, 256));
 }
 
-// Each element of each parameter has one place in the buffer, in the piece of the rank that owns it, and no two share one.
+// Each element of each parameter lies in one part, there in the piece of the rank that owns it, and no two share a place.
 TEST(ShardLayout, EachElementLiesOnceInItsOwnersPiece) {
   const uint64_t seed = std::random_device{}();
   std::mt19937_64 random(seed);
@@ -42,23 +42,36 @@ TEST(ShardLayout, EachElementLiesOnceInItsOwnersPiece) {
     for (auto& shape : parameters) {
       shape = {static_cast<int64_t>(random() % 12), 1 + static_cast<int64_t>(random() % 4)};
     }
-    const PieceLayout layout(parameters, ranks);
-    std::vector<int> used(static_cast<size_t>(layout.buffer_numel()), 0);
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      int64_t next = 0;
-      for (int rank = 0; rank < ranks; ++rank) {
-        const int64_t numel = layout.numel(i, rank);
-        ASSERT_EQ(layout.source(i, rank), next) << "seed " << seed;
-        next += numel;
-        for (int64_t element = 0; element < numel; ++element) {
-          const int64_t place = layout.offset(i, rank) + element;
-          ASSERT_TRUE(place >= rank * layout.piece_numel() && place < (rank + 1) * layout.piece_numel());
-          ASSERT_EQ(used[static_cast<size_t>(place)]++, 0) << "seed " << seed;
+    const PieceLayout layout(parameters, ranks, 1 + static_cast<int64_t>(random() % 40));
+    std::vector<std::vector<int>> seen;  // by parameter, element
+    for (const RowShape& shape : parameters) seen.emplace_back(static_cast<size_t>(shape.numel()), 0);
+    int64_t parts_end = 0;
+    for (size_t part = 0; part < layout.parts(); ++part) {
+      ASSERT_EQ(layout.part_begin(part), parts_end) << "seed " << seed;
+      parts_end += layout.part_numel(part);
+      ASSERT_LE(layout.part_numel(part) * ranks, layout.buffer_numel()) << "seed " << seed;
+      std::vector<int> used(static_cast<size_t>(layout.part_numel(part) * ranks), 0);
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        for (int rank = 0; rank < ranks; ++rank) {
+          const auto run = layout.run(i, rank, part);
+          const Rows rows = rows_of(parameters[i].rows, rank, ranks);
+          for (int64_t element = 0; element < run.numel; ++element) {
+            const int64_t source = run.source + element, place = run.place + element;
+            ASSERT_EQ(seen[i][static_cast<size_t>(source)]++, 0) << "seed " << seed;
+            const int64_t row = source / parameters[i].row_numel;
+            ASSERT_TRUE(rows.begin <= row && row < rows.end) << "seed " << seed;
+            ASSERT_EQ(place / layout.part_numel(part), rank) << "seed " << seed;
+            ASSERT_EQ(used[static_cast<size_t>(place)]++, 0) << "seed " << seed;
+            // Where the average comes to lie in the owner's piece.
+            const int64_t in_piece = layout.part_begin(part) + place % layout.part_numel(part);
+            ASSERT_EQ(in_piece, layout.offset(i) + source - rows.begin * parameters[i].row_numel)
+                << "seed " << seed;
+          }
         }
       }
-      ASSERT_EQ(next, parameters[i].numel()) << "seed " << seed;
     }
-    ASSERT_EQ(layout.buffer_numel(), layout.piece_numel() * ranks);
+    ASSERT_EQ(parts_end, layout.piece_numel()) << "seed " << seed;
+    for (const auto& elements : seen) ASSERT_THAT(elements, ::testing::Each(1)) << "seed " << seed;
   }
 }
 
