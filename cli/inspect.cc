@@ -36,7 +36,8 @@ void inspect_flight(const std::vector<std::string>& directories, bool json, int&
 }  // namespace
 
 void add_inspect(CLI::App& program, int& status) {
-  CLI::App* inspect = program.add_subcommand("inspect", "Say in words what files of Lockstep hold");
+  CLI::App* inspect = program.add_subcommand(
+      "inspect", "Say in words what files of Lockstep hold, and what a pipeline will do");
   inspect->footer("\nlockstep inspect KIND --help says more about each kind.");
   inspect->callback([inspect] {
     if (!inspect->get_subcommands().empty()) return;
@@ -55,6 +56,7 @@ void add_inspect(CLI::App& program, int& status) {
   flight->callback([directories, json, &status] { inspect_flight(*directories, *json, status); });
 #ifdef LOCKSTEP_CLI_TRAINING  // the Python package is built without what trains
   add_inspect_checkpoint(*inspect, status);
+  add_inspect_schedule(*inspect);
   add_inspect_trace(*inspect);
 #endif
 }

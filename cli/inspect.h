@@ -10,6 +10,9 @@ void add_inspect(CLI::App& program, int& status);
 /// Adds `checkpoint` to `lockstep inspect`.
 void add_inspect_checkpoint(CLI::App& inspect, int& status);
 
+/// Adds `schedule` to `lockstep inspect`.
+void add_inspect_schedule(CLI::App& inspect);
+
 /// Adds `trace` to `lockstep inspect`.
 void add_inspect_trace(CLI::App& inspect);
 

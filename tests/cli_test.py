@@ -51,7 +51,7 @@ def test_without_arguments_the_help_is_shown(programs):
         (["run", "-n", "2", "--"], ["PROGRAM"]),
         (["help", "rnu"], ["'lockstep rnu'", "run"]),
         (["help", "run", "rnu"], ["'lockstep run rnu'", "'lockstep run' has none"]),
-        (["inspect"], ["flight", "checkpoint", "trace"]),
+        (["inspect"], ["flight", "checkpoint", "schedule", "trace"]),
         (["completion", "tcsh"], ["tcsh", "bash"]),
         (["run", "--master-port", "65536", "true"], ["--master-port", "65536"]),
         (["run", "--grace-period", "-1", "true"], ["--grace-period", "-1"]),
@@ -127,7 +127,7 @@ def test_help_of_a_command_is_what_its_option_prints(programs, command):
     "words, expected",
     [
         (["ins"], ["inspect"]),
-        (["inspect", ""], ["flight", "checkpoint", "trace"]),
+        (["inspect", ""], ["flight", "checkpoint", "schedule", "trace"]),
         (["inspect", "checkpoint", "--comp"], ["--compare"]),
         (["inspect", "trace", "--m"], ["--merge"]),
         (["run", "--nproc"], ["--nproc-per-node"]),
