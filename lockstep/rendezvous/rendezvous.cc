@@ -1,8 +1,5 @@
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <fcntl.h>
-#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <sys/stat.h>
@@ -127,23 +124,8 @@ bool is_same_file(const UniqueFd& file, const std::string& path) {
          opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
 }
 
-/// FileStore waits for a file that it cannot open, so look first.
-void check_file(const std::string& path) {
-  namespace fs = std::filesystem;
-  auto parent = fs::path(path).parent_path();
-  struct stat status {};
-  TORCH_CHECK_VALUE(::stat(parent.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "file://", path,
-                    ": there is no directory ", parent.string(),
-                    "; make it on all hosts, or choose another path");
-  bool there = ::stat(path.c_str(), &status) == 0;
-  TORCH_CHECK_VALUE(!there || S_ISREG(status.st_mode), "file://", path,
-                    " is not a regular file; name one that does ", "not exist yet");
-  bool writable = ::access(there ? path.c_str() : parent.c_str(), W_OK) == 0;
-  TORCH_CHECK_VALUE(writable, "file://", path, " cannot be written: ", std::strerror(errno));
-}
-
 Place meet(const FileMeeting& meeting, const Call& call) {
-  check_file(meeting.path);
+  check_store_file(meeting.path);
   auto entry = StoreCache::instance().entry("file://" + meeting.path, call.rank);
   {
     std::lock_guard lock(entry->opening);

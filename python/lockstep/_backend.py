@@ -8,7 +8,7 @@ import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lockstep import _C, _agent_store, _ddp
+from lockstep import _C, _ddp, _stores
 from lockstep._C import DistTimeoutError, ProcessGroupLockstep
 
 __all__ = ["NAME", "DistTimeoutError", "ProcessGroupLockstep", "create"]
@@ -92,7 +92,7 @@ def _close_all():
 dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu", "cuda"])
 distributed_c10d._create_process_group_wrapper = _without_wrapper(distributed_c10d._create_process_group_wrapper)
 _keep_handler_in_dataloader_workers()
-_agent_store.install()
+_stores.install()
 # Before the interpreter takes its modules apart: no thread of ours may call Python then. Runs after the handlers that
 # the program registers later than this import.
 atexit.register(_close_all)

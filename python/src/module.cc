@@ -17,6 +17,7 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/host_compression.h>
+#include <lockstep/rendezvous/torch_store.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 
 #include "gloo_stand_in.h"
@@ -171,6 +172,15 @@ PYBIND11_MODULE(_C, module) {
              py::arg("stands_in_for_gloo"), py::call_guard<py::gil_scoped_release>(),
              "Joins `size` ranks, which meet in `store`, to a group; see "
              "lockstep/collectives/groups/open_backend.h.");
+  module.def("serve_tcp_store", &lockstep::torch_store::serve_tcp, py::arg("host"), py::arg("port"),
+             py::arg("world_size"), py::arg("use_libuv"), py::arg("timeout"),
+             py::call_guard<py::gil_scoped_release>(), "See lockstep/rendezvous/torch_store.h.");
+  module.def("join_tcp_store", &lockstep::torch_store::join_tcp, py::arg("host"), py::arg("port"),
+             py::arg("who"), py::arg("rank"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
+             "See lockstep/rendezvous/torch_store.h.");
+  module.def("open_file_store", &lockstep::torch_store::open_file, py::arg("path"), py::arg("world_size"),
+             py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
+             "See lockstep/rendezvous/torch_store.h.");
   module.def("close_all_backends", &lockstep::close_all_backends, py::arg("by_exception"),
              py::call_guard<py::gil_scoped_release>(),
              "Ends all groups that are still open, without waiting for peers; aborts them when an exception "

@@ -1,7 +1,11 @@
 """Every way to start: by hand with env://, tcp:// and file://, under torchrun, and by torch.multiprocessing."""
 
+import contextlib
 import os
+import pathlib
+import socket
 import sys
+import threading
 
 import pytest
 import torch
@@ -81,6 +85,106 @@ def test_lockstep_run(bin_dir, way):
     launcher = [bin_dir / "lockstep", "run", "--nproc-per-node", 2, "--no-prefix"]
     text = run_program(*launcher, sys.executable, START, place, BACKEND)
     assert sorted(text.splitlines()) == LINES
+
+
+def listening_at(port):
+    """The addresses at which a process of this network listens at the port, as /proc has them: in hexadecimal."""
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in pathlib.Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return [address.split(":")[0] for _, address, _, state, *_ in lines if state == "0A" and address.endswith(f":{port:04X}")]
+
+
+def run_and_look_who_listens(rank, world, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    import lockstep  # noqa: F401
+
+    dist.init_process_group(BACKEND)
+    addresses = listening_at(port)
+    dist.barrier()
+    return addresses
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="without `import lockstep` torch opens the store")
+def test_the_store_at_localhost_listens_on_loopback_only():
+    assert run_ranks(run_and_look_who_listens, 2, free_port(), backend=None) == [["0100007F"]] * 2
+
+
+def open_two_stores(rank, world, port):
+    import lockstep  # noqa: F401
+
+    place = f"tcp://127.0.0.1:{port}?rank=0&world_size=1"
+    first, second = (next(dist.rendezvous(place))[0] for _ in range(2))
+    first.set("key", "value")
+    del first  # the server stays as long as one of them
+    return second.get("key")
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
+def test_two_stores_of_a_process_at_one_address_are_one():
+    assert run_ranks(open_two_stores, 1, free_port(), backend=None) == [b"value"]
+
+
+FAILS = """
+import datetime, sys
+import torch.distributed as dist
+import lockstep
+try:
+    dist.init_process_group("lockstep", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2,
+                            timeout=datetime.timedelta(seconds=2))
+except (RuntimeError, ValueError) as error:
+    print(f"{type(error).__name__}: {error}")
+    sys.stderr.flush()
+"""
+
+
+def error_of_init(method, rank):
+    """In a process of its own, all of whose output is returned: stderr goes to stdout."""
+    source = "import os; os.dup2(1, 2)\n" + FAILS
+    return run_python("-c", source, method, rank)
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
+def test_a_file_that_ends_in_a_record_is_named_at_the_timeout(tmp_path):
+    """torch's FileStore would read on and on, and keep the GIL meanwhile."""
+    torn = tmp_path / "store"
+    torn.write_bytes(b"\x14\0\0\0\0\0\0\0abc")
+    text = error_of_init(f"file://{torn}", 0)
+    assert "DistStoreError: " in text and str(torn) in text and "delete the file" in text
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
+def test_a_file_in_no_folder_is_refused(tmp_path):
+    text = error_of_init(f"file://{tmp_path}/missing/store", 0)
+    assert "ValueError: " in text and "there is no directory" in text
+
+
+@contextlib.contextmanager
+def foreign_server():
+    """The port of something that answers, but not as a store does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # ends accept()
+            thread.join()
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
+@pytest.mark.parametrize("rank, words", [(0, "is in use by another process"), (1, "does not answer as a store does")])
+def test_a_foreign_server_at_the_port_is_said_in_one_line(rank, words):
+    with foreign_server() as port:
+        text = error_of_init(f"tcp://127.0.0.1:{port}", rank)
+    assert "DistNetworkError: " in text and words in text
+    assert "frame #" not in text and "[c10d]" not in text
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

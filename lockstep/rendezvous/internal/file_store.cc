@@ -1,4 +1,9 @@
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <string>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -26,6 +31,20 @@ FileStorePtr below_prefixes(c10d::Store& store) {
 }
 
 }  // namespace
+
+void check_store_file(const std::string& path) {
+  namespace fs = std::filesystem;
+  auto parent = fs::path(path).parent_path();
+  struct stat status {};
+  TORCH_CHECK_VALUE(::stat(parent.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "file://", path,
+                    ": there is no directory ", parent.string(),
+                    "; make it on all hosts, or choose another path");
+  bool there = ::stat(path.c_str(), &status) == 0;
+  TORCH_CHECK_VALUE(!there || S_ISREG(status.st_mode), "file://", path,
+                    " is not a regular file; name one that does ", "not exist yet");
+  bool writable = ::access(there ? path.c_str() : parent.c_str(), W_OK) == 0;
+  TORCH_CHECK_VALUE(writable, "file://", path, " cannot be written: ", std::strerror(errno));
+}
 
 FileStorePtr open_file_store(const std::string& path, int world_size, std::chrono::milliseconds timeout,
                              Deadline deadline) {

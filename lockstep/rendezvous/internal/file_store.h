@@ -13,6 +13,9 @@
 /// for ever for the file's lock.
 namespace lockstep::rendezvous_internal {
 
+/// FileStore waits for a file that it can't open. Throws c10::ValueError that says why it can't.
+void check_store_file(const std::string& path);
+
 /// Opens the file, or makes it. `timeout` becomes the store's own. Throws c10::DistStoreError when the file
 /// can't be read by the deadline.
 c10::intrusive_ptr<c10d::Store> open_file_store(const std::string& path, int world_size,

@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <poll.h>
 #include <sys/socket.h>
@@ -66,6 +68,32 @@ bool connected_to_itself(int socket) {
   return here.port() == there.port() && here.text() == there.text();
 }
 
+/// Asks what TCPStore's constructor asks first, and reads the answer by the deadline. The questions are not in torch's
+/// public headers (torch/csrc/distributed/c10d/TCPStore.cpp: validate(), ping()).
+bool answers_as_store(int socket, Deadline deadline) {
+  constexpr uint32_t kValidation = 0x3C85F7CE;
+  constexpr uint32_t kNonce = 0x4c4b5354;
+  std::array<unsigned char, 10> questions{};
+  questions[0] = 0;  // VALIDATE
+  std::memcpy(&questions[1], &kValidation, sizeof kValidation);
+  questions[5] = 13;  // PING
+  std::memcpy(&questions[6], &kNonce, sizeof kNonce);
+  if (::send(socket, questions.data(), questions.size(), MSG_NOSIGNAL) != std::ssize(questions)) return false;
+  std::array<unsigned char, sizeof kNonce> answer{};
+  size_t read = 0;
+  while (read < answer.size()) {
+    pollfd wait{.fd = socket, .events = POLLIN, .revents = 0};
+    const int ready = ::poll(&wait, 1, deadline.poll_milliseconds());
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0) return false;
+    const ssize_t bytes = ::recv(socket, answer.data() + read, answer.size() - read, MSG_DONTWAIT);
+    if (bytes < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (bytes <= 0) return false;
+    read += static_cast<size_t>(bytes);
+  }
+  return std::memcmp(answer.data(), &kNonce, sizeof kNonce) == 0;
+}
+
 bool try_connect(const SocketAddress& address, Deadline deadline, std::string& why) {
   UniqueFd socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   int error = 0;
@@ -85,7 +113,14 @@ bool try_connect(const SocketAddress& address, Deadline deadline, std::string& w
     }
   }
   if (error == 0 && connected_to_itself(socket.get())) error = ECONNREFUSED;
-  if (error == 0) return true;
+  if (error == 0) {
+    // A moment, also where the connection came at the last one.
+    const auto patience = std::clamp<std::chrono::nanoseconds>(
+        deadline.remaining(), std::chrono::milliseconds(200), std::chrono::seconds(3));
+    if (answers_as_store(socket.get(), Deadline::after(patience))) return true;
+    why = kNoStore;
+    return false;
+  }
   why = error == ECONNREFUSED ? "nothing listens there (connection refused)"
         : error == ETIMEDOUT  ? "no answer from that host"
                               : std::strerror(error);

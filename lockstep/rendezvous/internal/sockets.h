@@ -23,9 +23,14 @@ struct Listener {
 /// port when it is in use.
 Listener listen_at(const std::string& host, uint16_t port, bool peers_are_local);
 
-/// Connects to host:port to see whether a process listens, and closes again; one attempt of at most a few
-/// seconds an address. Where listen_at() would not take the name's loopback address, that of
-/// interface_between_hosts() is tried too. Returns the numeric address that answered, or "" and, in `why`, the reason.
+/// Why a port is not a store's.
+inline constexpr const char* kNoStore =
+    "something listens there, but does not answer as a store does; the port may belong to another program";
+
+/// Connects to host:port to see whether a store's server listens, and closes again; one attempt of at most a few
+/// seconds an address. (TCPStore itself would try a port that is not a store's again and again, with a stack trace on stderr
+/// each time.) Where listen_at() would not take the name's loopback address, that of interface_between_hosts() is tried too.
+/// Returns the numeric address that answered, or "" and, in `why`, the reason.
 std::string probe(const std::string& host, uint16_t port, Deadline deadline, std::string& why);
 
 }  // namespace lockstep::rendezvous_internal

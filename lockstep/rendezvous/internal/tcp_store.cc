@@ -42,10 +42,12 @@ c10d::TCPStoreOptions store_options(uint16_t port, milliseconds timeout) {
 
 }  // namespace
 
-StorePtr host_store(Listener listener, milliseconds timeout, Deadline deadline) {
+StorePtr host_store(Listener listener, milliseconds timeout, Deadline deadline, const ServerOptions& server) {
   auto options = store_options(listener.port, timeout);
   options.isServer = true;
+  options.multiTenant = server.is_shared;
   options.masterListenFd = listener.socket.release();  // the server closes it
+  options.useLibUV = server.use_libuv;
   auto store = construct(listener.address, options, deadline);
   if (!store) {
     C10_THROW_ERROR(
@@ -56,6 +58,22 @@ StorePtr host_store(Listener listener, milliseconds timeout, Deadline deadline) 
   store->setTimeout(timeout);
   LOCKSTEP_LOG(kInfo) << "store listens on " << listener.address << " port " << listener.port;
   return store;
+}
+
+StorePtr share_own_store(const std::string& host, uint16_t port, milliseconds timeout, Deadline deadline) {
+  std::string why;
+  const std::string address = port == 0 ? "" : probe(host, port, deadline, why);
+  if (address.empty()) return nullptr;
+  auto options = store_options(port, timeout);
+  options.isServer = true;
+  options.multiTenant = true;
+  try {
+    auto store = construct(address, options, deadline);
+    if (store) store->setTimeout(timeout);
+    return store;
+  } catch (const c10::Error&) {  // the port is another process's
+    return nullptr;
+  }
 }
 
 StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const std::string& unknown,
@@ -83,9 +101,7 @@ StorePtr join_store(const std::function<std::optional<HostPort>()>& where, const
           store->setTimeout(timeout);
           return store;
         }
-        why =
-            "something listens there, but does not answer as a store does; the port may belong to another "
-            "program";
+        why = kNoStore;
       }
     }
     if (deadline.expired()) {

@@ -13,10 +13,19 @@
 
 namespace lockstep::rendezvous_internal {
 
+struct ServerOptions {
+  bool use_libuv = true;   ///< which of torch's servers
+  bool is_shared = false;  ///< share_own_store() finds it
+};
+
 /// Starts the store's server on a socket that already listens, and connects this process to it. The server
-/// lives as long as the store. `timeout` becomes the store's own.
+/// lives as long as the store, and those that share it. `timeout` becomes the store's own.
 c10::intrusive_ptr<c10d::Store> host_store(Listener listener, std::chrono::milliseconds timeout,
-                                           Deadline deadline);
+                                           Deadline deadline, const ServerOptions& server = {});
+
+/// A further store on the shared server that this process has at the port; null if it has none there.
+c10::intrusive_ptr<c10d::Store> share_own_store(const std::string& host, uint16_t port,
+                                                std::chrono::milliseconds timeout, Deadline deadline);
 
 struct HostPort {
   std::string host = {};

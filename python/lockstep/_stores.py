@@ -1,0 +1,59 @@
+"""The stores at which torch.distributed's env://, tcp:// and file:// meet: torch's TCPStore and FileStore, opened otherwise.
+
+- Rank 0 listens at the address that it is given, on loopback for localhost; torch listens on all interfaces.
+- Rank 0 serves the store where a program sets MASTER_ADDR or MASTER_PORT itself, as most tutorials do. Under a launcher
+  torch makes every rank a client of the launcher's store, whatever the address (TORCHELASTIC_USE_AGENT_STORE): at an address
+  that the program chose nothing listens, and all ranks would wait there for the whole timeout. `lockstep run` says in
+  LOCKSTEP_AGENT_STORE, "HOST:PORT/RUN_ID", where its store is; rank 0 serves one at any other port.
+- What is wrong with the address, the port or the file is an error in the end, also where torch would read for ever.
+"""
+
+import importlib
+import os
+from urllib.parse import urlparse
+
+from lockstep import _C
+
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is its function
+_torchs_meeting_at_file = rendezvous._file_rendezvous_handler
+
+
+def _agent_host(host, port):
+    """The host at which ranks reach the launcher's store; None where rank 0 is to serve one.
+
+    See look_for_agent in lockstep/rendezvous/launch_environment.cc. Here the launcher's port is always the launcher's store,
+    whatever the program calls the host.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    store = os.environ.get("LOCKSTEP_AGENT_STORE", "")
+    if not store.endswith(f"/{run_id}"):  # another launcher's
+        return host
+    place = f":{port}/{run_id}"
+    return store.removesuffix(place) if store.endswith(place) else None
+
+
+def _create_tcp_store(hostname, port, rank, world_size, timeout, use_libuv=True):
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
+    host = _agent_host(hostname, port) if rendezvous._torchelastic_use_agent_store() else None
+    if host is not None:
+        return _C.join_tcp_store(host, port, "the launcher's agent", rank, timeout)
+    if rank == 0:
+        return _C.serve_tcp_store(hostname, port, world_size, use_libuv, timeout)
+    return _C.join_tcp_store(hostname, port, "rank 0", rank, timeout)
+
+
+def _meet_at_file(url, timeout=rendezvous.default_pg_timeout, **named):
+    path = urlparse(url).path
+    query = rendezvous._query_to_dict(urlparse(url).query)
+    if not path or "rank" not in query or "world_size" not in query:
+        yield from _torchs_meeting_at_file(url, **named)  # says what is missing
+    rank, world_size = int(query["rank"]), int(query["world_size"])
+    yield _C.open_file_store(path, world_size, timeout), rank, world_size
+    raise RuntimeError("Unable to perform rerendezvous using file:// method")
+
+
+def install():
+    """From now on torch.distributed's env://, tcp:// and file:// do so. May be called again."""
+    rendezvous._create_c10d_store = _create_tcp_store
+    rendezvous._rendezvous_handlers["file"] = _meet_at_file
