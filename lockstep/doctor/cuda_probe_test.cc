@@ -1,5 +1,7 @@
+#include <cstdlib>
 #include <gmock/gmock.h>
 #include <sstream>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -14,6 +16,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
 
 TEST(CudaProbe, IsReadBackFromAmongOtherOutput) {
   std::ostringstream out;
@@ -24,8 +27,10 @@ TEST(CudaProbe, IsReadBackFromAmongOtherOutput) {
   EXPECT_NE(part.loads, !part.error.empty()) << "or with an error";
 
   const CudaPart told = parse_cuda_probe(
-      "lockstep-cuda-probe {\"nccl\":\"2.29.7\",\"problem\":\"\",\"devices\":[\"NVIDIA H100 (GPU-1)\"]}\n");
+      "lockstep-cuda-probe {\"nccl\":\"2.29.7\",\"problem\":\"\",\"unknown_variables\":[\"NCCL_X\"],"
+      "\"devices\":[\"NVIDIA H100 (GPU-1)\"]}\n");
   EXPECT_TRUE(told.loads);
+  EXPECT_THAT(told.unknown_variables, ElementsAre("NCCL_X"));
   EXPECT_THAT(told.devices, ElementsAre("NVIDIA H100 (GPU-1)"));
   for (const char* odd : {"", "Segmentation fault", "lockstep-cuda-probe", "lockstep-cuda-probe 7",
                           "lockstep-cuda-probe {\"nccl\":7}"}) {
@@ -33,6 +38,20 @@ TEST(CudaProbe, IsReadBackFromAmongOtherOutput) {
     EXPECT_FALSE(broken.loads) << odd;
     EXPECT_THAT(broken.error, HasSubstr(odd));
   }
+}
+
+TEST(CudaProbe, LooksInNcclForTheNamesOfVariables) {
+  // NCCL_IB is the beginning of some of its names; NCCL_VERSION is what images say about themselves.
+  const std::vector<const char*> names = {"NCCL_TUNING_PARAMS", "NCCL_IB",     "NCCL_VERSION",
+                                          "NCCL_DEBUG",         "NCCL_IB_HCA", "NCCL_BUFFSIZE",
+                                          "NCCL_SOCKET_IFNAME", "NCCL_ALGO"};
+  for (const char* name : names) ::setenv(name, "x", 1);
+  std::ostringstream out;
+  print_cuda_probe(out);
+  for (const char* name : names) ::unsetenv(name);
+  const CudaPart part = parse_cuda_probe(out.str());
+  if (!part.loads) GTEST_SKIP() << part.error;
+  EXPECT_THAT(part.unknown_variables, UnorderedElementsAre("NCCL_TUNING_PARAMS", "NCCL_IB"));
 }
 
 /// The only finding that is about NCCL or its variables.
@@ -54,6 +73,14 @@ TEST(JudgeCuda, SaysWhatNcclThereIs) {
   EXPECT_EQ(good[0].severity, Severity::kOk);
   EXPECT_EQ(good[0].message,
             "NCCL 2.29.7, with NCCL_IB_HCA=mlx5, TORCH_NCCL_BLOCKING_WAIT=1; cuda:0 is NVIDIA H100 (GPU-1)");
+
+  auto unknown = kLoads;
+  unknown.unknown_variables = {"NCCL_TUNING_PARAMS", "NCCL_BLOCKING_WAIT"};  // the second is torch's
+  const auto warned = judged(unknown, {{"NCCL_TUNING_PARAMS", "x"}});
+  ASSERT_EQ(warned.size(), 2U);
+  EXPECT_EQ(warned[1].severity, Severity::kWarning);
+  EXPECT_THAT(warned[1].message,
+              AllOf(HasSubstr("NCCL_TUNING_PARAMS"), HasSubstr("NCCL 2.29.7 does not know")));
 
   auto no_card = kLoads;
   no_card.problem = "there is no driver";

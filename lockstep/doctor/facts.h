@@ -123,6 +123,8 @@ struct CudaPart {
   std::string nccl = {};                  ///< version of the NCCL library: "2.29.7"
   std::string problem = {};               ///< why no card can be used; empty: one can
   std::vector<std::string> devices = {};  ///< "NVIDIA H100 80GB HBM3 (GPU-8a5c…)"
+  /// Variables that are set and are called NCCL_…, whose names the NCCL library does not have.
+  std::vector<std::string> unknown_variables = {};
 };
 
 struct Facts {

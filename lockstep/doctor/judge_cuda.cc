@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cctype>
 
 #include <lockstep/doctor/judge.h>
@@ -54,13 +55,23 @@ void judge_part(const Facts& facts, Findings& findings) {
 }
 
 /// Names that torch still reads, and complains about.
+constexpr std::array kOldNames = {"NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_DESYNC_DEBUG",
+                                  "NCCL_ENABLE_TIMING"};
+
 void judge_old_names(const Environment& environment, Findings& findings) {
-  for (const char* name :
-       {"NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING"}) {
+  for (const char* name : kOldNames) {
     if (value_of(environment, name) == nullptr) continue;
     findings.push_back(warning("variables",
                                std::string(name) + " is an old name, which torch will not read for ever",
                                std::string("call it TORCH_") + name));
+  }
+}
+
+void judge_unknown_names(const CudaPart& part, Findings& findings) {
+  for (const std::string& name : part.unknown_variables) {
+    if (std::find(kOldNames.begin(), kOldNames.end(), name) != kOldNames.end()) continue;
+    findings.push_back(warning("variables", name + " is set, which NCCL " + part.nccl + " does not know",
+                               "look how it is spelt, or unset it; only a plugin of NCCL might read it"));
   }
 }
 
@@ -113,6 +124,7 @@ Findings judge_cuda(const Facts& facts) {
   Findings findings;
   judge_part(facts, findings);
   judge_old_names(facts.environment, findings);
+  judge_unknown_names(facts.cuda, findings);
   judge_values(facts.environment, findings);
   return findings;
 }
