@@ -86,8 +86,15 @@ constexpr std::array kCollectives = {
     "all_reduce",     "all_reduce_coalesced",   "reduce",     "broadcast",
     "all_gather",     "all_gather_into_tensor", "gather",     "scatter",
     "reduce_scatter", "reduce_scatter_tensor",  "all_to_all", "all_to_all_single",
-    "barrier"};
+    "barrier",        "sparse all_reduce"};
 constexpr int64_t kReductions = 3;  // the first ones
+
+/// Some elements of a vector, of which each rank has others at first.
+inline at::Tensor make_sparse(int64_t numel, at::ScalarType dtype, int rank, TensorMaker& make) {
+  const int64_t some = 1 + numel / 8;
+  const at::Tensor places = at::arange(some, at::kLong).add_(rank % (numel - some + 1)).unsqueeze_(0);
+  return at::sparse_coo_tensor(places, make(some, dtype), {numel});
+}
 
 /// One collective with its tensors.
 struct Collective {
@@ -98,6 +105,10 @@ struct Collective {
   ReduceOp::RedOpType reduction = ReduceOp::SUM;
   std::vector<at::Tensor> inputs, outputs;
 
+  bool is_sparse() const { return name == "sparse all_reduce"; }
+  /// As error messages call it.
+  std::string word() const { return is_sparse() ? "all_reduce" : name; }
+
   void make_tensors(const Lane& lane, TensorMaker& make) {
     const int64_t size = lane.size(), part = (numel + size - 1) / size;
     const auto one = [&](int64_t count) { return std::vector<at::Tensor>{make(count, dtype)}; };
@@ -107,6 +118,7 @@ struct Collective {
       return tensors;
     };
     const int64_t on_root = lane.rank == root ? size : 0;
+    if (is_sparse()) inputs = {make_sparse(numel, dtype, lane.rank, make)};
     if (name == "all_reduce" || name == "reduce" || name == "broadcast") inputs = one(numel);
     if (name == "all_reduce_coalesced") inputs = parts(3);
     if (name == "all_gather" || name == "all_gather_into_tensor" || name == "gather") inputs = one(part);
@@ -122,6 +134,7 @@ struct Collective {
   }
 
   Work call(const ProcessGroup& group, bool async) const {
+    if (is_sparse()) return all_reduce(inputs[0], ReduceOp::SUM, group, async);  // there is no other
     if (name == "all_reduce") return all_reduce(inputs[0], reduction, group, async);
     if (name == "all_reduce_coalesced") return all_reduce_coalesced(inputs, reduction, group, async);
     if (name == "reduce") return reduce(inputs[0], root, reduction, group, async);
@@ -187,7 +200,7 @@ class CollectiveCaller final : public Caller {
     other_.inputs.clear();
     other_.outputs.clear();
     other_.make_tensors(lane_, make_);
-    last_ = other_.name;
+    last_ = other_.word();
     other_.call(lane_.group, false);
   }
 
@@ -199,6 +212,9 @@ class CollectiveCaller final : public Caller {
     }
     all.insert(all.end(), other_.inputs.begin(), other_.inputs.end());
     all.insert(all.end(), other_.outputs.begin(), other_.outputs.end());
+    for (at::Tensor& each : all) {
+      if (each.is_sparse()) each = each._values();
+    }
     return all;
   }
 
@@ -206,7 +222,7 @@ class CollectiveCaller final : public Caller {
   const Collective& take_next() {
     const Collective& next = menu_[next_];
     next_ = (next_ + 1) % menu_.size();
-    last_ = next.name;
+    last_ = next.word();
     return next;
   }
 
@@ -219,7 +235,7 @@ class CollectiveCaller final : public Caller {
   Collective other_;  // what did not fit
 };
 
-/// Messages between two ranks at a time, and a barrier after some of them.
+/// Messages between two ranks at a time, and a barrier after some of them, monitored or not.
 class MessageCaller final : public Caller {
  public:
   MessageCaller(const Plan& plan, Lane lane, Random& common, Random& local)
@@ -232,7 +248,11 @@ class MessageCaller final : public Caller {
   }
 
   void step() override {
-    if (++number_ % 4 == 0) {
+    if (++number_ % 8 == 0) {
+      last_ = "monitored_barrier";
+      return monitored_barrier(lane_.group);
+    }
+    if (number_ % 4 == 0) {
       last_ = "barrier";
       barrier(lane_.group);
       return;
