@@ -38,13 +38,24 @@ void describe_evidence(std::ostringstream& report, const RankEvidence& known) {
   }
 }
 
+constexpr const char* kForWantOfMemory = ", by the kernel, for want of memory";
+
+void describe_memory(std::ostringstream& report, const Ending& ending) {
+  if (ending.out_of_memory.empty()) return;
+  report
+      << kForWantOfMemory << "\n  " << ending.out_of_memory
+      << "\n  what helps: smaller batches, fewer ranks on this host, or a higher limit on the job's memory";
+}
+
 void describe_cause(std::ostringstream& report, const Ending& cause, const RankEvidence& known,
                     int first_rank) {
   report << "lockstep run: rank " << first_rank + cause.local_rank << " (pid " << cause.pid << ") ";
   if (cause.asked_to_end) {
     report << "is the cause, as the other ranks' errors say; it was still running and was ended\n";
   } else if (cause.failed()) {
-    report << "failed first: " << describe_wait_status(cause.wait_status) << '\n';
+    report << "failed first: " << describe_wait_status(cause.wait_status);
+    describe_memory(report, cause);
+    report << '\n';
   } else {
     report << "ended before the others: " << describe_wait_status(cause.wait_status)
            << ", and they waited for it; in training that comes from " << kUnequalBatches << '\n';
@@ -82,6 +93,7 @@ std::string failure_report(const std::vector<Ending>& endings, const std::vector
     if (ending.asked_to_end || !ending.failed()) continue;
     report << "lockstep run: then rank " << first_rank + ending.local_rank << " (pid " << ending.pid << ") "
            << describe_wait_status(ending.wait_status);
+    if (!ending.out_of_memory.empty()) report << kForWantOfMemory;
     const auto later = std::chrono::duration_cast<std::chrono::milliseconds>(ending.at - cause.at);
     if (later.count() >= 0) report << ", " << later.count() << " ms later";
     const RankEvidence& known = evidence.at(static_cast<size_t>(ending.local_rank));

@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/process/pidfd.h>
+#include <lockstep/launch/cgroups.h>
 #include <lockstep/launch/guardian.h>
 
 namespace lockstep::launch {
@@ -28,7 +29,8 @@ static_assert(sizeof(pid_t) != sizeof(int64_t));
 
 // The guardian's life. After a fork in a process with threads: async-signal-safe calls only, and no return.
 [[noreturn]] void keep_watch(int line, int launcher, pid_t* groups, size_t capacity,
-                             const std::vector<std::string>& temporary) {
+                             const std::vector<std::string>& temporary, const std::string& cgroup,
+                             const std::string& kill_file) {
   ::prctl(PR_SET_NAME, "lockstep-guard");
   ::setsid();
   // Descriptors 0 and 1 become the two that are needed; everything else, the launcher's output above all, is
@@ -42,6 +44,10 @@ static_assert(sizeof(pid_t) != sizeof(int64_t));
 
   size_t count = 0;
   BootTime lease = BootTime::max();
+  const auto kill_all = [&] {
+    for (size_t i = 0; i < count; ++i) ::kill(-groups[i], SIGKILL);
+    if (!cgroup.empty()) kill_cgroup(kill_file.c_str());
+  };
   while (true) {
     pollfd waits[2] = {{0, POLLIN, 0}, {1, POLLIN, 0}};
     // poll's own clock stands still while the host is suspended.
@@ -58,15 +64,16 @@ static_assert(sizeof(pid_t) != sizeof(int64_t));
       if (count < capacity) groups[count++] = message.group;
     }
     if (BootClock::now() >= lease) {
-      for (size_t i = 0; i < count; ++i) ::kill(-groups[i], SIGKILL);
+      kill_all();
       lease = BootTime::max();
     }
     const bool hung_up = got == 0;
     if (!hung_up && waits[1].revents == 0) continue;
-    for (size_t i = 0; i < count; ++i) ::kill(-groups[i], SIGKILL);
+    kill_all();
     for (const std::string& path : temporary) {
       if (::unlink(path.c_str()) != 0) ::rmdir(path.c_str());
     }
+    if (!cgroup.empty()) remove_cgroup(cgroup.c_str());
     ::_exit(0);
   }
 }
@@ -80,7 +87,7 @@ UniqueFd require_pidfd(pid_t pid) {
   return fd;
 }
 
-Guardian::Guardian(int capacity, const std::vector<std::string>& temporary) {
+Guardian::Guardian(int capacity, const std::vector<std::string>& temporary, const std::string& cgroup) {
   TORCH_CHECK_VALUE(capacity >= 1, "a guardian for ", capacity, " process groups");
   int ends[2] = {-1, -1};
   TORCH_CHECK_WITH(DistBackendError, ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0,
@@ -88,14 +95,18 @@ Guardian::Guardian(int capacity, const std::vector<std::string>& temporary) {
   line_.reset(ends[0]);
   UniqueFd other_end(ends[1]);
   const UniqueFd launcher = require_pidfd(::getpid());
-  std::vector<pid_t> groups(static_cast<size_t>(capacity));  // the forked process must not allocate
+  // The forked process must not allocate.
+  std::vector<pid_t> groups(static_cast<size_t>(capacity));
+  const std::string kill_file = cgroup + "/cgroup.kill";
 
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program may run in the guardian
   pid_ = ::fork();
-  if (pid_ == 0) keep_watch(other_end.get(), launcher.get(), groups.data(), groups.size(), temporary);
+  if (pid_ == 0) {
+    keep_watch(other_end.get(), launcher.get(), groups.data(), groups.size(), temporary, cgroup, kill_file);
+  }
   const int error = errno;
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   TORCH_CHECK_WITH(DistBackendError, pid_ > 0, "can't fork the guardian process: ", std::strerror(error));

@@ -32,7 +32,8 @@ class GuardianLease {
 /// A small process that outlives its launcher by an instant and then kills the process groups of all workers,
 /// so that nothing of a job stays behind even when the launcher gets SIGKILL: neither workers nor what they
 /// started in their groups. (PR_SET_PDEATHSIG, which the workers have too, reaches only the worker itself.)
-/// It removes the launcher's temporary files then, too.
+/// Where the workers have a cgroup it kills and removes that, and with it what has left their groups. It removes the
+/// launcher's temporary files then, too.
 ///
 /// It is forked before the workers, has a session of its own (Ctrl-C does not reach it), no descriptors but
 /// its two, and waits until the launcher's process ends or dismisses it. It never writes to the launcher's
@@ -40,9 +41,10 @@ class GuardianLease {
 class Guardian {
  public:
   /// Starts it, for at most `capacity` process groups. `temporary`: files and then their folders, which it
-  /// removes in this order when the launcher has not dismissed it. Throws c10::DistBackendError when the
-  /// system refuses.
-  explicit Guardian(int capacity, const std::vector<std::string>& temporary = {});
+  /// removes in this order when the launcher has not dismissed it. `cgroup`: the folder of the workers', see WorkerCgroup;
+  /// empty: they have none. Throws c10::DistBackendError when the system refuses.
+  explicit Guardian(int capacity, const std::vector<std::string>& temporary = {},
+                    const std::string& cgroup = {});
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
   /// Dismisses the guardian, which ends without killing any process.

@@ -108,7 +108,9 @@ Supervisor::Supervisor(int nprocs, Options options)
       exit_status_(options_.exit_status
                        ? options_.exit_status
                        : std::make_shared<ExitStatusTable>(ExitStatusTable::create(checked_count(nprocs)))),
-      guardian_(nprocs, options_.temporary) {
+      cgroup_(options_.owns_job ? WorkerCgroup::make() : std::nullopt),
+      guardian_(nprocs, options_.temporary, cgroup_ ? cgroup_->folder() : std::string()) {
+  if (options_.owns_job) memory_.emplace(cgroup_ ? cgroup_->folder() : std::string());
   // With SIGCHLD ignored the kernel throws exit statuses away.
   struct sigaction present = {};
   ::sigaction(SIGCHLD, nullptr, &present);
@@ -124,12 +126,14 @@ Supervisor::Supervisor(int nprocs, Options options)
 Supervisor::~Supervisor() {
   for (Worker& worker : workers_) worker.process.signal_group(SIGKILL);  // all before the first is waited for
   workers_.clear();
+  cgroup_.reset();
   if (former_child_action_) ::sigaction(SIGCHLD, &*former_child_action_, nullptr);
 }
 
 void Supervisor::start(WorkerSpec spec) {
   TORCH_INTERNAL_ASSERT(workers_.size() < workers_.capacity());
   spec.inherited.push_back(exit_status_->fd());
+  if (cgroup_) spec.cgroup = cgroup_->fd();
   const int local_rank = static_cast<int>(workers_.size());
   workers_.push_back({WorkerProcess::start(spec, guardian_)});
   exit_status_->record_start(local_rank, workers_.back().process.pid());
@@ -165,6 +169,7 @@ void Supervisor::wait_once(Streams& streams, Deadline until) {
     if (worker.phase != WorkerPhase::kEnded) waits.push_back({worker.process.pidfd(), POLLIN, 0});
   }
   const auto own = static_cast<std::ptrdiff_t>(waits.size());
+  cgroup_.reset();
   streams.add_to(waits);
   const int ready = ::poll(waits.data(), waits.size(), earlier(until, streams.wake_at()).poll_milliseconds());
   TORCH_CHECK_WITH(DistBackendError, ready >= 0 || errno == EINTR, "poll: ", std::strerror(errno));
@@ -191,7 +196,8 @@ void Supervisor::collect_endings() {
     const int local_rank = static_cast<int>(i);
     exit_status_->record_end(local_rank, *status);
     fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
-                     exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank)});
+                     exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank),
+                     killed && memory_ ? memory_->evidence_of(worker.process.pid()) : std::string()});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());
@@ -199,6 +205,7 @@ void Supervisor::collect_endings() {
     if (ending.failed()) note_failure(ending.local_rank);
   }
 }
+    const bool killed = !asked_to_end && WIFSIGNALED(*status) && WTERMSIG(*status) == SIGKILL;
 
 void Supervisor::note_failure(int local_rank) {
   const auto index = static_cast<size_t>(local_rank);

@@ -11,7 +11,9 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/launch/guardian.h>
+#include <lockstep/launch/cgroups.h>
 #include <lockstep/launch/signal_catcher.h>
+#include <lockstep/launch/out_of_memory.h>
 #include <lockstep/launch/worker_process.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 
@@ -27,6 +29,8 @@ struct Ending {
   std::optional<int> culprit = {};  // the local rank that made its operations fail, by the exit status table
   std::optional<int> far_culprit = {};  // or the rank on another host
 
+  std::string out_of_memory =
+      {};  // OutOfMemoryWatch::evidence_of(); empty: it was not that, or nothing shows it
   bool failed() const { return wait_status != 0; }
 };
 
@@ -77,8 +81,8 @@ class Streams {
 ///   grace period is over or at the second signal.
 /// - SIGUSR2 to the launcher asks for profiles, and ends nothing: those workers get it that have a handler for it.
 /// - At the deadline: SIGKILL.
-/// - What workers left running in their process groups is killed at the end, after kDrainTime for those that
-///   still hold an output stream open (a `tee` that writes its last lines).
+/// - What workers left running in their process groups, or in their cgroup, is killed at the end, after kDrainTime for
+///   those that still hold an output stream open (a `tee` that writes its last lines).
 ///
 /// The exit status table is filled the moment an end is noticed.
 ///
@@ -98,6 +102,9 @@ class Supervisor {
     // Of a launcher that starts workers again and again; none: one of these alone.
     std::shared_ptr<ExitStatusTable> exit_status = {};
   };
+    // Of a job that is this process's only work: the workers have a cgroup of their own where that is allowed, and endings
+    // tell what the kernel has killed for want of memory.
+    bool owns_job = false;
 
   Supervisor(int nprocs, Options options);
   ~Supervisor();
@@ -151,6 +158,8 @@ class Supervisor {
   Guardian guardian_;
   std::vector<Worker> workers_;
   std::vector<Ending> endings_;
+  std::optional<WorkerCgroup> cgroup_;
+  std::optional<OutOfMemoryWatch> memory_;
   JobPhase phase_ = JobPhase::kRunning;
   std::optional<int> interrupted_by_;
   bool deadline_passed_ = false;

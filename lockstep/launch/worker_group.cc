@@ -173,7 +173,8 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     Supervisor supervisor(options.nprocs,
                           {.grace_period = options.grace_period,
                            .temporary = files.temporary(options.nprocs),
-                           .exit_status = control == nullptr ? nullptr : control->exit_status()});
+                           .exit_status = control == nullptr ? nullptr : control->exit_status(),
+                           .owns_job = true});
     variables.store_port = open_store(supervisor);
     const WorkerEnvironment common = common_environment(options, output.worker_columns());
     if (variables.restart_count == 0 && options.nprocs > 1 && ::getenv("OMP_NUM_THREADS") == nullptr) {

@@ -2,10 +2,13 @@
 #include <cstring>
 #include <fcntl.h>
 #include <linux/close_range.h>
+#include <linux/sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
@@ -55,6 +58,20 @@ void close_on_exec(int fd, bool yes) {
   ::_exit(127);
 }
 
+/// fork(2) into this cgroup, or into that of this process where there is none or the kernel refuses. To move a process later
+/// takes the kernel some milliseconds. The handlers of pthread_atfork(3) may not have run.
+pid_t fork_into(int cgroup) {
+  if (cgroup >= 0) {
+    clone_args arguments = {};
+    arguments.flags = CLONE_INTO_CGROUP;
+    arguments.exit_signal = SIGCHLD;
+    arguments.cgroup = static_cast<uint64_t>(cgroup);
+    const auto pid = ::syscall(SYS_clone3, &arguments, sizeof(arguments));
+    if (pid >= 0) return static_cast<pid_t>(pid);
+  }
+  return ::fork();
+}
+
 }  // namespace
 
 void raise_open_files_limit() {
@@ -94,7 +111,7 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guard
   sigset_t before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program may run in the child
-  const pid_t pid = ::fork();
+  const pid_t pid = fork_into(spec.cgroup);
   if (pid == 0) become_worker(spec, argv.data(), envp.data(), launcher, failure_out.get(), guardian);
   const int fork_error = errno;
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);

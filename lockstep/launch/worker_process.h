@@ -26,6 +26,8 @@ struct WorkerSpec {
   std::array<int, 3> standard = {-1, -1, -1};  // become descriptors 0, 1, 2; -1: as this process has it
   std::vector<int> inherited = {};  // stay open under their numbers (3 or more); all others are closed
   MakeProcess make_process = {};    // empty: fork and execve
+  int cgroup =
+      -1;  // the folder of one of version 2 in which it starts, where the kernel lets it; -1: as this process
 };
 
 /// Raises this process's limit on open files as far as its user may. Workers that it starts later get the limit that it had.

@@ -1,0 +1,110 @@
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <lockstep/launch/cgroups.h>
+#include <lockstep/launch/out_of_memory.h>
+
+namespace lockstep::launch {
+namespace {
+
+/// The log has the pids of the first namespace, whose number never changes (PROC_PID_INIT_INO, linux/nsfs.h).
+bool in_first_pid_namespace() {
+  constexpr ino_t kFirst = 0xeffffffc;
+  struct stat status = {};
+  return ::stat("/proc/self/ns/pid", &status) == 0 && status.st_ino == kFirst;
+}
+
+/// The file that counts processes of a cgroup which were killed. Of version 2 the nearest one above has it, where the
+/// controller of memory ends above this one.
+std::string oom_counter_of(const std::string& unified, const std::string& memory) {
+  for (std::filesystem::path at = unified; ::access((at / "cgroup.procs").c_str(), R_OK) == 0;
+       at = at.parent_path()) {
+    for (const char* name : {"memory.events.local", "memory.events"}) {
+      if (::access((at / name).c_str(), R_OK) == 0) return at / name;
+    }
+  }
+  const std::string file = memory + "/memory.oom_control";
+  return !memory.empty() && ::access(file.c_str(), R_OK) == 0 ? file : std::string();
+}
+
+std::optional<uint64_t> oom_kills_in_file(const std::string& path) {
+  std::ifstream file(path);
+  return oom_kills_in(std::string(std::istreambuf_iterator<char>(file), {}));
+}
+
+template <typename Number>
+std::optional<Number> number_behind(std::string_view text, std::string_view words) {
+  const size_t at = text.find(words);
+  if (at == std::string_view::npos) return std::nullopt;
+  text.remove_prefix(at + words.size());
+  Number number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() ? std::optional(number) : std::nullopt;
+}
+
+}  // namespace
+
+std::optional<std::pair<pid_t, std::string>> victim_of_record(std::string_view record) {
+  // "PRIORITY,NUMBER,TIME,FLAGS;TEXT\n", and lines with what else is known.
+  const size_t semicolon = record.find(';');
+  if (semicolon == std::string_view::npos) return std::nullopt;
+  std::string_view text = record.substr(semicolon + 1);
+  text = text.substr(0, text.find('\n'));
+  // mm/oom_kill.c: dump_header() before the kill, and __oom_kill_process() behind it.
+  std::optional<pid_t> pid;
+  if (text.starts_with("oom-kill:")) pid = number_behind<pid_t>(text, ",pid=");
+  if (text.starts_with("Out of memory") || text.starts_with("Memory cgroup out of memory"))
+    pid = number_behind<pid_t>(text, "Killed process ");
+  return pid ? std::optional(std::pair(*pid, std::string(text))) : std::nullopt;
+}
+
+std::optional<uint64_t> oom_kills_in(std::string_view text) {
+  const std::string lines = "\n" + std::string(text);
+  return number_behind<uint64_t>(lines, "\noom_kill ");
+}
+
+OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers) {
+  if (in_first_pid_namespace()) {
+    log_.reset(::open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    if (log_ && ::lseek(log_.get(), 0, SEEK_END) < 0) log_.reset();
+  }
+  const CgroupFolders own = own_cgroup_folders();
+  counter_ = oom_counter_of(workers.empty() ? own.unified : workers, own.memory);
+  if (counter_.empty()) return;
+  if (const auto kills = oom_kills_in_file(counter_)) {
+    kills_ = *kills;
+  } else {
+    counter_.clear();
+  }
+}
+
+std::string OutOfMemoryWatch::evidence_of(pid_t pid) {
+  // Both are written before the kernel sends the signal.
+  read_log();
+  const auto kills = counter_.empty() ? std::nullopt : oom_kills_in_file(counter_);
+  const bool counted = kills && *kills > kills_;
+  if (counted) ++kills_;
+  if (const auto found = victims_.find(pid); found != victims_.end())
+    return "the kernel's log: " + found->second;
+  return counted ? counter_ + " counts a process that the kernel has killed since the start" : std::string();
+}
+
+void OutOfMemoryWatch::read_log() {
+  std::array<char, 8192> record;  // longer than the kernel's longest; see devkmsg_read()
+  while (log_) {
+    const ssize_t got = ::read(log_.get(), record.data(), record.size());
+    if (got < 0 && (errno == EINTR || errno == EPIPE)) continue;  // EPIPE: older records were lost
+    if (got <= 0) return;
+    const auto victim = victim_of_record({record.data(), static_cast<size_t>(got)});
+    if (victim) victims_[victim->first] = victim->second;
+  }
+}
+
+}  // namespace lockstep::launch

@@ -1,0 +1,72 @@
+#include <chrono>
+#include <csignal>
+#include <gmock/gmock.h>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/launch/failure_report.h>
+#include <lockstep/launch/out_of_memory.h>
+
+namespace lockstep::launch::out_of_memory_test {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+TEST(VictimOfRecord, ReadsWhatTheKernelWrites) {
+  const std::string context =
+      "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,"
+      "oom_memcg=/job,task_memcg=/job,task=train,pid=3726,uid=1000";
+  const std::string killed =
+      "Memory cgroup out of memory: Killed process 3726 (train) total-vm:1050624kB, anon-rss:65024kB, "
+      "file-rss:4096kB, shmem-rss:0kB, UID:1000 pgtables:172kB oom_score_adj:0";
+  using Victim = std::pair<pid_t, std::string>;
+  EXPECT_EQ(victim_of_record("6,339,5140900,-;" + context + "\n"), Victim(3726, context));
+  EXPECT_EQ(victim_of_record("3,340,5140901,-;" + killed + "\n SUBSYSTEM=x\n"), Victim(3726, killed));
+  EXPECT_EQ(victim_of_record("3,340,1,-;Out of memory: Killed process 12 (a b) total-vm:1kB\n")->first, 12);
+  EXPECT_EQ(
+      victim_of_record("3,1,1,-;Out of memory (oom_kill_allocating_task): Killed process 7 (x) a\n")->first,
+      7);
+}
+
+TEST(VictimOfRecord, TellsOtherRecordsApart) {
+  for (const std::string record :
+       {"", ";", "6,1,2,-", "6,1,2,-;",
+        "6,1,2,-;oom-kill:", "6,1,2,-;oom-kill:task=x,pid=", "6,1,2,-;usb 1-1: Killed process 3",
+        "6,1,2,-;train invoked oom-killer: gfp_mask=0x100cca, order=0, oom_score_adj=0",
+        "6,1,2,-;oom_reaper: reaped process 3726 (train), now anon-rss:0kB",
+        "6,1,2,-;text\n Out of memory: Killed process 3"}) {
+    EXPECT_EQ(victim_of_record(record), std::nullopt) << record;
+  }
+}
+
+TEST(OomKillsIn, ReadsBothVersions) {
+  EXPECT_EQ(oom_kills_in("low 0\nhigh 0\nmax 12\noom 4\noom_kill 3\noom_group_kill 0\n"), 3U);
+  EXPECT_EQ(oom_kills_in("oom_kill_disable 0\nunder_oom 0\noom_kill 18446744073709551615\n"),
+            18446744073709551615U);
+  for (const std::string text :
+       {"", "oom_kill", "oom_kill \n", "oom_kill x", "oom_kill_disable 0\nunder_oom 0\n"}) {
+    EXPECT_EQ(oom_kills_in(text), std::nullopt) << text;
+  }
+}
+
+TEST(FailureReport, TellsWantOfMemoryFromOtherKills) {
+  const auto start = Deadline::Clock::now();
+  Ending killed = {1, 101, SIGKILL, false, start};
+  const Ending aborted = {0, 100, 1 << 8, false, start + std::chrono::milliseconds(7)};
+  EXPECT_THAT(failure_report({killed, aborted}, {{}, {}}), Not(HasSubstr("memory")));
+  killed.out_of_memory = "the kernel's log: Out of memory: Killed process 101 (train)";
+  EXPECT_EQ(failure_report({killed, aborted}, {{}, {}}),
+            "lockstep run: rank 1 (pid 101) failed first: killed by signal 9 (SIGKILL), by the kernel, for "
+            "want of memory\n"
+            "  the kernel's log: Out of memory: Killed process 101 (train)\n"
+            "  what helps: smaller batches, fewer ranks on this host, or a higher limit on the job's memory\n"
+            "  it wrote nothing to standard error\n"
+            "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later\n");
+}
+
+}  // namespace
+}  // namespace lockstep::launch::out_of_memory_test
