@@ -1,6 +1,7 @@
 """mpirun and Slurm start a program, or lockstep run, on two hosts: these find each other by what they tell, and reduce over
 the cable."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -8,7 +9,7 @@ import shutil
 import time
 
 import pytest
-from hosts import PORT
+from hosts import PORT, kill, network_namespace
 
 SLURM = """\
 ClusterName=lockstep
@@ -22,6 +23,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmdSpoolDir={folder}/spool.%n
 SlurmdParameters=config_overrides
+SlurmdTimeout={lost_after}
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -35,6 +37,7 @@ PartitionName=all Nodes=ALL Default=YES
 CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # with cgroup/v2 slurmd wants systemd
 JOB_FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "jobs" / "slurm.sbatch"
 REQUEUE_SECONDS = 120
+LOST_AFTER = 15  # seconds without a word of slurmd
 
 
 def require(program, package) -> str:
@@ -93,22 +96,61 @@ def test_agents_under_mpirun_know_their_hosts(programs, make_hosts):
     programs.wait_until_gone()
 
 
+def test_the_job_file_of_open_mpi_starts_a_program_on_two_hosts(programs, make_hosts):
+    mpirun = require("mpirun.openmpi", "openmpi-bin")
+    net = make_hosts(2)
+    commands = programs.folder / "commands"
+    commands.mkdir()
+    (commands / "mpirun").symlink_to(mpirun)
+    (programs.folder / "hosts").write_text("".join(f"{name} slots=2\n" for name in net.names))
+    (programs.folder / "key").write_text(SECRET["LOCKSTEP_JOB_SECRET"])
+    (programs.folder / "train").symlink_to(programs.find("all_reduce"))
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
+    path = f"{commands}:{pathlib.Path(programs.find('lockstep')).parent}:{os.environ['PATH']}"
+    job = [*net.inside(0, "sh", JOB_FILE.with_name("open_mpi.sh"))]
+    done = programs.run(*job, PATH=path, OMPI_MCA_plm_rsh_agent=net.remote_shell(), **root)
+    done = dataclasses.replace(done, stdout=re.sub(r"^\[rank \d\] ", "", done.stdout, flags=re.M))
+    check_roles(done, "Open MPI")
+    programs.wait_until_gone()
+
+
+class Cluster:
+    """Slurm on two hosts. Answers the words that begin one of its commands."""
+
+    def __init__(self, programs, net):
+        self.programs, self.net = programs, net
+        self.daemons = {name: require(name, name) for name in ("slurmctld", "slurmd")}
+        folder = programs.folder
+        (folder / "state").mkdir()
+        self.configuration = folder / "slurm.conf"
+        place = {"names": net.names, "addresses": net.addresses, "folder": folder, "lost_after": LOST_AFTER}
+        self.configuration.write_text(SLURM.format(**place))
+        (folder / "cgroup.conf").write_text(CGROUP)
+        control = programs.start(*net.inside(0, self.daemons["slurmctld"], "-D", "-i", "-f", self.configuration))
+        for host in range(2):
+            self.start_host(host)
+        control.wait_for("Running as primary controller", stream="stderr")
+
+    def __call__(self, command):
+        return self.net.inside(0, "env", f"SLURM_CONF={self.configuration}", command)
+
+    def start_host(self, host):
+        words = [self.daemons["slurmd"], "-D", "-N", self.net.names[host], "-f", self.configuration]
+        self.programs.start(*self.net.inside(host, *words))
+
+    def kill_host(self, host):
+        """As a loss of power does: no connection is closed."""
+        self.net.cut(host)
+        own = network_namespace(self.net.pids()[host])
+        while pids := [pid for pid in self.net.processes() if network_namespace(pid) == own]:
+            for pid in pids:
+                kill(pid, time.monotonic() + REQUEUE_SECONDS)
+
+
 @pytest.fixture
 def slurm(programs, make_hosts):
-    """A cluster of two hosts; answers the words that begin one of Slurm's commands."""
-    daemons = {name: require(name, name) for name in ("slurmctld", "slurmd")}
     require("srun", "slurm-client")
-    net = make_hosts(2)
-    folder = programs.folder
-    (folder / "state").mkdir()
-    configuration = folder / "slurm.conf"
-    configuration.write_text(SLURM.format(names=net.names, addresses=net.addresses, folder=folder))
-    (folder / "cgroup.conf").write_text(CGROUP)
-    control = programs.start(*net.inside(0, daemons["slurmctld"], "-D", "-i", "-f", configuration))
-    for host, name in enumerate(net.names):
-        programs.start(*net.inside(host, daemons["slurmd"], "-D", "-N", name, "-f", configuration))
-    control.wait_for("Running as primary controller", stream="stderr")
-    return lambda command: net.inside(0, "env", f"SLURM_CONF={configuration}", command)
+    return Cluster(programs, make_hosts(2))
 
 
 def test_slurm_starts_a_program_on_two_hosts(programs, slurm):
@@ -130,8 +172,10 @@ def wait_until(condition, seconds):
         time.sleep(0.05)
 
 
-def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(programs, slurm):
-    """The job file of the documentation: stopped by a signal all processes end with 75, and Slurm starts the job again."""
+@pytest.mark.parametrize("loss", ["a signal", pytest.param("a host", marks=pytest.mark.long)])
+def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(programs, slurm, loss):
+    """The job file of the documentation: stopped by a signal all processes end with 75, and Slurm starts the job again; it
+    does so, too, when a host is lost, and the job waits until there is one in its place."""
     train = programs.folder / "train"
     options = '--checkpoints "${RUN:-run}" --samples 120 --epochs 4 --step-milliseconds 20'
     train.write_text(f"#!/bin/sh\nexec {programs.find('resume')} {options}\n")
@@ -149,7 +193,14 @@ def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(p
     assert job.status == 0, job.text
     number, output = job.stdout.strip(), programs.folder / f"slurm-{job.stdout.strip()}.out"
     wait_until(lambda: list((programs.folder / "run").glob("step-*")), 60)
-    programs.run(*slurm("scancel"), "--signal=TERM", number)
+    if loss == "a signal":
+        programs.run(*slurm("scancel"), "--signal=TERM", number)
+    else:
+        slurm.kill_host(1)
+        state = [*slurm("squeue"), "--noheader", "--format=%T", f"--jobs={number}"]
+        wait_until(lambda: "PENDING" in programs.run(*state).stdout, REQUEUE_SECONDS)
+        slurm.net.heal(1)
+        slurm.start_host(1)
 
     def has_ended():
         # Slurm waits for two minutes before it starts a job again, unless it is told to do so now.
@@ -158,5 +209,5 @@ def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(p
 
     wait_until(has_ended, REQUEUE_SECONDS)
     text = output.read_text()
-    assert "the status is 75" in text and weights in text, text
+    assert weights in text and ("the status is 75" in text) == (loss == "a signal"), text
     assert "each sample once in each epoch: yes" in text, text
