@@ -1,12 +1,15 @@
 """`lockstep run` over several hosts: agents on one machine, and on two whose cable is cut."""
 
+import collections
 import contextlib
 import os
 import pathlib
+import random
 import re
 import select
 import shutil
 import signal
+import socket
 import sys
 import time
 
@@ -409,6 +412,92 @@ def test_all_end_when_the_coordinator_is_killed(programs):
 
 def test_a_late_host_joins(programs):
     job = Job(programs, "1:2")
+@pytest.mark.long
+def test_a_hundred_jobs_in_a_row_meet_at_one_port_and_leave_nothing(programs):
+    port = free_port()
+    before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", programs.folder)}
+    for _ in range(100):
+        job = Job(programs, 2, port=port)
+        agents = [job.start(1, TELL), job.start(1, TELL)]
+        done = [agent.finish() for agent in agents]
+        assert [result.status for result in done] == [0, 0], done
+        lines = sorted("".join(result.stdout for result in done).splitlines())
+        assert len(lines) == 2 and all(f"rank {rank} of 2, " in line for rank, line in enumerate(lines)), lines
+    programs.wait_until_gone()
+    for folder, files in before.items():
+        assert not [name for name in set(os.listdir(folder)) - files if "lockstep" in name], folder
+
+
+class Strangers:
+    """Connections to a port that say nothing of use, as many at a time as a process may have open."""
+
+    MOST = 1000
+
+    def __init__(self, port):
+        self.port = port
+        self.open = collections.deque()
+        self.random = random.Random(1)
+
+    def connect(self, kind):
+        if len(self.open) >= self.MOST:
+            self.open.popleft().close()
+        stranger = socket.create_connection(("127.0.0.1", self.port), HANG)
+        stranger.setblocking(False)
+        self.open.append(stranger)
+        if kind == "bytes":
+            self.say(stranger, self.random.randbytes(self.random.randint(1, 3000)))
+        elif kind == "record":  # as one of TLS begins
+            self.say(stranger, b"\x16\x03\x01" + self.random.randbytes(self.random.randint(0, 600)))
+        elif kind == "half":
+            stranger.shutdown(socket.SHUT_WR)
+
+    def drip(self):
+        """A byte of each of some."""
+        for stranger in self.random.sample(list(self.open), min(50, len(self.open))):
+            self.say(stranger, b"\x16")
+
+    @staticmethod
+    def say(stranger, data):
+        with contextlib.suppress(OSError):  # it is closed by now, or its buffer is full
+            stranger.send(data)
+
+
+def resources(pid):
+    """(open descriptors, resident bytes) of a process."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return len(os.listdir(f"/proc/{pid}/fd")), int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
+
+
+@pytest.mark.long
+def test_ten_thousand_strangers_leave_a_job_unharmed(programs):
+    """Silent, slow and half-closed connections, bytes at random, and agents with another secret."""
+    job = Job(programs, 2)
+    script = f"exec {programs.find('meeting_driver')} --timeout 600 --until-end"
+    agents = [job.start_coordinator(1, script), job.start(1, script)]
+    for rank, agent in enumerate(agents):
+        agent.wait_for(rf"rank {rank} of 2 \(pid \d+\) has the sum 1")
+    descriptors, memory = resources(agents[0].pid)
+    impatient = Job(programs, 2, port=job.port, conf=FAST.replace("join_timeout=60", "join_timeout=5"))
+    wrong = [impatient.start(1, TELL, secret="x" * 64) for _ in range(3)]
+    strangers = Strangers(job.port)
+    for number in range(10_000):
+        strangers.connect(("silent", "bytes", "record", "half")[number % 4])
+        if number % 100 == 0:
+            strangers.drip()
+            now = resources(agents[0].pid)
+            # 256 that have not said what they are for, and what is closed at the next turn.
+            assert now[0] < descriptors + 350 and now[1] < memory + (64 << 20), (descriptors, memory, now)
+    for agent in wrong:
+        done = agent.finish()
+        assert done.status == 1 and not done.stdout, done.text
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [0, 0], done
+    for result in done:
+        assert result.stdout.count("all sums were right") == 1, result.text
+    assert re.findall("generation \\d+ starts", done[0].stderr) == ["generation 1 starts"], done[0].text
+    programs.wait_until_gone()
+
+
     first = job.start(1, STAY)
     first.wait_for("rank 0 of 1")
     second = job.start(1, STAY)
