@@ -117,10 +117,10 @@ def test_python_meets_by_the_tunnel(programs, make_hosts):
 
 
 def test_without_the_tunnel_the_store_is_at_the_coordinators_address(programs, make_hosts):
-    """Of the coordinator's choice alone."""
+    """Of the coordinator's choice alone, and at the port of the agents."""
     net = make_hosts(2)
     job = Job(programs, 2, port=PORT, host=net.addresses[0])
-    script = f"echo meets at $MASTER_ADDR; exec {programs.find('all_reduce')}"
+    script = f"echo meets at $MASTER_ADDR:$MASTER_PORT; exec {programs.find('all_reduce')}"
     agents = [
         job.start_coordinator(2, script, "--no-tunnel", inside=net.inside(0)),
         job.start(1, script, inside=net.inside(1)),
@@ -128,13 +128,12 @@ def test_without_the_tunnel_the_store_is_at_the_coordinators_address(programs, m
     done = [agent.finish() for agent in agents]
     check_sums(done)
     for rank in range(3):
-        assert f"[rank {rank}] meets at {net.addresses[0]}\n" in done[rank // 2].stdout, done
+        assert f"[rank {rank}] meets at {net.addresses[0]}:{PORT}\n" in done[rank // 2].stdout, done
 
 
 # Of the launcher's own, or of the moment. TORCHELASTIC_SIGNALS_TO_HANDLE is what torchrun tells its own agent, in that
-# process's environment; workers inherit it and have no use for it. MASTER_PORT is the store's:
-# torchrun's agents meet there too, and ours at a port of their own.
-DIFFERS = ("LOCKSTEP_", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "_=", "SHLVL")
+# process's environment; workers inherit it and have no use for it.
+DIFFERS = ("LOCKSTEP_", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "_=", "SHLVL")
 
 
 def test_workers_have_torchruns_environment(programs, make_hosts):

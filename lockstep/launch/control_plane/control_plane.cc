@@ -104,15 +104,10 @@ class ControlPlane::Thread : public EventHandler {
     if (options_.endpoint.listener) {
       CoordinatorServer::Options server = {
           .membership = options_.membership, .job = random_bytes<16>(), .own = options_.self.id};
-      const std::string store_host =
-          options_.tunnel ? kLoopback : text_of_address(options_.endpoint.addresses.front());
-      server.tells_store = !options_.tunnel;
-      server.start_store = [this, store_host](uint64_t) {
+      if (!options_.tunnel) server.open_port = port_of_address(options_.endpoint.addresses.front());
+      server.start_store = [this](uint64_t) {
         store_.reset();
-        return store_
-            .emplace(
-                options_.store_port, [this] { return plane_.stop_.load(); }, store_host)
-            .port();
+        return store_.emplace(options_.store_port, [this] { return plane_.stop_.load(); }).port();
       };
       server.observe = [this](const Decision& decision) {
         const bool waits = decision.action == Decision::Action::kWait;

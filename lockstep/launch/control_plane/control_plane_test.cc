@@ -42,7 +42,8 @@ PeerAddress loopback(uint16_t port) {
 /// A coordinator for two hosts, and everything else that happens, in one thread and one loop.
 class Scene {
  public:
-  explicit Scene(std::chrono::nanoseconds greeting_time = seconds(30), MembershipOptions chosen = two_hosts())
+  explicit Scene(std::chrono::nanoseconds greeting_time = seconds(30), MembershipOptions chosen = two_hosts(),
+                 bool is_open = false)
       : membership(chosen), listener_(listen_on_loopback(port)), store_(listen_on_loopback(store_port)) {
     ::signal(SIGPIPE, SIG_IGN);
     CoordinatorServer::Options options;
@@ -50,6 +51,7 @@ class Scene {
     options.job = {7};
     options.own = {1};
     options.greeting_time = greeting_time;
+    if (is_open) options.open_port = port;
     options.start_store = [this](uint64_t) { return store_port; };
     server = std::make_unique<CoordinatorServer>(loop, key, std::move(listener_), std::move(options));
   }
@@ -490,6 +492,36 @@ TEST(ControlPlane, AStreamOfAnotherGenerationDoesNotReachTheStore) {
   TunnelEntrance entrance(scene.loop, scene.key, loopback(scene.port), 1);
   const UniqueFd worker = begin_connect(loopback(entrance.port()));
   const UniqueFd store = scene.accept_at_store();
+  for (auto& agent : scene.agents) agent->state.workers_ended(1, "failed", BootClock::now());
+  expect_plain_closed(scene, worker.get());
+  expect_plain_closed(scene, store.get());
+}
+
+TEST(ControlPlane, WithoutTheTunnelTheStoreIsAtTheSamePort) {
+  Scene scene(seconds(30), Scene::two_hosts(), /*is_open=*/true);
+  const UniqueFd early = begin_connect(loopback(scene.port));
+  send_plain(scene, early.get(), std::string("\0hello", 6));
+  expect_plain_closed(scene, early.get());  // no generation runs
+  EXPECT_FALSE(scene.store_was_reached());
+  scene.run_world();
+  EXPECT_EQ(scene.agents[0]->state.place().store_port, scene.port);
+  EXPECT_EQ(scene.agents[1]->state.place().store_port, scene.port);
+  const UniqueFd worker = begin_connect(loopback(scene.port));
+  const std::string there = std::string(1, '\0') + std::string(1 << 18, 'x');
+  send_plain(scene, worker.get(), there.substr(0, 100));
+  UniqueFd store = scene.accept_at_store();
+  send_plain(scene, worker.get(), there.substr(100));
+  EXPECT_EQ(receive_plain(scene, store.get(), there.size()), there);
+  send_plain(scene, store.get(), "answer");
+  EXPECT_EQ(receive_plain(scene, worker.get(), 6), "answer");
+  scene.expect_unharmed(scene.state());
+  // Neither one that says nothing nor one that begins as TLS does, and is none, reaches the store.
+  const UniqueFd silent = begin_connect(loopback(scene.port));
+  const UniqueFd wrong = begin_connect(loopback(scene.port));
+  send_plain(scene, wrong.get(), "\x16 no record of TLS");
+  expect_plain_closed(scene, wrong.get());
+  EXPECT_FALSE(scene.store_was_reached());
+  // It ends with its generation.
   for (auto& agent : scene.agents) agent->state.workers_ended(1, "failed", BootClock::now());
   expect_plain_closed(scene, worker.get());
   expect_plain_closed(scene, store.get());

@@ -5,27 +5,34 @@
 #include <netinet/in.h>
 #include <optional>
 #include <poll.h>
+#include <sys/socket.h>
 #include <utility>
 
 #include <lockstep/launch/control_plane/coordinator_server.h>
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/greeting.h>
+#include <lockstep/launch/control_plane/plain_connection.h>
 #include <lockstep/launch/control_plane/sockets.h>
 
 namespace lockstep::launch {
 
-/// One connection that came: first of no one, then of an agent. Of a stream it becomes a Forwarding.
-class CoordinatorServer::Connection : public EventHandler {
+/// One connection that came: first of no one, then of an agent. Of a stream it becomes a Forwarding, and so does one of a
+/// worker that uses no tunnel.
+class CoordinatorServer::Peer : public EventHandler {
  public:
-  enum class Phase { kUnknown, kAgent, kStream, kClosed };
+  enum class Phase { kUnknown, kAgent, kStream, kPlain, kClosed };
 
-  Connection(CoordinatorServer& server, UniqueFd socket, BootTime now)
-      : server_(server),
-        tls_(std::make_unique<TlsConnection>(server.key_, std::move(socket), TlsConnection::Side::kServer)),
-        greeting_until_(now + server.options_.greeting_time) {
-    watch();
+  Peer(CoordinatorServer& server, UniqueFd socket, BootTime now)
+      : server_(server), greeting_until_(now + server.options_.greeting_time) {
+    if (server.options_.open_port == 0) {
+      speak_tls(std::move(socket));
+      watch();
+    } else {
+      plain_ = std::move(socket);
+      server_.loop_.watch(plain_.get(), POLLIN, *this);
+    }
   }
-  ~Connection() override { close(); }
+  ~Peer() override { close(); }
 
   Phase phase() const { return phase_; }
   BootTime greeting_until() const { return greeting_until_; }
@@ -33,6 +40,7 @@ class CoordinatorServer::Connection : public EventHandler {
   bool knows_agent() const { return agent_.has_value(); }
 
   void on_events(int fd, short) override {
+    if (plain_ && !begins_as_tls()) return;
     tls_->advance_handshake();
     std::array<char, 16384> buffer;
     for (size_t got = 0; phase_ != Phase::kStream && (got = tls_->read(buffer)) > 0;) {
@@ -54,17 +62,47 @@ class CoordinatorServer::Connection : public EventHandler {
   }
 
   void close() {
-    if (std::exchange(phase_, Phase::kClosed) == Phase::kClosed || !tls_) return;
+    if (std::exchange(phase_, Phase::kClosed) == Phase::kClosed) return;
+    if (plain_) server_.loop_.forget(plain_.get());
+    plain_.reset();
+    if (!tls_) return;
     if (tls_->fd() >= 0) server_.loop_.forget(tls_->fd());
     tls_->close();
   }
 
   /// For a stream: the connection, and what came behind the greeting.
-  std::unique_ptr<TlsConnection> take_tls() { return std::move(tls_); }
+  std::unique_ptr<Connection> take_connection() {
+    if (plain_) return std::make_unique<PlainConnection>(std::move(plain_));
+    return std::move(tls_);
+  }
   std::string take_rest() { return frames_.take_rest(); }
   uint64_t generation() const { return generation_; }
 
  private:
+  void speak_tls(UniqueFd socket) {
+    tls_ = std::make_unique<TlsConnection>(server_.key_, std::move(socket), TlsConnection::Side::kServer);
+  }
+
+  /// By the first byte, which TLS gives a record of its handshake (RFC 8446, section 5.1), and the store's protocol to no
+  /// message. False: it is closed, or a worker's.
+  bool begins_as_tls() {
+    constexpr char kHandshakeRecord = 0x16;
+    char first = 0;
+    const ssize_t got = ::recv(plain_.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (got == 1 && first == kHandshakeRecord) {
+      speak_tls(std::move(plain_));
+      return true;
+    }
+    if (got == 1) {
+      phase_ = Phase::kPlain;
+      server_.loop_.forget(plain_.get());
+    } else {
+      close();
+    }
+    return false;
+  }
+
   /// Where the connection has closed, its descriptor is forgotten at once: the next one may get its number.
   void after_use(int fd) {
     if (tls_->phase() != TlsConnection::Phase::kClosed) return watch();
@@ -120,8 +158,7 @@ class CoordinatorServer::Connection : public EventHandler {
       if (out_.empty()) {
         Order order = server_.coordinator_.order_for(*agent_);
         order.asks = std::exchange(asks_, false);
-        if (server_.options_.tells_store && order.command == Command::kRun)
-          order.place.store_port = server_.store_port_;
+        if (order.command == Command::kRun) order.place.store_port = server_.options_.open_port;
         out_ = framed(encode(order));
       }
       const size_t sent = tls_->write(out_);
@@ -131,6 +168,7 @@ class CoordinatorServer::Connection : public EventHandler {
   }
 
   CoordinatorServer& server_;
+  UniqueFd plain_;  // until it is known what it speaks
   std::unique_ptr<TlsConnection> tls_;
   Phase phase_ = Phase::kUnknown;
   BootTime greeting_until_;
@@ -175,7 +213,7 @@ void CoordinatorServer::accept_some(BootTime now) {
     }
     if (!socket) return;
     if (pending_.size() >= options_.most_pending) pending_.pop_front();
-    pending_.push_back(std::make_unique<Connection>(*this, std::move(socket), now));
+    pending_.push_back(std::make_unique<Peer>(*this, std::move(socket), now));
   }
 }
 
@@ -187,17 +225,18 @@ BootTime CoordinatorServer::serve(BootTime now) {
   for (auto place = pending_.begin(); place != pending_.end();) {
     const auto connection = place++;
     switch ((*connection)->phase()) {
-      case Connection::Phase::kUnknown:
+      case Peer::Phase::kUnknown:
         if (now >= (*connection)->greeting_until()) pending_.erase(connection);
         break;
-      case Connection::Phase::kAgent:
+      case Peer::Phase::kAgent:
         agents_.splice(agents_.end(), pending_, connection);
         break;
-      case Connection::Phase::kStream:
-        begin_stream(**connection, (*connection)->generation());
+      case Peer::Phase::kStream:
+      case Peer::Phase::kPlain:
+        begin_stream(**connection);
         pending_.erase(connection);
         break;
-      case Connection::Phase::kClosed:
+      case Peer::Phase::kClosed:
         pending_.erase(connection);
         break;
     }
@@ -212,31 +251,33 @@ BootTime CoordinatorServer::serve(BootTime now) {
   return next;
 }
 
-void CoordinatorServer::begin_stream(Connection& connection, uint64_t generation) {
+void CoordinatorServer::begin_stream(Peer& peer) {
   const World& world = coordinator_.world();
-  if (world.phase != WorldPhase::kRunning || generation != world.generation) return connection.close();
+  const bool plain = peer.phase() == Peer::Phase::kPlain;
+  const bool allowed = plain ? streams_.size() < kMostOpenStreams : peer.generation() == world.generation;
+  if (world.phase != WorldPhase::kRunning || !allowed) return peer.close();
   PeerAddress store;
   auto& address = reinterpret_cast<sockaddr_in&>(store.storage);
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   address.sin_port = htons(store_port_);
   store.size = sizeof(address);
-  UniqueFd plain = begin_connect(store);
-  if (!plain) return connection.close();
-  streams_.push_back(std::make_unique<Forwarding>(loop_, connection.take_tls(), std::move(plain),
-                                                  std::string(), connection.take_rest()));
+  UniqueFd to_store = begin_connect(store);
+  if (!to_store) return peer.close();
+  streams_.push_back(std::make_unique<Forwarding>(loop_, peer.take_connection(), std::move(to_store),
+                                                  std::string(), peer.take_rest()));
 }
 
 void CoordinatorServer::drop_closed() {
   for (auto place = agents_.begin(); place != agents_.end();) {
     const auto connection = place++;
-    if ((*connection)->phase() != Connection::Phase::kClosed) continue;
+    if ((*connection)->phase() != Peer::Phase::kClosed) continue;
     const bool known = (*connection)->knows_agent();
     const AgentId agent = known ? (*connection)->agent() : AgentId{};
     agents_.erase(connection);
     // It may have made another connection meanwhile.
     const bool again = std::any_of(agents_.begin(), agents_.end(), [&](const auto& other) {
-      return other->knows_agent() && other->agent() == agent && other->phase() == Connection::Phase::kAgent;
+      return other->knows_agent() && other->agent() == agent && other->phase() == Peer::Phase::kAgent;
     });
     if (!known || again) continue;
     coordinator_.disconnected(agent);

@@ -22,10 +22,12 @@ namespace lockstep::launch {
 ///   `most_pending` such the oldest is;
 /// - in size: messages up to kMostMessageBytes, streams up to Forwarding::kMostBytes each way;
 /// - in rate: an agent that sends more than kMostStatuses a second is cut off.
-/// A stream of another generation than the one that runs is closed.
+/// A stream of another generation than the one that runs is closed. One without the tunnel tells no generation, and is closed
+/// with the one in which it came.
 class CoordinatorServer : public EventHandler {
  public:
   static constexpr int kMostStatuses = 200;
+  static constexpr size_t kMostOpenStreams = 4096;
   struct Options {
     MembershipOptions membership = {};
     std::array<uint8_t, 16> job = {};
@@ -36,8 +38,9 @@ class CoordinatorServer : public EventHandler {
     std::function<void(const Decision&)> observe = {};
     /// Is told what other hosts report of workers that failed.
     std::function<void(const std::string&)> report = {};
-    /// Workers are told the store's port, and use it without the tunnel.
-    bool tells_store = false;
+    /// Workers reach the store without the tunnel, at this server's own port, which this is: what does not begin as TLS does
+    /// is passed on to the store. 0: by the tunnel alone.
+    uint16_t open_port = 0;
     std::chrono::nanoseconds greeting_time = std::chrono::seconds(5);
     size_t most_pending = 256;
   };
@@ -57,20 +60,20 @@ class CoordinatorServer : public EventHandler {
   uint16_t store_port() const { return store_port_; }
 
  private:
-  class Connection;
+  class Peer;
   void accept_some(BootTime now);
   void decide(BootTime now);
   void push_orders(bool asks);
   void drop_closed();
-  void begin_stream(Connection& connection, uint64_t generation);
+  void begin_stream(Peer& peer);
 
   EventLoop& loop_;
   TlsKey key_;
   UniqueFd listener_;
   Options options_;
   Coordinator coordinator_;
-  std::list<std::unique_ptr<Connection>> pending_;  // in the order in which they came
-  std::list<std::unique_ptr<Connection>> agents_;
+  std::list<std::unique_ptr<Peer>> pending_;  // in the order in which they came
+  std::list<std::unique_ptr<Peer>> agents_;
   std::list<std::unique_ptr<Forwarding>> streams_;  // of the generation that runs
   uint16_t store_port_ = 0;
   bool news_ = true;  // since the last decision

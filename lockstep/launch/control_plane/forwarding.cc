@@ -9,14 +9,14 @@
 
 namespace lockstep::launch {
 
-Forwarding::Forwarding(EventLoop& loop, std::unique_ptr<TlsConnection> tls, UniqueFd plain,
-                       std::string for_tls, std::string for_plain)
+Forwarding::Forwarding(EventLoop& loop, std::unique_ptr<Connection> far, UniqueFd plain, std::string for_far,
+                       std::string for_plain)
     : loop_(loop),
-      tls_(std::move(tls)),
+      far_(std::move(far)),
       plain_(std::move(plain)),
-      for_tls_(std::move(for_tls)),
+      for_far_(std::move(for_far)),
       for_plain_(std::move(for_plain)),
-      tls_fd_(tls_->fd()) {
+      far_fd_(far_->fd()) {
   watch();
   on_events(plain_.get(), 0);  // OpenSSL may hold bytes of which epoll knows nothing
 }
@@ -27,9 +27,9 @@ Forwarding::~Forwarding() {
 
 void Forwarding::finish() {
   if (std::exchange(finished_, true)) return;
-  if (tls_->phase() != TlsConnection::Phase::kClosed) loop_.forget(tls_fd_);
+  if (far_->phase() != Connection::Phase::kClosed) loop_.forget(far_fd_);
   loop_.forget(plain_.get());
-  tls_->close();
+  far_->close();
   plain_.reset();
 }
 
@@ -37,7 +37,7 @@ bool Forwarding::move_once() {
   std::array<char, 16384> buffer;
   bool moved = false;
   if (for_plain_.size() < kMostBytes) {
-    const size_t got = tls_->read(buffer);
+    const size_t got = far_->read(buffer);
     for_plain_.append(buffer.data(), got);
     moved = got > 0;
   }
@@ -48,46 +48,46 @@ bool Forwarding::move_once() {
     if (sent < 0 && errno != EAGAIN && errno != EINTR) plain_broken_ = true;
     moved = moved || sent > 0;
   }
-  if (!plain_ended_ && for_tls_.size() < kMostBytes) {
+  if (!plain_ended_ && for_far_.size() < kMostBytes) {
     const ssize_t got = ::recv(plain_.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
-    if (got > 0) for_tls_.append(buffer.data(), static_cast<size_t>(got));
+    if (got > 0) for_far_.append(buffer.data(), static_cast<size_t>(got));
     if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) plain_ended_ = true;
     moved = moved || got > 0;
   }
-  const size_t sent = tls_->write(for_tls_);
-  for_tls_.erase(0, sent);
+  const size_t sent = far_->write(for_far_);
+  for_far_.erase(0, sent);
   return moved || sent > 0;
 }
 
 void Forwarding::on_events(int fd, short events) {
   if (finished_) return;
   // The sender is gone and the reader does not read: epoll would tell the one again and again.
-  const bool stuck = fd == tls_fd_ && (events & (POLLERR | POLLHUP)) != 0 && for_plain_.size() >= kMostBytes;
-  const bool was_open = tls_->phase() != TlsConnection::Phase::kClosed;
-  tls_->advance_handshake();
+  const bool stuck = fd == far_fd_ && (events & (POLLERR | POLLHUP)) != 0 && for_plain_.size() >= kMostBytes;
+  const bool was_open = far_->phase() != Connection::Phase::kClosed;
+  far_->advance_handshake();
   // Fair to the other streams: the rest later.
   constexpr int kRounds = 16;
   bool moved = true;
   for (int round = 0; round < kRounds && moved && !plain_broken_; ++round) moved = move_once();
-  const bool tls_ended = tls_->phase() == TlsConnection::Phase::kClosed;
+  const bool far_ended = far_->phase() == Connection::Phase::kClosed;
   // At once: the next descriptor may get its number.
-  if (was_open && tls_ended) loop_.forget(tls_fd_);
-  if (stuck || plain_broken_ || (tls_ended && for_plain_.empty()) ||
-      (plain_ended_ && (for_tls_.empty() || tls_ended))) {
+  if (was_open && far_ended) loop_.forget(far_fd_);
+  if (stuck || plain_broken_ || (far_ended && for_plain_.empty()) ||
+      (plain_ended_ && (for_far_.empty() || far_ended))) {
     return finish();
   }
   watch();
-  if (moved && !tls_ended) loop_.watch(tls_fd_, static_cast<short>(tls_->events(true) | POLLOUT), *this);
+  if (moved && !far_ended) loop_.watch(far_fd_, static_cast<short>(far_->events(true) | POLLOUT), *this);
 }
 
 void Forwarding::watch() {
-  if (tls_->phase() != TlsConnection::Phase::kClosed) {
-    short events = tls_->events(!for_tls_.empty());
+  if (far_->phase() != Connection::Phase::kClosed) {
+    short events = far_->events(!for_far_.empty());
     const bool full = for_plain_.size() >= kMostBytes;
-    if (full && tls_->phase() == TlsConnection::Phase::kOpen) events = static_cast<short>(events & ~POLLIN);
-    loop_.watch(tls_fd_, events, *this);
+    if (full && far_->phase() == Connection::Phase::kOpen) events = static_cast<short>(events & ~POLLIN);
+    loop_.watch(far_fd_, events, *this);
   }
-  const bool reads = !plain_ended_ && for_tls_.size() < kMostBytes;
+  const bool reads = !plain_ended_ && for_far_.size() < kMostBytes;
   if (plain_ended_ && for_plain_.empty()) {
     loop_.forget(plain_.get());  // its hang-up would be told again and again
   } else {

@@ -224,7 +224,7 @@ int run_on_hosts(HostsOptions options) {
                 .nproc = options.run.nprocs},
        .endpoint = find_endpoint(options.endpoint_host, options.endpoint_port, options.coordinates),
        .key = TlsKey(options.secret, options.job_id),
-       .tunnel = options.tunnel,
+       .tunnel = options.tunnel || options.membership.max_hosts == 1,
        // Over several hosts the agents meet at the port that the user names.
        .store_port = options.membership.max_hosts == 1 ? options.run.master_port : uint16_t{0},
        .say = [&lines](const std::string& text) { lines.say(text); },

@@ -92,6 +92,12 @@ std::string text_of_address(const PeerAddress& address) {
   return good ? text : "";
 }
 
+uint16_t port_of_address(const PeerAddress& address) {
+  return ntohs(address.storage.ss_family == AF_INET
+                   ? reinterpret_cast<const sockaddr_in&>(address.storage).sin_port
+                   : reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_port);
+}
+
 std::string local_address_of(int socket) {
   PeerAddress address;
   address.size = sizeof(address.storage);

@@ -20,6 +20,9 @@ struct PeerAddress {
 /// Its numeric text, without the port; empty where there is none.
 std::string text_of_address(const PeerAddress& address);
 
+/// Its port.
+uint16_t port_of_address(const PeerAddress& address);
+
 /// The addresses of a name, or a numeric one; IPv4's first. Empty, and why, where there are none.
 std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, std::string& why);
 

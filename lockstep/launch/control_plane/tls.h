@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/control_plane/connection.h>
 
 struct ssl_ctx_st;
 struct ssl_st;
@@ -29,30 +30,23 @@ class TlsKey {
 
 /// One connection over a socket that does not block. The thread blocks or ignores SIGPIPE, for OpenSSL writes as to any
 /// file. Not thread-safe.
-class TlsConnection {
+class TlsConnection : public Connection {
  public:
-  enum class Phase { kHandshake, kOpen, kClosed };
   enum class Side { kClient, kServer };
 
   TlsConnection(const TlsKey& key, UniqueFd socket, Side side);
-  TlsConnection(const TlsConnection&) = delete;
-  TlsConnection& operator=(const TlsConnection&) = delete;
-  ~TlsConnection();
+  ~TlsConnection() override;
 
-  int fd() const { return socket_.get(); }
-  Phase phase() const { return phase_; }
+  int fd() const override { return socket_.get(); }
+  Phase phase() const override { return phase_; }
   /// It was closed for what the other end sent, an alert say; otherwise the connection itself ended.
   bool disagreed() const { return disagreed_; }
-  /// Does what can be done of the handshake. The connection is open once both ends have shown that they know the key;
-  /// it is closed when the other end does not.
-  void advance_handshake();
-  /// Reads what is there, at most the buffer; 0 when nothing is, or the connection is closed.
-  size_t read(std::span<char> buffer);
-  /// Writes what fits; 0 when nothing does, or the connection is closed.
-  size_t write(std::string_view bytes);
-  void close();
-  /// What poll(2) is to wait for; `wants_to_write`: there is something to write.
-  short events(bool wants_to_write) const;
+  /// The connection is open once both ends have shown that they know the key; it is closed when the other end does not.
+  void advance_handshake() override;
+  size_t read(std::span<char> buffer) override;
+  size_t write(std::string_view bytes) override;
+  void close() override;
+  short events(bool wants_to_write) const override;
 
  private:
   /// The one place where the phase changes to kClosed: after SSL_read, SSL_write, SSL_do_handshake failed.
