@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <sched.h>
 #include <set>
 #include <sstream>
 #include <string>
@@ -18,6 +19,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/host_name.h>
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/launch/agent.h>
 #include <lockstep/launch/remote_hosts.h>
 #include <lockstep/launch/shell_words.h>
@@ -66,10 +69,32 @@ struct RunArguments {
   std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
   std::vector<std::string> passed_on;
   bool started_by_shell = false;
+  std::string cpu_list;
   bool no_prefix = false;
   double grace_period = 30;
   bool dry_run = false;
 };
+
+/// Lets this process, and all that it starts, compute on these cores alone: "0-3,8".
+void stay_on_cores(const std::string& list) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  const auto number = [](const std::string& digits) {
+    return parse_number("--cpu-list", digits, 0, CPU_SETSIZE - 1);
+  };
+  std::istringstream ranges(list);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    const size_t dash = range.find('-');
+    const int first = number(range.substr(0, dash));
+    const int last = dash == std::string::npos ? first : number(range.substr(dash + 1));
+    for (int core = first; core <= last; ++core) CPU_SET(core, &cores);
+  }
+  // The kernel leaves out those that this process may not use, and refuses a set of none.
+  const bool some = ::sched_setaffinity(0, sizeof cores, &cores) == 0;
+  TORCH_CHECK_VALUE(some && usable_cores() == CPU_COUNT(&cores), "--cpu-list is '", list,
+                    "', which has cores that ", host_name(),
+                    " has not, or that may not be used (taskset -cp $$ says which may)");
+}
 
 /// A Python program's command, as torchrun makes it; of any other program its own words.
 std::vector<std::string> command_from(const RunArguments& arguments, std::vector<std::string> words) {
@@ -131,9 +156,9 @@ std::vector<std::string> passed_variables(const std::vector<std::string>& passed
 
 /// All options that an agent has to have, too, as they were given, be it by PET_….
 std::vector<std::string> options_for_agents(const CLI::App& command) {
-  static const std::set<std::string> own = {"help",        "host",        "rsh",
-                                            "export",      "dry-run",     "nproc-per-node",
-                                            "secret-file", "master-addr", "master-port"};
+  static const std::set<std::string> own = {"help",        "host",           "rsh",         "export",
+                                            "dry-run",     "nproc-per-node", "secret-file", "master-addr",
+                                            "master-port", "cpu-list"};
   static const std::set<std::string> contrary = {"nnodes",        "node-rank",  "rdzv-backend",
                                                  "rdzv-endpoint", "standalone", "local-addr"};
   std::vector<std::string> words;
@@ -173,11 +198,17 @@ launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& argume
   } else {
     common.push_back("--standalone");
   }
+  std::vector<std::string> cores;
+  std::istringstream lists(arguments.cpu_list);
+  for (std::string list; std::getline(lists, list, ';');) cores.push_back("--cpu-list=" + list);
+  TORCH_CHECK_VALUE(cores.empty() || cores.size() == hosts.size(), "--cpu-list has ", cores.size(),
+                    " lists, and -H has ", hosts.size(), " hosts; give one for each, separated by ;");
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   for (size_t i = 0; i < hosts.size(); ++i) {
     std::vector<std::string> words = {self, "run"};
     words.insert(words.end(), common.begin(), common.end());
     if (hosts.size() > 1) words.push_back("--node-rank=" + std::to_string(i));
+    if (!cores.empty()) words.push_back(cores[i]);
     words.push_back("--nproc-per-node=" + std::to_string(hosts[i].processes));
     words.insert(words.end(), program.begin(), program.end());
     run.agents.push_back({hosts[i], std::move(words)});
@@ -291,6 +322,10 @@ void add_run(CLI::App& program, int& status) {
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
   run->add_flag("--dry-run,--dry_run", arguments->dry_run,
                 "Print what would run here, with which variables, and start nothing");
+  run->add_option("--cpu-list,--cpu_list", arguments->cpu_list,
+                  "Cores on which the processes stay, all of them on all of these: 0-3,8; with -H a list for "
+                  "each host, separated by ;")
+      ->type_name("CORES");
   run->add_option("-H,--host", arguments->remote_hosts,
                   "Hosts to run on, each with its number of processes; with it -n is that of all hosts")
       ->type_name("HOST:SLOTS,…");
@@ -317,6 +352,7 @@ void add_run(CLI::App& program, int& status) {
       return;
     }
     if (arguments->started_by_shell) launch::obey_remote_launcher();
+    if (!arguments->cpu_list.empty()) stay_on_cores(arguments->cpu_list);
     take_host_roles(*run, arguments->hosts);
     const launch::RunOptions options = options_from(*arguments, words);
     if (arguments->dry_run) {

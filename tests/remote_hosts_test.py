@@ -72,6 +72,14 @@ def test_hosts_are_filled_in_their_order_and_get_variables_and_options(programs,
     ], done.text
 
 
+def test_each_host_has_its_own_cores(programs, cluster):
+    cores = sorted(os.sched_getaffinity(0))
+    lists = [str(cores[0]), ",".join(map(str, cores))]
+    script = "echo $(hostname) on $(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep=\",\")')"
+    done = cluster.run("host-a,host-b", "--cpu-list", ";".join(lists), "--no-prefix", "sh", "-c", script)
+    assert sorted(done.stdout.splitlines()) == [f"host-a on {lists[0]}", f"host-b on {lists[1]}"], done.text
+
+
 def test_the_secret_stands_on_no_command_line(programs, cluster):
     job = cluster.start("host-a,host-b", "sh", "-c", STAY, LOCKSTEP_JOB_SECRET=SECRET)
     job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
@@ -172,6 +180,7 @@ def test_a_dry_run_shows_what_each_host_would_run(programs):
     "words, error",
     [
         (["-H", "a:2,b:0"], "-H has 'b:0'"),
+        (["-H", "a,b", "--cpu-list", "0"], "--cpu-list has 1 lists, and -H has 2 hosts"),
         (["-H", "a:2,b:2", "-n", "5"], "-n is 5, and the hosts of -H have 4 slots"),
         (["-H", "a,b", "--nnodes", "2"], "-H and --nnodes contradict each other"),
         (["-H", "localhost,b"], "the other hosts of -H can't find the first one by the name localhost"),

@@ -1,6 +1,7 @@
 """`lockstep run` takes torchrun's command lines: Python programs, files of output, options given twice."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -112,6 +113,20 @@ def test_the_agents_limit_on_open_files_is_not_the_workers(programs):
     worker, agent = done.stdout.splitlines()
     soft, hard = agent.split()[3:5]
     assert worker == "200" and soft == hard, done.text
+
+
+def test_processes_stay_on_the_cores_of_a_list(one_host):
+    core = str(max(os.sched_getaffinity(0)))
+    script = "grep Cpus_allowed_list /proc/self/status"
+    assert one_host(["--cpu-list", core], script).split() == ["Cpus_allowed_list:", core]
+    assert one_host(["--cpu-list", f"{core}-{core}", "-n", "cpu"], "echo $WORLD_SIZE") == "1"
+
+
+@pytest.mark.parametrize("cores, error", [("1023", "'1023', which has cores that"), ("a", "--cpu-list has 'a'"), ("1-0", "'1-0'")])
+def test_cores_that_are_not_there_start_nothing(programs, cores, error):
+    done = programs.run("lockstep", "run", "--cpu-list", cores, "touch", "started")
+    assert done.status == MISUSE and error in done.stderr, done.text
+    assert not (programs.folder / "started").exists()
 
 
 def described(done) -> dict:
