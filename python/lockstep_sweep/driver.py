@@ -4,9 +4,9 @@ import signal
 
 from optuna.trial import TrialState
 
-from lockstep_sweep import host, show, study
+from lockstep_sweep import show, study
 from lockstep_sweep.job import Job
-from lockstep_sweep.options import plan_cores
+from lockstep_sweep.slots import Slots
 
 TICK = 0.1  # seconds between looks at what running jobs have written
 
@@ -16,11 +16,11 @@ class Driver:
 
     def __init__(self, options, launcher):
         self._options, self._launcher = options, launcher
-        self._usable, self._cores_each, self._most_at_once = plan_cores(options)
+        self._slots = Slots(options, launcher)
         self._runs = show.MlflowRuns(options.mlflow)
         self._trials = study.begin_or_join(options)
         self._runs.open(self._trials.study)
-        self._progress = show.Progress(self._trials.study, options.trials, self._most_at_once)
+        self._progress = show.Progress(self._trials.study, options.trials, self._slots.at_once)
         self._running, self._failures, self._signals, self._all_begun = [], 0, [], False
 
     def run(self):
@@ -43,24 +43,28 @@ class Driver:
         succeeded = self._progress.finish()
         if self._signals:
             return 128 + self._signals[0]
-        return 0 if succeeded and self._failures < self._options.max_failures else 1
+        return 0 if succeeded and self._all_begun else 1
 
     def _may_begin(self):
-        return not self._all_begun and not self._signals and self._failures < self._options.max_failures
+        return (not self._all_begun and not self._signals and self._failures < self._options.max_failures
+                and self._slots.at_once > 0)
 
     def _begin_trials(self):
-        while self._may_begin() and len(self._running) < self._most_at_once:
-            cores = host.claim_cores(self._usable, self._cores_each)
-            if cores is None:
+        for name in self._slots.lost():
+            self._progress.say_once(f"lockstep sweep: {name} is lost, and gets no more trials")
+        while self._may_begin() and len(self._running) < self._slots.at_once:
+            place = self._slots.take()
+            if place is None:
                 self._all_begun = self._trials.all_begun()
                 self._progress.say_once("lockstep sweep: waits for cores that another sweep computes on")
                 return
             trial = self._trials.begin()
             if trial is None:
-                host.release_cores(cores)
+                for share in place:
+                    share.release()
                 self._all_begun = True
                 return
-            self._running.append(Job(self._options, self._launcher, trial, cores, self._runs.begin(trial)))
+            self._running.append(Job(self._options, self._launcher, trial, place, self._runs.begin(trial)))
             self._progress.begun(trial)
 
     def _follow_jobs(self):

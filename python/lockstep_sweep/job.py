@@ -10,8 +10,8 @@ import re
 import signal
 import subprocess
 
-from lockstep_sweep import host
 from lockstep_sweep.options import fill
+from lockstep_sweep.slots import run_options
 
 LAST_LINES = 20
 RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
@@ -25,10 +25,10 @@ def folder_of(options, number):
     return options.folder / "trials" / f"{number:04d}"
 
 
-def command_of(options, trial):
-    """The job as one types it, but for the name of the launcher."""
+def command_of(options, trial, *place):
+    """The job as one types it, but for the name of the launcher; `place` as for run_options()."""
     values = {**trial.params, "number": trial.number, "folder": folder_of(options, trial.number)}
-    return ["run", "--nproc-per-node", str(options.nproc_per_node), "--", *fill(options.program, values)]
+    return ["run", *run_options(options, *place), "--", *fill(options.program, values)]
 
 
 def report_of(options, trial):
@@ -79,19 +79,21 @@ def _oom_kills():
 class Job:
     """A started one. Its output is in output.log in its folder, and what it reports by lockstep::trial() in metrics.jsonl."""
 
-    def __init__(self, options, launcher, trial, cores, variables):
-        self.trial, self.cores, self.folder = trial, cores, folder_of(options, trial.number)
+    def __init__(self, options, launcher, trial, place, variables):
+        self.trial, self._place, self.folder = trial, place, folder_of(options, trial.number)
         self.metrics, self.reported, self.pruned, self.stopped = {}, {}, False, False
         self._options, self._matched, self._oom_kills = options, 0, _oom_kills()
         self.folder.mkdir(parents=True, exist_ok=True)
         report, output = report_of(options, trial), self.folder / "output.log"
         report.unlink(missing_ok=True)  # of a trial of this number that a study lost when its host crashed
         self._reports, self._output = _Lines(report), _Lines(output)
-        environment = {"OMP_NUM_THREADS": str(len(cores) // options.nproc_per_node), **os.environ, **variables,
+        threads = min(len(share.cores) // share.slots for share in place)
+        given = dict(variable.split("=", 1) for variable in options.export if "=" in variable)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **given, **variables,
                        "LOCKSTEP_TRIAL": description_of(options, trial)}
         with open(output, "wb") as file:  # no pipe, so that a driver that is stopped stops no job
             self._process = subprocess.Popen(
-                [launcher, *command_of(options, trial)], env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                [launcher, *command_of(options, trial, place, variables)], env=environment, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._in_child(os.getpid()))
 
     def _in_child(self, driver):
@@ -101,14 +103,14 @@ class Job:
             if os.getppid() != driver:
                 os._exit(1)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            os.sched_setaffinity(0, self.cores)
         return prepare
 
     def ended(self):
-        """Whether the job has; reaps it, and gives its cores back."""
+        """Whether the job has; reaps it, and gives its place back."""
         if self._process.poll() is None:
             return False
-        host.release_cores(self.cores)
+        for share in self._place:
+            share.release()
         return True
 
     def stop(self):

@@ -83,8 +83,12 @@ def _parser():
     add("--enqueue", action="append", default=[], metavar="NAME=VALUE,…", help="a trial to begin with")
     add("--warm-start", action="append", default=[], metavar="FOLDER", help="begin with the trials of an older sweep")
     add("--nproc-per-node", "-n", type=_natural, default=1, metavar="N", help="processes of a trial [1]")
-    add("--jobs", type=_jobs, default=1, metavar="N", help="trials at once, which share the cores; auto: a core for each "
-        "process [1]")
+    add("--jobs", type=_jobs, metavar="N", help="trials at once, which share the cores; auto: a core for each process [1; with "
+        "--host as many as fit]")
+    add("--host", "-H", metavar="HOST:SLOTS,…", help="where trials run, with a slot for each process, as lockstep run has it")
+    add("--rsh", metavar="COMMAND", help="what runs a command on a host of --host [%(default)s]",
+        default="ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5")
+    add("--export", "-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the processes on other hosts")
     add("--retries", type=int, default=0, metavar="N", help="how often a failed trial is run again [0]")
     add("--max-failures", type=_natural, default=5, metavar="N", help="end after N failures in a row [5]")
     add("--folder", default="sweep", metavar="DIR", help="the study, and a folder for each trial [sweep]")
@@ -266,14 +270,3 @@ def fill(words, values):
                          f"{{{match[0]}}} is {match[0]} itself")
         return text_of(values[match[2]])
     return [PLACE.sub(replaced, word) for word in words]
-
-
-def plan_cores(options):
-    """(the cores that may be used, how many a trial has, trials at once)"""
-    usable, processes = sorted(os.sched_getaffinity(0)), options.nproc_per_node
-    jobs = max(1, len(usable) // processes) if options.jobs == "auto" else options.jobs
-    each = max(1, len(usable) // (jobs * processes)) * processes
-    if jobs * each > len(usable):
-        raise Misuse(f"{jobs} trials of {processes} processes do not fit onto the {len(usable)} cores that may be used here; "
-                     "take fewer --jobs or --nproc-per-node")
-    return usable, each, jobs

@@ -12,7 +12,7 @@ import optuna
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from lockstep_sweep import host
+from lockstep_sweep import cores, host
 from lockstep_sweep.options import SQLITE, Misuse, begun, contains, keep, scalar
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -52,7 +52,7 @@ class Place:
         sqlite = SQLITE.match(self.storage)
         file = self.storage if self._is_journal else sqlite and sqlite[2]
         self.locks_all = bool(file)
-        self.lock = host.Lock(f"{file}.drivers" if file else host.private_folder() / "sweeps")
+        self.lock = cores.Lock(f"{file}.drivers" if file else cores.private_folder() / "sweeps")
 
     def open(self):
         if self._is_journal:

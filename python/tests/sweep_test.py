@@ -7,7 +7,7 @@ import pytest
 from processes import run_python
 
 optuna = pytest.importorskip("optuna")
-from lockstep_sweep import host, options, study  # noqa: E402
+from lockstep_sweep import cores, host, options, slots, study  # noqa: E402
 
 
 @pytest.mark.parametrize("kind, moment", [
@@ -42,7 +42,7 @@ def asked(folder, *words):
 def begun(tmp_path, monkeypatch):
     """begun(words…): the trials of a study in the test's folder, as a driver of it has them."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(host.tempfile, "tempdir", None)
+    monkeypatch.setattr(cores.tempfile, "tempdir", None)
     return lambda *words: study.begin_or_join(asked(tmp_path / "sweep", "--trials", "3", *words))
 
 
@@ -63,7 +63,7 @@ def test_a_trial_of_a_driver_that_has_ended_is_run_again_with_its_parameters(beg
 
 def test_drivers_of_sqlite_share_a_lock_whatever_their_tmpdir(begun, tmp_path, monkeypatch):
     begun("--storage", f"sqlite:///{tmp_path}/study.db")
-    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(cores.tempfile, "tempdir", str(tmp_path / "nowhere"))
     place = study.Place(asked(tmp_path / "sweep", "--storage", f"sqlite:///{tmp_path}/study.db"))
     assert place.locks_all and (tmp_path / "study.db.drivers").exists()
 
@@ -107,26 +107,88 @@ def test_a_half_line_at_the_end_of_a_journal_is_cut_off(begun, tmp_path):
         assert trials.begin().number == number
 
 
-def test_a_core_is_one_trials_at_a_time(begun):
-    first = host.claim_cores([0, 1, 2], 2)
-    assert list(first) == [0, 1]
-    assert host.claim_cores([0, 1, 2], 2) is None
-    assert list(host.claim_cores([0, 1, 2], 1)) == [2]
-    host.release_cores(first)
-    assert list(host.claim_cores([1, 2], 1)) == [1]
+@pytest.fixture
+def on_cores(begun, monkeypatch):
+    """on_cores(N): this host has cores 0 to N - 1, whose locks lie in the test's folder."""
+    return lambda count: monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+def test_a_core_is_one_trials_at_a_time(on_cores):
+    on_cores(3)
+    one, other = cores.Cores(), cores.Cores()
+    assert one.claim(2) == [0, 1]
+    assert other.claim(2) == []
+    assert other.claim(1) == [2]
+    one.release([0, 1])
+    assert other.claim(1) == [0]
 
 
 @pytest.mark.parametrize("words, usable, plan", [
     ([], 8, (8, 1)), (["--jobs", "2"], 8, (4, 2)), (["-n", "2", "--jobs", "3"], 8, (2, 3)),
     (["--jobs", "auto"], 8, (1, 8)), (["-n", "3", "--jobs", "auto"], 8, (3, 2)), (["-n", "3"], 8, (6, 1))])  # fmt: skip
-def test_cores_are_shared_out(monkeypatch, words, usable, plan):
-    monkeypatch.setattr(options.os, "sched_getaffinity", lambda _: set(range(usable)))
-    assert options.plan_cores(asked("sweep", *words)) == (list(range(usable)), *plan)
+def test_cores_are_shared_out(on_cores, words, usable, plan):
+    on_cores(usable)
+    found = slots.Slots(asked("sweep", *words), "lockstep")
+    [share] = found.take()
+    assert (len(share.cores), found.at_once) == plan
+
+
+@pytest.fixture
+def two_hosts(on_cores, monkeypatch):
+    """two_hosts(HOSTS, processes): the slots of hosts "a" and "b", of two cores each."""
+
+    class TwoCores(cores.Cores):
+        def __init__(self, name, shell):
+            self.name, self.usable, self._taken = name, [0, 1], {}
+
+        def claim(self, count):
+            free = [core for core in self.usable if core not in self._taken]
+            taken = free[:count] if len(free) >= count else []
+            self._taken.update(dict.fromkeys(taken))
+            return taken
+
+        def release(self, taken):
+            for core in taken:
+                del self._taken[core]
+
+    monkeypatch.setattr(slots, "_cores_of", TwoCores)
+    return lambda hosts, processes: slots.Slots(asked("sweep", "--host", hosts, "-n", str(processes)), "true")
+
+
+def placed(place):
+    return place and [(share.host.name, share.cores) for share in place]
+
+
+def test_a_trial_is_on_one_host_where_one_has_room(two_hosts):
+    found = two_hosts("a:1,b:2", 2)
+    assert found.at_once == 1
+    assert placed(found.take()) == [("b", [0, 1])]
+    assert found.take() is None, "one slot is free"
+
+
+def test_a_trial_is_on_several_hosts_where_none_has_room(two_hosts):
+    found = two_hosts("a:2,b:2", 3)
+    first = found.take()
+    assert placed(first) == [("a", [0, 1]), ("b", [0])]
+    assert found.take() is None
+    for share in first:
+        share.release()
+    assert placed(found.take()) == [("a", [0, 1]), ("b", [0])]
+
+
+def test_cores_of_other_sweeps_are_left_alone(two_hosts):
+    found = two_hosts("a:2,b:2", 2)
+    found._hosts[0].cores.claim(1)
+    assert placed(found.take()) == [("b", [0, 1])]
+    assert found.take() is None
+    found._hosts[1].cores.release([1])  # as if a sweep of another user's had ended
+    found._hosts[1].free = 1
+    assert placed(found.take()) == [("a", [1]), ("b", [1])]
 
 
 def test_a_folder_of_locks_that_others_can_enter_is_refused(begun, tmp_path):
-    folder = host.private_folder()
+    folder = cores.private_folder()
     assert folder.parent == tmp_path and os.stat(folder).st_mode & 0o077 == 0
     folder.chmod(0o755)
     with pytest.raises(OSError, match="this user's alone"):
-        host.private_folder()
+        cores.private_folder()
