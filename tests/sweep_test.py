@@ -461,6 +461,17 @@ def test_an_mlflow_server_that_is_away_stops_nothing(sweep):
     assert done.stderr.count("warning: MLflow") == 1, done.text
 
 
+def test_a_terminal_shows_how_far_it_is(sweep):
+    terminal = [sys.executable, "-c", "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"]
+    program = ["sh", "-c", "echo loss: {x}; until [ {number} = 0 ] || [ -e go ]; do sleep 0.01; done"]
+    words = ["--param", "x=int:3:4", "--metric", "loss", *LOSS, "--enqueue", "x=3", "--trials", 3, "--", *program]
+    driver = sweep.start(*words, before=terminal)
+    driver.wait_for(r"1/3, 1 complete, 1 running, best: 3, trial 0: x=3, \d:\d\d:\d\d left")
+    (sweep.folder / "go").touch()
+    done = driver.finish()
+    assert done.status == 0 and "3 trials have ended" in done.stdout, done.text
+
+
 def test_help_lists_its_options(sweep):
     assert "--sampler" in sweep.run("--help").stdout
 
