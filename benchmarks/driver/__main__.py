@@ -9,7 +9,7 @@ import sys
 import time
 
 from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, launch, machine,
-                               profiler, report, results, several_hosts, sharding, soak, startup, training)
+                               profiler, report, results, several_hosts, sharding, soak, startup, sweep, training)
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
 
@@ -17,11 +17,12 @@ SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_r
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
           "checkpoint": checkpoint.checkpoint, "profiler": profiler.profiler, "sharding": sharding.sharding, "gpu": gpu.gpu,
-          "startup": startup.startup, "hosts": several_hosts.several_hosts, "launch": launch.launch, "soak": soak.soak}
+          "startup": startup.startup, "hosts": several_hosts.several_hosts, "launch": launch.launch, "sweep": sweep.sweep,
+          "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
 BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "profiler", "sharding", "gpu", "startup",
-                 "hosts", "launch", "soak")
-ONLY_WHERE_NAMED = ("hosts", "launch")  # they need root
+                 "hosts", "launch", "sweep", "soak")
+ONLY_WHERE_NAMED = ("hosts", "launch", "sweep")  # two need root, and the last takes long
 ROUNDS = 15
 SOAK_ROUNDS, SOAK_QUICK_ROUNDS = 200, 20  # where it is the only suite
 BUSY_LOAD = 0.7

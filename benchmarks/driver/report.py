@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.driver import (checkpoint, data, from_python, gpu, launch, profiler, several_hosts_report, sharding, soak, startup,
-                               stats, targets, training_report)
+                               stats, sweep, targets, training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -18,7 +18,7 @@ def report(results, markdown=False):
                *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
                *sharded(results),
                gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
-               launches(results), soaked(results),
+               launches(results), sweeps(results), soaked(results),
                failed_rounds(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
@@ -253,6 +253,16 @@ def launches(results):
                                  for who in ("lockstep", "torchrun")), ratio(results, f"{cell}.vs_torchrun")])
     return Table("Launchers: until the first collective of all ranks; where a launcher is killed, until its last worker's end",
                  ["", "lockstep run", "torchrun", "times faster (quartiles)"], rows)
+
+
+def sweeps(results):
+    rows = []
+    for who, words in sweep.CONTENDERS.items():
+        if f"sweep.pause.{who}" in results.series:
+            seen = stats.summarize(results.series[f"sweep.pause.{who}"]["rounds"])
+            rows.append([words, duration(seen.median), f"{seen.low / 1e6:.3g}-{seen.high / 1e6:.3g} ms",
+                         ratio(results, "sweep.pause.vs_optuna") if who == "lockstep" else ""])
+    return Table("Between two trials, on average", ["", "median", "quartiles", "times faster (quartiles)"], rows)
 
 
 def soaked(results):

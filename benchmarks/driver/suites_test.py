@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.driver import checkpoint, collectives, data, interleave, profiler, report, results, tables, targets
+from benchmarks.driver import checkpoint, collectives, data, interleave, profiler, report, results, sweep, tables, targets
 from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
@@ -294,6 +294,8 @@ def test_targets_are_judged_in_the_right_direction():
 
 def test_every_target_is_measured_by_a_suite(monkeypatch):
     monkeypatch.setattr(collectives.machine, "available_memory", lambda: 64 << 30)
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda package: package)
+    monkeypatch.setattr(sweep, "pauses", lambda *words: [1e6 * len(words[1])])
     answer = results.Results(machine={}, options={"suites": list(SUITES)})
     for name, suite in SUITES.items():
         if name in ("gpu", "launch", "startup", "soak"):  # they promise nothing, and have tests of their own

@@ -109,6 +109,7 @@ TARGETS = (
                          ("stack", ", stacks of C++ here and of Python there, too"))),
     Target("profiler.merge.memory_of_traces", 0.64, "merging traces of 64 ranks, memory, of their bytes", at_most=True),
     *SHARDING_TARGETS,
+    Target("sweep.pause.of_allowed", 1, "sweep, from the end of a job to the next, of 50 ms", at_most=True),
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )
