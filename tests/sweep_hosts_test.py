@@ -1,7 +1,7 @@
 """`lockstep sweep --host`: trials on the slots of several hosts.
 
-A shell of this test's leads to hosts that are none, but have core locks of their own (TMPDIR), and to network namespaces where ranks
-of one trial are on two hosts.
+A shell of this test's leads to hosts that are none, but have core locks of their own (TMPDIR), and to network namespaces where
+ranks of one trial are on two hosts.
 """
 
 import os
@@ -48,8 +48,8 @@ class Sweep:
 
     def start(self, *words, before=(), shell=None):
         shell = shell or self.shell
-        command = [*before, "env", "-u", "OMP_NUM_THREADS", "lockstep", "sweep", "--rsh", shell, "--param", "x=int:0:9", *VALUE, *words]
-        return self.programs.start(*command, LOCKSTEP_SWEEP_PYTHON=sys.executable, FOLDER=self.folder)
+        own = ["env", "-u", "OMP_NUM_THREADS", "lockstep", "sweep", "--rsh", shell, "--param", "x=int:0:9", *VALUE]
+        return self.programs.start(*before, *own, *words, LOCKSTEP_SWEEP_PYTHON=sys.executable, FOLDER=self.folder)
 
     def start_trials(self, *words):
         """Of the program above."""

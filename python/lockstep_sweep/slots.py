@@ -147,7 +147,8 @@ def _cores_of(name, shell):
 
 def _check(options, launcher):
     """That lockstep run can start jobs on these hosts together."""
-    tried = subprocess.run([launcher, "run", "--dry-run", *run_options(options), "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run([launcher, "run", "--dry-run", *run_options(options), "true"], capture_output=True, text=True,
+                           check=False)
     if tried.returncode != 0:
         raise Misuse(tried.stderr.partition("\nTry:")[0])
 
