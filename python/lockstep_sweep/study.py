@@ -194,10 +194,6 @@ class Trials:
         self.study, self._lock, self._space, self._most = study, place.lock, options.space, options.trials
         self._locks_all, self._undriven = place.locks_all, {}  # {trial's number: when this driver first saw it so}
         self._me = host.this_driver()
-        here = f"host {self._me['host']} {self._me['machine']}"
-        study.set_user_attr(here, True)
-        if any(name.startswith("host ") and name != here for name in study.user_attrs):
-            study.sampler.reseed_rng()  # both may have found no study, and begin with the same numbers
 
     def begin(self):
         """The next one with its parameters, or None where all are begun."""
