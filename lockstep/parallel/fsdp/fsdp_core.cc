@@ -18,6 +18,8 @@
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
+#include <lockstep/parallel/fsdp/internal/gather/gathered_units.h>
+#include <lockstep/parallel/fsdp/internal/gather/gathered_weights.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
@@ -28,6 +30,8 @@ namespace lockstep {
 using fsdp::ShardedStateDict;
 using fsdp::ShardingStrategy;
 using fsdp::internal::count_ranks;
+using fsdp::internal::GatheredUnits;
+using fsdp::internal::GatheredWeights;
 using fsdp::internal::GradientReduction;
 using fsdp::internal::run_on_all;
 using fsdp::internal::ShardedWeight;
@@ -76,19 +80,23 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   });
   verify_same_model(sharded_, options_.process_group);
   verify_same_layout(groups, dtypes);
-  groups_ = std::make_shared<const ShardGroups>(options_.process_group);
-  run_on_all(groups_->all(), "to allocate memory",
-             [&] { weights_ = std::make_unique<ShardedWeights>(sharded_, dtypes, groups_); });
+  groups_ = std::make_shared<const ShardGroups>(options_.process_group, are_to_be_gathered());
+  run_on_all(groups_->all(), "to allocate memory", [&] { weights_ = make_weights(dtypes); });
   windows_ = std::make_unique<WeightWindows>(groups_->all());
   run_on_all(groups_->all(), "to allocate memory", [&] {
     weights_->allocate_copies();
     reduction_ = std::make_shared<GradientReduction>(*weights_, *windows_, std::move(groups), options_);
+    if (are_to_be_gathered()) {
+      units_ =
+          std::make_shared<GatheredUnits>(static_cast<GatheredWeights&>(*weights_), *reduction_, options_);
+    }
   });
   weights_->move_values(/*of_rank_0=*/options_.sync_module_states);
   if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), groups_->all());
   cast_buffers();
   collect_leaves();
   reduction_->attach();
+  if (units_) units_->attach();
   log_strategy();
 }
 
@@ -97,16 +105,25 @@ FsdpCore::~FsdpCore() = default;
 void FsdpCore::check_options() const {
   TORCH_CHECK_VALUE(options_.sharding_strategy != ShardingStrategy::NO_SHARD, kClass,
                     ": NO_SHARD keeps a whole model on each rank, as DistributedDataParallel does; use that");
-  const int hosts = get_topology(options_.process_group).nodes();
-  TORCH_CHECK_VALUE(hosts == 1 || options_.sharding_strategy == ShardingStrategy::HYBRID_SHARD, kClass, ": ",
-                    name_of(options_.sharding_strategy), " over ", hosts,
-                    " hosts is not there yet; HYBRID_SHARD shares the weights on each host, and averages "
-                    "gradients between hosts");
-  if (options_.between_hosts) checked_compression(*options_.between_hosts, "between_hosts");
+  TORCH_CHECK_VALUE(!options_.gather || options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD, kClass,
+                    ": HYBRID_SHARD has the weights once on each host, where nothing is gathered; leave "
+                    "`gather` out, or choose FULL_SHARD or SHARD_GRAD_OP");
+  if (options_.between_hosts) {
+    checked_compression(*options_.between_hosts, "between_hosts");
+    TORCH_CHECK_VALUE(
+        !are_to_be_gathered(), kClass, ": between_hosts compresses the averages of HYBRID_SHARD; ",
+        name_of(options_.sharding_strategy),
+        " scatters gradients over all ranks: set mixed_precision.reduce_dtype to send fewer bytes");
+  }
   TORCH_CHECK_VALUE(options_.gradient_buffers > 0, kClass, ": gradient_buffers is ",
                     options_.gradient_buffers, "; it must be at least 1");
   TORCH_CHECK_VALUE(options_.gradient_buffer_cap_mb > 0, kClass, ": gradient_buffer_cap_mb is ",
                     options_.gradient_buffer_cap_mb, "; it must be more than 0");
+}
+
+bool FsdpCore::are_to_be_gathered() const {
+  return options_.gather || (options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD &&
+                             get_topology(options_.process_group).nodes() > 1);
 }
 
 void FsdpCore::collect_parameters() {
@@ -129,6 +146,10 @@ void FsdpCore::collect_parameters() {
                       ": parameter '", parameter.first,
                       "' has a hook behind its gradient already; is its module wrapped in another ", kClass,
                       ", which lives, or an optimizer of it?");
+    TORCH_CHECK_VALUE(!fsdp::internal::is_gathered_parameter(tensor), kClass, ": parameter '",
+                      parameter.first, "' has no values, for an earlier ", kClass,
+                      " has gathered them; make the module anew, and load the full_state_dict() taken from "
+                      "that one");
     TORCH_CHECK_VALUE(
         !fsdp::internal::is_lower_precision_view(tensor), kClass, ": parameter '", parameter.first,
         "' has the values in ", toString(tensor.scalar_type()), " that an earlier ", kClass,
@@ -140,6 +161,13 @@ void FsdpCore::collect_parameters() {
 }
 
 void FsdpCore::log_strategy() const {
+  if (units_) {
+    LOCKSTEP_LOG(kInfo) << kClass << " of " << model_.name << ": " << sharded_.size() << " parameters in "
+                        << model_.groups.size() << " groups are gathered from "
+                        << weights_->group()->getSize() << " ranks, each of which has its rows; "
+                        << name_of(options_.sharding_strategy);
+    return;
+  }
   const std::string strategy =
       groups_->replicas()
           ? "HYBRID_SHARD over " + std::to_string(groups_->replicas()->getSize()) + " hosts"
@@ -175,8 +203,8 @@ void FsdpCore::cast_buffers() {
   }
 }
 
-/// Of those that require gradients, by their places in sharded_.
-std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<WeightDtypes>& dtypes) const {
+/// By the parameters' places in sharded_.
+std::vector<std::vector<size_t>> FsdpCore::places_of_groups() const {
   std::unordered_map<const c10::TensorImpl*, size_t> places;
   for (size_t i = 0; i < sharded_.size(); ++i) places.emplace(sharded_[i].second.unsafeGetTensorImpl(), i);
   std::unordered_map<std::string, const c10::TensorImpl*> by_name;
@@ -184,8 +212,18 @@ std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<Weig
   std::vector<std::vector<size_t>> groups;
   for (const auto& group : model_.groups) {
     std::vector<size_t> members;
-    for (const std::string& name : group.parameters) {
-      const size_t place = places.at(by_name.at(name));
+    for (const std::string& name : group.parameters) members.push_back(places.at(by_name.at(name)));
+    groups.push_back(std::move(members));
+  }
+  return groups;
+}
+
+/// Of those that require gradients.
+std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<WeightDtypes>& dtypes) const {
+  std::vector<std::vector<size_t>> groups;
+  for (const auto& group : places_of_groups()) {
+    std::vector<size_t> members;
+    for (const size_t place : group) {
       if (!sharded_[place].second.requires_grad()) continue;
       members.push_back(place);
       const size_t first = members.front();
@@ -200,10 +238,23 @@ std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<Weig
   return groups;
 }
 
+std::unique_ptr<ShardedWeights> FsdpCore::make_weights(const std::vector<WeightDtypes>& dtypes) const {
+  if (!are_to_be_gathered()) return std::make_unique<ShardedWeights>(sharded_, dtypes, groups_);
+  std::vector<std::string> names;
+  for (const auto& group : model_.groups) names.push_back(group.module.empty() ? model_.name : group.module);
+  return std::make_unique<GatheredWeights>(sharded_, dtypes, groups_, places_of_groups(), std::move(names));
+}
+
 /// Else ranks would see each other's rows at other places.
 void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups,
                                   const std::vector<WeightDtypes>& dtypes) const {
   std::string own = options_.sync_module_states ? "synced" : "own";
+  if (are_to_be_gathered()) {
+    own +=
+        " gathered " + std::to_string(static_cast<int>(options_.sharding_strategy)) +
+        (options_.backward_prefetch ? std::to_string(static_cast<int>(*options_.backward_prefetch)) : "-") +
+        (options_.forward_prefetch ? "forward" : "") + (options_.limit_all_gathers ? "limited" : "");
+  }
   for (const auto& [seen, reduced] : dtypes)
     own += std::string(" ") + toString(seen) + "/" + toString(reduced);
   for (const auto& members : groups) {
@@ -214,18 +265,19 @@ void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups
   run_on_all(options_.process_group, "to be wrapped", [&] {
     TORCH_CHECK(
         own == first, kClass,
-        ": rank 0 has other groups of parameters, other dtypes or another sync_module_states; give all "
-        "ranks the same options, and freeze the same parameters");
+        ": rank 0 has other groups of parameters, other dtypes, another sync_module_states or gathers in "
+        "another way; give all ranks the same options, and freeze the same parameters");
   });
 }
 
 // ---- Around forward
 
 void FsdpCore::run_forward(const std::function<void()>& forward) {
+  if (units_) units_->rethrow_failure();
   reduction_->check_ended();
   const WeightWindows::Reading reading(*windows_);
   weights_->check_in_place();
-  forward();
+  units_ ? units_->run_forward(forward) : forward();
 }
 
 bool FsdpCore::prepares_inputs() const {
@@ -277,7 +329,11 @@ ModelTensors FsdpCore::leaves_as_model() const {
 }
 
 void FsdpCore::write(const std::function<void()>& change, const std::function<void()>& check) {
-  windows_->write(check, [&] { weights_->write(change); });
+  const auto close_and_check = [&] {
+    if (units_) units_->close();
+    check();
+  };
+  windows_->write(close_and_check, [&] { weights_->write(change); });
 }
 
 /// A weight counts once, on however many ranks it has rows.

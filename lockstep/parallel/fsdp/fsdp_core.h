@@ -31,6 +31,7 @@ namespace fsdp {
 class OptimizerOfRows : public CollectiveOptimizer {};
 
 namespace internal {
+class GatheredUnits;
 class GradientReduction;
 class ShardGroups;
 class ShardedWeights;
@@ -95,6 +96,8 @@ class FsdpCore final {
 
   const ProcessGroup& process_group() const { return options_.process_group; }
   const FullyShardedDataParallelOptions& options() const { return options_; }
+  /// Whether parameters are gathered for each forward and backward, so that these are collective.
+  bool gathers() const { return units_ != nullptr; }
 
  private:
   void check_options() const;
@@ -107,7 +110,11 @@ class FsdpCore final {
   at::Tensor count_nonzero_gradients() const;
   void log_strategy() const;
   void cast_buffers();
+  bool are_to_be_gathered() const;
+  std::vector<std::vector<size_t>> places_of_groups() const;
   std::vector<std::vector<size_t>> reduced_groups(
+      const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
+  std::unique_ptr<fsdp::internal::ShardedWeights> make_weights(
       const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
   /// One tensor of a weight's state: state["state"][parameter][what].
   struct PlaceInState {
@@ -131,7 +138,8 @@ class FsdpCore final {
   std::shared_ptr<const fsdp::internal::ShardGroups> groups_;
   std::unique_ptr<fsdp::internal::ShardedWeights> weights_;
   std::unique_ptr<fsdp::internal::WeightWindows> windows_;
-  std::shared_ptr<fsdp::internal::GradientReduction> reduction_;  // goes first
+  std::shared_ptr<fsdp::internal::GradientReduction> reduction_;
+  std::shared_ptr<fsdp::internal::GatheredUnits> units_;  // null where nothing is gathered; goes first
 };
 
 }  // namespace lockstep

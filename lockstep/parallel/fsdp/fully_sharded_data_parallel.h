@@ -38,6 +38,11 @@ namespace lockstep {
 /// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there, but
 /// each backward must reach one sharded parameter at least. Over several hosts each has the weights once (HYBRID_SHARD).
 ///
+/// With FULL_SHARD and SHARD_GRAD_OP over several hosts, or with `gather`, each rank has its rows alone. The parameters of a group of the
+/// auto_wrap_policy are gathered when an operator is given one of them in forward() or backward(), and freed when others are; outside
+/// of these they have no values, and reading them throws. Then forward is collective too: all ranks use the groups in the
+/// same order, in evaluation as well, and one thread uses the model.
+///
 /// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
 /// Several models may live in one process; one module has but one wrapper at a time. When a reduction or step() fails, it throws
 /// the first cause on all ranks, and the model must be made anew from a checkpoint, unless no rank had begun to write:
@@ -123,7 +128,7 @@ class FullyShardedDataParallel : public torch::nn::Module,
   }
 
   /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
-  /// nothing on other ranks. Collective with mixed precision; otherwise a rank may call it alone.
+  /// nothing on other ranks. Collective with mixed precision and where parameters are gathered; otherwise a rank may call it alone.
   StateDict full_state_dict(bool rank0_only = false) { return core_->full_state_dict(rank0_only); }
   /// Every rank gives the whole model, or what has its rows; of any number of ranks. Buffers and ignored parameters are taken
   /// from the rank's own argument: rank 0's state gives all ranks rank 0's. Collective. Throws c10::ValueError when
@@ -166,6 +171,8 @@ class FullyShardedDataParallel : public torch::nn::Module,
   }
 
   const ProcessGroup& process_group() const { return core_->process_group(); }
+  /// Whether parameters are gathered for each forward and backward, which are collective then.
+  bool gathers() const { return core_->gathers(); }
 
   void train(bool on = true) override {
     torch::nn::Module::train(on);
@@ -184,8 +191,11 @@ class FullyShardedDataParallel : public torch::nn::Module,
     }
   }
   /// torch::save() writes the module's own, whole; torch::load() is collective. save() throws c10::NotImplementedError with mixed
-  /// precision, of which forward's side has lost bits.
+  /// precision, of which forward's side has lost bits, and where parameters are gathered.
   void save(torch::serialize::OutputArchive& archive) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(!core_->gathers(),
+                                "FullyShardedDataParallel: torch::save() of a model whose parameters are "
+                                "gathered would write rows alone; save full_state_dict()");
     TORCH_CHECK_NOT_IMPLEMENTED(!core_->options().mixed_precision.is_used(),
                                 "FullyShardedDataParallel: torch::save() of a model with mixed_precision "
                                 "would write what its forward "

@@ -15,8 +15,14 @@ namespace lockstep {
 namespace fsdp {
 
 /// What lies where, under torch's names. On one host each weight lies once in shared memory, whatever is chosen, so the
-/// first, the second and the last come to the same. Over several hosts each host has them once, which is HYBRID_SHARD.
+/// first, the second and the last come to the same. Over several hosts HYBRID_SHARD is that on each host; with the other two a
+/// rank has its rows alone, and parameters are gathered for forward and backward: with FULL_SHARD they are freed behind each,
+/// with SHARD_GRAD_OP behind backward.
 enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
+
+/// When the next group of gathered parameters is gathered in backward: before the current one's gradients are computed, or behind,
+/// which takes less memory and overlaps less. torch/distributed/fsdp/api.py.
+enum class BackwardPrefetch { BACKWARD_PRE, BACKWARD_POST };
 
 /// Lower precision for forward, backward and reduction, while the shards that the optimizer sees stay as they are. Only
 /// floating-point tensors are cast; with an auto_wrap_policy those of BatchNorms stay as they are, in groups of their own.
@@ -38,10 +44,10 @@ struct MixedPrecision {
 /// torch.distributed.fsdp.FullyShardedDataParallel's arguments, with its names and defaults.
 struct FullyShardedDataParallelOptions {
   ProcessGroup process_group =
-      {};  ///< empty: the default group; over several hosts with equally many ranks on each
-  /// NO_SHARD is refused: it is DistributedDataParallel. Over several hosts all but HYBRID_SHARD are.
+      {};  ///< empty: the default group; for HYBRID_SHARD over several hosts with equally many ranks on each
+  /// NO_SHARD is refused: it is DistributedDataParallel.
   fsdp::ShardingStrategy sharding_strategy = fsdp::ShardingStrategy::FULL_SHARD;
-  /// Which modules' gradients are reduced together; without one all are, at the end of backward.
+  /// Which modules' gradients are reduced together, and parameters gathered; without one all are.
   fsdp::AutoWrapPolicy auto_wrap_policy = {};
   fsdp::MixedPrecision mixed_precision = {};
   /// With all within them, left as they are: each rank has its own, and their gradients are its own.
@@ -55,8 +61,17 @@ struct FullyShardedDataParallelOptions {
   /// A buffer is as large as the largest group's gradients, and at most so large, in MiB; larger groups are reduced in parts.
   /// Backward goes on while at most gradient_buffers of them are reduced.
   double gradient_buffer_cap_mb = 8;
-  /// How gradients travel between hosts, on all ranks the same: as for DistributedDataParallel.
+  /// How gradients travel between hosts with HYBRID_SHARD, on all ranks the same: as for DistributedDataParallel.
   std::optional<HostCompression> between_hosts = {};
+
+  /// FULL_SHARD and SHARD_GRAD_OP gather on one host, too, as they do over several.
+  bool gather = false;
+  // Where parameters are gathered:
+  /// Early, in the order of the step before; none: when they are used.
+  std::optional<fsdp::BackwardPrefetch> backward_prefetch = fsdp::BackwardPrefetch::BACKWARD_PRE;
+  bool forward_prefetch = false;  ///< early in forward, too
+  /// At most two groups are whole or on their way at once, otherwise three. (SHARD_GRAD_OP keeps all, until backward.)
+  bool limit_all_gathers = true;
 };
 
 }  // namespace lockstep

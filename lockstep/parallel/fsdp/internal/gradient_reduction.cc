@@ -135,6 +135,7 @@ void GradientReduction::on_gradient(size_t weight) {
   used_[weight] = true;
   if (--group.missing == 0) {
     schedule_.arrived(group_of_[weight]);
+    if (when_complete_) when_complete_(weight);
     spread_failures([this] { start_what_can_start(); });
   }
 }
@@ -166,6 +167,8 @@ void GradientReduction::start_what_can_start() {
     // Gradients that wait for a buffer take more memory than the buffers.
     const auto oldest = schedule_.oldest();
     if (!oldest || !schedule_.waits_for_a_slot()) return;
+    // A rank that lacks gradients may start it behind operations that need this rank.
+    if (progress_.own - static_cast<int64_t>(ring_.size()) >= progress_.all) return;
     finish(*oldest);
   }
 }
@@ -208,6 +211,7 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
   if (slot.is_last_part) group.gradients.clear();
   slot.group = next.group;
   at::Tensor averages = group.averages.narrow(0, group.layout.part_begin(next.part), part_numel);
+  ++progress_.own;
   slot.work = reduce_scatter_tensor(averages, buffer, ReduceOp::AVG, weights_.group(), /*async_op=*/true);
 }
 

@@ -2,6 +2,9 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -18,6 +21,14 @@
 #include <lockstep/parallel/fsdp/options.h>
 
 namespace lockstep::fsdp::internal {
+
+/// How many reductions have started, since the model was made: the n-th is the same on all ranks.
+struct ReductionProgress {
+  int64_t own = 0;  ///< here
+  /// On each rank, as far as this one knows. Where ranks wait for each other in other operations too, as in gathers,
+  /// it is told; otherwise a rank may wait for a reduction that others have not started, for they come to it.
+  int64_t all = std::numeric_limits<int64_t>::max();
+};
 
 /// Averages gradients over the ranks while backward() runs, each rank those of its own rows.
 ///
@@ -46,6 +57,9 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
 
   /// Whether backwards that begin from now on reduce. Without, gradients add up in .grad of the module's parameters.
   void set_synchronising(bool on) { synchronising_ = on; }
+  /// Called when all gradients of a weight's group are there, in a backward that reduces.
+  void when_complete(std::function<void(size_t weight)> action) { when_complete_ = std::move(action); }
+  ReductionProgress& progress() { return progress_; }
   /// Drops what has added up for this weight.
   void drop_sum(size_t weight);
   /// Before a forward, by any thread. Throws c10::Error when this thread's last backward did not end: a reduction has failed, or
@@ -96,6 +110,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;  // on parameters, before their gradients
   std::vector<Slot> ring_;
   ReductionSchedule schedule_;
+  ReductionProgress progress_;
+  std::function<void(size_t)> when_complete_;
   bool synchronising_ = true;
   bool order_is_known_ = false;
   std::atomic<std::thread::id> backward_ = std::thread::id();  // the thread that runs one

@@ -49,17 +49,18 @@ void end_group(ProcessGroup& group) {
 
 }  // namespace
 
-ShardGroups::ShardGroups(const ProcessGroup& parent) {
-  const Lists hosts = ranks_of_hosts(get_topology(parent));
+ShardGroups::ShardGroups(const ProcessGroup& parent, bool gathers) {
+  std::vector<int> ranks(static_cast<size_t>(parent->getSize()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const Lists hosts = gathers ? Lists{ranks} : ranks_of_hosts(get_topology(parent));
   try {
+    if (gathers) gathers_ = split_group(parent, hosts, {}, "fsdp_gathers");
     if (hosts.size() == 1) {
       all_ = host_ = split_group(parent, hosts, {}, "fsdp");
     } else {
       // It may fail on one host alone.
       run_on_all(parent, "to make their host's group",
                  [&] { host_ = split_group(parent, hosts, {}, "fsdp"); });
-      std::vector<int> ranks(static_cast<size_t>(parent->getSize()));
-      std::iota(ranks.begin(), ranks.end(), 0);
       all_ = split_group(parent, {ranks}, {}, "fsdp_all");
       replicas_ = split_group(parent, ranks_of_places(hosts), {}, "fsdp_replicas");
     }
@@ -79,12 +80,15 @@ void ShardGroups::end() noexcept {
     end_group(all_);
   }
   end_group(host_);
+  end_group(gathers_);
 }
 
 void ShardGroups::spread_failure() const noexcept try {
-  if (!replicas_) return;
+  if (!replicas_ && !gathers_) return;
   std::vector<c10::intrusive_ptr<LockstepBackend>> backends;
-  for (const auto& group : {host_, all_, replicas_}) backends.push_back(lockstep_backend_of(*group));
+  for (const auto& group : {host_, all_, replicas_, gathers_}) {
+    if (group) backends.push_back(lockstep_backend_of(*group));
+  }
   for (const auto& failed : backends) {
     if (!failed->channel().failed()) continue;
     for (const auto& other : backends) {

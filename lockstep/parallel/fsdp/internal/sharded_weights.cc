@@ -29,23 +29,17 @@ bool is_lower_precision_view(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release_lower_precision_view;
 }
 
-/// The rows that the optimizer sees where modules see others, in memory of this rank alone.
-struct ShardedWeights::Copies {
-  at::Tensor memory;
-  transport::ReadOnlyView view;
-};
-
-ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
-                               const std::vector<WeightDtypes>& dtypes,
-                               std::shared_ptr<const ShardGroups> groups) {
-  const int rank = groups->host()->getRank(), ranks = groups->host()->getSize();
-  std::vector<int64_t> bytes, own_bytes;
+ShardedWeights::ShardedWeights(std::shared_ptr<const ShardGroups> groups,
+                               const std::vector<NamedTensor>& parameters,
+                               const std::vector<WeightDtypes>& dtypes)
+    : groups_(std::move(groups)) {
+  const int rank = group()->getRank(), ranks = group()->getSize();
+  std::vector<int64_t> own_bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, parameter] = parameters[i];
     const RowShape shape = RowShape::of(parameter.sizes().vec());
     const Rows own = rows_of(shape.rows, rank, ranks);
     const bool same = dtypes[i].seen == parameter.scalar_type();
-    bytes.push_back(parameter.numel() * static_cast<int64_t>(at::elementSize(dtypes[i].seen)));
     own_bytes.push_back(same ? 0
                              : own.size() * shape.row_numel * static_cast<int64_t>(parameter.element_size()));
     weights_.push_back({.name = name,
@@ -59,14 +53,23 @@ ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
                         .readable = {},
                         .writable = {}});
   }
-  offsets_ = aligned_offsets(bytes);
   copy_offsets_ = aligned_offsets(own_bytes);
+}
+
+ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
+                               const std::vector<WeightDtypes>& dtypes,
+                               std::shared_ptr<const ShardGroups> groups)
+    : ShardedWeights(std::move(groups), parameters, dtypes) {
+  std::vector<int64_t> bytes;
+  for (const ShardedWeight& weight : weights_) {
+    bytes.push_back(weight.shape.numel() * static_cast<int64_t>(at::elementSize(weight.dtypes.seen)));
+  }
+  offsets_ = aligned_offsets(bytes);
   std::vector<transport::ReadOnlyView::Part> parts;
   for (size_t i = 0; i < weights_.size(); ++i) {
     parts.push_back({static_cast<size_t>(offsets_[i]), static_cast<size_t>(bytes[i]), part_name(i)});
   }
-  memory_ = std::make_shared<WeightMemory>(std::move(groups), static_cast<size_t>(offsets_.back()),
-                                           std::move(parts));
+  memory_ = std::make_shared<WeightMemory>(groups_, static_cast<size_t>(offsets_.back()), std::move(parts));
 }
 
 std::string ShardedWeights::part_name(size_t index) const {
@@ -78,18 +81,13 @@ void ShardedWeights::allocate_copies() {
     return weight.dtypes.seen != weight.parameter.scalar_type();
   };
   if (std::ranges::none_of(weights_, is_copied)) return;
-  constexpr int64_t kPage = 4096;  // a tensor that is as large lies in whole ones
-  at::Tensor memory = empty_shared({(copy_offsets_.back() / kPage + 1) * kPage}, at::kByte, group());
   std::vector<transport::ReadOnlyView::Part> parts;
   for (size_t i = 0; i < weights_.size(); ++i) {
     const int64_t end = copy_offsets_[i + 1];
     parts.push_back(
         {static_cast<size_t>(copy_offsets_[i]), static_cast<size_t>(end - copy_offsets_[i]), part_name(i)});
   }
-  auto* const begin = static_cast<std::byte*>(memory.mutable_data_ptr());
-  const auto bytes = static_cast<size_t>(memory.numel());
-  copies_ = std::shared_ptr<Copies>(
-      new Copies{std::move(memory), transport::ReadOnlyView(begin, bytes, std::move(parts))});
+  copies_ = std::make_shared<RowMemory>(static_cast<size_t>(copy_offsets_.back()), std::move(parts), group());
 }
 
 void ShardedWeights::move_values(bool of_rank_0) {
@@ -103,22 +101,19 @@ void ShardedWeights::move_values(bool of_rank_0) {
       groups().all()->broadcast(tensors)->wait();
     }
     const auto shard_sizes = sizes_with_rows(whole, weight.own.size());
-    const int64_t row_bytes =
-        weight.shape.row_numel * static_cast<int64_t>(at::elementSize(weight.dtypes.seen));
-    const int64_t own_offset = offsets_[i] + weight.own.begin * row_bytes;
+    const OwnRows place = own_rows_place(i);
     const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
       return at::from_blob(
           memory, shard_sizes, [owner](void*) {}, at::TensorOptions(dtype));
     };
-    const at::Tensor seen = rows_at(memory_->writable() + own_offset, weight.dtypes.seen, memory_);
+    const at::Tensor seen = rows_at(place.writable, weight.dtypes.seen, place.owner);
     if (weight.dtypes.seen == whole.scalar_type()) {
       weight.writable = seen;
-      weight.readable = rows_at(memory_->view() + own_offset, weight.dtypes.seen, memory_);
+      weight.readable = rows_at(place.readable, weight.dtypes.seen, place.owner);
     } else {
       weight.published = seen;
-      auto* const writable = static_cast<std::byte*>(copies_->memory.mutable_data_ptr());
-      weight.writable = rows_at(writable + copy_offsets_[i], whole.scalar_type(), copies_);
-      weight.readable = rows_at(copies_->view.data() + copy_offsets_[i], whole.scalar_type(), copies_);
+      weight.writable = rows_at(copies_->writable() + copy_offsets_[i], whole.scalar_type(), copies_);
+      weight.readable = rows_at(copies_->view() + copy_offsets_[i], whole.scalar_type(), copies_);
     }
     const at::Tensor values = whole.contiguous()
                                   .view({weight.shape.rows, weight.shape.row_numel})
@@ -136,6 +131,14 @@ void ShardedWeights::move_values(bool of_rank_0) {
     weight.parameter.set_data(in_view(i));
   }
   group()->barrier()->wait();
+}
+
+ShardedWeights::OwnRows ShardedWeights::own_rows_place(size_t index) const {
+  const ShardedWeight& weight = weights_[index];
+  const int64_t row_bytes =
+      weight.shape.row_numel * static_cast<int64_t>(at::elementSize(weight.dtypes.seen));
+  const int64_t offset = offsets_[index] + weight.own.begin * row_bytes;
+  return {memory_->writable() + offset, memory_->view() + offset, memory_};
 }
 
 /// Where modules see a weight. Each is a storage of its own: of views of one, torch::save would write the whole.
@@ -165,8 +168,14 @@ void ShardedWeights::check_in_place() const {
                 "FullyShardedDataParallel: parameter '", weights_[i].name,
                 "' is no longer where all ranks share it; something has given it other memory, such as "
                 "module->to(): move and convert a module before it is wrapped, and load it by the wrapper");
-    TORCH_CHECK(weights_[i].trains || !parameter.requires_grad(), "FullyShardedDataParallel: parameter '",
-                weights_[i].name,
+  }
+  check_frozen();
+}
+
+void ShardedWeights::check_frozen() const {
+  for (const ShardedWeight& weight : weights_) {
+    TORCH_CHECK(weight.trains || !weight.parameter.requires_grad(), "FullyShardedDataParallel: parameter '",
+                weight.name,
                 "' was frozen when it was wrapped, and requires gradients now, which nothing averages; set "
                 "requires_grad before a module is wrapped");
   }

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/nn/named_tensor.h>
+#include <lockstep/parallel/fsdp/internal/row_memory.h>
 #include <lockstep/parallel/fsdp/internal/shard_layout.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
 #include <lockstep/parallel/fsdp/sharded_tensor.h>
@@ -41,27 +42,29 @@ struct ShardedWeight {
 /// Whether these are values of lower precision that mixed precision has made of a weight's own, whose wrapper is gone perhaps.
 bool is_lower_precision_view(const at::Tensor& tensor);
 
-/// The weights of a model: their memory, and the shards. Collective are those that say so. Used by one thread at a time.
+/// The weights of a model: their memory, and the shards. They lie once for all ranks of a host; a subclass may have them
+/// elsewhere. Collective are those that say so. Used by one thread at a time.
 class ShardedWeights {
  public:
   /// Makes place for `parameters` (each once, on the CPU; with their dtypes). Collective.
   ShardedWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
                  std::shared_ptr<const ShardGroups> groups);
+  virtual ~ShardedWeights() = default;
   /// The memory of what write() changes where that is not what modules see. Before move_values().
   void allocate_copies();
   /// Moves the parameters' values there, one after the other, so that beside it there is never more than what the module
   /// had: each rank the rows that it owns, of its own values or of rank 0's. Collective.
   void move_values(bool of_rank_0);
 
-  const ShardGroups& groups() const { return memory_->groups(); }
-  /// The ranks that share the memory.
+  const ShardGroups& groups() const { return *groups_; }
+  /// The ranks that share the memory, or have the rows among them.
   const ProcessGroup& group() const { return groups().host(); }
   const std::vector<ShardedWeight>& all() const { return weights_; }
   const ShardedWeight* find(const std::string& name) const;
 
   /// Throws c10::Error that names the parameter when the module's are not where they were put, by module.to(), say, or require
   /// gradients now.
-  void check_in_place() const;
+  virtual void check_in_place() const;
 
   /// Runs `change`, in which the shards can be written. Then it brings their values to where modules see them, where that is
   /// not the same place, and tells autograd that all weights have changed. While no rank reads.
@@ -80,8 +83,8 @@ class ShardedWeights {
   void take_private_values();
 
   /// A copy of the whole value, in the shards' dtype; undefined unless it is `wanted` here. Collective where the shards are
-  /// no part of the shared weights (mixed precision). Not while weights are written.
-  at::Tensor copy(size_t index, bool wanted) const;
+  /// no part of shared weights (mixed precision, or a subclass). Not while weights are written.
+  virtual at::Tensor copy(size_t index, bool wanted) const;
   /// The whole of what has a row for each row of the weight, from the ranks' parts: state of the optimizer. Collective.
   at::Tensor gather(size_t index, const at::Tensor& part) const;
   /// This rank's part of such a whole; a view.
@@ -90,16 +93,32 @@ class ShardedWeights {
   /// they are of something else, or some of this rank's rows are in none.
   at::Tensor own_rows(size_t index, const std::vector<ShardedTensor>& parts) const;
 
- private:
-  struct Copies;
+ protected:
+  /// Where this rank's rows of a weight lie, as modules see them.
+  struct OwnRows {
+    std::byte* writable;
+    std::byte* readable;
+    std::shared_ptr<void> owner;  // of the memory
+  };
 
-  at::Tensor in_view(size_t index) const;
-  void put_shards(at::Tensor ShardedWeight::*place);
+  /// Of a subclass that has memory of its own.
+  ShardedWeights(std::shared_ptr<const ShardGroups> groups, const std::vector<NamedTensor>& parameters,
+                 const std::vector<WeightDtypes>& dtypes);
+
+  virtual OwnRows own_rows_place(size_t index) const;
+  /// What the module's parameter is.
+  virtual at::Tensor in_view(size_t index) const;
+  void check_frozen() const;
   std::string part_name(size_t index) const;
 
+ private:
+  void put_shards(at::Tensor ShardedWeight::*place);
+
+  const std::shared_ptr<const ShardGroups> groups_;
   std::shared_ptr<WeightMemory> memory_;
   std::vector<int64_t> offsets_;  // in the memory, by weight
-  std::shared_ptr<Copies> copies_;
+  /// The rows that the optimizer sees where modules see others.
+  std::shared_ptr<RowMemory> copies_;
   std::vector<int64_t> copy_offsets_;  // there, by weight; only of those with another dtype there is anything
   std::vector<ShardedWeight> weights_;
 };

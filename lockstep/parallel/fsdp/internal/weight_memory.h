@@ -25,7 +25,6 @@ class WeightMemory {
   WeightMemory(const WeightMemory&) = delete;
   WeightMemory& operator=(const WeightMemory&) = delete;
 
-  const ShardGroups& groups() const { return *groups_; }
   std::byte* view() const { return view_->data(); }
   std::byte* writable() const { return writable_; }
 

@@ -101,6 +101,7 @@ struct Recipe {
   double max_norm = 0;      // 0: none
   bool checkpointed = false;
   fsdp::AutoWrapPolicy policy = {};
+  std::function<void(FullyShardedDataParallelOptions&)> adjust = [](FullyShardedDataParallelOptions&) {};
 };
 
 template <class Model, class Optimizer, class Clip>
@@ -152,8 +153,10 @@ inline void compare(const Recipe& recipe, int ranks, int hosts = 1) {
     auto world = init_process_group();
     Net net = make_net();
     net->checkpointed = recipe.checkpointed;
-    FullyShardedDataParallel model(
-        net, {.sharding_strategy = strategy_over(hosts), .auto_wrap_policy = recipe.policy});
+    FullyShardedDataParallelOptions options{.sharding_strategy = strategy_over(hosts),
+                                            .auto_wrap_policy = recipe.policy};
+    recipe.adjust(options);
+    FullyShardedDataParallel model(net, options);
     const auto run = [&](auto& optimizer) {
       train(
           model, optimizer, recipe, ranks, rank,

@@ -1,0 +1,597 @@
+// FULL_SHARD and SHARD_GRAD_OP by gathering, forced on one host.
+#include <algorithm>
+#include <functional>
+#include <gmock/gmock.h>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/base/failpoint.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
+
+namespace lockstep::fsdp_gather_test {
+namespace {
+
+using fsdp::BackwardPrefetch;
+using fsdp::ShardingStrategy;
+using fsdp_test::batch;
+using fsdp_test::compare;
+using fsdp_test::loss_of;
+using fsdp_test::Pass;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::random;
+using testing::run_ranks;
+namespace nn = torch::nn;
+namespace optim = torch::optim;
+using Options = FullyShardedDataParallelOptions;
+
+void gather(Options& options) {
+  options.gather = true;
+}
+void gather_early(Options& options) {
+  options.gather = options.forward_prefetch = true;
+}
+void gather_late(Options& options) {
+  options.gather = true;
+  options.backward_prefetch = {};
+  options.limit_all_gathers = false;
+}
+void gather_post(Options& options) {
+  options.gather = true;
+  options.backward_prefetch = BackwardPrefetch::BACKWARD_POST;
+}
+void gather_until_backward(Options& options) {
+  options.gather = true;
+  options.sharding_strategy = ShardingStrategy::SHARD_GRAD_OP;
+}
+
+TEST(FsdpGather, TrainsAsOneProcess) {
+  compare({.adjust = gather}, 2);
+}
+
+TEST(FsdpGather, TrainsWithMoreRanksThanRows) {
+  compare({.adam = true, .policy = fsdp::size_based_auto_wrap_policy(1), .adjust = gather_early}, 4);
+}
+
+TEST(FsdpGather, TrainsInGroupsWithAccumulationAndClipping) {
+  for (const auto adjust : {gather, gather_until_backward}) {
+    compare({.adam = true,
+             .accumulate = true,
+             .max_norm = 0.1,
+             .policy = fsdp::module_wrap_policy<nn::LinearImpl, nn::LSTMImpl>(),
+             .adjust = adjust},
+            3);
+  }
+}
+
+TEST(FsdpGather, TrainsWithActivationCheckpoints) {
+  compare({.checkpointed = true, .policy = fsdp::size_based_auto_wrap_policy(20), .adjust = gather_early}, 2);
+}
+
+TEST(FsdpGather, TrainsWithRetainedGraphs) {
+  for (const auto adjust : {gather_post, gather_until_backward}) {
+    compare({.pass = Pass::kRetained, .policy = fsdp::size_based_auto_wrap_policy(20), .adjust = adjust}, 2);
+  }
+}
+
+TEST(FsdpGather, TrainsWithSeveralForwardsBeforeTheBackwards) {
+  for (const auto adjust : {gather_late, gather_until_backward}) {
+    compare({.pass = Pass::kTwoForwards, .policy = fsdp::size_based_auto_wrap_policy(1), .adjust = adjust},
+            3);
+  }
+}
+
+TEST(FsdpGather, TrainsWithAGradientPenalty) {
+  compare({.adam = true,
+           .pass = Pass::kGradientPenalty,
+           .policy = fsdp::size_based_auto_wrap_policy(20),
+           .adjust = gather},
+          2);
+}
+
+/// Convolutions, attention, and an embedding that the last layer shares.
+struct MixedImpl : nn::Module {
+  nn::Embedding embedding = register_module("embedding", nn::Embedding(11, 8));
+  nn::Conv1d convolution = register_module("convolution", nn::Conv1d(nn::Conv1dOptions(8, 8, 3).padding(1)));
+  nn::TransformerEncoderLayer encoder = register_module(
+      "encoder",
+      nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(12).dropout(0)));
+  nn::GRU recurrent = register_module("recurrent", nn::GRU(8, 8));
+  nn::LayerNorm norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({8})));
+  torch::Tensor offsets = register_parameter("offsets", torch::zeros({1, 8}));
+
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    auto x = embedding(tokens);  // time, batch, 8
+    x = x + convolution(x.permute({1, 2, 0})).permute({2, 0, 1});
+    x = encoder(x);
+    x = norm(std::get<0>(recurrent(x)));
+    // One operator that is given weights of two groups.
+    return torch::matmul(x, torch::cat({embedding->weight, offsets}).t());
+  }
+};
+TORCH_MODULE(Mixed);
+
+Mixed make_mixed() {
+  torch::manual_seed(4);
+  Mixed net;
+  net->to(at::kDouble);
+  return net;
+}
+
+TEST(FsdpGather, TrainsConvolutionsAttentionAndTiedEmbeddings) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    Mixed net = make_mixed(), alone = make_mixed();
+    Options options{.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(50)};
+    gather_early(options);
+    FullyShardedDataParallel model(net, options);
+    const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+    optim::AdamW reference(alone->parameters(), optim::AdamWOptions(0.01));
+    for (int step = 0; step < 5; ++step) {
+      const auto tokens =
+          (random({5, 4}, static_cast<uint64_t>(step), at::kDouble).abs() * 1e6).to(at::kLong) % 11;
+      const auto loss = [&](auto& of, const torch::Tensor& input) { return loss_of(of(input)); };
+      optimizer->zero_grad();
+      reference.zero_grad();
+      loss(model, tokens.narrow(1, 2 * rank, 2)).backward();
+      ((loss(alone, tokens.narrow(1, 0, 2)) + loss(alone, tokens.narrow(1, 2, 2))) / 2).backward();
+      optimizer->step();
+      reference.step();
+    }
+    const auto state = model.full_state_dict();
+    for (const auto& item : alone->named_parameters()) {
+      EXPECT_LT(testing::difference(state.at(item.key()).toTensor(), item.value()), 1e-10) << item.key();
+    }
+  });
+}
+
+/// Layers that count how many of them are whole, in forward and in backward.
+struct Tower : nn::Module {
+  explicit Tower(int height) {
+    for (int i = 0; i < height; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(16, 16)));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& layer : layers) {
+      x = torch::tanh(layer(x));
+      count();
+      if (x.requires_grad()) x.register_hook([this](const torch::Tensor& /*gradient*/) { count(); });
+    }
+    return x;
+  }
+  int whole() const {
+    return static_cast<int>(std::ranges::count_if(layers, [](const auto& layer) {
+      return layer->weight.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
+    }));
+  }
+  void count() { most = std::max(most, whole()); }
+
+  std::vector<nn::Linear> layers;
+  int most = 0;
+};
+
+TEST(FsdpGather, NoMoreGroupsAreWholeThanTheOptionsSay) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    struct Case {
+      void (*adjust)(Options&);
+      int most, behind_forward;
+    };
+    for (const Case& of : {Case{gather, 2, 2}, Case{gather_early, 2, 2}, Case{gather_late, 3, 3},
+                           Case{gather_post, 2, 2}, Case{gather_until_backward, 8, 8}}) {
+      const auto net = std::make_shared<Tower>(8);
+      Options options{.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>()};
+      of.adjust(options);
+      FullyShardedDataParallel model(net, options);
+      EXPECT_EQ(net->whole(), 0);
+      const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+      const auto x = random({3, 16}, static_cast<uint64_t>(rank), at::kFloat);
+      for (int step = 0; step < 3; ++step) {
+        optimizer->zero_grad();
+        const auto loss = model(x).sum();
+        EXPECT_EQ(net->whole(), of.behind_forward);
+        loss.backward();
+        EXPECT_EQ(net->whole(), 0);
+        optimizer->step();
+      }
+      EXPECT_EQ(net->most, of.most);
+      const torch::NoGradGuard no_grad;
+      net->most = 0;
+      model(x);
+      EXPECT_LE(net->most, 3);
+      EXPECT_EQ(net->whole(), 0);
+    }
+  });
+}
+
+TEST(FsdpGather, NoSyncKeepsWhatShardGradOpHasGathered) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const auto adjust : {gather, gather_until_backward}) {
+      const auto net = std::make_shared<Tower>(4);
+      Options options{.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>()};
+      adjust(options);
+      FullyShardedDataParallel model(net, options);
+      const auto x = random({3, 16}, static_cast<uint64_t>(rank), at::kFloat);
+      {
+        const auto guard = model.no_sync();
+        model(x).sum().backward();
+      }
+      EXPECT_EQ(net->whole(), adjust == gather ? 0 : 4);
+      model(x).sum().backward();
+      EXPECT_EQ(net->whole(), 0);
+    }
+  });
+}
+
+TEST(FsdpGather, ParametersHaveNoValuesOutsideOfForwardAndBackward) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = fsdp_test::make_net();
+    const auto before = net->first->weight.detach().clone();
+    torch::Tensor weight;
+    {
+      FullyShardedDataParallel model(net, {.gather = true});
+      weight = net->first->weight;
+      EXPECT_THAT(message_of<c10::Error>([&] { weight.sum(); }),
+                  HasSubstr("parameter 'first.weight' has no values here"));
+      EXPECT_THAT(message_of<c10::Error>([&] { (void)weight.data_ptr(); }),
+                  HasSubstr("summon_full_params()"));
+      model.summon_full_params([&] { EXPECT_TRUE(at::equal(net->first->weight, before)); },
+                               /*writeback=*/false);
+      model.summon_full_params([&] {
+        const torch::NoGradGuard no_grad;
+        net->first->weight.fill_(7);
+      });
+      EXPECT_TRUE((model.full_state_dict().at("first.weight").toTensor() == 7).all().item<bool>());
+      loss_of(model(batch(0, 2, rank))).backward();
+      EXPECT_THROW(weight.sum(), c10::Error);
+      EXPECT_THAT(message_of<c10::NotImplementedError>([&] {
+                    torch::serialize::OutputArchive archive;
+                    model.save(archive);
+                  }),
+                  HasSubstr("save full_state_dict()"));
+      EXPECT_THAT(message_of<c10::ValueError>([&] { FullyShardedDataParallel again(net); }),
+                  HasSubstr("has a hook behind its gradient already"));
+    }
+    EXPECT_THAT(message_of<c10::Error>([&] { weight.sum(); }),
+                HasSubstr("its wrapper, which gathered them, is gone"));
+    EXPECT_THAT(message_of<c10::ValueError>([&] { FullyShardedDataParallel again(net); }),
+                HasSubstr("' has no values, for an earlier FullyShardedDataParallel has gathered them"));
+  });
+}
+
+TEST(FsdpGather, MisuseIsAnError) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = fsdp_test::make_net();
+    EXPECT_THAT(message_of<c10::ValueError>([&] {
+                  FullyShardedDataParallel model(
+                      net, {.sharding_strategy = ShardingStrategy::HYBRID_SHARD, .gather = true});
+                }),
+                HasSubstr("leave `gather` out"));
+    EXPECT_THAT(message_of<c10::ValueError>([&] {
+                  FullyShardedDataParallel model(net,
+                                                 {.between_hosts = HostCompression::kBf16, .gather = true});
+                }),
+                HasSubstr("mixed_precision.reduce_dtype"));
+    EXPECT_THAT(message_of<c10::Error>([&] { FullyShardedDataParallel model(net, {.gather = rank == 0}); }),
+                ::testing::AnyOf(HasSubstr("gathers in another way"), HasSubstr("failed to be wrapped")));
+
+    FullyShardedDataParallel model(net, {.gather = true});
+    const auto x = batch(0, 2, rank);
+    std::string of_other_thread;
+    struct Within : nn::Module {
+      explicit Within(fsdp_test::Net net) : inner(register_module("inner", std::move(net))) {}
+      torch::Tensor forward(const torch::Tensor& input) {
+        within();
+        return inner(input);
+      }
+      fsdp_test::Net inner;
+      std::function<void()> within = [] {};
+    };
+    const auto within = std::make_shared<Within>(fsdp_test::make_net());
+    FullyShardedDataParallel outer(within, {.gather = true});
+    within->within = [&] {
+      std::thread([&] { of_other_thread = message_of<c10::Error>([&] { outer(x); }); }).join();
+    };
+    outer(x);
+    EXPECT_THAT(of_other_thread, HasSubstr("one thread at a time uses it"));
+    auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    EXPECT_THAT(message_of<c10::Error>([&] { net->to(at::kFloat); }), HasSubstr("has no values here"));
+    const auto old = loss_of(model(x));
+    loss_of(model(x)).backward();
+    optimizer->step();
+    EXPECT_THAT(message_of<c10::Error>([&] { old.backward(); }),
+                HasSubstr("modified by an inplace operation"));
+    net->first->weight.set_data(torch::zeros({7, 5}, at::kDouble));
+    EXPECT_THAT(message_of<c10::Error>([&] { model(x); }),
+                HasSubstr("is no longer the one that is gathered"));
+  });
+}
+
+TEST(FsdpGather, AWriteToAGatheredParameterIsAnError) {
+  run_ranks(1, [](int rank) {
+    auto world = init_process_group();
+    auto net = fsdp_test::make_net();
+    FullyShardedDataParallel model(net, {.gather = true});
+    const auto loss = loss_of(model(batch(0, 1, rank)));
+    {
+      const torch::NoGradGuard no_grad;
+      net->unused->bias.mul_(2);
+    }
+    const auto message = HasSubstr("parameter 'unused.bias' was written to while it was gathered");
+    EXPECT_THAT(message_of<c10::Error>([&] { loss.backward(); }), message);
+    EXPECT_THAT(message_of<c10::Error>([&] { model(batch(0, 1, rank)); }), message);
+  });
+}
+
+TEST(FsdpGather, APlainOptimizerOfTheShardsEndsTheRank) {
+  const auto outcomes = testing::run_ranks_collect(1, [&](int) {
+    auto world = init_process_group();
+    FullyShardedDataParallel model(fsdp_test::make_net(), {.gather = true});
+    optim::SGD optimizer({model.parameters()[0]}, optim::SGDOptions(0.1));
+    loss_of(model(batch(0, 1))).backward();
+    optimizer.step();
+  });
+  if (outcomes[0].pid == 0) return;  // within a rank
+  EXPECT_NE(outcomes[0].exit_status, 0);
+  EXPECT_THAT(outcomes[0].output, HasSubstr("written to parameter 'scale' of a FullyShardedDataParallel"));
+}
+
+TEST(FsdpGather, RanksThatUseGroupsInDifferentOrdersAreTold) {
+  struct Either : nn::Module {
+    nn::Linear one = register_module("one", nn::Linear(4, 4)),
+               other = register_module("other", nn::Linear(4, 4));
+    torch::Tensor forward(const torch::Tensor& x, bool swapped) {
+      return swapped ? one(other(x)) : other(one(x));
+    }
+  };
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    FullyShardedDataParallel model(
+        std::make_shared<Either>(),
+        {.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(), .gather = true});
+    EXPECT_THAT(message_of<c10::DistBackendError>([&] {
+                  model(torch::ones({2, 4}), rank == 1);
+                }),
+                HasSubstr(rank == 0 ? "needs the parameters of 'one' next, but rank 1 those of 'other'"
+                                    : "needs the parameters of 'other' next, but rank 0 those of 'one'"));
+    EXPECT_THAT(message_of<c10::DistBackendError>([&] {
+                  model(torch::ones({2, 4}), false);
+                }),
+                HasSubstr("all ranks must use them in the same order"));
+  });
+}
+
+/// A rank without a gradient for a weight that the others reduce early: nobody waits for that before a gather.
+TEST(FsdpGather, ARankMayLackGradients) {
+  struct Biased : nn::Module {
+    Biased() {
+      for (int i = 0; i < 6; ++i) {
+        layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(5, 5)));
+      }
+      to(at::kDouble);
+    }
+    torch::Tensor forward(torch::Tensor x, bool lacks) {
+      for (size_t i = 0; i < layers.size(); ++i) {
+        const auto& bias = layers[i]->bias;
+        x = torch::tanh(torch::linear(x, layers[i]->weight, lacks && i == 5 ? bias.detach() : bias));
+      }
+      return x;
+    }
+    std::vector<nn::Linear> layers;
+  };
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(3);
+    const auto net = std::make_shared<Biased>();
+    torch::manual_seed(3);
+    const auto alone = std::make_shared<Biased>();
+    FullyShardedDataParallel model(net, {.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(),
+                                         .gradient_buffers = 1,
+                                         .gather = true});
+    const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    optim::SGD reference(alone->parameters(), optim::SGDOptions(0.1));
+    for (int step = 0; step < 4; ++step) {
+      optimizer->zero_grad();
+      reference.zero_grad();
+      const auto all = random({3, 4, 5}, static_cast<uint64_t>(step));
+      model(all[rank], rank == 1).square().sum().backward();
+      torch::Tensor mean = torch::zeros({}, at::kDouble);
+      for (int i = 0; i < 3; ++i) mean = mean + alone->forward(all[i], i == 1).square().sum() / 3;
+      mean.backward();
+      optimizer->step();
+      reference.step();
+    }
+    const auto state = model.full_state_dict();
+    for (const auto& item : alone->named_parameters()) {
+      EXPECT_LT(testing::difference(state.at(item.key()).toTensor(), item.value()), 1e-10) << item.key();
+    }
+  });
+}
+
+/// Trains with a gather that fails on rank 1; the n-th of a step: some in forward, others in backward.
+TEST(FsdpGather, AGatherThatFailsIsThrownOnAllRanksAndNoStepIsTaken) {
+  for (const int gather_number : {1, 4, 6}) {
+    run_ranks(3, [&](int rank) {
+      auto world = init_process_group();
+      const auto net = std::make_shared<Tower>(4);
+      FullyShardedDataParallel model(
+          net, {.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(), .gather = true});
+      const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+      const auto x = random({3, 16}, static_cast<uint64_t>(rank), at::kFloat).requires_grad_();
+      const auto train = [&] {
+        optimizer->zero_grad();
+        model(x).sum().backward();
+        optimizer->step();
+      };
+      train();
+      train();
+      std::vector<torch::Tensor> before;
+      for (const auto& shard : model.parameters()) before.push_back(shard.detach().clone());
+      if (rank == 1)
+        failpoint::configure("fsdp_gather=error(no memory left)@" + std::to_string(gather_number));
+      EXPECT_THAT(message_of<c10::Error>(train), HasSubstr(rank == 1 ? "no memory left" : "rank 1"));
+      EXPECT_THROW(optimizer->step(), c10::Error);
+      EXPECT_THROW(model(x), c10::Error);
+      const auto shards = model.parameters();
+      for (size_t i = 0; i < shards.size(); ++i) EXPECT_TRUE(at::equal(shards[i], before[i]));
+    });
+  }
+}
+
+TEST(FsdpGather, ADeadRankIsNamedOnAll) {
+  constexpr int kVictim = 1;
+  for (int operation = 1; operation <= 16; operation += 5) {
+    const std::string death = "announce=kill(9)@" + std::to_string(operation);
+    const auto outcomes = testing::run_ranks_collect(
+        3,
+        [&](int rank) {
+          auto world = init_process_group();
+          auto net = fsdp_test::make_net();
+          FullyShardedDataParallel model(
+              net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20), .gather = true});
+          const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+          const auto text = message_of<c10::Error>([&] {
+            for (int step = 0;; ++step) {
+              if (rank == kVictim && step == 2) failpoint::configure(death);
+              optimizer->zero_grad();
+              loss_of(model(batch(step, 3, rank))).backward();
+              optimizer->step();
+            }
+          });
+          EXPECT_THAT(text, ContainsRegex("rank 1 \\(pid [0-9]+.*\\) (was )?killed by signal 9"));
+        },
+        {.expected_failures = {kVictim}});
+    for (const auto& outcome : outcomes) {
+      if (outcome.rank == kVictim) continue;
+      EXPECT_EQ(outcome.exit_status.value_or(-1), 0)
+          << death << ", rank " << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
+/// The shared form and the gathered ones begin, go on from each other's states, and have the same weights to the bit.
+TEST(FsdpGather, AllFormsHaveTheSameNumbersAndTakeEachOthersStates) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    for (const bool half : {false, true}) {
+      Options shared{.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20)};
+      if (half) {
+        shared.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+      }
+      Options full = shared, grad = shared;
+      gather(full);
+      gather_until_backward(grad);
+      std::vector<StateDict> states;
+      const std::vector<std::pair<Options, Options>> pairs{
+          {shared, shared}, {full, full}, {grad, grad}, {shared, full}, {full, shared}};
+      for (const auto& [first, second] : pairs) {
+        const auto train = [&](auto& model, auto& optimizer, int from) {
+          for (int step = from; step < from + 3; ++step) {
+            optimizer.zero_grad();
+            loss_of(model(batch(step, 3, rank)).to(at::kDouble)).backward();
+            model.clip_grad_norm_(0.5);
+            optimizer.step();
+          }
+        };
+        FullyShardedDataParallel one(fsdp_test::make_net(), first), other(fsdp_test::make_net(), second);
+        const auto one_optimizer = one.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+        const auto other_optimizer = other.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.5));
+        train(one, *one_optimizer, 0);
+        if (half) {
+          other.load_full_state_dict(one.full_state_dict());
+          other.load_full_optim_state_dict(*other_optimizer, one.full_optim_state_dict(*one_optimizer));
+        } else {
+          other.load_sharded_state_dict({one.sharded_state_dict()});
+          other.load_sharded_optim_state_dict(*other_optimizer,
+                                              {one.sharded_optim_state_dict(*one_optimizer)});
+        }
+        train(other, *other_optimizer, 3);
+        states.push_back(other.full_state_dict());
+      }
+      for (const auto& state : states) {
+        for (const auto& [name, value] : state) {
+          EXPECT_TRUE(at::equal(value.toTensor(), states[0].at(name).toTensor()))
+              << name << ", half " << half;
+        }
+      }
+    }
+  });
+}
+
+TEST(FsdpGather, SyncModuleStatesGivesRank0sAndIgnoredParametersStay) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(rank);
+    fsdp_test::Net net;
+    const auto own = net->first->weight;
+    const auto* memory = own.const_data_ptr();
+    const auto values = own.detach().clone();
+    FullyShardedDataParallel model(net,
+                                   {.ignored_parameters = {own}, .sync_module_states = true, .gather = true});
+    EXPECT_EQ(own.const_data_ptr(), memory);
+    torch::manual_seed(0);
+    const fsdp_test::Net expected;
+    const auto state = model.full_state_dict();
+    for (const auto& item : expected->named_parameters()) {
+      const auto& wanted = item.key() == "first.weight" ? values : item.value();
+      EXPECT_TRUE(at::equal(state.at(item.key()).toTensor(), wanted)) << item.key();
+    }
+  });
+}
+
+/// Wrappers that are members of a module that is none, with an optimizer of each.
+TEST(FsdpGather, SeveralWrappersMakeAModel) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(1);
+    nn::Linear one(4, 6), other(6, 2), plain_one(4, 6), plain_other(6, 2);
+    for (nn::Linear layer : {one, other, plain_one, plain_other}) layer->to(at::kDouble);
+    {
+      const torch::NoGradGuard no_grad;
+      plain_one->weight.copy_(one->weight);
+      plain_one->bias.copy_(one->bias);
+      plain_other->weight.copy_(other->weight);
+      plain_other->bias.copy_(other->bias);
+    }
+    FullyShardedDataParallel first(one, {.sync_module_states = true, .gather = true});
+    FullyShardedDataParallel second(other, {.sync_module_states = true, .gather = true});
+    const auto of_first = first.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    const auto of_second = second.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    std::vector<torch::Tensor> parameters = plain_one->parameters();
+    for (const auto& parameter : plain_other->parameters()) parameters.push_back(parameter);
+    optim::SGD reference(parameters, optim::SGDOptions(0.1));
+    for (int step = 0; step < 3; ++step) {
+      const auto all = random({2, 3, 4}, static_cast<uint64_t>(step));
+      second(torch::tanh(first(all[rank]))).square().mean().backward();
+      plain_other(torch::tanh(plain_one(all))).square().mean().backward();
+      of_first->step();
+      of_second->step();
+      reference.step();
+      of_first->zero_grad();
+      of_second->zero_grad();
+      reference.zero_grad();
+    }
+    EXPECT_LT(testing::difference(first.full_state_dict().at("weight").toTensor(), plain_one->weight), 1e-10);
+    EXPECT_LT(testing::difference(second.full_state_dict().at("weight").toTensor(), plain_other->weight),
+              1e-10);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::fsdp_gather_test

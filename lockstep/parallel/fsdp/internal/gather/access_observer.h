@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include <ATen/record_function.h>
+#include <c10/core/Allocator.h>
+
+namespace lockstep::fsdp::internal {
+
+/// Hears of the operators that are given watched memory (watched_data()), before their kernels run, in their threads.
+class AccessListener {
+ public:
+  virtual ~AccessListener() = default;
+  /// Of memory that was watched as `unit`. True: after_use() shall be called when the operator has ended.
+  virtual bool before_use(size_t unit) noexcept = 0;
+  virtual void after_use(size_t unit) noexcept = 0;
+};
+
+/// Who listens; set once, before any operator is given the memory. Nobody is told when it has expired.
+struct AccessListenerSlot {
+  std::weak_ptr<AccessListener> listener;
+};
+
+/// What a storage has whose accesses are told to the slot's listener: `data` may be null, and is not freed with it.
+at::DataPtr watched_data(void* data, std::shared_ptr<const AccessListenerSlot> slot, size_t unit);
+/// Whether a storage has such data.
+bool is_watched(const at::DataPtr& data);
+
+/// While it lives, operators are observed: all of the process, in all threads. Operators of views are heard of as well, those
+/// within an observed operator's kernel too. What is read without an operator, by data_ptr(), is not.
+class AccessObserver {
+ public:
+  AccessObserver();
+  AccessObserver(const AccessObserver&) = delete;
+  AccessObserver& operator=(const AccessObserver&) = delete;
+  ~AccessObserver();
+
+ private:
+  at::CallbackHandle handle_;
+};
+
+}  // namespace lockstep::fsdp::internal

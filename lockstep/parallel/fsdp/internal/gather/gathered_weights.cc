@@ -1,0 +1,218 @@
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/log.h>
+#include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/parallel/fsdp/internal/gather/gathered_weights.h>
+#include <lockstep/parallel/fsdp/internal/shard_groups.h>
+
+namespace lockstep::fsdp::internal {
+namespace {
+
+at::Tensor bytes_at(void* memory, int64_t bytes) {
+  return at::from_blob(memory, {bytes}, at::TensorOptions(at::kByte));
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+/// Also where data_ptr() would throw.
+const at::DataPtr& data_of(const at::Tensor& tensor) {
+  return storage_of(tensor)->_mutable_data_ptr_no_checks();
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+std::string text_of_freed(const std::string& name) {
+  return "FullyShardedDataParallel: parameter '" + name +
+         "' has no values here: ranks gather them in forward() and backward(), and free them behind; "
+         "summon_full_params() and full_state_dict() have them";
+}
+
+}  // namespace
+
+bool is_gathered_parameter(const at::Tensor& parameter) {
+  return parameter.has_storage() &&
+         is_watched(parameter.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+}
+
+GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
+                                 const std::vector<WeightDtypes>& dtypes,
+                                 std::shared_ptr<const ShardGroups> groups,
+                                 std::vector<std::vector<size_t>> units, std::vector<std::string> names)
+    : ShardedWeights(std::move(groups), parameters, dtypes),
+      unit_of_(parameters.size()),
+      slot_(std::make_shared<AccessListenerSlot>()) {
+  std::vector<int64_t> own_bytes;
+  for (size_t weight = 0; weight < parameters.size(); ++weight) own_bytes.push_back(most_bytes(weight));
+  own_offsets_ = aligned_offsets(own_bytes);
+  std::vector<transport::ReadOnlyView::Part> parts;
+  for (size_t weight = 0; weight < parameters.size(); ++weight) {
+    parts.push_back({static_cast<size_t>(own_offsets_[weight]), static_cast<size_t>(own_bytes[weight]),
+                     part_name(weight)});
+  }
+  own_ = std::make_shared<RowMemory>(static_cast<size_t>(own_offsets_.back()), std::move(parts), group());
+
+  const auto ranks = static_cast<size_t>(group()->getSize());
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    std::vector<int64_t> bytes;
+    for (const size_t weight : units[unit]) {
+      unit_of_[weight] = unit;
+      bytes.push_back(static_cast<int64_t>(ranks) * most_bytes(weight));
+    }
+    units_.push_back({.name = std::move(names[unit]),
+                      .weights = std::move(units[unit]),
+                      .offsets = aligned_offsets(bytes),
+                      .headers = std::vector<Header>(ranks)});
+  }
+  for (size_t weight = 0; weight < parameters.size(); ++weight) {
+    parameters_.push_back(at::empty(all()[weight].sizes, at::TensorOptions(all()[weight].dtypes.seen)));
+    storage_of(parameters_.back())->set_resizable(false);
+    set_memory(weight, nullptr);
+    refuse_access(weight, text_of_freed(all()[weight].name));
+  }
+}
+
+GatheredWeights::~GatheredWeights() {
+  for (Unit& unit : units_) {
+    try {
+      if (const Work work = std::exchange(unit.work, {})) work->wait();
+    } catch (const std::exception& error) {
+      LOCKSTEP_LOG(kDebug) << "a gather of a model that is gone: " << text_of(error);
+    }
+  }
+  for (size_t weight = 0; weight < parameters_.size(); ++weight) {
+    set_memory(weight, nullptr);
+    refuse_access(weight,
+                  "FullyShardedDataParallel: parameter '" + all()[weight].name +
+                      "' has no values any more: its wrapper, which gathered them, is gone; make the module "
+                      "anew, and load a full_state_dict() taken before");
+  }
+}
+
+int64_t GatheredWeights::row_bytes(size_t weight) const {
+  return all()[weight].shape.row_numel * static_cast<int64_t>(at::elementSize(all()[weight].dtypes.seen));
+}
+
+int64_t GatheredWeights::most_bytes(size_t weight) const {
+  return most_rows(all()[weight].shape.rows, group()->getSize()) * row_bytes(weight);
+}
+
+ShardedWeights::OwnRows GatheredWeights::own_rows_place(size_t index) const {
+  return {own_->writable() + own_offsets_[index], own_->view() + own_offsets_[index], own_};
+}
+
+void GatheredWeights::set_memory(size_t weight, void* memory) {
+  c10::StorageImpl* const storage = storage_of(parameters_[weight]);
+  storage->set_data_ptr_noswap(watched_data(memory, slot_, unit_of_[weight]));
+  storage->clear_data_ptr_access_error_msg_();
+}
+
+void GatheredWeights::refuse_access(size_t weight, const std::string& text) {
+  // Despite its name it releases nothing; from then on data_ptr() throws.
+  storage_of(parameters_[weight])->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+}
+
+void GatheredWeights::start(size_t unit, int64_t note, bool early) {
+  Unit& started = units_[unit];
+  failpoint::here("fsdp_gather");
+  started.memory = c10::GetCPUAllocator()->allocate(static_cast<size_t>(started.offsets.back()));
+  started.header = {static_cast<int64_t>(unit), note};
+  const int64_t ranks = group()->getSize();
+  std::vector<at::Tensor> wholes{bytes_at(started.headers.data(), ranks * int64_t{sizeof(Header)})};
+  std::vector<at::Tensor> parts{bytes_at(started.header.data(), sizeof(Header))};
+  auto* const memory = static_cast<std::byte*>(started.memory.get());
+  for (size_t i = 0; i < started.weights.size(); ++i) {
+    const size_t weight = started.weights[i];
+    if (most_bytes(weight) == 0) continue;
+    wholes.push_back(bytes_at(memory + started.offsets[i], ranks * most_bytes(weight)));
+    parts.push_back(bytes_at(own_->writable() + own_offsets_[weight], most_bytes(weight)));
+  }
+  try {
+    started.work = all_gather_into_tensor_coalesced(wholes, parts, groups().gathers(), /*async_op=*/early);
+  } catch (...) {
+    rethrow_with_context("while the parameters of '" + started.name + "' were gathered");
+  }
+}
+
+int64_t GatheredWeights::finish(size_t unit) {
+  Unit& gathered = units_[unit];
+  try {
+    if (const Work work = std::exchange(gathered.work, {})) work->wait();
+  } catch (...) {
+    rethrow_with_context("while the parameters of '" + gathered.name + "' were gathered");
+  }
+  int64_t least = gathered.header[1];
+  for (size_t rank = 0; rank < gathered.headers.size(); ++rank) {
+    const auto [other, note] = gathered.headers[rank];
+    TORCH_CHECK_WITH(
+        DistBackendError, other == static_cast<int64_t>(unit),
+        "FullyShardedDataParallel: this rank needs the parameters of '", gathered.name, "' next, but rank ",
+        get_global_rank(group(), static_cast<int>(rank)), " those of '",
+        static_cast<size_t>(other) < units_.size() ? units_[static_cast<size_t>(other)].name : "?",
+        "'; where parameters are gathered, all ranks must use them in the same order, in "
+        "evaluation too");
+    least = std::min(least, note);
+  }
+  auto* const memory = static_cast<std::byte*>(gathered.memory.get());
+  gathered.versions.clear();
+  for (size_t i = 0; i < gathered.weights.size(); ++i) {
+    const ShardedWeight& weight = all()[gathered.weights[i]];
+    set_memory(gathered.weights[i], memory + gathered.offsets[i]);
+    gathered.versions.push_back(version_of(weight.parameter));
+  }
+  return least;
+}
+
+void GatheredWeights::free(size_t unit) {
+  Unit& freed = units_[unit];
+  for (size_t i = 0; i < freed.weights.size(); ++i) {
+    const ShardedWeight& weight = all()[freed.weights[i]];
+    set_memory(freed.weights[i], nullptr);
+    refuse_access(freed.weights[i], refusal_.empty() ? text_of_freed(weight.name) : refusal_);
+  }
+  freed.memory.clear();
+  for (size_t i = 0; i < freed.weights.size(); ++i) {
+    const ShardedWeight& weight = all()[freed.weights[i]];
+    TORCH_CHECK(version_of(weight.parameter) == freed.versions[i], "FullyShardedDataParallel: parameter '",
+                weight.name,
+                "' was written to while it was gathered, which is lost: parameters change in step() and "
+                "summon_full_params() alone");
+  }
+}
+
+void GatheredWeights::refuse(const std::string& text) {
+  refusal_ = text;
+  for (const Unit& unit : units_) {
+    for (const size_t weight : unit.weights) {
+      if (data_of(parameters_[weight]).get() == nullptr) refuse_access(weight, text);
+    }
+  }
+}
+
+void GatheredWeights::check_in_place() const {
+  for (size_t i = 0; i < all().size(); ++i) {
+    const at::Tensor& parameter = all()[i].parameter;
+    TORCH_CHECK(parameter.has_storage() && storage_of(parameter) == storage_of(parameters_[i]),
+                "FullyShardedDataParallel: parameter '", all()[i].name,
+                "' is no longer the one that is gathered; something has given it other memory, such as "
+                "module->to(): move and convert a module before it is wrapped, and load it by the wrapper");
+  }
+  check_frozen();
+}
+
+at::Tensor GatheredWeights::copy(size_t index, bool /*wanted*/) const {
+  return gather(index, all()[index].shard);
+}
+
+}  // namespace lockstep::fsdp::internal
