@@ -14,8 +14,6 @@
 namespace lockstep::fsdp::internal {
 namespace {
 
-constexpr double kMiB = 1 << 20;
-
 struct WhenAccumulated final : torch::autograd::PostAccumulateGradHook {
   explicit WhenAccumulated(std::function<void()> action) : action_(std::move(action)) {}
   void operator()(const torch::autograd::Variable& /*weight*/) override { action_(); }
@@ -48,7 +46,6 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
       schedule_({}, 0),
       used_(weights.all().size()) {
   const int ranks = weights.group()->getSize();
-  const double cap_bytes = options.gradient_buffer_cap_mb * kMiB / ranks;
   std::vector<size_t> parts;
   int64_t most_bytes = 0;
   for (auto& members : groups) {
@@ -59,8 +56,8 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
     }
     const at::ScalarType dtype = weights.all()[members.front()].dtypes.reduced;
     const auto element_size = static_cast<int64_t>(at::elementSize(dtype));
-    const auto most_elements = static_cast<int64_t>(cap_bytes / static_cast<double>(element_size));
-    PieceLayout layout(std::move(shapes), ranks, std::max<int64_t>(1, most_elements));
+    PieceLayout layout(std::move(shapes), ranks,
+                       most_part_numel(options.gradient_buffer_cap_mb, ranks, element_size));
     most_bytes = std::max(most_bytes, layout.buffer_numel() * element_size);
     parts.push_back(layout.parts());
     groups_.push_back({.weights = std::move(members), .layout = std::move(layout), .dtype = dtype});

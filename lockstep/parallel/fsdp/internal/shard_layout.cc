@@ -28,6 +28,12 @@ RowShape RowShape::of(const std::vector<int64_t>& sizes) {
   return shape;
 }
 
+int64_t most_part_numel(double cap_mb, int ranks, int64_t element_size) {
+  constexpr double kMiB = 1 << 20, kMost = 1e15;  // more than any memory
+  const double elements = cap_mb * kMiB / ranks / static_cast<double>(element_size);
+  return static_cast<int64_t>(std::clamp(elements, 1.0, kMost));
+}
+
 PieceLayout::PieceLayout(std::vector<RowShape> parameters, int ranks, int64_t most_part_numel)
     : parameters_(std::move(parameters)), ranks_(ranks), most_part_numel_(most_part_numel) {
   TORCH_INTERNAL_ASSERT(most_part_numel > 0);

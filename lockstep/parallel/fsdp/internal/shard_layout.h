@@ -28,6 +28,9 @@ struct RowShape {
   int64_t numel() const { return rows * row_numel; }
 };
 
+/// How many elements a rank's piece of a buffer of `cap_mb` MiB, infinity too, has place for; at least one.
+int64_t most_part_numel(double cap_mb, int ranks, int64_t element_size);
+
 /// How the gradients of a group of parameters lie in flat buffers, so that reduce-scatters give each rank those of its rows: a
 /// piece for each rank, equally large, and in it place for most_rows() of each parameter, one after the other. The pieces are
 /// cut into parts, so that a buffer need not have place for more than one part of each.

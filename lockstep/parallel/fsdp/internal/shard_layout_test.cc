@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <gmock/gmock.h>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -30,6 +31,16 @@ TEST(ShardLayout, RowsAreCutAsTorchChunkDoes) {
 
 TEST(ShardLayout, BlocksBeginOnCacheLines) {
   EXPECT_THAT(aligned_offsets({1, 64, 0, 65}), ElementsAre(0, 64, 128, 128, 256));
+}
+
+TEST(ShardLayout, PartsHaveAtLeastOneElementAndAnyCap) {
+  EXPECT_EQ(most_part_numel(8, 2, 4), 1 << 20);
+  EXPECT_EQ(most_part_numel(1e-9, 2, 4), 1);
+  for (const double cap : {1e300, std::numeric_limits<double>::infinity()}) {
+    const PieceLayout layout({{.rows = 100, .row_numel = 3}}, 2, most_part_numel(cap, 2, 4));
+    EXPECT_EQ(layout.parts(), 1U) << cap;
+    EXPECT_EQ(layout.buffer_numel(), 300) << cap;
+  }
 }
 
 // Each element of each parameter lies in one part, there in the piece of the rank that owns it, and no two share a place.
