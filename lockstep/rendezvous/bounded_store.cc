@@ -1,5 +1,3 @@
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <utility>
 
@@ -7,60 +5,17 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/format_duration.h>
-#include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/rendezvous/bounded_store.h>
 #include <lockstep/rendezvous/internal/call_by.h>
+#include <lockstep/rendezvous/internal/call_thread.h>
 
 namespace lockstep {
 
-/// Makes calls one after the other, in a thread that is left behind in one that does not return.
-class BoundedStore::Caller {
- public:
-  Caller() {
-    start_detached_thread("lockstep-store", [queue = queue_] { run(*queue); });
-  }
-  Caller(const Caller&) = delete;
-  Caller& operator=(const Caller&) = delete;
-  ~Caller() {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->ends = true;
-    queue_->changed.notify_one();
-  }
-
-  void start(std::function<void()> call) {
-    const std::lock_guard lock(queue_->mutex);
-    queue_->calls.push_back(std::move(call));
-    queue_->changed.notify_one();
-  }
-
- private:
-  struct Queue {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<std::function<void()>> calls;
-    bool ends = false;
-  };
-
-  static void run(Queue& queue) {
-    std::unique_lock lock(queue.mutex);
-    while (true) {
-      queue.changed.wait(lock, [&] { return queue.ends || !queue.calls.empty(); });
-      if (queue.ends) return;
-      std::function<void()> call = std::move(queue.calls.front());
-      queue.calls.pop_front();
-      lock.unlock();
-      call();
-      call = nullptr;
-      lock.lock();
-    }
-  }
-
-  const std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
-};
-
 BoundedStore::BoundedStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::nanoseconds patience)
-    : store_(std::move(store)), patience_(patience), caller_(std::make_unique<Caller>()) {}
+    : store_(std::move(store)),
+      patience_(patience),
+      caller_(std::make_unique<rendezvous_internal::CallThread>()) {}
 
 BoundedStore::~BoundedStore() = default;
 

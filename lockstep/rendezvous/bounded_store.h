@@ -12,6 +12,10 @@
 
 namespace lockstep {
 
+namespace rendezvous_internal {
+class CallThread;
+}
+
 /// Another store, for use when its host may be lost or cut off: then a TCPStore waits until the kernel gives the
 /// connection up, which may take a quarter of an hour.
 ///
@@ -42,15 +46,13 @@ class BoundedStore final : public c10d::Store {
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
 
  private:
-  class Caller;
-
   template <class Call>
   auto ask(Call call);
   [[noreturn]] void fail(std::string reason);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::chrono::nanoseconds patience_;
-  const std::unique_ptr<Caller> caller_;
+  const std::unique_ptr<rendezvous_internal::CallThread> caller_;
   mutable std::mutex mutex_;
   std::optional<std::string> lost_;
 };

@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <thread>
@@ -18,7 +20,10 @@
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/internal/call_by.h>
+#include <lockstep/rendezvous/internal/call_thread.h>
 #include <lockstep/rendezvous/internal/file_store.h>
+#include <lockstep/rendezvous/internal/unbounded_store.h>
+#include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 
@@ -36,8 +41,10 @@
 namespace lockstep {
 namespace {
 
-using rendezvous_internal::as_file_store;
+using rendezvous_internal::as_unbounded;
 using rendezvous_internal::call_by;
+using rendezvous_internal::CallThread;
+using rendezvous_internal::UnboundedStore;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
@@ -49,7 +56,7 @@ constexpr const char* kFailed = "failed: ";
 constexpr auto kPatience = std::chrono::seconds(30);
 /// How often a waiting rank looks for more than the outcome.
 constexpr auto kLookInterval = milliseconds(250);
-/// What a call of a FileStore may take behind the deadline.
+/// What a call of the store may take behind the deadline.
 constexpr auto kStoreGrace = std::chrono::seconds(2);
 
 std::vector<uint8_t> to_bytes(const std::string& text) {
@@ -65,7 +72,7 @@ class StoreAllGather {
   StoreAllGather(c10d::Store& store, const std::string& key, int rank, int world_size,
                  const std::string& met_at, Deadline deadline)
       : store_(store),
-        file_store_(as_file_store(store)),
+        unbounded_(as_unbounded(store)),
         prefix_(key + "/"),
         rank_(rank),
         world_size_(world_size),
@@ -107,6 +114,13 @@ class StoreAllGather {
   }
 
   bool is_decided() { return check(prefix_ + "outcome"); }
+
+  void forget() {
+    for (const char* name : {"size", "count", "outcome"}) remove(prefix_ + name);
+    for (int rank = 0; rank < world_size_; ++rank) {
+      for (const char* kind : {"claim", "who", "data", "seen"}) remove(at(kind, rank));
+    }
+  }
 
   /// Rank 0 may host the store: if its process ends at once after a failure, the others can't read why. Waits
   /// until all that came have read the outcome, but not for ever.
@@ -154,14 +168,35 @@ class StoreAllGather {
   /// The store's answer to `call`, which owns what it uses.
   template <class Call>
   auto ask(Call call) {
-    if (!file_store_) return call(store_);
+    if (!unbounded_.store) return call(store_);
     const auto patience =
         Deadline::after(std::max<std::chrono::nanoseconds>(deadline_.remaining(), kStoreGrace));
     std::optional<std::invoke_result_t<Call&, c10d::Store&>> answer;
-    if (!lost_) answer = call_by(patience, [call, store = file_store_]() mutable { return call(*store); });
+    if (!lost_) {
+      if (!caller_) caller_ = std::make_unique<CallThread>();
+      answer = call_by(
+          patience, [call, store = unbounded_.store]() mutable { return call(*store); },
+          /*interruptible=*/true, [this](std::function<void()> body) { caller_->start(std::move(body)); });
+    }
     lost_ = !answer;
-    if (lost_) C10_THROW_ERROR(DistStoreError, rendezvous_internal::describe_unreadable(store_));
+    if (lost_) C10_THROW_ERROR(DistStoreError, describe_silence());
     return std::move(*answer);
+  }
+
+  /// Why the store has not answered in time.
+  std::string describe_silence() const {
+    if (!unbounded_.file.empty()) return rendezvous_internal::describe_unreadable(unbounded_.file);
+    std::string text = c10::str("rank ", rank_, " of ", world_size_, " has no answer from the store at the ",
+                                "timeout: the process that hosts it (rank 0, or the launcher's agent) is ",
+                                "stopped, or its host can't be reached any more");
+    const auto found = known_.find(0);
+    if (found == known_.end() || !found->second.watch.can_tell()) return text;
+    const pid_t pid = ProcessIdentity::parse(found->second.who).pid;
+    const auto stat = read_process_stat(pid);
+    const bool is_stopped = stat && (stat->state == 'T' || stat->state == 't');
+    return is_stopped
+               ? c10::str(text, "; rank 0 (pid ", pid, ") is stopped (by SIGSTOP, SIGTSTP or a debugger)")
+               : text;
   }
 
   bool check(const std::string& key) {
@@ -175,6 +210,9 @@ class StoreAllGather {
       store.set(key, to_bytes(value));
       return true;
     });
+  }
+  void remove(const std::string& key) {
+    ask([=](c10d::Store& store) { return store.deleteKey(key); });
   }
   /// Sets the key, unless it is there already. What it holds then.
   std::string set_first(const std::string& key, const std::string& value) {
@@ -421,7 +459,8 @@ class StoreAllGather {
   }
 
   c10d::Store& store_;
-  c10::intrusive_ptr<c10d::Store> file_store_;  // the same, where calls may never return; else null
+  const UnboundedStore unbounded_;      // the same, where calls may never return
+  std::unique_ptr<CallThread> caller_;  // for these
   std::string prefix_;
   int rank_;
   int world_size_;
@@ -457,12 +496,7 @@ bool store_all_gather_is_decided(c10d::Store& store, const std::string& key, int
 
 void forget_store_all_gather(c10d::Store& store, const std::string& key, int world_size) {
   if (world_size == 1) return;
-  for (const char* name : {"size", "count", "outcome"}) store.deleteKey(key + "/" + name);
-  for (int rank = 0; rank < world_size; ++rank) {
-    for (const char* kind : {"claim", "who", "data", "seen"}) {
-      store.deleteKey(key + "/" + kind + "/" + std::to_string(rank));
-    }
-  }
+  StoreAllGather(store, key, 0, world_size, "", Deadline::after(kStoreGrace)).forget();
 }
 
 std::vector<std::string> store_all_gather(c10d::Store& store, const std::string& key, int rank,

@@ -1,3 +1,4 @@
+#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -13,7 +14,10 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/rendezvous/internal/sockets.h>
+#include <lockstep/rendezvous/internal/tcp_store.h>
 #include <lockstep/rendezvous/process_watch.h>
+#include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -233,6 +237,44 @@ TEST(StoreAllGather, FileThatEndsInARecordIsNamedAtTheDeadline) {
       EXPECT_THAT(error.what(), AllOf(HasSubstr(path), HasSubstr("delete the file")));
     }
     std::filesystem::remove(path);  // before the store ends, which would read it again
+  });
+}
+
+// TCPStore waits for ever for the answer of a process that is stopped.
+TEST(StoreAllGather, AStoppedStoreIsNamedAtTheDeadline) {
+  testing::run_ranks(2, [&](int rank) {
+    const auto launchers = rendezvous({.timeout = 60s}).store;
+    const auto limit = Deadline::after(60s);
+    if (rank == 0) {
+      auto listener = rendezvous_internal::listen_at("127.0.0.1", 0, true);
+      const auto port = std::to_string(listener.port);
+      const auto store = rendezvous_internal::host_store(std::move(listener), 60s, limit);
+      launchers->set("port", port);
+      EXPECT_EQ(message_of<c10::DistBackendError>([&] { store_all_gather(*store, "key", 0, 3, "", limit); }),
+                "it is over");
+      return;
+    }
+    const auto port = static_cast<uint16_t>(std::stoi(launchers->get_to_str("port")));
+    const auto where = [&] { return rendezvous_internal::HostPort{.host = "127.0.0.1", .port = port}; };
+    const auto join = [&] { return rendezvous_internal::join_store(where, "", "rank 0", 1, 60s, limit); };
+    const auto store = join(), other = join();
+    const auto await_count = [&](const std::string& count) {
+      while (!other->check({"key/count"}) || other->get_to_str("key/count") != count)
+        std::this_thread::yield();
+    };
+    await_count("1");
+    const pid_t pid = ProcessIdentity::parse(other->get_to_str("key/who/0")).pid;
+    std::thread stopper([&] {
+      await_count("2");
+      EXPECT_EQ(::kill(pid, SIGSTOP), 0);
+    });
+    const std::string text = message_of<c10::DistStoreError>(
+        [&] { store_all_gather(*store, "key", 1, 3, "", Deadline::after(1s)); });
+    stopper.join();
+    EXPECT_EQ(::kill(pid, SIGCONT), 0);
+    EXPECT_THAT(text, AllOf(HasSubstr("has no answer from the store"),
+                            HasSubstr("rank 0 (pid " + std::to_string(pid) + ") is stopped")));
+    other->compareSet("key/outcome", "", "failed: it is over");
   });
 }
 

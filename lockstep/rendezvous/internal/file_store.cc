@@ -7,7 +7,6 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/file_store.h>
@@ -17,20 +16,14 @@ namespace {
 
 using FileStorePtr = c10::intrusive_ptr<c10d::Store>;
 
-std::string unreadable(const std::string& path) {
+}  // namespace
+
+std::string describe_unreadable(const std::string& path) {
   return "the file " + path +
          " of the store can't be read: it seems to end in the middle of a record, as when a process is "
          "killed while it writes, or the disk is full, or another process holds its lock; delete the file, "
          "or name another one, and start all ranks again";
 }
-
-/// What is below the prefixes.
-FileStorePtr below_prefixes(c10d::Store& store) {
-  auto* prefix = dynamic_cast<c10d::PrefixStore*>(&store);
-  return prefix == nullptr ? nullptr : prefix->getUnderlyingNonPrefixStore();
-}
-
-}  // namespace
 
 void check_store_file(const std::string& path) {
   namespace fs = std::filesystem;
@@ -54,20 +47,8 @@ FileStorePtr open_file_store(const std::string& path, int world_size, std::chron
     made->add("opened", 1);  // now the file is there
     return made;
   });
-  TORCH_CHECK_WITH(DistStoreError, store, unreadable(path));
+  TORCH_CHECK_WITH(DistStoreError, store, describe_unreadable(path));
   return *store;
-}
-
-FileStorePtr as_file_store(c10d::Store& store) {
-  const auto below = below_prefixes(store);
-  if (dynamic_cast<c10d::FileStore*>(below ? below.get() : &store) == nullptr) return {};
-  return FileStorePtr::reclaim_copy(&store);
-}
-
-std::string describe_unreadable(c10d::Store& file_store) {
-  const auto below = below_prefixes(file_store);
-  auto* file = dynamic_cast<c10d::FileStore*>(below ? below.get() : &file_store);
-  return unreadable(file == nullptr ? "" : file->getPath());
 }
 
 }  // namespace lockstep::rendezvous_internal

@@ -21,10 +21,7 @@ void check_store_file(const std::string& path);
 c10::intrusive_ptr<c10d::Store> open_file_store(const std::string& path, int world_size,
                                                 std::chrono::milliseconds timeout, Deadline deadline);
 
-/// The store itself, owned, when it is a FileStore or a PrefixStore around one; else null.
-c10::intrusive_ptr<c10d::Store> as_file_store(c10d::Store& store);
-
 /// "the file PATH of the store can't be read: …", with the remedy.
-std::string describe_unreadable(c10d::Store& file_store);
+std::string describe_unreadable(const std::string& path);
 
 }  // namespace lockstep::rendezvous_internal
