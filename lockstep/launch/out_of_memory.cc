@@ -59,7 +59,11 @@ std::optional<std::pair<pid_t, std::string>> victim_of_record(std::string_view r
   text = text.substr(0, text.find('\n'));
   // mm/oom_kill.c: dump_header() before the kill, and __oom_kill_process() behind it.
   std::optional<pid_t> pid;
-  if (text.starts_with("oom-kill:")) pid = number_behind<pid_t>(text, ",pid=");
+  if (text.starts_with(
+          "oom-kill:")) {  // the last one: before it stands the program's name, which may be anything
+    const size_t at = text.rfind(",pid=");
+    if (at != std::string_view::npos) pid = number_behind<pid_t>(text.substr(at), ",pid=");
+  }
   if (text.starts_with("Out of memory") || text.starts_with("Memory cgroup out of memory"))
     pid = number_behind<pid_t>(text, "Killed process ");
   return pid ? std::optional(std::pair(*pid, std::string(text))) : std::nullopt;

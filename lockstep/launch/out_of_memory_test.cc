@@ -25,6 +25,8 @@ TEST(VictimOfRecord, ReadsWhatTheKernelWrites) {
       "file-rss:4096kB, shmem-rss:0kB, UID:1000 pgtables:172kB oom_score_adj:0";
   using Victim = std::pair<pid_t, std::string>;
   EXPECT_EQ(victim_of_record("6,339,5140900,-;" + context + "\n"), Victim(3726, context));
+  EXPECT_EQ(victim_of_record("6,1,2,-;oom-kill:task=x,pid=5,pid=3726,uid=0\n")->first, 3726)
+      << "x,pid=5 is a name";
   EXPECT_EQ(victim_of_record("3,340,5140901,-;" + killed + "\n SUBSYSTEM=x\n"), Victim(3726, killed));
   EXPECT_EQ(victim_of_record("3,340,1,-;Out of memory: Killed process 12 (a b) total-vm:1kB\n")->first, 12);
   EXPECT_EQ(
