@@ -398,19 +398,6 @@ def test_killed_agents_leave_no_worker_and_the_rest_go_on(programs):
     programs.wait_until_gone()
 
 
-def test_all_end_when_the_coordinator_is_killed(programs):
-    job = Job(programs, "1:2")
-    first = job.start_coordinator(1, STAY)
-    second = job.start(1, STAY)
-    second.wait_for("rank 1 of 2")
-    first.kill()
-    done = second.finish()
-    assert done.status == 1 and "the coordinator has ended, and with it the job" in done.stderr, done.text
-    programs.wait_until_gone()
-
-
-def test_a_late_host_joins(programs):
-    job = Job(programs, "1:2")
 @pytest.mark.long
 def test_a_hundred_jobs_in_a_row_meet_at_one_port_and_leave_nothing(programs):
     port = free_port()
@@ -497,6 +484,19 @@ def test_ten_thousand_strangers_leave_a_job_unharmed(programs):
     programs.wait_until_gone()
 
 
+def test_all_end_when_the_coordinator_is_killed(programs):
+    job = Job(programs, "1:2")
+    first = job.start_coordinator(1, STAY)
+    second = job.start(1, STAY)
+    second.wait_for("rank 1 of 2")
+    first.kill()
+    done = second.finish()
+    assert done.status == 1 and "the coordinator has ended, and with it the job" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_a_late_host_joins(programs):
+    job = Job(programs, "1:2")
     first = job.start(1, STAY)
     first.wait_for("rank 0 of 1")
     second = job.start(1, STAY)

@@ -139,6 +139,15 @@ void Supervisor::start(WorkerSpec spec) {
   exit_status_->record_start(local_rank, workers_.back().process.pid());
 }
 
+std::vector<std::pair<int, pid_t>> Supervisor::running() const {
+  std::vector<std::pair<int, pid_t>> all;
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    if (workers_[i].phase == WorkerPhase::kRunning)
+      all.emplace_back(static_cast<int>(i), workers_[i].process.pid());
+  }
+  return all;
+}
+
 void Supervisor::enter(JobPhase next) {
   phase_ = std::max(phase_, next);
 }
@@ -160,6 +169,7 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
     if (streams.finished() || drained.expired() || kill_at_.expired()) break;
   }
   for (Worker& worker : workers_) worker.process.reap();
+  cgroup_.reset();
   return endings_;
 }
 
@@ -169,7 +179,6 @@ void Supervisor::wait_once(Streams& streams, Deadline until) {
     if (worker.phase != WorkerPhase::kEnded) waits.push_back({worker.process.pidfd(), POLLIN, 0});
   }
   const auto own = static_cast<std::ptrdiff_t>(waits.size());
-  cgroup_.reset();
   streams.add_to(waits);
   const int ready = ::poll(waits.data(), waits.size(), earlier(until, streams.wake_at()).poll_milliseconds());
   TORCH_CHECK_WITH(DistBackendError, ready >= 0 || errno == EINTR, "poll: ", std::strerror(errno));
@@ -195,6 +204,7 @@ void Supervisor::collect_endings() {
     const bool asked_to_end = std::exchange(worker.phase, WorkerPhase::kEnded) == WorkerPhase::kAskedToEnd;
     const int local_rank = static_cast<int>(i);
     exit_status_->record_end(local_rank, *status);
+    const bool killed = !asked_to_end && WIFSIGNALED(*status) && WTERMSIG(*status) == SIGKILL;
     fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
                      exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank),
                      killed && memory_ ? memory_->evidence_of(worker.process.pid()) : std::string()});
@@ -205,7 +215,6 @@ void Supervisor::collect_endings() {
     if (ending.failed()) note_failure(ending.local_rank);
   }
 }
-    const bool killed = !asked_to_end && WIFSIGNALED(*status) && WTERMSIG(*status) == SIGKILL;
 
 void Supervisor::note_failure(int local_rank) {
   const auto index = static_cast<size_t>(local_rank);

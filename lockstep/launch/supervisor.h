@@ -7,13 +7,14 @@
 #include <poll.h>
 #include <signal.h>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/launch/guardian.h>
 #include <lockstep/launch/cgroups.h>
-#include <lockstep/launch/signal_catcher.h>
+#include <lockstep/launch/guardian.h>
 #include <lockstep/launch/out_of_memory.h>
+#include <lockstep/launch/signal_catcher.h>
 #include <lockstep/launch/worker_process.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 
@@ -28,9 +29,9 @@ struct Ending {
   Deadline::Clock::time_point at;
   std::optional<int> culprit = {};  // the local rank that made its operations fail, by the exit status table
   std::optional<int> far_culprit = {};  // or the rank on another host
-
   std::string out_of_memory =
       {};  // OutOfMemoryWatch::evidence_of(); empty: it was not that, or nothing shows it
+
   bool failed() const { return wait_status != 0; }
 };
 
@@ -101,10 +102,10 @@ class Supervisor {
     std::vector<std::string> temporary = {};
     // Of a launcher that starts workers again and again; none: one of these alone.
     std::shared_ptr<ExitStatusTable> exit_status = {};
-  };
     // Of a job that is this process's only work: the workers have a cgroup of their own where that is allowed, and endings
     // tell what the kernel has killed for want of memory.
     bool owns_job = false;
+  };
 
   Supervisor(int nprocs, Options options);
   ~Supervisor();
@@ -120,6 +121,8 @@ class Supervisor {
   void stop(std::chrono::nanoseconds grace_period);
   /// That of the workers' guardian.
   GuardianLease lease() const { return guardian_.lease(); }
+  /// The local ranks that run and were not asked to end, and their pids.
+  std::vector<std::pair<int, pid_t>> running() const;
   /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);
 
@@ -155,11 +158,11 @@ class Supervisor {
   std::optional<struct sigaction> former_child_action_;  // when ours replaced it
   SignalCatcher signals_;
   std::shared_ptr<ExitStatusTable> exit_status_;
+  std::optional<WorkerCgroup> cgroup_;
+  std::optional<OutOfMemoryWatch> memory_;
   Guardian guardian_;
   std::vector<Worker> workers_;
   std::vector<Ending> endings_;
-  std::optional<WorkerCgroup> cgroup_;
-  std::optional<OutOfMemoryWatch> memory_;
   JobPhase phase_ = JobPhase::kRunning;
   std::optional<int> interrupted_by_;
   bool deadline_passed_ = false;
