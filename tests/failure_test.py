@@ -180,6 +180,34 @@ def test_a_stopped_rank_is_named_at_the_timeout(programs):
     assert re.search(rf"rank 0 \(pid {children[0].pid}\) timed out", done.stderr), done.text
 
 
+SINCE = r"for \d+ s, since \d\d:\d\d:\d\d"
+
+
+def test_a_rank_that_is_stopped_is_named_while_the_others_wait(programs):
+    options = ["--timeout", 600, "--forever"]
+    agent = programs.start("lockstep", "run", "-n", 3, "meeting_driver", *options, LOCKSTEP_HEARTBEAT_TIMEOUT_SEC=1)
+    victim = int(agent.wait_for(r"rank 2 of 3 \(pid (\d+)\)")[1])
+    agent.wait_for(r"rank [01] of 3 (?s:.*)rank [01] of 3")
+    os.kill(victim, signal.SIGSTOP)
+    name = rf"rank 2 \(pid {victim} on \S+\)"
+    stopped = rf"it is stopped \(by .*\); kill -CONT {victim} continues it\n"
+    agent.wait_for(f"lockstep run: ranks 0 and 1 have waited for {name} {SINCE}; {stopped}", "stderr")
+    agent.wait_for(f"lockstep run: {name} has been stopped {SINCE}", "stderr")
+    os.kill(victim, signal.SIGCONT)
+    agent.wait_for(f"lockstep run: {name} is waited for no more\n", "stderr")
+    agent.wait_for(f"lockstep run: {name} goes on\n", "stderr")
+    agent.kill(signal.SIGINT)
+    assert agent.finish().status == 130
+
+
+def test_a_rank_that_does_something_else_is_named_while_another_waits(programs):
+    late = "test $RANK = 1 && export LOCKSTEP_FAILPOINTS='announce=delay(600000)@5'"
+    script = f"{late}; exec {programs.find('meeting_driver')} --timeout 600 --forever"
+    agent = programs.start("lockstep", "run", "-n", 2, "sh", "-c", script, LOCKSTEP_HEARTBEAT_TIMEOUT_SEC=1)
+    agent.wait_for(rf"lockstep run: rank 0 has waited for rank 1 \(pid \d+ on \S+\) {SINCE}\n", "stderr")
+    agent.kill(signal.SIGKILL)
+
+
 def test_a_rank_that_fails_before_the_group_is_there_ends_the_others(programs):
     """Ranks that wait at the rendezvous must not wait for its timeout."""
     early = 'if [ "$RANK" = 1 ]; then echo no data here >&2; exit 7; fi; exec "$0"'

@@ -246,6 +246,20 @@ def test_the_cause_is_found_across_hosts(programs):
         assert re.search(r"workers on \S+ have failed because of rank 1 on \S+, as their errors say", result.stderr), result.text
 
 
+def test_a_rank_of_another_host_that_does_something_else_is_named_while_the_others_wait(programs):
+    job = Job(programs, 2)
+    driver = f"{programs.find('meeting_driver')} --timeout 600 --forever"
+    script = "export LOCKSTEP_HEARTBEAT_TIMEOUT_SEC=2 LOCKSTEP_TEST_HOST=host-$GROUP_RANK; "
+    script += f"test $RANK = 2 && export LOCKSTEP_FAILPOINTS='announce=delay(600000)@5'; exec {driver}"
+    first, second = job.start_coordinator(2, script), job.start(1, script)
+    waits = r"lockstep run: ranks 0 and 1 have waited for rank 2 \(pid (\d+) on host-1\) for \d+ s, since "
+    first.wait_for(f"{waits}|needs UCX", "stderr")
+    if first.count("needs UCX", "stderr"):
+        pytest.skip("ranks on several hosts need UCX")
+    for agent in (first, second):
+        agent.kill(signal.SIGKILL)
+
+
 def test_one_host_starts_its_ranks_again(programs):
     script = TELL + "; test $TORCHELASTIC_RESTART_COUNT = 2"
     done = programs.run("lockstep", "run", "--max-restarts", 2, "sh", "-c", script)

@@ -47,9 +47,11 @@ OutputRouter::OutputRouter(const Options& options)
     for (int rank = 0; rank < options.nprocs; ++rank) {
       prefixes.insert(prefixes.end(), merged ? 2 : 1, prefix_of(options.first_rank + rank, options.prefix));
     }
+    prefixes.emplace_back("lockstep run: ");
+    const size_t own = prefixes.size() - 1;
     const size_t columns = terminal_columns(fd);
     sinks_.push_back(std::make_unique<Sink>(
-        Sink{fd, columns > 0, false, LineForwarder(std::move(prefixes), columns), {}, 0}));
+        Sink{fd, columns > 0, false, LineForwarder(std::move(prefixes), columns), own, {}, 0}));
   }
   sources_.reserve(static_cast<size_t>(options.nprocs) * 2);
 }
@@ -80,6 +82,11 @@ std::array<UniqueFd, 2> OutputRouter::open_next(const std::array<Route, 2>& rout
     sources_.push_back(std::move(source));
   }
   return write_ends;
+}
+
+void OutputRouter::say(const std::string& line) {
+  Sink& sink = *sinks_.back();
+  sink.queue += sink.lines.feed(sink.own_index, line + "\n");
 }
 
 size_t OutputRouter::worker_columns() const {

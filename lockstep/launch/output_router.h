@@ -42,6 +42,8 @@ class OutputRouter : public Streams {
   /// Makes the pipes of the next local rank; the ends that become its standard output and error. To be closed
   /// by the caller once the worker runs.
   std::array<UniqueFd, 2> open_next(const std::array<Route, 2>& routes);
+  /// Writes a line of the launcher's own among those of the workers, to the target of their standard error.
+  void say(const std::string& line);
   /// The last lines that this local rank wrote to its standard error.
   std::vector<std::string> last_lines(int local_rank) const {
     return tails_.at(static_cast<size_t>(local_rank)).lines();
@@ -63,6 +65,7 @@ class OutputRouter : public Streams {
     bool terminal = false;
     bool broken = false;
     LineForwarder lines;
+    size_t own_index = 0;  // of the launcher's lines in `lines`
     std::string queue;
     size_t sent = 0;  // bytes of the queue that are already written
 

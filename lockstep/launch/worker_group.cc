@@ -15,11 +15,14 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/host_name.h>
 #include <lockstep/base/write_all.h>
 #include <lockstep/launch/failure_report.h>
 #include <lockstep/launch/output_router.h>
 #include <lockstep/launch/worker_group.h>
+#include <lockstep/launch/worker_watch.h>
 #include <lockstep/rendezvous/flight_directory.h>
+#include <lockstep/rendezvous/process_stat.h>
 
 namespace lockstep::launch {
 namespace {
@@ -113,11 +116,24 @@ std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const Ra
   return routes;
 }
 
-/// The workers' output, and who else decides on them.
+/// What a look at the workers finds.
+std::vector<WorkerWatch::Worker> look_at(const Supervisor& supervisor, int first_rank) {
+  std::vector<WorkerWatch::Worker> workers;
+  for (const auto& [local_rank, pid] : supervisor.running()) {
+    const auto stat = read_process_stat(pid);
+    workers.push_back({.rank = first_rank + local_rank,
+                       .pid = pid,
+                       .stopped = stat && (stat->state == 'T' || stat->state == 't'),
+                       .wait = supervisor.exit_status().wait_of(local_rank)});
+  }
+  return workers;
+}
+
+/// The workers' output, what is said of them while they run, and who else decides on them.
 class ControlledStreams : public Streams {
  public:
-  ControlledStreams(OutputRouter& output, Supervisor& supervisor, WorkerControl* control)
-      : output_(output), supervisor_(supervisor), control_(control) {}
+  ControlledStreams(OutputRouter& output, Supervisor& supervisor, int first_rank, WorkerControl* control)
+      : output_(output), supervisor_(supervisor), first_rank_(first_rank), control_(control) {}
 
   void add_to(std::vector<pollfd>& waits) override {
     if (control_ != nullptr) waits.push_back({control_->fd(), POLLIN, 0});
@@ -128,15 +144,25 @@ class ControlledStreams : public Streams {
       ++begin;
       control_->serve(supervisor_);
     }
+    if (look_at_.expired()) {
+      look_at_ = Deadline::after(WorkerWatch::kInterval);
+      for (const std::string& line :
+           watch_.look(look_at(supervisor_, first_rank_), std::chrono::steady_clock::now())) {
+        output_.say(line);
+      }
+    }
     output_.serve(begin, end);
   }
-  Deadline wake_at() const override { return output_.wake_at(); }
+  Deadline wake_at() const override { return earlier(look_at_, output_.wake_at()); }
   bool finished() const override { return output_.finished(); }
 
  private:
   OutputRouter& output_;
   Supervisor& supervisor_;
+  int first_rank_;
   WorkerControl* control_;
+  WorkerWatch watch_{host_name()};
+  Deadline look_at_ = Deadline::after(WorkerWatch::kInterval);
 };
 
 }  // namespace
@@ -198,7 +224,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                         .standard = {input, ends[0].get(), ends[1].get()},
                         .inherited = {}});
     }
-    ControlledStreams streams(output, supervisor, control);
+    ControlledStreams streams(output, supervisor, variables.first_rank, control);
     endings = supervisor.run(streams);
     interrupted_by = supervisor.interrupted_by();
   }

@@ -1,3 +1,4 @@
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <charconv>
@@ -21,7 +22,7 @@
 namespace lockstep {
 namespace {
 
-constexpr uint64_t kMagic = 0x4c534558'49544233;  // "LSEXITB3"
+constexpr uint64_t kMagic = 0x4c534558'49544234;  // "LSEXITB4"
 constexpr int kMaxWorkers = 1 << 20;
 // A wait status fits into 16 bits; this bit tells "ended with status 0" from "still running".
 constexpr uint32_t kEnded = 1u << 31;
@@ -32,6 +33,29 @@ struct Worker {
   std::atomic<uint32_t> status;  // the futex word; 0 while the worker runs, else kEnded | wait status
 };
 static_assert(sizeof(Worker) == 8 && std::atomic<uint32_t>::is_always_lock_free);
+
+struct alignas(64) Wait {
+  std::atomic<int64_t> since_ns;  // 0: none. Stored last; zero while the texts change
+  std::array<char, 104> awaited;  // both end with 0
+  std::array<char, 144> state;
+};
+static_assert(sizeof(Wait) == 256 && std::atomic<int64_t>::is_always_lock_free);
+
+template <size_t bytes>
+void put_text(std::array<char, bytes>& place, const std::string& text) {
+  place.fill(0);
+  text.copy(place.data(), bytes - 1);
+}
+
+/// As another process has written it, or is writing it: one line, whatever is there.
+template <size_t bytes>
+std::string text_in(const std::array<char, bytes>& place) {
+  std::string text(place.data(), ::strnlen(place.data(), bytes));
+  for (char& byte : text) {
+    if (static_cast<unsigned char>(byte) < ' ') byte = '?';
+  }
+  return text;
+}
 
 void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
   auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
@@ -55,14 +79,20 @@ struct ExitStatusTable::Layout {
 
   using Culprit = std::atomic<uint32_t>;  // 0: none, its local rank + 1, or kFar | its rank in the job
 
-  /// The workers write on whole pages of their own, behind the entries: one word each.
+  /// The workers write on whole pages of their own, behind the entries: one word and one wait each.
   static size_t culprits_at(uint64_t count) {
     const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
     return (sizeof(Layout) + count * sizeof(Worker) + page - 1) / page * page;
   }
-  static size_t bytes_for(uint64_t count) { return culprits_at(count) + count * sizeof(Culprit); }
+  static size_t waits_at(uint64_t count) {
+    return (culprits_at(count) + count * sizeof(Culprit) + alignof(Wait) - 1) / alignof(Wait) * alignof(Wait);
+  }
+  static size_t bytes_for(uint64_t count) { return waits_at(count) + count * sizeof(Wait); }
   Culprit* culprits(uint64_t checked_count) {
     return reinterpret_cast<Culprit*>(reinterpret_cast<std::byte*>(this) + culprits_at(checked_count));
+  }
+  Wait* waits(uint64_t checked_count) {
+    return reinterpret_cast<Wait*>(reinterpret_cast<std::byte*>(this) + waits_at(checked_count));
   }
 };
 
@@ -172,6 +202,7 @@ void ExitStatusTable::record_start(int local_rank, pid_t pid) {
   const size_t index = checked_index(local_rank);
   Worker& entry = layout_->entries[index];
   layout_->culprits(count_)[index].store(0, std::memory_order_relaxed);
+  layout_->waits(count_)[index].since_ns.store(0, std::memory_order_relaxed);
   entry.status.store(0, std::memory_order_relaxed);
   entry.pid.store(pid, std::memory_order_release);  // a reader of the pid sees the fresh status word
 }
@@ -236,6 +267,29 @@ std::optional<int> ExitStatusTable::culprit_of(int local_rank) const {
   // A worker wrote it.
   if (word == 0 || word > count_ || word == index + 1) return std::nullopt;
   return static_cast<int>(word) - 1;
+}
+
+void ExitStatusTable::record_wait(const std::optional<LongWait>& wait) const {
+  const auto own = index_of(::getpid());
+  if (!own) return;
+  Wait& place = layout_->waits(count_)[*own];
+  place.since_ns.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  if (!wait) return;
+  put_text(place.awaited, wait->awaited);
+  put_text(place.state, wait->state);
+  place.since_ns.store(wait->since_ns, std::memory_order_release);
+}
+
+std::optional<ExitStatusTable::LongWait> ExitStatusTable::wait_of(int local_rank) const {
+  const Wait& place = layout_->waits(count_)[checked_index(local_rank)];
+  const int64_t since = place.since_ns.load(std::memory_order_acquire);
+  if (since == 0) return std::nullopt;
+  LongWait wait = {text_in(place.awaited), text_in(place.state), since};
+  std::atomic_thread_fence(std::memory_order_acquire);
+  // Where it changes meanwhile, the next look finds the new one.
+  return place.since_ns.load(std::memory_order_relaxed) == since ? std::optional(std::move(wait))
+                                                                 : std::nullopt;
 }
 
 }  // namespace lockstep

@@ -22,7 +22,7 @@ inline constexpr const char* kUnequalBatches = "unequal numbers of batches: see 
 /// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker
 /// looks when it notices that a peer is gone: only the parent of a process learns its exit status. In the
 /// other direction a worker notes which peer made its operations fail: the victim's process often ends before
-/// the culprit's does. Where the launcher starts its workers again and again, it also notes what it knows of later
+/// the culprit's does; and for which peer it has waited for long. Where the launcher starts its workers again and again, it also notes what it knows of later
 /// generations of them: one that is left over finds there that it is.
 ///
 /// The launcher creates the table, lets the workers inherit fd() under the same number, and puts
@@ -80,6 +80,18 @@ class ExitStatusTable {
   std::optional<int> culprit_of(int local_rank) const;
   /// The rank on another host that this local rank has noted, if any. Launcher only.
   std::optional<int> far_culprit_of(int local_rank) const;
+
+  /// What a worker waits for that runs, but does not get on.
+  struct LongWait {
+    std::string awaited;   // the rank, as "rank 2 (pid 4242 on node-a)"; at most 103 bytes are kept
+    std::string state;     // what is known of it: "it is stopped"; empty: nothing. At most 143 bytes
+    int64_t since_ns = 0;  // not 0; by the host's monotonic clock
+  };
+  /// Notes it in place of what was noted before; nothing: this process waits for no rank any more. In a worker, by one thread
+  /// at a time. Nothing happens in a process that is no worker of this launcher.
+  void record_wait(const std::optional<LongWait>& wait) const;
+  /// What this local rank has noted, if anything. Launcher only.
+  std::optional<LongWait> wait_of(int local_rank) const;
 
  private:
   struct Layout;

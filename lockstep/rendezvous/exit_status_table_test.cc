@@ -125,6 +125,36 @@ TEST(ExitStatusTable, AWorkerTellsTheLauncherWhoMadeItFail) {
   EXPECT_THROW(seen->culprit_of(0), c10::Error) << "the launcher's alone";
 }
 
+TEST(ExitStatusTable, AWorkerTellsTheLauncherForWhomItWaits) {
+  auto table = ExitStatusTable::create(100);
+  TableVariable variable(table.environment_value());
+  auto seen = ExitStatusTable::from_environment();
+  ASSERT_TRUE(seen);
+  seen->record_wait(ExitStatusTable::LongWait{"rank 1 (pid 7)", "", 5});
+  for (int rank = 0; rank < 100; ++rank) EXPECT_FALSE(table.wait_of(rank)) << "this process is no worker";
+  table.record_start(99, ::getpid());
+  table.record_start(98, 1);
+  EXPECT_FALSE(table.wait_of(99));
+  seen->record_wait(ExitStatusTable::LongWait{"rank 1 (pid 7)", "it is\nstopped", 5});
+  auto wait = table.wait_of(99);
+  ASSERT_TRUE(wait);
+  EXPECT_EQ(wait->awaited, "rank 1 (pid 7)");
+  EXPECT_EQ(wait->state, "it is?stopped") << "one line";
+  EXPECT_EQ(wait->since_ns, 5);
+  EXPECT_FALSE(table.wait_of(98));
+  seen->record_wait(ExitStatusTable::LongWait{std::string(1000, 'a'), std::string(1000, 'b'), 6});
+  wait = table.wait_of(99);
+  ASSERT_TRUE(wait);
+  EXPECT_EQ(wait->awaited, std::string(103, 'a'));
+  EXPECT_EQ(wait->state, std::string(143, 'b'));
+  seen->record_wait(std::nullopt);
+  EXPECT_FALSE(table.wait_of(99));
+  seen->record_wait(ExitStatusTable::LongWait{"rank 1", "", 7});
+  table.record_start(99, 102);  // restarted
+  EXPECT_FALSE(table.wait_of(99));
+  EXPECT_THROW(seen->wait_of(99), c10::Error) << "the launcher's alone";
+}
+
 TEST(ExitStatusTable, ForeignOrMalformedDescriptorsAreNoBoard) {
   EXPECT_FALSE(ExitStatusTable::from_environment());
   auto table = ExitStatusTable::create(1);

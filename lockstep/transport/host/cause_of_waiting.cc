@@ -106,19 +106,20 @@ std::vector<int> HostTransport::awaited_by(int rank) const {
   std::vector<int> awaited;
   const ProcessHeader& header = header_of(peers_[rank]->bases[0].load(std::memory_order_acquire));
   for (const WaitRecord& record : header.waits) {
-    const uint64_t reference = record.word.load(std::memory_order_acquire);
-    const int peer = record.peer.load(std::memory_order_relaxed);
-    const int owner = record.owner.load(std::memory_order_relaxed);
-    if (reference == 0 || peer < 0 || peer >= world_size() || owner < 0 || owner >= world_size()) continue;
-    const std::byte* word = mapped_address(owner, unpack_reference(reference));
-    // What it waits for has come, and it has not gone on: it is not held up by others.
-    if (word == nullptr || reinterpret_cast<const std::atomic<uint64_t>*>(word)->load(
-                               std::memory_order_acquire) >= record.value.load(std::memory_order_relaxed)) {
-      continue;
-    }
-    awaited.push_back(peer);
+    if (!is_over(record)) awaited.push_back(record.peer.load(std::memory_order_relaxed));
   }
   return awaited;
+}
+
+/// Whether none is recorded there, or what it waits for has come, and it has not gone on: it is not held up by others.
+bool HostTransport::is_over(const WaitRecord& record) const {
+  const uint64_t reference = record.word.load(std::memory_order_acquire);
+  const int peer = record.peer.load(std::memory_order_relaxed);
+  const int owner = record.owner.load(std::memory_order_relaxed);
+  if (reference == 0 || peer < 0 || peer >= world_size() || owner < 0 || owner >= world_size()) return true;
+  const std::byte* word = mapped_address(owner, unpack_reference(reference));
+  return word == nullptr || reinterpret_cast<const std::atomic<uint64_t>*>(word)->load(
+                                std::memory_order_acquire) >= record.value.load(std::memory_order_relaxed);
 }
 
 /// Which rank has kept one of this host waiting until it gave up just now. That it has failed may not be known yet.

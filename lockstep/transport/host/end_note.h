@@ -22,7 +22,7 @@ struct EndOfFarRank {
 /// The first bytes of every process's first segment: its identity, the note that it leaves when it ends,
 /// what it waits for, what it has heard, and how its training goes.
 struct alignas(64) ProcessHeader {
-  static constexpr uint64_t kMagic = 0x365054534b434f4cULL;  // "LOCKSTP6"; another one for each layout
+  static constexpr uint64_t kMagic = 0x375054534b434f4cULL;  // "LOCKSTP7"; another one for each layout
   uint64_t magic = 0;
   int32_t pid = 0;
   int32_t rank = 0;  // in the job

@@ -121,6 +121,7 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
   transport->arena_->set_listener([self](uint32_t index, const std::shared_ptr<Segment>& segment) {
     self->publish_segment(index, segment);
   });
+  if (options.names_stragglers) transport->launcher_ = ExitStatusTable::from_environment();
   transport->start_monitor(/*watches=*/true);
   transport->begin_telling_phases(options.names_stragglers);
   failpoint::here("transport_connected");
@@ -274,6 +275,10 @@ void HostTransport::start_monitor(bool watches) {
 void HostTransport::monitor(bool watches) {
   const auto interval = PeerLiveness::interval(heartbeat_timeout_);
   auto look = wire_ ? Deadline::after(interval) : Deadline::never();
+  // No later than that after a wait has become a long one.
+  const auto waits_interval =
+      std::min<std::chrono::nanoseconds>(heartbeat_timeout_ / 4, std::chrono::seconds(1));
+  auto look_at_waits = launcher_ ? Deadline::after(waits_interval) : Deadline::never();
   while (true) {
     std::vector<pollfd> polls{{stop_event_.get(), POLLIN, 0},
                               {control_ ? control_->event_fd() : -1, POLLIN, 0}};
@@ -285,7 +290,8 @@ void HostTransport::monitor(bool watches) {
       polls.push_back({peer.link.pidfd.get(), POLLIN, 0});  // a negative descriptor is ignored
       ranks.insert(ranks.end(), {rank, rank});
     }
-    int timeout = look.is_never() ? -1 : look.poll_milliseconds();
+    const Deadline& first = look.remaining() < look_at_waits.remaining() ? look : look_at_waits;
+    int timeout = first.is_never() ? -1 : first.poll_milliseconds();
     for (const auto& [rank, deadline] : reported_) {
       timeout = std::min(timeout < 0 ? INT_MAX : timeout, deadline.poll_milliseconds());
     }
@@ -295,7 +301,10 @@ void HostTransport::monitor(bool watches) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       for (pollfd& each : polls) ::poll(&each, 1, 0);
     }
-    if (polls[0].revents != 0) return;
+    if (polls[0].revents != 0) {
+      if (has_told_wait_) launcher_->record_wait(std::nullopt);
+      return;
+    }
     if (polls[1].revents != 0) {
       control_->hear([this](int from, const ControlMessage& message) { hear(from, message); },
                      [this](int lost, bool by_own_fault) {
@@ -312,6 +321,10 @@ void HostTransport::monitor(bool watches) {
     if (look.expired()) {
       look_at_far_ranks();
       look = Deadline::after(interval);
+    }
+    if (look_at_waits.expired()) {
+      look_at_own_waits();
+      look_at_waits = Deadline::after(waits_interval);
     }
     for (size_t i = 2; i < polls.size(); i += 2) {
       bool ended = polls[i + 1].revents != 0;

@@ -19,6 +19,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/training_phases.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/transport/group_layout.h>
 #include <lockstep/transport/host/control_channel.h>
 #include <lockstep/transport/host/memory/arena.h>
@@ -55,7 +56,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::vector<std::string> host_names = {};  // by number, for messages
     std::function<std::unique_ptr<wire::Engine>(int rank)> make_engine = {};  // of this rank's wire
     std::chrono::nanoseconds heartbeat_timeout = std::chrono::seconds(10);    // see PeerLiveness: the limit
-    bool names_stragglers = true;  // see find_straggler(); in the log of the first rank
+    // See find_straggler(); in the log of the first rank. And the launcher is told for whom this rank has waited for as
+    // long as the timeout of heartbeats.
+    bool names_stragglers = true;
   };
 
   /// Joins the other processes of the job through the store. Collective; throws as connect_peers() does. Over hosts, each
@@ -225,6 +228,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void tell_state_of(int neighbour, int to);
   void hear_state(int rank, bool stopped);
   void begin_telling_phases(bool names_stragglers);
+  bool is_over(const WaitRecord& record) const;
+  void look_at_own_waits();
   void on_window();
   void hear_phases(int rank, const std::string& text);
   void give_up(int rank);
@@ -254,6 +259,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   std::shared_ptr<const PhaseAudience> audience_;  // of a process's phases: not of threads that play ranks
   StragglerWatch stragglers_;                      // of the thread that trains
+  std::optional<ExitStatusTable> launcher_;        // that is told of long waits; monitor thread only
+  bool has_told_wait_ = false;                     // monitor thread only
 
   mutable std::mutex segments_mutex_;
   mutable std::condition_variable segments_changed_;

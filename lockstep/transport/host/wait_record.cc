@@ -36,7 +36,8 @@ void GivenUpWait::renew() {
 }
 
 RecordedWait::RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word,
-                           uint64_t value) {
+                           uint64_t value, int64_t since_ns)
+    : since_ns_(since_ns) {
   for (WaitRecord& record : records) {
     uint32_t unused = 0;
     if (!record.used.compare_exchange_strong(unused, 1, std::memory_order_acquire)) continue;
@@ -44,6 +45,7 @@ RecordedWait::RecordedWait(WaitRecords& records, int peer, int owner, const Memo
     record.peer.store(peer, std::memory_order_relaxed);
     record.owner.store(owner, std::memory_order_relaxed);
     record.value.store(value, std::memory_order_relaxed);
+    record.since_ns.store(since_ns, std::memory_order_relaxed);
     // Release: pairs with the reader's load of the word.
     record.word.store(pack_reference(word), std::memory_order_release);
     return;

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 
@@ -9,15 +10,21 @@
 
 namespace lockstep::transport {
 
+/// The host's monotonic clock, which its processes share.
+inline int64_t monotonic_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 /// What one thread of a rank waits for, where its peers read it to find out which rank keeps all of them
 /// waiting. Ranks are the transport's. One writer at a time. Readers may see a record change: they judge by a
 /// mix of two then, and at worst name a rank between themselves and the cause.
 struct alignas(64) WaitRecord {
   std::atomic<uint32_t> used{0};
-  std::atomic<int32_t> peer{0};    // the rank that is waited for
-  std::atomic<int32_t> owner{0};   // the rank in whose arena the word lies
-  std::atomic<uint64_t> word{0};   // packed reference of the word that changes when the wait is over
-  std::atomic<uint64_t> value{0};  // the wait is over once the word is at least this
+  std::atomic<int32_t> peer{0};      // the rank that is waited for
+  std::atomic<int32_t> owner{0};     // the rank in whose arena the word lies
+  std::atomic<uint64_t> word{0};     // packed reference of the word that changes when the wait is over
+  std::atomic<uint64_t> value{0};    // the wait is over once the word is at least this
+  std::atomic<int64_t> since_ns{0};  // when it began, by the host's monotonic clock
 };
 
 /// Of the waits of one process that have lasted long enough to sleep. More threads than records: the others'
@@ -44,13 +51,17 @@ class GivenUpWait {
 /// A wait in progress, recorded while this lives. Thread-safe.
 class RecordedWait {
  public:
-  RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word, uint64_t value);
+  RecordedWait(WaitRecords& records, int peer, int owner, const MemoryReference& word, uint64_t value,
+               int64_t since_ns);
   RecordedWait(const RecordedWait&) = delete;
   RecordedWait& operator=(const RecordedWait&) = delete;
   ~RecordedWait();
 
+  int64_t since_ns() const { return since_ns_; }
+
  private:
   WaitRecord* record_ = nullptr;
+  int64_t since_ns_;
 };
 
 }  // namespace lockstep::transport

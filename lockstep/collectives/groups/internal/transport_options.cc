@@ -35,11 +35,11 @@ transport::HostTransport::Options transport_options(const Topology& topology,
     options.segment_bytes = static_cast<size_t>(*mebibytes) << 20;
   }
   options.names_stragglers = environment::integer("LOCKSTEP_STRAGGLERS", 0, 1).value_or(1) != 0;
-  if (!topology.spans_hosts()) return options;
-  options.host_of = topology.host_of;
   if (const auto seconds = environment::integer("LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", 1, 86400)) {
     options.heartbeat_timeout = std::chrono::seconds(*seconds);
   }
+  if (!topology.spans_hosts()) return options;
+  options.host_of = topology.host_of;
   for (const auto& host : topology.hosts) options.host_names.push_back(host.name);
   options.make_engine = [meeting_host](int rank) {
     const auto ports = port_range();

@@ -141,12 +141,13 @@ void GroupMembers::leave() {
 }
 
 void GroupMembers::record_wait_for(std::optional<RecordedWait>& record, int transport_rank, int owner,
-                                   const void* word, uint64_t value) const {
+                                   const void* word, uint64_t value, int64_t began_ns) const {
   const View& view = views_[owner];
   const auto offset = static_cast<const std::byte*>(word) - reinterpret_cast<const std::byte*>(view.block);
+  if (began_ns == 0) began_ns = record ? record->since_ns() : monotonic_ns();
   record.emplace(transport_->wait_records(), transport_rank, members_[owner],
                  MemoryReference{view.place.segment, view.place.offset + static_cast<uint64_t>(offset)},
-                 value);
+                 value, began_ns);
 }
 
 void GroupMembers::release_after_close(std::function<void()> release) {

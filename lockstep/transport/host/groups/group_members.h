@@ -105,9 +105,10 @@ class GroupMembers {
                    uint64_t value) const {
     record_wait_for(record, members_[peer], owner, word, value);
   }
-  /// The same, for any rank of the transport.
+  /// The same, for any rank of the transport. `began_ns`: when the wait began, by the host's monotonic clock; 0: as the
+  /// record says that is replaced, or else now.
   void record_wait_for(std::optional<RecordedWait>& record, int transport_rank, int owner, const void* word,
-                       uint64_t value) const;
+                       uint64_t value, int64_t began_ns = 0) const;
 
   // How operations end, see OperationOutcome.
   layout::Outcome& outcome() const { return block(0).outcome; }

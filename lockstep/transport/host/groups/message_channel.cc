@@ -209,6 +209,7 @@ void MessageChannel::serve() {
 /// Advances everything until `request` is done; without one, until nothing is left or another thread waits.
 void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& until) {
   driving_ = true;
+  const int64_t began_ns = monotonic_ns();
   const auto stop = c10::make_scope_exit([this] {
     driving_ = false;
     changed_.notify_all();
@@ -217,12 +218,12 @@ void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& u
     const bool moved = advance();
     run_callbacks(lock);
     if (request != nullptr ? request->done || until.expired() : !busy() || waiters_ > 0 || closed_) break;
-    if (!moved) sleep(lock, until, request);
+    if (!moved) sleep(lock, until, request, began_ns);
   }
 }
 
-/// `request`: the one that the caller waits for, if any.
-void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* request) {
+/// `request`: the one that the caller waits for since then, if any.
+void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* request, int64_t began_ns) {
   const uint64_t seen = seen_events_;
   const int peer = request != nullptr ? request->peer : kAnySource;
   Deadline nearest = until;
@@ -248,7 +249,8 @@ void MessageChannel::sleep(Lock& lock, const Deadline& until, const Request* req
       [&] {
         if (wire_) wire_->before_sleep();
         if (peer != kAnySource && !recorded) {
-          members_->record_wait_for(recorded, transport_rank(peer), members_->rank(), &own.count, seen + 1);
+          members_->record_wait_for(recorded, transport_rank(peer), members_->rank(), &own.count, seen + 1,
+                                    began_ns);
         }
       });
 }

@@ -166,7 +166,7 @@ class MessageChannel {
   void run_callbacks(Lock& lock);
   void drive(Lock& lock, const Request* request, const Deadline& until);
   std::vector<int> awaited_peers() const;
-  void sleep(Lock& lock, const Deadline& until, const Request* request);
+  void sleep(Lock& lock, const Deadline& until, const Request* request, int64_t began_ns);
   void serve();
   bool busy() const { return !requests_.empty(); }
   uint64_t events() const;
