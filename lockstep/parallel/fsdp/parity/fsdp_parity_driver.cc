@@ -2,7 +2,8 @@
 //
 //     lockstep run --nproc-per-node N fsdp_parity_driver JOBS OUTPUT
 //
-// JOBS: {name: job}, pickled. OUTPUT: rank r writes {name: {parameter or buffer: tensor, "norms": tensor}} to OUTPUT.r.
+// JOBS: {name: job}, pickled. OUTPUT: rank r writes {name: {parameter or buffer: tensor, "norms": tensor}} to OUTPUT.r, and
+// under "NAME, gathered" the same of training in which parameters are gathered.
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -42,12 +43,14 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dictionary& job, M
   return model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.05).momentum(0.9));
 }
 
-Tensors train(const Dictionary& job, int rank, int ranks) {
+Tensors train(const Dictionary& job, int rank, int ranks, bool gather) {
   const auto min_num_params = job.integer("min_num_params");
   Model model(
       make_net(job),
       {.auto_wrap_policy = min_num_params > 0 ? lockstep::fsdp::size_based_auto_wrap_policy(min_num_params)
-                                              : lockstep::fsdp::AutoWrapPolicy()});
+                                              : lockstep::fsdp::AutoWrapPolicy(),
+       .gather = gather,
+       .forward_prefetch = gather});
   const auto optimizer = make_optimizer(job, model);
   const auto inputs = job.tensor("inputs"), targets = job.tensor("targets");
   const int64_t batch = inputs.size(1) / ranks, count = job.integer("accumulate");
@@ -81,7 +84,10 @@ int main(int argc, char** argv) try {
   auto world = lockstep::init_process_group();
   c10::Dict<std::string, Tensors> results;
   for (const auto& entry : lockstep::testing::read_pickle(argv[1]).toGenericDict()) {
-    results.insert(entry.key().toStringRef(), train(Dictionary(entry.value()), world.rank(), world.size()));
+    for (const bool gather : {false, true}) {
+      results.insert(entry.key().toStringRef() + (gather ? ", gathered" : ""),
+                     train(Dictionary(entry.value()), world.rank(), world.size(), gather));
+    }
   }
   lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
 } catch (const std::exception& error) {

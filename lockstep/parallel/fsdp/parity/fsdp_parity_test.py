@@ -1,4 +1,5 @@
-"""Training in shards against PyTorch's FullyShardedDataParallel and fully_shard with Gloo: 20 steps in float64."""
+"""Training in shards, shared and gathered, against PyTorch's FullyShardedDataParallel and fully_shard with Gloo: 20 steps in
+float64."""
 
 import pathlib
 import sys
@@ -61,11 +62,13 @@ def test_weights_buffers_and_norms_are_pytorchs(world_size, run_lockstep, run_py
                     assert kind == "fsdp1"
                     continue
                 expected = theirs[rank][kind][name]
-                assert set(ours[rank][name]) == set(expected), f"{name}, {kind}"
-                for tensor, value in expected.items():
-                    error = (ours[rank][name][tensor].double() - value.double()).abs().max().item() if value.numel() else 0.0
-                    if not error <= BOUND:
-                        wrong.append(f"{name}, {kind}: {tensor} of rank {rank}: {error:.1e}")
+                for form in (name, f"{name}, gathered"):
+                    assert set(ours[rank][form]) == set(expected), f"{form}, {kind}"
+                    for tensor, value in expected.items():
+                        actual = ours[rank][form][tensor].double()
+                        error = (actual - value.double()).abs().max().item() if value.numel() else 0.0
+                        if not error <= BOUND:
+                            wrong.append(f"{form}, {kind}: {tensor} of rank {rank}: {error:.1e}")
         moved = [not torch.equal(ours[0][name][tensor], value) for tensor, value in job["weights"].items()]
         assert sum(moved) >= 2, name
     assert not wrong, "\n".join(wrong)

@@ -16,6 +16,14 @@
 namespace lockstep::fsdp::internal {
 namespace {
 
+/// For StorageImpl::clear_data_ptr_access_error_msg_(), which torch 2.11 does not have.
+template <auto kMember>
+struct ThrowsOnAccess {
+  friend bool& throws_on_access(c10::StorageImpl& storage) { return storage.*kMember; }
+};
+bool& throws_on_access(c10::StorageImpl& storage);
+template struct ThrowsOnAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
 at::Tensor bytes_at(void* memory, int64_t bytes) {
   return at::from_blob(memory, {bytes}, at::TensorOptions(at::kByte));
 }
@@ -114,8 +122,8 @@ ShardedWeights::OwnRows GatheredWeights::own_rows_place(size_t index) const {
 
 void GatheredWeights::set_memory(size_t weight, void* memory) {
   c10::StorageImpl* const storage = storage_of(parameters_[weight]);
-  storage->set_data_ptr_noswap(watched_data(memory, slot_, unit_of_[weight]));
-  storage->clear_data_ptr_access_error_msg_();
+  throws_on_access(*storage) = false;
+  storage->set_data_ptr_noswap(watched_data(memory, slot_, unit_of_[weight]));  // takes note of that, too
 }
 
 void GatheredWeights::refuse_access(size_t weight, const std::string& text) {
