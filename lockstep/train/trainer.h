@@ -453,18 +453,37 @@ class Trainer final : public TrainerCore {
     using ValidationBatch = typename ValidationLoader::Batch;
     torch::NoGradGuard no_grad;
     BatchesOf<ValidationLoader> batches(loader);
+    // Where forward is collective, a rank that has no more batches goes on with its last one, which does not count.
+    const bool all_take_part = with_model([](auto& model) { return has_collective_forward(model); });
+    std::optional<ValidationBatch> last;
     while (true) {
       const ValidationBatch* batch = batches.next();
       // One after the other on all ranks, so that a signal that came to one of them stops them all.
       const int64_t samples = batch == nullptr ? 0 : BatchAccess<ValidationBatch>::samples(*batch);
-      const StepPlan plan = agree({.samples = samples, .can_stand_in = true});
+      if constexpr (std::is_copy_constructible_v<ValidationBatch>) {
+        if (all_take_part && samples > 0) last.emplace(*batch);
+      }
+      const StepPlan plan =
+          agree({.samples = samples, .can_stand_in = !all_take_part || samples > 0 || last.has_value()});
       if (plan.stop || plan.samples == 0) return !plan.stop;
-      if (samples == 0) continue;
+      if (samples == 0) {
+        if (all_take_part) with_model([&](auto& model) { (void)run(function, evaluated(model), *last); });
+        continue;
+      }
       const StepOutput output =
           with_model([&](auto& model) { return run(function, evaluated(model), *batch); });
       averages.add("loss", output.loss.template item<double>(), static_cast<double>(samples));
       for (const auto& [name, value] : output.metrics)
         averages.add(name, value, static_cast<double>(samples));
+    }
+  }
+
+  template <class Used>
+  static bool has_collective_forward(const Used& model) {
+    if constexpr (requires { model.gathers(); }) {
+      return model.gathers();
+    } else {
+      return false;
     }
   }
 
