@@ -4,7 +4,7 @@ import signal
 
 from optuna.trial import TrialState
 
-from lockstep_sweep import show, study
+from lockstep_sweep import mlflow_runs, show, study
 from lockstep_sweep.job import Job
 from lockstep_sweep.slots import Slots
 
@@ -17,7 +17,7 @@ class Driver:
     def __init__(self, options, launcher):
         self._options, self._launcher = options, launcher
         self._slots = Slots(options, launcher)
-        self._runs = show.MlflowRuns(options.mlflow)
+        self._runs = mlflow_runs.MlflowRuns(options.mlflow)
         self._trials = study.begin_or_join(options)
         self._runs.open(self._trials.study)
         self._progress = show.Progress(self._trials.study, options.trials, self._slots.at_once)
