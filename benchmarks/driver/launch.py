@@ -4,7 +4,11 @@ Programs note when their first collective was done (benchmarks/launch.cc, peers/
 
 - start: from the launchers' start to the last rank's first collective;
 - worker: from the end of a worker by SIGKILL to the first collective of all ranks after the restart;
-- agent: from the end of a host's launcher by SIGKILL to that of its last worker. Under torchrun these live on.
+- agent: from the end of a host's launcher by SIGKILL to that of its last worker. Under torchrun these live on;
+- cut: from the cut of the second host's cable to the first collective of the other one, which goes on alone. Under torchrun
+  nothing has happened after 75 s.
+
+And the memory and the processor time of a launcher whose workers are idle.
 """
 
 import contextlib
@@ -26,6 +30,9 @@ from benchmarks.driver.job import BenchmarkError
 PROGRAMS = {"cpp": "C++", "python": "Python over Gloo"}
 STARTS = {"1x2": (2,), "1x8": (8,), "2x1": (1, 1), "2x4": (4, 4)}  # workers on each host
 FAILURES = "2x1"
+CUTS = 3  # rounds at most: a lost host is noticed after 10 s
+IDLE_WORKERS = 64
+IDLE_SECONDS = 10
 SECONDS = 120
 SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
 
@@ -86,8 +93,9 @@ class Running:
             agent.wait()
         self.folder.cleanup()
 
-    def first_collectives(self, since=0):
-        """{rank: (when, pid)} of those that were after that moment, once all ranks have had theirs."""
+    def first_collectives(self, since=0, ranks=None):
+        """{rank: (when, pid)} of those that were after that moment, once all ranks, or so many, have had theirs."""
+        ranks = ranks or self.ranks
         deadline = time.monotonic() + SECONDS
         while True:
             found = {}
@@ -96,11 +104,11 @@ class Running:
                 when = int(file.read_text())
                 if when > since:
                     found[rank] = when, pid
-            if len(found) == self.ranks:
+            if len(found) == ranks:
                 return found
             if time.monotonic() > deadline or all(agent.poll() is not None for agent in self.agents):
                 self.output.seek(0)
-                raise BenchmarkError(f"{self.agents[0].args} did not get {self.ranks} ranks to a collective; they printed:\n"
+                raise BenchmarkError(f"{self.agents[0].args} did not get {ranks} ranks to a collective; they printed:\n"
                                      f"{self.output.read().decode(errors='replace')[-2000:]}")
             time.sleep(0.005)
 
@@ -149,6 +157,63 @@ def kill_agent(fleet, launch):
         return took
 
 
+def cut_host(fleet, launch):
+    """Nanoseconds from the cut to the other host's next first collective."""
+    with Running(fleet, launch, ["--nnodes", "1:2"], ["--stay"]) as job:
+        job.first_collectives()
+        try:
+            begin = time.monotonic_ns()
+            launch.net.cut(1)
+            took = last(job.first_collectives(since=begin, ranks=1)) - begin
+        finally:
+            launch.net.heal(1)
+        end(job)
+        return took
+
+
+def idle(fleet, launcher):
+    """(bytes, nanoseconds of processor time a second) of a launcher and its helpers, whose workers sleep."""
+    command = [str(fleet.bin_dir / "lockstep"), "run"] if launcher == "lockstep" else [torchrun()]
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        script = f"echo > {folder}/$RANK; exec sleep 1000"
+        command += ["--no-python", "--nproc-per-node", str(IDLE_WORKERS), "--standalone", "sh", "-c", script]
+        process = subprocess.Popen([*without_users_environment(os.environ), *command], stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + SECONDS
+            while len(os.listdir(folder)) < IDLE_WORKERS:
+                if time.monotonic() > deadline or process.poll() is not None:
+                    raise BenchmarkError(f"{command} did not start {IDLE_WORKERS} workers")
+                time.sleep(0.01)
+            time.sleep(1)  # what it does after the last start
+            pids = [process.pid, *helpers(process.pid)]
+            begin, used = time.monotonic_ns(), sum(map(processor_time, pids))
+            time.sleep(IDLE_SECONDS)
+            used = sum(map(processor_time, pids)) - used
+            return sum(map(memory, pids)), used * 1e9 / (time.monotonic_ns() - begin)
+        finally:
+            process.terminate()
+            process.wait(SECONDS)
+
+
+def helpers(pid):
+    """A launcher's children that are no workers."""
+    tasks = pathlib.Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in children if pathlib.Path(f"/proc/{child}/comm").read_text() not in ("sleep\n", "sh\n")]
+
+
+def processor_time(pid):
+    """Nanoseconds, of all threads."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in pathlib.Path(f"/proc/{pid}/task").iterdir())
+
+
+def memory(pid):
+    """Bytes; of what several processes share its part."""
+    rollup = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:"))
+
+
 def end(job):
     for agent in job.agents:
         with contextlib.suppress(ProcessLookupError):
@@ -176,6 +241,13 @@ def launch(fleet, results, rounds, generator):
                     STARTS[FAILURES], net)
             measure(fleet, results, rounds, generator, f"launch.agent.{FAILURES}", kill_agent, ["lockstep"],
                     STARTS[FAILURES], net)
+            measure(fleet, results, min(rounds, CUTS), generator, f"launch.cut.{FAILURES}", cut_host, ["lockstep"],
+                    STARTS[FAILURES], net)
+        for launcher in launchers:
+            fleet.say(f"launch.idle under {launcher}")
+            used = [idle(fleet, launcher) for _ in range(min(rounds, CUTS))]
+            results.add_series(f"launch.idle.memory.{launcher}", "bytes", [each[0] for each in used])
+            results.add_series(f"launch.idle.cpu.{launcher}", "ns", [each[1] for each in used])
 
 
 def measure(fleet, results, rounds, generator, cell, what, launchers, layout, net):

@@ -1,7 +1,9 @@
 """Tests of the suite `launch`: its figures, its table, and what it starts."""
 
+import os
 import pathlib
 import random
+import subprocess
 
 import pytest
 
@@ -29,8 +31,10 @@ class LaunchFleet:
 def costs(monkeypatch):
     """Each start takes a second under torchrun, and less under ours."""
     seconds = {"lockstep": 0.25e9, "torchrun": 1e9}
-    for what in ("start", "kill_worker", "kill_agent"):
+    for what in ("start", "kill_worker", "kill_agent", "cut_host"):
         monkeypatch.setattr(launch, what, lambda fleet, turn: seconds[turn.launcher])
+    used = {"lockstep": (20 << 20, 1.5e6), "torchrun": (300 << 20, 4e6)}
+    monkeypatch.setattr(launch, "idle", lambda fleet, launcher: used[launcher])
     monkeypatch.setattr(launch, "torchrun", lambda: "/bin/torchrun")
 
 
@@ -49,12 +53,21 @@ def test_launchers_are_compared(costs):
     text = report.report(answer, markdown=True)
     assert "| start, 8 workers on 1 host, C++ | 250 ms | 1000 ms | 4× " in text, text
     assert "| launcher killed, 2 workers on 2 hosts, Python over Gloo | 250 ms | - | " in text, text
+    assert "| cable cut, 2 workers on 2 hosts, C++ | 250 ms | - | " in text, text
+    assert "| lockstep run | 20 MiB | 1.5 ms |" in text, text
 
 
 def test_without_root_there_is_one_host(costs):
     answer = run(LaunchFleet(allowed=False))
     assert answer.skipped == ["hosts need root"]
-    assert {name.split(".")[2] for name in answer.series} == {"1x2", "1x8"}
+    assert {name.split(".")[2] for name in answer.series if "idle" not in name} == {"1x2", "1x8"}
+    assert answer.median("launch.idle.memory.torchrun") == 300 << 20
+
+
+def test_what_an_idle_process_takes_is_read():
+    assert launch.memory(os.getpid()) > 1 << 20 and launch.processor_time(os.getpid()) > 0
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert child.pid in launch.helpers(os.getpid())
 
 
 def test_both_launchers_get_the_same_options():

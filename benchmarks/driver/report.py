@@ -18,7 +18,7 @@ def report(results, markdown=False):
                *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
                *sharded(results),
                gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
-               launches(results), sweeps(results), soaked(results),
+               launches(results), idle_launchers(results), sweeps(results), soaked(results),
                failed_rounds(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
@@ -241,7 +241,7 @@ def startups(results):
 
 
 def launches(results):
-    words = {"start": "start", "worker": "worker killed", "agent": "launcher killed"}
+    words = {"start": "start", "worker": "worker killed", "agent": "launcher killed", "cut": "cable cut"}
     rows = []
     for what, text in words.items():
         for layout, workers in launch.STARTS.items():
@@ -263,6 +263,16 @@ def sweeps(results):
             rows.append([words, duration(seen.median), f"{seen.low / 1e6:.3g}-{seen.high / 1e6:.3g} ms",
                          ratio(results, "sweep.pause.vs_optuna") if who == "lockstep" else ""])
     return Table("Between two trials, on average", ["", "median", "quartiles", "times faster (quartiles)"], rows)
+
+
+def idle_launchers(results):
+    rows = []
+    for who, words in (("lockstep", "lockstep run"), ("torchrun", "torchrun")):
+        if f"launch.idle.memory.{who}" in results.series:
+            rows.append([words, mebibytes(results.median(f"launch.idle.memory.{who}")),
+                         duration(results.median(f"launch.idle.cpu.{who}"))])
+    return Table(f"Launchers whose {launch.IDLE_WORKERS} workers are idle, with their helpers",
+                 ["", "memory", "processor time a second"], rows)
 
 
 def soaked(results):
