@@ -82,13 +82,18 @@ def test_a_collective_runs_over_two_agents(programs, hosts):
     check_sums([agent.finish() for agent in agents])
 
 
-@pytest.mark.parametrize("own_store", ["", "MASTER_ADDR={0} MASTER_PORT={1}"])
-def test_a_collective_runs_over_two_network_namespaces(programs, make_hosts, own_store):
+@pytest.mark.parametrize("own_store, options", [
+    ("", []),
+    ("MASTER_ADDR={0} MASTER_PORT={1}", []),
+    ("MASTER_ADDR={0} MASTER_PORT={1}", ["--no-tunnel"]),
+])  # fmt: skip
+def test_a_collective_runs_over_two_network_namespaces(programs, make_hosts, own_store, options):
     """Also in a program that sets a meeting point of its own, as tutorials do."""
     net = make_hosts(2)
     job = Job(programs, 2, port=PORT, host=net.addresses[0])
     script = f"{own_store.format(net.addresses[0], PORT + 1)} exec {programs.find('all_reduce')}"
-    agents = [job.start_coordinator(2, script, inside=net.inside(0)), job.start(1, script, inside=net.inside(1))]
+    first = job.start_coordinator(2, script, *options, inside=net.inside(0))
+    agents = [first, job.start(1, script, *options, inside=net.inside(1))]
     check_sums([agent.finish() for agent in agents])
 
 
