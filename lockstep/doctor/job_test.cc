@@ -4,12 +4,15 @@
 #include <set>
 #include <sstream>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
@@ -19,6 +22,7 @@
 #include <lockstep/doctor/job.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/rendezvous.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::doctor::job_test {
@@ -85,6 +89,26 @@ void expect_no_errors(const std::vector<std::exception_ptr>& errors) {
       EXPECT_NO_THROW(std::rethrow_exception(error));
     }
   }
+}
+
+/// Of a process that is stopped.
+class SilentStore final : public c10d::PrefixStore {
+ public:
+  explicit SilentStore(std::shared_future<void> end)
+      : PrefixStore("", c10::make_intrusive<c10d::HashStore>()), end_(std::move(end)) {}
+  using Store::set;
+  void set(const std::string& /*key*/, const std::vector<uint8_t>& /*value*/) override { end_.wait(); }
+
+ private:
+  std::shared_future<void> end_;
+};
+
+TEST(ReportBoard, AStoreThatDoesNotAnswerIsAnError) {
+  std::promise<void> end;
+  ReportBoard board(c10::make_intrusive<SilentStore>(end.get_future()), 1, 2, 50ms);
+  EXPECT_THAT(testing::message_of<c10::DistStoreError>([&] { board.gather("me", Deadline::after(60s)); }),
+              HasSubstr("the job's store can't be reached: no answer"));
+  end.set_value();
 }
 
 TEST(ReportBoard, GivesAllReportsToAll) {

@@ -6,6 +6,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/doctor/internal/report_board.h>
+#include <lockstep/rendezvous/bounded_store.h>
 
 /// Under doctor/ in the store, for round N:
 ///   N/report/R   what rank R has to say
@@ -27,8 +28,10 @@ std::vector<uint8_t> to_bytes(const std::string& text) {
 
 }  // namespace
 
-ReportBoard::ReportBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size)
-    : store_(c10::make_intrusive<c10d::PrefixStore>("doctor", std::move(store))),
+ReportBoard::ReportBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+                         std::chrono::nanoseconds store_patience)
+    : store_(c10::make_intrusive<c10d::PrefixStore>(
+          "doctor", c10::make_intrusive<BoundedStore>(std::move(store), store_patience))),
       rank_(rank),
       states_(static_cast<size_t>(world_size), State::kPresent) {}
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -27,7 +28,10 @@ class ReportBoard {
  public:
   using Reports = std::vector<std::optional<std::string>>;
 
-  ReportBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size);
+  /// A call of the store that has no answer within `store_patience` throws c10::DistStoreError: its process is stopped, or its
+  /// host cut off.
+  ReportBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+              std::chrono::nanoseconds store_patience = std::chrono::seconds(10));
 
   /// How to know that a rank's process has ended, so that it need not be waited for.
   void set_watch(std::function<bool(int rank)> has_ended) { has_ended_ = std::move(has_ended); }
