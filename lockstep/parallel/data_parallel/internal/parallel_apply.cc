@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <lockstep/device/existing_device.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/data_parallel/internal/parallel_apply.h>
 
@@ -16,19 +17,6 @@ namespace {
 int64_t usable_cuda_devices() {
   if (!c10::impl::hasDeviceGuardImpl(at::kCUDA)) return 0;
   return c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount();
-}
-
-/// The device with its number, if it has numbers; checked to exist.
-at::Device resolve(at::Device device) {
-  if (device.is_cpu()) return at::Device(at::kCPU);
-  TORCH_CHECK_VALUE(c10::impl::hasDeviceGuardImpl(device.type()), "DataParallel: ", device.str(),
-                    " was asked for, but torch has no such devices here: it is built without them, or their "
-                    "library is not loaded");
-  const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
-  if (!device.has_index()) device = guard->getDevice();
-  TORCH_CHECK_VALUE(device.index() < guard->deviceCount(), "DataParallel: there is no ", device.str(),
-                    "; the number of visible devices is ", static_cast<int>(guard->deviceCount()));
-  return device;
 }
 
 }  // namespace
@@ -51,9 +39,9 @@ ParallelPlan ParallelPlan::of(std::vector<at::Device> device_ids, std::optional<
   for (auto& device : device_ids) {
     TORCH_CHECK_VALUE(device.type() == device_ids[0].type(), "DataParallel: device_ids holds ",
                       device_ids[0].str(), " and ", device.str(), "; all must be of one type");
-    device = resolve(device);
+    device = existing_device(device, "DataParallel");
   }
-  const auto output = resolve(output_device.value_or(device_ids[0]));
+  const auto output = existing_device(output_device.value_or(device_ids[0]), "DataParallel");
   return {.devices = std::move(device_ids), .output = {.device = output, .dim = dim}};
 }
 
@@ -66,7 +54,7 @@ ParallelApply::ParallelApply(const std::shared_ptr<torch::nn::Module>& module, P
     return;
   }
   state_.emplace(module, devices, std::move(clone));
-  places_ = {.threads = std::make_shared<ReplicaThreads>(static_cast<int>(devices.size())),
+  places_ = {.threads = std::make_shared<ThreadTeam>(static_cast<int>(devices.size()), "lockstep-replic"),
              .devices = devices};
 }
 

@@ -12,7 +12,6 @@
 
 #include <lockstep/parallel/data_parallel/internal/replica_graphs.h>
 #include <lockstep/parallel/data_parallel/internal/replica_state.h>
-#include <lockstep/parallel/data_parallel/internal/replica_threads.h>
 #include <lockstep/parallel/data_parallel/internal/scatter_gather.h>
 
 namespace lockstep::data_parallel::internal {

@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <lockstep/parallel/data_parallel/internal/replica_threads.h>
+#include <lockstep/base/process/thread_team.h>
 
 namespace lockstep::data_parallel::internal {
 
@@ -22,7 +22,7 @@ struct ReplicaGraph {
 
 /// Where the graphs were built, and where their backward runs.
 struct ReplicaPlaces {
-  std::shared_ptr<ReplicaThreads> threads;
+  std::shared_ptr<ThreadTeam> threads;
   std::vector<at::Device> devices;
 
   /// "in replica 1 on device cpu"

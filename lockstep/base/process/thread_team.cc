@@ -10,15 +10,15 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/thread_team.h>
 #include <lockstep/base/rethrow_with_context.h>
-#include <lockstep/parallel/data_parallel/internal/replica_threads.h>
 
 // OpenMP's, found at run time in the runtime that LibTorch loaded, if it loaded one.
 extern "C" __attribute__((weak)) void omp_set_num_threads(int threads);
 
-namespace lockstep::data_parallel::internal {
+namespace lockstep {
 
-struct ReplicaThreads::Team {
+struct ThreadTeam::Members {
   /// What one run() wants of the threads.
   struct Job {
     int count;
@@ -28,13 +28,13 @@ struct ReplicaThreads::Team {
     std::vector<std::exception_ptr> failures;
   };
 
-  explicit Team(int count) : threads(static_cast<size_t>(count)) {
+  Members(int count, const char* name) : threads(static_cast<size_t>(count)) {
     for (int i = 0; i < count; ++i) {
-      threads[static_cast<size_t>(i)].start("lockstep-replic", [this, i] { serve(i); });
+      threads[static_cast<size_t>(i)].start(name, [this, i] { serve(i); });
     }
   }
 
-  ~Team() {
+  ~Members() {
     {
       const std::lock_guard<std::mutex> lock(mutex);
       stop = true;
@@ -89,22 +89,23 @@ struct ReplicaThreads::Team {
   std::deque<BackgroundThread> threads;
 };
 
-ReplicaThreads::ReplicaThreads(int count) : count_(count), team_(std::make_unique<Team>(count)) {}
+ThreadTeam::ThreadTeam(int count, const char* name)
+    : count_(count), name_(name), members_(std::make_unique<Members>(count, name)) {}
 
-ReplicaThreads::~ReplicaThreads() {
-  if (fork_guard_.in_forked_child()) (void)team_.release();  // its threads are the parent's
+ThreadTeam::~ThreadTeam() {
+  if (fork_guard_.in_forked_child()) (void)members_.release();  // its threads are the parent's
 }
 
-void ReplicaThreads::run(int count, const std::function<void(int)>& work,
-                         const std::function<std::string(int)>& where) {
+void ThreadTeam::run(int count, const std::function<void(int)>& work,
+                     const std::function<std::string(int)>& where) {
   if (fork_guard_.in_forked_child()) {
-    (void)team_.release();
-    team_ = std::make_unique<Team>(count_);
+    (void)members_.release();
+    members_ = std::make_unique<Members>(count_, name_);
     fork_guard_ = ForkGuard();
   }
-  Team::Job job{count, work, at::ThreadLocalState(), std::max(1, at::get_num_threads() / count),
-                std::vector<std::exception_ptr>(static_cast<size_t>(count))};
-  team_->run(job);
+  Members::Job job{count, work, at::ThreadLocalState(), std::max(1, at::get_num_threads() / count),
+                   std::vector<std::exception_ptr>(static_cast<size_t>(count))};
+  members_->run(job);
   for (int i = 0; i < count; ++i) {
     if (!job.failures[static_cast<size_t>(i)]) continue;
     try {
@@ -115,4 +116,4 @@ void ReplicaThreads::run(int count, const std::function<void(int)>& work,
   }
 }
 
-}  // namespace lockstep::data_parallel::internal
+}  // namespace lockstep

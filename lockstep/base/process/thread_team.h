@@ -6,14 +6,15 @@
 
 #include <lockstep/base/process/fork_guard.h>
 
-namespace lockstep::data_parallel::internal {
+namespace lockstep {
 
-/// One thread for each replica of a DataParallel, for as long as it lives. Thread-safe: a run waits for the
-/// one before. In a forked child the threads are made anew.
-class ReplicaThreads {
+/// Threads for parts of one computation, for as long as it lives. Thread-safe: a run waits for the one before.
+/// In a forked child the threads are made anew.
+class ThreadTeam {
  public:
-  explicit ReplicaThreads(int count);
-  ~ReplicaThreads();
+  /// `name`: of each thread, at most 15 characters; a literal.
+  ThreadTeam(int count, const char* name);
+  ~ThreadTeam();
 
   /// Calls work(i) for all i < count, work(i) always on thread i, and returns when all have returned. They
   /// run with the caller's thread-local state (grad mode, autocast, …), and share the caller's number of
@@ -21,10 +22,11 @@ class ReplicaThreads {
   void run(int count, const std::function<void(int)>& work, const std::function<std::string(int)>& where);
 
  private:
-  struct Team;
+  struct Members;
   const int count_;
+  const char* const name_;
   ForkGuard fork_guard_;
-  std::unique_ptr<Team> team_;
+  std::unique_ptr<Members> members_;
 };
 
-}  // namespace lockstep::data_parallel::internal
+}  // namespace lockstep
