@@ -23,6 +23,8 @@
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/parallel/ddp/hooks/default_hooks.h>
 #include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
+#include <lockstep/parallel/pipeline/balance.h>
+#include <lockstep/parallel/pipeline/pipe.h>
 #include <lockstep/parquet/parquet_batches.h>
 #include <lockstep/parquet/parquet_rows.h>
 #include <lockstep/parquet/row_group_collate.h>
@@ -137,6 +139,14 @@ extern ParquetDataset data;
 extern RowGroupSampler sampler;
 void step(Table& batch);
 }  // namespace page_parquet
+namespace page_pipelines {
+struct TwoDevices : torch::nn::Module {
+  TwoDevices(at::Device first, at::Device last);
+  torch::Tensor forward(const torch::Tensor& x);
+};
+extern torch::nn::Sequential layers;
+extern int local_rank;
+}  // namespace page_pipelines
 namespace page_process_groups {}
 namespace page_profiling {}
 namespace page_python_checkpoints {
