@@ -54,12 +54,19 @@ class PhaseClock {
     if (audience_) audience_->board->samples.store(samples_, std::memory_order_relaxed);
   }
 
+  void set_action(uint64_t word) {
+    const std::lock_guard lock(mutex_);
+    action_ = word;
+    if (audience_) audience_->board->action.store(action_, std::memory_order_relaxed);
+  }
+
   void begin_telling(const std::shared_ptr<const PhaseAudience>& audience) {
     const std::lock_guard lock(mutex_);
     audience_ = audience;
     PhaseBoard& board = *audience_->board;
     board.steps.store(steps_, std::memory_order_relaxed);
     board.samples.store(samples_, std::memory_order_relaxed);
+    board.action.store(action_, std::memory_order_relaxed);
     show(board);
   }
 
@@ -95,6 +102,7 @@ class PhaseClock {
   int64_t since_ns_ = 0;
   uint64_t steps_ = 0;
   uint64_t samples_ = 0;
+  uint64_t action_ = 0;
   std::shared_ptr<const PhaseAudience> audience_;
 };
 
@@ -150,6 +158,22 @@ WaitingPhase::WaitingPhase() : before_(phase_clock.get().enter(TrainingPhase::kW
 
 WaitingPhase::~WaitingPhase() {
   if (before_ != TrainingPhase::kNone) phase_clock.get().enter(before_, false);
+}
+
+// The letter in the first byte makes it other than 0.
+TellingAction::TellingAction(uint32_t stage, char type, uint32_t micro_batch) {
+  phase_clock.get().set_action(static_cast<uint64_t>(static_cast<unsigned char>(type)) << 56 |
+                               static_cast<uint64_t>(stage & 0xffffff) << 32 | micro_batch);
+}
+
+TellingAction::~TellingAction() {
+  phase_clock.get().set_action(0);
+}
+
+std::string TellingAction::describe(uint64_t word) {
+  if (word == 0) return "";
+  return std::to_string(word >> 32 & 0xffffff) + static_cast<char>(word >> 56) +
+         std::to_string(word & 0xffffffff);
 }
 
 void begin_telling_phases(const std::shared_ptr<const PhaseAudience>& audience) {

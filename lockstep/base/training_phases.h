@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 /// What the thread that trains does now, and how long it takes for it. Loaders, DistributedDataParallel and the groups'
@@ -67,6 +68,7 @@ struct alignas(64) PhaseBoard {
   std::atomic<uint64_t> samples{0};  // that loaders have given
   std::atomic<uint32_t> phase{0};    // a TrainingPhase
   std::atomic<int64_t> since_ns{0};  // when it began, by the host's monotonic clock
+  std::atomic<uint64_t> action{0};   // see TellingAction; 0: none
 
   void set_times(const PhaseTimes& times);
   /// Of the last window; nothing before its end.
@@ -92,6 +94,20 @@ void end_telling_phases(const std::shared_ptr<const PhaseAudience>& audience);
 /// autograd's threads need.
 void enter_phase(TrainingPhase phase, bool from_any_thread = false);
 void count_samples(int64_t samples);
+
+/// One action of a plan that other ranks know, a pipeline's schedule, is carried out from construction to destruction; by any
+/// thread. When the process ends or is stopped in its midst, they name it. Not nested.
+class TellingAction {
+ public:
+  /// `stage` below 2^24; `type`: a letter.
+  TellingAction(uint32_t stage, char type, uint32_t micro_batch);
+  TellingAction(const TellingAction&) = delete;
+  TellingAction& operator=(const TellingAction&) = delete;
+  ~TellingAction();
+
+  /// "2B3" of a board's word; "" of 0.
+  static std::string describe(uint64_t word);
+};
 
 /// kWaiting from construction to destruction, and then again what was before; likewise in the thread that trains alone.
 class WaitingPhase {

@@ -167,5 +167,29 @@ TEST(TrainingPhases, AreShownAsTheyChangeInTheThreadThatTrains) {
   EXPECT_EQ(shown(*later->board).phase, TrainingPhase::kOptimizer);
 }
 
+TEST(TrainingPhases, ActionsOfAPlanAreShownWhileTheyLast) {
+  auto audience = std::make_shared<PhaseAudience>();
+  audience->board = std::make_shared<PhaseBoard>();
+  begin_telling_phases(audience);
+  const auto shown = [](const PhaseAudience& to) { return TellingAction::describe(to.board->action); };
+  EXPECT_EQ(shown(*audience), "");
+  {
+    const TellingAction action(2, 'B', 3);
+    EXPECT_EQ(shown(*audience), "2B3");
+    auto later = std::make_shared<PhaseAudience>();
+    later->board = std::make_shared<PhaseBoard>();
+    begin_telling_phases(later);
+    EXPECT_EQ(shown(*later), "2B3") << "what has begun before is told, too";
+    end_telling_phases(later);
+    begin_telling_phases(audience);
+  }
+  EXPECT_EQ(shown(*audience), "");
+  {
+    const TellingAction action((1U << 24) - 1, 'W', 4'294'967'295U);
+    EXPECT_EQ(shown(*audience), "16777215W4294967295");
+  }
+  end_telling_phases(audience);
+}
+
 }  // namespace
 }  // namespace lockstep::training_phases_test

@@ -125,8 +125,8 @@ WireMessages::Members GroupChannel::members_on_hosts() const {
   return all;
 }
 
-void GroupChannel::abort() {
-  host_->abort();
+void GroupChannel::abort(const std::string& reason) {
+  host_->abort(reason);
   if (between_) between_->tell_that_it_failed();
 }
 

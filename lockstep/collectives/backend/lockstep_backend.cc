@@ -301,9 +301,9 @@ at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options)
   return allocate_shared(channel_->transport().shared_arena(), size, options);
 }
 
-void LockstepBackend::abort() {
+void LockstepBackend::abort(const std::string& reason) {
   const bool first = !channel_->failed();
-  channel_->abort();
+  channel_->abort(reason);
   // An error before the first operation is none that a record could explain.
   if (first && flight::has_records()) flight::dump("abort");
 }

@@ -168,7 +168,9 @@ class LockstepBackend : public c10d::Backend {
   /// Runs or awaits the collectives submitted so far; their errors stay in their works.
   void finish();
   /// Fails the group on all ranks; from any thread.
-  void abort() override;
+  void abort() override { abort(""); }
+  /// With a reason, which the other ranks' errors tell.
+  void abort(const std::string& reason);
   /// Finishes the collectives submitted so far (as Gloo does), ends sends and receives that are not done;
   /// further ones fail. After abort() it returns at once.
   void shutdown() override;

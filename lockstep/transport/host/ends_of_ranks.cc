@@ -40,7 +40,15 @@ std::string HostTransport::describe_end(int rank) const {
     return describe_loss(rank, wire_->lost(rank).value_or("its host says that it has ended"));
   }
   std::byte* first = peer.bases[0].load(std::memory_order_acquire);
-  return describe(rank) + " " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get());
+  return describe(rank) + " " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get()) +
+         in_action(rank);
+}
+
+std::string HostTransport::in_action(int rank) const {
+  if (!is_here(rank)) return "";
+  const ProcessHeader& header = header_of(peers_[rank]->bases[0].load(std::memory_order_acquire));
+  const std::string action = TellingAction::describe(header.phases.action.load(std::memory_order_relaxed));
+  return action.empty() ? "" : " in " + action;
 }
 
 std::string HostTransport::describe_loss(int rank, const std::string& reason) const {

@@ -107,6 +107,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended, and 300 ms
   /// on another host.
   std::string describe_end(int rank) const;
+  /// " in 2B3": what a rank of this host does of a plan, or did when it ended; "" where it has none, and of other hosts'.
+  std::string in_action(int rank) const;
   /// Of a rank that has ended: whether its own host, or the rank itself, has said so. Otherwise its connection is lost, and
   /// it may live and be cut off.
   bool end_is_certain(int rank) const;

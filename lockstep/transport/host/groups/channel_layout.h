@@ -91,8 +91,8 @@ struct Recovery {
   std::array<RecoveryRecord, 2> records;  // by the round's last bit
 };
 
-/// Why the group has failed on another host, as this rank was told. Written before the outcome's `abort` names this
-/// rank; once.
+/// Why the group has failed on another host, as this rank was told, or why this rank has aborted it. Written before the
+/// outcome's `abort` names this rank; once.
 struct alignas(64) OutsideFailure {
   static constexpr size_t kBytes = 512;
   std::array<char, kBytes> text;  // ends with 0; empty: this rank was told nothing

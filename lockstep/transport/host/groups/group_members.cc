@@ -175,7 +175,13 @@ std::optional<Decision> GroupMembers::aborted() const {
   return unpack_decision(word - 1);
 }
 
-void GroupMembers::abort() {
+void GroupMembers::abort(const std::string& reason) {
+  std::lock_guard lock(outside_mutex_);
+  if (!reason.empty() && !aborted()) {
+    const std::string whole = transport_->describe(members_[rank_]) + " " + reason;
+    auto& text = block(rank_).outside_failure.text;
+    whole.copy(text.data(), text.size() - 1);
+  }
   abort_as({0, static_cast<uint64_t>(FailureKind::kAborted), members_[rank_], rank_});
 }
 
@@ -210,7 +216,8 @@ const char* GroupMembers::outside_text() const {
     return nullptr;
   const bool by_itself =
       static_cast<FailureKind>(abort->kind) == FailureKind::kAborted && abort->culprit == members_[abort->by];
-  return by_itself ? nullptr : block(abort->by).outside_failure.text.data();
+  const char* text = block(abort->by).outside_failure.text.data();
+  return by_itself && *text == '\0' ? nullptr : text;
 }
 
 void GroupMembers::fail(FailureKind kind, int culprit, uint64_t sequence) {
@@ -252,8 +259,9 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
     transport_->cause_of_waiting({decided.culprit});
   }
   if (found_stopped || transport_->is_stopped(decided.culprit)) {
-    text << ", which is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT "
-         << transport_->pid_of(decided.culprit) << " continues it)";
+    text << ", which is stopped" << transport_->in_action(decided.culprit)
+         << " (by SIGSTOP, SIGTSTP or a debugger; kill -CONT " << transport_->pid_of(decided.culprit)
+         << " continues it)";
   } else if (const auto silence = transport_->describe_silence(decided.culprit); !silence.empty()) {
     text << ", which " << silence << "; it may be stopped, its host lost, or the wire cut";
   } else {

@@ -138,7 +138,8 @@ class GroupMembers {
   /// Wakes all waiters of all members, for a failure or an abort.
   void tell_failure() const;
   /// Makes the operation in progress, or the next one, fail on all members, unless it has succeeded already.
-  void abort();
+  /// `reason`, if given, stands behind this rank's name in all members' errors.
+  void abort(const std::string& reason = "");
   /// abort() because of what has happened on another host, of the operations from failure.sequence on. All members here
   /// say its text then. From any thread.
   void fail_from_outside(const GroupFailure& failure);
@@ -170,7 +171,7 @@ class GroupMembers {
   std::string describe_timeout(const Decision& decided, const std::vector<int>& late,
                                std::chrono::nanoseconds timeout, bool to_others) const;
   void abort_as(const Decision& cause);
-  /// What a member was told by fail_from_outside(), if that is why the group has failed; or null.
+  /// What a member was told by fail_from_outside(), or its reason for abort(), if that is why the group has failed; or null.
   const char* outside_text() const;
 
   std::shared_ptr<HostTransport> transport_;

@@ -159,7 +159,7 @@ class HostChannel {
 
   /// Fails the group on all members: the operation in progress, unless it has succeeded already, or else the
   /// next one. Waits in progress end. From any thread.
-  void abort() { members_->abort(); }
+  void abort(const std::string& reason = "") { members_->abort(reason); }
   /// The same because of what has happened on another host: all members here throw its kind with its text, in the
   /// operation that has failed there or a later one.
   void fail_from_outside(const GroupFailure& failure) { members_->fail_from_outside(failure); }

@@ -374,9 +374,9 @@ ChannelError MessageChannel::timeout_error(const Request& request, const std::ve
     }
   }
   if (stopped >= 0 && stopped == cause) {
-    text << ", which is stopped";
+    text << ", which is stopped" << transport.in_action(stopped);
   } else if (stopped >= 0) {
-    text << ", and " << transport.describe(stopped) << " is stopped";
+    text << ", and " << transport.describe(stopped) << " is stopped" << transport.in_action(stopped);
   }
   text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
   return {FailureKind::kTimeout, text.str()};
