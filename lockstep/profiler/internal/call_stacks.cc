@@ -16,12 +16,10 @@ namespace {
 CurrentLog<CallStacks::Log> current_stack_log;
 
 std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& function) {
-  const auto log = current_stack_log.get();
-  if (log == nullptr) return nullptr;
-  CallStacks::Call call{function.name(), at::RecordFunction::currentThreadId(),
-                        torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true)};
-  const std::lock_guard lock(log->mutex);
-  log->calls.push_back(std::move(call));
+  auto trace = torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true);
+  current_stack_log.use([&](CallStacks::Log& log) {
+    log.calls.push_back({function.name(), at::RecordFunction::currentThreadId(), std::move(trace)});
+  });
   return nullptr;
 }
 
@@ -62,7 +60,6 @@ void CallStacks::end() {
 }
 
 void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
-  const std::lock_guard lock(log_->mutex);
   if (log_->calls.empty()) return;
   std::vector<torch::CapturedTraceback*> traces;
   for (const Call& call : log_->calls) traces.push_back(call.trace.get());

@@ -1,7 +1,7 @@
 #pragma once
 
+#include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -34,9 +34,9 @@ class CallStacks {
     uint64_t thread;  // torch's number
     std::shared_ptr<torch::CapturedTraceback> trace;
   };
+  /// Written by CurrentLog::use() alone, until end().
   struct Log {
-    std::mutex mutex;
-    std::vector<Call> calls;  // guarded by mutex
+    std::deque<Call> calls;  // of which there are many: none is moved when more come
   };
 
  private:

@@ -24,6 +24,13 @@ class CurrentLog {
     const std::lock_guard lock(current.mutex);
     return current.log;
   }
+  /// Calls `action` with the log, if there is one, which nothing else uses meanwhile.
+  template <class Action>
+  void use(Action&& action) {
+    Guarded& current = current_.get();
+    const std::lock_guard lock(current.mutex);
+    if (current.log) action(*current.log);
+  }
 
  private:
   struct Guarded {
