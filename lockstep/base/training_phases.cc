@@ -31,8 +31,10 @@ class PhaseClock {
       if (!counter_.begins(mark, source)) return;
       if (steps_ > 0) times = window_.end_step(now);
       ++steps_;
+      step_samples_ = samples_;
+      step_began_ns_ = now;
       if (audience_) {
-        audience_->board->steps.store(steps_, std::memory_order_relaxed);
+        audience_->board->set_step({steps_, samples_, now});
         if (times) audience_->board->set_times(*times);
         audience = audience_;
       }
@@ -60,11 +62,19 @@ class PhaseClock {
     if (audience_) audience_->board->action.store(action_, std::memory_order_relaxed);
   }
 
+  void tell(int64_t step, double loss) {
+    const std::lock_guard lock(mutex_);
+    told_step_ = step;
+    loss_ = loss;
+    if (audience_) show_progress(*audience_->board);
+  }
+
   void begin_telling(const std::shared_ptr<const PhaseAudience>& audience) {
     const std::lock_guard lock(mutex_);
     audience_ = audience;
     PhaseBoard& board = *audience_->board;
-    board.steps.store(steps_, std::memory_order_relaxed);
+    board.set_step({steps_, step_samples_, step_began_ns_});
+    show_progress(board);
     board.samples.store(samples_, std::memory_order_relaxed);
     board.action.store(action_, std::memory_order_relaxed);
     show(board);
@@ -88,6 +98,11 @@ class PhaseClock {
     return before;
   }
 
+  void show_progress(PhaseBoard& board) const {
+    board.loss.store(loss_, std::memory_order_relaxed);
+    board.told_step.store(told_step_, std::memory_order_release);
+  }
+
   void show(PhaseBoard& board) const {
     board.phase.store(static_cast<uint32_t>(phase_), std::memory_order_relaxed);
     board.since_ns.store(since_ns_, std::memory_order_relaxed);
@@ -103,6 +118,10 @@ class PhaseClock {
   uint64_t steps_ = 0;
   uint64_t samples_ = 0;
   uint64_t action_ = 0;
+  uint64_t step_samples_ = 0;  // when the newest step began
+  int64_t step_began_ns_ = 0;
+  int64_t told_step_ = -1;  // none
+  double loss_ = 0;
   std::shared_ptr<const PhaseAudience> audience_;
 };
 
@@ -176,6 +195,10 @@ std::string TellingAction::describe(uint64_t word) {
          std::to_string(word & 0xffffffff);
 }
 
+void tell_progress(int64_t step, double loss) {
+  phase_clock.get().tell(step, loss);
+}
+
 void begin_telling_phases(const std::shared_ptr<const PhaseAudience>& audience) {
   phase_clock.get().begin_telling(audience);
 }
@@ -206,6 +229,25 @@ std::optional<PhaseTimes> PhaseWindow::end_step(int64_t now_ns) {
     times.phases[phase] = median_of(slots_, [phase](const Slot& each) { return each.phases[phase]; });
   }
   return times;
+}
+
+void PhaseBoard::set_step(const Step& step) {
+  step_samples_.store(step.samples, std::memory_order_relaxed);
+  step_began_ns_.store(step.began_ns, std::memory_order_relaxed);
+  steps_.store(step.number, std::memory_order_release);
+}
+
+PhaseBoard::Step PhaseBoard::newest_step() const {
+  Step step;
+  // A reader that comes between two stores looks again; after so many times it has a step's samples with the one before.
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    step.number = steps_.load(std::memory_order_acquire);
+    step.samples = step_samples_.load(std::memory_order_relaxed);
+    step.began_ns = step_began_ns_.load(std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (steps_.load(std::memory_order_relaxed) == step.number) break;
+  }
+  return step;
 }
 
 void PhaseBoard::set_times(const PhaseTimes& times) {

@@ -64,17 +64,30 @@ class PhaseWindow {
 
 /// Where a process's training stands, in memory that others read. Written by one thread at a time.
 struct alignas(64) PhaseBoard {
-  std::atomic<uint64_t> steps{0};    // that have begun
-  std::atomic<uint64_t> samples{0};  // that loaders have given
-  std::atomic<uint32_t> phase{0};    // a TrainingPhase
-  std::atomic<int64_t> since_ns{0};  // when it began, by the host's monotonic clock
-  std::atomic<uint64_t> action{0};   // see TellingAction; 0: none
+  std::atomic<uint64_t> samples{0};    // that loaders have given
+  std::atomic<uint32_t> phase{0};      // a TrainingPhase
+  std::atomic<int64_t> since_ns{0};    // when it began, by the host's monotonic clock
+  std::atomic<int64_t> told_step{-1};  // see tell_progress()
+  std::atomic<double> loss{0};         // with told_step
+  std::atomic<uint64_t> action{0};     // see TellingAction; 0: none
+
+  /// The step that has begun last.
+  struct Step {
+    uint64_t number = 0;   ///< from 1; 0: none has begun
+    uint64_t samples = 0;  ///< that loaders had given before
+    int64_t began_ns = 0;  ///< by the host's monotonic clock
+  };
+  void set_step(const Step& step);
+  Step newest_step() const;
 
   void set_times(const PhaseTimes& times);
   /// Of the last window; nothing before its end.
   std::optional<PhaseTimes> times() const;
 
  private:
+  std::atomic<uint64_t> steps_{0};
+  std::atomic<uint64_t> step_samples_{0};
+  std::atomic<int64_t> step_began_ns_{0};
   static constexpr size_t kValues = kTrainingPhases + 4;
   std::atomic<uint64_t> version_{0};  // odd while the values are written
   std::array<std::atomic<double>, kValues> values_{};
@@ -108,6 +121,10 @@ class TellingAction {
   /// "2B3" of a board's word; "" of 0.
   static std::string describe(uint64_t word);
 };
+
+/// For those who look at the training (`lockstep top`): how many steps it has made, those before a restart among them, and the loss
+/// of the last one. The Trainer calls it; a loop of one's own may, where it knows the loss. From any thread; some 20 ns.
+void tell_progress(int64_t step, double loss);
 
 /// kWaiting from construction to destruction, and then again what was before; likewise in the thread that trains alone.
 class WaitingPhase {

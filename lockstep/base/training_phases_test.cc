@@ -123,7 +123,7 @@ struct Shown {
   TrainingPhase phase;
 };
 Shown shown(const PhaseBoard& board) {
-  return {board.steps, static_cast<TrainingPhase>(board.phase.load())};
+  return {board.newest_step().number, static_cast<TrainingPhase>(board.phase.load())};
 }
 
 TEST(TrainingPhases, AreShownAsTheyChangeInTheThreadThatTrains) {
@@ -151,13 +151,23 @@ TEST(TrainingPhases, AreShownAsTheyChangeInTheThreadThatTrains) {
   EXPECT_EQ(shown(board).phase, TrainingPhase::kBackward);
   count_samples(64);
   EXPECT_EQ(board.samples, 64);
+  EXPECT_EQ(board.newest_step().samples, 0);
+  const int64_t began = board.newest_step().began_ns;
   mark_step(StepMark::kForward, &model);
   EXPECT_EQ(shown(board).steps, 2);
+  EXPECT_EQ(board.newest_step().samples, 64) << "the rest belongs to the step that begins";
+  EXPECT_GE(board.newest_step().began_ns, began);
+  EXPECT_EQ(board.told_step, -1);
+  std::thread([] { tell_progress(1002, 0.25); }).join();
+  EXPECT_EQ(board.told_step, 1002);
+  EXPECT_EQ(board.loss, 0.25);
 
   auto later = std::make_shared<PhaseAudience>();
   later->board = std::make_shared<PhaseBoard>();
   begin_telling_phases(later);
   EXPECT_EQ(shown(*later->board).steps, 2) << "what was before is told, too";
+  EXPECT_EQ(later->board->told_step, 1002);
+  EXPECT_EQ(later->board->newest_step().samples, 64);
   end_telling_phases(audience);
   enter_phase(TrainingPhase::kOptimizer);
   EXPECT_EQ(shown(*later->board).phase, TrainingPhase::kOptimizer);

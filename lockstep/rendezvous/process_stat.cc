@@ -26,10 +26,15 @@ std::optional<ProcessStat> read_process_stat(pid_t pid) {
   std::istringstream fields(text.substr(close + 1));
   fields >> stat.state >> stat.parent;
   std::string skipped;
-  for (int field = 5; field < 22; ++field) fields >> skipped;
+  for (int field = 5; field < 14; ++field) fields >> skipped;
+  uint64_t user = 0, kernel = 0;
+  fields >> user >> kernel;
+  stat.cpu_ticks = user + kernel;
+  for (int field = 16; field < 22; ++field) fields >> skipped;
   fields >> stat.start;
   if (!fields) return std::nullopt;
-  for (int field = 23; field < 52; ++field) fields >> skipped;
+  fields >> skipped >> stat.resident_pages;
+  for (int field = 25; field < 52; ++field) fields >> skipped;
   fields >> stat.exit_code;
   return stat;
 }

@@ -12,6 +12,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/training_phases.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>
@@ -280,6 +281,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   snapshot_.drop();
   window_.add(step_averages_);
   window_samples_ += static_cast<double>(plan.samples);
+  tell_progress(step_, step_loss_);
   show_step(plan);
   if (step_ % options_.log_every_n_steps == 0) log_window();
   call(&TrainerCallbacks::after_step);

@@ -22,11 +22,14 @@ struct EndOfFarRank {
 /// The first bytes of every process's first segment: its identity, the note that it leaves when it ends,
 /// what it waits for, what it has heard, and how its training goes.
 struct alignas(64) ProcessHeader {
-  static constexpr uint64_t kMagic = 0x375054534b434f4cULL;  // "LOCKSTP7"; another one for each layout
+  static constexpr uint64_t kMagic = 0x385054534b434f4cULL;  // "LOCKSTP8"; another last byte for each layout
   uint64_t magic = 0;
   int32_t pid = 0;
   int32_t rank = 0;  // in the job
   int32_t world_size = 0;
+  int32_t index = 0;  // the rank in the transport, as `waits` call it
+  // Of this host's first rank, once all have met; 0 before. It tells the jobs of a host apart: see read_rank_memories().
+  std::atomic<int32_t> first_pid{0};
   std::atomic<uint32_t> note{0};  // 0: running; see leave_note. Release store, acquire load.
   WaitRecords waits;
   GivenUpWait given_up;

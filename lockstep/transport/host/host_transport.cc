@@ -60,6 +60,7 @@ HostTransport::HostTransport(int rank, int world_size, const Options& options)
   auto* header = new (arena_->segment(0)->data()) ProcessHeader;
   header->pid = ::getpid();
   header->rank = job_rank(rank);
+  header->index = rank;
   header->world_size = world_size;
   header->magic = ProcessHeader::kMagic;
   peers_[rank]->link.pid = ::getpid();
@@ -124,6 +125,8 @@ std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int ra
   if (options.names_stragglers) transport->launcher_ = ExitStatusTable::from_environment();
   transport->start_monitor(/*watches=*/true);
   transport->begin_telling_phases(options.names_stragglers);
+  header_of(transport->arena_->segment(0)->data())
+      .first_pid.store(transport->pid_of(transport->layout_.neighbours().front()), std::memory_order_release);
   failpoint::here("transport_connected");
   return transport;
 }
