@@ -243,11 +243,15 @@ TEST(CheckpointManager, AManifestThatNamesOurFormatIsACheckpoints) {
               ::testing::AllOf(HasSubstr("all checkpoints in"), HasSubstr("best/manifest.json is damaged")));
   // A later format, as far as it is known by now.
   std::string body = text.substr(0, text.find(",\n\"checksum\""));
-  const std::string version = "\"version\": 1";
-  body.replace(body.find(version), version.size(), "\"version\": 2");
+  const std::string version = "\"version\": 2";
+  body.replace(body.find(version), version.size(), "\"version\": 3");
   write(path, body + ",\n\"checksum\": \"" + checkpoint::internal::checksum_of(body) + "\"\n}\n");
   EXPECT_THAT(message_of<CheckpointError>([&] { find_latest_checkpoint(scratch.path()); }),
-              HasSubstr("best/manifest.json was written by a newer version of Lockstep: its format is 2"));
+              HasSubstr("best/manifest.json was written by a newer version of Lockstep: its format is 3"));
+  // That before this one.
+  body.replace(body.find("\"version\": 3"), version.size(), "\"version\": 1");
+  write(path, body + ",\n\"checksum\": \"" + checkpoint::internal::checksum_of(body) + "\"\n}\n");
+  EXPECT_EQ(load_checkpoint(scratch.path() / "best").info.step, 1);
 }
 
 TEST(CheckpointManager, TheLatestIsFoundBesideAJobThatRemovesOldOnes) {

@@ -15,6 +15,8 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/inspect_checkpoint.h>
+#include <lockstep/checkpoint/internal/manifest.h>
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/checkpoint/testing/states.h>
@@ -311,6 +313,51 @@ TEST(Checkpoint, WhatGoesWrongOnOneRankIsThrownOnAll) {
         EXPECT_EQ(find_latest_checkpoint(scratch.path(), {.group = default_group()})->step, 4);
       },
       {.environment = scratch.environment()});
+}
+
+TEST(Checkpoint, PartsOfTensorsKeepTheirPlacesAndAreEachRanksOwn) {
+  const Scratch scratch;
+  run_ranks(
+      3,
+      [&](int rank) {
+        const auto group = init_process_group();
+        const auto rows = torch::chunk(torch::arange(21).view({7, 3}), 3)[rank].contiguous();
+        const auto part_of = [&](const torch::Tensor& local, int64_t row, const std::vector<int64_t>& sizes) {
+          return to_object(StateDict{{"local", local},
+                                     {"row", row},
+                                     {"global_sizes", to_object(sizes)},
+                                     {"mesh_dim", std::string("shard")}});
+        };
+        const auto state = StateDict{{"weight", part_of(rows, 3 * rank, {7, 3})},
+                                     {"number", part_of(torch::ones({rank == 0 ? 1 : 0}), 0, {})},
+                                     {"whole", torch::ones({2})}};
+        EXPECT_THAT(message_of<c10::ValueError>([&] {
+                      save_checkpoint(scratch.path() / "shared", {{"model", to_object(state)}}, {}, {});
+                    }),
+                    ::testing::AllOf(
+                        HasSubstr("rank 0: state: tensor 'weight.local' of model is a part of sizes [3, 3]"),
+                        HasSubstr("pass sharded states as rank_state")));
+        save_checkpoint(scratch.path() / "own", {}, {{"model", to_object(state)}}, {});
+      },
+      {.environment = scratch.environment()});
+  const auto manifest = checkpoint::internal::read_manifest(scratch.path() / "own");
+  ASSERT_EQ(manifest.tensors.size(), 9U);
+  for (const auto& tensor : manifest.tensors) {
+    const int64_t rank = tensor.part.back() - '0';
+    if (tensor.name == "model.whole") {
+      EXPECT_EQ(tensor.part_of, std::nullopt);
+    } else if (tensor.name == "model.number.local") {
+      EXPECT_EQ(tensor.part_of,
+                (serialization::TensorPart{.global_shape = {}, .offsets = {}, .mesh_dim = "shard"}));
+    } else {
+      EXPECT_EQ(tensor.name, "model.weight.local");
+      EXPECT_EQ(tensor.part_of, (serialization::TensorPart{
+                                    .global_shape = {7, 3}, .offsets = {3 * rank, 0}, .mesh_dim = "shard"}));
+    }
+  }
+  EXPECT_TRUE(verify_checkpoint(scratch.path() / "own").empty());
+  EXPECT_THAT(inspect_checkpoint(scratch.path() / "own").text,
+              HasSubstr("[1, 3] at [6,0] of [7,3] along shard"));
 }
 
 /// For this thread another file system stands there, as on a host with disks of its own. False if that is not allowed.

@@ -91,7 +91,11 @@ std::string shape_text(const TensorRecord& tensor) {
   std::string text = tensor.dtype + " [";
   for (size_t i = 0; i < tensor.shape.size(); ++i)
     text += (i > 0 ? ", " : "") + std::to_string(tensor.shape[i]);
-  return text + "]";
+  text += "]";
+  if (!tensor.part_of) return text;
+  const auto list = [](const std::vector<int64_t>& numbers) { return ordered_json(numbers).dump(); };
+  return text + " at " + list(tensor.part_of->offsets) + " of " + list(tensor.part_of->global_shape) +
+         " along " + printable(tensor.part_of->mesh_dim);
 }
 
 std::string name_text(const TensorRecord& tensor) {
@@ -131,6 +135,10 @@ CheckpointInspection inspect_one(const fs::path& directory, const InspectCheckpo
                                    {"offset", tensor.offset},
                                    {"bytes", tensor.bytes},
                                    {"xxh3_128", tensor.checksum}});
+        if (!tensor.part_of) continue;
+        json["tensors"].back().update(ordered_json{{"global_shape", tensor.part_of->global_shape},
+                                                   {"offsets", tensor.part_of->offsets},
+                                                   {"mesh_dim", tensor.part_of->mesh_dim}});
       }
     }
     inspection.text = dump(json);

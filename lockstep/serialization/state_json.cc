@@ -164,6 +164,7 @@ class Encoder {
       keys_and_values.push_back(key);
       keys_and_values.emplace_back();
     }
+    const size_t tensors_before = tensors_.size();
     const char* problem = pickle::find_key_problem(keys_and_values);
     TORCH_CHECK_VALUE(!problem, place_, " is ", problem);
     out_ += plain ? "{" : R"({"$dict":[)";
@@ -195,6 +196,7 @@ class Encoder {
       separator = ",";
     }
     out_ += plain ? "}" : "]}";
+    if (tensors_.size() == tensors_before + 1) tensors_.back().part_of = tensor_part_of(dict);
   }
 
   void add_tensor(const at::Tensor& tensor) {
@@ -211,7 +213,7 @@ class Encoder {
     std::string free = name;
     for (int64_t i = 2; !taken.insert(free).second; ++i) free = name + "#" + std::to_string(i);
     out_ += R"({"$tensor":)" + json_string(free).value() + "}";
-    tensors_.push_back({part_, free, tensor});
+    tensors_.push_back({.part = part_, .name = free, .tensor = tensor});
   }
 
   template <class Action>

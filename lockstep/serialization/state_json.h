@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <lockstep/serialization/state_dict.h>
+#include <lockstep/serialization/tensor_part.h>
 
 /// States as JSON, with their tensors elsewhere. What JSON has stands as itself: null, true and false, whole
 /// numbers, finite floating point (always with a point or an exponent, and digits enough to be the same
@@ -38,6 +40,7 @@ struct StateTensor {
   std::string part;
   std::string name;
   at::Tensor tensor;
+  std::optional<TensorPart> part_of = {};  ///< of a whole tensor, for those in objects of tensor_part_of()
 };
 
 struct EncodedState {

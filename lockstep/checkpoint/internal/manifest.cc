@@ -23,7 +23,7 @@ using nlohmann::ordered_json;
 
 constexpr const char* kFormat = "lockstep-checkpoint";
 constexpr const char* kFormatMember = "\"format\": \"lockstep-checkpoint\"";  // as to_text() writes it
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;                                               // 1 had no parts of tensors
 constexpr const char* kBeforeChecksum = ",\n\"checksum\": \"";
 constexpr const char* kAfterChecksum = "\"\n}\n";
 constexpr size_t kChecksumDigits = 32;
@@ -68,6 +68,12 @@ class Value {
     const std::string place = place_.empty() ? field : place_ + "." + field;
     if (found == value_.end()) Value(value_, what_, place).fail("is missing");
     return {*found, what_, place};
+  }
+  bool has(const char* field) const { return value_.is_object() && value_.contains(field); }
+  std::vector<int64_t> integers() const {
+    std::vector<int64_t> numbers;
+    each([&](const Value& number) { numbers.push_back(number.integer()); });
+    return numbers;
   }
   int64_t integer(int64_t low = 0, int64_t high = std::numeric_limits<int64_t>::max()) const {
     const bool fits = value_.is_number_unsigned() ? value_.get<uint64_t>() <= static_cast<uint64_t>(high)
@@ -159,16 +165,36 @@ CheckpointInfo parse_info(const Value& value) {
   return info;
 }
 
+serialization::TensorPart parse_part(const Value& value, const std::vector<int64_t>& shape) {
+  serialization::TensorPart part{.global_shape = value.at("global_shape").integers(),
+                                 .offsets = value.at("offsets").integers(),
+                                 .mesh_dim = value.at("mesh_dim").text()};
+  const size_t dimensions = part.global_shape.size();
+  bool fits = part.offsets.size() == dimensions && (dimensions == 0 || shape.size() == dimensions);
+  for (size_t i = 0; fits && i < dimensions; ++i) {
+    fits = part.offsets[i] <= part.global_shape[i] && shape[i] <= part.global_shape[i] - part.offsets[i];
+  }
+  if (!fits) value.at("offsets").fail("put the tensor beyond the whole");
+  return part;
+}
+
+std::string part_text(const std::optional<serialization::TensorPart>& part) {
+  if (!part) return "";
+  return ", \"global_shape\": " + json(part->global_shape).dump() +
+         ", \"offsets\": " + json(part->offsets).dump() + ", \"mesh_dim\": " + quoted(part->mesh_dim);
+}
+
 TensorRecord parse_tensor(const Value& value, const std::map<std::string, int64_t>& files) {
   TensorRecord record;
   record.part = value.at("part").text();
   record.name = value.at("name").text();
   record.file = value.at("file").text();
   record.dtype = value.at("dtype").text();
-  value.at("shape").each([&](const Value& size) { record.shape.push_back(size.integer()); });
+  record.shape = value.at("shape").integers();
   record.offset = value.at("offset").integer();
   record.bytes = value.at("bytes").integer();
   record.checksum = value.at("xxh3_128").checksum();
+  if (value.has("global_shape")) record.part_of = parse_part(value, record.shape);
   const auto file = files.find(record.file);
   if (file == files.end())
     value.at("file").fail("is not in the list of files: '" + printable(record.file) + "'");
@@ -208,7 +234,7 @@ std::string to_text(const Manifest& manifest) {
                    "\", \"shape\": " + json(tensor.shape).dump() +
                    ", \"offset\": " + std::to_string(tensor.offset) +
                    ", \"bytes\": " + std::to_string(tensor.bytes) + ", \"xxh3_128\": \"" + tensor.checksum +
-                   "\"}";
+                   "\"" + part_text(tensor.part_of) + "}";
           });
   return text + kBeforeChecksum + checksum_of(text) + kAfterChecksum;
 }

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <c10/core/ScalarType.h>
 
 #include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/serialization/tensor_part.h>
 
 /// manifest.json: what a checkpoint consists of. It is written last, so a directory without one is none.
 namespace lockstep::checkpoint::internal {
@@ -32,6 +34,8 @@ struct TensorRecord {
   int64_t offset = 0;  ///< of its first byte in the file
   int64_t bytes = 0;
   std::string checksum;
+  std::optional<serialization::TensorPart> part_of =
+      {};  ///< of a whole that several ranks share; since version 2
 };
 
 struct Manifest {

@@ -21,7 +21,17 @@ std::vector<std::string> seeds() {
   manifest.ranks = {0, 1};
   const std::string sum = checksum_of("x");
   manifest.files = {{"model.safetensors", 100, sum}, {"state.json", 20, sum}};
-  manifest.tensors = {{"model", "w", "model.safetensors", "F32", {2, 3}, 8, 24, sum}};
+  manifest.tensors = {
+      {"model", "w", "model.safetensors", "F32", {2, 3}, 8, 24, sum},
+      {"rank00001",
+       "v",
+       "model.safetensors",
+       "F32",
+       {2, 3},
+       32,
+       24,
+       sum,
+       serialization::TensorPart{.global_shape = {7, 3}, .offsets = {5, 0}, .mesh_dim = "shard"}}};
   const std::string text = to_text(manifest);
   const std::string body = text.substr(0, text.rfind(",\n\"checksum\""));
   return {body, "{\n\"format\": \"lockstep-checkpoint\""};

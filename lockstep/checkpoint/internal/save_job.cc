@@ -1,10 +1,12 @@
 #include <exception>
+#include <optional>
 #include <tuple>
 #include <utility>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/host_name.h>
+#include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/save_job.h>
@@ -19,8 +21,9 @@ using FailureObject = std::tuple<int64_t, std::string>;
 using OfferObject = std::tuple<FailureObject, std::string, std::vector<TensorOffer>, bool>;
 using PlanObject = std::tuple<FailureObject, std::string, std::vector<FileTask>, int64_t>;
 using FileObject = std::tuple<std::string, int64_t, std::string>;
+using PartObject = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::string>;
 using TensorObject = std::tuple<std::string, std::string, std::string, std::string, std::vector<int64_t>,
-                                int64_t, int64_t, std::string>;
+                                int64_t, int64_t, std::string, std::optional<PartObject>>;
 using ReportObject = std::tuple<FailureObject, std::vector<FileObject>, std::vector<TensorObject>>;
 
 FailureObject to_tuple(const Failure& failure) {
@@ -31,12 +34,35 @@ Failure from_tuple(const FailureObject& object) {
   return {static_cast<Failure::Kind>(std::get<0>(object)), std::get<1>(object)};
 }
 
+std::optional<PartObject> to_part_object(const std::optional<serialization::TensorPart>& part) {
+  if (!part) return {};
+  return PartObject{part->global_shape, part->offsets, part->mesh_dim};
+}
+
+std::optional<serialization::TensorPart> from_part_object(const std::optional<PartObject>& object) {
+  if (!object) return {};
+  const auto& [global_shape, offsets, mesh_dim] = *object;
+  return serialization::TensorPart{.global_shape = global_shape, .offsets = offsets, .mesh_dim = mesh_dim};
+}
+
 /// "rank00003" names what is a rank's own.
 void check_part_name(const std::string& part) {
   const bool reserved = part.size() >= 9 && part.starts_with("rank") &&
                         part.find_first_not_of("0123456789", 4) == std::string::npos;
   TORCH_CHECK_VALUE(!reserved, "a part of the state can't be called '", part,
                     "', for so the ranks' own states are called");
+}
+
+/// Of what several ranks have under one name the lowest rank's is saved: of their parts of a tensor one would be left.
+void check_is_whole(const serialization::StateTensor& tensor) {
+  if (!tensor.part_of) return;
+  const auto& part = *tensor.part_of;
+  TORCH_CHECK_VALUE(
+      serialization::is_whole(part, tensor.tensor.sizes().vec()), "state: tensor '", printable(tensor.name),
+      "' of ", printable(tensor.part), " is a part of sizes ", tensor.tensor.sizes(), ", from ",
+      at::IntArrayRef(part.offsets), " on, of a tensor of ", at::IntArrayRef(part.global_shape),
+      ", of which other ranks have other parts under the same name, and one rank's alone would be saved; "
+      "pass sharded states as rank_state, or save full ones (full_state_dict(), full_optim_state_dict())");
 }
 
 }  // namespace
@@ -74,14 +100,15 @@ SaveJob::SaveJob(const std::filesystem::path& directory, const StateDict& state,
   const Failure mine = Failure::of(ranks, [&] {
     for (const auto& [part, value] : state) check_part_name(part);
     shared = serialization::encode_state(state, "state");
+    for (const auto& tensor : shared.tensors) check_is_whole(tensor);
     if (!rank_state.empty()) {
       own_name_ = rank_name(ranks.rank());
       own = serialization::encode_state(rank_state, "rank_state", own_name_);
       own_json_ = std::move(own.json);
       std::move(own.tensors.begin(), own.tensors.end(), std::back_inserter(shared.tensors));
     }
-    for (const auto& [part, name, tensor] : shared.tensors) {
-      offers.emplace_back(part, name, static_cast<int64_t>(tensor.nbytes()));
+    for (const auto& each : shared.tensors) {
+      offers.emplace_back(each.part, each.name, static_cast<int64_t>(each.tensor.nbytes()));
     }
   });
   const auto gathered =
@@ -170,7 +197,8 @@ SaveJob::Results SaveJob::write_files(const std::atomic<bool>* cancelled) const 
       results.tensors.push_back({file.part, tensors[i].name, file.name,
                                  serialization::safetensors_dtype(tensor.scalar_type()).value(),
                                  tensor.sizes().vec(), written.offsets[i],
-                                 static_cast<int64_t>(tensor.nbytes()), written.checksums[i]});
+                                 static_cast<int64_t>(tensor.nbytes()), written.checksums[i],
+                                 file.tensors[i].part_of});
     }
   }
   if (!own_name_.empty()) write_text(own_name_ + ".json", own_json_, results);
@@ -193,7 +221,7 @@ CheckpointInfo SaveJob::write(const MemberRanks& ranks, const std::atomic<bool>*
   std::vector<TensorObject> tensors;
   for (const TensorRecord& each : results.tensors) {
     tensors.emplace_back(each.part, each.name, each.file, each.dtype, each.shape, each.offset, each.bytes,
-                         each.checksum);
+                         each.checksum, to_part_object(each.part_of));
   }
   const auto reports = ranks.gather(to_object(ReportObject{to_tuple(mine), files, tensors}));
   files_.clear();
@@ -218,8 +246,9 @@ void SaveJob::finish(const std::vector<c10::IValue>& reports) {
   for (const c10::IValue& report : reports) {
     const auto [failure, files, tensors] = from_object<ReportObject>(report);
     for (const auto& [name, bytes, checksum] : files) manifest.files.push_back({name, bytes, checksum});
-    for (const auto& [part, name, file, dtype, shape, offset, bytes, checksum] : tensors) {
-      manifest.tensors.push_back({part, name, file, dtype, shape, offset, bytes, checksum});
+    for (const auto& [part, name, file, dtype, shape, offset, bytes, checksum, part_of] : tensors) {
+      manifest.tensors.push_back(
+          {part, name, file, dtype, shape, offset, bytes, checksum, from_part_object(part_of)});
     }
   }
   failpoint::here("checkpoint.before_manifest");

@@ -4,8 +4,10 @@
 namespace lockstep {
 
 c10::IValue ObjectConversion<fsdp::ShardedTensor>::to(const fsdp::ShardedTensor& tensor) {
-  return to_object(StateDict{
-      {"local", tensor.local}, {"row", tensor.row}, {"global_sizes", to_object(tensor.global_sizes)}});
+  return to_object(StateDict{{"local", tensor.local},
+                             {"row", tensor.row},
+                             {"global_sizes", to_object(tensor.global_sizes)},
+                             {"mesh_dim", std::string("shard")}});
 }
 
 fsdp::ShardedTensor ObjectConversion<fsdp::ShardedTensor>::from(const c10::IValue& object) {

@@ -23,7 +23,8 @@ using ShardedStateDict = std::vector<std::pair<std::string, ShardedTensor>>;
 
 }  // namespace fsdp
 
-/// As {"local": …, "row": …, "global_sizes": […]}.
+/// As {"local": …, "row": …, "global_sizes": […], "mesh_dim": "shard"}, which checkpoints know for a part of a tensor
+/// (serialization/tensor_part.h). Older objects have no "mesh_dim".
 template <>
 struct ObjectConversion<fsdp::ShardedTensor> {
   static c10::IValue to(const fsdp::ShardedTensor& tensor);
