@@ -33,7 +33,7 @@ void AgentLink::close(const std::string& why) {
   if (tls_ && tls_->fd() >= 0) loop_.forget(tls_->fd());
   socket_.reset();
   tls_.reset();
-  frames_ = {};
+  frames_ = FrameReader(kMostReportBytes);
   out_.clear();
   phase_ = Phase::kNone;
   if (why.empty()) return;
@@ -80,6 +80,10 @@ void AgentLink::take_orders() {
   for (size_t got = 0; (got = tls_->read(buffer)) > 0;) {
     frames_.append({buffer.data(), got});
     while (const auto message = frames_.next()) {
+      if (const auto report = decode_report(*message)) {
+        if (listener_) listener_(*report);
+        continue;
+      }
       const auto order = decode_order(*message);
       if (!order) return tls_->close();
       heard_at_ = BootClock::now();
@@ -91,9 +95,16 @@ void AgentLink::take_orders() {
   }
 }
 
+void AgentLink::send_report(const std::string& text) {
+  std::string message = encode(Report{.agent = state_.id(), .text = text});
+  if (message.size() <= kMostReportBytes) report_due_ = std::move(message);
+}
+
 void AgentLink::flush() {
-  while (!out_.empty() || status_due_) {
-    if (out_.empty()) {
+  while (!out_.empty() || status_due_ || !report_due_.empty()) {
+    if (out_.empty() && !status_due_) {
+      out_ = framed(std::exchange(report_due_, {}));
+    } else if (out_.empty()) {
       const BootTime now = BootClock::now();
       status_due_ = false;
       heartbeat_at_ = now + options_.heartbeat_interval;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -21,7 +22,8 @@ class AgentLink : public EventHandler {
  public:
   static constexpr std::chrono::milliseconds kPause{200};  // between two attempts
 
-  /// `addresses` are tried in turn, and again, until the coordinator has answered at one. `state` lives as long as this object.
+  /// `addresses` are tried in turn, and again, until the coordinator has answered at one. `state` lives as long as this
+  /// object.
   AgentLink(EventLoop& loop, TlsKey key, std::vector<PeerAddress> addresses, const MembershipOptions& options,
             AgentState& state);
   ~AgentLink() override;
@@ -30,6 +32,11 @@ class AgentLink : public EventHandler {
   /// Connects, sends a status where one is due, or where `news` says that it has changed. Returns when to call again
   /// at the latest. To be called after each turn of the loop.
   BootTime serve(BootTime now, bool news);
+  /// What is told of hosts' reports, on the loop's thread; none: nothing is.
+  void set_listener(std::function<void(const Report&)> listener) { listener_ = std::move(listener); }
+  /// Sends this host's, in place of one that has not been sent yet, with the next serve(). Those of more than
+  /// kMostReportBytes are not sent.
+  void send_report(const std::string& text);
   /// This host's address, as it speaks to the coordinator; empty without a connection.
   const std::string& local_address() const { return local_address_; }
   /// The coordinator's address that the connection was made to.
@@ -56,8 +63,10 @@ class AgentLink : public EventHandler {
   Phase phase_ = Phase::kNone;
   UniqueFd socket_;  // while it connects
   std::unique_ptr<TlsConnection> tls_;
-  FrameReader frames_;
+  FrameReader frames_{kMostReportBytes};
   std::string out_;
+  std::string report_due_;  // encoded; empty: none
+  std::function<void(const Report&)> listener_;
   bool status_due_ = false;
   size_t attempt_ = 0;
   bool answered_ = false;   // the coordinator is at the present address

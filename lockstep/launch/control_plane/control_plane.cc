@@ -18,7 +18,9 @@
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/coordinator_server.h>
 #include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/control_plane/host_reporter.h>
 #include <lockstep/launch/control_plane/tunnel_entrance.h>
+#include <lockstep/launch/control_plane/watch_server.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 #include <lockstep/rendezvous/network/port_range.h>
 
@@ -122,11 +124,18 @@ class ControlPlane::Thread : public EventHandler {
     }
     link_ = std::make_unique<AgentLink>(loop_, options_.key, options_.endpoint.addresses, options_.membership,
                                         state_);
+    link_->set_listener([this](const Report& report) { watchers_.send(report); });
     loop_.watch(plane_.wake_event_.get(), POLLIN, *this);
   }
-  ~Thread() override { loop_.forget(plane_.wake_event_.get()); }
+  ~Thread() override {
+    end_reports();
+    loop_.forget(plane_.wake_event_.get());
+  }
 
-  void on_events(int, short) override { clear_event(plane_.wake_event_); }
+  void on_events(int fd, short) override {
+    if (fd == plane_.wake_event_.get()) return clear_event(plane_.wake_event_);
+    if (const auto report = reporter_ ? reporter_->take() : std::nullopt) link_->send_report(*report);
+  }
 
   void run() {
     BootTime next = {};
@@ -148,6 +157,7 @@ class ControlPlane::Thread : public EventHandler {
   BootTime serve() {
     const BootTime now = BootClock::now();
     const bool told = take_news(now);
+    serve_watchers();
     BootTime next = server_ ? server_->serve(now) : BootTime::max();
     const AgentState::Phase before = state_.phase();
     const AgentState::Action action = state_.advance(now);
@@ -159,6 +169,20 @@ class ControlPlane::Thread : public EventHandler {
     if (tunnel_) next = std::min(next, tunnel_->serve(now));
     return std::max(next,
                     now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn
+  }
+
+  void serve_watchers() {
+    state_.set_watches(watchers_.watched());
+    const bool wanted = state_.watched() && options_.report;
+    if (!wanted) return end_reports();
+    if (reporter_) return;
+    reporter_ = std::make_unique<HostReporter>(options_.report);
+    loop_.watch(reporter_->fd(), POLLIN, *this);
+  }
+  void end_reports() {
+    if (!reporter_) return;
+    loop_.forget(reporter_->fd());
+    reporter_.reset();
   }
 
   /// At once, for it may be one that does not pass. The coordinator's own agent only waits for its turn.
@@ -227,6 +251,8 @@ class ControlPlane::Thread : public EventHandler {
   std::unique_ptr<CoordinatorServer> server_;  // of the coordinator
   std::unique_ptr<AgentLink> link_;
   std::unique_ptr<TunnelEntrance> tunnel_;  // while workers run, but on the coordinator's host
+  WatchServer watchers_{loop_};
+  std::unique_ptr<HostReporter> reporter_;  // while some host watches
   uint64_t order_ = 0;                      // that the last status told of
   std::set<std::string> troubles_;          // of the link, that were told
 };

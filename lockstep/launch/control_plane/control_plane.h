@@ -50,6 +50,7 @@ class ControlPlane {
     std::function<void(const std::string&)> say;  // is told what happens, on the thread
     /// That of all generations' workers, which find there what this host knows of generations.
     std::shared_ptr<ExitStatusTable> table = {};
+    std::function<std::string()> report = {};  // see HostsOptions
   };
   /// What the main thread is to do.
   struct Task {

@@ -378,6 +378,8 @@ TEST(ControlPlane, WhatIsNotAMessageClosesTheConnectionOfOneWhoKnowsTheSecret) {
       agent + framed(status.substr(1)),
       agent + framed(encode(Order{})),
       agent + framed(status) + framed(encode(Status{.id = {1}, .sent_at = 1})),  // another agent's name
+      agent + framed(encode(Report{.agent = {2}})),                   // before it has said who it is
+      agent + framed(status) + framed(encode(Report{.agent = {1}})),  // another agent's report
   };
   for (const std::string& bytes : bad) {
     Client client(scene, scene.key);
@@ -399,6 +401,30 @@ TEST(ControlPlane, AnAgentThatSendsTooMuchIsCutOff) {
   }
   client.send(bytes);
   client.expect_closed();
+}
+
+TEST(ControlPlane, ReportsReachTheHostsThatWatch) {
+  Scene scene;
+  scene.run_world();
+  std::array<std::vector<Report>, 2> heard;
+  for (size_t i = 0; i < 2; ++i) {
+    scene.agents[i]->link.set_listener([&heard, i](const Report& report) { heard[i].push_back(report); });
+  }
+  EXPECT_FALSE(scene.agents[0]->state.watched());
+  scene.agents[1]->state.set_watches(true);
+  scene.until([&] { return scene.agents[0]->state.watched() && scene.agents[1]->state.watched(); },
+              "both hosts are asked for reports");
+  const std::string large(kMostReportBytes - 100, 'x');
+  scene.agents[0]->link.send_report(std::string(kMostReportBytes, 'y'));  // too long: not sent
+  scene.agents[0]->link.send_report(large);
+  scene.agents[1]->link.send_report("its own");
+  scene.until([&] { return heard[1].size() == 2; }, "the host that watches hears both");
+  for (const Report& report : heard[1]) {
+    EXPECT_EQ(report.text, report.agent == AgentId{1} ? large : "its own");
+  }
+  EXPECT_TRUE(heard[0].empty()) << "the other one does not watch";
+  scene.agents[1]->state.set_watches(false);
+  scene.until([&] { return !scene.agents[0]->state.watched(); }, "reports are not wanted any more");
 }
 
 TEST(ControlPlane, AStreamCarriesBytesBothWays) {

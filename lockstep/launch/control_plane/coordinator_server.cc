@@ -2,6 +2,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <netinet/in.h>
 #include <optional>
 #include <poll.h>
@@ -55,6 +56,15 @@ class CoordinatorServer::Peer : public EventHandler {
   void send_order(bool asks) {
     order_due_ = true;
     asks_ = asks_ || asks;
+    if (phase_ != Phase::kAgent) return;
+    const int fd = tls_->fd();
+    flush();
+    after_use(fd);
+  }
+
+  /// Of that agent; one that has not been sent yet gives way to it.
+  void send_report(const AgentId& agent, const std::string& message) {
+    reports_due_[agent] = message;
     if (phase_ != Phase::kAgent) return;
     const int fd = tls_->fd();
     flush();
@@ -117,6 +127,12 @@ class CoordinatorServer::Peer : public EventHandler {
       if (!message) break;
       if (phase_ == Phase::kUnknown) {
         take_greeting(*message);
+      } else if (!in_rate()) {
+        reject();
+      } else if (const auto report = agent_ ? decode_report(*message) : std::nullopt) {
+        // A connection is one agent's for ever.
+        if (report->agent != *agent_) return reject();
+        server_.reports_.emplace_back(*agent_, *message);
       } else {
         take_status(*message);
       }
@@ -129,18 +145,23 @@ class CoordinatorServer::Peer : public EventHandler {
     if (!greeting) return reject();
     generation_ = greeting->generation;
     phase_ = greeting->kind == Greeting::Kind::kAgent ? Phase::kAgent : Phase::kStream;
+    if (phase_ == Phase::kAgent) frames_.set_most(kMostReportBytes);
+  }
+
+  bool in_rate() {
+    const BootTime now = BootClock::now();
+    if (now - second_since_ >= std::chrono::seconds(1)) {
+      second_since_ = now;
+      messages_ = 0;
+    }
+    return ++messages_ <= kMostStatuses;
   }
 
   void take_status(const std::string& message) {
     const auto status = decode_status(message);
-    const BootTime now = BootClock::now();
-    if (now - second_since_ >= std::chrono::seconds(1)) {
-      second_since_ = now;
-      statuses_ = 0;
-    }
     // A connection is one agent's for ever.
-    const bool in_bounds = status && ++statuses_ <= kMostStatuses && (!agent_ || *agent_ == status->id);
-    if (!in_bounds || !server_.coordinator_.receive(*status, now)) return reject();
+    const bool in_bounds = status && (!agent_ || *agent_ == status->id);
+    if (!in_bounds || !server_.coordinator_.receive(*status, BootClock::now())) return reject();
     agent_ = status->id;
     server_.news_ = true;
     order_due_ = true;
@@ -150,10 +171,14 @@ class CoordinatorServer::Peer : public EventHandler {
     if (tls_->phase() != TlsConnection::Phase::kClosed) tls_->close();
   }
 
-  /// At most one order is on its way; where the agent is slow, it gets the newest one next.
+  /// At most one order or report is on its way; where the agent is slow, it gets the newest ones next, orders first.
   void flush() {
     if (phase_ != Phase::kAgent || !agent_) return;
     while (true) {
+      if (out_.empty() && !order_due_ && !reports_due_.empty()) {
+        out_ = framed(reports_due_.begin()->second);
+        reports_due_.erase(reports_due_.begin());
+      }
       if (out_.empty() && !std::exchange(order_due_, false)) return;
       if (out_.empty()) {
         Order order = server_.coordinator_.order_for(*agent_);
@@ -179,7 +204,8 @@ class CoordinatorServer::Peer : public EventHandler {
   bool order_due_ = false;
   bool asks_ = false;
   BootTime second_since_ = {};
-  int statuses_ = 0;
+  int messages_ = 0;                            // since then
+  std::map<AgentId, std::string> reports_due_;  // encoded
 };
 
 CoordinatorServer::CoordinatorServer(EventLoop& loop, TlsKey key, UniqueFd listener, Options options)
@@ -241,6 +267,7 @@ BootTime CoordinatorServer::serve(BootTime now) {
         break;
     }
   }
+  for (const auto& [agent, report] : std::exchange(reports_, {})) pass_on(agent, report);
   drop_closed();
   for (const std::string& text : coordinator_.take_reports()) {
     if (options_.report) options_.report(text);
@@ -300,6 +327,18 @@ void CoordinatorServer::decide(BootTime now) {
     if (options_.observe && decision.reason != std::exchange(last_reason_, decision.reason))
       options_.observe(decision);
     if (again || decision.asks) push_orders(decision.asks);
+  }
+}
+
+/// To the agents of the hosts that watch.
+void CoordinatorServer::pass_on(const AgentId& agent, const std::string& report) {
+  const std::vector<Member>& members = coordinator_.members();
+  for (const auto& connection : agents_) {
+    if (!connection->knows_agent()) continue;
+    const bool watches = std::any_of(members.begin(), members.end(), [&](const Member& member) {
+      return member.status.id == connection->agent() && member.status.watches;
+    });
+    if (watches) connection->send_report(agent, report);
   }
 }
 

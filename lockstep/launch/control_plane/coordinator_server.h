@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/launch/control_plane/event_loop.h>
@@ -20,8 +21,9 @@ namespace lockstep::launch {
 /// handshake has shown that the other end knows the key, and each has bounds:
 /// - in time: a connection that has not said what it is for after `greeting_time` is closed; of more than
 ///   `most_pending` such the oldest is;
-/// - in size: messages up to kMostMessageBytes, streams up to Forwarding::kMostBytes each way;
-/// - in rate: an agent that sends more than kMostStatuses a second is cut off.
+/// - in size: messages up to kMostMessageBytes, an agent's up to kMostReportBytes, streams up to Forwarding::kMostBytes
+///   each way;
+/// - in rate: an agent that sends more than kMostStatuses messages a second is cut off.
 /// A stream of another generation than the one that runs is closed. One without the tunnel tells no generation, and is closed
 /// with the one in which it came.
 class CoordinatorServer : public EventHandler {
@@ -64,6 +66,7 @@ class CoordinatorServer : public EventHandler {
   void accept_some(BootTime now);
   void decide(BootTime now);
   void push_orders(bool asks);
+  void pass_on(const AgentId& agent, const std::string& report);
   void drop_closed();
   void begin_stream(Peer& peer);
 
@@ -74,7 +77,8 @@ class CoordinatorServer : public EventHandler {
   Coordinator coordinator_;
   std::list<std::unique_ptr<Peer>> pending_;  // in the order in which they came
   std::list<std::unique_ptr<Peer>> agents_;
-  std::list<std::unique_ptr<Forwarding>> streams_;  // of the generation that runs
+  std::list<std::unique_ptr<Forwarding>> streams_;        // of the generation that runs
+  std::vector<std::pair<AgentId, std::string>> reports_;  // that have come, encoded
   uint16_t store_port_ = 0;
   bool news_ = true;  // since the last decision
   BootTime look_again_at_ = {};

@@ -228,7 +228,8 @@ int run_on_hosts(HostsOptions options) {
        // Over several hosts the agents meet at the port that the user names.
        .store_port = options.membership.max_hosts == 1 ? options.run.master_port : uint16_t{0},
        .say = [&lines](const std::string& text) { lines.say(text); },
-       .table = table});
+       .table = table,
+       .report = options.report});
   int signals_taken = 0;
   int leaving = 0;  // the first of them
   while (true) {

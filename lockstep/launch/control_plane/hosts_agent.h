@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -23,6 +24,9 @@ struct HostsOptions {
   std::string local_address = {};  // for its workers' messages; empty: as it reaches the coordinator
   bool tunnel = true;              // see ControlPlane::Options
   std::string secret = {};         // empty: none, after a warning
+  /// How this host's ranks do, for those that watch the job. Called on a thread of its own, and may take long; empty:
+  /// nothing is told.
+  std::function<std::string()> report = {};
 };
 
 /// The secret in this file, or else in LOCKSTEP_JOB_SECRET; empty where there is neither. White space at the ends does

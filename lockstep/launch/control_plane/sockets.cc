@@ -1,11 +1,13 @@
 #include <arpa/inet.h>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <fcntl.h>
 #include <memory>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/un.h>
 
 #include <c10/util/Exception.h>
 
@@ -46,6 +48,23 @@ std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, st
   }
   if (addresses.empty()) why = "the name '" + host + "' has no IPv4 or IPv6 address";
   return addresses;
+}
+
+PeerAddress abstract_address(const std::string& name) {
+  PeerAddress address;
+  auto& local = reinterpret_cast<sockaddr_un&>(address.storage);
+  local.sun_family = AF_UNIX;
+  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof(local.sun_path));
+  std::memcpy(local.sun_path + 1, name.data(), name.size());
+  address.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+uid_t user_at_other_end(int socket) {
+  ucred credentials = {};
+  socklen_t size = sizeof(credentials);
+  const bool known = ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) == 0;
+  return known ? credentials.uid : static_cast<uid_t>(-1);
 }
 
 UniqueFd begin_connect(const PeerAddress& address) {

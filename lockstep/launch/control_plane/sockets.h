@@ -3,13 +3,14 @@
 #include <cstdint>
 #include <string>
 #include <sys/socket.h>
+#include <sys/types.h>
 #include <vector>
 
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::launch {
 
-/// Where a coordinator may be: an IPv4 or IPv6 address and a port.
+/// Where a coordinator may be: an IPv4 or IPv6 address and a port. Or a local socket's abstract name.
 struct PeerAddress {
   sockaddr_storage storage = {};
   socklen_t size = 0;
@@ -25,6 +26,12 @@ uint16_t port_of_address(const PeerAddress& address);
 
 /// The addresses of a name, or a numeric one; IPv4's first. Empty, and why, where there are none.
 std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, std::string& why);
+
+/// Of a local socket whose name begins with a zero byte and needs no file: `name` behind it, at most 100 bytes.
+PeerAddress abstract_address(const std::string& name);
+
+/// The user at the other end of a local socket, when the connection was made; -1 where that is not known.
+uid_t user_at_other_end(int socket);
 
 /// Begins a connection that does not block. None, and errno, where it failed at once.
 UniqueFd begin_connect(const PeerAddress& address);

@@ -52,6 +52,12 @@ class AgentState {
   uint64_t order() const { return self_.order; }
   /// Whether the coordinator has asked for a status since the last call.
   bool take_question() { return std::exchange(asked_, false); }
+  /// Whether some host wants this one's reports.
+  bool watched() const { return order_ && order_->watched; }
+  /// Whether this host wants those of all.
+  void set_watches(bool watches) { self_.watches = watches; }
+  /// Who this agent is, in its reports.
+  const AgentId& id() const { return self_.id; }
   /// What to tell the coordinator now. Each has a later sent_at than the one before.
   Status status(BootTime now);
   BootTime look_again_at() const;

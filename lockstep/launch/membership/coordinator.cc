@@ -112,6 +112,8 @@ Order Coordinator::order_for(const AgentId& agent) const {
   const Member* member = find(agent);
   Order order = {.job = job_, .number = world_.order, .generation = world_.generation, .reason = reason_};
   if (member != nullptr) order.status_sent_at = member->status.sent_at;
+  order.watched = std::any_of(members_.begin(), members_.end(),
+                              [](const Member& one) { return one.connected && one.status.watches; });
   if (world_.phase == WorldPhase::kEnding) {
     order.command = Command::kEnd;
     order.exit_status = exit_status_;

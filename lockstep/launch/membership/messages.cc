@@ -2,6 +2,7 @@
 #include <concepts>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include <lockstep/launch/membership/messages.h>
 
@@ -10,6 +11,7 @@ namespace {
 
 constexpr uint8_t kStatusTag = 0x51;
 constexpr uint8_t kOrderTag = 0x52;
+constexpr uint8_t kReportTag = 0x53;
 constexpr size_t kMostHostBytes = 256;
 constexpr size_t kMostTextBytes = 12000;
 
@@ -32,6 +34,7 @@ class MessageWriter {
     number(static_cast<uint16_t>(value.size()));
     bytes_ += value;
   }
+  void rest(std::string_view value) { bytes_ += value; }
   std::string take() { return std::move(bytes_); }
 
  private:
@@ -41,8 +44,8 @@ class MessageWriter {
 /// Reads what MessageWriter wrote. Past the end, or beyond a bound, it is broken and all that it reads is 0.
 class MessageReader {
  public:
-  MessageReader(std::string_view bytes, uint8_t tag) : rest_(bytes) {
-    if (bytes.size() > kMostMessageBytes || number<uint8_t>() != tag) broken_ = true;
+  MessageReader(std::string_view bytes, uint8_t tag, size_t most = kMostMessageBytes) : rest_(bytes) {
+    if (bytes.size() > most || number<uint8_t>() != tag) broken_ = true;
   }
   template <std::integral T>
   T number() {
@@ -82,6 +85,7 @@ class MessageReader {
     rest_.remove_prefix(size);
     return value;
   }
+  std::string rest() { return std::string(std::exchange(rest_, {})); }
   /// Whether all of it was read, and all was in order.
   bool complete() const { return !broken_ && rest_.empty(); }
 
@@ -116,6 +120,7 @@ std::string encode(const Status& status) {
   writer.number(status.leaving);
   writer.number(status.culprit);
   writer.text(status.failure, kMostTextBytes);
+  writer.number(static_cast<uint8_t>(status.watches));
   return writer.take();
 }
 
@@ -126,6 +131,7 @@ std::string encode(const Order& order) {
   writer.number(order.status_sent_at);
   writer.number(static_cast<uint8_t>(order.command));
   writer.number(static_cast<uint8_t>(order.asks));
+  writer.number(static_cast<uint8_t>(order.watched));
   writer.number(order.place.generation);
   writer.number(order.place.group_rank);
   writer.number(order.place.group_size);
@@ -135,6 +141,13 @@ std::string encode(const Order& order) {
   writer.number(order.generation);
   writer.number(order.exit_status);
   writer.text(order.reason, kMostTextBytes);
+  return writer.take();
+}
+
+std::string encode(const Report& report) {
+  MessageWriter writer(kReportTag);
+  writer.name(report.agent);
+  writer.rest(report.text);
   return writer.take();
 }
 
@@ -153,6 +166,7 @@ std::optional<Status> decode_status(std::string_view bytes) {
   status.leaving = reader.number_in(0, 64);
   status.culprit = reader.number_in(-1, kMostRanks);
   status.failure = reader.text(kMostTextBytes);
+  status.watches = reader.choice(Flag::kYes) == Flag::kYes;
   return reader.complete() ? std::optional(status) : std::nullopt;
 }
 
@@ -164,6 +178,7 @@ std::optional<Order> decode_order(std::string_view bytes) {
   order.status_sent_at = reader.number<int64_t>();
   order.command = reader.choice(Command::kEnd);
   order.asks = reader.choice(Flag::kYes) == Flag::kYes;
+  order.watched = reader.choice(Flag::kYes) == Flag::kYes;
   order.place.generation = reader.number<uint64_t>();
   order.place.group_rank = reader.number_in(0, kMostRanks);
   order.place.group_size = reader.number_in(1, kMostRanks);
@@ -176,6 +191,14 @@ std::optional<Order> decode_order(std::string_view bytes) {
   const Place& place = order.place;
   const bool inside = place.group_rank < place.group_size && place.first_rank < place.world_size;
   return reader.complete() && inside ? std::optional(order) : std::nullopt;
+}
+
+std::optional<Report> decode_report(std::string_view bytes) {
+  MessageReader reader(bytes, kReportTag, kMostReportBytes);
+  Report report;
+  report.agent = reader.name();
+  report.text = reader.rest();
+  return reader.complete() ? std::optional(report) : std::nullopt;
 }
 
 }  // namespace lockstep::launch

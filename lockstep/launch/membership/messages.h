@@ -38,7 +38,8 @@ struct Status {
   int32_t culprit =
       -1;  // with a failure: the rank on another host that is its cause, as its errors say; -1: none
   std::string failure =
-      {};  // of `generation`, where a worker has failed by itself: what the host's report says
+      {};                // of `generation`, where a worker has failed by itself: what the host's report says
+  bool watches = false;  // wants the reports of all hosts, for a `lockstep top` here looks at the job
 
   bool operator==(const Status&) const = default;
 };
@@ -68,6 +69,7 @@ struct Order {
   int64_t status_sent_at = 0;  // of the last status that came
   Command command = Command::kIdle;
   bool asks = false;        // for a status at once
+  bool watched = false;     // some host watches: a Report every second, please
   Place place = {};         // with kRun
   uint64_t generation = 0;  // the last one that was started, on whichever hosts
   int32_t exit_status = 0;  // with kEnd
@@ -76,13 +78,25 @@ struct Order {
   bool operator==(const Order&) const = default;
 };
 
-/// The longest message. Longer texts are cut when they are encoded.
+/// How a host's ranks do: from its agent to the coordinator, and from there to those that watch.
+struct Report {
+  AgentId agent = {};
+  std::string text = {};  // what it says, of which agents know nothing
+
+  bool operator==(const Report&) const = default;
+};
+
+/// The longest status and order. Longer texts are cut when they are encoded.
 inline constexpr size_t kMostMessageBytes = 16384;
+/// The longest report. Longer ones are not sent.
+inline constexpr size_t kMostReportBytes = size_t{1} << 20;
 
 std::string encode(const Status& status);
 std::string encode(const Order& order);
+std::string encode(const Report& report);
 /// Nothing for bytes that encode() does not make: too short or too long, unknown values, numbers out of range.
 std::optional<Status> decode_status(std::string_view bytes);
 std::optional<Order> decode_order(std::string_view bytes);
+std::optional<Report> decode_report(std::string_view bytes);
 
 }  // namespace lockstep::launch

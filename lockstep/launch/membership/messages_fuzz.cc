@@ -34,7 +34,7 @@ std::vector<std::string> seeds() {
                                .exit_status = 1,
                                .reason = "host node-c was lost"};
   return {launch::encode(status), launch::encode(order), launch::encode(launch::Status{}),
-          launch::encode(launch::Order{})};
+          launch::encode(launch::Order{}), launch::encode(launch::Report{.agent = {4}, .text = "{}"})};
 }
 
 }  // namespace
@@ -45,6 +45,8 @@ LOCKSTEP_FUZZ_TARGET(messages, seeds) {
   if (status && lockstep::launch::encode(*status) != bytes) std::abort();
   const auto order = lockstep::launch::decode_order(bytes);
   if (order && lockstep::launch::encode(*order) != bytes) std::abort();
+  const auto report = lockstep::launch::decode_report(bytes);
+  if (report && lockstep::launch::encode(*report) != bytes) std::abort();
   return 0;
 }
 

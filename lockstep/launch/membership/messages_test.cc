@@ -18,12 +18,14 @@ const Status kStatus = {.id = {1, 2, 255},
                         .exit_status = 75,
                         .leaving = 15,
                         .culprit = 3,
-                        .failure = std::string("a\0b", 3)};
+                        .failure = std::string("a\0b", 3),
+                        .watches = true};
 const Order kOrder = {.job = {9},
                       .number = 4,
                       .status_sent_at = 1LL << 62,
                       .command = Command::kRun,
                       .asks = true,
+                      .watched = true,
                       .place = {5, 1, 2, 8, 16},
                       .generation = 6,
                       .exit_status = 3,
@@ -34,6 +36,17 @@ TEST(Messages, CanBeReadAgain) {
   EXPECT_EQ(decode_order(encode(kOrder)), kOrder);
   EXPECT_EQ(decode_status(encode(kOrder)), std::nullopt);
   EXPECT_EQ(decode_order(encode(kStatus)), std::nullopt);
+}
+
+TEST(Messages, ReportsHaveABoundOfTheirOwn) {
+  Report report = {.agent = {7}, .text = std::string(kMostMessageBytes, 'x')};
+  EXPECT_EQ(decode_report(encode(report)), report);
+  EXPECT_EQ(decode_report(encode(Report{})), Report{});
+  EXPECT_EQ(decode_report(encode(Report{}).substr(1)), std::nullopt);
+  EXPECT_EQ(decode_report(encode(kOrder)), std::nullopt);
+  EXPECT_EQ(decode_status(encode(report)), std::nullopt);
+  report.text = std::string(kMostReportBytes, 'x');
+  EXPECT_EQ(decode_report(encode(report)), std::nullopt);
 }
 
 TEST(Messages, NoPartOfOneIsOne) {

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace lockstep::launch {
+
+/// Asks for a host's report every second, on a thread of its own: what it asks may take long (a card's driver that
+/// hangs), and the agent has to answer the coordinator meanwhile. Used by one thread.
+class HostReporter {
+ public:
+  /// `report` is called by one thread at a time. It may still be under way when this object has ended.
+  explicit HostReporter(std::function<std::string()> report);
+  HostReporter(const HostReporter&) = delete;
+  HostReporter& operator=(const HostReporter&) = delete;
+  /// Waits for the report that is under way, 2 s at most.
+  ~HostReporter();
+
+  /// Readable while there is a report.
+  int fd() const;
+  /// The newest one, once.
+  std::optional<std::string> take();
+
+ private:
+  struct Shared;
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace lockstep::launch

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <list>
+#include <string>
+#include <sys/types.h>
+
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/membership/messages.h>
+
+namespace lockstep::launch {
+
+/// Where `lockstep top` on an agent's host hears how all ranks of the job do: a local socket with an abstract name, at
+/// which this user and root get the Reports of all hosts, each framed(), as they come. Nothing is asked of those that
+/// connect, and nothing they send is read. Where the socket can't be made, no program can watch. Used by one thread.
+class WatchServer : public EventHandler {
+ public:
+  explicit WatchServer(EventLoop& loop);
+  WatchServer(const WatchServer&) = delete;
+  WatchServer& operator=(const WatchServer&) = delete;
+  ~WatchServer() override;
+
+  /// The socket's name: this and the agent's pid.
+  static constexpr const char* kNameBegin = "lockstep-agent-";
+  static constexpr size_t kMostWatchers = 16;
+  /// What a watcher that does not read may have waiting for it.
+  static constexpr size_t kMostWaitingBytes = size_t{8} << 20;
+
+  bool watched() const { return !watchers_.empty(); }
+  void send(const Report& report);
+  void on_events(int fd, short events) override;
+
+ private:
+  struct Watcher {
+    UniqueFd socket;
+    std::string out;
+  };
+  void accept_some();
+  /// False where it has ended.
+  bool flush(Watcher& watcher);
+  void drop(std::list<Watcher>::iterator watcher);
+
+  EventLoop& loop_;
+  UniqueFd listener_;
+  std::list<Watcher> watchers_;
+};
+
+}  // namespace lockstep::launch
