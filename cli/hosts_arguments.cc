@@ -9,6 +9,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
@@ -22,6 +23,8 @@
 
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/hosts_agent.h>
+
+#include "top.h"
 #endif
 
 namespace lockstep::cli {
@@ -353,7 +356,9 @@ void print_dry_run(const HostsArguments& arguments, const launch::RunOptions& op
 #ifdef LOCKSTEP_CLI_HOSTS
 
 int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& options) {
-  return launch::run_on_hosts(hosts_options(arguments, options));
+  launch::HostsOptions all = hosts_options(arguments, options);
+  all.report = make_host_report(all.job_id);
+  return launch::run_on_hosts(std::move(all));
 }
 
 std::vector<std::string> meeting_options(const CLI::App& command, const HostsArguments& arguments,

@@ -17,6 +17,7 @@
 #include "run.h"
 #include "scaling.h"
 #include "sweep.h"
+#include "top.h"
 
 namespace {
 
@@ -58,6 +59,7 @@ int main(int argc, char** argv) {
   lockstep::cli::add_scaling(program, status, restore_library_path);
   lockstep::cli::add_sweep(program);
   lockstep::cli::add_inspect(program, status);
+  lockstep::cli::add_top(program, status);
   lockstep::cli::add_doctor(program, status);
   lockstep::cli::add_help(program);
 

@@ -1,0 +1,150 @@
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <lockstep/monitor/host_report.h>
+#include <lockstep/monitor/internal/report_json.h>
+
+namespace lockstep::monitor {
+namespace {
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+template <class T>
+void put(ordered_json& object, const char* name, const std::optional<T>& value) {
+  if (value) object[name] = *value;
+}
+
+template <class T>
+void take(const json& object, const char* name, std::optional<T>& value) {
+  if (const auto found = object.find(name); found != object.end()) value = found->get<T>();
+}
+
+/// nlohmann's numbers that are none become null.
+ordered_json number_or_word(double value) {
+  if (std::isfinite(value)) return value;
+  return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
+}
+
+double number_or_word(const json& value) {
+  if (value.is_number()) return value.get<double>();
+  const auto word = value.get<std::string>();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (word == "inf" || word == "-inf") return word == "inf" ? kInfinity : -kInfinity;
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
+ordered_json json_of(const RankReport& rank) {
+  ordered_json object = {{"rank", rank.rank}, {"world_size", rank.world_size}, {"pid", rank.pid}};
+  put(object, "step", rank.step);
+  put(object, "step_seconds", rank.step_seconds);
+  put(object, "samples_per_second", rank.samples_per_second);
+  if (rank.loss) object["loss"] = number_or_word(*rank.loss);
+  object["phase"] = rank.phase;
+  put(object, "phase_seconds", rank.phase_seconds);
+  object["stopped"] = rank.stopped;
+  object["waits_for"] = rank.waits_for;
+  put(object, "cpu_percent", rank.cpu_percent);
+  object["memory"] = rank.memory;
+  object["cards"] = rank.cards;
+  put(object, "card_memory", rank.card_memory);
+  return object;
+}
+
+RankReport rank_of(const json& object) {
+  RankReport rank;
+  rank.rank = object.at("rank").get<int>();
+  rank.world_size = object.at("world_size").get<int>();
+  rank.pid = object.at("pid").get<pid_t>();
+  take(object, "step", rank.step);
+  take(object, "step_seconds", rank.step_seconds);
+  take(object, "samples_per_second", rank.samples_per_second);
+  if (const auto loss = object.find("loss"); loss != object.end()) rank.loss = number_or_word(*loss);
+  rank.phase = object.at("phase").get<std::string>();
+  take(object, "phase_seconds", rank.phase_seconds);
+  rank.stopped = object.at("stopped").get<bool>();
+  rank.waits_for = object.at("waits_for").get<std::vector<int>>();
+  take(object, "cpu_percent", rank.cpu_percent);
+  rank.memory = object.at("memory").get<int64_t>();
+  rank.cards = object.at("cards").get<std::vector<int>>();
+  take(object, "card_memory", rank.card_memory);
+  return rank;
+}
+
+ordered_json json_of(const CardReport& card) {
+  ordered_json object = {{"index", card.index}, {"name", card.name}};
+  put(object, "used_percent", card.used_percent);
+  object["memory_used"] = card.memory_used;
+  object["memory_total"] = card.memory_total;
+  object["others"] = ordered_json::array();
+  for (const StrangerReport& other : card.others) {
+    ordered_json stranger = {{"pid", other.pid}, {"name", other.name}, {"user", other.user}};
+    put(stranger, "memory", other.memory);
+    object["others"].push_back(std::move(stranger));
+  }
+  return object;
+}
+
+CardReport card_of(const json& object) {
+  CardReport card;
+  card.index = object.at("index").get<int>();
+  card.name = object.at("name").get<std::string>();
+  take(object, "used_percent", card.used_percent);
+  card.memory_used = object.at("memory_used").get<int64_t>();
+  card.memory_total = object.at("memory_total").get<int64_t>();
+  for (const json& stranger : object.at("others")) {
+    StrangerReport& other = card.others.emplace_back();
+    other.pid = stranger.at("pid").get<pid_t>();
+    other.name = stranger.at("name").get<std::string>();
+    other.user = stranger.at("user").get<std::string>();
+    take(stranger, "memory", other.memory);
+  }
+  return card;
+}
+
+}  // namespace
+
+ordered_json internal::json_of(const HostReport& report) {
+  ordered_json object = {
+      {"job", report.job}, {"program", report.program}, {"host", report.host}, {"cores", report.cores}};
+  put(object, "cpu_percent", report.cpu_percent);
+  object["memory_used"] = report.memory_used;
+  object["memory_total"] = report.memory_total;
+  put(object, "received_per_second", report.received_per_second);
+  put(object, "sent_per_second", report.sent_per_second);
+  object["cards"] = ordered_json::array();
+  for (const CardReport& card : report.cards) object["cards"].push_back(monitor::json_of(card));
+  object["ranks"] = ordered_json::array();
+  for (const RankReport& rank : report.ranks) object["ranks"].push_back(monitor::json_of(rank));
+  return object;
+}
+
+std::string to_json(const HostReport& report) {
+  return internal::json_of(report).dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+std::optional<HostReport> parse_host_report(std::string_view text) {
+  try {
+    const json object = json::parse(text);
+    HostReport report;
+    report.job = object.at("job").get<std::string>();
+    report.program = object.at("program").get<std::string>();
+    report.host = object.at("host").get<std::string>();
+    report.cores = object.at("cores").get<int>();
+    take(object, "cpu_percent", report.cpu_percent);
+    report.memory_used = object.at("memory_used").get<int64_t>();
+    report.memory_total = object.at("memory_total").get<int64_t>();
+    take(object, "received_per_second", report.received_per_second);
+    take(object, "sent_per_second", report.sent_per_second);
+    for (const json& card : object.at("cards")) report.cards.push_back(card_of(card));
+    for (const json& rank : object.at("ranks")) report.ranks.push_back(rank_of(rank));
+    return report;
+  } catch (const json::exception&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace lockstep::monitor

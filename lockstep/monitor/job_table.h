@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <lockstep/monitor/host_report.h>
+
+namespace lockstep::monitor {
+
+struct TableOptions {
+  int columns = 0;  ///< lines are cut to so many characters; 0: they are as long as they are
+  int rows = 0;     ///< at most so many lines, at least one rank among them; 0: all
+};
+
+/// The rank that keeps another one waiting: at the end of those that wait for each other the one that is stopped, or
+/// waits for none, or of which nothing is known. Where they wait in a circle, the first one that it waits for. Nothing
+/// where it waits for none.
+std::optional<int> held_up_by(const std::vector<HostReport>& hosts, int rank);
+
+/// The table of a job, from the reports of its hosts: a line of the job, one for each host and card, one for each rank.
+/// Ends with a line break. No control characters, whatever names hold.
+std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options);
+
+/// {"job", "program", "world_size", "samples_per_second", "hosts": [what to_json(HostReport) writes]}, indented; ranks
+/// that others keep waiting have "held_up_by", too.
+std::string job_json(const std::vector<HostReport>& hosts);
+
+}  // namespace lockstep::monitor

@@ -1,0 +1,144 @@
+#include <algorithm>
+#include <gmock/gmock.h>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/monitor/job_table.h>
+
+namespace lockstep::monitor::job_table_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+HostReport host(const std::string& name, std::vector<RankReport> ranks) {
+  HostReport report;
+  report.job = "job";
+  report.program = "./train";
+  report.host = name;
+  report.cores = 2;
+  report.ranks = std::move(ranks);
+  return report;
+}
+
+RankReport rank(int number, std::vector<int> waits_for, const std::string& phase = "waiting") {
+  return {.rank = number,
+          .world_size = 4,
+          .pid = 100 + number,
+          .phase = phase,
+          .waits_for = std::move(waits_for)};
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+TEST(JobTable, FollowsWaitsToTheirEndOverHosts) {
+  const std::vector<HostReport> hosts = {host("a", {rank(0, {1}), rank(1, {2})}),
+                                         host("b", {rank(2, {3}), rank(3, {}, "forward")})};
+  for (const int waits : {0, 1, 2}) EXPECT_EQ(held_up_by(hosts, waits), 3) << waits;
+  EXPECT_EQ(held_up_by(hosts, 3), std::nullopt);
+  EXPECT_EQ(held_up_by(hosts, 7), std::nullopt) << "nothing is known of it";
+}
+
+TEST(JobTable, NamesARankThatIsStoppedOrTellsNothing) {
+  EXPECT_EQ(held_up_by({host("a", {rank(0, {2})})}, 0), 2) << "the other host is not heard";
+  EXPECT_EQ(held_up_by({host("a", {rank(0, {1}), rank(1, {0})})}, 0), 1) << "in a circle";
+  EXPECT_EQ(held_up_by({host("a", {rank(0, {1}), rank(1, {0, 2}), rank(2, {})})}, 0), 2)
+      << "out of the circle";
+  RankReport stopped = rank(1, {2});
+  stopped.stopped = true;
+  const std::vector<HostReport> hosts = {host("a", {rank(0, {1}), stopped, rank(2, {})})};
+  EXPECT_EQ(held_up_by(hosts, 0), 1);
+  EXPECT_EQ(held_up_by(hosts, 1), std::nullopt) << "it goes on when it may";
+}
+
+TEST(JobTable, HasALineForEachHostCardAndRank) {
+  RankReport slow = rank(1, {}, "forward");
+  slow.phase_seconds = 12.4;
+  slow.step = 1200;
+  slow.step_seconds = 0.0096;
+  slow.samples_per_second = 6666.6;
+  slow.loss = 0.25;
+  slow.cpu_percent = 99.6;
+  slow.memory = 350 << 20;
+  slow.cards = {3};
+  slow.card_memory = 1LL << 30;
+  HostReport first = host("host-a", {rank(0, {1}), slow});
+  first.cpu_percent = 92.6;
+  first.memory_used = 3LL << 30;
+  first.memory_total = 8LL << 30;
+  first.received_per_second = 1.25e6;
+  first.sent_per_second = 0;
+  first.cards = {{.index = 3,
+                  .name = "NVIDIA H100",
+                  .used_percent = 97,
+                  .memory_used = 1LL << 30,
+                  .memory_total = 80LL << 30,
+                  .others = {{.pid = 9, .name = "python3", .user = "bob", .memory = 2LL << 30}}}};
+  const auto lines = lines_of(draw_table({first}, {}));
+  ASSERT_EQ(lines.size(), 9);
+  EXPECT_EQ(lines[0], "job job: 2 ranks of 4 on 1 host, 6667 samples/s: ./train");
+  EXPECT_THAT(lines[3], AllOf(HasSubstr("host-a"), HasSubstr("93 % of 2 cores"),
+                              HasSubstr("3.0 GiB of 8.0 GiB"), HasSubstr("1.2, 0.0")));
+  EXPECT_EQ(
+      lines[4],
+      "  gpu 3 NVIDIA H100: 97 %, 1.0 GiB of 80.0 GiB; not of this job: python3 (pid 9 of bob) 2.0 GiB");
+  EXPECT_THAT(lines[7], AllOf(HasSubstr("waiting"), HasSubstr("rank 1 (forward 12 s)")));
+  EXPECT_THAT(lines[8], AllOf(HasSubstr("1200"), HasSubstr("9.6"), HasSubstr("6667"), HasSubstr("0.25"),
+                              HasSubstr("forward 12 s"), HasSubstr("100 %"), HasSubstr("350.0 MiB"),
+                              HasSubstr("3: 1.0 GiB")));
+  const auto heads = lines[6];
+  EXPECT_EQ(lines[8].find("forward"), heads.find("phase")) << "columns are aligned";
+  EXPECT_EQ(lines[8].find("1200") + 4, heads.find("step") + 4);
+}
+
+TEST(JobTable, FitsIntoTheTerminal) {
+  std::vector<RankReport> ranks;
+  for (int i = 0; i < 40; ++i) ranks.push_back(rank(i, {}));
+  HostReport wide = host("hôte", ranks);
+  wide.program = std::string(300, 'x');
+  for (const int columns : {1, 20, 80}) {
+    for (const int rows : {1, 10, 24, 100}) {
+      const auto lines = lines_of(draw_table({wide}, {.columns = columns, .rows = rows}));
+      for (const std::string& line : lines) {
+        const auto shown = std::count_if(line.begin(), line.end(), [](char c) { return (c & 0xc0) != 0x80; });
+        EXPECT_LE(shown, columns) << line;
+      }
+      EXPECT_LE(lines.size(), static_cast<size_t>(std::max(rows, 8))) << rows;
+    }
+  }
+  EXPECT_THAT(draw_table({wide}, {.rows = 24}),
+              HasSubstr("… and 23 ranks for which the terminal has no room\n"));
+  EXPECT_THAT(draw_table({wide}, {}), Not(HasSubstr("no room")));
+}
+
+TEST(JobTable, ShowsNoControlCharacters) {
+  HostReport evil = host("a\033[31m", {rank(0, {}, "\033]0;x\a")});
+  evil.job = "\r";
+  evil.program = "x\nrank 7";
+  evil.cards = {{.name = "\033", .others = {{.name = "\033", .user = "\n"}}}};
+  const std::string table = draw_table({evil}, {});
+  EXPECT_TRUE(std::none_of(table.begin(), table.end(), [](char c) {
+    return c != '\n' && c >= 0 && c < 0x20;
+  })) << table;
+  EXPECT_EQ(lines_of(table).size(), 8);
+}
+
+TEST(JobTable, OfNoRanksSaysSo) {
+  EXPECT_EQ(draw_table({}, {}), "no ranks\n");
+  EXPECT_THAT(draw_table({host("a", {})}, {}), HasSubstr("no ranks\n"));
+  EXPECT_THAT(job_json({}), HasSubstr("\"hosts\": []"));
+  EXPECT_THAT(job_json({host("a", {rank(0, {1}), rank(1, {}, "data")})}), HasSubstr("\"held_up_by\": 1"));
+}
+
+}  // namespace
+}  // namespace lockstep::monitor::job_table_test
