@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <ctime>
+#include <dirent.h>
 #include <fcntl.h>
 #include <fstream>
 #include <iterator>
@@ -63,6 +65,22 @@ std::string folder_of(std::string_view cgroups, std::string_view mounts, bool un
   return {};
 }
 
+/// Removes the cgroups below this one that have no processes: a worker may be a launcher, too. Without readdir(3), which
+/// allocates.
+void remove_cgroups_below(int folder) {
+  alignas(dirent64) std::array<char, 4096> entries;
+  for (ssize_t got = 0; (got = ::getdents64(folder, entries.data(), entries.size())) > 0;) {
+    for (ssize_t at = 0; at < got;) {
+      const auto* entry = reinterpret_cast<const dirent64*>(entries.data() + at);
+      at += entry->d_reclen;
+      if (entry->d_type != DT_DIR || entry->d_name[0] == '.') continue;
+      const UniqueFd below(::openat(folder, entry->d_name, O_DIRECTORY | O_RDONLY | O_CLOEXEC));
+      if (below) remove_cgroups_below(below.get());
+      ::unlinkat(folder, entry->d_name, AT_REMOVEDIR);
+    }
+  }
+}
+
 }  // namespace
 
 CgroupFolders cgroup_folders(std::string_view cgroups, std::string_view mounts) {
@@ -82,7 +100,11 @@ void kill_cgroup(const char* kill_file) {
 
 void remove_cgroup(const char* folder) {
   constexpr timespec kPause = {0, 1'000'000};
-  for (int i = 0; i < 5000 && ::rmdir(folder) != 0 && errno == EBUSY; ++i) ::nanosleep(&kPause, nullptr);
+  for (int i = 0; i < 5000 && ::rmdir(folder) != 0 && errno == EBUSY; ++i) {
+    const UniqueFd opened(::open(folder, O_DIRECTORY | O_RDONLY | O_CLOEXEC));
+    if (opened) remove_cgroups_below(opened.get());
+    ::nanosleep(&kPause, nullptr);
+  }
 }
 
 std::optional<WorkerCgroup> WorkerCgroup::make() {

@@ -31,7 +31,7 @@ class WorkerCgroup {
 
   WorkerCgroup(WorkerCgroup&& other) noexcept;
   WorkerCgroup& operator=(WorkerCgroup&&) = delete;
-  /// Kills what is left in it, and removes it. Waits for at most 5 s until the kernel has ended the processes.
+  /// Kills what is left in it, and removes it with those below it. Waits for at most 5 s until the kernel has ended the processes.
   ~WorkerCgroup();
 
   const std::string& folder() const { return folder_; }
@@ -46,7 +46,7 @@ class WorkerCgroup {
   UniqueFd fd_;
 };
 
-/// Removes a cgroup once its processes have ended, within 5 s. Async-signal-safe.
+/// Removes a cgroup, and those below it, once their processes have ended, within 5 s. Async-signal-safe.
 void remove_cgroup(const char* folder);
 
 }  // namespace lockstep::launch

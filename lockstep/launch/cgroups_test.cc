@@ -54,7 +54,10 @@ TEST(WorkerCgroup, EndsWithAllThatIsInIt) {
     ::setsid();
     while (true) ::pause();
   }
-  std::ofstream(folder + "/cgroup.procs") << child;
+  // As that of a launcher that is a worker itself and is killed with the others.
+  const std::string below = folder + "/lockstep_a/lockstep_b";
+  ASSERT_TRUE(std::filesystem::create_directories(below));
+  std::ofstream(below + "/cgroup.procs") << child;
   cgroup.reset();
   EXPECT_FALSE(std::filesystem::exists(folder));
   int status = 0;
