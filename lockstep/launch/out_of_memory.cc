@@ -24,7 +24,7 @@ bool in_first_pid_namespace() {
 /// The file that counts processes of a cgroup which were killed. Of version 2 the nearest one above has it, where the
 /// controller of memory ends above this one.
 std::string oom_counter_of(const std::string& unified, const std::string& memory) {
-  for (std::filesystem::path at = unified; ::access((at / "cgroup.procs").c_str(), R_OK) == 0;
+  for (std::filesystem::path at = unified; !at.empty() && ::access((at / "cgroup.procs").c_str(), R_OK) == 0;
        at = at.parent_path()) {
     for (const char* name : {"memory.events.local", "memory.events"}) {
       if (::access((at / name).c_str(), R_OK) == 0) return at / name;
