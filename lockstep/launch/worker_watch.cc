@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <ctime>
+#include <utility>
 
 #include <lockstep/base/format_duration.h>
 #include <lockstep/launch/worker_watch.h>
@@ -71,11 +72,11 @@ void WorkerWatch::look_at_stopped(const std::vector<Worker>& workers, Time now,
 
 void WorkerWatch::look_at_awaited(const std::vector<Worker>& workers, Time now,
                                   std::vector<std::string>& lines) {
-  for (auto& [awaited, wait] : awaited_) wait.waiting.clear();
+  for (auto& [awaited, wait] : awaited_) wait.waited = std::exchange(wait.waiting, {});
   for (const Worker& worker : workers) {
     if (!worker.wait) continue;
     const Time since{std::chrono::nanoseconds(worker.wait->since_ns)};
-    Awaited& wait = awaited_.try_emplace(worker.wait->awaited, Awaited{{}, {}, since}).first->second;
+    Awaited& wait = awaited_.try_emplace(worker.wait->awaited, Awaited{.since = since}).first->second;
     wait.waiting.push_back(worker.rank);
     wait.since = std::min(wait.since, since);
     wait.state = worker.wait->state;
@@ -84,7 +85,11 @@ void WorkerWatch::look_at_awaited(const std::vector<Worker>& workers, Time now,
     const auto at = next++;
     auto& [awaited, wait] = *at;
     if (wait.waiting.empty()) {
-      if (wait.told) lines.push_back(with_host(awaited) + " is waited for no more");
+      const bool one_runs =
+          std::any_of(workers.begin(), workers.end(), [&waited = wait.waited](const Worker& worker) {
+            return std::find(waited.begin(), waited.end(), worker.rank) != waited.end();
+          });
+      if (wait.told && one_runs) lines.push_back(with_host(awaited) + " is waited for no more");
       awaited_.erase(at);
       continue;
     }

@@ -46,8 +46,9 @@ class WorkerWatch {
   };
   /// A rank that is waited for.
   struct Awaited {
-    std::vector<int> waiting;
-    std::string state;
+    std::vector<int> waiting = {};
+    std::vector<int> waited = {};  // at the look before
+    std::string state = {};
     Time since;
     int looks = 0;  // at which it was waited for
     bool told = false;

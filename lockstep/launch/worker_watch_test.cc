@@ -68,6 +68,15 @@ TEST(WorkerWatch, NamesTheRankThatOthersWaitFor) {
   EXPECT_THAT(watch.look(workers, kStart + seconds(15)), IsEmpty());
 }
 
+TEST(WorkerWatch, SaysNothingMoreOfARankForWhichNoneOfThoseThatRunHasWaited) {
+  WorkerWatch watch("node-a");
+  std::vector<Worker> workers = {{0, 100}, {1, 101}};
+  workers[0].wait = wait_for("rank 1 (pid 101)", kStart);
+  watch.look(workers, kStart + seconds(10));
+  EXPECT_EQ(watch.look(workers, kStart + seconds(11)).size(), 1U);
+  EXPECT_THAT(watch.look({{1, 101}}, kStart + seconds(12)), IsEmpty()) << "rank 0 has ended";
+}
+
 TEST(WorkerWatch, TellsTwoRanksThatWaitForEachOtherApart) {
   WorkerWatch watch("node-a");
   std::vector<Worker> workers = {{0, 100}, {1, 101}};
