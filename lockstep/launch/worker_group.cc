@@ -123,7 +123,7 @@ std::vector<WorkerWatch::Worker> look_at(const Supervisor& supervisor, int first
     const auto stat = read_process_stat(pid);
     workers.push_back({.rank = first_rank + local_rank,
                        .pid = pid,
-                       .stopped = stat && (stat->state == 'T' || stat->state == 't'),
+                       .stopped = stat && stat->is_stopped(),
                        .wait = supervisor.exit_status().wait_of(local_rank)});
   }
   return workers;

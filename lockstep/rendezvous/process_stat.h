@@ -16,6 +16,8 @@ struct ProcessStat {
   uint64_t start = 0;           ///< in clock ticks since the boot
   uint64_t resident_pages = 0;  ///< pages of memory, shared ones too
   int exit_code = 0;            ///< the wait status of one that has ended, for processes of the same user
+
+  bool is_stopped() const { return state == 'T' || state == 't'; }
 };
 
 /// Nothing, and errno, when it can't be read; ENOENT or ESRCH: there is no such process.

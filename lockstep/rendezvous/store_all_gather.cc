@@ -193,8 +193,7 @@ class StoreAllGather {
     if (found == known_.end() || !found->second.watch.can_tell()) return text;
     const pid_t pid = ProcessIdentity::parse(found->second.who).pid;
     const auto stat = read_process_stat(pid);
-    const bool is_stopped = stat && (stat->state == 'T' || stat->state == 't');
-    return is_stopped
+    return stat && stat->is_stopped()
                ? c10::str(text, "; rank 0 (pid ", pid, ") is stopped (by SIGSTOP, SIGTSTP or a debugger)")
                : text;
   }

@@ -87,7 +87,7 @@ bool HostTransport::is_stopped(int rank) const {
     return peers_[rank]->life->is_stopped();
   }
   const auto stat = read_process_stat(pid_of(rank));
-  return stat && (stat->state == 'T' || stat->state == 't');
+  return stat && stat->is_stopped();
 }
 
 void HostTransport::note_culprit(int rank) const {
