@@ -23,7 +23,11 @@ class _CoresElsewhere:
         self._process = subprocess.Popen([*shell.split(), host, f"exec python3 -c {shlex.quote(START)}"], bufsize=0,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         source = pathlib.Path(cores.__file__).read_text(encoding="utf-8")
-        self.usable = self._ask(ascii(source + "\nserve()\n"))
+        try:
+            self.usable = self._ask(ascii(source + "\nserve()\n"))
+        except ValueError as error:
+            raise OSError(f"'{shell}' (--rsh) to {host} writes something else to standard output before its command does, as a "
+                          f"greeting of the shell there: {error}") from None
         if self.lost:
             raise OSError(f"{host} can't be reached by '{shell}' (--rsh), or has no python3")
 
