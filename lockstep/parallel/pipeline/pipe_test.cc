@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -353,6 +354,48 @@ TEST(Pipe, RefusesToComputeRandomActivationsAgainInThreads) {
     return testing::copies(gradients_of(*net));
   };
   EXPECT_TRUE(same_bits(gradients(PipeCheckpoint::kAlways), gradients(PipeCheckpoint::kNever)));
+}
+
+/// bfloat16 on the CPU, in the calling thread.
+class Bfloat16 {
+ public:
+  Bfloat16() {
+    at::autocast::increment_nesting();
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  }
+  Bfloat16(const Bfloat16&) = delete;
+  Bfloat16& operator=(const Bfloat16&) = delete;
+  ~Bfloat16() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+  }
+};
+
+TEST(Pipe, ComputesInTheCallersAutocast) {
+  torch::manual_seed(7);
+  nn::Sequential alone{nn::Linear(8, 8), nn::Tanh(), nn::Linear(8, 8), nn::Tanh(), nn::Linear(8, 4)};
+  auto net = copy_of(alone);
+  const auto x = random({9, 8}, 0, at::kFloat);
+  for (const auto checkpoint : {PipeCheckpoint::kNever, PipeCheckpoint::kAlways}) {
+    Pipe pipe(net, {2, 3}, on_cpus(2, 3, checkpoint));
+    net->zero_grad();
+    alone->zero_grad();
+    Tensor actual, expected;
+    {
+      const Bfloat16 autocast;
+      actual = pipe(x);
+      expected = on_micro_batches(alone, x, 3);
+    }
+    EXPECT_EQ(actual.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(torch::equal(actual, expected));
+    loss_of(actual.to(at::kFloat)).backward();
+    loss_of(expected.to(at::kFloat)).backward();
+    const auto gradients = gradients_of(*net), expected_gradients = gradients_of(*alone);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      EXPECT_TRUE(torch::allclose(gradients[i], expected_gradients[i], 2e-2, 2e-2)) << i;
+    }
+  }
 }
 
 }  // namespace
