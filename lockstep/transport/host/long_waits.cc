@@ -35,11 +35,10 @@ void HostTransport::look_at_own_waits() {
     if (const std::string silence = describe_silence(cause); !silence.empty()) state = "it " + silence;
   } else if (const PhaseBoard& board =
                  header_of(peers_[cause]->bases[0].load(std::memory_order_acquire)).phases;
-             board.steps.load(std::memory_order_relaxed) > 0) {
+             const uint64_t step = board.newest_step().number) {
     const auto phase = static_cast<TrainingPhase>(board.phase.load(std::memory_order_relaxed));
     const std::chrono::nanoseconds in_phase(now - board.since_ns.load(std::memory_order_relaxed));
-    state = "it has been in " + std::string(to_string(phase)) + " of step " +
-            std::to_string(board.steps.load(std::memory_order_relaxed)) + " for " +
+    state = "it has been in " + std::string(to_string(phase)) + " of step " + std::to_string(step) + " for " +
             format_duration(std::chrono::round<std::chrono::seconds>(in_phase));
   }
   has_told_wait_ = true;
