@@ -25,6 +25,7 @@
 #include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
 #include <lockstep/parallel/pipeline/balance.h>
 #include <lockstep/parallel/pipeline/pipe.h>
+#include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parquet/parquet_batches.h>
 #include <lockstep/parquet/parquet_rows.h>
 #include <lockstep/parquet/row_group_collate.h>
@@ -146,6 +147,12 @@ struct TwoDevices : torch::nn::Module {
 };
 extern torch::nn::Sequential layers;
 extern int local_rank;
+}  // namespace page_pipelines
+namespace page_pipelines {
+extern int64_t first;
+extern std::filesystem::path folder;
+extern torch::nn::Sequential encoder, layers;
+extern torch::nn::Embedding embedding;
 }  // namespace page_pipelines
 namespace page_process_groups {}
 namespace page_profiling {}

@@ -1,0 +1,289 @@
+#include <algorithm>
+#include <map>
+#include <set>
+#include <sstream>
+#include <tuple>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <lockstep/collectives/objects.h>
+#include <lockstep/parallel/pipeline/internal/pipeline_core.h>
+
+namespace lockstep::pipeline::internal {
+namespace {
+
+/// Messages of users keep below.
+constexpr int64_t kFirstTag = int64_t{1} << 30;
+constexpr int64_t kTags = (int64_t{1} << 31) - kFirstTag;
+
+/// What a rank tells the others of one of its stages: its index, outputs_to, and its tied weights with their kinds.
+using ToldStage =
+    std::tuple<int64_t, std::vector<std::vector<int64_t>>, std::vector<std::pair<std::string, std::string>>>;
+/// Its fault, or ""; what must agree; its stages.
+using Told = std::tuple<std::string, std::string, std::vector<ToldStage>>;
+
+std::string kind_of(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.scalar_type() << ' ' << tensor.sizes();
+  return text.str();
+}
+
+std::string describe(const PipelineOptions& options, int64_t num_stages) {
+  return to_string(options.schedule) + " of " + std::to_string(num_stages) + " stages, with " +
+         std::to_string(options.n_microbatches) + " micro-batches, " +
+         (options.loss_fn ? "a loss" : "no loss") + ", scale_grads " +
+         (options.scale_grads ? "true" : "false") + ", " + (options.scale_loss ? "a" : "no") +
+         " scale_loss and " + (options.data_parallel_group ? "a" : "no") + " data_parallel_group";
+}
+
+}  // namespace
+
+PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOptions given)
+    : stages(std::move(own_stages)), options(std::move(given)) {
+  TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage on each rank; this rank gave none");
+  std::sort(stages.begin(), stages.end(),
+            [](const PipelineStage& a, const PipelineStage& b) { return a.stage_index() < b.stage_index(); });
+  group = stages.front().options().group;
+  TORCH_CHECK_VALUE(is_member(group),
+                    "this rank is not a member of the pipeline's group; leave its stages to the members");
+  if (!group) group = default_group();
+  rank = get_rank(group);
+  ranks = get_world_size(group);
+  num_stages = stages.front().num_stages();
+  messages = std::make_unique<TensorMessages>(group);
+  agree();
+  share_initial_values();
+}
+
+/// Of what this rank was given.
+std::string PipelineCore::own_fault() const {
+  if (num_stages % ranks != 0 || num_stages / ranks != static_cast<int64_t>(stages.size())) {
+    return c10::str("it has ", stages.size(), " stages of ", num_stages, ", and the group has ", ranks,
+                    " ranks; all ranks have the same number of stages");
+  }
+  for (size_t i = 0; i < stages.size(); ++i) {
+    const PipelineStage& one = stages[i];
+    const int64_t expected = static_cast<int64_t>(i) * ranks + rank;
+    if (one.num_stages() != num_stages) {
+      return c10::str("its stages are of ", num_stages, " and of ", one.num_stages());
+    }
+    if (one.stage_index() != expected) {
+      return c10::str("it has stage ", one.stage_index(), " in the place of stage ", expected,
+                      "; stages go round the ranks (rank_of_stage())");
+    }
+    if (one.options().group != stages.front().options().group) {
+      return c10::str("its stages ", stages.front().stage_index(), " and ", one.stage_index(),
+                      " are of different groups");
+    }
+  }
+  try {
+    pipeline_table(options.schedule, {ranks, num_stages / ranks, options.n_microbatches});
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  if (options.data_parallel_group && !is_member(*options.data_parallel_group)) {
+    return "it is not a member of its data_parallel_group";
+  }
+  return "";
+}
+
+void PipelineCore::agree() {
+  std::vector<ToldStage> told_stages;
+  std::set<std::pair<std::string, const at::TensorImpl*>> seen;
+  for (const PipelineStage& one : stages) {
+    std::vector<std::pair<std::string, std::string>> weights;
+    for (const auto& [name, tensor] : one.options().tied) {
+      if (seen.emplace(name, tensor.unsafeGetTensorImpl()).second)
+        weights.emplace_back(name, kind_of(tensor));
+    }
+    told_stages.emplace_back(one.stage_index(), one.options().outputs_to, std::move(weights));
+  }
+  const Told own{own_fault(), describe(options, num_stages), std::move(told_stages)};
+  std::vector<c10::IValue> all(static_cast<size_t>(ranks));
+  all_gather_object(all, to_object(own), group);
+  std::vector<Told> told;
+  for (const c10::IValue& one : all) told.push_back(from_object<Told>(one));
+  for (size_t other = 0; other < told.size(); ++other) {
+    const std::string& settings = std::get<1>(told[other]);
+    TORCH_CHECK_VALUE(settings == std::get<1>(told[0]), "the ranks were given different pipelines: rank ",
+                      get_global_rank(group, 0), " ", std::get<1>(told[0]), "; rank ",
+                      get_global_rank(group, static_cast<int>(other)), " ", settings);
+  }
+  for (size_t other = 0; other < told.size(); ++other) {
+    const std::string& fault = std::get<0>(told[other]);
+    TORCH_CHECK_VALUE(fault.empty(), "the pipeline can't be made: on rank ",
+                      get_global_rank(group, static_cast<int>(other)), ", ", fault);
+  }
+
+  const auto count = static_cast<size_t>(num_stages);
+  outputs_to.resize(count);
+  std::map<std::string, std::pair<TiedWeight, std::string>> weights;
+  for (size_t index = 0; index < count; ++index) {
+    const ToldStage& one =
+        std::get<2>(told[index % static_cast<size_t>(ranks)])[index / static_cast<size_t>(ranks)];
+    const int64_t number = std::get<0>(one);
+    outputs_to[index] = std::get<1>(one);
+    for (const auto& [name, kind] : std::get<2>(one)) {
+      auto& [weight, first_kind] = weights[name];
+      if (weight.stages.empty()) first_kind = kind;
+      TORCH_CHECK_VALUE(kind == first_kind, "the tied weight '", name, "' is ", first_kind, " on stage ",
+                        weight.stages.front(), " and ", kind, " on stage ", number);
+      weight.name = name;
+      weight.stages.push_back(number);
+      weight.local.push_back(is_here(number) ? stage(number).options().tied.at(name) : at::Tensor());
+    }
+  }
+  for (auto& [name, one] : weights) {
+    TORCH_CHECK_VALUE(one.first.stages.size() > 1, "the tied weight '", name, "' is on stage ",
+                      one.first.stages.front(), " alone; give it the same name on the stages that share it");
+    tied.push_back(std::move(one.first));
+  }
+
+  sources.resize(count);
+  consumers.resize(count);
+  for (size_t from = 0; from < count; ++from) {
+    std::set<int64_t> to;
+    for (const auto& output : outputs_to[from]) to.insert(output.begin(), output.end());
+    if (outputs_to[from].empty() && from + 1 < count) to.insert(static_cast<int64_t>(from) + 1);
+    consumers[from].assign(to.begin(), to.end());
+    for (const int64_t each : to) sources[static_cast<size_t>(each)].push_back(static_cast<int64_t>(from));
+  }
+  for (size_t index = 1; index < count; ++index) {
+    TORCH_CHECK_VALUE(!sources[index].empty(), "no stage sends anything to stage ", index,
+                      "; see PipelineStageOptions::outputs_to");
+  }
+  TORCH_CHECK_VALUE(
+      num_stages * num_stages * (options.n_microbatches + static_cast<int64_t>(tied.size())) < kTags,
+      "a pipeline of ", num_stages, " stages can't have ", options.n_microbatches,
+      " micro-batches: its messages would need more than 2^30 tags");
+  const auto table = pipeline_table(options.schedule, {ranks, num_stages / ranks, options.n_microbatches});
+  for (const auto& action : table[static_cast<size_t>(rank)]) {
+    if (action) actions.push_back(*action);
+  }
+}
+
+int PipelineCore::tag_of(int64_t from, int64_t to, int64_t micro_batch) const {
+  const int64_t kinds = options.n_microbatches + static_cast<int64_t>(tied.size());
+  return static_cast<int>(kFirstTag + (from * num_stages + to) * kinds + micro_batch);
+}
+
+bool PipelineCore::goes_to(int64_t from, size_t output, int64_t to) const {
+  const auto& outputs = outputs_to[static_cast<size_t>(from)];
+  if (outputs.empty()) return to == from + 1;
+  return std::find(outputs[output].begin(), outputs[output].end(), to) != outputs[output].end();
+}
+
+void PipelineCore::share_initial_values() {
+  const at::NoGradGuard no_grad;
+  if (options.data_parallel_group) {
+    const ProcessGroup& replicas = *options.data_parallel_group;
+    for (const PipelineStage& one : stages) {
+      for (const auto* tensors : {&one.parameters(), &one.buffers()}) {
+        for (const at::Tensor& tensor : *tensors) {
+          broadcast(tensor.detach(), get_global_rank(replicas, 0), replicas);
+        }
+      }
+    }
+  }
+  for (size_t index = 0; index < tied.size(); ++index) {
+    const TiedWeight& weight = tied[index];
+    const int64_t first = weight.stages.front();
+    for (size_t i = 1; i < weight.stages.size(); ++i) {
+      const int64_t to = weight.stages[i];
+      if (is_here(first) && !is_here(to)) {
+        messages->send({weight.local.front().detach()}, rank_of(to), tag_of_tied(first, to, index));
+      } else if (is_here(first)) {
+        weight.local[i].copy_(weight.local.front());
+      } else if (is_here(to)) {
+        const auto receipt = messages->receive(rank_of(first), tag_of_tied(first, to, index));
+        weight.local[i].copy_(receipt->take(weight.local[i].device()).front());
+      }
+    }
+  }
+  messages->finish_sends();
+}
+
+// ---- gradients over several ranks
+
+GradientAverage::GradientAverage(const PipelineStage& stage, const ProcessGroup& group) {
+  const at::NoGradGuard no_grad;
+  std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>> by_kind;
+  for (const at::Tensor& parameter : stage.parameters()) {
+    if (!parameter.requires_grad()) continue;
+    // A parameter may have taken no part on this rank alone.
+    if (!parameter.grad().defined()) parameter.mutable_grad() = at::zeros_like(parameter);
+    by_kind[{parameter.scalar_type(), parameter.device().str()}].push_back(parameter.grad());
+  }
+  for (const auto& [kind, gradients] : by_kind) {
+    works_.push_back(all_reduce_coalesced(gradients, ReduceOp::AVG, group, /*async_op=*/true));
+  }
+}
+
+void GradientAverage::wait() {
+  for (const Work& work : works_) work->wait();
+  works_.clear();
+}
+
+TiedGradients::TiedGradients(PipelineCore& core) : core_(core) {
+  for (const TiedWeight& weight : core_.tied) {
+    std::vector<at::Tensor> before(weight.local.size());
+    for (size_t i = 0; i < before.size(); ++i) {
+      if (weight.local[i].defined()) before[i] = std::exchange(weight.local[i].mutable_grad(), at::Tensor());
+    }
+    before_.push_back(std::move(before));
+  }
+}
+
+void TiedGradients::sum() {
+  const at::NoGradGuard no_grad;
+  for (size_t index = 0; index < core_.tied.size(); ++index) {
+    const TiedWeight& weight = core_.tied[index];
+    const at::Tensor sum = sum_of(weight, index);
+    for (size_t i = 0; i < weight.stages.size(); ++i) {
+      if (!weight.local[i].defined()) continue;
+      at::Tensor gradient = sum.defined() ? sum.clone() : sum;
+      const at::Tensor& before = before_[index][i];
+      if (before.defined()) gradient = gradient.defined() ? before.add_(gradient) : before;
+      weight.local[i].mutable_grad() = gradient;
+    }
+  }
+  core_.messages->finish_sends();
+}
+
+/// The first stage's rank adds up, in the order of the stages, so that all get the same bits. Undefined on ranks that have no
+/// stage of the weight, and where no stage has a gradient.
+at::Tensor TiedGradients::sum_of(const TiedWeight& weight, size_t index) {
+  const int64_t first = weight.stages.front();
+  const int collector = core_.rank_of(first);
+  at::Tensor result;
+  if (core_.rank == collector) result = weight.local.front().grad();
+  for (size_t i = 1; i < weight.stages.size(); ++i) {
+    const int64_t other = weight.stages[i];
+    at::Tensor addend;
+    if (core_.is_here(other)) addend = weight.local[i].grad();
+    if (core_.rank_of(other) != collector) {
+      const int tag = core_.tag_of_tied(other, first, index);
+      if (core_.is_here(other)) core_.messages->send({addend}, collector, tag);
+      if (core_.rank == collector) {
+        const auto receipt = core_.messages->receive(core_.rank_of(other), tag);
+        addend = receipt->take(weight.local.front().device()).front();
+      }
+    }
+    if (core_.rank == collector && addend.defined()) result = result.defined() ? result + addend : addend;
+  }
+  for (size_t i = 1; i < weight.stages.size(); ++i) {
+    const int64_t other = weight.stages[i];
+    if (core_.rank_of(other) == collector) continue;
+    const int tag = core_.tag_of_tied(first, other, index);
+    if (core_.rank == collector) core_.messages->send({result}, core_.rank_of(other), tag);
+    if (!core_.is_here(other)) continue;
+    const auto receipt = core_.messages->receive(collector, tag);
+    result = receipt->take(weight.local[i].device()).front();
+  }
+  return result;
+}
+
+}  // namespace lockstep::pipeline::internal

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/pipeline/internal/tensor_messages.h>
+#include <lockstep/parallel/pipeline/pipeline_runner.h>
+
+namespace lockstep::pipeline::internal {
+
+/// One weight that is parameters of several stages.
+struct TiedWeight {
+  std::string name;
+  std::vector<int64_t> stages;    // ascending; a parameter that two stages of a rank share is there once
+  std::vector<at::Tensor> local;  // of the stages that are here, by their places in `stages`; else undefined
+};
+
+/// What a pipeline is made of, as one rank knows it: its stages, which stage sends what to which, the schedule.
+struct PipelineCore {
+  /// Collective: see PipelineRunner.
+  PipelineCore(std::vector<PipelineStage> own_stages, PipelineOptions given);
+
+  /// Of this rank.
+  const PipelineStage& stage(int64_t index) const { return stages[static_cast<size_t>(index / ranks)]; }
+  int rank_of(int64_t index) const { return static_cast<int>(rank_of_stage(index, ranks)); }
+  bool is_here(int64_t index) const { return rank_of(index) == rank; }
+  /// Of messages between two stages; backwards from a later one to an earlier one.
+  int tag_of(int64_t from, int64_t to, int64_t micro_batch) const;
+  int tag_of_tied(int64_t from, int64_t to, size_t weight) const {
+    return tag_of(from, to, options.n_microbatches + static_cast<int64_t>(weight));
+  }
+  /// Whether output number `output` of stage `from` goes to stage `to`.
+  bool goes_to(int64_t from, size_t output, int64_t to) const;
+
+  std::vector<PipelineStage> stages;  // of this rank, ascending
+  PipelineOptions options;
+  ProcessGroup group;
+  int rank = 0;
+  int64_t ranks = 1;
+  int64_t num_stages = 1;
+  std::vector<std::vector<std::vector<int64_t>>> outputs_to;  // by stage; empty: all to the next one
+  std::vector<std::vector<int64_t>> sources, consumers;       // by stage, ascending
+  std::vector<TiedWeight> tied;
+  std::vector<PipelineAction> actions;
+  std::unique_ptr<TensorMessages> messages;
+  PipelineMemory memory;
+  int64_t steps = 0;    // with backward, that are done
+  std::string failure;  // of an earlier step; empty: none
+
+ private:
+  std::string own_fault() const;
+  void agree();
+  void share_initial_values();
+};
+
+/// The average of a stage's gradients over its data parallel group, on its way.
+class GradientAverage {
+ public:
+  GradientAverage(const PipelineStage& stage, const ProcessGroup& group);
+  void wait();
+
+ private:
+  std::vector<Work> works_;
+};
+
+/// Sums the gradients of tied weights over their stages. What they had before a step is put aside at the construction, so that
+/// steps can accumulate.
+class TiedGradients {
+ public:
+  explicit TiedGradients(PipelineCore& core);
+  void sum();
+
+ private:
+  at::Tensor sum_of(const TiedWeight& weight, size_t index);
+
+  PipelineCore& core_;
+  std::vector<std::vector<at::Tensor>> before_;
+};
+
+}  // namespace lockstep::pipeline::internal

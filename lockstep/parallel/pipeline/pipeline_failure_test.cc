@@ -1,0 +1,180 @@
+#include <chrono>
+#include <csignal>
+#include <functional>
+#include <gmock/gmock.h>
+#include <stdexcept>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/pipeline/pipeline_runner.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+
+// Stages that die, stop and throw: all others name the rank, and what it was doing.
+namespace lockstep::pipeline_failure_test {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_ranks;
+using testing::run_ranks_collect;
+
+/// What a stage does in the backward of the micro-batch with that number.
+struct InBackward : torch::autograd::Function<InBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const std::function<void()>& action) {
+    context->saved_data["action"] = reinterpret_cast<int64_t>(&action);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    (*reinterpret_cast<const std::function<void()>*>(context->saved_data["action"].toInt()))();
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+/// A pipeline of a stage on each rank, in which one of them does something at its n-th forward or backward.
+struct Plan {
+  int culprit = -1;
+  int forward = -1;
+  int backward = -1;
+  std::function<void()> action = {};
+};
+
+void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int steps = 1) {
+  const auto weight = torch::ones({3}, at::requires_grad());
+  int forwards = 0, backwards = 0;
+  const std::function<void()> at_backward = [&] {
+    if (rank == plan.culprit && backwards++ == plan.backward) plan.action();
+  };
+  const auto stage = [&](const at::Tensor& x) {
+    if (rank == plan.culprit && forwards++ == plan.forward) plan.action();
+    return InBackward::apply(x * weight, at_backward);
+  };
+  const auto loss = [](const at::Tensor& output, const at::Tensor& /*target*/) { return output.mean(); };
+  PipelineRunner pipeline(
+      PipelineStage(stage, get_rank(group), get_world_size(group), {.group = group, .parameters = {weight}}),
+      {.n_microbatches = 6, .loss_fn = loss});
+  for (int step = 0; step < steps; ++step) pipeline.step({at::ones({6, 3})}, at::ones({6}));
+}
+
+void expect_killed_is_named(int ranks, int hosts, const Plan& plan, const std::string& action) {
+  const auto outcomes = run_ranks_collect(
+      ranks,
+      [&](int rank) {
+        auto world = init_process_group();
+        const std::string text = message_of<c10::Error>([&] { run_pipeline(rank, default_group(), plan); });
+        EXPECT_THAT(text, AllOf(HasSubstr("rank " + std::to_string(plan.culprit) + " (pid "),
+                                HasSubstr("signal 9 (SIGKILL) in " + action), HasSubstr("of the pipeline")));
+      },
+      {.expected_failures = {plan.culprit}, .hosts = hosts});
+  for (const auto& outcome : outcomes) {
+    if (outcome.rank == plan.culprit) {
+      EXPECT_EQ(outcome.signal, SIGKILL);
+    } else {
+      EXPECT_EQ(outcome.exit_status, 0)
+          << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
+    }
+  }
+}
+
+void die() {
+  ::kill(::getpid(), SIGKILL);
+}
+
+TEST(PipelineFailure, AKilledStageIsNamedWithItsAction) {
+  expect_killed_is_named(3, 1, {.culprit = 2, .backward = 3, .action = die}, "2B3");
+  expect_killed_is_named(3, 1, {.culprit = 0, .forward = 4, .action = die}, "0F4");
+  expect_killed_is_named(4, 1, {.culprit = 1, .forward = 2, .action = die}, "1F2");
+}
+
+TEST(PipelineFailure, AKilledStageIsNamedOnOtherHosts) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  expect_killed_is_named(4, 2, {.culprit = 3, .backward = 2, .action = die}, "3B2");
+  expect_killed_is_named(4, 2, {.culprit = 1, .forward = 3, .action = die}, "1F3");
+}
+
+TEST(PipelineFailure, ARankAloneOnItsHostIsNamedWithWhatTheOthersDidThen) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  const auto outcomes = run_ranks_collect(
+      2,
+      [&](int rank) {
+        auto world = init_process_group();
+        const std::string text = message_of<c10::Error>(
+            [&] { run_pipeline(rank, default_group(), {.culprit = 1, .backward = 1, .action = die}); });
+        EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("rank 0 of the pipeline was in 0")));
+      },
+      {.expected_failures = {1}, .hosts = 2});
+  EXPECT_EQ(outcomes[0].exit_status, 0) << outcomes[0].exception.value_or("") << outcomes[0].output;
+}
+
+TEST(PipelineFailure, AnExceptionIsToldOnAllStages) {
+  for (const bool in_backward : {false, true}) {
+    run_ranks(4, [&](int rank) {
+      auto world = init_process_group();
+      auto group = new_group();
+      const std::function<void()> fails = [] { throw std::runtime_error("no such word: xyzzy"); };
+      Plan plan{.culprit = 2, .action = fails};
+      (in_backward ? plan.backward : plan.forward) = 1;
+      const std::string action = in_backward ? "2B1" : "2F1";
+      const std::string text = message_of<c10::Error>([&] { run_pipeline(rank, group, plan); });
+      EXPECT_THAT(text, AllOf(HasSubstr("no such word: xyzzy"), HasSubstr("in " + action)));
+      if (rank != 2) {
+        EXPECT_THAT(text, HasSubstr("rank 2 (pid "));
+      }
+      barrier();  // other groups are as they were
+    });
+  }
+}
+
+TEST(PipelineFailure, AStoppedStageIsNamedWithItsAction) {
+  const auto outcomes =
+      run_ranks_collect(3,
+                        [](int rank) {
+                          auto world = init_process_group();
+                          auto group = new_group({}, 1500ms);
+                          at::Tensor pid = at::full({1}, rank == 1 ? ::getpid() : 0, at::kLong);
+                          broadcast(pid, 1);
+                          const std::function<void()> stop = [] { ::raise(SIGSTOP); };
+                          const std::string text = message_of<c10::Error>([&] {
+                            run_pipeline(rank, group, {.culprit = 1, .forward = 2, .action = stop});
+                          });
+                          EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("stopped in 1F2")));
+                          at::Tensor done = at::ones({1});
+                          if (rank == 2) send(done, 0);
+                          if (rank != 0) return;
+                          recv(done, 2);
+                          ::kill(static_cast<pid_t>(pid.item<int64_t>()), SIGKILL);
+                        },
+                        {.expected_failures = {1}});
+  for (const int rank : {0, 2}) {
+    const auto& outcome = outcomes[static_cast<size_t>(rank)];
+    EXPECT_EQ(outcome.exit_status, 0) << rank << ": " << outcome.exception.value_or("") << outcome.output;
+  }
+}
+
+TEST(PipelineFailure, ARankThatLeavesIsNamed) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto group = new_group();
+    const auto steps = [&] { run_pipeline(rank, group, {.culprit = -1}, rank == 0 ? 2 : 1); };
+    if (rank == 0) {
+      EXPECT_THAT(message_of<c10::DistBackendError>(steps),
+                  AllOf(HasSubstr("rank 1 (pid "), HasSubstr("left")));
+    } else {
+      steps();
+      destroy_process_group(group);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::pipeline_failure_test

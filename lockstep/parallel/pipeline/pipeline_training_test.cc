@@ -1,0 +1,413 @@
+#include <algorithm>
+#include <gmock/gmock.h>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <lockstep/base/errors.h>
+#include <lockstep/optim/grad_scaler.h>
+#include <lockstep/parallel/mesh/device_mesh.h>
+#include <lockstep/parallel/pipeline/pipeline_random.h>
+#include <lockstep/parallel/pipeline/pipeline_runner.h>
+#include <lockstep/parallel/pipeline/testing/models.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
+
+// What pipelines train together with, what they keep, and what they refuse.
+namespace lockstep::pipeline_training_test {
+namespace {
+
+using namespace pipeline_test;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::run_ranks;
+
+// ---- gradients
+
+TEST(Pipelines, TiedWeightsHaveOneGradient) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    for (const PipelineSchedule schedule :
+         {PipelineSchedule::k1F1B, PipelineSchedule::kInterleavedZeroBubble}) {
+      const int64_t count = is_interleaved(schedule) ? 6 : 3;
+      torch::manual_seed(11);
+      nn::Linear middle(6, 6);
+      middle->to(at::kDouble);
+      const auto initial = testing::random({10, 6}, 12);
+      // The weight is the embedding of the first stage, and the output layer of the last one; stage 1 uses it, too.
+      const auto weight = initial.clone().requires_grad_();  // of one process
+      const auto forward = [](int64_t stage, int64_t stages, const at::Tensor& x, const at::Tensor& w) {
+        if (stage == 0) return w.index_select(0, x);
+        if (stage == 1) return torch::tanh(x.mm(w.narrow(0, 0, 6)));
+        return stage + 1 == stages ? x.mm(w.t()) : torch::sin(x);
+      };
+      std::vector<PipelineStage> stages;
+      std::vector<std::pair<int64_t, at::Tensor>> own;
+      for (int64_t index = rank; index < count; index += 3) {
+        const bool uses = index < 2 || index + 1 == count;
+        PipelineStageOptions options;
+        at::Tensor copy;
+        if (uses) {
+          copy = (index == 0 ? initial.clone() : at::zeros_like(initial))
+                     .requires_grad_();  // gets the first stage's value
+          options.tied = {{"embedding", copy}};
+          options.parameters = {copy};
+          own.emplace_back(index, copy);
+        }
+        stages.emplace_back([=](const at::Tensor& x) { return forward(index, count, x, copy); }, index, count,
+                            options);
+      }
+      const auto loss = [](const at::Tensor& output, const at::Tensor& target) {
+        return nn::functional::cross_entropy(output, target);
+      };
+      PipelineRunner pipeline(stages, {.schedule = schedule, .n_microbatches = 3, .loss_fn = loss});
+      for (int step = 0; step < 2; ++step) {  // the second one accumulates
+        const auto words = at::arange(7).remainder(10) + step, next = (words * 3).remainder(10);
+        pipeline.step({words}, next);
+        const auto data = at::tensor_split(words, 3), target = at::tensor_split(next, 3);
+        for (size_t m = 0; m < 3; ++m) {
+          at::Tensor x = data[m];
+          for (int64_t index = 0; index < count; ++index) x = forward(index, count, x, weight);
+          (loss(x, target[m]) / 3.0).backward();
+        }
+        for (const auto& [index, copy] : own) {
+          EXPECT_TRUE(at::equal(copy, initial)) << index;
+          EXPECT_LT(testing::difference(copy.grad(), weight.grad()), 1e-14) << index;
+        }
+        // The same bits for all, and a norm that counts it once.
+        const auto mine = own.empty() ? at::zeros_like(initial) : own.front().second.grad();
+        Tensors all{at::empty_like(initial), at::empty_like(initial), at::empty_like(initial)};
+        all_gather(all, mine);
+        EXPECT_TRUE(at::equal(all[0], all[1]) && at::equal(all[0], all[2]));
+      }
+      const double norm = pipeline.clip_grad_norm_(0.01).item<double>();
+      EXPECT_NEAR(norm, weight.grad().norm().item<double>(), 1e-5);
+      for (const auto& [index, copy] : own) EXPECT_NEAR(copy.grad().norm().item<double>(), 0.01, 1e-6);
+    }
+  });
+}
+
+TEST(Pipelines, ClippingMeasuresAllStages) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto model = random_model(21, 2), expected = random_model(21, 2);
+    PipelineRunner pipeline(stages_of(model, rank, 2), {.n_microbatches = 2, .loss_fn = mean_of_squares});
+    const Batch batch = random_batch(22, 6);
+    pipeline.step({batch.data}, batch.target);
+    run_as_one_process(expected, batch, 2);
+    Tensors all = expected[0]->parameters();
+    for (const auto& parameter : expected[1]->parameters()) all.push_back(parameter);
+    const double wanted = nn::utils::clip_grad_norm_(all, 0.05);
+    const double norm = pipeline.clip_grad_norm_(0.05).item<double>();
+    EXPECT_NEAR(norm, wanted, 1e-6 * wanted);
+    const auto actual = model[static_cast<size_t>(rank)]->parameters(),
+               clipped = expected[static_cast<size_t>(rank)]->parameters();
+    for (size_t i = 0; i < actual.size(); ++i)
+      EXPECT_LT(testing::difference(actual[i].grad(), clipped[i].grad()), 1e-6);
+  });
+}
+
+TEST(Pipelines, SumsAreNotScaled) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto model = random_model(31, 2), expected = random_model(31, 2);
+    const auto sum = [](const at::Tensor& output, const at::Tensor& target) {
+      return (output - target).square().sum();
+    };
+    PipelineRunner pipeline(stages_of(model, rank, 2),
+                            {.n_microbatches = 3, .loss_fn = sum, .scale_grads = false});
+    const Batch batch = random_batch(32, 7);
+    pipeline.step({batch.data}, batch.target);
+    const auto data = at::tensor_split(batch.data, 3), target = at::tensor_split(batch.target, 3);
+    for (size_t m = 0; m < 3; ++m)
+      sum(expected[1]->forward(expected[0]->forward(data[m])), target[m]).backward();
+    expect_same_gradients(model[static_cast<size_t>(rank)]->parameters(),
+                          expected[static_cast<size_t>(rank)]->parameters());
+  });
+}
+
+TEST(Pipelines, AGradScalerSkipsTheSameStepsOnAllStages) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto model = random_model(41, 2), expected = random_model(41, 2);
+    auto& own = model[static_cast<size_t>(rank)];
+    GradScaler scaler({.device = at::kCPU, .init_scale = 1024.0, .process_group = default_group()});
+    torch::optim::SGD optimizer(own->parameters(), 0.1);
+    PipelineRunner pipeline(stages_of(model, rank, 2),
+                            {.n_microbatches = 4,
+                             .loss_fn = mean_of_squares,
+                             .scale_loss = [&](const at::Tensor& seed) { return scaler.scale(seed); }});
+    const Batch batch = random_batch(42, 8);
+    const auto before = testing::copies(own->parameters());
+    for (const bool overflows : {true, false}) {
+      optimizer.zero_grad();
+      pipeline.step({batch.data}, batch.target);
+      // On the last stage alone.
+      if (overflows && rank == 1)
+        own->parameters()[0].mutable_grad().fill_(std::numeric_limits<float>::infinity());
+      scaler.unscale_(optimizer);
+      if (!overflows) {
+        run_as_one_process(expected, batch, 4);
+        expect_same_gradients(own->parameters(), expected[static_cast<size_t>(rank)]->parameters());
+      }
+      scaler.step(optimizer);
+      scaler.update();
+      EXPECT_EQ(testing::equal(own->parameters(), before), overflows);
+      EXPECT_EQ(scaler.get_scale(), 512.0);
+    }
+  });
+}
+
+TEST(Pipelines, WithDataParallelismAreOneProcess) {
+  run_ranks(4, [](int /*rank*/) {
+    auto world = init_process_group();
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    const int replica = mesh.get_local_rank("dp"), place = mesh.get_local_rank("pp");
+    for (const PipelineSchedule schedule : kSchedules) {
+      const int64_t per_rank = is_interleaved(schedule) ? 2 : 1;
+      auto model = random_model(51, 2 * per_rank, at::kDouble);
+      auto expected = random_model(51, 2 * per_rank, at::kDouble);
+      if (replica == 1) {  // begins with other values, and gets the first replica's
+        const at::NoGradGuard no_grad;
+        for (auto& stage : model) {
+          for (auto& parameter : stage->parameters()) parameter.add_(1);
+        }
+      }
+      PipelineRunner pipeline(stages_of(model, place, 2, mesh.get_group("pp")),
+                              {.schedule = schedule,
+                               .n_microbatches = 4,
+                               .loss_fn = mean_of_squares,
+                               .data_parallel_group = mesh.get_group("dp")});
+      Tensors own, wanted;
+      for (size_t i = static_cast<size_t>(place); i < model.size(); i += 2) {
+        for (const auto& parameter : model[i]->parameters()) own.push_back(parameter);
+        for (const auto& parameter : expected[i]->parameters()) wanted.push_back(parameter);
+      }
+      torch::optim::SGD optimizer(own, torch::optim::SGDOptions(0.1).momentum(0.9));
+      Tensors all;
+      for (auto& stage : expected) {
+        for (const auto& parameter : stage->parameters()) all.push_back(parameter);
+      }
+      torch::optim::SGD reference(all, torch::optim::SGDOptions(0.1).momentum(0.9));
+      for (int step = 0; step < 3; ++step) {
+        const Batch batch = random_batch(static_cast<uint64_t>(60 + step), 16, at::kDouble);
+        optimizer.zero_grad();
+        reference.zero_grad();
+        pipeline.step({batch.data.narrow(0, 8 * replica, 8)}, batch.target.narrow(0, 8 * replica, 8));
+        run_as_one_process(expected, batch, 1);
+        optimizer.step();
+        reference.step();
+        for (size_t i = 0; i < own.size(); ++i) EXPECT_LT(testing::difference(own[i], wanted[i]), 1e-13) << i;
+      }
+    }
+  });
+}
+
+TEST(Pipelines, RandomNumbersDependOnStepMicroBatchAndLayerAlone) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    constexpr int64_t kLayers = 4;
+    torch::manual_seed(rank);  // of no effect
+    const auto layer = [](int64_t number, const at::Tensor& x, const at::Tensor& weight) {
+      seed_pipeline_layer(number);
+      return torch::dropout(x * weight, 0.5, /*train=*/true);
+    };
+    const Batch batch = random_batch(71, 12);
+    Tensors expected;
+    for (int64_t i = 0; i < kLayers; ++i) expected.push_back(torch::full({6}, 0.5 + i, at::requires_grad()));
+    for (int64_t step = 0; step < 2; ++step) {
+      const auto data = at::tensor_split(batch.data, 4), target = at::tensor_split(batch.target, 4);
+      for (size_t m = 0; m < 4; ++m) {
+        const PipelineRandomScope scope(77, 5 + step, static_cast<int64_t>(m));
+        auto x = data[m];
+        for (int64_t i = 0; i < kLayers; ++i) x = layer(i, x, expected[static_cast<size_t>(i)]);
+        (mean_of_squares(x, target[m]) / 4.0).backward();
+      }
+    }
+    EXPECT_GT(expected[3].grad().abs().sum().item<float>(), 0);
+    // One layer a stage, and two.
+    for (const auto& [schedule, per_rank] :
+         {std::pair{PipelineSchedule::k1F1B, 1}, std::pair{PipelineSchedule::kInterleavedZeroBubble, 2}}) {
+      Tensors weights;
+      for (const auto& one : expected) weights.push_back(one.detach().clone().requires_grad_());
+      const int64_t count = 2 * per_rank, each = kLayers / count;
+      std::vector<PipelineStage> stages;
+      for (int64_t index = rank; index < count; index += 2) {
+        stages.emplace_back(
+            [=](at::Tensor x) {
+              for (int64_t i = index * each; i < (index + 1) * each; ++i)
+                x = layer(i, x, weights[static_cast<size_t>(i)]);
+              return x;
+            },
+            index, count);
+      }
+      PipelineRunner pipeline(
+          stages, {.schedule = schedule, .n_microbatches = 4, .loss_fn = mean_of_squares, .seed = 77});
+      pipeline.set_steps(5);
+      pipeline.step({batch.data}, batch.target);
+      pipeline.step({batch.data}, batch.target);
+      EXPECT_EQ(pipeline.steps(), 7);
+      int compared = 0;
+      for (size_t i = 0; i < weights.size(); ++i) {
+        if (!weights[i].grad().defined()) continue;  // another rank's
+        EXPECT_TRUE(at::equal(weights[i].grad(), expected[i].grad())) << i;
+        ++compared;
+      }
+      EXPECT_EQ(compared, 2);
+    }
+  });
+}
+
+// ---- memory
+
+/// Counts how many of its outputs' graphs live.
+class CountedLayer {
+ public:
+  explicit CountedLayer(const at::Tensor& weight) : weight_(weight) {}
+  at::Tensor operator()(const at::Tensor& x) {
+    peak_ = std::max(peak_, ++living_);
+    auto* memory = new float[6];
+    std::fill_n(memory, 6, 1.5f);
+    const auto factor = at::from_blob(
+        memory, {6},
+        [this](void* freed) {
+          --living_;
+          delete[] static_cast<float*>(freed);
+        },
+        at::kFloat);
+    return torch::tanh(x + weight_ * factor);  // saved for the gradient of the weight
+  }
+  int peak() const { return peak_; }
+  int living() const { return living_; }
+
+ private:
+  at::Tensor weight_;
+  int living_ = 0, peak_ = 0;
+};
+
+TEST(Pipelines, KeepNoMoreActivationsThanTheSchedule) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    for (const PipelineSchedule schedule :
+         {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B, PipelineSchedule::kInterleavedZeroBubble}) {
+      SCOPED_TRACE(to_string(schedule));
+      CountedLayer layer(torch::ones({6}, at::requires_grad()));
+      PipelineRunner pipeline(PipelineStage([&](const at::Tensor& x) { return layer(x); }, rank, 3),
+                              {.schedule = schedule, .n_microbatches = 6, .loss_fn = mean_of_squares});
+      const Batch batch = random_batch(1, 12);
+      pipeline.step({batch.data}, batch.target, nullptr, /*return_outputs=*/false);
+      const int64_t allowed = peak_activations(pipeline_table(schedule, {3, 1, 6}), rank);
+      EXPECT_EQ(layer.peak(), allowed);
+      EXPECT_EQ(layer.living(), 0);
+      EXPECT_EQ(pipeline.memory().activations, allowed);
+      EXPECT_EQ(pipeline.memory().bytes_of_inputs, allowed * 2 * 6 * 4);
+    }
+  });
+}
+
+// ---- misuse
+
+TEST(PipelinesMisuse, StagesAreChecked) {
+  const nn::Linear layer(2, 2);
+  const auto refused = [](auto&& make) { return message_of<c10::ValueError>(make); };
+  EXPECT_THAT(refused([&] { PipelineStage(layer, 3, 3); }), HasSubstr("Stage index 3 is out of range of 3"));
+  EXPECT_THAT(refused([&] { PipelineStage(layer, 0, 0); }), HasSubstr("out of range"));
+  EXPECT_THAT(refused([&] { PipelineStage(nn::Linear(nullptr), 0, 2); }),
+              HasSubstr("no module in the holder"));
+  EXPECT_THAT(refused([&] { PipelineStage(layer, 1, 3, {.outputs_to = {{1}}}); }),
+              HasSubstr("output 0 shall go to stage 1; it can go to the stages from 2 to 2"));
+  EXPECT_THAT(refused([&] { PipelineStage(layer, 2, 3, {.outputs_to = {{2}}}); }),
+              HasSubstr("go to the caller"));
+  EXPECT_THAT(refused([&] {
+                PipelineStage(layer, 0, 2, {.tied = {{"w", at::ones({2})}}});
+              }),
+              HasSubstr("'w' is not among its parameters"));
+  EXPECT_THAT(refused([&] { PipelineStage(layer, 0, 2, {.parameters = {at::ones({2})}}); }),
+              HasSubstr("a module knows its parameters"));
+}
+
+TEST(PipelinesMisuse, WhatRanksDontAgreeOnIsRefusedOnAll) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const nn::Linear layer(6, 6);
+    const auto refused = [&](const std::vector<PipelineStage>& stages, const PipelineOptions& options) {
+      return message_of<c10::ValueError>([&] { PipelineRunner(stages, options); });
+    };
+    const PipelineStage right(layer, rank, 2);
+    EXPECT_THAT(refused({right}, {.n_microbatches = 2 + rank}),
+                AllOf(HasSubstr("different pipelines: rank 0 1F1B of 2 stages, with 2 micro-batches"),
+                      HasSubstr("rank 1 1F1B of 2 stages, with 3 micro-batches")));
+    EXPECT_THAT(refused({PipelineStage(layer, 1 - rank, 2)}, {}),
+                HasSubstr("on rank 0, it has stage 1 in the place of stage 0"));
+    EXPECT_THAT(refused({PipelineStage(layer, rank, 3)}, {}), HasSubstr("it has 1 stages of 3"));
+    EXPECT_THAT(refused({right}, {.n_microbatches = 0}), HasSubstr("0 micro-batches"));
+    EXPECT_THAT(refused({PipelineStage(layer, rank, 4), PipelineStage(layer, rank + 2, 4)}, {}),
+                HasSubstr("has one stage on each rank"));
+    const auto weight = torch::ones({2 + rank}).requires_grad_();
+    const auto identity = [](const at::Tensor& x) { return x; };
+    EXPECT_THAT(
+        refused({PipelineStage(identity, rank, 2, {.tied = {{"w", weight}}, .parameters = {weight}})}, {}),
+        HasSubstr("the tied weight 'w' is Float [2] on stage 0 and Float [3] on stage 1"));
+    PipelineStageOptions alone;
+    if (rank == 1) alone = {.tied = {{"w", weight}}, .parameters = {weight}};
+    EXPECT_THAT(refused({PipelineStage(identity, rank, 2, alone)}, {}), HasSubstr("is on stage 1 alone"));
+    PipelineStageOptions nowhere;
+    if (rank == 0) nowhere.outputs_to = {{}};
+    EXPECT_THAT(refused({PipelineStage(identity, rank, 2, nowhere)}, {}),
+                HasSubstr("no stage sends anything to stage 1"));
+    EXPECT_THAT(message_of<c10::ValueError>([&] { PipelineRunner(std::vector<PipelineStage>{}, {}); }),
+                HasSubstr("this rank gave none"));
+    // Nothing is broken by that.
+    PipelineRunner pipeline(right, {.n_microbatches = 2});
+    EXPECT_THAT(message_of<c10::ValueError>([&] {
+                  pipeline.step({at::ones({2, 6})});
+                }),
+                HasSubstr("loss function"));
+    pipeline.eval({at::ones({2, 6})});
+  });
+}
+
+TEST(PipelinesMisuse, WhatAStepLacksIsToldOnAllRanks) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    nn::Linear layer(6, 6);
+    struct Mistake {
+      Tensors inputs;
+      at::Tensor target;
+      int culprit;
+      std::string text;
+    };
+    const auto x = at::ones({4, 6});
+    for (const Mistake& mistake :
+         {Mistake{{}, x, 0, "needs the batch's inputs"}, Mistake{{x}, {}, 1, "needs the batch's target"},
+          Mistake{{at::ones({1, 6})}, x, 0, "input 0 has 1 rows, which can't make 2 micro-batches"},
+          Mistake{{x, at::ones({3})}, x, 0, "input 1 has 3 rows, and input 0 has 4"},
+          Mistake{{x, x}, x, 0, "it does not take 2 tensors"},
+          Mistake{{x}, at::ones({}), 1, "must have rows"}}) {
+      auto group = new_group();
+      const auto call = [](auto& layer) {
+        return [&layer](const at::Tensor& x) { return layer->forward(x); };
+      };
+      PipelineRunner pipeline(
+          PipelineStage(call(layer), rank, 2, {.group = group, .parameters = layer->parameters()}),
+          {.n_microbatches = 2, .loss_fn = mean_of_squares});
+      const auto step = [&] { pipeline.step(mistake.inputs, mistake.target); };
+      if (rank == mistake.culprit) {
+        EXPECT_THAT(message_of<c10::ValueError>(step), HasSubstr(mistake.text));
+      } else {
+        EXPECT_THAT(message_of<c10::DistBackendError>(step),
+                    AllOf(HasSubstr("rank " + std::to_string(mistake.culprit)), HasSubstr(mistake.text)));
+      }
+      EXPECT_THAT(message_of<c10::Error>(step), HasSubstr("has failed before"));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::pipeline_training_test
