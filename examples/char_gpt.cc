@@ -1,4 +1,4 @@
-// Trains a small GPT to write like a text, character by character, data-parallel, and lets it write.
+// Trains a small GPT to write like a text, character by character, data-parallel or as a pipeline, and lets it write.
 //
 //     bible gen1:1-rev22:21 > kjv.txt                   # Debian's bible-kjv: the King James Bible, 4.3 MB
 //     lockstep run --nproc-per-node 2 ./char_gpt --data kjv.txt
@@ -12,6 +12,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel/pipeline/pipeline_runner.h>
 
 #include "device_option.h"
 
@@ -31,6 +32,7 @@ struct Settings {
   int64_t heads = 4;
   int64_t width = 128;
   int64_t batch_size = 32;
+  int64_t micro_batches = 4;
   int64_t steps = 1000;
   int64_t warm_up = 100;
   double learning_rate = 2e-3;
@@ -86,17 +88,32 @@ struct Block : nn::Module {
   nn::Linear narrow;
 };
 
-/// From B×T characters to the B×T×vocabulary scores of those that follow (Radford and others, GPT-2, 2019).
+/// Which part of a model: all of it, or one stage of a pipeline.
+struct Part {
+  int64_t index = 0;
+  int64_t count = 1;
+  bool is_first() const { return index == 0; }
+  bool is_last() const { return index + 1 == count; }
+};
+
+/// From B×T characters to the B×T×vocabulary scores of those that follow (Radford and others, GPT-2, 2019); or a part of that,
+/// which takes and gives B×T×width between the parts.
 struct Gpt : nn::Module {
-  Gpt(int64_t vocabulary, const Settings& settings)
-      : characters(register_module("characters", nn::Embedding(vocabulary, settings.width))),
-        positions(register_module("positions", nn::Embedding(settings.block_size, settings.width))),
-        blocks(register_module("blocks", nn::ModuleList())),
-        norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({settings.width})))),
-        scores(register_module("scores",
-                               nn::Linear(nn::LinearOptions(settings.width, vocabulary).bias(false)))) {
-    for (int64_t layer = 0; layer < settings.layers; ++layer) {
+  Gpt(int64_t vocabulary, const Settings& settings, const Part& part = {})
+      : part(part), blocks(register_module("blocks", nn::ModuleList())) {
+    if (part.is_first()) {
+      characters = register_module("characters", nn::Embedding(vocabulary, settings.width));
+      positions = register_module("positions", nn::Embedding(settings.block_size, settings.width));
+    }
+    const int64_t begin = settings.layers * part.index / part.count;
+    const int64_t end = settings.layers * (part.index + 1) / part.count;
+    for (int64_t layer = begin; layer < end; ++layer) {
       blocks->push_back(std::make_shared<Block>(settings.width, settings.heads));
+    }
+    if (part.is_last()) {
+      norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({settings.width})));
+      scores =
+          register_module("scores", nn::Linear(nn::LinearOptions(settings.width, vocabulary).bias(false)));
     }
     torch::NoGradGuard no_grad;
     for (const auto& item : named_parameters()) {
@@ -105,17 +122,19 @@ struct Gpt : nn::Module {
     }
   }
 
-  Tensor forward(const Tensor& text) {
-    auto x = characters(text) + positions(torch::arange(text.size(1), text.options()));
+  Tensor forward(const Tensor& given) {
+    auto x = given;
+    if (part.is_first()) x = characters(given) + positions(torch::arange(given.size(1), given.options()));
     for (const auto& block : *blocks) x = block->as<Block>()->forward(x);
-    return scores(norm(x));
+    return part.is_last() ? scores(norm(x)) : x;
   }
 
-  nn::Embedding characters;
-  nn::Embedding positions;
+  Part part;
+  nn::Embedding characters{nullptr};
+  nn::Embedding positions{nullptr};
   nn::ModuleList blocks;
-  nn::LayerNorm norm;
-  nn::Linear scores;
+  nn::LayerNorm norm{nullptr};
+  nn::Linear scores{nullptr};
 };
 
 /// Weight decay for matrices; biases, norms and gains go without.
@@ -134,14 +153,63 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const std::vecto
   return groups;
 }
 
-/// What differs between data parallelism with a model for each rank, and with one on the host.
+Tensor loss_of(const Tensor& scores, const Tensor& target) {
+  return nn::functional::cross_entropy(scores.flatten(0, 1), target.flatten());
+}
+
+/// What differs between data parallelism with a model for each rank, with one on the host, and a pipeline.
 struct Training {
   std::unique_ptr<torch::optim::Optimizer> optimizer;
-  std::function<Tensor(const Tensor& text)> forward;
+  /// Adds to the gradients, and gives the loss; 0 on ranks of a pipeline that don't know it.
+  std::function<Tensor(const lockstep::data::Example& batch)> compute_gradients;
   std::function<Tensor(double max_norm)> clip_grad_norm_;
+  /// The scores of the character behind a text of one row; on all ranks of a pipeline.
+  std::function<Tensor(const Tensor& text)> score_next;
 };
 
-Training make_training(const std::shared_ptr<Gpt>& gpt, const Settings& settings) {
+/// Each rank has a part of the layers, and all have the same batches.
+Training make_pipeline(const std::shared_ptr<Gpt>& gpt, int64_t vocabulary, const Settings& settings) {
+  const lockstep::PipelineStage stage(gpt, gpt->part.index, gpt->part.count);
+  auto pipeline = std::make_shared<lockstep::PipelineRunner>(
+      stage, lockstep::PipelineOptions{.n_microbatches = settings.micro_batches, .loss_fn = loss_of});
+  auto writer = std::make_shared<lockstep::PipelineRunner>(stage, lockstep::PipelineOptions{});
+  const bool is_last = stage.is_last();
+  const int last = static_cast<int>(stage.num_stages()) - 1;
+  return {.optimizer = std::make_unique<torch::optim::AdamW>(
+              parameter_groups(gpt->parameters(), settings.learning_rate),
+              torch::optim::AdamWOptions(settings.learning_rate)),
+          .compute_gradients =
+              [pipeline, is_last](const lockstep::data::Example& batch) {
+                std::vector<Tensor> losses;
+                pipeline->step({batch.data}, batch.target, &losses, /*return_outputs=*/false);
+                return is_last ? torch::stack(losses).mean() : torch::zeros({}, batch.data.device());
+              },
+          .clip_grad_norm_ = [pipeline](double max_norm) { return pipeline->clip_grad_norm_(max_norm); },
+          .score_next =
+              [writer, is_last, last, vocabulary](const Tensor& text) {
+                const auto outputs = writer->eval({text});
+                auto scores = torch::empty({1, vocabulary}, text.device());
+                if (is_last) scores.copy_(outputs[0].select(1, -1));
+                lockstep::broadcast(scores, last);
+                return scores;
+              }};
+}
+
+template <class Model>
+Training make_data_parallel(const std::shared_ptr<Model>& model, const std::shared_ptr<Gpt>& gpt) {
+  return {.optimizer = nullptr,
+          .compute_gradients =
+              [model](const lockstep::data::Example& batch) {
+                auto loss = loss_of((*model)(batch.data), batch.target);
+                loss.backward();
+                return loss.detach();
+              },
+          .clip_grad_norm_ = nullptr,
+          .score_next = [gpt](const Tensor& text) { return gpt->forward(text).select(1, -1); }};
+}
+
+Training make_training(const std::shared_ptr<Gpt>& gpt, int64_t vocabulary, const Settings& settings) {
+  if (settings.strategy == "pipeline") return make_pipeline(gpt, vocabulary, settings);
   const torch::optim::AdamWOptions options(settings.learning_rate);
   if (settings.strategy == "fsdp") {
     auto model = std::make_shared<lockstep::FullyShardedDataParallel<Gpt>>(
@@ -149,28 +217,33 @@ Training make_training(const std::shared_ptr<Gpt>& gpt, const Settings& settings
                  .sharding_strategy = lockstep::fsdp::ShardingStrategy::HYBRID_SHARD,
                  .auto_wrap_policy = lockstep::fsdp::module_wrap_policy<Block>(),
                  .sync_module_states = true});
-    return {.optimizer = model->make_optimizer<torch::optim::AdamW>(
-                parameter_groups(model->parameters(), settings.learning_rate), options),
-            .forward = [model](const Tensor& text) { return (*model)(text); },
-            .clip_grad_norm_ = [model](double max_norm) { return model->clip_grad_norm_(max_norm); }};
+    Training training = make_data_parallel(model, gpt);
+    training.optimizer = model->make_optimizer<torch::optim::AdamW>(
+        parameter_groups(model->parameters(), settings.learning_rate), options);
+    training.clip_grad_norm_ = [model](double max_norm) { return model->clip_grad_norm_(max_norm); };
+    return training;
   }
   auto model = std::make_shared<lockstep::DistributedDataParallel<Gpt>>(gpt);
-  return {.optimizer = std::make_unique<torch::optim::AdamW>(
-              parameter_groups(model->parameters(), settings.learning_rate), options),
-          .forward = [model](const Tensor& text) { return (*model)(text); },
-          .clip_grad_norm_ =
-              [model](double max_norm) { return lockstep::clip_grad_norm_(model->parameters(), max_norm); }};
+  Training training = make_data_parallel(model, gpt);
+  training.optimizer = std::make_unique<torch::optim::AdamW>(
+      parameter_groups(model->parameters(), settings.learning_rate), options);
+  training.clip_grad_norm_ = [model](double max_norm) {
+    return lockstep::clip_grad_norm_(model->parameters(), max_norm);
+  };
+  return training;
 }
 
 /// Goes on from the prompt, one character after the other.
-std::string write(Gpt& gpt, const TextVocabulary& vocabulary, const Settings& settings) {
+std::string write(Gpt& gpt, const Training& training, const TextVocabulary& vocabulary,
+                  const Settings& settings) {
   torch::NoGradGuard no_grad;
   gpt.eval();
+  torch::manual_seed(settings.seed);  // ranks of a pipeline draw the same characters
   const auto device = gpt.parameters().front().device();
   auto text = vocabulary.encode(settings.prompt).unsqueeze(0).to(device);
   for (int64_t written = 0; written < settings.sample; ++written) {
     const auto recent = text.slice(1, std::max<int64_t>(0, text.size(1) - settings.block_size));
-    const auto scores = gpt.forward(recent).select(1, -1) / settings.temperature;
+    const auto scores = training.score_next(recent) / settings.temperature;
     text = torch::cat({text, torch::multinomial(scores.softmax(-1), 1)}, 1);
   }
   gpt.train();
@@ -180,8 +253,14 @@ std::string write(Gpt& gpt, const TextVocabulary& vocabulary, const Settings& se
 void train(const Settings& settings) {
   const auto device = use_device(settings.device);  // first of all
   auto world = lockstep::init_process_group();
-  TORCH_CHECK(settings.batch_size % world.size() == 0, "--batch-size ", settings.batch_size,
+  const bool is_pipeline = settings.strategy == "pipeline";
+  const int64_t shares = is_pipeline ? 1 : world.size();  // of a batch
+  TORCH_CHECK(settings.batch_size % shares == 0, "--batch-size ", settings.batch_size,
               " is for the whole job and must be a multiple of its ", world.size(), " ranks");
+  TORCH_CHECK(!is_pipeline || settings.batch_size % settings.micro_batches == 0, "--batch-size ",
+              settings.batch_size, " must be a multiple of --micro-batches ", settings.micro_batches);
+  TORCH_CHECK(!is_pipeline || settings.layers >= world.size(), "--layers ", settings.layers,
+              " can't be shared out over ", world.size(), " ranks");
   TORCH_CHECK(settings.width % settings.heads == 0, "--width ", settings.width,
               " must be a multiple of --heads ", settings.heads);
   TORCH_CHECK(settings.warm_up < settings.steps, "--warm-up ", settings.warm_up,
@@ -195,8 +274,10 @@ void train(const Settings& settings) {
   const TextDataset text(settings.data, options);
   const TextVocabulary& vocabulary = text.vocabulary();
   vocabulary.encode(settings.prompt);  // an unknown character had better be found now
-  lockstep::data::DistributedSampler sampler(text.size(), {.seed = settings.seed, .drop_last = true});
-  lockstep::data::DataLoader host_loader(text, {.batch_size = settings.batch_size / world.size(),
+  lockstep::data::DistributedSamplerOptions sampling{.seed = settings.seed, .drop_last = true};
+  if (is_pipeline) sampling.num_replicas = 1, sampling.rank = 0;
+  lockstep::data::DistributedSampler sampler(text.size(), sampling);
+  lockstep::data::DataLoader host_loader(text, {.batch_size = settings.batch_size / shares,
                                                 .sampler = &sampler,
                                                 .num_workers = 1,
                                                 .drop_last = true,
@@ -206,9 +287,10 @@ void train(const Settings& settings) {
               settings.batch_size, "; give a smaller --batch-size or --block-size");
 
   torch::manual_seed(settings.seed);
-  auto gpt = std::make_shared<Gpt>(vocabulary.size(), settings);
+  const Part part = is_pipeline ? Part{world.rank(), world.size()} : Part{};
+  auto gpt = std::make_shared<Gpt>(vocabulary.size(), settings, part);
   gpt->to(device);
-  const Training training = make_training(gpt, settings);
+  const Training training = make_training(gpt, vocabulary.size(), settings);
   torch::optim::Optimizer& optimizer = *training.optimizer;
   auto warm_up = std::make_shared<lr::LinearLR>(optimizer, /*start_factor=*/0.01, /*end_factor=*/1.0,
                                                 /*total_iters=*/settings.warm_up);
@@ -217,12 +299,13 @@ void train(const Settings& settings) {
                                               /*eta_min=*/settings.learning_rate / 10);
   lr::SequentialLR schedule(optimizer, {warm_up, cosine}, /*milestones=*/{settings.warm_up});
 
+  auto numbers = torch::zeros({1}, torch::kLong);
+  for (const auto& parameter : gpt->parameters()) numbers += parameter.numel();
+  if (is_pipeline) lockstep::all_reduce(numbers);
   if (world.rank() == 0) {
-    int64_t numbers = 0;
-    for (const auto& parameter : gpt->parameters()) numbers += parameter.numel();
     std::printf("%lld characters of text, %lld different ones, %lld parameters\n",
                 static_cast<long long>(text.tokens().numel()), static_cast<long long>(vocabulary.size()),
-                static_cast<long long>(numbers));
+                static_cast<long long>(numbers.item<int64_t>()));
   }
   const int64_t report_every = std::max<int64_t>(1, settings.steps / 10);
   auto losses = torch::zeros({1}, device);  // since the last report, this rank's
@@ -234,19 +317,16 @@ void train(const Settings& settings) {
     for (auto& batch : loader) {
       if (step == settings.steps) break;
       optimizer.zero_grad();
-      const auto scores = training.forward(batch.data);
-      auto loss = nn::functional::cross_entropy(scores.flatten(0, 1), batch.target.flatten());
-      loss.backward();
+      losses += training.compute_gradients(batch);
       const auto norm = training.clip_grad_norm_(settings.max_norm);
       const double learning_rate = schedule.get_last_lr()[0];
       optimizer.step();
       schedule.step();
-      losses += loss.detach();
       if (++step % report_every != 0 && step != settings.steps) continue;
 
       const int64_t steps = (step - 1) % report_every + 1;
       lockstep::all_reduce(losses);
-      loss_of_all = losses.item<double>() / static_cast<double>(steps * world.size());
+      loss_of_all = losses.item<double>() / static_cast<double>(steps * shares);
       losses.zero_();
       const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       start = std::chrono::steady_clock::now();
@@ -258,8 +338,9 @@ void train(const Settings& settings) {
       std::fflush(stdout);
     }
   }
-  if (world.rank() != 0) return;
-  std::printf("loss: %.4f\nsample:\n%s\n", loss_of_all, write(*gpt, vocabulary, settings).c_str());
+  if (world.rank() != 0 && !is_pipeline) return;
+  const std::string sample = write(*gpt, training, vocabulary, settings);
+  if (world.rank() == 0) std::printf("loss: %.4f\nsample:\n%s\n", loss_of_all, sample.c_str());
 }
 
 }  // namespace
@@ -296,9 +377,12 @@ int main(int argc, char** argv) try {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--strategy", settings.strategy,
-                 "ddp: a model for each rank; fsdp: one on the host (FullyShardedDataParallel, on CPUs)")
-      ->check(CLI::IsMember({"ddp", "fsdp"}))
+                 "ddp: a model for each rank; fsdp: one on the host (FullyShardedDataParallel, on CPUs); "
+                 "pipeline: a part of "
+                 "the layers on each rank")
+      ->check(CLI::IsMember({"ddp", "fsdp", "pipeline"}))
       ->capture_default_str();
+  positive("--micro-batches", settings.micro_batches, "parts in which a batch goes through a pipeline");
   add_device_option(app, settings.device);
   CLI11_PARSE(app, argc, argv);
   train(settings);

@@ -61,6 +61,15 @@ def test_one_model_on_the_host_learns_as_one_for_each_rank(programs, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
 
 
+def test_a_pipeline_learns_and_writes(programs, tmp_path):
+    (tmp_path / "text").write_text("In stages, part by part.\n" * 200)
+    options = ["--steps", 50, "--warm-up", 5, "--learning-rate", 0.01, "--strategy=pipeline", "--layers", 3, "--micro-batches", 6]
+    done = train(programs, tmp_path / "text", *options, nprocs=3, batch_size=18)
+    steps, loss, sample = parts(done)
+    assert len(steps) == 10 and loss < steps[0][1] / 2, done.text
+    assert set(sample) <= set("In stages, part by part.\n"), done.text
+
+
 def test_it_learns_bytes_and_takes_gzip(programs, tmp_path):
     (tmp_path / "text.gz").write_bytes(gzip.compress("Füße, Füße, Füße. ".encode() * 300))
     done = train(programs, tmp_path / "text.gz", "--bytes", "--steps", 60, "--warm-up", 0, "--learning-rate", 0.01,
@@ -74,6 +83,8 @@ def test_it_learns_bytes_and_takes_gzip(programs, tmp_path):
     "options, words",
     [
         (["--batch-size", 15], "--batch-size 15 is for the whole job"),
+        (["--strategy=pipeline"], "--layers 1 can't be shared out over 2 ranks"),
+        (["--strategy=pipeline", "--layers", 2, "--micro-batches", 3], "must be a multiple of --micro-batches 3"),
         (["--heads", 3], "--width 32 must be a multiple of --heads 3"),
         (["--steps", 10, "--warm-up", 10], "--warm-up 10 must be less than --steps 10"),
         (["--prompt", "z"], "the character 'z' at byte 0 is not in the vocabulary"),
