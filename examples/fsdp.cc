@@ -46,6 +46,7 @@ Model create_fsdp_model(const std::string& precision) {
   return Model(std::make_shared<Net>(), {.sharding_strategy = fsdp::ShardingStrategy::FULL_SHARD,
                                          .auto_wrap_policy = fsdp::size_based_auto_wrap_policy(100'000),
                                          .mixed_precision = mixed_precision(precision),
+                                         .device_id = torch::kCPU,
                                          .sync_module_states = true});
 }
 

@@ -90,6 +90,7 @@ namespace page_debugging_a_hang {}
 namespace page_distributed_data_parallel {}
 namespace page_from_pytorch_ddp {}
 namespace page_fully_sharded_data_parallel {
+struct BlockImpl : torch::nn::Module {};
 extern lockstep::FullyShardedDataParallel<Net> model;
 extern std::unique_ptr<lockstep::ShardedOptimizer<torch::optim::AdamW>> optimizer;
 }  // namespace page_fully_sharded_data_parallel

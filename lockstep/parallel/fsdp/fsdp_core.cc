@@ -1,5 +1,8 @@
 #include <algorithm>
 #include <exception>
+#include <filesystem>
+#include <optional>
+#include <sys/vfs.h>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -11,28 +14,31 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
-#include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
+#include <lockstep/parallel/fsdp/internal/class_name.h>
 #include <lockstep/parallel/fsdp/internal/gather/gathered_units.h>
 #include <lockstep/parallel/fsdp/internal/gather/gathered_weights.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
+#include <lockstep/parallel/fsdp/internal/offloaded_tensors.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
 namespace lockstep {
 
-using fsdp::ShardedStateDict;
 using fsdp::ShardingStrategy;
 using fsdp::internal::count_ranks;
 using fsdp::internal::GatheredUnits;
 using fsdp::internal::GatheredWeights;
 using fsdp::internal::GradientReduction;
+using fsdp::internal::kClass;
+using fsdp::internal::OffloadedTensors;
 using fsdp::internal::run_on_all;
 using fsdp::internal::ShardedWeight;
 using fsdp::internal::ShardedWeights;
@@ -41,8 +47,6 @@ using fsdp::internal::WeightDtypes;
 using fsdp::internal::WeightWindows;
 
 namespace {
-
-constexpr const char* kClass = "FullyShardedDataParallel";
 
 const char* name_of(ShardingStrategy strategy) {
   switch (strategy) {
@@ -62,6 +66,14 @@ bool contains(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) 
   return std::ranges::any_of(tensors, [&](const at::Tensor& each) { return each.is_same(tensor); });
 }
 
+void warn_of_memory(const std::filesystem::path& directory) {
+  constexpr long kTmpfs = 0x01021994;
+  struct statfs status {};
+  if (::statfs(directory.c_str(), &status) != 0 || status.f_type != kTmpfs) return;
+  LOCKSTEP_LOG(kWarning) << kClass << ": cpu_offload.directory " << directory.string()
+                         << " is a tmpfs, whose files take memory; name one on a disk";
+}
+
 }  // namespace
 
 FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
@@ -75,13 +87,27 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   run_on_all(options_.process_group, "to be wrapped", [&] {
     check_options();
     collect_parameters();
+    collect_tensors_without_values();
     dtypes = this->dtypes();
     groups = reduced_groups(dtypes);
   });
   verify_same_model(sharded_, options_.process_group);
   verify_same_layout(groups, dtypes);
   groups_ = std::make_shared<const ShardGroups>(options_.process_group, are_to_be_gathered());
-  run_on_all(groups_->all(), "to allocate memory", [&] { weights_ = make_weights(dtypes); });
+  groups_->spread_failures([&] { wrap(std::move(groups), dtypes); });
+  log_strategy();
+}
+
+void FsdpCore::wrap(std::vector<std::vector<size_t>> groups, const std::vector<WeightDtypes>& dtypes) {
+  run_on_all(groups_->all(), "to allocate memory", [&] {
+    std::optional<std::filesystem::path> directory;
+    if (options_.cpu_offload.offload_params) {
+      directory = fsdp::internal::offload_directory(options_.cpu_offload.directory);
+      if (groups_->host()->getRank() == 0) warn_of_memory(*directory);
+      offloaded_ = std::make_unique<OffloadedTensors>(*directory);
+    }
+    weights_ = make_weights(dtypes, directory);
+  });
   windows_ = std::make_unique<WeightWindows>(groups_->all());
   run_on_all(groups_->all(), "to allocate memory", [&] {
     weights_->allocate_copies();
@@ -91,13 +117,12 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
           std::make_shared<GatheredUnits>(static_cast<GatheredWeights&>(*weights_), *reduction_, options_);
     }
   });
-  weights_->move_values(/*of_rank_0=*/options_.sync_module_states);
-  if (options_.sync_module_states) broadcast_coalesced(model_.buffers(), groups_->all());
+  move_values();
+  place_buffers();
   cast_buffers();
   collect_leaves();
   reduction_->attach();
   if (units_) units_->attach();
-  log_strategy();
 }
 
 FsdpCore::~FsdpCore() = default;
@@ -108,6 +133,11 @@ void FsdpCore::check_options() const {
   TORCH_CHECK_VALUE(!options_.gather || options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD, kClass,
                     ": HYBRID_SHARD has the weights once on each host, where nothing is gathered; leave "
                     "`gather` out, or choose FULL_SHARD or SHARD_GRAD_OP");
+  TORCH_CHECK_VALUE(
+      !options_.cpu_offload.offload_params || !are_to_be_gathered(), kClass,
+      ": cpu_offload puts the weights that a host's ranks share into files; with ",
+      name_of(options_.sharding_strategy),
+      ", which gathers them, each rank has its rows in memory: leave it out, or choose HYBRID_SHARD");
   if (options_.between_hosts) {
     checked_compression(*options_.between_hosts, "between_hosts");
     TORCH_CHECK_VALUE(
@@ -119,6 +149,11 @@ void FsdpCore::check_options() const {
                     options_.gradient_buffers, "; it must be at least 1");
   TORCH_CHECK_VALUE(options_.gradient_buffer_cap_mb > 0, kClass, ": gradient_buffer_cap_mb is ",
                     options_.gradient_buffer_cap_mb, "; it must be more than 0");
+  TORCH_CHECK_NOT_IMPLEMENTED(!options_.device_id || options_.device_id->is_cpu(), kClass, ": device_id is ",
+                              *options_.device_id,
+                              ", but weights that all ranks share lie in the host's memory, where modules "
+                              "compute on the CPU; leave it out, or use "
+                              "DistributedDataParallel on a device");
 }
 
 bool FsdpCore::are_to_be_gathered() const {
@@ -137,8 +172,9 @@ void FsdpCore::collect_parameters() {
   for (const auto& parameter : model_.parameters) {
     if (wanted.erase(parameter.second.unsafeGetTensorImpl()) == 0) continue;
     const at::Tensor& tensor = parameter.second;
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), kClass, ": parameter '", parameter.first, "' is on ",
-                      tensor.device(), "; only models on the CPU can be sharded");
+    TORCH_CHECK_VALUE(tensor.device().is_cpu() || tensor.is_meta() || options_.device_id, kClass,
+                      ": parameter '", parameter.first, "' is on ", tensor.device(),
+                      "; only models on the CPU can be sharded: with device_id CPU it is moved there");
     TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, kClass, ": parameter '", parameter.first,
                       "' is sparse");
     TORCH_CHECK_VALUE(tensor.is_leaf(), kClass, ": parameter '", parameter.first, "' is no leaf");
@@ -238,8 +274,9 @@ std::vector<std::vector<size_t>> FsdpCore::reduced_groups(const std::vector<Weig
   return groups;
 }
 
-std::unique_ptr<ShardedWeights> FsdpCore::make_weights(const std::vector<WeightDtypes>& dtypes) const {
-  if (!are_to_be_gathered()) return std::make_unique<ShardedWeights>(sharded_, dtypes, groups_);
+std::unique_ptr<ShardedWeights> FsdpCore::make_weights(
+    const std::vector<WeightDtypes>& dtypes, const std::optional<std::filesystem::path>& offload) const {
+  if (!are_to_be_gathered()) return std::make_unique<ShardedWeights>(sharded_, dtypes, groups_, offload);
   std::vector<std::string> names;
   for (const auto& group : model_.groups) names.push_back(group.module.empty() ? model_.name : group.module);
   return std::make_unique<GatheredWeights>(sharded_, dtypes, groups_, places_of_groups(), std::move(names));
@@ -257,6 +294,10 @@ void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups
   }
   for (const auto& [seen, reduced] : dtypes)
     own += std::string(" ") + toString(seen) + "/" + toString(reduced);
+  if (!options_.sync_module_states) {
+    for (const bool without_values : without_values_) own += without_values ? " meta" : " real";
+    for (const auto& buffer : buffers_without_values_) own += " " + buffer.first;
+  }
   for (const auto& members : groups) {
     own += "\n";
     for (const size_t place : members) own += " " + std::to_string(place);
@@ -265,8 +306,9 @@ void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups
   run_on_all(options_.process_group, "to be wrapped", [&] {
     TORCH_CHECK(
         own == first, kClass,
-        ": rank 0 has other groups of parameters, other dtypes, another sync_module_states or gathers in "
-        "another way; give all ranks the same options, and freeze the same parameters");
+        ": rank 0 has other groups of parameters, other dtypes, other tensors on the meta device, another "
+        "sync_module_states or gathers in another way; give all ranks the same options, and freeze the same "
+        "parameters; with sync_module_states rank 0 alone may have values");
   });
 }
 
@@ -333,7 +375,62 @@ void FsdpCore::write(const std::function<void()>& change, const std::function<vo
     if (units_) units_->close();
     check();
   };
-  windows_->write(close_and_check, [&] { weights_->write(change); });
+  groups_->spread_failures([&] { windows_->write(close_and_check, [&] { weights_->write(change); }); });
+}
+
+void FsdpCore::step(torch::optim::Optimizer& optimizer, const std::function<void()>& update) {
+  write([&] {
+    if (!offloaded_ || state_is_offloaded(optimizer)) return update();
+    step_one_by_one(optimizer, update);
+  });
+}
+
+/// Of all parameters that get a step now.
+bool FsdpCore::state_is_offloaded(const torch::optim::Optimizer& optimizer) const {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (state == optimizer.state().end()) return false;
+      for (const at::Tensor& tensor : fsdp::internal::tensors_of(*state->second)) {
+        if (tensor.defined() && tensor.numel() > 0 && !OffloadedTensors::has(tensor)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+void FsdpCore::offload_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+  const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  if (state == optimizer.state().end()) return;
+  for (const at::Tensor& tensor : fsdp::internal::tensors_of(*state->second)) offloaded_->take(tensor);
+}
+
+/// So that the new state of one parameter alone is in memory. These optimizers pass over parameters without gradients.
+void FsdpCore::step_one_by_one(torch::optim::Optimizer& optimizer, const std::function<void()>& update) {
+  struct Hidden {
+    std::vector<std::pair<at::Tensor, at::Tensor>> gradients = {};
+    ~Hidden() {
+      for (auto& [parameter, gradient] : gradients) parameter.mutable_grad() = gradient;
+    }
+  } hidden;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      hidden.gradients.emplace_back(parameter, parameter.grad());
+      parameter.mutable_grad() = at::Tensor();
+    }
+  }
+  for (auto& [parameter, gradient] : hidden.gradients) {
+    parameter.mutable_grad() = gradient;
+    update();
+    parameter.mutable_grad() = at::Tensor();
+    offload_state(optimizer, parameter);
+  }
+  // Some have state before they have a gradient.
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) offload_state(optimizer, parameter);
+  }
 }
 
 /// A weight counts once, on however many ranks it has rows.
@@ -350,6 +447,10 @@ at::Tensor FsdpCore::count_nonzero_gradients() const {
 }
 
 at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
+  return groups_->spread_failures([&] { return clip_gradients(max_norm, norm_type); });
+}
+
+at::Tensor FsdpCore::clip_gradients(double max_norm, double norm_type) {
   std::vector<at::Tensor> sharded;
   for (const ShardedWeight& weight : weights_->all()) sharded.push_back(weight.shard);
   at::Tensor norm = norm_type == 0 ? count_nonzero_gradients()
@@ -369,200 +470,39 @@ at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
 void FsdpCore::summon_full_params(const std::function<void()>& action, bool writeback) {
   std::exception_ptr error;
   int failed = 0;
+  const auto attempt = [&](auto&& part) {
+    try {
+      part();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
   write([&] {
     struct TakeBack {
       ShardedWeights& weights;
       ~TakeBack() { weights.take_private_values(); }
     } take_back{*weights_};
-    weights_->give_private_values();
-    try {
+    std::vector<at::Tensor> memory;
+    attempt([&] {
+      failpoint::here("fsdp.summon.allocate");
+      for (size_t i = 0; i < sharded_.size(); ++i) memory.push_back(weights_->empty_whole(i));
+    });
+    failed = count_ranks(groups_->all(), error != nullptr);
+    if (failed > 0) return;
+    weights_->give_private_values(memory);
+    attempt([&] {
       action();
       if (writeback) weights_->check_private_values();
-    } catch (...) {
-      error = std::current_exception();
-    }
+    });
     if (!writeback) return;
-    // Weights of which some ranks' rows are new, and others' not, would be of no use.
+    // Weights of which some ranks' rows are new, and others' not, would be of no use. And a rank that is faster must not write
+    // its rows while another copies them.
     failed = count_ranks(groups_->all(), error != nullptr);
     if (failed == 0) weights_->write_private_values_back();
   });
   if (error) std::rethrow_exception(error);
   TORCH_CHECK_WITH(DistBackendError, failed == 0, kClass, ": ", failed, failed == 1 ? " rank" : " ranks",
                    " of the group failed in summon_full_params(); the weights are as they were");
-}
-
-// ---- State
-
-StateDict FsdpCore::full_state_dict(bool rank0_only) {
-  const WeightWindows::Reading reading(*windows_);
-  const bool wanted = !rank0_only || groups_->all()->getRank() == 0;
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> whole;
-  StateDict state;
-  for (size_t i = 0; i < weights_->all().size(); ++i) {
-    at::Tensor value = weights_->copy(i, wanted);
-    if (wanted) whole.emplace(weights_->all()[i].parameter.unsafeGetTensorImpl(), std::move(value));
-  }
-  if (!wanted) return state;
-  for (const auto& [name, parameter] : model_.parameters) {
-    const auto found = whole.find(parameter.unsafeGetTensorImpl());
-    state.emplace(name, found == whole.end() ? parameter.detach().clone() : found->second);
-  }
-  for (const auto& [name, buffer] : model_.buffers()) {
-    const auto cast = buffer_dtypes_.find(name);
-    const at::ScalarType own = cast == buffer_dtypes_.end() ? buffer.scalar_type() : cast->second;
-    state.emplace(name, buffer.detach().to(own, /*non_blocking=*/false, /*copy=*/true));
-  }
-  return state;
-}
-
-void FsdpCore::load_full_state_dict(const StateDict& state) {
-  const auto given = [&](const std::string& name) { return state_value<at::Tensor>(state, name, kClass); };
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // of what is not sharded
-  std::vector<at::Tensor> values;
-  const auto copy = [&](const NamedTensor& to) {
-    const at::Tensor from = given(to.first);
-    TORCH_CHECK_VALUE(from.sizes() == to.second.sizes(), kClass, ": '", to.first, "' has sizes ",
-                      to.second.sizes(), ", but a tensor of ", from.sizes(), " was given for it");
-    copies.emplace_back(to.second, from);
-  };
-  const auto check = [&] {
-    for (size_t i = 0; i < weights_->all().size(); ++i) {
-      values.push_back(given(weights_->all()[i].name));
-      (void)weights_->part_of(i, values.back());
-    }
-    for (const auto& leaf : parameters_) {
-      if (weights_->find(leaf.first) == nullptr) copy(leaf);
-    }
-    for (const auto& buffer : model_.buffers()) copy(buffer);
-  };
-  const auto load = [&] {
-    for (size_t i = 0; i < values.size(); ++i) weights_->set_value(i, values[i]);
-  };
-  write(load, check);
-  const at::NoGradGuard no_grad;
-  for (auto& [to, from] : copies) to.copy_(from);
-}
-
-ShardedStateDict FsdpCore::sharded_state_dict() const {
-  const WeightWindows::Reading reading(*windows_);
-  ShardedStateDict state;
-  for (const ShardedWeight& weight : weights_->all()) {
-    state.emplace_back(weight.name, fsdp::ShardedTensor{.local = weight.shard.detach().clone(),
-                                                        .row = weight.own.begin,
-                                                        .global_sizes = weight.sizes});
-  }
-  return state;
-}
-
-void FsdpCore::load_sharded_state_dict(const std::vector<ShardedStateDict>& states) {
-  std::vector<at::Tensor> rows;
-  const auto check = [&] {
-    for (size_t i = 0; i < weights_->all().size(); ++i) {
-      std::vector<fsdp::ShardedTensor> parts;
-      for (const ShardedStateDict& state : states) {
-        const auto found =
-            std::ranges::find(state, weights_->all()[i].name, &ShardedStateDict::value_type::first);
-        if (found != state.end()) parts.push_back(found->second);
-      }
-      rows.push_back(weights_->own_rows(i, parts));
-    }
-  };
-  const auto load = [&] {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < rows.size(); ++i) weights_->all()[i].shard.copy_(rows[i]);
-  };
-  write(load, check);
-}
-
-/// `change` gets each tensor of a sharded parameter's state that has rows, whatever stands for it.
-StateDict FsdpCore::map_optim_state(const StateDict& state, const ChangeOfPart& change,
-                                    const std::vector<KeyMap>& key_map) const {
-  StateDict result = state;
-  auto by_parameter = state_value<StateDict>(state, "state", kClass);
-  std::unordered_map<std::string, size_t> weights;
-  for (size_t i = 0; i < weights_->all().size(); ++i) weights.emplace(weights_->all()[i].name, i);
-  for (auto& [key, entry] : by_parameter) {
-    const auto name = map_key(key_map, key);
-    const auto weight = name ? weights.find(*name) : weights.end();
-    if (weight == weights.end()) continue;
-    auto values = from_object<StateDict>(entry);
-    for (auto& [what, value] : values) {
-      const bool has_rows = (value.isTensor() && what != "step") || value.isGenericDict();
-      if (has_rows) value = change({weight->second, key, what}, value);
-    }
-    entry = to_object(values);
-  }
-  result["state"] = to_object(by_parameter);
-  return result;
-}
-
-void FsdpCore::check_is_of_rows(const torch::optim::Optimizer& optimizer) const {
-  if (dynamic_cast<const fsdp::OptimizerOfRows*>(&optimizer) != nullptr) return;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      TORCH_CHECK_VALUE(contains(ignored_, parameter), kClass,
-                        ": the optimizer has sharded parameters, and was not made by make_optimizer(), so "
-                        "its state is not that of their rows alone; optimizers that look at all elements "
-                        "together, such as LBFGS, can't be sharded");
-    }
-  }
-}
-
-StateDict FsdpCore::optim_state_of_rows(const torch::optim::Optimizer& optimizer) const {
-  check_is_of_rows(optimizer);
-  return get_optimizer_state_dict(leaves_as_model(), optimizer);
-}
-
-StateDict FsdpCore::full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const {
-  const bool wanted = !rank0_only || groups_->all()->getRank() == 0;
-  const auto gather = [&](const PlaceInState& place, const c10::IValue& part) -> c10::IValue {
-    const at::Tensor whole = weights_->gather(place.weight, part.toTensor());
-    return wanted ? whole : at::Tensor();
-  };
-  auto state = map_optim_state(optim_state_of_rows(optimizer), gather);
-  if (!wanted) state["state"] = to_object(StateDict());
-  return state;
-}
-
-PreparedLoad FsdpCore::prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer,
-                                                     const StateDict& state,
-                                                     const LoadStateDictOptions& options) const {
-  check_is_of_rows(optimizer);
-  const auto take_rows = [&](const PlaceInState& place, const c10::IValue& whole) -> c10::IValue {
-    return weights_->part_of(place.weight, from_object<at::Tensor>(whole)).clone();
-  };
-  const auto parts = map_optim_state(state, take_rows, options.key_map);
-  return prepare_optimizer_state_dict(leaves_as_model(), optimizer, parts, options);
-}
-
-StateDict FsdpCore::sharded_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
-  return map_optim_state(
-      optim_state_of_rows(optimizer), [&](const PlaceInState& place, const c10::IValue& part) {
-        const ShardedWeight& weight = weights_->all()[place.weight];
-        return to_object(fsdp::ShardedTensor{
-            .local = part.toTensor().clone(), .row = weight.own.begin, .global_sizes = weight.sizes});
-      });
-}
-
-void FsdpCore::load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
-                                             const std::vector<StateDict>& states) const {
-  check_is_of_rows(optimizer);
-  TORCH_CHECK_VALUE(!states.empty(), kClass, ": there is no state to load the optimizer from");
-  std::vector<StateDict> by_parameter;
-  for (const StateDict& state : states)
-    by_parameter.push_back(state_value<StateDict>(state, "state", kClass));
-  const auto take_rows = [&](const PlaceInState& place, const c10::IValue&) -> c10::IValue {
-    std::vector<fsdp::ShardedTensor> parts;
-    for (const StateDict& of_rank : by_parameter) {
-      const auto found = of_rank.find(place.parameter);
-      if (found == of_rank.end()) continue;
-      const auto values = from_object<StateDict>(found->second);
-      parts.push_back(state_value<fsdp::ShardedTensor>(values, place.what, kClass));
-    }
-    return weights_->own_rows(place.weight, parts);
-  };
-  const auto rows = map_optim_state(states.front(), take_rows);
-  prepare_optimizer_state_dict(leaves_as_model(), optimizer, rows, {}).commit();
 }
 
 }  // namespace lockstep

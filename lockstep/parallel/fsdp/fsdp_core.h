@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -33,6 +34,7 @@ class OptimizerOfRows : public CollectiveOptimizer {};
 namespace internal {
 class GatheredUnits;
 class GradientReduction;
+class OffloadedTensors;
 class ShardGroups;
 class ShardedWeights;
 class WeightWindows;
@@ -50,6 +52,7 @@ class FsdpCore final {
     std::vector<NamedTensor> parameters;  ///< in definition order, shared ones as often as named
     std::function<std::vector<NamedTensor>()> buffers;  ///< as they are now
     std::vector<fsdp::ParameterGroup> groups;           ///< all of the parameters that are not ignored
+    std::vector<fsdp::InitUnit> units;                  ///< in which tensors on the meta device get values
     std::vector<at::Tensor>
         full_precision;  ///< parameters and buffers that mixed precision leaves as they are
     std::string name;    ///< the class's
@@ -79,6 +82,8 @@ class FsdpCore final {
   /// some rank before, all throw. Collective.
   void write(
       const std::function<void()>& change, const std::function<void()>& check = [] {});
+  /// write() of an optimizer's step. With cpu_offload its state goes to a file, parameter by parameter where it is new.
+  void step(torch::optim::Optimizer& optimizer, const std::function<void()>& update);
   at::Tensor clip_grad_norm_(double max_norm, double norm_type);
   /// Runs `action` while the module's parameters have whole values of their own. Collective.
   void summon_full_params(const std::function<void()>& action, bool writeback);
@@ -90,6 +95,7 @@ class FsdpCore final {
   StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only) const;
   PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
                                              const LoadStateDictOptions& options) const;
+  void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const;
   StateDict sharded_optim_state_dict(const torch::optim::Optimizer& optimizer) const;
   void load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
                                      const std::vector<StateDict>& states) const;
@@ -102,6 +108,19 @@ class FsdpCore final {
  private:
   void check_options() const;
   void collect_parameters();
+  void collect_tensors_without_values();
+  bool gives_values() const;
+  void wrap(std::vector<std::vector<size_t>> groups, const std::vector<fsdp::internal::WeightDtypes>& dtypes);
+  void move_values();
+  void init(const fsdp::InitUnit& unit) const;
+  void place_buffers();
+  bool state_is_offloaded(const torch::optim::Optimizer& optimizer) const;
+  void offload_state(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter);
+  void step_one_by_one(torch::optim::Optimizer& optimizer, const std::function<void()>& update);
+  at::Tensor clip_gradients(double max_norm, double norm_type);
+  PreparedLoad prepare_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
+                                                const std::vector<StateDict>& states) const;
+  void load_on_all(const std::function<PreparedLoad()>& prepare) const;
   std::vector<fsdp::internal::WeightDtypes> dtypes() const;
   void collect_leaves();
   void verify_same_layout(const std::vector<std::vector<size_t>>& groups,
@@ -115,7 +134,8 @@ class FsdpCore final {
   std::vector<std::vector<size_t>> reduced_groups(
       const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
   std::unique_ptr<fsdp::internal::ShardedWeights> make_weights(
-      const std::vector<fsdp::internal::WeightDtypes>& dtypes) const;
+      const std::vector<fsdp::internal::WeightDtypes>& dtypes,
+      const std::optional<std::filesystem::path>& offload) const;
   /// One tensor of a weight's state: state["state"][parameter][what].
   struct PlaceInState {
     size_t weight;
@@ -130,7 +150,9 @@ class FsdpCore final {
 
   Model model_;
   FullyShardedDataParallelOptions options_;
-  std::vector<NamedTensor> sharded_;                               // each parameter once
+  std::vector<NamedTensor> sharded_;  // each parameter once
+  std::vector<bool> without_values_;  // of these: on the meta device
+  std::vector<NamedTensor> buffers_without_values_;
   std::vector<NamedTensor> parameters_;                            // the leaves
   std::vector<at::Tensor> ignored_;                                // those of them that are not sharded
   std::unordered_map<std::string, at::ScalarType> buffer_dtypes_;  // their own, of those that were cast
@@ -138,6 +160,7 @@ class FsdpCore final {
   std::shared_ptr<const fsdp::internal::ShardGroups> groups_;
   std::unique_ptr<fsdp::internal::ShardedWeights> weights_;
   std::unique_ptr<fsdp::internal::WeightWindows> windows_;
+  std::unique_ptr<fsdp::internal::OffloadedTensors> offloaded_;  // with cpu_offload
   std::shared_ptr<fsdp::internal::GradientReduction> reduction_;
   std::shared_ptr<fsdp::internal::GatheredUnits> units_;  // null where nothing is gathered; goes first
 };

@@ -177,6 +177,24 @@ TEST_F(FsdpHosts, HostsBeginWithTheSameAndStayTheSame) {
       {.hosts = 2});
 }
 
+// Also those that take part in no operation in which it happens, and wait in another one.
+TEST_F(FsdpHosts, AnErrorInAnOperationOfOneHostIsToldOnAll) {
+  run_ranks(4,
+            [](int rank) {
+              auto world = init_process_group();
+              FullyShardedDataParallel model(make_net(), {.sharding_strategy = kHybrid});
+              const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+              loss_of(model(batch(0, 4, rank))).backward();
+              if (rank == 0) failpoint::configure("announce=error(no memory today)");
+              const auto text = message_of<c10::Error>([&] {
+                model.clip_grad_norm_(1.0);  // each host's ranks by themselves
+                optimizer->step();
+              });
+              EXPECT_THAT(text, HasSubstr(rank == 0 ? "no memory today" : "aborted by rank 0"));
+            },
+            {.hosts = 2});
+}
+
 // At each operation of a step: reductions within hosts and between them, agreements, and the step's meetings.
 TEST_F(FsdpHosts, ADeadRankIsNamedOnAll) {
   constexpr int kVictim = 3;

@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/testing/message_of.h>
@@ -190,6 +191,39 @@ TEST(FsdpMisuse, SummoningThatFailsOnARankWritesNothing) {
   });
 }
 
+TEST(FsdpMisuse, ARankWithoutMemoryForWholeValuesLeavesNoOtherWaiting) {
+  for (const auto& precision : {fsdp::MixedPrecision(), kHalf}) {
+    run_ranks(3, [&](int rank) {
+      auto world = init_process_group();
+      Net net = make_net();
+      FullyShardedDataParallel model(net, {.mixed_precision = precision});
+      const auto optimizer = model.make_optimizer<optim::Adam>(optim::AdamOptions(0.1));
+      model(batch(rank)).to(at::kFloat).sum().backward();
+      optimizer->step();
+      const auto before = model.full_state_dict();
+      const auto fail_at = [&](const std::string& place, const std::string& told, const auto& action) {
+        if (rank == 1) failpoint::configure(place + "=error(no memory today)");
+        EXPECT_THAT(message_of<c10::Error>(action), HasSubstr(rank == 1 ? "no memory today" : told));
+        failpoint::configure("");
+      };
+      fail_at("fsdp.summon.allocate",
+              "1 rank of the group failed in summon_full_params(); the weights are as they were",
+              [&] { model.summon_full_params([&] { ADD_FAILURE() << "it must not run"; }); });
+      fail_at("fsdp.state.allocate",
+              "1 rank of the group failed to allocate memory for full_optim_state_dict()",
+              [&] { model.full_optim_state_dict(*optimizer); });
+      if (precision.is_used()) {
+        fail_at("fsdp.state.allocate", "1 rank of the group failed to allocate memory for full_state_dict()",
+                [&] { model.full_state_dict(); });
+      }
+      expect_equal(model.full_state_dict(), before);
+      optimizer->zero_grad();
+      model(batch(rank)).to(at::kFloat).sum().backward();
+      optimizer->step();
+    });
+  }
+}
+
 TEST(FsdpMisuse, AFrozenParameterStaysFrozen) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
@@ -363,6 +397,28 @@ TEST(FsdpMisuse, MixedPrecisionLeavesBatchNormsAndIgnoredModules) {
                   model.save(archive);
                 }),
                 HasSubstr("save full_state_dict()"));
+  });
+}
+
+TEST(FsdpMisuse, GradientsStayInLowPrecisionAndInputsAsTheyAreWhenToldSo) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    nn::Linear net(3, 4);
+    FullyShardedDataParallel model(net, {.mixed_precision = {.param_dtype = at::kBFloat16,
+                                                             .keep_low_precision_grads = true,
+                                                             .cast_root_forward_inputs = false}});
+    const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.1));
+    EXPECT_THROW(model(batch(rank)), c10::Error) << "float times bfloat16";
+    const auto before = model.full_state_dict();
+    model(batch(rank).to(at::kBFloat16)).square().sum().backward();
+    for (const auto& shard : model.parameters()) EXPECT_EQ(shard.grad().scalar_type(), at::kBFloat16);
+    model.clip_grad_norm_(1.0);
+    optimizer->step();
+    const auto after = model.full_state_dict();
+    for (const auto& [name, value] : before) {
+      EXPECT_EQ(after.at(name).toTensor().scalar_type(), at::kFloat);
+      EXPECT_FALSE(at::equal(after.at(name).toTensor(), value.toTensor())) << name;
+    }
   });
 }
 

@@ -313,6 +313,31 @@ TEST(FsdpOptimState, WhatDoesNotFitIsRefusedAndChangesNothing) {
   });
 }
 
+TEST(FsdpOptimState, WhatDoesNotFitOnOneRankIsLoadedOnNone) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    Model model(make_net());
+    const auto optimizer = model.make_optimizer<optim::Adam>(optim::AdamOptions(0.01));
+    train(model, *optimizer, 0, rank, 2);
+    const auto sharded = model.sharded_optim_state_dict(*optimizer);
+    const auto full = model.full_optim_state_dict(*optimizer);
+    train(model, *optimizer, kSteps, rank, 2);
+    const auto before = model.full_optim_state_dict(*optimizer);
+    const std::string other = "1 rank of the group failed to load the optimizer's state, which is as it was";
+    EXPECT_THAT(message_of<c10::Error>([&] {
+                  model.load_sharded_optim_state_dict(*optimizer,
+                                                      rank == 1 ? std::vector{full} : std::vector{sharded});
+                }),
+                HasSubstr(rank == 1 ? "" : other));
+    EXPECT_THAT(message_of<c10::Error>(
+                    [&] { model.load_full_optim_state_dict(*optimizer, rank == 1 ? sharded : full); }),
+                HasSubstr(rank == 1 ? "" : other));
+    expect_close(model.full_optim_state_dict(*optimizer), before, "after", 0);
+    model.load_full_optim_state_dict(*optimizer, full);
+    expect_close(model.full_optim_state_dict(*optimizer), full, "loaded", 0);
+  });
+}
+
 TEST(FsdpOptimState, IgnoredParametersStateIsRank0s) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

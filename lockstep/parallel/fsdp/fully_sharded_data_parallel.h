@@ -18,6 +18,16 @@
 
 namespace lockstep {
 
+namespace fsdp {
+
+/// What each FullyShardedDataParallel is, whatever it wraps.
+class AnyWrapper {
+ public:
+  virtual ~AnyWrapper() = default;
+};
+
+}  // namespace fsdp
+
 /// Training of models that don't fit N times: on a host each parameter lies once, in shared memory, where all ranks read it.
 /// Gradients are averaged while backward() runs, and each rank keeps those of the rows that it owns, with the optimizer's
 /// state for these; so memory is that of torch's FULL_SHARD, and nothing is gathered.
@@ -49,6 +59,7 @@ namespace lockstep {
 /// full_state_dict() works then, without mixed precision. torch/distributed/fsdp/fully_sharded_data_parallel.py.
 template <class Wrapped>
 class FullyShardedDataParallel : public torch::nn::Module,
+                                 public fsdp::AnyWrapper,
                                  public ForwardOfWrapper<FullyShardedDataParallel<Wrapped>, Wrapped> {
   using Traits = WrappedModule<Wrapped>;
   friend ForwardOfWrapper<FullyShardedDataParallel, Wrapped>;
@@ -57,7 +68,8 @@ class FullyShardedDataParallel : public torch::nn::Module,
   using Handle = typename Traits::Handle;
 
   /// Collective; throws on every rank, naming the parameter, if the ranks' models differ, and on every rank for what it can't
-  /// wrap: the module is as it was then.
+  /// wrap: the module is as it was then. Parameters and buffers may be on the meta device (MetaDeviceGuard): rank 0 gives them
+  /// values, module by module, so that nowhere there is a whole model beside the shared one.
   explicit FullyShardedDataParallel(Handle wrapped, FullyShardedDataParallelOptions options = {})
       : torch::nn::Module("FullyShardedDataParallel"),
         module(checked(std::move(wrapped))),
@@ -149,11 +161,11 @@ class FullyShardedDataParallel : public torch::nn::Module,
   StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only = false) const {
     return core_->full_optim_state_dict(optimizer, rank0_only);
   }
-  /// Takes this rank's rows of such a state, of any number of ranks.
+  /// Takes this rank's rows of such a state, of any number of ranks. Collective; all ranks do or none, which throw then.
   void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const {
-    prepare_full_optim_state_dict(optimizer, state).commit();
+    core_->load_full_optim_state_dict(optimizer, state);
   }
-  /// Its first half: all checks. The optimizer must not change until commit().
+  /// This rank's part of it alone: all checks, and sends nothing. The optimizer must not change until commit().
   PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
                                              const LoadStateDictOptions& options = {}) const {
     return core_->prepare_full_optim_state_dict(optimizer, state, options);
@@ -164,7 +176,7 @@ class FullyShardedDataParallel : public torch::nn::Module,
     return core_->sharded_optim_state_dict(optimizer);
   }
   /// Takes this rank's rows, as load_sharded_state_dict() does; options, and the state of ignored parameters, are the first
-  /// one's. Throws, and has changed nothing, when rows or parameters are missing.
+  /// one's. Collective. Throws on all ranks, and has changed nothing, when on some rank rows or parameters are missing.
   void load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
                                      const std::vector<StateDict>& states) const {
     core_->load_sharded_optim_state_dict(optimizer, states);
@@ -217,6 +229,14 @@ class FullyShardedDataParallel : public torch::nn::Module,
 
   static FsdpCore::Model model_of(const Handle& handle, const std::shared_ptr<torch::nn::Module>& inner,
                                   const FullyShardedDataParallelOptions& options) {
+    for (const auto& item : inner->named_modules()) {
+      TORCH_CHECK_VALUE(
+          dynamic_cast<const fsdp::AnyWrapper*>(item.value().get()) == nullptr,
+          "FullyShardedDataParallel: the module's '", item.key(),
+          "' is a FullyShardedDataParallel itself, whose parameters would not be seen; wrap the "
+          "whole with an auto_wrap_policy (lambda_auto_wrap_policy() chooses modules one by "
+          "one), or leave the outer module as it is");
+    }
     fsdp::AutoWrapPolicy policy = options.auto_wrap_policy;
     std::vector<at::Tensor> full_precision;
     if (policy && options.mixed_precision.is_used()) {
@@ -227,6 +247,7 @@ class FullyShardedDataParallel : public torch::nn::Module,
         .parameters = Traits::named_parameters(handle),
         .buffers = [handle] { return Traits::named_buffers(handle); },
         .groups = fsdp::parameter_groups(*inner, policy, options.ignored_modules, options.ignored_parameters),
+        .units = fsdp::init_units(inner, options.ignored_modules),
         .full_precision = std::move(full_precision),
         .name = inner->name()};
   }

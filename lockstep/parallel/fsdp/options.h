@@ -1,14 +1,17 @@
 #pragma once
 
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <lockstep/collectives/host_compression.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/parallel/fsdp/param_init.h>
 #include <lockstep/parallel/fsdp/wrap_policy.h>
 
 namespace lockstep {
@@ -39,6 +42,16 @@ struct MixedPrecision {
   bool is_used() const { return param_dtype || reduce_dtype || buffer_dtype; }
 };
 
+/// Where what outlives a step lies: the weights, the rows in full precision, and the optimizer's state. With offload_params in
+/// files that all processes map, so that the kernel writes to the disk what memory has no room for; gradients stay in memory.
+/// torch/distributed/fsdp/api.py.
+struct CPUOffload {
+  bool offload_params = false;
+  /// On a disk of this host; where temporary files go ($TMPDIR, or /tmp) if it is empty. The files have no names there, and go
+  /// with the processes.
+  std::filesystem::path directory = {};
+};
+
 }  // namespace fsdp
 
 /// torch.distributed.fsdp.FullyShardedDataParallel's arguments, with its names and defaults.
@@ -53,9 +66,16 @@ struct FullyShardedDataParallelOptions {
   /// With all within them, left as they are: each rank has its own, and their gradients are its own.
   std::vector<std::shared_ptr<torch::nn::Module>> ignored_modules = {};
   std::vector<at::Tensor> ignored_parameters = {};  ///< likewise
-  /// Rank 0's parameters and buffers for all. Otherwise each rank gives the rows that it owns of its own values, which
-  /// should be the same everywhere.
+  /// Sets values of modules with tensors on the meta device, on rank 0 alone, for all; without one, fsdp::reset_parameters().
+  /// When it throws, the module can't be used any more.
+  fsdp::ParamInitFn param_init_fn = {};
+  /// Where modules compute: the CPU, for weights lie in the host's memory. When it is given, what a module has on another device is
+  /// moved there, one parameter after the other; otherwise that is refused.
+  std::optional<c10::Device> device_id = {};
+  /// Rank 0's parameters and buffers for all; other ranks may have theirs on the meta device. Otherwise each rank gives the rows
+  /// that it owns of its own values, which should be the same everywhere.
   bool sync_module_states = false;
+  fsdp::CPUOffload cpu_offload = {};
   /// In how many buffers of each rank gradients wait for their reduction.
   int gradient_buffers = 3;
   /// A buffer is as large as the largest group's gradients, and at most so large, in MiB; larger groups are reduced in parts.

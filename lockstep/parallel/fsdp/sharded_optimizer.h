@@ -41,7 +41,7 @@ class ShardedOptimizer final : public Base, public fsdp::OptimizerOfRows {
       const c10::AutoGradMode with_gradients(true);
       loss = closure();
     }
-    core_->write([this] { Base::step(nullptr); });
+    core_->step(*this, [this] { Base::step(nullptr); });
     return loss;
   }
   /// Also what has added up under no_sync(). Through torch::optim::Optimizer, whose zero_grad() is not virtual, that stays.

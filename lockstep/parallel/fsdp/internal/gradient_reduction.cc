@@ -133,7 +133,7 @@ void GradientReduction::on_gradient(size_t weight) {
   if (--group.missing == 0) {
     schedule_.arrived(group_of_[weight]);
     if (when_complete_) when_complete_(weight);
-    spread_failures([this] { start_what_can_start(); });
+    weights_.groups().spread_failures([this] { start_what_can_start(); });
   }
 }
 
@@ -146,16 +146,6 @@ void GradientReduction::begin() {
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (const auto reduction = self.lock()) reduction->end();
   });
-}
-
-template <class Action>
-void GradientReduction::spread_failures(Action&& action) {
-  try {
-    action();
-  } catch (...) {
-    weights_.groups().spread_failure();
-    throw;
-  }
 }
 
 void GradientReduction::start_what_can_start() {
@@ -246,10 +236,11 @@ void GradientReduction::reduce_the_rest() {
 }
 
 void GradientReduction::end() {
-  spread_failures([this] { reduce_the_rest(); });
+  weights_.groups().spread_failures([this] { reduce_the_rest(); });
   give_to_shards();
   backward_ = std::thread::id();
   reading_.reset();
+  if (when_reduced_) when_reduced_();
 }
 
 /// A weight has a gradient if any rank has one for it.

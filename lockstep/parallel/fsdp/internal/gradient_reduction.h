@@ -57,8 +57,11 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
 
   /// Whether backwards that begin from now on reduce. Without, gradients add up in .grad of the module's parameters.
   void set_synchronising(bool on) { synchronising_ = on; }
-  /// Called when all gradients of a weight's group are there, in a backward that reduces.
-  void when_complete(std::function<void(size_t weight)> action) { when_complete_ = std::move(action); }
+  /// Called in a backward that reduces: when all gradients of a weight's group are there, and when all are reduced.
+  void set_listeners(std::function<void(size_t weight)> when_complete, std::function<void()> when_reduced) {
+    when_complete_ = std::move(when_complete);
+    when_reduced_ = std::move(when_reduced);
+  }
   ReductionProgress& progress() { return progress_; }
   /// Drops what has added up for this weight.
   void drop_sum(size_t weight);
@@ -88,9 +91,6 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   void before_gradient(size_t weight);
   void on_gradient(size_t weight);
   void begin();
-  /// Runs what uses the groups.
-  template <class Action>
-  void spread_failures(Action&& action);
   void start_what_can_start();
   void reduce_the_rest();
   void take_gradients(Group& group);
@@ -112,6 +112,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   ReductionSchedule schedule_;
   ReductionProgress progress_;
   std::function<void(size_t)> when_complete_;
+  std::function<void()> when_reduced_;
   bool synchronising_ = true;
   bool order_is_known_ = false;
   std::atomic<std::thread::id> backward_ = std::thread::id();  // the thread that runs one

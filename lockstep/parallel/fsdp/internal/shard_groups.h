@@ -1,5 +1,7 @@
 #pragma once
 
+#include <utility>
+
 #include <lockstep/collectives/process_group.h>
 
 namespace lockstep::fsdp::internal {
@@ -27,6 +29,16 @@ class ShardGroups {
   /// When an operation of one of them has failed, the others fail with its cause: ranks that wait in those may not be in
   /// that one. From any thread.
   void spread_failure() const noexcept;
+  /// Runs what uses the groups; when it throws, it spreads the failure.
+  template <class Action>
+  auto spread_failures(Action&& action) const {
+    try {
+      return std::forward<Action>(action)();
+    } catch (...) {
+      spread_failure();
+      throw;
+    }
+  }
 
  private:
   void end() noexcept;

@@ -6,10 +6,13 @@
 #include <ATen/ops/from_blob.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/fsdp/internal/offload_file.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 
 namespace lockstep::fsdp::internal {
 namespace {
+
+constexpr int64_t kScratchBytes = 1 << 20;
 
 std::vector<int64_t> sizes_with_rows(const at::Tensor& whole, int64_t rows) {
   auto sizes = whole.sizes().vec();
@@ -29,10 +32,26 @@ bool is_lower_precision_view(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release_lower_precision_view;
 }
 
+void replace_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (tensor.device().type() == data.device().type()) {
+    tensor.set_data(data);
+  } else {
+    tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+  }
+}
+
+/// The rows that the optimizer sees where modules see others, in memory of this rank alone.
+struct ShardedWeights::Copies {
+  at::Tensor shared;  // one of these two
+  std::shared_ptr<OffloadFile> file;
+  std::byte* writable;
+  transport::ReadOnlyView view;
+};
+
 ShardedWeights::ShardedWeights(std::shared_ptr<const ShardGroups> groups,
                                const std::vector<NamedTensor>& parameters,
                                const std::vector<WeightDtypes>& dtypes)
-    : groups_(std::move(groups)) {
+    : groups_(std::move(groups)), scratch_(at::empty({kScratchBytes}, at::kByte)) {
   const int rank = group()->getRank(), ranks = group()->getSize();
   std::vector<int64_t> own_bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -58,8 +77,10 @@ ShardedWeights::ShardedWeights(std::shared_ptr<const ShardGroups> groups,
 
 ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
                                const std::vector<WeightDtypes>& dtypes,
-                               std::shared_ptr<const ShardGroups> groups)
+                               std::shared_ptr<const ShardGroups> groups,
+                               const std::optional<std::filesystem::path>& offload)
     : ShardedWeights(std::move(groups), parameters, dtypes) {
+  offload_ = offload;
   std::vector<int64_t> bytes;
   for (const ShardedWeight& weight : weights_) {
     bytes.push_back(weight.shape.numel() * static_cast<int64_t>(at::elementSize(weight.dtypes.seen)));
@@ -69,7 +90,8 @@ ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
   for (size_t i = 0; i < weights_.size(); ++i) {
     parts.push_back({static_cast<size_t>(offsets_[i]), static_cast<size_t>(bytes[i]), part_name(i)});
   }
-  memory_ = std::make_shared<WeightMemory>(groups_, static_cast<size_t>(offsets_.back()), std::move(parts));
+  memory_ = std::make_shared<WeightMemory>(groups_, static_cast<size_t>(offsets_.back()), std::move(parts),
+                                           offload);
 }
 
 std::string ShardedWeights::part_name(size_t index) const {
@@ -81,56 +103,101 @@ void ShardedWeights::allocate_copies() {
     return weight.dtypes.seen != weight.parameter.scalar_type();
   };
   if (std::ranges::none_of(weights_, is_copied)) return;
+  constexpr int64_t kPage = 4096;  // a tensor that is as large lies in whole ones
+  const int64_t numel = (copy_offsets_.back() / kPage + 1) * kPage;
+  const auto bytes = static_cast<size_t>(numel);
+  at::Tensor shared;
+  std::shared_ptr<OffloadFile> file;
+  if (offload_) {
+    file = OffloadFile::create(*offload_, bytes);
+    file->unlink();
+  } else {
+    shared = empty_shared({numel}, at::kByte, group());
+  }
   std::vector<transport::ReadOnlyView::Part> parts;
   for (size_t i = 0; i < weights_.size(); ++i) {
     const int64_t end = copy_offsets_[i + 1];
     parts.push_back(
         {static_cast<size_t>(copy_offsets_[i]), static_cast<size_t>(end - copy_offsets_[i]), part_name(i)});
   }
-  copies_ = std::make_shared<RowMemory>(static_cast<size_t>(copy_offsets_.back()), std::move(parts), group());
+  auto* const begin = file ? file->data() : static_cast<std::byte*>(shared.mutable_data_ptr());
+  copies_ = std::shared_ptr<Copies>(new Copies{std::move(shared), std::move(file), begin,
+                                               transport::ReadOnlyView(begin, bytes, std::move(parts))});
 }
 
-void ShardedWeights::move_values(bool of_rank_0) {
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < weights_.size(); ++i) {
-    ShardedWeight& weight = weights_[i];
-    at::Tensor whole = weight.parameter.detach();
-    if (of_rank_0) {
-      whole = whole.clone(at::MemoryFormat::Contiguous);
-      std::vector<at::Tensor> tensors{whole};
-      groups().all()->broadcast(tensors)->wait();
-    }
-    const auto shard_sizes = sizes_with_rows(whole, weight.own.size());
-    const OwnRows place = own_rows_place(i);
-    const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
-      return at::from_blob(
-          memory, shard_sizes, [owner](void*) {}, at::TensorOptions(dtype));
-    };
-    const at::Tensor seen = rows_at(place.writable, weight.dtypes.seen, place.owner);
-    if (weight.dtypes.seen == whole.scalar_type()) {
-      weight.writable = seen;
-      weight.readable = rows_at(place.readable, weight.dtypes.seen, place.owner);
-    } else {
-      weight.published = seen;
-      weight.writable = rows_at(copies_->writable() + copy_offsets_[i], whole.scalar_type(), copies_);
-      weight.readable = rows_at(copies_->view() + copy_offsets_[i], whole.scalar_type(), copies_);
-    }
-    const at::Tensor values = whole.contiguous()
-                                  .view({weight.shape.rows, weight.shape.row_numel})
-                                  .narrow(0, weight.own.begin, weight.own.size())
-                                  .view(shard_sizes);
-    weight.writable.copy_(values);
-    // One rank's values for the rows on all hosts, as on one: what hosts have differently never becomes the same again.
-    if (groups().replicas() && !of_rank_0 && weight.writable.numel() > 0) {
-      std::vector<at::Tensor> rows{weight.writable};
-      groups().replicas()->broadcast(rows)->wait();
-    }
-    if (weight.published.defined()) weight.published.copy_(weight.writable);
-    weight.shard = weight.readable.detach();
-    weight.shard.set_requires_grad(weight.trains);
-    weight.parameter.set_data(in_view(i));
+/// Of a parameter that has its own dtype yet.
+void ShardedWeights::make_shard(size_t index) {
+  ShardedWeight& weight = weights_[index];
+  const at::ScalarType own = weight.parameter.scalar_type(), seen = weight.dtypes.seen;
+  const auto sizes = sizes_with_rows(weight.parameter, weight.own.size());
+  const OwnRows place = own_rows_place(index);
+  const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
+    return at::from_blob(
+        memory, sizes, [owner](void*) {}, at::TensorOptions(dtype));
+  };
+  const at::Tensor there = rows_at(place.writable, seen, place.owner);
+  if (seen == own) {
+    weight.writable = there;
+    weight.readable = rows_at(place.readable, seen, place.owner);
+  } else {
+    weight.published = there;
+    weight.writable = rows_at(copies_->writable + copy_offsets_[index], own, copies_);
+    weight.readable = rows_at(copies_->view.data() + copy_offsets_[index], own, copies_);
   }
-  group()->barrier()->wait();
+}
+
+at::Tensor ShardedWeights::scratch(int64_t begin, int64_t numel, at::ScalarType dtype) const {
+  const auto size = static_cast<int64_t>(at::elementSize(dtype));
+  return scratch_.narrow(0, begin * size, numel * size).view(dtype);
+}
+
+/// In pieces, so that no other rank ever has the whole.
+void ShardedWeights::take_rows_of_rank_0(size_t index) {
+  const ShardedWeight& weight = weights_[index];
+  at::Tensor own = weight.writable.view({-1});
+  const at::ScalarType dtype = own.scalar_type();
+  const int64_t numel = weight.shape.numel(), begin = weight.own.begin * weight.shape.row_numel;
+  at::Tensor whole;
+  if (groups().all()->getRank() == 0) whole = weight.parameter.detach().cpu().contiguous().view({-1});
+  const int64_t most = kScratchBytes / own.element_size();
+  for (int64_t done = 0; done < numel; done += most) {
+    const int64_t count = std::min(most, numel - done);
+    std::vector<at::Tensor> piece{whole.defined() ? whole.narrow(0, done, count) : scratch(0, count, dtype)};
+    groups().all()->broadcast(piece)->wait();
+    const int64_t from = std::max(done, begin), to = std::min(done + count, begin + own.numel());
+    if (from < to) own.narrow(0, from - begin, to - from).copy_(piece[0].narrow(0, from - done, to - from));
+  }
+}
+
+void ShardedWeights::take_own_rows(size_t index) {
+  const ShardedWeight& weight = weights_[index];
+  at::Tensor rows = weight.writable;
+  rows.copy_(weight.parameter.detach()
+                 .cpu()
+                 .contiguous()
+                 .view({weight.shape.rows, weight.shape.row_numel})
+                 .narrow(0, weight.own.begin, weight.own.size())
+                 .view(rows.sizes()));
+  // One rank's values for the rows on all hosts, as on one: what hosts have differently never becomes the same again.
+  if (groups().replicas() && rows.numel() > 0) {
+    std::vector<at::Tensor> tensors{rows};
+    groups().replicas()->broadcast(tensors)->wait();
+  }
+}
+
+void ShardedWeights::move_value(size_t index, bool of_rank_0) {
+  const at::NoGradGuard no_grad;
+  make_shard(index);
+  if (of_rank_0) {
+    take_rows_of_rank_0(index);
+  } else {
+    take_own_rows(index);
+  }
+  ShardedWeight& weight = weights_[index];
+  if (weight.published.defined()) weight.published.copy_(weight.writable);
+  weight.shard = weight.readable.detach();
+  weight.shard.set_requires_grad(weight.trains);
+  replace_data(weight.parameter, in_view(index));
 }
 
 ShardedWeights::OwnRows ShardedWeights::own_rows_place(size_t index) const {
@@ -247,29 +314,53 @@ void ShardedWeights::set_value(size_t index, const at::Tensor& value) {
   weights_[index].shard.copy_(part_of(index, value));
 }
 
-at::Tensor ShardedWeights::gather(size_t index, const at::Tensor& part) const {
+at::Tensor ShardedWeights::empty_whole(size_t index, std::optional<at::ScalarType> dtype) const {
+  const ShardedWeight& weight = weights_[index];
+  return at::empty(weight.sizes, at::TensorOptions(dtype.value_or(weight.shard.scalar_type())));
+}
+
+void ShardedWeights::gather(size_t index, const at::Tensor& part, const at::Tensor& whole) const {
+  const at::NoGradGuard no_grad;
+  const RowShape& shape = weights_[index].shape;
+  const int ranks = group()->getSize();
+  const int64_t most = most_rows(shape.rows, ranks) * shape.row_numel;  // elements of a rank
+  const int64_t most_at_once = kScratchBytes / (ranks + 1) / part.element_size();
+  const at::Tensor own = part.detach().view({-1});
+  at::Tensor all;
+  if (whole.defined()) all = whole.view({-1});
+  for (int64_t done = 0; done < most; done += most_at_once) {
+    const int64_t count = std::min(most_at_once, most - done);
+    const auto there = [&](int64_t numel) { return std::clamp<int64_t>(numel - done, 0, count); };
+    at::Tensor mine = scratch(0, count, part.scalar_type());
+    at::Tensor theirs = scratch(count, ranks * count, part.scalar_type());
+    if (const int64_t here = there(own.numel()); here > 0) {
+      mine.narrow(0, 0, here).copy_(own.narrow(0, done, here));
+    }
+    all_gather_into_tensor(theirs, mine, group());
+    for (int rank = 0; rank < ranks && all.defined(); ++rank) {
+      const Rows rows = rows_of(shape.rows, rank, ranks);
+      const int64_t here = there(rows.size() * shape.row_numel);
+      if (here == 0) continue;
+      all.narrow(0, rows.begin * shape.row_numel + done, here).copy_(theirs.narrow(0, rank * count, here));
+    }
+  }
+}
+
+void ShardedWeights::copy(size_t index, const at::Tensor& whole) const {
   const at::NoGradGuard no_grad;
   const ShardedWeight& weight = weights_[index];
-  const int ranks = group()->getSize();
-  const int64_t most = most_rows(weight.shape.rows, ranks);
-  // All ranks but the last have equally many rows, so what lies behind the last row is what is too much.
-  at::Tensor padded = at::empty({most, weight.shape.row_numel}, part.options().requires_grad(false)).zero_();
-  padded.narrow(0, 0, weight.own.size())
-      .copy_(part.detach().view({weight.own.size(), weight.shape.row_numel}));
-  at::Tensor all = at::empty({ranks * most, weight.shape.row_numel}, padded.options());
-  all_gather_into_tensor(all, padded, group());
-  return all.narrow(0, 0, weight.shape.rows).contiguous().view(weight.sizes);
+  if (weight.published.defined()) {
+    gather(index, weight.shard, whole);
+  } else if (whole.defined()) {
+    whole.copy_(weight.parameter.detach());
+  }
 }
 
-at::Tensor ShardedWeights::copy(size_t index, bool wanted) const {
-  const ShardedWeight& weight = weights_[index];
-  if (weight.published.defined()) return gather(index, weight.shard);
-  return wanted ? weight.parameter.detach().clone() : at::Tensor();
-}
-
-// By gathering, for a rank that is faster may write its rows already while another copies.
-void ShardedWeights::give_private_values() {
-  for (size_t i = 0; i < weights_.size(); ++i) weights_[i].parameter.set_data(gather(i, weights_[i].shard));
+void ShardedWeights::give_private_values(const std::vector<at::Tensor>& memory) {
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    copy(i, memory[i]);
+    weights_[i].parameter.set_data(memory[i]);
+  }
 }
 
 void ShardedWeights::check_private_values() const {

@@ -1,15 +1,16 @@
 #pragma once
 
 #include <cstddef>
+#include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/nn/named_tensor.h>
-#include <lockstep/parallel/fsdp/internal/row_memory.h>
 #include <lockstep/parallel/fsdp/internal/shard_layout.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
 #include <lockstep/parallel/fsdp/sharded_tensor.h>
@@ -42,19 +43,24 @@ struct ShardedWeight {
 /// Whether these are values of lower precision that mixed precision has made of a weight's own, whose wrapper is gone perhaps.
 bool is_lower_precision_view(const at::Tensor& tensor);
 
+/// As tensor.set_data(data), also where that lies on another kind of device: the tensor stays the one that the module and the
+/// class's members have.
+void replace_data(const at::Tensor& tensor, const at::Tensor& data);
+
 /// The weights of a model: their memory, and the shards. They lie once for all ranks of a host; a subclass may have them
 /// elsewhere. Collective are those that say so. Used by one thread at a time.
 class ShardedWeights {
  public:
-  /// Makes place for `parameters` (each once, on the CPU; with their dtypes). Collective.
+  /// Makes place for `parameters` (each once; with their dtypes), with `offload` in files in this directory. Collective.
   ShardedWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
-                 std::shared_ptr<const ShardGroups> groups);
+                 std::shared_ptr<const ShardGroups> groups,
+                 const std::optional<std::filesystem::path>& offload = {});
   virtual ~ShardedWeights() = default;
-  /// The memory of what write() changes where that is not what modules see. Before move_values().
+  /// The memory of what write() changes where that is not what modules see. Before move_value().
   void allocate_copies();
-  /// Moves the parameters' values there, one after the other, so that beside it there is never more than what the module
-  /// had: each rank the rows that it owns, of its own values or of rank 0's. Collective.
-  void move_values(bool of_rank_0);
+  /// Moves a parameter's values there: each rank the rows that it owns, of its own values or of rank 0's, on which alone the
+  /// parameter needs values then. What it had before is free. Each once; the barrier() of group() follows the last one. Collective.
+  void move_value(size_t index, bool of_rank_0);
 
   const ShardGroups& groups() const { return *groups_; }
   /// The ranks that share the memory, or have the rows among them.
@@ -73,8 +79,8 @@ class ShardedWeights {
   // Within write():
   /// This rank's rows of a whole value.
   void set_value(size_t index, const at::Tensor& value);
-  /// Gives the module's parameters whole values of their own, which can be written, …
-  void give_private_values();
+  /// Gives the module's parameters whole values of their own, which can be written, in memory of empty_whole() of each, …
+  void give_private_values(const std::vector<at::Tensor>& memory);
   /// … throws c10::ValueError if they have other sizes now, …
   void check_private_values() const;
   /// … makes this rank's rows of them the weights', …
@@ -82,11 +88,17 @@ class ShardedWeights {
   /// … and takes them away again.
   void take_private_values();
 
-  /// A copy of the whole value, in the shards' dtype; undefined unless it is `wanted` here. Collective where the shards are
-  /// no part of shared weights (mixed precision, or a subclass). Not while weights are written.
-  virtual at::Tensor copy(size_t index, bool wanted) const;
-  /// The whole of what has a row for each row of the weight, from the ranks' parts: state of the optimizer. Collective.
-  at::Tensor gather(size_t index, const at::Tensor& part) const;
+  // Operations of all ranks allocate nothing large: a rank without memory would leave the others waiting in the next one.
+
+  /// Memory for the whole value, in the shards' dtype or another one.
+  at::Tensor empty_whole(size_t index, std::optional<at::ScalarType> dtype = {}) const;
+  /// Copies the whole value into `whole`, of empty_whole(), or nowhere when it is undefined. Collective over group() where
+  /// the shards are no part of shared weights (copies_by_gathering()). Not while weights are written.
+  virtual void copy(size_t index, const at::Tensor& whole) const;
+  virtual bool copies_by_gathering() const { return copies_ != nullptr; }
+  /// The whole of what has a row for each row of the weight, from the ranks' parts, such as state of the optimizer. Collective
+  /// over group().
+  void gather(size_t index, const at::Tensor& part, const at::Tensor& whole) const;
   /// This rank's part of such a whole; a view.
   at::Tensor part_of(size_t index, const at::Tensor& whole) const;
   /// The same from parts that other ranks had of it, perhaps of another number of them; a copy. Throws c10::ValueError when
@@ -112,14 +124,21 @@ class ShardedWeights {
   std::string part_name(size_t index) const;
 
  private:
+  struct Copies;
+
+  void make_shard(size_t index);
+  void take_rows_of_rank_0(size_t index);
+  void take_own_rows(size_t index);
+  at::Tensor scratch(int64_t begin, int64_t numel, at::ScalarType dtype) const;
   void put_shards(at::Tensor ShardedWeight::*place);
 
   const std::shared_ptr<const ShardGroups> groups_;
   std::shared_ptr<WeightMemory> memory_;
   std::vector<int64_t> offsets_;  // in the memory, by weight
-  /// The rows that the optimizer sees where modules see others.
-  std::shared_ptr<RowMemory> copies_;
+  std::shared_ptr<Copies> copies_;
   std::vector<int64_t> copy_offsets_;  // there, by weight; only of those with another dtype there is anything
+  std::optional<std::filesystem::path> offload_;
+  at::Tensor scratch_;  // for what travels between ranks
   std::vector<ShardedWeight> weights_;
 };
 

@@ -1,11 +1,15 @@
 #include <exception>
+#include <string>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
+#include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
 namespace lockstep::fsdp::internal {
 namespace {
@@ -21,16 +25,26 @@ int64_t broadcast_number(const ProcessGroup& group, int64_t number) {
 }  // namespace
 
 WeightMemory::WeightMemory(std::shared_ptr<const ShardGroups> groups, size_t bytes,
-                           std::vector<transport::ReadOnlyView::Part> parts)
+                           std::vector<transport::ReadOnlyView::Part> parts,
+                           const std::optional<std::filesystem::path>& offload)
     : groups_(std::move(groups)) {
+  bytes = (bytes + kPage - 1) / kPage * kPage;
+  if (bytes == 0) bytes = kPage;
+  if (offload) {
+    map_file(*offload, bytes);
+  } else {
+    allocate(bytes);
+  }
+  view_ = std::make_unique<transport::ReadOnlyView>(writable_, bytes, std::move(parts));
+}
+
+void WeightMemory::allocate(size_t bytes) {
   const ProcessGroup& host = groups_->host();
   const auto backend = lockstep_backend_of(*host);
   TORCH_CHECK_VALUE(backend,
                     "FullyShardedDataParallel: the process group has no backend \"lockstep\" for the CPU, "
                     "by which ranks share memory");
   auto& channel = backend->channel();
-  bytes = (bytes + kPage - 1) / kPage * kPage;
-  if (bytes == 0) bytes = kPage;
   std::exception_ptr error;
   int64_t reference = 0;
   if (host->getRank() == 0) {
@@ -53,7 +67,21 @@ WeightMemory::WeightMemory(std::shared_ptr<const ShardGroups> groups, size_t byt
         channel.transport().address(first, transport::unpack_reference(static_cast<uint64_t>(reference)),
                                     Deadline::after(backend->timeout()), bytes);
   }
-  view_ = std::make_unique<transport::ReadOnlyView>(writable_, bytes, std::move(parts));
+}
+
+void WeightMemory::map_file(const std::filesystem::path& directory, size_t bytes) {
+  const ProcessGroup& host = groups_->host();
+  const bool makes = host->getRank() == 0;
+  run_on_all(host, "to make the file of the weights", [&] {
+    if (makes) file_ = OffloadFile::create(directory, bytes);
+  });
+  const std::string path = broadcast_bytes(makes ? file_->path().string() : "", host);
+  failpoint::here("fsdp.offload.named");
+  run_on_all(host, "to open the file of the weights", [&] {
+    if (!makes) file_ = OffloadFile::open(path, bytes);
+  });
+  file_->unlink();
+  writable_ = file_->data();
 }
 
 }  // namespace lockstep::fsdp::internal

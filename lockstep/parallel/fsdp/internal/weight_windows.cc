@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
 namespace lockstep::fsdp::internal {
@@ -97,18 +98,21 @@ void WeightWindows::write(const std::function<void()>& check, const std::functio
   } catch (...) {
     error = std::current_exception();
   }
+  failpoint::here("fsdp.window.entering");
   int failed = meet(error != nullptr);
   if (failed > 0) {
     change([](WindowMachine& machine) { machine.fail(); });
     throw_failure(error, failed, "before any has written; the weights are as they were");
   }
   change([](WindowMachine& machine) { machine.all_have_entered(); });
+  failpoint::here("fsdp.window.writing");
   try {
     body();
   } catch (...) {
     error = std::current_exception();
   }
   change([](WindowMachine& machine) { machine.leave(); });
+  failpoint::here("fsdp.window.leaving");
   failed = meet(error != nullptr);
   if (failed > 0) {
     change([](WindowMachine& machine) { machine.fail(); });
@@ -117,6 +121,7 @@ void WeightWindows::write(const std::function<void()>& check, const std::functio
         "while writing the weights, which can't be used any more; load a checkpoint into a new model");
   }
   change([](WindowMachine& machine) { machine.all_have_left(); });
+  failpoint::here("fsdp.window.left");
 }
 
 }  // namespace lockstep::fsdp::internal

@@ -25,9 +25,13 @@ GatheredUnits::GatheredUnits(GatheredWeights& weights, GradientReduction& reduct
 
 void GatheredUnits::attach() {
   weights_.set_listener(weak_from_this());
-  reduction_.when_complete([self = weak_from_this()](size_t weight) {
-    if (const auto units = self.lock()) units->gradients_are_complete(weight);
-  });
+  reduction_.set_listeners(
+      [self = weak_from_this()](size_t weight) {
+        if (const auto units = self.lock()) units->gradients_are_complete(weight);
+      },
+      [self = weak_from_this()] {
+        if (const auto units = self.lock()) units->gradients_are_reduced();
+      });
   observer_.emplace();
 }
 
@@ -80,7 +84,6 @@ void GatheredUnits::begin_backward(int graph_task) {
     if (const auto units = self.lock()) units->end_backward();
   });
   graph_task_ = graph_task;
-  reduces_ = false;
   schedule_.begin(GatherPass::kBackward, keeps_all_);
 }
 
@@ -89,8 +92,7 @@ void GatheredUnits::end_backward() {
   graph_task_ = kNoTask;
   end_use();
   rethrow_failure();
-  // Without a reduction another forward is to come before the weights change, to which those of SHARD_GRAD_OP are left.
-  if (!keeps_all_ || reduces_) run(schedule_.free_all());
+  if (!keeps_all_) run(schedule_.free_all());
 }
 
 bool GatheredUnits::before_use(size_t unit) noexcept {
@@ -108,8 +110,12 @@ bool GatheredUnits::before_use(size_t unit) noexcept {
 
 void GatheredUnits::gradients_are_complete(size_t weight) {
   rethrow_failure();  // before the reductions that it has made fail
-  reduces_ = true;
   if (graph_task_ != kNoTask) run(schedule_.gradients_are_complete(weights_.unit_of(weight)));
+}
+
+/// Not behind a backward without reduction: another forward is to come before the weights change, which has them still.
+void GatheredUnits::gradients_are_reduced() {
+  if (keeps_all_) run(schedule_.free_all());
 }
 
 void GatheredUnits::run(const GatherSchedule::Steps& steps) {

@@ -50,6 +50,7 @@ class GatheredUnits final : public AccessListener, public std::enable_shared_fro
   bool before_use(size_t unit) noexcept override;
   void after_use(size_t unit) noexcept override { schedule_.release(unit); }
   void gradients_are_complete(size_t weight);
+  void gradients_are_reduced();
 
   /// Whether this thread is in a pass.
   bool in_pass();
@@ -68,7 +69,6 @@ class GatheredUnits final : public AccessListener, public std::enable_shared_fro
   std::atomic<std::thread::id> thread_ = std::thread::id();  // of the pass
   int forwards_ = 0;                                         // within each other
   int graph_task_ = kNoTask;
-  bool reduces_ = false;  // in this backward
   std::exception_ptr failure_;
 
   static constexpr int kNoTask = -1;

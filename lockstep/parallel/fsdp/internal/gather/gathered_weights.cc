@@ -219,8 +219,8 @@ void GatheredWeights::check_in_place() const {
   check_frozen();
 }
 
-at::Tensor GatheredWeights::copy(size_t index, bool /*wanted*/) const {
-  return gather(index, all()[index].shard);
+void GatheredWeights::copy(size_t index, const at::Tensor& whole) const {
+  gather(index, all()[index].shard, whole);
 }
 
 }  // namespace lockstep::fsdp::internal

@@ -11,7 +11,7 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/internal/gather/access_observer.h>
-#include <lockstep/parallel/fsdp/internal/row_memory.h>
+#include <lockstep/parallel/fsdp/internal/gather/row_memory.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 
 namespace lockstep::fsdp::internal {
@@ -50,7 +50,8 @@ class GatheredWeights final : public ShardedWeights {
   void refuse(const std::string& text);
 
   void check_in_place() const override;
-  at::Tensor copy(size_t index, bool wanted) const override;
+  void copy(size_t index, const at::Tensor& whole) const override;
+  bool copies_by_gathering() const override { return true; }
 
  protected:
   OwnRows own_rows_place(size_t index) const override;

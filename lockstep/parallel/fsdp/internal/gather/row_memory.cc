@@ -1,6 +1,6 @@
 #include <utility>
 
-#include <lockstep/parallel/fsdp/internal/row_memory.h>
+#include <lockstep/parallel/fsdp/internal/gather/row_memory.h>
 
 namespace lockstep::fsdp::internal {
 
