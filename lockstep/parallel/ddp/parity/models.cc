@@ -20,6 +20,17 @@ struct Mlp : Net {
   nn::Linear fc3 = register_module("fc3", nn::Linear(24, kClasses));
 };
 
+/// An LSTM over the rows of an image, and a parameter that is frozen.
+struct Recurrent : Net {
+  Outputs forward(const Tensor& x, int64_t) override {
+    const auto rows = std::get<0>(lstm(x.view({-1, 8, 8})));
+    return {fc(rows.select(1, -1) * scale)};
+  }
+  nn::LSTM lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(8, 6).batch_first(true)));
+  nn::Linear fc = register_module("fc", nn::Linear(6, kClasses));
+  Tensor scale = register_parameter("scale", torch::full({6}, 1.5), /*requires_grad=*/false);
+};
+
 struct Cnn : Net {
   static nn::Conv2d convolution(int64_t in, int64_t out) {
     return nn::Conv2d(nn::Conv2dOptions(in, out, 3).padding(1).bias(false));
@@ -121,6 +132,7 @@ struct Checkpointed : Net {
 }  // namespace
 
 std::shared_ptr<Net> make_net(const std::string& model) {
+  if (model == "recurrent") return std::make_shared<Recurrent>();
   if (model == "mlp") return std::make_shared<Mlp>();
   if (model == "cnn") return std::make_shared<Cnn>();
   if (model == "cnn sync") return lockstep::convert_sync_batchnorm(std::make_shared<Cnn>());

@@ -24,6 +24,20 @@ class Mlp(nn.Module):
         return [self.fc3(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))]
 
 
+class Recurrent(nn.Module):
+    """An LSTM over the rows of an image, and a parameter that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, batch_first=True)
+        self.fc = nn.Linear(6, CLASSES)
+        self.scale = nn.Parameter(torch.full((6,), 1.5), requires_grad=False)
+
+    def forward(self, x, branch):
+        rows, _ = self.lstm(x.view(-1, 8, 8))
+        return [self.fc(rows[:, -1] * self.scale)]
+
+
 class Cnn(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,6 +131,7 @@ class Checkpointed(nn.Module):
 # "cnn sync" is Lockstep's SyncBatchNorm; PyTorch's refuses CPU tensors, so its reference is one process.
 MODELS = {
     "mlp": Mlp,
+    "recurrent": Recurrent,
     "cnn": Cnn,
     "cnn sync": Cnn,
     "transformer": Transformer,

@@ -40,6 +40,7 @@ def make_jobs(world_size):
         "mlp adamw, clipped": make_job("mlp", world_size, "adamw", max_norm=0.3, min_num_params=300),
         "mlp accumulated": make_job("mlp", world_size, accumulate=3, min_num_params=300),
         "cnn": make_job("cnn", world_size, "adamw", min_num_params=100),
+        "lstm and a frozen parameter": make_job("recurrent", world_size, "adamw"),
         "transformer": make_job("transformer", world_size, max_norm=0.5),
         "transformer in groups": make_job("transformer", world_size, accumulate=2, min_num_params=500),
         "unused layers": make_job("branches", world_size, branches=[step % 4 for step in range(STEPS)]),
