@@ -127,6 +127,18 @@ def test_fsdp_trains_and_saves_what_python_reads(programs, small_data, tmp_path,
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
 
 
+def test_large_model_learns_beyond_half_of_the_memory(programs, tmp_path):
+    done = programs.lockstep_run(2, "large_model", "--memory-mib", 16, "--width", 128, "--steps", 12, "--learning-rate", 0.001,
+                                 "--offload", tmp_path)
+    assert done.status == 0, done.text
+    assert "18 blocks, 2375424 parameters: weights in full precision are 0.57 of the memory\n" in done.stdout, done.text
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)$", done.stdout, re.M)]
+    assert len(losses) == 12 and losses[-1] < 0.7 * losses[0], done.text
+    assert not list(tmp_path.iterdir()), "the files go with the processes"
+    done = programs.lockstep_run(2, "large_model", "--memory-mib", 1, "--width", 32, "--offload", tmp_path / "nothing")
+    assert done.status == 1 and f"cpu_offload can't make a file of" in done.text and f"{tmp_path}/nothing/" in done.text, done.text
+
+
 @pytest.mark.long
 def test_the_cnn_learns_the_real_data(programs, fashion_mnist_data):
     done = train(programs, fashion_mnist_data, "--model", "cnn", "--epochs", 1)
