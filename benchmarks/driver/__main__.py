@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, launch, machine,
-                               profiler, report, results, several_hosts, sharding, soak, startup, sweep, training)
+from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, largest_model,
+                               launch, machine, profiler, report, results, several_hosts, sharding, soak, startup, sweep, training)
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
 
@@ -18,11 +18,11 @@ SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_r
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
           "checkpoint": checkpoint.checkpoint, "profiler": profiler.profiler, "sharding": sharding.sharding, "gpu": gpu.gpu,
           "startup": startup.startup, "hosts": several_hosts.several_hosts, "launch": launch.launch, "sweep": sweep.sweep,
-          "soak": soak.soak}
+          "largest": largest_model.largest_model, "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
 BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "profiler", "sharding", "gpu", "startup",
-                 "hosts", "launch", "sweep", "soak")
-ONLY_WHERE_NAMED = ("hosts", "launch", "sweep")  # two need root, and the last takes long
+                 "hosts", "launch", "sweep", "largest", "soak")
+ONLY_WHERE_NAMED = ("hosts", "launch", "sweep", "largest")  # sweep takes long, the others need root
 ROUNDS = 15
 SOAK_ROUNDS, SOAK_QUICK_ROUNDS = 200, 20  # where it is the only suite
 BUSY_LOAD = 0.7

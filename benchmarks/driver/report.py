@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.driver import (checkpoint, data, from_python, gpu, launch, profiler, several_hosts_report, sharding, soak, startup,
+from benchmarks.driver import (checkpoint, data, from_python, gpu, largest_model, launch, profiler, several_hosts_report, sharding, soak, startup,
                                stats, sweep, targets, training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
@@ -16,7 +16,7 @@ def report(results, markdown=False):
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
                *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
-               *sharded(results),
+               *sharded(results), largest_models(results),
                gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
                launches(results), idle_launchers(results), sweeps(results), soaked(results),
                failed_rounds(results), promises(results)]
@@ -193,6 +193,16 @@ def sharded(results):
              if f"sharding_memory.{network}.growth" in results.figures]
     yield Table(f"Memory of FullyShardedDataParallel on {sharding.RANKS[1]} ranks, of that on {sharding.RANKS[0]}",
                 ["", "(quartiles)"], grown)
+
+
+def largest_models(results):
+    rows = []
+    for name, words in {"lockstep": "FullyShardedDataParallel, offload to files", "python": "Python, fully_shard, Gloo"}.items():
+        parameters = results.median(f"sharding_largest.{largest_model.RANKS}.{name}")
+        if parameters is not None:
+            rows.append([words, f"{parameters / 1e6:.0f} million parameters"])
+    return Table(f"The largest model that trains in {largest_model.LIMIT / 2**30:.0f} GiB, {largest_model.RANKS} ranks, AdamW, weights in "
+                 f"bfloat16, to {100 * (largest_model.PRECISION - 1):.0f} %", ["", ""], rows)
 
 
 def profiles(results):

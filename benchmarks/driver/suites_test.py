@@ -298,7 +298,7 @@ def test_every_target_is_measured_by_a_suite(monkeypatch):
     monkeypatch.setattr(sweep, "pauses", lambda *words: [1e6 * len(words[1])])
     answer = results.Results(machine={}, options={"suites": list(SUITES)})
     for name, suite in SUITES.items():
-        if name in ("gpu", "launch", "startup", "soak"):  # they promise nothing, and have tests of their own
+        if name in ("gpu", "launch", "largest", "startup", "soak"):  # they promise nothing, and have tests of their own
             continue
         suite(FakeFleet(), answer, 4, random.Random(1))
     assert [target for target, *_ in targets.judge(answer)] == list(targets.TARGETS)
