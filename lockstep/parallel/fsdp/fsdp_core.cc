@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <exception>
 #include <filesystem>
+#include <malloc.h>
 #include <optional>
 #include <sys/vfs.h>
 #include <unordered_map>
@@ -426,6 +427,7 @@ void FsdpCore::step_one_by_one(torch::optim::Optimizer& optimizer, const std::fu
     update();
     parameter.mutable_grad() = at::Tensor();
     offload_state(optimizer, parameter);
+    ::malloc_trim(0);  // what the state was in stays in the heap otherwise, between blocks that are in use
   }
   // Some have state before they have a gradient.
   for (const auto& group : optimizer.param_groups()) {

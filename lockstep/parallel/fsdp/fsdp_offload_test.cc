@@ -119,6 +119,39 @@ TEST(FsdpOffload, TrainsAsInMemory) {
   compare<optim::Adagrad>(optim::AdagradOptions(0.05), {}, folder);
 }
 
+int64_t private_kilobytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("RssAnon:")) return std::stoll(line.substr(line.find(':') + 1));
+  }
+  return 0;
+}
+
+TEST(FsdpOffload, OfTheOptimizersStateNothingStaysInMemory) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers keep what is freed";
+#endif
+  constexpr int64_t kWidth = 512, kLayers = 24;
+  constexpr int64_t kStateKilobytes = 2 * kLayers * kWidth * kWidth * 4 / 1024;
+  const SharedFolder folder;
+  run_ranks(1,
+            [&](int) {
+              auto world = init_process_group();
+              nn::Sequential net;
+              for (int64_t layer = 0; layer < kLayers; ++layer) net->push_back(nn::Linear(kWidth, kWidth));
+              FullyShardedDataParallel model(
+                  net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1),
+                        .cpu_offload = {.offload_params = true, .directory = folder.path()}});
+              const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
+              model.forward(torch::ones({2, kWidth})).sum().backward();
+              const int64_t before = private_kilobytes();
+              optimizer->step();
+              EXPECT_LT(private_kilobytes() - before, kStateKilobytes / 3);
+              EXPECT_EQ(optimizer->state().size(), static_cast<size_t>(2 * kLayers));
+            },
+            {.environment = folder.environment()});
+}
+
 TEST(FsdpOffload, AFullDiskIsAnErrorThatNamesTheDirectoryOnAllRanks) {
   const SharedFolder folder;
   const auto no_such = folder.path() / "none";
