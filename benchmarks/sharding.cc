@@ -3,11 +3,13 @@
 //
 //     lockstep run --nproc-per-node 2 bench_sharding fsdp huge 4 1
 //
-// Modes: fsdp, ddp, alone. The argument is a network of networks.h. A process has one mode and one network, for its memory is
+// Modes: fsdp (FULL_SHARD: shared on one host, gathered over several), gather and grad_op (FULL_SHARD and SHARD_GRAD_OP, gathered on one
+// host, too), hybrid (HYBRID_SHARD), ddp, alone. The argument is a network of networks.h. A process has one mode and one network, for its memory is
 // measured, too. peers/python_sharding.py does the same with PyTorch's fully_shard.
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <torch/torch.h>
 
@@ -28,6 +30,22 @@ using lockstep::bench::Model;
 using lockstep::bench::Network;
 using Sharded = lockstep::FullyShardedDataParallel<Model>;
 
+/// Of the modes in which the model is sharded.
+std::optional<lockstep::FullyShardedDataParallelOptions> sharded_options(const std::string& mode) {
+  using lockstep::fsdp::ShardingStrategy;
+  if (mode == "fsdp") return lockstep::FullyShardedDataParallelOptions{};
+  if (mode == "gather")
+    return lockstep::FullyShardedDataParallelOptions{.gather = true, .forward_prefetch = true};
+  if (mode == "grad_op") {
+    return lockstep::FullyShardedDataParallelOptions{
+        .sharding_strategy = ShardingStrategy::SHARD_GRAD_OP, .gather = true, .forward_prefetch = true};
+  }
+  if (mode == "hybrid") {
+    return lockstep::FullyShardedDataParallelOptions{.sharding_strategy = ShardingStrategy::HYBRID_SHARD};
+  }
+  return std::nullopt;
+}
+
 /// The layers that fully_shard is applied to in Python.
 lockstep::fsdp::AutoWrapPolicy layers_of(const Model& net) {
   if (dynamic_cast<const Mlp*>(&net) != nullptr) {
@@ -42,15 +60,15 @@ class ShardingTrainer {
   ShardingTrainer(const Network& network, const std::string& mode)
       : batches_(network, c10::Device(c10::kCPU)), net_(network.make()) {
     const torch::optim::AdamWOptions adamw(1e-3);
-    if (mode == "fsdp") {
-      sharded_ = std::make_unique<Sharded>(
-          net_, lockstep::FullyShardedDataParallelOptions{.auto_wrap_policy = layers_of(*net_),
-                                                          .sync_module_states = true});
+    if (auto options = sharded_options(mode)) {
+      options->auto_wrap_policy = layers_of(*net_);
+      options->sync_module_states = true;
+      sharded_ = std::make_unique<Sharded>(net_, std::move(*options));
       optimizer_ = sharded_->make_optimizer<torch::optim::AdamW>(adamw);
       return;
     }
     TORCH_CHECK_VALUE(mode == "ddp" || mode == "alone", "there is no mode '", mode,
-                      "'; there are fsdp, ddp and alone");
+                      "'; there are fsdp, gather, grad_op, hybrid, ddp and alone");
     if (mode == "ddp") ddp_ = std::make_unique<lockstep::bench::DdpModel>(net_);
     optimizer_ = std::make_unique<torch::optim::AdamW>(net_->parameters(), adamw);
   }
