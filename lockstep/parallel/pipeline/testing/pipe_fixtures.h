@@ -8,15 +8,21 @@
 #include <utility>
 #include <vector>
 
+#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <lockstep/testing/tensors.h>
 
 namespace lockstep::testing {
 
-/// For the whole program: a matrix product's bits depend on how many threads compute it, and a partition has
-/// only its share of the caller's.
-inline const bool kOneIntraOpThread = (at::set_num_threads(1), true);
+/// A matrix product's bits depend on how many threads compute it, and a partition has only its share of the
+/// caller's. Not set before main(): ranks are forked from a process that has got so far, and torch's thread
+/// pool does not survive that in several threads.
+struct OneIntraOpThread : ::testing::Environment {
+  void SetUp() override { at::set_num_threads(1); }
+};
+inline ::testing::Environment* const kOneIntraOpThread =
+    ::testing::AddGlobalTestEnvironment(new OneIntraOpThread);
 
 /// What a Pipe is to compute: the module on each micro-batch, one after the other.
 inline torch::Tensor on_micro_batches(torch::nn::Sequential module, const torch::Tensor& x, int64_t chunks) {
