@@ -68,6 +68,17 @@ Tensors call_with_tensors(Call& call, const Tensors& inputs) {
   }
 }
 
+/// Whether it takes a list of outputs and a target. Holders of modules (torch::nn::CrossEntropyLoss) can't be asked without an
+/// error of the compiler; they take single tensors.
+template <class Call>
+consteval bool takes_outputs_and_target() {
+  if constexpr (requires { typename ContainedModule<Call>; }) {
+    return false;
+  } else {
+    return std::invocable<Call&, const Tensors&, const at::Tensor&>;
+  }
+}
+
 /// A module's forward().
 template <class Module>
 struct ModuleCall {

@@ -26,12 +26,12 @@ class PipelineLoss {
 
   PipelineLoss() = default;  ///< none: the pipeline has no backward
   template <class Call>
-  requires(std::invocable<Call&, const at::Tensor&, const at::Tensor&> ||
-           std::invocable<Call&, const Tensors&, const at::Tensor&>)
+  requires(pipeline::internal::takes_outputs_and_target<Call>() ||
+           std::invocable<Call&, const at::Tensor&, const at::Tensor&>)
       PipelineLoss(Call call)  // NOLINT(google-explicit-constructor)
       : call_(
             [call = std::move(call)](const Tensors& outputs, const at::Tensor& target) mutable -> at::Tensor {
-              if constexpr (std::invocable<Call&, const Tensors&, const at::Tensor&>) {
+              if constexpr (pipeline::internal::takes_outputs_and_target<Call>()) {
                 return call(outputs, target);
               } else {
                 check_is_one(outputs);

@@ -97,7 +97,7 @@ TEST(Pipelines, ClippingMeasuresAllStages) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     auto model = random_model(21, 2), expected = random_model(21, 2);
-    PipelineRunner pipeline(stages_of(model, rank, 2), {.n_microbatches = 2, .loss_fn = mean_of_squares});
+    PipelineRunner pipeline(stages_of(model, rank, 2), {.n_microbatches = 2, .loss_fn = nn::MSELoss()});
     const Batch batch = random_batch(22, 6);
     pipeline.step({batch.data}, batch.target);
     run_as_one_process(expected, batch, 2);
