@@ -135,3 +135,12 @@ def test_what_has_left_its_process_group_ends_too(programs, cgroup_of, end):
         assert agent.finish().status == 1
     programs.wait_until_gone()
     assert not cgroup.exists()
+
+
+def test_without_cgroups_the_working_folder_is_none(programs):
+    (programs.folder / "cgroup.procs").touch()  # as if it were one
+    hide = ["unshare", "--mount", "sh", "-c", 'umount --recursive --lazy /sys/fs/cgroup && exec "$@"', "sh"]
+    done = programs.run(*hide, programs.find("lockstep"), "run", "true")
+    if "unshare" in done.stderr or "umount" in done.stderr:
+        pytest.skip(f"cgroups can't be hidden: {done.stderr}")
+    assert done.status == 0, done.text
