@@ -128,6 +128,28 @@ class PhaseClock {
 /// A forked child trains by itself, if it does, and tells its parent's peers nothing.
 PerProcess<PhaseClock> phase_clock;
 
+/// By one thread at a time. Readers see an odd version, or one that has changed, where they may have read a mix.
+template <class Write>
+void write_whole(std::atomic<uint64_t>& version, Write&& write) {
+  const uint64_t before = version.load(std::memory_order_relaxed);
+  version.store(before + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  write();
+  version.store(before + 2, std::memory_order_release);
+}
+
+/// False where the writer was stopped in the middle.
+template <class Read>
+bool read_whole(const std::atomic<uint64_t>& version, Read&& read) {
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const uint64_t before = version.load(std::memory_order_acquire);
+    read();
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 == 0 && version.load(std::memory_order_relaxed) == before) return true;
+  }
+  return false;
+}
+
 template <class Values, class Get>
 double median_of(const Values& values, Get&& get) {
   std::array<double, PhaseWindow::kSlots> numbers;
@@ -232,55 +254,48 @@ std::optional<PhaseTimes> PhaseWindow::end_step(int64_t now_ns) {
 }
 
 void PhaseBoard::set_step(const Step& step) {
-  step_samples_.store(step.samples, std::memory_order_relaxed);
-  step_began_ns_.store(step.began_ns, std::memory_order_relaxed);
-  steps_.store(step.number, std::memory_order_release);
+  write_whole(version_, [&] {
+    steps_.store(step.number, std::memory_order_relaxed);
+    step_samples_.store(step.samples, std::memory_order_relaxed);
+    step_began_ns_.store(step.began_ns, std::memory_order_relaxed);
+  });
 }
 
 PhaseBoard::Step PhaseBoard::newest_step() const {
   Step step;
-  // A reader that comes between two stores looks again; after so many times it has a step's samples with the one before.
-  for (int attempt = 0; attempt < 100; ++attempt) {
-    step.number = steps_.load(std::memory_order_acquire);
+  // Where the writer was stopped in the middle, it is a mix of two steps that follow each other.
+  read_whole(version_, [&] {
+    step.number = steps_.load(std::memory_order_relaxed);
     step.samples = step_samples_.load(std::memory_order_relaxed);
     step.began_ns = step_began_ns_.load(std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (steps_.load(std::memory_order_relaxed) == step.number) break;
-  }
+  });
   return step;
 }
 
 void PhaseBoard::set_times(const PhaseTimes& times) {
-  // Readers see an odd version, or one that has changed, where they may have read a mix.
-  const uint64_t version = version_.load(std::memory_order_relaxed);
-  version_.store(version + 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
-  size_t next = 0;
-  const auto put = [&](double value) { values_[next++].store(value, std::memory_order_relaxed); };
-  put(static_cast<double>(times.ended_ns));  // exact for the first 104 days of a host, and near enough then
-  put(static_cast<double>(times.span_ns));
-  put(times.step);
-  put(times.own);
-  for (const double phase : times.phases) put(phase);
-  version_.store(version + 2, std::memory_order_release);
+  write_whole(version_, [&] {
+    size_t next = 0;
+    const auto put = [&](double value) { values_[next++].store(value, std::memory_order_relaxed); };
+    put(static_cast<double>(times.ended_ns));  // exact for the first 104 days of a host, and near enough then
+    put(static_cast<double>(times.span_ns));
+    put(times.step);
+    put(times.own);
+    for (const double phase : times.phases) put(phase);
+  });
 }
 
 std::optional<PhaseTimes> PhaseBoard::times() const {
-  for (int attempt = 0; attempt < 100; ++attempt) {
-    const uint64_t version = version_.load(std::memory_order_acquire);
-    if (version == 0) return std::nullopt;
+  PhaseTimes times;
+  const bool whole = read_whole(version_, [&] {
     size_t next = 0;
     const auto get = [&] { return values_[next++].load(std::memory_order_relaxed); };
-    PhaseTimes times;
     times.ended_ns = static_cast<int64_t>(get());
     times.span_ns = static_cast<int64_t>(get());
     times.step = get();
     times.own = get();
     for (double& phase : times.phases) phase = get();
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (version % 2 == 0 && version_.load(std::memory_order_relaxed) == version) return times;
-  }
-  return std::nullopt;  // its writer was stopped in the middle
+  });
+  return whole && times.ended_ns != 0 ? std::optional(times) : std::nullopt;
 }
 
 }  // namespace lockstep

@@ -89,7 +89,7 @@ struct alignas(64) PhaseBoard {
   std::atomic<uint64_t> step_samples_{0};
   std::atomic<int64_t> step_began_ns_{0};
   static constexpr size_t kValues = kTrainingPhases + 4;
-  std::atomic<uint64_t> version_{0};  // odd while the values are written
+  std::atomic<uint64_t> version_{0};  // of all above and below; odd while they are written
   std::array<std::atomic<double>, kValues> values_{};
 };
 
