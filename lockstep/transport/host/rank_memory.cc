@@ -27,10 +27,12 @@ constexpr uint64_t kLayoutByte = uint64_t{0xff} << 56;  // of ProcessHeader::kMa
 class MappedHeader {
  public:
   explicit MappedHeader(const std::string& path) {
-    const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    // The process may have opened something else there by now: a pipe, whose opening would wait for a writer.
+    const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
     struct stat status {};
-    // With the seal no process can shrink it under the mapping.
-    if (!fd || (::fcntl(fd.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0 || ::fstat(fd.get(), &status) != 0 ||
+    // With the seal no process can shrink it under the mapping. -1: of a file that can have none.
+    const int seals = fd ? ::fcntl(fd.get(), F_GET_SEALS) : -1;
+    if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(fd.get(), &status) != 0 ||
         static_cast<size_t>(status.st_size) < sizeof(ProcessHeader)) {
       return;
     }

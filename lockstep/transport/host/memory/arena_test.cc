@@ -1,15 +1,23 @@
 #include <algorithm>
 #include <cstring>
+#include <fcntl.h>
+#include <gmock/gmock.h>
 #include <random>
+#include <sys/mman.h>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/device/host_memory.h>
+#include <lockstep/testing/message_of.h>
+#include <lockstep/testing/temporary_folder.h>
 #include <lockstep/transport/host/memory/arena.h>
+#include <lockstep/transport/host/memory/segment.h>
 
 namespace lockstep::transport::arena_test {
 namespace {
@@ -138,6 +146,19 @@ TEST(Arena, DetachedMemoryKeepsItsContentAndNoPeerReachesIt) {
     EXPECT_EQ(at_peer(again)[3 * kPage], std::byte{9}) << "shared again";
     arena.deallocate(again);
   }
+}
+
+TEST(Segment, IsNoFileThatItsPeerCouldShrink) {
+  constexpr size_t kBytes = 4096;
+  const auto error_of = [](UniqueFd fd) {
+    EXPECT_EQ(::ftruncate(fd.get(), kBytes), 0);
+    return testing::message_of<c10::DistBackendError>([&] { Segment::map(std::move(fd), kBytes); });
+  };
+  EXPECT_THAT(error_of(UniqueFd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING))),
+              ::testing::HasSubstr("is not sealed"));
+  const testing::TemporaryFolder folder;  // of a file system whose files have no seals at all
+  EXPECT_THAT(error_of(UniqueFd(::open(folder.path("file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600))),
+              ::testing::HasSubstr("is not sealed"));
 }
 
 TEST(Arena, GivesBackWholePages) {

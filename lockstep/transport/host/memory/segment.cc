@@ -44,7 +44,8 @@ std::shared_ptr<Segment> Segment::map(UniqueFd fd, size_t bytes) {
   TORCH_CHECK_WITH(DistBackendError,
                    ::fstat(fd.get(), &status) == 0 && static_cast<size_t>(status.st_size) == bytes,
                    "a peer sent a segment of ", status.st_size, " bytes that it announced with ", bytes);
-  TORCH_CHECK_WITH(DistBackendError, (::fcntl(fd.get(), F_GET_SEALS) & kSeals) == kSeals,
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);  // -1: of a file that can have none
+  TORCH_CHECK_WITH(DistBackendError, seals >= 0 && (seals & kSeals) == kSeals,
                    "a peer sent a segment that is not sealed");
   return std::shared_ptr<Segment>(new Segment(fd, bytes));
 }
