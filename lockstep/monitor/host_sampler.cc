@@ -14,6 +14,9 @@ namespace {
 
 using transport::RankMemory;
 
+/// A command line may have 2 MB, for which an agent's report has no room.
+constexpr size_t kMostProgramBytes = 4096;
+
 double seconds_since(int64_t then_ns, std::chrono::steady_clock::time_point now) {
   const int64_t now_ns = std::chrono::nanoseconds(now.time_since_epoch()).count();
   return static_cast<double>(std::max<int64_t>(now_ns - then_ns, 0)) * 1e-9;
@@ -74,6 +77,7 @@ std::vector<LocalJob> HostSampler::look() {
       for (const std::string& word : internal::words_of(memory.pid)) {
         report.program += (report.program.empty() ? "" : " ") + word;
       }
+      report.program = report.program.substr(0, kMostProgramBytes);
       const auto pretended = variables.find("LOCKSTEP_TEST_HOST");
       if (pretended != variables.end()) report.host = pretended->second;
     }
