@@ -146,12 +146,26 @@ def test_several_jobs_are_named_and_one_is_chosen(programs, small_data):
     assert done.status == MISUSE and "no job 'no-such-job' of this user runs here" in done.stderr, done.text
 
 
+def unshare(*options):
+    """The words before a command that runs in a pid namespace of its own."""
+    words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", *options]
+    if not shutil.which("unshare") or subprocess.run([*words, "true"], capture_output=True).returncode != 0:
+        pytest.skip("namespaces can't be made here")
+    return words
+
+
+def test_jobs_whose_processes_have_the_same_numbers_in_their_containers(programs, small_data):
+    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    program, *options = plain_loop(small_data)
+    command = [*unshare("--kill-child"), programs.find(program), *options]
+    jobs = [programs.start(*command, **place, MASTER_PORT=free_port()) for _ in range(2)]
+    ranks = [look_until(programs, job.pid, trains(1))["hosts"][0]["ranks"] for job in jobs]
+    assert [len(of_job) for of_job in ranks] == [1, 1] and ranks[0][0]["pid"] != ranks[1][0]["pid"], ranks
+
+
 def test_without_a_job_it_says_so(programs):
     """In namespaces of its own, for other tests may run jobs here."""
-    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--net", "--fork", "--mount-proc"]
-    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode != 0:
-        pytest.skip("namespaces can't be made here")
-    done = programs.run(*unshare, programs.find("lockstep"), "top")
+    done = programs.run(*unshare("--net"), programs.find("lockstep"), "top")
     assert done.status == NO_JOB and done.stdout == "" and "no job of this user runs on this host" in done.stderr, done.text
 
 

@@ -66,9 +66,9 @@ std::vector<LocalJob> HostSampler::look() {
   looked_ = true;
   const transport::RankMemories found = transport::read_rank_memories();
   other_versions_ = found.other_layout;
-  std::map<pid_t, LocalJob> jobs;
+  std::map<std::pair<pid_t, uint64_t>, LocalJob> jobs;
   for (const RankMemory& memory : found.ranks) {
-    LocalJob& job = jobs[memory.first_pid];
+    LocalJob& job = jobs[{memory.first_pid, memory.pid_namespace}];
     HostReport& report = job.report;
     if (report.ranks.empty()) {
       report = host_;

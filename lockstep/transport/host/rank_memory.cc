@@ -67,6 +67,12 @@ struct FoundRank {
   int index = 0;
 };
 
+/// Of the pid namespace that a process is in; 0 where the kernel does not tell.
+uint64_t pid_namespace_of(const fs::path& process) {
+  struct stat status {};
+  return ::stat((process / "ns/pid").c_str(), &status) == 0 ? status.st_ino : 0;
+}
+
 FoundRank read_header(const ProcessHeader& header, pid_t pid) {
   FoundRank found{.index = header.index};
   RankMemory& memory = found.memory;
@@ -132,20 +138,26 @@ RankMemories read_rank_memories() {
       FoundRank one = read_header(*header, pid);
       if (!newest || one.memory.since_ns >= newest->memory.since_ns) newest = std::move(one);
     }
-    if (newest) found.push_back(std::move(*newest));
+    if (!newest) continue;
+    newest->memory.pid_namespace = pid_namespace_of(process->path());
+    found.push_back(std::move(*newest));
   }
-  std::map<std::pair<pid_t, int>, int> ranks;  // by job and number of its transport
-  for (const FoundRank& one : found) ranks[{one.memory.first_pid, one.index}] = one.memory.rank;
+  using Number = std::tuple<uint64_t, pid_t, int>;  // by job and number of its transport
+  const auto number_of = [](const RankMemory& memory, int index) {
+    return Number{memory.pid_namespace, memory.first_pid, index};
+  };
+  std::map<Number, int> ranks;
+  for (const FoundRank& one : found) ranks[number_of(one.memory, one.index)] = one.memory.rank;
   for (FoundRank& one : found) {
     for (int& awaited : one.memory.awaited) {
       // Of one on another host the job's number is not known here; it is the same but in what shrinking has left.
-      const auto known = ranks.find({one.memory.first_pid, awaited});
+      const auto known = ranks.find(number_of(one.memory, awaited));
       if (known != ranks.end()) awaited = known->second;
     }
     result.ranks.push_back(std::move(one.memory));
   }
   std::sort(result.ranks.begin(), result.ranks.end(), [](const RankMemory& a, const RankMemory& b) {
-    return std::tie(a.first_pid, a.rank) < std::tie(b.first_pid, b.rank);
+    return std::tie(a.first_pid, a.pid_namespace, a.rank) < std::tie(b.first_pid, b.pid_namespace, b.rank);
   });
   std::erase_if(result.other_layout, [&](pid_t pid) { return has_rank(result, pid); });
   return result;

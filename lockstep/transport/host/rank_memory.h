@@ -18,6 +18,7 @@ struct RankMemory {
   int world_size = 0;  ///< the job's
   pid_t first_pid =
       0;  ///< of the first rank on this host, as the ranks call it: the same for all ranks of a job, while it runs
+  uint64_t pid_namespace = 0;             ///< of first_pid: containers have the same numbers
   uint64_t steps = 0;                     ///< that have begun, as training_phases.h counts them
   uint64_t step_samples = 0;              ///< that loaders had given when the newest step began
   int64_t step_began_ns = 0;              ///< when that was
