@@ -58,20 +58,26 @@ def look_until(programs, job, holds, **variables):
 
 
 def trains(ranks):
-    """All ranks are there, and have made some steps."""
-    return lambda report: len(ranks_of(report)) == ranks and all(rank.get("step", 0) > 2 for rank in ranks_of(report).values())
+    """All ranks are there, have made some steps, and were there before, so that rates are known."""
+    return lambda report: len(ranks_of(report)) == ranks and all(
+        rank["step"] > 2 and "cpu_percent" in rank for rank in ranks_of(report).values()
+    )
+
+
+def takes_samples(ranks):
+    return lambda report: trains(ranks)(report) and all(rank["samples_per_second"] > 0 for rank in ranks_of(report).values())
 
 
 def test_a_job_of_the_trainer_tells_step_loss_and_samples(programs, small_data, tmp_path):
     job = programs.start("lockstep", "run", "-n", 2, "--rdzv-id", f"night-{os.getpid()}", *trainer(small_data, tmp_path))
-    first = look_until(programs, job.pid, lambda report: trains(2)(report) and report["samples_per_second"] > 0)
-    assert first["job"] == f"night-{os.getpid()}" and first["world_size"] == 2
+    first = look_until(programs, job.pid, takes_samples(2))
+    assert first["job"] == f"night-{os.getpid()}" and first["world_size"] == 2 and first["samples_per_second"] > 0
     assert first["program"].split()[0].endswith("/trainer")
     host, = first["hosts"]
     assert host["cores"] >= 1 and 0 < host["memory_used"] <= host["memory_total"] and 0 <= host["cpu_percent"] <= 100
     assert host["received_per_second"] >= 0 and host["sent_per_second"] >= 0 and isinstance(host["cards"], list)
     for rank in host["ranks"]:
-        assert 0 < rank["loss"] < 10 and rank["samples_per_second"] > 0 and rank["step_seconds"] > 0
+        assert 0 < rank["loss"] < 10 and rank["step_seconds"] > 0
         assert rank["phase"] in ("data", "forward", "backward", "waiting", "optimizer") and not rank["stopped"]
         assert rank["cpu_percent"] >= 0 and 1 << 20 < rank["memory"] < 64 * GIB
         assert os.readlink(f"/proc/{rank['pid']}/exe").endswith("/trainer")
@@ -82,10 +88,10 @@ def test_a_job_of_the_trainer_tells_step_loss_and_samples(programs, small_data, 
 def test_a_loop_without_the_trainer_started_by_hand_tells_steps_and_phases(programs, small_data):
     place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [programs.start(*plain_loop(small_data), RANK=rank, **place) for rank in range(2)]
-    report = look_until(programs, ranks[1].pid, lambda report: trains(2)(report) and report["samples_per_second"] > 0)
+    report = look_until(programs, ranks[1].pid, takes_samples(2))
     found = ranks_of(report)
     assert [found[rank]["pid"] for rank in range(2)] == [child.pid for child in ranks]
-    assert all("loss" not in rank and rank["phase"] and rank["samples_per_second"] > 0 for rank in found.values())
+    assert all("loss" not in rank and rank["phase"] for rank in found.values())
     assert report["job"] == str(ranks[0].pid), "it has no other name"
 
 
@@ -93,10 +99,10 @@ def test_who_waits_for_a_rank_that_is_stopped(programs, small_data):
     job = programs.start("lockstep", "run", "-n", 3, *plain_loop(small_data))
     stopped = ranks_of(look_until(programs, job.pid, trains(3)))[1]["pid"]
     os.kill(stopped, signal.SIGSTOP)
-    wait = lambda report: all(ranks_of(report)[rank].get("held_up_by") == 1 for rank in (0, 2))  # noqa: E731
-    found = ranks_of(look_until(programs, job.pid, wait))
+    # A thread of theirs may wait while the one that trains is still in backward.
+    waits = lambda rank: rank["held_up_by"] == 1 and rank["phase"] == "waiting" and rank["phase_seconds"] > 0  # noqa: E731
+    found = ranks_of(look_until(programs, job.pid, lambda report: all(waits(ranks_of(report)[rank]) for rank in (0, 2))))
     assert found[1]["stopped"] and "held_up_by" not in found[1]
-    assert all(found[rank]["phase"] == "waiting" and found[rank]["phase_seconds"] > 0 for rank in (0, 2))
     table = programs.run("lockstep", "top", job.pid, "--once").stdout
     rows = {int(row.split()[0]): row for row in table.splitlines() if re.match(r" *\d+  ", row)}
     assert "rank 1 (stopped)" in rows[0] and "rank 1 (stopped)" in rows[2] and " stopped " in rows[1], table
