@@ -261,7 +261,8 @@ std::string job_json(const std::vector<HostReport>& hosts) {
     }
     object["hosts"].push_back(std::move(one));
   }
-  return object.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
+  // ASCII alone: some of the other characters control terminals.
+  return object.dump(2, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n";
 }
 
 }  // namespace lockstep::monitor

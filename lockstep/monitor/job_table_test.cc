@@ -131,6 +131,9 @@ TEST(JobTable, ShowsNoControlCharacters) {
     return c != '\n' && c >= 0 && c < 0x20;
   })) << table;
   EXPECT_EQ(lines_of(table).size(), 8);
+  evil.program = "x\302\23331m";  // U+009B, with which escape sequences may begin, too
+  EXPECT_THAT(draw_table({evil}, {}), AllOf(HasSubstr(": x??31m\n"), Not(HasSubstr("\xc2\x9b"))));
+  EXPECT_THAT(job_json({evil}), AllOf(HasSubstr(R"("program": "x\u009b31m")"), Not(HasSubstr("\xc2\x9b"))));
 }
 
 TEST(JobTable, OfNoRanksSaysSo) {
