@@ -161,7 +161,7 @@ std::vector<int64_t> balance_by_size(int64_t partitions, const torch::nn::Sequen
   const Untouched untouched(*module);
   const c10::AutoGradMode no_grad(false);
   std::vector<double> sizes;
-  AnyValue value{sample.chunk(options.chunks)[0]};
+  AnyValue value{sample.chunk(options.chunks)[0].clone()};  // for the first layer may work in place
   for (torch::nn::AnyModule layer : *module) {
     value = layer.any_forward(std::move(value));
     double size = 0;

@@ -101,6 +101,15 @@ TEST(BalanceByTime, PutsASlowLayerApartAndLeavesTheModuleAsItWas) {
               HasSubstr("7 partitions of 6 layers"));
 }
 
+TEST(BalanceBySize, LeavesTheSampleAsItWas) {
+  nn::Sequential net{nn::ReLU(nn::ReLUOptions(true)), nn::BatchNorm1d(3)};
+  const auto buffers = testing::copies(net->buffers());
+  const auto sample = -torch::ones({4, 3});
+  EXPECT_EQ(balance_by_size(2, net, sample), (Balance{1, 1}));
+  EXPECT_TRUE(torch::equal(sample, -torch::ones({4, 3})));
+  EXPECT_TRUE(testing::same_bits(net->buffers(), buffers));
+}
+
 TEST(BalanceBySize, CountsParametersAndOutputs) {
   // Bytes: 4 * (100 * 10 + 10) and an output of 4 * 10 a row, 4 * (10 * 100 + 100) and 4 * 100, 4 * 100 and 4
   // * 100.
