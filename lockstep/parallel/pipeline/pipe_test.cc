@@ -252,6 +252,7 @@ TEST(Pipe, NamesBothFaultsOfABalanceInOneError) {
   EXPECT_THAT(text({4, 3}, 1), AllOf(HasSubstr("there is 1 device"), ::testing::Not(HasSubstr("adds up"))));
   EXPECT_THAT(text({8, -1}, 2), HasSubstr("has a number below 1"));
   EXPECT_THAT(text({}, 2), HasSubstr("adds up to 0"));
+  EXPECT_THAT(text({}, 0), HasSubstr("adds up to 0")) << "and no device is named";
 }
 
 TEST(Pipe, RefusesWhatItCannotCut) {

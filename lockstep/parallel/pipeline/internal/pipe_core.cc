@@ -68,7 +68,7 @@ std::vector<at::Device> checked_devices(std::vector<at::Device> devices, size_t 
         devices.emplace_back(*type, static_cast<at::DeviceIndex>(i));
       }
     } else {
-      devices.assign(partitions, at::Device(at::kCPU));
+      devices.assign(std::max<size_t>(partitions, 1), at::Device(at::kCPU));
     }
   }
   for (auto& device : devices) {
@@ -155,21 +155,22 @@ PipeRun PipeCore::forward(const Enter& enter, const std::vector<at::Tensor>& ten
 
   const auto work = [&](int thread) {
     const auto p = static_cast<size_t>(thread);
-    const c10::OptionalDeviceGuard device(places_[p].device);
-    const c10::MultiStreamGuard guard(streams);
-    for (size_t m = 0; m < micro_batches; ++m) {
-      auto parcel = boxes.take({m, p});
-      if (!parcel) return;
-      try {
+    size_t m = 0;
+    try {
+      const c10::OptionalDeviceGuard device(places_[p].device);  // throws where a device has failed
+      const c10::MultiStreamGuard guard(streams);
+      for (; m < micro_batches; ++m) {
+        auto parcel = boxes.take({m, p});
+        if (!parcel) return;
         auto value = compute({m, p}, *std::move(parcel), micro_batches, graph);
         if (p + 1 < partitions) {
           boxes.put({m, p + 1}, parcel_of(std::move(value), {m, p}, graph));
         } else {
           outputs[m].emplace(std::move(value));
         }
-      } catch (...) {
-        boxes.fail({m, p});
       }
+    } catch (...) {
+      boxes.fail({m, p});
     }
   };
   threads_->run(static_cast<int>(partitions), work, [](int) { return std::string(); });
