@@ -285,9 +285,11 @@ int show(const TopArguments& arguments) {
     const Terminal terminal = look_at_terminal();
     const std::string table = monitor::draw_table(*hosts, terminal.size);
     write_all(STDOUT_FILENO, terminal.moves ? frame_of(table, first) : (first ? "" : "\n") + table);
-    interrupted = wait_for_signal(
-        signals, Deadline::after(std::chrono::duration_cast<std::chrono::nanoseconds>(interval)));
-    hosts = source->look();
+    const auto until = Deadline::after(std::chrono::duration_cast<std::chrono::nanoseconds>(interval));
+    do {  // reports are read as they come: an agent keeps few for those that don't, and not the newest
+      interrupted = wait_for_signal(signals, until, source->fd());
+      hosts = source->look();
+    } while (hosts && !interrupted && source->fd() >= 0 && !until.expired());
   }
   if (!interrupted) std::cerr << "lockstep top: the job has ended\n";
   return 0;
