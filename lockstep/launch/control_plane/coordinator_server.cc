@@ -132,7 +132,7 @@ class CoordinatorServer::Peer : public EventHandler {
       } else if (const auto report = agent_ ? decode_report(*message) : std::nullopt) {
         // A connection is one agent's for ever.
         if (report->agent != *agent_) return reject();
-        server_.reports_.emplace_back(*agent_, *message);
+        server_.reports_[*agent_] = *message;
       } else {
         take_status(*message);
       }

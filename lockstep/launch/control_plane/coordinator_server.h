@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <lockstep/launch/control_plane/event_loop.h>
@@ -77,8 +77,8 @@ class CoordinatorServer : public EventHandler {
   Coordinator coordinator_;
   std::list<std::unique_ptr<Peer>> pending_;  // in the order in which they came
   std::list<std::unique_ptr<Peer>> agents_;
-  std::list<std::unique_ptr<Forwarding>> streams_;        // of the generation that runs
-  std::vector<std::pair<AgentId, std::string>> reports_;  // that have come, encoded
+  std::list<std::unique_ptr<Forwarding>> streams_;  // of the generation that runs
+  std::map<AgentId, std::string> reports_;          // the newest of each that have come, encoded
   uint16_t store_port_ = 0;
   bool news_ = true;  // since the last decision
   BootTime look_again_at_ = {};
