@@ -171,13 +171,16 @@ class ControlPlane::Thread : public EventHandler {
                     now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn
   }
 
+  /// This thread waits for no report: the other hosts wait for its heartbeats.
   void serve_watchers() {
     state_.set_watches(watchers_.watched());
     const bool wanted = state_.watched() && options_.report;
-    if (!wanted) return end_reports();
-    if (reporter_) return;
-    reporter_ = std::make_unique<HostReporter>(options_.report);
-    loop_.watch(reporter_->fd(), POLLIN, *this);
+    if (!wanted && reporter_) reporter_->stop();
+    if (reporter_ && reporter_->is_over()) end_reports();
+    if (wanted && !reporter_) {
+      reporter_ = std::make_unique<HostReporter>(options_.report);
+      loop_.watch(reporter_->fd(), POLLIN, *this);
+    }
   }
   void end_reports() {
     if (!reporter_) return;

@@ -49,6 +49,7 @@ struct HostReporter::Shared {
     }
     ended = true;
     changed.notify_all();
+    ::eventfd_write(event.get(), 1);
   }
 
   const std::function<std::string()> report;
@@ -66,10 +67,20 @@ HostReporter::HostReporter(std::function<std::string()> report)
 }
 
 HostReporter::~HostReporter() {
+  stop();
   std::unique_lock lock(shared_->mutex);
+  shared_->changed.wait_for(lock, kPatienceWithReport, [this] { return shared_->ended; });
+}
+
+void HostReporter::stop() {
+  const std::lock_guard lock(shared_->mutex);
   shared_->stops = true;
   shared_->changed.notify_all();
-  shared_->changed.wait_for(lock, kPatienceWithReport, [this] { return shared_->ended; });
+}
+
+bool HostReporter::is_over() const {
+  const std::lock_guard lock(shared_->mutex);
+  return shared_->ended;
 }
 
 int HostReporter::fd() const {

@@ -18,7 +18,12 @@ class HostReporter {
   /// Waits for the report that is under way, 2 s at most.
   ~HostReporter();
 
-  /// Readable while there is a report.
+  /// Asks for no more of them, and does not wait for the one that is under way.
+  void stop();
+  /// Whether none is under way any more after stop().
+  bool is_over() const;
+
+  /// Readable while there is a report, and once it is over.
   int fd() const;
   /// The newest one, once.
   std::optional<std::string> take();

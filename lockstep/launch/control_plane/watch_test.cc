@@ -127,6 +127,11 @@ TEST(HostReporter, DoesNotWaitForOneThatHangs) {
   std::unique_lock lock(gate->mutex);
   gate->changed.wait(lock, [&] { return gate->entered; });
   lock.unlock();
+  reporter->stop();
+  EXPECT_FALSE(reporter->is_over()) << "the report is under way";
+  auto again = std::make_unique<HostReporter>([] { return std::string("in time"); });
+  again->stop();
+  while (!again->is_over()) std::this_thread::yield();
   reporter.reset();  // returns, though the report is under way
   lock.lock();
   gate->open = true;
