@@ -156,14 +156,13 @@ class ControlPlane::Thread : public EventHandler {
   /// Everything that may be due; returns when to look again.
   BootTime serve() {
     const BootTime now = BootClock::now();
-    const bool told = take_news(now);
-    serve_watchers();
+    const bool told = take_news(now), watches_anew = serve_watchers();
     BootTime next = server_ ? server_->serve(now) : BootTime::max();
     const AgentState::Phase before = state_.phase();
     const AgentState::Action action = state_.advance(now);
     if (action != AgentState::Action::kNothing) act(action);
-    const bool news = told || action != AgentState::Action::kNothing || state_.phase() != before ||
-                      std::exchange(order_, state_.order()) != state_.order();
+    const bool news = told || watches_anew || action != AgentState::Action::kNothing ||
+                      state_.phase() != before || std::exchange(order_, state_.order()) != state_.order();
     next = std::min({next, link_->serve(now, news), state_.look_again_at()});
     say_trouble();
     if (tunnel_) next = std::min(next, tunnel_->serve(now));
@@ -171,9 +170,9 @@ class ControlPlane::Thread : public EventHandler {
                     now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn
   }
 
-  /// This thread waits for no report: the other hosts wait for its heartbeats.
-  void serve_watchers() {
-    state_.set_watches(watchers_.watched());
+  /// Whether the coordinator has to be told. This thread waits for no report: the other hosts wait for its heartbeats.
+  bool serve_watchers() {
+    const bool is_new = state_.set_watches(watchers_.watched());
     const bool wanted = state_.watched() && options_.report;
     if (!wanted && reporter_) reporter_->stop();
     if (reporter_ && reporter_->is_over()) end_reports();
@@ -181,6 +180,7 @@ class ControlPlane::Thread : public EventHandler {
       reporter_ = std::make_unique<HostReporter>(options_.report);
       loop_.watch(reporter_->fd(), POLLIN, *this);
     }
+    return is_new;
   }
   void end_reports() {
     if (!reporter_) return;

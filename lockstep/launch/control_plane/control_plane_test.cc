@@ -427,6 +427,20 @@ TEST(ControlPlane, ReportsReachTheHostsThatWatch) {
   scene.until([&] { return !scene.agents[0]->state.watched(); }, "reports are not wanted any more");
 }
 
+TEST(ControlPlane, AllHostsHearAtOnceThatOneWatches) {
+  MembershipOptions options = Scene::two_hosts();
+  options.heartbeat_interval = std::chrono::hours(1);
+  Scene scene(seconds(30), options);
+  scene.run_world();
+  Scene::Agent& watcher = *scene.agents[1];
+  for (const bool watches : {true, false}) {
+    EXPECT_TRUE(watcher.state.set_watches(watches));
+    EXPECT_FALSE(watcher.state.set_watches(watches));
+    watcher.link.serve(BootClock::now(), true);
+    scene.until([&] { return scene.agents[0]->state.watched() == watches; }, "the other host hears of it");
+  }
+}
+
 TEST(ControlPlane, AStreamCarriesBytesBothWays) {
   Scene scene;
   scene.run_world();

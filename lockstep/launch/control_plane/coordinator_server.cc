@@ -326,7 +326,8 @@ void CoordinatorServer::decide(BootTime now) {
     done_ = decision.action == Decision::Action::kDone;
     if (options_.observe && decision.reason != std::exchange(last_reason_, decision.reason))
       options_.observe(decision);
-    if (again || decision.asks) push_orders(decision.asks);
+    const bool watched = coordinator_.watched();
+    if (again || decision.asks || watched != std::exchange(watched_, watched)) push_orders(decision.asks);
   }
 }
 

@@ -80,7 +80,8 @@ class CoordinatorServer : public EventHandler {
   std::list<std::unique_ptr<Forwarding>> streams_;  // of the generation that runs
   std::map<AgentId, std::string> reports_;          // the newest of each that have come, encoded
   uint16_t store_port_ = 0;
-  bool news_ = true;  // since the last decision
+  bool news_ = true;      // since the last decision
+  bool watched_ = false;  // at the last decision
   BootTime look_again_at_ = {};
   BootTime accept_again_at_ = BootTime::max();  // where descriptors are used up
   std::string last_reason_;

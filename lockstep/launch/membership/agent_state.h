@@ -54,8 +54,8 @@ class AgentState {
   bool take_question() { return std::exchange(asked_, false); }
   /// Whether some host wants this one's reports.
   bool watched() const { return order_ && order_->watched; }
-  /// Whether this host wants those of all.
-  void set_watches(bool watches) { self_.watches = watches; }
+  /// Whether this host wants those of all. Returns whether that is new.
+  bool set_watches(bool watches) { return std::exchange(self_.watches, watches) != watches; }
   /// Who this agent is, in its reports.
   const AgentId& id() const { return self_.id; }
   /// What to tell the coordinator now. Each has a later sent_at than the one before.

@@ -108,12 +108,16 @@ void Coordinator::start(const Decision& decision) {
   for (Place& place : places_) place.world_size = ranks;
 }
 
+bool Coordinator::watched() const {
+  return std::any_of(members_.begin(), members_.end(),
+                     [](const Member& one) { return one.connected && one.status.watches; });
+}
+
 Order Coordinator::order_for(const AgentId& agent) const {
   const Member* member = find(agent);
   Order order = {.job = job_, .number = world_.order, .generation = world_.generation, .reason = reason_};
   if (member != nullptr) order.status_sent_at = member->status.sent_at;
-  order.watched = std::any_of(members_.begin(), members_.end(),
-                              [](const Member& one) { return one.connected && one.status.watches; });
+  order.watched = watched();
   if (world_.phase == WorldPhase::kEnding) {
     order.command = Command::kEnd;
     order.exit_status = exit_status_;

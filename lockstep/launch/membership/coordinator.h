@@ -34,6 +34,8 @@ class Coordinator {
   std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
   /// What that agent is to do now. `asks` is never set: see Decision::asks.
   Order order_for(const AgentId& agent) const;
+  /// Whether some host wants all hosts' reports.
+  bool watched() const;
   const World& world() const { return world_; }
   const std::vector<Member>& members() const { return members_; }
   int exit_status() const { return exit_status_; }
