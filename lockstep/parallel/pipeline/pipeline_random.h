@@ -12,7 +12,8 @@
 namespace lockstep {
 
 /// Seeds the default generators, of the CPU and of devices, for one layer of the micro-batch that this thread computes; outside
-/// of a PipelineRandomScope it does nothing. They are left so.
+/// of a PipelineRandomScope it does nothing. They are left so. On devices, call it before a function
+/// under activation_checkpoint(), not inside: backward runs that function again in a thread of autograd's.
 void seed_pipeline_layer(int64_t layer);
 
 /// What PipelineRunner does around a stage's forward with PipelineOptions::seed; for programs that compute the same in one

@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipeline_random.h>
@@ -231,7 +232,7 @@ TEST(Pipelines, RandomNumbersDependOnStepMicroBatchAndLayerAlone) {
       }
     }
     EXPECT_GT(expected[3].grad().abs().sum().item<float>(), 0);
-    // One layer a stage, and two.
+    // One layer a stage, and two; every other one is computed again in backward.
     for (const auto& [schedule, per_rank] :
          {std::pair{PipelineSchedule::k1F1B, 1}, std::pair{PipelineSchedule::kInterleavedZeroBubble, 2}}) {
       Tensors weights;
@@ -241,8 +242,10 @@ TEST(Pipelines, RandomNumbersDependOnStepMicroBatchAndLayerAlone) {
       for (int64_t index = rank; index < count; index += 2) {
         stages.emplace_back(
             [=](at::Tensor x) {
-              for (int64_t i = index * each; i < (index + 1) * each; ++i)
-                x = layer(i, x, weights[static_cast<size_t>(i)]);
+              for (int64_t i = index * each; i < (index + 1) * each; ++i) {
+                const at::Tensor& weight = weights[static_cast<size_t>(i)];
+                x = i % 2 == 0 ? layer(i, x, weight) : activation_checkpoint({}, layer, i, x, weight);
+              }
               return x;
             },
             index, count);

@@ -100,6 +100,8 @@ void PipelineStep::run() {
 }
 
 void PipelineStep::run(const PipelineAction& action) {
+  std::optional<PipelineRandomScope> random;  // of backward, too, which computes checkpointed layers again
+  if (core_.options.seed) random.emplace(*core_.options.seed, core_.steps, action.micro_batch);
   if (action.type == ComputationType::kForward) return forward(action);
   const auto place = kept_.find({action.stage, action.micro_batch});
   TORCH_INTERNAL_ASSERT(place != kept_.end());
@@ -139,11 +141,7 @@ void PipelineStep::forward(const PipelineAction& action) {
   for (const at::Tensor& input : kept.inputs) kept.bytes += static_cast<int64_t>(input.nbytes());
 
   const c10::AutoGradMode grad_mode(has_backward_);
-  std::optional<PipelineRandomScope> random;
-  if (core_.options.seed) {
-    random.emplace(*core_.options.seed, core_.steps, action.micro_batch);
-    seed_pipeline_layer(-1 - action.stage);  // no layer's number
-  }
+  if (core_.options.seed) seed_pipeline_layer(-1 - action.stage);  // no layer's number
   const Tensors outputs = stage.forward(kept.inputs);
   for (size_t i = 0; i < outputs.size(); ++i) {
     TORCH_CHECK_VALUE(outputs[i].defined(), "output ", i, " of stage ", action.stage, " is undefined");
