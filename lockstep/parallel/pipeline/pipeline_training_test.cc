@@ -210,6 +210,33 @@ TEST(Pipelines, WithDataParallelismAreOneProcess) {
   });
 }
 
+TEST(Pipelines, WithDataParallelismStagesOfARankMayShareALayer) {
+  run_ranks(4, [](int /*rank*/) {
+    auto world = init_process_group();
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    const int replica = mesh.get_local_rank("dp"), place = mesh.get_local_rank("pp");
+    for (const PipelineSchedule schedule :
+         {PipelineSchedule::kInterleaved1F1B, PipelineSchedule::kInterleavedZeroBubble}) {
+      auto model = random_model(52, 4, at::kDouble), expected = random_model(52, 4, at::kDouble);
+      model[2] = model[0];
+      expected[2] = expected[0];
+      PipelineRunner pipeline(stages_of(model, place, 2, mesh.get_group("pp")),
+                              {.schedule = schedule,
+                               .n_microbatches = 4,
+                               .loss_fn = mean_of_squares,
+                               .data_parallel_group = mesh.get_group("dp")});
+      const Batch batch = random_batch(53, 16, at::kDouble);
+      pipeline.step({batch.data.narrow(0, 8 * replica, 8)}, batch.target.narrow(0, 8 * replica, 8));
+      run_as_one_process(expected, batch, 1);
+      for (size_t i = static_cast<size_t>(place); i < model.size(); i += 2) {
+        const auto actual = model[i]->parameters(), wanted = expected[i]->parameters();
+        for (size_t j = 0; j < actual.size(); ++j)
+          EXPECT_LT(testing::difference(actual[j].grad(), wanted[j].grad()), 1e-13) << i << ' ' << j;
+      }
+    }
+  });
+}
+
 TEST(Pipelines, RandomNumbersDependOnStepMicroBatchAndLayerAlone) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

@@ -208,10 +208,10 @@ void PipelineCore::share_initial_values() {
 
 // ---- gradients over several ranks
 
-GradientAverage::GradientAverage(const PipelineStage& stage, const ProcessGroup& group) {
+GradientAverage::GradientAverage(const std::vector<at::Tensor>& parameters, const ProcessGroup& group) {
   const at::NoGradGuard no_grad;
   std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>> by_kind;
-  for (const at::Tensor& parameter : stage.parameters()) {
+  for (const at::Tensor& parameter : parameters) {
     if (!parameter.requires_grad()) continue;
     // A parameter may have taken no part on this rank alone.
     if (!parameter.grad().defined()) parameter.mutable_grad() = at::zeros_like(parameter);

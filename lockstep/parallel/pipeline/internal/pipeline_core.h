@@ -58,10 +58,10 @@ struct PipelineCore {
   void share_initial_values();
 };
 
-/// The average of a stage's gradients over its data parallel group, on its way.
+/// The average of parameters' gradients over their data parallel group, on its way.
 class GradientAverage {
  public:
-  GradientAverage(const PipelineStage& stage, const ProcessGroup& group);
+  GradientAverage(const std::vector<at::Tensor>& parameters, const ProcessGroup& group);
   void wait();
 
  private:

@@ -277,7 +277,17 @@ void PipelineStep::send_gradients(const PipelineAction& action, const Kept& kept
 
 void PipelineStep::finish_weights(const PipelineAction& action) {
   if (--backwards_left_.at(action.stage) > 0 || !core_.options.data_parallel_group) return;
-  averages_.emplace_back(core_.stage(action.stage), *core_.options.data_parallel_group);
+  // To the gradient of what another stage of this rank has, too, that one's backwards may still add.
+  const auto is_used = [&](const at::Tensor& parameter) {
+    return std::any_of(core_.stages.begin(), core_.stages.end(), [&](const PipelineStage& other) {
+      return backwards_left_.at(other.stage_index()) > 0 &&
+             std::any_of(other.parameters().begin(), other.parameters().end(),
+                         [&](const at::Tensor& its) { return its.is_same(parameter); });
+    });
+  };
+  Tensors parameters = core_.stage(action.stage).parameters();
+  std::erase_if(parameters, is_used);
+  averages_.emplace_back(parameters, *core_.options.data_parallel_group);
 }
 
 // ---- between stages
