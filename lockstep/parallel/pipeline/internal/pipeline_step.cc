@@ -39,6 +39,15 @@ bool requires_gradient(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad();
 }
 
+/// Autograd may give an input and a weight gradients in one memory (of x.view(…) + w.view(…), say), and adds to the weight's in
+/// place while the message with the input's is on its way.
+at::Tensor in_own_memory(const at::Tensor& gradient) {
+  if (!gradient.defined()) return gradient;
+  const bool is_shared =
+      gradient.use_count() > 1 || (gradient.has_storage() && gradient.storage().use_count() > 1);
+  return is_shared ? gradient.clone() : gradient;
+}
+
 }  // namespace
 
 PipelineStep::PipelineStep(PipelineCore& core, bool has_backward, bool return_outputs, const Tensors& inputs,
@@ -233,7 +242,7 @@ void PipelineStep::backward(const PipelineAction& action, Kept& kept) {
   if (action.stage == 0) return;
   Tensors of_inputs;
   for (const at::Tensor& input : kept.inputs) {
-    of_inputs.push_back(requires_gradient(input) ? input.grad() : at::Tensor());
+    of_inputs.push_back(requires_gradient(input) ? in_own_memory(input.grad()) : at::Tensor());
   }
   send_gradients(action, kept, of_inputs);
 }
@@ -254,7 +263,7 @@ void PipelineStep::backward_of_inputs(const PipelineAction& action, Kept& kept) 
     Tensors of_inputs;
     size_t next = 0;
     for (const at::Tensor& input : kept.inputs) {
-      of_inputs.push_back(requires_gradient(input) ? of_leaves[next++] : at::Tensor());
+      of_inputs.push_back(requires_gradient(input) ? in_own_memory(of_leaves[next++]) : at::Tensor());
     }
     send_gradients(action, kept, of_inputs);
   }
