@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <string>
 #include <sys/mount.h>
+#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -358,6 +359,29 @@ TEST(Checkpoint, PartsOfTensorsKeepTheirPlacesAndAreEachRanksOwn) {
   EXPECT_TRUE(verify_checkpoint(scratch.path() / "own").empty());
   EXPECT_THAT(inspect_checkpoint(scratch.path() / "own").text,
               HasSubstr("[1, 3] at [6,0] of [7,3] along shard"));
+}
+
+TEST(Checkpoint, AnObjectThatOnlyLooksLikeAPartIsAnOrdinaryOne) {
+  const Scratch scratch;
+  run_ranks(1,
+            [&](int) {
+              const auto group = init_process_group();
+              StateDict state;
+              for (const auto& [name, row, rows] : {std::tuple{"beyond", 5, 3}, std::tuple{"negative", -1, 3},
+                                                    std::tuple{"of other dimensions", 0, 8}}) {
+                std::vector<int64_t> sizes{rows, 2};
+                if (rows == 8) sizes.push_back(1);
+                state.emplace(name, to_object(StateDict{{"local", torch::ones({2, 2})},
+                                                        {"row", int64_t{row}},
+                                                        {"global_sizes", to_object(sizes)}}));
+              }
+              save_checkpoint(scratch.path() / "one", {{"model", to_object(state)}}, {}, {});
+              EXPECT_EQ(load_checkpoint(scratch.path() / "one").state.size(), 1U);
+              for (const auto& tensor : checkpoint::internal::read_manifest(scratch.path() / "one").tensors) {
+                EXPECT_EQ(tensor.part_of, std::nullopt) << tensor.name;
+              }
+            },
+            {.environment = scratch.environment()});
 }
 
 /// For this thread another file system stands there, as on a host with disks of its own. False if that is not allowed.

@@ -39,7 +39,19 @@ std::optional<TensorPart> tensor_part_of(const c10::IValue& object) {
   }
   part.offsets.resize(part.global_shape.size());
   if (!part.offsets.empty()) part.offsets[0] = row->toInt();
+  if (!lies_within(part, local->toTensor().sizes().vec())) return {};
   return part;
+}
+
+bool lies_within(const TensorPart& part, const std::vector<int64_t>& shape) {
+  const size_t dimensions = part.global_shape.size();
+  if (part.offsets.size() != dimensions) return false;
+  if (dimensions > 0 && shape.size() != dimensions) return false;
+  for (size_t i = 0; i < dimensions; ++i) {
+    const int64_t offset = part.offsets[i], global = part.global_shape[i];
+    if (offset < 0 || offset > global || shape[i] > global - offset) return false;
+  }
+  return true;
 }
 
 bool is_whole(const TensorPart& part, const std::vector<int64_t>& shape) {

@@ -20,8 +20,11 @@ struct TensorPart {
 };
 
 /// The place of the tensor in an object of the form {"local": tensor, "row": n, "global_sizes": […]}, as fsdp::ShardedTensor
-/// has, with or without "mesh_dim": "NAME"; nothing for any other object.
+/// has, with or without "mesh_dim": "NAME"; nothing for any other object, also one whose tensor would lie beyond the whole.
 std::optional<TensorPart> tensor_part_of(const c10::IValue& object);
+
+/// Whether a part of this shape has its place in the whole.
+bool lies_within(const TensorPart& part, const std::vector<int64_t>& shape);
 
 /// Whether a part of this shape has all of the whole.
 bool is_whole(const TensorPart& part, const std::vector<int64_t>& shape);

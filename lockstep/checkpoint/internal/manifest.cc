@@ -169,12 +169,7 @@ serialization::TensorPart parse_part(const Value& value, const std::vector<int64
   serialization::TensorPart part{.global_shape = value.at("global_shape").integers(),
                                  .offsets = value.at("offsets").integers(),
                                  .mesh_dim = value.at("mesh_dim").text()};
-  const size_t dimensions = part.global_shape.size();
-  bool fits = part.offsets.size() == dimensions && (dimensions == 0 || shape.size() == dimensions);
-  for (size_t i = 0; fits && i < dimensions; ++i) {
-    fits = part.offsets[i] <= part.global_shape[i] && shape[i] <= part.global_shape[i] - part.offsets[i];
-  }
-  if (!fits) value.at("offsets").fail("put the tensor beyond the whole");
+  if (!serialization::lies_within(part, shape)) value.at("offsets").fail("put the tensor beyond the whole");
   return part;
 }
 
