@@ -169,10 +169,20 @@ struct Tower : nn::Module {
       return layer->weight.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
     }));
   }
-  void count() { most = std::max(most, whole()); }
+  /// Layers whose weights' gradients are here, and wait until they are reduced.
+  int waiting() const {
+    return static_cast<int>(std::ranges::count_if(layers, [](const auto& layer) {
+      const torch::Tensor& gradient = layer->weight.grad();
+      return gradient.defined() && !gradient.is_meta();
+    }));
+  }
+  void count() {
+    most = std::max(most, whole());
+    most_waiting = std::max(most_waiting, waiting());
+  }
 
   std::vector<nn::Linear> layers;
-  int most = 0;
+  int most = 0, most_waiting = 0;
 };
 
 TEST(FsdpGather, NoMoreGroupsAreWholeThanTheOptionsSay) {
@@ -209,6 +219,27 @@ TEST(FsdpGather, NoMoreGroupsAreWholeThanTheOptionsSay) {
   });
 }
 
+/// In the best of several steps, for a rank that is late lets the others' gradients wait.
+TEST(FsdpGather, GradientsAreReducedWhileBackwardGoesOn) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const auto adjust : {gather, gather_until_backward}) {
+      const auto net = std::make_shared<Tower>(12);
+      Options options{.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(), .gradient_buffers = 1};
+      adjust(options);
+      FullyShardedDataParallel model(net, options);
+      const auto x = random({3, 16}, static_cast<uint64_t>(rank), at::kFloat);
+      int least = 12;
+      for (int step = 0; step < 10; ++step) {
+        net->most_waiting = 0;
+        model(x).sum().backward();
+        least = std::min(least, net->most_waiting);
+      }
+      EXPECT_LE(least, 1) << "of 12 layers";
+    }
+  });
+}
+
 TEST(FsdpGather, NoSyncKeepsWhatShardGradOpHasGathered) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
@@ -229,7 +260,7 @@ TEST(FsdpGather, NoSyncKeepsWhatShardGradOpHasGathered) {
   });
 }
 
-/// A rank without a gradient for a weight that the others reduce early: nobody waits for that before a gather.
+/// A rank without a gradient for a weight that the others reduce early: they don't wait for that before a gather.
 TEST(FsdpGather, ARankMayLackGradients) {
   struct Biased : nn::Module {
     Biased() {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <utility>
 
@@ -8,11 +9,15 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
 namespace lockstep::fsdp::internal {
 namespace {
+
+/// How long to wait for a reduction that other ranks have perhaps not started; once in a backward.
+constexpr std::chrono::milliseconds kPatience(100);
 
 struct WhenAccumulated final : torch::autograd::PostAccumulateGradHook {
   explicit WhenAccumulated(std::function<void()> action) : action_(std::move(action)) {}
@@ -142,6 +147,7 @@ void GradientReduction::begin() {
   backward_ = std::this_thread::get_id();
   std::fill(used_.begin(), used_.end(), false);
   for (Group& group : groups_) group.missing = group.weights.size();
+  gave_up_ = false;
   schedule_.begin();
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
     if (const auto reduction = self.lock()) reduction->end();
@@ -154,10 +160,24 @@ void GradientReduction::start_what_can_start() {
     // Gradients that wait for a buffer take more memory than the buffers.
     const auto oldest = schedule_.oldest();
     if (!oldest || !schedule_.waits_for_a_slot()) return;
-    // A rank that lacks gradients may start it behind operations that need this rank.
-    if (progress_.own - static_cast<int64_t>(ring_.size()) >= progress_.all) return;
+    if (!comes_to_an_end(*oldest)) return;
     finish(*oldest);
   }
+}
+
+/// False if this rank must not wait any longer for the oldest reduction: a rank that lacks gradients may start it behind operations
+/// that need this rank. Most often all ranks start it soon. Without waiting, the gradients of the whole model would be in memory
+/// where backward gathers nothing (SHARD_GRAD_OP), and those of most parts where groups are larger than the ring.
+bool GradientReduction::comes_to_an_end(size_t oldest) {
+  if (progress_.own - static_cast<int64_t>(ring_.size()) < progress_.all) return true;
+  const Work& work = ring_[oldest].work;
+  if (gave_up_ || work->isCompleted()) return work->isCompleted();
+  try {
+    work->wait(kPatience);
+  } catch (const DistTimeoutError&) {
+    gave_up_ = !work->isCompleted();  // else finish() throws its error
+  }
+  return !gave_up_;
 }
 
 /// Takes the gradients of the group's weights from where autograd has put them.

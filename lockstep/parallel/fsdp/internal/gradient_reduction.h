@@ -26,7 +26,8 @@ namespace lockstep::fsdp::internal {
 struct ReductionProgress {
   int64_t own = 0;  ///< here
   /// On each rank, as far as this one knows. Where ranks wait for each other in other operations too, as in gathers,
-  /// it is told; otherwise a rank may wait for a reduction that others have not started, for they come to it.
+  /// it is told, and a rank waits no longer than 0.1 s in a backward for others; otherwise it may wait for a reduction that
+  /// others have not started, for they come to it.
   int64_t all = std::numeric_limits<int64_t>::max();
 };
 
@@ -92,6 +93,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   void on_gradient(size_t weight);
   void begin();
   void start_what_can_start();
+  bool comes_to_an_end(size_t oldest);
   void reduce_the_rest();
   void take_gradients(Group& group);
   void start(const ReductionSchedule::Start& next);
@@ -111,6 +113,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   std::vector<Slot> ring_;
   ReductionSchedule schedule_;
   ReductionProgress progress_;
+  bool gave_up_ = false;  // waiting in this backward for what ranks have perhaps not started
   std::function<void(size_t)> when_complete_;
   std::function<void()> when_reduced_;
   bool synchronising_ = true;

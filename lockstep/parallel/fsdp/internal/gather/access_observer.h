@@ -17,7 +17,7 @@ class AccessListener {
   virtual void after_use(size_t unit) noexcept = 0;
 };
 
-/// Who listens; set once, before any operator is given the memory. Nobody is told when it has expired.
+/// Who listens; set once, before any operator is given the memory. When it has expired, accesses are not told.
 struct AccessListenerSlot {
   std::weak_ptr<AccessListener> listener;
 };

@@ -26,7 +26,8 @@ namespace lockstep::fsdp::internal {
 /// - An observer can't throw. When a gather fails, what is not whole throws its cause to any kernel that reads it, forward and
 ///   the end of backward throw the cause itself, and so does all that follows: no step is taken. The groups fail on all ranks.
 /// - Gathers have a group of their own, in which all ranks come in the same order, which finish() checks. Ranks may lack gradients, and then start
-///   reductions later: each gather tells how many a rank has started, and nobody waits for others before a gather.
+///   reductions later: each gather tells how many a rank has started, and a rank waits 0.1 s
+///   in a backward, and no longer, for a reduction that others have perhaps not started.
 ///
 /// Used by one thread at a time.
 class GatheredUnits final : public AccessListener, public std::enable_shared_from_this<GatheredUnits> {
