@@ -240,6 +240,47 @@ TEST(FsdpGather, GradientsAreReducedWhileBackwardGoesOn) {
   });
 }
 
+TEST(FsdpGather, TakesParametersWithoutElements) {
+  struct Empty : nn::Module {
+    torch::Tensor rows = register_parameter("rows", torch::zeros({0, 4}));
+    torch::Tensor columns = register_parameter("columns", torch::zeros({3, 0}));
+  };
+  struct Net : nn::Module {
+    std::shared_ptr<Empty> empty = register_module("empty", std::make_shared<Empty>());
+    nn::Linear last = register_module("last", nn::Linear(4, 4));
+    torch::Tensor own = register_parameter("own", torch::zeros({0}));
+    torch::Tensor forward(const torch::Tensor& x) {
+      return last(torch::cat({x, empty->rows})) + empty->columns.sum() + own.sum();
+    }
+  };
+  run_ranks(2, [](int /*rank*/) {
+    auto world = init_process_group();
+    for (const auto adjust : {gather, gather_until_backward}) {
+      torch::manual_seed(5);
+      const auto net = std::make_shared<Net>();
+      torch::manual_seed(5);
+      const auto alone = std::make_shared<Net>();
+      Options options{.auto_wrap_policy = fsdp::module_wrap_policy<Empty, nn::LinearImpl>()};
+      adjust(options);
+      FullyShardedDataParallel model(net, options);
+      const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+      optim::SGD reference(alone->parameters(), optim::SGDOptions(0.1));
+      for (int step = 0; step < 3; ++step) {
+        const auto x = random({5, 4}, static_cast<uint64_t>(step), at::kFloat);
+        optimizer->zero_grad();
+        reference.zero_grad();
+        loss_of(model(x)).backward();
+        loss_of(alone->forward(x)).backward();
+        optimizer->step();
+        reference.step();
+      }
+      const auto state = model.full_state_dict();
+      EXPECT_EQ(state.at("empty.columns").toTensor().sizes(), at::IntArrayRef({3, 0}));
+      EXPECT_LT(testing::difference(state.at("last.weight").toTensor(), alone->last->weight), 1e-6);
+    }
+  });
+}
+
 TEST(FsdpGather, NoSyncKeepsWhatShardGradOpHasGathered) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
