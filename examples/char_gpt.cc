@@ -286,8 +286,8 @@ void train(const Settings& settings) {
   TORCH_CHECK(loader.size() > 0, "the text's ", text.size(), " blocks don't fill one batch of ",
               settings.batch_size, "; give a smaller --batch-size or --block-size");
 
-  torch::manual_seed(settings.seed);
   const Part part = is_pipeline ? Part{world.rank(), world.size()} : Part{};
+  torch::manual_seed(settings.seed + part.index);  // layers of different stages begin with different values
   auto gpt = std::make_shared<Gpt>(vocabulary.size(), settings, part);
   gpt->to(device);
   const Training training = make_training(gpt, vocabulary.size(), settings);
