@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/torch.h>
 
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/parallel/pipeline/internal/split_backward.h>
 
 namespace lockstep::split_backward_test {
@@ -109,6 +110,20 @@ TEST_F(SplitBackward, OfARecurrentNet) {
   nn::LSTM layer(nn::LSTMOptions(6, 6).num_layers(2));
   expect_bits_of_whole_backward([&](const Tensors& in) { return Tensors{std::get<0>(layer(in[0]))}; },
                                 layer->parameters(), {torch::randn({5, 2, 6})});
+}
+
+TEST_F(SplitBackward, OfACheckpointedPart) {
+  nn::Linear first(6, 6), second(6, 6), third(6, 6);
+  Tensors weights = first->parameters();
+  for (const auto& more : {second->parameters(), third->parameters()}) {
+    weights.insert(weights.end(), more.begin(), more.end());
+  }
+  const auto part = [&](const at::Tensor& x) {
+    return second(torch::dropout(torch::tanh(first(x)), 0.3, /*train=*/true));
+  };
+  expect_bits_of_whole_backward(
+      [&](const Tensors& in) { return Tensors{third(activation_checkpoint({}, part, in[0]))}; }, weights,
+      {torch::randn({5, 6})});
 }
 
 TEST_F(SplitBackward, OfAWeightThatIsUsedSeveralTimes) {
