@@ -9,19 +9,21 @@ import sys
 import time
 
 from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, largest_model,
-                               launch, machine, profiler, report, results, several_hosts, sharding, soak, startup, sweep, training)
+                               launch, machine, pipeline, profiler, report, results, several_hosts, sharding, soak, startup,
+                               sweep, training)
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,
           "tuning": training.tuning, "hooks": comm_hooks.hooks, "python": from_python.python, "data": data.data,
-          "checkpoint": checkpoint.checkpoint, "profiler": profiler.profiler, "sharding": sharding.sharding, "gpu": gpu.gpu,
+          "checkpoint": checkpoint.checkpoint, "profiler": profiler.profiler, "sharding": sharding.sharding,
+          "pipeline": pipeline.pipeline, "gpu": gpu.gpu,
           "startup": startup.startup, "hosts": several_hosts.several_hosts, "launch": launch.launch, "sweep": sweep.sweep,
           "largest": largest_model.largest_model, "soak": soak.soak}
 # They share no contender with the suites before, which hold memory that these need.
-BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "profiler", "sharding", "gpu", "startup",
-                 "hosts", "launch", "sweep", "largest", "soak")
+BY_THEMSELVES = ("step", "tuning", "hooks", "python", "data", "checkpoint", "profiler", "sharding", "pipeline", "gpu",
+                 "startup", "hosts", "launch", "sweep", "largest", "soak")
 ONLY_WHERE_NAMED = ("hosts", "launch", "sweep", "largest")  # sweep takes long, the others need root
 ROUNDS = 15
 SOAK_ROUNDS, SOAK_QUICK_ROUNDS = 200, 20  # where it is the only suite

@@ -53,6 +53,9 @@ KINDS = {
     "python_profiler": ("python_profiler.py", {}),
     **{f"sharding_{mode}": ("bench_sharding", {}) for mode in ("fsdp", "ddp", "alone")},  # each in processes of its own
     "python_sharding": ("python_sharding.py", {}),
+    "pipeline": ("bench_pipeline", {}),
+    "python_pipeline": ("python_pipeline.py", {}),
+    "python_pipeline_lockstep": ("python_pipeline.py", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),
     "python_groups": ("python_all_reduce.py", {}),  # ours and Gloo in the same processes
     # On the fleet's device.
     "gpu_nccl": ("bench_ddp_step", {"LOCKSTEP_BENCH_BACKEND": "nccl"}),
@@ -63,7 +66,7 @@ KINDS = {
 }
 # What takes the place of NCCL where the device is the CPU.
 WITHOUT_NCCL = {"gpu_nccl": "gpu_staged", "gpu_python_nccl": "gpu_python_gloo"}
-NEED_PACKAGE = ("python_lockstep", "python_groups")
+NEED_PACKAGE = ("python_lockstep", "python_groups", "python_pipeline_lockstep")
 
 
 @dataclass(frozen=True)

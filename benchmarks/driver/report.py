@@ -2,8 +2,8 @@
 
 import statistics
 
-from benchmarks.driver import (checkpoint, data, from_python, gpu, largest_model, launch, profiler, several_hosts_report, sharding, soak, startup,
-                               stats, sweep, targets, training_report)
+from benchmarks.driver import (checkpoint, data, from_python, gpu, largest_model, launch, pipeline, profiler,
+                               several_hosts_report, sharding, soak, startup, stats, sweep, targets, training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -16,7 +16,7 @@ def report(results, markdown=False):
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
                *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
-               *sharded(results), largest_models(results),
+               *sharded(results), largest_models(results), *pipelines(results),
                gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
                launches(results), idle_launchers(results), sweeps(results), soaked(results),
                failed_rounds(results), promises(results)]
@@ -203,6 +203,30 @@ def largest_models(results):
             rows.append([words, f"{parameters / 1e6:.0f} million parameters"])
     return Table(f"The largest model that trains in {largest_model.LIMIT / 2**30:.0f} GiB, {largest_model.RANKS} ranks, AdamW, weights in "
                  f"bfloat16, to {100 * (largest_model.PRECISION - 1):.0f} %", ["", ""], rows)
+
+
+def pipelines(results):
+    shown = {"ours": "PipelineRunner", "theory": "theory", "gloo": "torch, Gloo", "torch_on_ours": "torch, Lockstep"}
+
+    def columns(cell):
+        return [*(duration(results.median(f"{cell}.{name}")) for name in shown),
+                *(ratio(results, f"{cell}.{figure}") for figure in ("over_theory", "vs_gloo", "vs_torch_on_ours"))]
+
+    heads = [*shown.values(), "of theory's (quartiles)", "faster than torch, Gloo", "faster than torch, Lockstep"]
+    rows = [[f"{schedule}, {ranks} ranks", *columns(cell)] for ranks in pipeline.RANKS for schedule in pipeline.SCHEDULES
+            if f"{(cell := f'pipeline.sleep.{ranks}.{schedule}')}.ours" in results.series]
+    yield Table("Pipelines of layers that sleep, 8 micro-batches: a step", ["", *heads], rows)
+    rows = [[words, *columns(cell)] for cell, words in (
+        ("pipeline.action.2", "one action, 1F1B, next to no work"),
+        *((f"pipeline.transformer.2.{schedule}", f"12 transformer layers, {schedule}, a step")
+          for schedule in ("1F1B", "InterleavedZeroBubble"))) if f"{cell}.ours" in results.series]
+    yield Table("Pipelines on 2 ranks", ["", *heads], rows)
+    rows = [[schedule, *(mebibytes(results.median(f"{cell}.{name}")) for name in pipeline.CONTENDERS),
+             *(ratio(results, f"{cell}.of_{name}") for name in pipeline.PEERS)]
+            for schedule in ("1F1B", "InterleavedZeroBubble")
+            if f"{(cell := f'pipeline.memory.2.{schedule}')}.ours" in results.series]
+    yield Table("Memory of that transformer's job at most", ["", *(shown[name] for name in pipeline.CONTENDERS),
+                "of torch's, Gloo (quartiles)", "of torch's, Lockstep (quartiles)"], rows)
 
 
 def profiles(results):

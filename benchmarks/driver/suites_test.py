@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.driver import checkpoint, collectives, data, interleave, profiler, report, results, sweep, tables, targets
+from benchmarks.driver import (checkpoint, collectives, data, interleave, pipeline, profiler, report, results, sweep, tables,
+                               targets)
 from benchmarks.driver.__main__ import SUITES
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
@@ -33,7 +34,11 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("python_checkpoint", "torch_load:plain"): 60, ("python_checkpoint", "safetensors_load:plain"): 20}
 STEP.update({("sharding_fsdp", "fsdp"): 50, ("sharding_ddp", "ddp"): 49, ("sharding_alone", "alone"): 45,
              ("python_sharding", "fsdp"): 150})
-MEMORY = {"sharding_fsdp": 2 << 30, "sharding_ddp": 4 << 30, "sharding_alone": 3 << 30, "python_sharding": 5 << 29}
+STEP.update({(kind, schedule): time for schedule in pipeline.SCHEDULES
+             for kind, time in (("pipeline", 140), ("python_pipeline", 160), ("python_pipeline_lockstep", 150))})
+STEP["pipeline", "InterleavedZeroBubble"] = 130
+MEMORY = {"sharding_fsdp": 2 << 30, "sharding_ddp": 4 << 30, "sharding_alone": 3 << 30, "python_sharding": 5 << 29,
+          "pipeline": 1 << 30, "python_pipeline": 2 << 30, "python_pipeline_lockstep": 3 << 29}
 FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
          "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}
 
@@ -42,6 +47,8 @@ def facts_of(kind, operation, argument, rank):
     """What ours and Python's DDP tell, and what is counted and trained with hooks. The argument of accuracy is a seed."""
     if operation in ("ddp", "fixed"):
         return FACTS if kind.startswith("cpp") else {**FACTS, "backward_compute_comm_overlap_time": 80 + 80 * rank}
+    if kind == "pipeline":
+        return {"actions": 16, "theory_ns": 135e6}
     if operation.startswith("save:"):
         return {"bytes_over_data": 1.0001}
     if operation.startswith("merge:"):

@@ -76,6 +76,16 @@ SHARDING_TARGETS = tuple(
         Target(f"sharding_memory.2.{network}.fsdp.of_ddp", 0.55, f"FSDP of {network}, memory, of our DDP's", at_most=True),
         Target(f"sharding_memory.{network}.growth", 1.15, f"FSDP of {network}, memory on 4 ranks, of that on 2", at_most=True)))
 
+PIPELINE_TARGETS = (
+    *(Target(f"pipeline.sleep.{ranks}.{schedule}.over_theory", 1.05, f"pipeline of sleeping layers, {schedule}, {ranks} ranks, of theory",
+             at_most=True)
+      for ranks in (2, 4) for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")),
+    *(Target(f"pipeline.sleep.{ranks}.zero_bubble_of_1F1B", 1, f"the same, {ranks} ranks, zero bubble of 1F1B", at_most=True)
+      for ranks in (2, 4)),
+    *(Target(f"pipeline.sleep.{ranks}.{schedule}.vs_{peer}", 1, f"the same, {schedule}, {ranks} ranks, faster than {words}")
+      for ranks in (2, 4) for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+      for peer, words in (("gloo", "torch's with Gloo"), ("torch_on_ours", "torch's with Lockstep"))))
+
 TARGETS = (
     Target("cells.least", 1, "every operation, size and number of ranks: the slowest against Gloo"),
     Target("cells.median", 5, "every operation, size and number of ranks: the median against Gloo"),
@@ -110,6 +120,7 @@ TARGETS = (
     Target("profiler.merge.memory_of_traces", 0.64, "merging traces of 64 ranks, memory, of their bytes", at_most=True),
     *SHARDING_TARGETS,
     Target("sweep.pause.of_allowed", 1, "sweep, from the end of a job to the next, of 50 ms", at_most=True),
+    *PIPELINE_TARGETS,
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )

@@ -1,0 +1,187 @@
+// Times steps of pipelines, as scripts/bench commands; by hand:
+//
+//     lockstep run --nproc-per-node 2 bench_pipeline 1F1B sleep 4 1
+//
+// The operation is a schedule; the argument what stages compute: `sleep` (layers that only sleep, so that cores don't matter:
+// 5 ms each for forward, the gradients of the inputs, and those of the weights), `empty` (next to nothing: the overhead of an
+// action), or `transformer` (12 layers). peers/python_pipeline.py does the same with torch.distributed.pipelining.
+#include <chrono>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include <lockstep/lockstep.h>
+#include <lockstep/parallel/pipeline/pipeline_runner.h>
+#include <lockstep/parallel/pipeline/schedule_times.h>
+
+#include "command_loop.h"
+#include "init_options.h"
+
+namespace {
+
+namespace nn = torch::nn;
+using lockstep::PipelineRunner;
+using lockstep::PipelineSchedule;
+using lockstep::PipelineStage;
+using lockstep::bench::Command;
+using lockstep::bench::Timings;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int64_t kMicroBatches = 8;
+constexpr auto kNap = std::chrono::milliseconds(5);
+
+int64_t slept_ns = 0, naps = 0;
+
+void nap(std::chrono::nanoseconds time) {
+  const int64_t before = lockstep::bench::wall_clock();
+  std::this_thread::sleep_for(time);
+  slept_ns += lockstep::bench::wall_clock() - before;
+  ++naps;
+}
+
+/// Its forward and its backward sleep; of the input, in both.
+struct SleepyInput : torch::autograd::Function<SleepyInput> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t ns) {
+    context->saved_data["ns"] = ns;
+    nap(std::chrono::nanoseconds(ns));
+    return x.clone();
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    nap(std::chrono::nanoseconds(context->saved_data["ns"].toInt()));
+    return {gradients[0], at::Tensor()};
+  }
+};
+/// Of the weight, in backward alone.
+struct SleepyWeight : torch::autograd::Function<SleepyWeight> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, int64_t ns) {
+    context->saved_data["ns"] = ns;
+    return weight.clone();
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    nap(std::chrono::nanoseconds(context->saved_data["ns"].toInt()));
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+/// Like a layer of `parts` stages in the place of one.
+struct Sleepy : nn::Module {
+  explicit Sleepy(int64_t parts) : ns(std::chrono::nanoseconds(kNap).count() / parts) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return SleepyInput::apply(x, ns) * SleepyWeight::apply(weight, ns);
+  }
+  int64_t ns;
+  at::Tensor weight = register_parameter("weight", torch::ones({64}));
+};
+
+struct Scale : nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x * weight; }
+  at::Tensor weight = register_parameter("weight", torch::ones({64}));
+};
+
+constexpr int64_t kLayers = 12, kWidth = 256, kLength = 64, kRows = 2;
+
+struct Work {
+  std::vector<std::shared_ptr<nn::Module>> modules;
+  std::unique_ptr<PipelineRunner> pipeline;
+  at::Tensor input, target;
+  lockstep::PipelineShape shape;
+};
+
+bool is_interleaved(PipelineSchedule schedule) {
+  return schedule == PipelineSchedule::kInterleaved1F1B ||
+         schedule == PipelineSchedule::kInterleavedZeroBubble;
+}
+
+at::Tensor mean_of_squares(const at::Tensor& output, const at::Tensor& target) {
+  return (output - target).square().mean();
+}
+
+Work make_work(PipelineSchedule schedule, const std::string& what) {
+  const int64_t rank = lockstep::get_rank(), ranks = lockstep::get_world_size();
+  Work work;
+  work.shape = {ranks, is_interleaved(schedule) ? 2 : 1, kMicroBatches};
+  const int64_t stages = ranks * work.shape.stages_per_rank;
+  std::vector<PipelineStage> own;
+  for (int64_t stage = rank; stage < stages; stage += ranks) {
+    torch::manual_seed(stage);
+    if (what == "sleep") {
+      const auto module = std::make_shared<Sleepy>(work.shape.stages_per_rank);
+      own.emplace_back(module, stage, stages);
+      work.modules.push_back(module);
+    } else if (what == "empty") {
+      const auto module = std::make_shared<Scale>();
+      own.emplace_back(module, stage, stages);
+      work.modules.push_back(module);
+    } else {
+      TORCH_CHECK_VALUE(what == "transformer", "there is no '", what,
+                        "'; there are sleep, empty and transformer");
+      nn::Sequential layers;
+      const auto options =
+          nn::TransformerEncoderLayerOptions(kWidth, 4).dim_feedforward(4 * kWidth).dropout(0.0);
+      for (int64_t layer = 0; layer < kLayers / stages; ++layer) {
+        layers->push_back(nn::TransformerEncoderLayer(options));
+      }
+      own.emplace_back(layers, stage, stages);
+      work.modules.push_back(layers.ptr());
+    }
+  }
+  work.pipeline = std::make_unique<PipelineRunner>(
+      std::move(own), lockstep::PipelineOptions{
+                          .schedule = schedule, .n_microbatches = kMicroBatches, .loss_fn = mean_of_squares});
+  work.input = what == "transformer" ? torch::randn({kMicroBatches * kRows, kLength, kWidth})
+                                     : torch::randn({kMicroBatches, 64});
+  work.target = torch::zeros_like(work.input);
+  work.input.requires_grad_(what ==
+                            "sleep");  // or the first stage's backward would be shorter than the others'
+  return work;
+}
+
+Timings time_steps(Work& work, PipelineSchedule schedule, const Command& command) {
+  const auto step = [&] {
+    for (const auto& module : work.modules) module->zero_grad();
+    work.pipeline->step({work.input}, work.target, nullptr, /*return_outputs=*/false);
+  };
+  for (int64_t i = 0; i < command.warmup; ++i) step();
+  slept_ns = naps = 0;
+  Timings timings;
+  lockstep::barrier();
+  const int64_t cpu = lockstep::bench::cpu_clock();
+  for (int64_t i = 0; i < command.iterations; ++i) {
+    lockstep::barrier();
+    const int64_t before = lockstep::bench::wall_clock();
+    step();
+    lockstep::barrier();
+    timings.wall.push_back(lockstep::bench::wall_clock() - before);
+  }
+  timings.cpu = {(lockstep::bench::cpu_clock() - cpu) / command.iterations};
+  const auto times = pipeline_times(pipeline_table(schedule, work.shape));
+  timings.facts["actions"] = static_cast<double>(work.pipeline->actions().size());
+  if (naps > 0) {
+    // A nap takes longer than it is told to.
+    const double mean = static_cast<double>(slept_ns) / static_cast<double>(naps);
+    timings.facts["theory_ns"] = times.end * mean;
+  }
+  return timings;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::bench::run([&] {
+    at::set_num_threads(1);
+    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    std::map<std::pair<std::string, std::string>, Work> works;
+    return lockstep::bench::serve(argc, argv, world.rank(), [&](const Command& command) {
+      const auto schedule = lockstep::parse_pipeline_schedule(command.operation);
+      auto& work = works[{command.operation, command.argument}];
+      if (!work.pipeline) work = make_work(schedule, command.argument);
+      return time_steps(work, schedule, command);
+    });
+  });
+}
