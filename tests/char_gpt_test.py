@@ -76,7 +76,7 @@ def test_it_learns_bytes_and_takes_gzip(programs, tmp_path):
                  "--prompt", "Fü", nprocs=1)
     steps, loss, sample = parts(done)
     assert len(steps) == 10 and loss < 1 < steps[0][1], done.text
-    assert "256 different ones" in done.stdout and sample.startswith("Füße, Fü"), done.text
+    assert "256 different ones" in done.stdout and re.match("Füße[,.] Fü", sample), done.text
 
 
 @pytest.mark.parametrize(
