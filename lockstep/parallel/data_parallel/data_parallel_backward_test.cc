@@ -1,12 +1,9 @@
 // DataParallel's forward and backward: what runs at the same time, in which threads, and what errors say.
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <gmock/gmock.h>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -17,6 +14,7 @@
 
 #include <lockstep/parallel/data_parallel/data_parallel.h>
 #include <lockstep/parallel/data_parallel/testing/fixtures.h>
+#include <lockstep/testing/meeting.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/tensors.h>
 
@@ -30,27 +28,12 @@ using testing::copy_of;
 using testing::expect_close;
 using testing::expect_same_gradients;
 using ::testing::HasSubstr;
+using testing::Meeting;
 using testing::message_of;
 using testing::Nested;
 using testing::random;
 using testing::weighted_sum;
 using torch::Tensor;
-
-/// All threads that call arrive() go on together, or get false after a minute.
-class Meeting {
- public:
-  explicit Meeting(int count) : missing_(count) {}
-  bool arrive() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (--missing_ == 0) all_.notify_all();
-    return all_.wait_for(lock, std::chrono::minutes(1), [this] { return missing_ <= 0; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable all_;
-  int missing_;
-};
 
 /// Multiplies by two; its backward calls a function.
 struct Doubled : torch::autograd::Function<Doubled> {

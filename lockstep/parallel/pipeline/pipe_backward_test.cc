@@ -10,6 +10,7 @@
 
 #include <lockstep/parallel/pipeline/pipe.h>
 #include <lockstep/parallel/pipeline/testing/pipe_fixtures.h>
+#include <lockstep/testing/meeting.h>
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::pipe_backward_test {
