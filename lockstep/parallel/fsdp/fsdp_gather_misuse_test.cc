@@ -11,6 +11,7 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/parallel/fsdp/testing/killed_rank.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -22,7 +23,6 @@ namespace {
 using fsdp::ShardingStrategy;
 using fsdp_test::batch;
 using fsdp_test::loss_of;
-using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::random;
@@ -208,34 +208,9 @@ TEST(FsdpGatherMisuse, AGatherThatFailsIsThrownOnAllRanksAndNoStepIsTaken) {
 }
 
 TEST(FsdpGatherMisuse, ADeadRankIsNamedOnAll) {
-  constexpr int kVictim = 1;
-  for (int operation = 1; operation <= 16; operation += 5) {
-    const std::string death = "announce=kill(9)@" + std::to_string(operation);
-    const auto outcomes = testing::run_ranks_collect(
-        3,
-        [&](int rank) {
-          auto world = init_process_group();
-          auto net = fsdp_test::make_net();
-          FullyShardedDataParallel model(
-              net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20), .gather = true});
-          const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
-          const auto text = message_of<c10::Error>([&] {
-            for (int step = 0;; ++step) {
-              if (rank == kVictim && step == 2) failpoint::configure(death);
-              optimizer->zero_grad();
-              loss_of(model(batch(step, 3, rank))).backward();
-              optimizer->step();
-            }
-          });
-          EXPECT_THAT(text, ContainsRegex("rank 1 \\(pid [0-9]+.*\\) (was )?killed by signal 9"));
-        },
-        {.expected_failures = {kVictim}});
-    for (const auto& outcome : outcomes) {
-      if (outcome.rank == kVictim) continue;
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0)
-          << death << ", rank " << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  fsdp_test::expect_a_killed_rank_is_named(
+      {.ranks = 3, .victim = 1, .last_operation = 16, .every = 5, .gathers = true, .where = ".*"},
+      {.gather = true});
 }
 
 TEST(FsdpGatherMisuse, AWrapperWithinAWrapperIsRefused) {

@@ -9,6 +9,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/parallel/fsdp/testing/killed_rank.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -19,7 +20,6 @@ namespace lockstep::fsdp_test {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
@@ -197,34 +197,9 @@ TEST_F(FsdpHosts, AnErrorInAnOperationOfOneHostIsToldOnAll) {
 
 // At each operation of a step: reductions within hosts and between them, agreements, and the step's meetings.
 TEST_F(FsdpHosts, ADeadRankIsNamedOnAll) {
-  constexpr int kVictim = 3;
-  for (int operation = 1; operation <= 12; ++operation) {
-    const std::string death = "announce=kill(9)@" + std::to_string(operation);
-    const auto outcomes = testing::run_ranks_collect(
-        6,
-        [&](int rank) {
-          auto world = init_process_group();
-          Net net = make_net();
-          FullyShardedDataParallel model(
-              net, {.sharding_strategy = kHybrid, .auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20)});
-          const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
-          const auto text = message_of<c10::Error>([&] {
-            for (int step = 0;; ++step) {
-              if (rank == kVictim && step == 2) failpoint::configure(death);
-              optimizer->zero_grad();
-              loss_of(model(batch(step, 6, rank))).backward();
-              optimizer->step();
-            }
-          });
-          EXPECT_THAT(text, ContainsRegex("rank 3 \\(pid [0-9]+ on host-1\\) (was )?killed by signal 9"));
-        },
-        {.expected_failures = {kVictim}, .hosts = 2});
-    for (const auto& outcome : outcomes) {
-      if (outcome.rank == kVictim) continue;
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0)
-          << death << ", rank " << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  expect_a_killed_rank_is_named(
+      {.ranks = 6, .victim = 3, .hosts = 2, .last_operation = 12, .where = " on host-1"},
+      {.sharding_strategy = kHybrid});
 }
 
 }  // namespace
