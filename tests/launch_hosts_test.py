@@ -115,6 +115,9 @@ def test_python_meets_by_the_tunnel(programs, make_hosts):
         "tensor = torch.full((2,), dist.get_rank())\n"
         "dist.all_reduce(tensor)\n"
         "print(f'rank {dist.get_rank()} now has {tensor.tolist()}')\n"
+        # Gloo's threads may still drop their references to tensors while the interpreter ends, and Python ends a thread
+        # that asks for its lock then by std::terminate.
+        "dist.destroy_process_group()\n"
     )
     script = f"exec {sys.executable} {program}"
     agents = [job.start_coordinator(2, script, inside=net.inside(0)), job.start(1, script, inside=net.inside(1))]
