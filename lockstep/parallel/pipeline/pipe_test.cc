@@ -202,8 +202,8 @@ TEST(Pipe, PassesTensorsInPairsTuplesAndVectors) {
   Pipe pipe(net, {1, 2}, on_cpus(2, 2));
   EXPECT_THAT(message_of<c10::Error>([&] { pipe(x, indices, int64_t{3}); }),
               HasSubstr("but you asked for type at::Tensor"));
-  EXPECT_THAT(message_of<c10::ValueError>([&] { pipe(x, torch::arange(1), int64_t{3}); }),
-              HasSubstr("one of shape [5, 3] gives 2 and one of shape [1] gives 1"));
+  EXPECT_THAT(message_of<c10::ValueError>([&] { pipe(x, torch::arange(4), int64_t{3}); }),
+              HasSubstr("one has the shape [5, 3] and one [4]"));
 }
 
 /// The output of an LSTM over its batch.

@@ -219,13 +219,13 @@ std::vector<std::vector<at::Tensor>> PipeCore::split(const std::vector<at::Tenso
     TORCH_CHECK_VALUE(tensor.dim() > 0,
                       "Pipe splits every tensor among the arguments along its first dimension, but "
                       "one has no dimensions; pass a number instead, or expand it to the batch");
+    TORCH_CHECK_VALUE(
+        tensor.size(0) == tensors[0].size(0),
+        "Pipe splits every tensor among the arguments along its first dimension, but one has the "
+        "shape ",
+        tensors[0].sizes(), " and one ", tensor.sizes(), "; give all the same size there");
     const auto chunks = tensor.chunk(tensor.size(0) == 0 ? 1 : options_.chunks);
-    if (micro_batches.empty()) micro_batches.resize(chunks.size());
-    TORCH_CHECK_VALUE(chunks.size() == micro_batches.size(),
-                      "Pipe splits every tensor among the arguments into ", options_.chunks,
-                      " chunks along its first dimension, but one of shape ", tensors[0].sizes(), " gives ",
-                      micro_batches.size(), " and one of shape ", tensor.sizes(), " gives ", chunks.size(),
-                      "; give all the same size there");
+    micro_batches.resize(chunks.size());
     for (size_t m = 0; m < chunks.size(); ++m) {
       micro_batches[m].push_back(moved_to(chunks[m], places_[0].device));
     }
