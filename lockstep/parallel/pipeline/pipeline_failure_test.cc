@@ -2,9 +2,11 @@
 #include <csignal>
 #include <functional>
 #include <gmock/gmock.h>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -12,6 +14,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -49,7 +52,8 @@ struct Plan {
   std::function<void()> action = {};
 };
 
-void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int steps = 1) {
+void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int steps = 1,
+                  const std::optional<ProcessGroup>& data_parallel_group = {}) {
   const auto weight = torch::ones({3}, at::requires_grad());
   int forwards = 0, backwards = 0;
   const std::function<void()> at_backward = [&] {
@@ -62,8 +66,25 @@ void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int ste
   const auto loss = [](const at::Tensor& output, const at::Tensor& /*target*/) { return output.mean(); };
   PipelineRunner pipeline(
       PipelineStage(stage, get_rank(group), get_world_size(group), {.group = group, .parameters = {weight}}),
-      {.n_microbatches = 6, .loss_fn = loss});
+      {.n_microbatches = 6, .loss_fn = loss, .data_parallel_group = data_parallel_group});
   for (int step = 0; step < steps; ++step) pipeline.step({at::ones({6, 3})}, at::ones({6}));
+}
+
+/// Two pipelines of two stages, of which ranks 0 and 1 have the first.
+void run_two_pipelines(int rank, const Plan& plan) {
+  auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+  run_pipeline(rank, mesh.get_group("pp"), plan, 1, mesh.get_group("dp"));
+}
+
+void expect_all_passed_but(int culprit, const std::vector<testing::RankOutcome>& outcomes) {
+  for (const auto& outcome : outcomes) {
+    if (outcome.rank == culprit) {
+      EXPECT_EQ(outcome.signal, SIGKILL);
+    } else {
+      EXPECT_EQ(outcome.exit_status, 0)
+          << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
+    }
+  }
 }
 
 void expect_killed_is_named(int ranks, int hosts, const Plan& plan, const std::string& action) {
@@ -76,14 +97,7 @@ void expect_killed_is_named(int ranks, int hosts, const Plan& plan, const std::s
                                 HasSubstr("signal 9 (SIGKILL) in " + action), HasSubstr("of the pipeline")));
       },
       {.expected_failures = {plan.culprit}, .hosts = hosts});
-  for (const auto& outcome : outcomes) {
-    if (outcome.rank == plan.culprit) {
-      EXPECT_EQ(outcome.signal, SIGKILL);
-    } else {
-      EXPECT_EQ(outcome.exit_status, 0)
-          << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  expect_all_passed_but(plan.culprit, outcomes);
 }
 
 void die() {
@@ -133,6 +147,35 @@ TEST(PipelineFailure, AnExceptionIsToldOnAllStages) {
       barrier();  // other groups are as they were
     });
   }
+}
+
+TEST(PipelineFailure, AnExceptionIsToldInTheOtherPipelines) {
+  const std::function<void()> fails = [] { throw std::runtime_error("no such word: xyzzy"); };
+  for (const auto& [plan, action] : {std::pair{Plan{.culprit = 0, .backward = 1, .action = fails}, "0B1"},
+                                     std::pair{Plan{.culprit = 1, .forward = 1, .action = fails}, "1F1"}}) {
+    run_ranks(4, [&plan = plan, &action = action, culprit = plan.culprit](int rank) {
+      auto world = init_process_group();
+      const std::string text = message_of<c10::Error>([&] { run_two_pipelines(rank, plan); });
+      EXPECT_THAT(text, AllOf(HasSubstr("no such word: xyzzy"), HasSubstr("in " + std::string(action))));
+      if (rank != culprit) {
+        EXPECT_THAT(text, HasSubstr("rank " + std::to_string(culprit) + " (pid "));
+      }
+      barrier();  // until here no rank ends, so that none is told by that
+    });
+  }
+}
+
+TEST(PipelineFailure, AKilledStageIsNamedInTheOtherPipelines) {
+  const Plan plan{.culprit = 1, .backward = 3, .action = die};
+  const auto outcomes = run_ranks_collect(
+      4,
+      [&](int rank) {
+        auto world = init_process_group();
+        const std::string text = message_of<c10::Error>([&] { run_two_pipelines(rank, plan); });
+        EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 9 (SIGKILL) in 1B3")));
+      },
+      {.expected_failures = {plan.culprit}});
+  expect_all_passed_but(plan.culprit, outcomes);
 }
 
 TEST(PipelineFailure, AStoppedStageIsNamedWithItsAction) {

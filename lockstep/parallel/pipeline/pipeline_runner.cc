@@ -2,11 +2,13 @@
 #include <string>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_core.h>
@@ -26,10 +28,15 @@ void PipelineLoss::check_is_one(const Tensors& outputs) {
 struct PipelineRunner::Core : PipelineCore {
   using PipelineCore::PipelineCore;
 
-  /// The others' errors have this rank's text. Where the group has failed already, they know why.
+  /// Ranks of this pipeline, and those of others that have this rank's stages, may wait for what does not come any more. Their
+  /// errors have this rank's text, or the cause with which one of the groups has failed already.
   void fail(const std::string& text) {
     failure = text;
-    messages->abort(text);
+    std::vector<ProcessGroup> groups{group};
+    if (options.data_parallel_group) groups.push_back(*options.data_parallel_group);
+    spread_failure(groups);
+    messages->abort(text);  // of no effect then
+    spread_failure(groups);
   }
 
   Tensors run(bool has_backward, bool return_outputs, const Tensors& inputs, const at::Tensor& target,

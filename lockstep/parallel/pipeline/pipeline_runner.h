@@ -102,8 +102,8 @@ struct PipelineMemory {
 /// When a stage throws, or its process ends or is stopped beyond the group's timeout, the group fails, and
 /// step() throws on all ranks: c10::DistBackendError or DistTimeoutError that names the rank and its action ("in 2B3": stage 2,
 /// backward of micro-batch 3) and has its text; on the rank that threw, its own exception with the action added. A rank that had
-/// done its part of the step already throws in the next one. The runner can't be used after that, nor the group. A
-/// data_parallel_group does not fail with it: ranks of other pipelines wait there until the process ends, or for its timeout.
+/// done its part of the step already throws in the next one. A data_parallel_group fails with it, and so the other pipelines, with
+/// the same text. The runner can't be used after that, nor the groups.
 ///
 /// One thread at a time. Lifetime: uses the stages' modules until it is destroyed. Messages have tags from 2^30 on.
 /// torch/distributed/pipelining/schedules.py, where each schedule is a class; differences: scale_grads scales the losses, not

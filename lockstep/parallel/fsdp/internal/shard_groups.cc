@@ -7,7 +7,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
-#include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
@@ -83,22 +83,8 @@ void ShardGroups::end() noexcept {
   end_group(gathers_);
 }
 
-void ShardGroups::spread_failure() const noexcept try {
-  if (!replicas_ && !gathers_) return;
-  std::vector<c10::intrusive_ptr<LockstepBackend>> backends;
-  for (const auto& group : {host_, all_, replicas_, gathers_}) {
-    if (group) backends.push_back(lockstep_backend_of(*group));
-  }
-  for (const auto& failed : backends) {
-    if (!failed->channel().failed()) continue;
-    for (const auto& other : backends) {
-      if (other != failed) other->channel().fail_as(failed->channel());
-    }
-    return;
-  }
-} catch (const std::exception& error) {
-  LOCKSTEP_LOG(kWarning) << "the other groups of a sharded model don't hear of its failure: "
-                         << text_of(error);
+void ShardGroups::spread_failure() const noexcept {
+  if (replicas_ || gathers_) lockstep::spread_failure({host_, all_, replicas_, gathers_});
 }
 
 }  // namespace lockstep::fsdp::internal
