@@ -15,6 +15,7 @@
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/generator_state.h>
 #include <lockstep/nn/activation_checkpoint.h>
+#include <lockstep/nn/activation_checkpoint_count.h>
 #include <lockstep/nn/internal/saved_tensor_hooks.h>
 
 namespace lockstep {
@@ -191,7 +192,8 @@ class detail::ActivationFrame final : public SavedTensorHooks,
 
 namespace {
 using detail::ActivationFrame;
-}
+thread_local int64_t checkpoint_count = 0;
+}  // namespace
 
 /// Where a recomputation puts what its operations save.
 class ActivationFrame::Recomputation final : public SavedTensorHooks {
@@ -320,9 +322,15 @@ struct detail::ActivationScope::State {
 
 detail::ActivationScope::ActivationScope(const ActivationCheckpointOptions& options,
                                          const std::vector<at::Tensor>& inputs, Recompute recompute)
-    : state_(new State{.frame = std::make_shared<ActivationFrame>(options, inputs, std::move(recompute))}) {}
+    : state_(new State{.frame = std::make_shared<ActivationFrame>(options, inputs, std::move(recompute))}) {
+  ++checkpoint_count;
+}
 
 detail::ActivationScope::~ActivationScope() = default;
+
+int64_t activation_checkpoint_count() {
+  return checkpoint_count;
+}
 
 void detail::ActivationScope::complete() {
   state_->frame->complete();

@@ -94,10 +94,16 @@ struct PipelineMemory {
 /// whole model forward and backward on one micro-batch after the other, each loss divided by their number. Shapes and dtypes
 /// may change from step to step. (An output that several stages use adds up their gradients stage by stage; tied weights, theirs
 /// at the end of the step: these are the same sums in another order.) Activations of a micro-batch are freed with its backward, so
-/// their number is bounded by the schedule.
+/// their number is bounded by the schedule. An input, and a target, may require a gradient and come with a graph: that runs once,
+/// with the gradients of all micro-batches, when the stage's last backward is done.
 ///
 /// All ranks of the group call the constructor, step() and eval() alike; the constructor exchanges and compares what they
-/// were given. Sends never wait for receivers, so no order of actions can deadlock.
+/// were given. A step's sends never wait for receivers, so no order of actions can deadlock. In eval(), where no backward bounds
+/// what is on its way, a stage is at most two micro-batches ahead of one that takes what it sends; with several stages on a rank,
+/// a round of the schedule.
+///
+/// A stage that calls activation_checkpoint() does all of its backward in the first half of a split one, for the second
+/// one would compute the checkpoint again for each layer that has weights.
 ///
 /// When a stage throws, or its process ends or is stopped beyond the group's timeout, the group fails, and
 /// step() throws on all ranks: c10::DistBackendError or DistTimeoutError that names the rank and its action ("in 2B3": stage 2,

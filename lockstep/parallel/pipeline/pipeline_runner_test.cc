@@ -71,13 +71,15 @@ TEST_P(Pipeline, GradientsAreThoseOfOneProcess) {
 
 TEST(Pipelines, EvalGivesOutputsAndLossesWithoutGraphs) {
   run_ranks(3, [](int rank) {
-    constexpr int64_t kRanks = 3;
+    constexpr int64_t kRanks = 3, kMicroBatches = 4 * kRanks;
     auto world = init_process_group();
     for (const PipelineSchedule schedule : kSchedules) {
-      auto model = random_model(5, kRanks);
-      PipelineRunner pipeline(stages_of(model, rank, kRanks),
-                              {.schedule = schedule, .n_microbatches = kRanks, .loss_fn = mean_of_squares});
-      const Batch batch = random_batch(9, 2 * kRanks + 1);
+      const int64_t stages = is_interleaved(schedule) ? 2 * kRanks : kRanks;
+      auto model = random_model(5, stages);
+      PipelineRunner pipeline(
+          stages_of(model, rank, kRanks),
+          {.schedule = schedule, .n_microbatches = kMicroBatches, .loss_fn = mean_of_squares});
+      const Batch batch = random_batch(9, kMicroBatches + 5);
       Tensors losses;
       const auto outputs = pipeline.eval({batch.data}, batch.target, &losses);
       const auto without_target = pipeline.eval({batch.data});
@@ -89,7 +91,7 @@ TEST(Pipelines, EvalGivesOutputsAndLossesWithoutGraphs) {
         EXPECT_TRUE(outputs.empty() && losses.empty() && without_target.empty());
         continue;
       }
-      const Results wanted = run_as_one_process(model, batch, kRanks);
+      const Results wanted = run_as_one_process(model, batch, kMicroBatches);
       EXPECT_TRUE(at::equal(outputs.at(0), wanted.output));
       EXPECT_TRUE(at::equal(without_target.at(0), wanted.output));
       EXPECT_TRUE(testing::equal(losses, wanted.losses));

@@ -94,6 +94,102 @@ TEST(Pipelines, TiedWeightsHaveOneGradient) {
   });
 }
 
+TEST(Pipelines, TiedWeightsKeepTheirGradientsWhenAStepThrows) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto group = new_group();
+    const auto weight = testing::random({6, 6}, 13, at::kFloat).requires_grad_();
+    bool fails = false;
+    const auto forward = [&](const at::Tensor& x) {
+      TORCH_CHECK(!fails, "no such word: xyzzy");
+      return x.mm(weight);
+    };
+    PipelineRunner pipeline(
+        PipelineStage(forward, rank, 2, {.group = group, .tied = {{"w", weight}}, .parameters = {weight}}),
+        {.n_microbatches = 2, .loss_fn = mean_of_squares});
+    const Batch batch = random_batch(14, 4);
+    pipeline.step({batch.data}, batch.target);
+    const at::Tensor gradient = weight.grad(), before = gradient.clone();
+    EXPECT_GT(before.abs().sum().item<double>(), 0);
+    fails = rank == 0;  // before any stage has added to them
+    EXPECT_THAT(message_of<c10::Error>([&] { pipeline.step({batch.data}, batch.target); }),
+                HasSubstr("no such word: xyzzy"));
+    ASSERT_TRUE(weight.grad().defined());
+    EXPECT_TRUE(weight.grad().is_same(gradient));
+    EXPECT_TRUE(at::equal(gradient, before));
+  });
+}
+
+/// Layers that the caller runs before the pipeline, and behind its targets.
+TEST(Pipelines, TheCallersGraphsGetTheirGradients) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const PipelineSchedule schedule : kSchedules) {
+      SCOPED_TRACE(to_string(schedule));
+      const int64_t stages = is_interleaved(schedule) ? 4 : 2;
+      auto model = random_model(23, stages, at::kDouble), expected = random_model(23, stages, at::kDouble);
+      const Batch batch = random_batch(24, 9, at::kDouble);
+      struct Outside {  // the target, and the input as a leaf and with a graph that can run but once
+        at::Tensor leaf, weight = testing::random({6}, 25, at::kDouble).requires_grad_();
+        at::Tensor bias = testing::random({6}, 26, at::kDouble).requires_grad_();
+        at::Tensor input() const { return torch::tanh(leaf * weight); }
+        at::Tensor target(const at::Tensor& given) const { return (given * bias).exp(); }
+      };
+      Outside actual{.leaf = batch.data.clone().requires_grad_()},
+          wanted{.leaf = batch.data.clone().requires_grad_()};
+      PipelineRunner pipeline(stages_of(model, rank, 2),
+                              {.schedule = schedule, .n_microbatches = 4, .loss_fn = mean_of_squares});
+      for (int step = 0; step < 2; ++step) {  // the second one accumulates
+        pipeline.step({actual.input()}, actual.target(batch.target));
+        run_as_one_process(expected, {wanted.input(), wanted.target(batch.target)}, 4, /*retains=*/true);
+      }
+      const Tensors own = rank == 0 ? Tensors{actual.leaf, actual.weight} : Tensors{actual.bias};
+      const Tensors theirs = rank == 0 ? Tensors{wanted.leaf, wanted.weight} : Tensors{wanted.bias};
+      for (size_t i = 0; i < own.size(); ++i) {
+        ASSERT_TRUE(own[i].grad().defined()) << i;
+        EXPECT_LT(testing::difference(own[i].grad(), theirs[i].grad()), 1e-13) << i;
+      }
+      expect_same_gradients(model[static_cast<size_t>(rank)]->parameters(),
+                            expected[static_cast<size_t>(rank)]->parameters());
+      // A leaf itself.
+      at::Tensor leaf = batch.data.clone().requires_grad_(), alone = batch.data.clone().requires_grad_();
+      pipeline.step({leaf}, batch.target);
+      run_as_one_process(expected, {alone, batch.target}, 4);
+      if (rank == 0) {
+        EXPECT_TRUE(at::equal(leaf.grad(), alone.grad()));
+      }
+      for (const auto& output : pipeline.eval({actual.input()})) EXPECT_FALSE(output.requires_grad());
+    }
+  });
+}
+
+TEST(Pipelines, ACheckpointIsComputedAgainOnce) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto model = random_model(61, 4), expected = random_model(61, 4);
+    std::vector<PipelineStage> stages;
+    int calls = 0;
+    for (int64_t index = rank; index < 4; index += 2) {
+      const auto layers = model[static_cast<size_t>(index)].ptr();
+      const auto forward = [&calls, layers](const at::Tensor& x) {
+        ++calls;
+        return layers->forward(x);
+      };
+      stages.emplace_back([=](const at::Tensor& x) { return activation_checkpoint({}, forward, x); }, index,
+                          4, PipelineStageOptions{.parameters = layers->parameters()});
+    }
+    PipelineRunner pipeline(stages, {.schedule = PipelineSchedule::kInterleavedZeroBubble,
+                                     .n_microbatches = 4,
+                                     .loss_fn = mean_of_squares});
+    const Batch batch = random_batch(62, 8);
+    pipeline.step({batch.data}, batch.target);
+    EXPECT_EQ(calls, 2 * 4 * 2);  // stages, micro-batches, forward and backward
+    run_as_one_process(expected, batch, 4);
+    for (size_t i = static_cast<size_t>(rank); i < model.size(); i += 2)
+      expect_same_gradients(model[i]->parameters(), expected[i]->parameters());
+  });
+}
+
 TEST(Pipelines, ClippingMeasuresAllStages) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
@@ -337,6 +433,37 @@ TEST(Pipelines, KeepNoMoreActivationsThanTheSchedule) {
       EXPECT_EQ(layer.living(), 0);
       EXPECT_EQ(pipeline.memory().activations, allowed);
       EXPECT_EQ(pipeline.memory().bytes_of_inputs, allowed * 2 * 6 * 4);
+    }
+  });
+}
+
+TEST(Pipelines, EvalKeepsFewMicroBatchesInFlight) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    constexpr int64_t kMicroBatches = 16, kRowBytes = 4096;
+    for (const PipelineSchedule schedule : {PipelineSchedule::kGPipe, PipelineSchedule::kInterleaved1F1B}) {
+      SCOPED_TRACE(to_string(schedule));
+      const int64_t per_rank = is_interleaved(schedule) ? 2 : 1;
+      int64_t forwards = 0;
+      const auto stage = [&](const at::Tensor& x) {
+        // Rank 1 begins when rank 0 has begun with its second one, and is slower from then on.
+        at::Tensor token = at::zeros({1});
+        if (rank == 0 && forwards == 1) send(token, 1);
+        if (rank == 1 && forwards == 0) recv(token, 0);
+        ++forwards;
+        if (rank == 1) return at::mm(at::ones({300, 300}), at::ones({300, 1})).mean() * 0 + x;
+        return x + 1;
+      };
+      std::vector<PipelineStage> stages;
+      for (int64_t index = rank; index < 2 * per_rank; index += 2)
+        stages.emplace_back(stage, index, 2 * per_rank);
+      PipelineRunner pipeline(stages, {.schedule = schedule, .n_microbatches = kMicroBatches});
+      const auto x = testing::random({kMicroBatches, kRowBytes / 4}, 3, at::kFloat);
+      const auto outputs = pipeline.eval({x});
+      EXPECT_LE(pipeline.memory().bytes_in_flight, 2 * per_rank * kRowBytes);
+      if (rank == 1) {
+        EXPECT_TRUE(at::equal(outputs.at(0), per_rank == 1 ? x + 1 : x + 1 + 1));
+      }
     }
   });
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <set>
 #include <sstream>
@@ -9,6 +10,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
+#include <lockstep/base/log.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_core.h>
 
@@ -243,14 +246,33 @@ void TiedGradients::sum() {
     const TiedWeight& weight = core_.tied[index];
     const at::Tensor sum = sum_of(weight, index);
     for (size_t i = 0; i < weight.stages.size(); ++i) {
-      if (!weight.local[i].defined()) continue;
-      at::Tensor gradient = sum.defined() ? sum.clone() : sum;
-      const at::Tensor& before = before_[index][i];
-      if (before.defined()) gradient = gradient.defined() ? before.add_(gradient) : before;
-      weight.local[i].mutable_grad() = gradient;
+      if (weight.local[i].defined())
+        put_back(weight.local[i], before_[index][i], sum.defined() ? sum.clone() : sum);
     }
   }
   core_.messages->finish_sends();
+}
+
+/// As the gradient: what it was before, and what came since.
+void TiedGradients::put_back(const at::Tensor& weight, at::Tensor& before, const at::Tensor& gradient) {
+  if (before.defined() && gradient.defined()) before.add_(gradient);
+  weight.mutable_grad() = before.defined() ? std::exchange(before, at::Tensor()) : gradient;
+}
+
+/// After a step that threw, too, as other weights keep theirs.
+TiedGradients::~TiedGradients() {
+  try {
+    const at::NoGradGuard no_grad;
+    for (size_t index = 0; index < core_.tied.size(); ++index) {
+      for (size_t i = 0; i < before_[index].size(); ++i) {
+        const at::Tensor& weight = core_.tied[index].local[i];
+        if (before_[index][i].defined()) put_back(weight, before_[index][i], weight.grad());
+      }
+    }
+  } catch (const std::exception& error) {
+    LOCKSTEP_LOG(kError) << "the gradients that tied weights had before this step are lost: "
+                         << text_of(error);
+  }
 }
 
 /// The first stage's rank adds up, in the order of the stages, so that all get the same bits. Undefined on ranks that have no

@@ -69,14 +69,18 @@ class GradientAverage {
 };
 
 /// Sums the gradients of tied weights over their stages. What they had before a step is put aside at the construction, so that
-/// steps can accumulate.
+/// steps can accumulate, and put back by sum(), or without it at the end.
 class TiedGradients {
  public:
   explicit TiedGradients(PipelineCore& core);
+  TiedGradients(const TiedGradients&) = delete;
+  TiedGradients& operator=(const TiedGradients&) = delete;
+  ~TiedGradients();
   void sum();
 
  private:
   at::Tensor sum_of(const TiedWeight& weight, size_t index);
+  void put_back(const at::Tensor& weight, at::Tensor& before, const at::Tensor& gradient);
 
   PipelineCore& core_;
   std::vector<std::vector<at::Tensor>> before_;

@@ -8,6 +8,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor_split.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
@@ -15,6 +16,7 @@
 
 #include <lockstep/base/step_mark.h>
 #include <lockstep/base/training_phases.h>
+#include <lockstep/nn/activation_checkpoint_count.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_step.h>
 #include <lockstep/parallel/pipeline/pipeline_random.h>
 
@@ -27,13 +29,8 @@ using torch::autograd::impl::gradient_edge;
 
 /// A rank asks so many actions ahead for what other hosts send.
 constexpr size_t kAhead = 2;
-
-Tensors cut(const at::Tensor& whole, int64_t parts, const std::string& name) {
-  TORCH_CHECK_VALUE(whole.defined() && whole.dim() > 0, name, " must have rows, along dimension 0");
-  TORCH_CHECK_VALUE(whole.size(0) >= parts, name, " has ", whole.size(0), " rows, which can't make ", parts,
-                    " micro-batches; give more rows, or make a pipeline of fewer micro-batches");
-  return at::tensor_split(whole, parts, 0);
-}
+/// Without backward, a rank computes so many micro-batches before the first of them is taken.
+constexpr int64_t kForwardsAhead = 2;
 
 bool requires_gradient(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad();
@@ -52,13 +49,13 @@ at::Tensor in_own_memory(const at::Tensor& gradient) {
 
 PipelineStep::PipelineStep(PipelineCore& core, bool has_backward, bool return_outputs, const Tensors& inputs,
                            const at::Tensor& target)
-    : core_(core), has_backward_(has_backward), return_outputs_(return_outputs) {
+    : core_(core), has_backward_(has_backward), return_outputs_(return_outputs), most_ahead_(most_ahead()) {
   const int64_t parts = core_.options.n_microbatches;
   if (core_.is_here(0)) {
     TORCH_CHECK_VALUE(!inputs.empty(), "the rank of stage 0 needs the batch's inputs");
     inputs_.resize(static_cast<size_t>(parts));
     for (size_t i = 0; i < inputs.size(); ++i) {
-      const Tensors cuts = cut(inputs[i], parts, "input " + std::to_string(i));
+      const Tensors cuts = cut(inputs[i], "input " + std::to_string(i), 0);
       TORCH_CHECK_VALUE(inputs[i].size(0) == inputs[0].size(0), "input ", i, " has ", inputs[i].size(0),
                         " rows, and input 0 has ", inputs[0].size(0), "; they are cut together");
       for (size_t part = 0; part < cuts.size(); ++part) inputs_[part].push_back(cuts[part]);
@@ -68,13 +65,25 @@ PipelineStep::PipelineStep(PipelineCore& core, bool has_backward, bool return_ou
     TORCH_CHECK_VALUE(target.defined() || !has_backward,
                       "the rank of the last stage needs the batch's target");
     if (target.defined() && core_.options.loss_fn) {
-      targets_ = cut(target, parts, "the target");
+      targets_ = cut(target, "the target", core_.num_stages - 1);
       losses_.resize(static_cast<size_t>(parts));
     }
     outputs_.resize(static_cast<size_t>(parts));
   }
   core_.memory = {};
   for (const PipelineStage& stage : core_.stages) backwards_left_[stage.stage_index()] = parts;
+}
+
+Tensors PipelineStep::cut(const at::Tensor& given, const std::string& name, int64_t stage) {
+  const int64_t parts = core_.options.n_microbatches;
+  TORCH_CHECK_VALUE(given.defined() && given.dim() > 0, name, " must have rows, along dimension 0");
+  TORCH_CHECK_VALUE(given.size(0) >= parts, name, " has ", given.size(0), " rows, which can't make ", parts,
+                    " micro-batches; give more rows, or make a pipeline of fewer micro-batches");
+  Tensors cuts = at::tensor_split(given.detach(), parts, 0);
+  if (!has_backward_ || !given.requires_grad()) return cuts;
+  for (at::Tensor& part : cuts) part = part.detach().requires_grad_();
+  given_.push_back({stage, given, cuts});
+  return cuts;
 }
 
 void PipelineStep::run() {
@@ -117,7 +126,10 @@ void PipelineStep::run(const PipelineAction& action) {
   Kept& kept = place->second;
   switch (action.type) {
     case ComputationType::kBackwardInput:
-      return backward_of_inputs(action, kept);
+      if (!kept.is_whole) return backward_of_inputs(action, kept);
+      backward(action, kept);
+      kept.inputs.clear();
+      return;
     case ComputationType::kFullBackward:
       backward(action, kept);
       break;
@@ -137,6 +149,7 @@ void PipelineStep::run(const PipelineAction& action) {
 void PipelineStep::forward(const PipelineAction& action) {
   const PipelineStage& stage = core_.stage(action.stage);
   Kept kept;
+  const c10::AutoGradMode grad_mode(has_backward_);
   if (stage.is_first()) {
     for (const at::Tensor& input : std::exchange(inputs_[static_cast<size_t>(action.micro_batch)], {})) {
       kept.inputs.push_back(input.to(stage.device()));
@@ -149,9 +162,11 @@ void PipelineStep::forward(const PipelineAction& action) {
   }
   for (const at::Tensor& input : kept.inputs) kept.bytes += static_cast<int64_t>(input.nbytes());
 
-  const c10::AutoGradMode grad_mode(has_backward_);
   if (core_.options.seed) seed_pipeline_layer(-1 - action.stage);  // no layer's number
+  const int64_t checkpoints = activation_checkpoint_count();
   const Tensors outputs = stage.forward(kept.inputs);
+  // Split, it would be computed again for each layer with weights.
+  kept.is_whole = activation_checkpoint_count() > checkpoints;
   for (size_t i = 0; i < outputs.size(); ++i) {
     TORCH_CHECK_VALUE(outputs[i].defined(), "output ", i, " of stage ", action.stage, " is undefined");
   }
@@ -285,7 +300,9 @@ void PipelineStep::send_gradients(const PipelineAction& action, const Kept& kept
 }
 
 void PipelineStep::finish_weights(const PipelineAction& action) {
-  if (--backwards_left_.at(action.stage) > 0 || !core_.options.data_parallel_group) return;
+  if (--backwards_left_.at(action.stage) > 0) return;
+  finish_given(action.stage);
+  if (!core_.options.data_parallel_group) return;
   // To the gradient of what another stage of this rank has, too, that one's backwards may still add.
   const auto is_used = [&](const at::Tensor& parameter) {
     return std::any_of(core_.stages.begin(), core_.stages.end(), [&](const PipelineStage& other) {
@@ -299,11 +316,52 @@ void PipelineStep::finish_weights(const PipelineAction& action) {
   averages_.emplace_back(parameters, *core_.options.data_parallel_group);
 }
 
+void PipelineStep::finish_given(int64_t stage) {
+  edge_list roots;
+  Tensors gradients;
+  for (Given& one : given_) {
+    if (one.stage != stage) continue;
+    Tensors of_parts;
+    bool any = false;
+    for (const at::Tensor& part : one.parts) {
+      any = any || part.grad().defined();
+      of_parts.push_back(part.grad().defined() ? part.grad() : at::zeros_like(part));
+    }
+    one.parts.clear();
+    if (!any) continue;
+    const c10::NoGradGuard no_grad;
+    roots.push_back(gradient_edge(one.whole));
+    gradients.push_back(at::cat(of_parts));
+  }
+  if (roots.empty()) return;
+  Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false,
+                                       /*accumulate_grad=*/true);
+}
+
 // ---- between stages
+
+/// Without backward nothing but this bounds how many activations wait for their receivers. With several stages a rank computes so
+/// many micro-batches of one before those of the next: a round. No rank waits for itself so, since what it waits for is of an
+/// earlier micro-batch, or an earlier round.
+int64_t PipelineStep::most_ahead() const {
+  if (core_.stages.size() == 1) return kForwardsAhead;
+  int64_t round = 0;
+  for (const PipelineAction& action : core_.actions) {
+    if (action.type != ComputationType::kForward) continue;
+    if (action.stage != core_.rank) break;
+    ++round;
+  }
+  return round;
+}
 
 void PipelineStep::pass(int64_t from, int64_t to, int64_t micro_batch, Tensors tensors) {
   const int tag = core_.tag_of(from, to, micro_batch);
-  if (!core_.is_here(to)) return core_.messages->send(tensors, core_.rank_of(to), tag);
+  if (!core_.is_here(to)) {
+    if (!has_backward_ && micro_batch >= most_ahead_) {
+      core_.messages->finish_sends(core_.tag_of(from, to, micro_batch - most_ahead_));
+    }
+    return core_.messages->send(tensors, core_.rank_of(to), tag);
+  }
   for (at::Tensor& tensor : tensors) {
     if (!tensor.defined()) continue;
     const bool requires_grad = tensor.requires_grad();

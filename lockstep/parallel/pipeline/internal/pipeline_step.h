@@ -34,16 +34,25 @@ class PipelineStep {
  private:
   /// A micro-batch of a stage between its forward and the end of its backward.
   struct Kept {
-    Tensors inputs;                       // leaves; of stage 0 the caller's
+    Tensors inputs;                       // leaves; of stage 0 the caller's, on the stage's device
     std::vector<size_t> inputs_from;      // how many of them came from each source
     torch::autograd::edge_list outputs;   // or the loss; without a function where no gradient is required
     std::vector<int64_t> gradients_from;  // the consumers that send gradients
     at::Tensor seed;                      // of the loss
     WeightBackward weights;               // between the two halves of a split backward
+    bool is_whole = false;                // backward is not split
     int64_t bytes = 0;
+  };
+  /// A tensor of the caller's that requires a gradient. Micro-batches share the graph behind it, so that must run once: their
+  /// parts are leaves, and their gradients go into it together.
+  struct Given {
+    int64_t stage;
+    at::Tensor whole;
+    Tensors parts;
   };
   using Place = std::pair<int64_t, int64_t>;  // stage and micro-batch
 
+  Tensors cut(const at::Tensor& given, const std::string& name, int64_t stage);
   void run(const PipelineAction& action);
   void forward(const PipelineAction& action);
   void compute_loss(const PipelineAction& action, const Tensors& outputs, Kept& kept);
@@ -52,7 +61,9 @@ class PipelineStep {
   std::pair<torch::autograd::edge_list, Tensors> roots_of(const PipelineAction& action, Kept& kept);
   void send_gradients(const PipelineAction& action, const Kept& kept, const Tensors& gradients);
   void finish_weights(const PipelineAction& action);
+  void finish_given(int64_t stage);
 
+  int64_t most_ahead() const;
   void pass(int64_t from, int64_t to, int64_t micro_batch, Tensors tensors);
   Tensors take(int64_t from, int64_t to, int64_t micro_batch);
   TensorMessages::Receipt& ask(int64_t from, int64_t to, int64_t micro_batch);
@@ -61,6 +72,8 @@ class PipelineStep {
   PipelineCore& core_;
   const bool has_backward_;
   const bool return_outputs_;
+  const int64_t most_ahead_;
+  std::vector<Given> given_;
   std::vector<Tensors> inputs_;  // by micro-batch
   Tensors targets_;
   std::vector<Tensors> outputs_;

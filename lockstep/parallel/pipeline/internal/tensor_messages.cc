@@ -83,7 +83,7 @@ bool TensorMessages::is_far(int rank) const {
 // with the thread that computes.
 void TensorMessages::start_send(const at::Tensor& memory, int to, int tag, int64_t bytes) {
   auto work = backend_->message(/*is_send=*/true, memory, to, tag, /*background=*/is_far(to));
-  sending_.push_back({std::move(work), bytes});
+  sending_.push_back({std::move(work), tag, bytes});
   bytes_in_flight_ += bytes;
 }
 
@@ -153,6 +153,13 @@ void TensorMessages::finish_sends() {
   for (const Sending& sending : sending_) sending.work->wait();
   sending_.clear();
   bytes_in_flight_ = 0;
+}
+
+void TensorMessages::finish_sends(int tag) {
+  for (const Sending& sending : sending_) {
+    if (sending.tag == tag) sending.work->wait();
+  }
+  collect_sends();
 }
 
 void TensorMessages::abort(const std::string& reason) {

@@ -37,6 +37,8 @@ class TensorMessages {
   void send(const Tensors& tensors, int to, int tag);
   /// Waits until all that was sent has arrived.
   void finish_sends();
+  /// Waits until what was sent with this tag has arrived.
+  void finish_sends(int tag);
   /// Forgets sends that have arrived; without waiting.
   void collect_sends();
   /// Fails the group on all ranks, whose errors tell the reason.
@@ -79,6 +81,7 @@ class TensorMessages {
  private:
   struct Sending {
     c10::intrusive_ptr<c10d::Work> work;
+    int tag;
     int64_t bytes;
   };
 

@@ -64,8 +64,9 @@ struct Results {
   Tensors losses;
   at::Tensor output;
 };
+/// `retains`: for a batch with a graph of its own.
 inline Results run_as_one_process(std::vector<nn::Sequential>& model, const Batch& batch,
-                                  int64_t micro_batches) {
+                                  int64_t micro_batches, bool retains = false) {
   Results results;
   Tensors outputs;
   const auto data = at::tensor_split(batch.data, micro_batches),
@@ -76,7 +77,7 @@ inline Results run_as_one_process(std::vector<nn::Sequential>& model, const Batc
     outputs.push_back(x.detach());
     const auto loss = mean_of_squares(x, target[m]);
     results.losses.push_back(loss.detach());
-    (loss / static_cast<double>(micro_batches)).backward();
+    (loss / static_cast<double>(micro_batches)).backward({}, retains);
   }
   results.output = at::cat(outputs);
   return results;
