@@ -1,6 +1,8 @@
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -97,6 +99,35 @@ TEST(Pipelines, EvalGivesOutputsAndLossesWithoutGraphs) {
       EXPECT_TRUE(testing::equal(losses, wanted.losses));
       EXPECT_FALSE(outputs[0].requires_grad());
     }
+  });
+}
+
+std::vector<std::string>& recorded_actions() {
+  static thread_local std::vector<std::string> names;
+  return names;
+}
+
+/// Messages have scopes, too.
+std::unique_ptr<at::ObserverContext> record_action(const at::RecordFunction& scope) {
+  const std::string_view name = scope.name();
+  if (name.starts_with("PP:")) recorded_actions().emplace_back(name);
+  return nullptr;
+}
+
+TEST(Pipelines, TracesNameTheActionsAsTorchDoes) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto model = random_model(7, 2);
+    PipelineRunner pipeline(stages_of(model, rank, 2), {.n_microbatches = 2, .loss_fn = mean_of_squares});
+    const auto handle = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(record_action).scopes({at::RecordScope::USER_SCOPE}));
+    const Batch batch = random_batch(7, 4);
+    pipeline.step({batch.data}, batch.target);
+    at::removeCallback(handle);
+    const std::vector<std::string> first{"PP:0F0",      "PP:0F1", "PP:0B0",
+                                         "PP:0RECV_B0", "PP:0B1", "PP:0RECV_B1"};
+    const std::vector<std::string> last{"PP:1F0", "PP:1RECV_F0", "PP:1B0", "PP:1F1", "PP:1RECV_F1", "PP:1B1"};
+    EXPECT_EQ(recorded_actions(), rank == 0 ? first : last);
   });
 }
 

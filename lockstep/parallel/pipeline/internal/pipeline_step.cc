@@ -9,6 +9,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor_split.h>
 #include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
@@ -101,6 +102,8 @@ void PipelineStep::run() {
     const bool is_forward = action.type == ComputationType::kForward;
     if (!has_backward_ && !is_forward) continue;
     action_ = action;
+    const std::string name = "PP:" + to_string(action);  // torch's, in traces
+    RECORD_USER_SCOPE(name.c_str());
     const TellingAction telling(static_cast<uint32_t>(action.stage), to_string(action.type).front(),
                                 static_cast<uint32_t>(action.micro_batch));
     enter_phase(is_forward ? TrainingPhase::kForward : TrainingPhase::kBackward);
@@ -387,6 +390,9 @@ Tensors PipelineStep::take(int64_t from, int64_t to, int64_t micro_batch) {
     passed_.erase(passed);
     return tensors;
   }
+  const char* const kind = action_->type == ComputationType::kForward ? "RECV_F" : "RECV_B";
+  const std::string name = "PP:" + std::to_string(to) + kind + std::to_string(micro_batch);
+  RECORD_USER_SCOPE(name.c_str());
   awaited_ = *action_;
   awaited_->stage = from;
   Tensors tensors = ask(from, to, micro_batch).take(core_.stage(to).device());
