@@ -3,8 +3,9 @@
 //     lockstep run --nproc-per-node 2 bench_pipeline 1F1B sleep 4 1
 //
 // The operation is a schedule; the argument what stages compute: `sleep` (layers that only sleep, so that cores don't matter:
-// 5 ms each for forward, the gradients of the inputs, and those of the weights), `empty` (next to nothing: the overhead of an
-// action), or `transformer` (12 layers). peers/python_pipeline.py does the same with torch.distributed.pipelining.
+// 5 ms each for forward, the gradients of the inputs, and those of the weights), `wide` (the same with 512 KiB a micro-batch),
+// `empty` (next to nothing: the overhead of an action), or `transformer` (12 layers). peers/python_pipeline.py does the same
+// with torch.distributed.pipelining.
 #include <chrono>
 #include <map>
 #include <memory>
@@ -71,18 +72,25 @@ struct SleepyWeight : torch::autograd::Function<SleepyWeight> {
 
 /// Like a layer of `parts` stages in the place of one.
 struct Sleepy : nn::Module {
-  explicit Sleepy(int64_t parts) : ns(std::chrono::nanoseconds(kNap).count() / parts) {}
+  Sleepy(int64_t parts, int64_t features)
+      : ns(std::chrono::nanoseconds(kNap).count() / parts),
+        weight(register_parameter("weight", torch::ones({features}))) {}
   at::Tensor forward(const at::Tensor& x) {
     return SleepyInput::apply(x, ns) * SleepyWeight::apply(weight, ns);
   }
   int64_t ns;
-  at::Tensor weight = register_parameter("weight", torch::ones({64}));
+  at::Tensor weight;
 };
 
 struct Scale : nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x * weight; }
   at::Tensor weight = register_parameter("weight", torch::ones({64}));
 };
+
+/// Of a micro-batch of layers that sleep or do next to nothing.
+int64_t features(const std::string& what) {
+  return what == "wide" ? 128 << 10 : 64;
+}
 
 constexpr int64_t kLayers = 12, kWidth = 256, kLength = 64, kRows = 2;
 
@@ -107,11 +115,12 @@ Work make_work(PipelineSchedule schedule, const std::string& what) {
   Work work;
   work.shape = {ranks, is_interleaved(schedule) ? 2 : 1, kMicroBatches};
   const int64_t stages = ranks * work.shape.stages_per_rank;
+  const bool sleeps = what == "sleep" || what == "wide";
   std::vector<PipelineStage> own;
   for (int64_t stage = rank; stage < stages; stage += ranks) {
     torch::manual_seed(stage);
-    if (what == "sleep") {
-      const auto module = std::make_shared<Sleepy>(work.shape.stages_per_rank);
+    if (sleeps) {
+      const auto module = std::make_shared<Sleepy>(work.shape.stages_per_rank, features(what));
       own.emplace_back(module, stage, stages);
       work.modules.push_back(module);
     } else if (what == "empty") {
@@ -120,7 +129,7 @@ Work make_work(PipelineSchedule schedule, const std::string& what) {
       work.modules.push_back(module);
     } else {
       TORCH_CHECK_VALUE(what == "transformer", "there is no '", what,
-                        "'; there are sleep, empty and transformer");
+                        "'; there are sleep, wide, empty and transformer");
       nn::Sequential layers;
       const auto options =
           nn::TransformerEncoderLayerOptions(kWidth, 4).dim_feedforward(4 * kWidth).dropout(0.0);
@@ -135,10 +144,9 @@ Work make_work(PipelineSchedule schedule, const std::string& what) {
       std::move(own), lockstep::PipelineOptions{
                           .schedule = schedule, .n_microbatches = kMicroBatches, .loss_fn = mean_of_squares});
   work.input = what == "transformer" ? torch::randn({kMicroBatches * kRows, kLength, kWidth})
-                                     : torch::randn({kMicroBatches, 64});
+                                     : torch::randn({kMicroBatches, features(what)});
   work.target = torch::zeros_like(work.input);
-  work.input.requires_grad_(what ==
-                            "sleep");  // or the first stage's backward would be shorter than the others'
+  work.input.requires_grad_(sleeps);  // or the first stage's backward would be shorter than the others'
   return work;
 }
 

@@ -21,7 +21,11 @@ def test_pipelines_are_compared_with_theory_and_with_torch():
         assert answer.median(f"pipeline.sleep.{ranks}.zero_bubble_of_1F1B") == pytest.approx(130 / 140)
     assert answer.median("pipeline.action.2.ours") == pytest.approx(140e6 / 16, rel=1e-3)
     assert answer.median("pipeline.memory.2.1F1B.of_gloo") == pytest.approx(0.5)
+    for what in pipeline.OVER_HOSTS:
+        assert answer.median(f"pipeline.hosts.{what}.1F1B.vs_gloo") == pytest.approx(160 / 140)
+    assert answer.median("pipeline.hosts.wide.1F1B.over_theory") == pytest.approx(140 / 135)
     text = report.report(answer)
+    assert re.search(r"512 KiB a micro-batch, 1F1B +140 ms +135 ms +160 ms +150 ms", text), text
     assert re.search(r"1F1B, 2 ranks +140 ms +135 ms +160 ms +150 ms +1.04x", text), text
     assert re.search(r"12 transformer layers, 1F1B, a step +140 ms +- +160 ms", text), text
     assert len(targets.judge(answer)) == 26 and all(met for _, _, met in targets.judge(answer))
@@ -50,3 +54,6 @@ def test_the_programs_themselves(bin_dir, monkeypatch):
         assert answer.median(f"pipeline.sleep.2.{schedule}.ours") > answer.median(f"pipeline.sleep.2.{schedule}.theory") * 0.9
         assert answer.median(f"pipeline.sleep.2.{schedule}.gloo") > 0
     assert "Pipelines on 2 ranks" in report.report(answer)
+    if not answer.skipped:
+        for what in pipeline.OVER_HOSTS:
+            assert answer.median(f"pipeline.hosts.{what}.1F1B.vs_gloo") > 0

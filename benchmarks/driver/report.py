@@ -219,11 +219,14 @@ def pipelines(results):
     rows = [[words, *columns(cell)] for cell, words in (
         ("pipeline.action.2", "one action, 1F1B, next to no work"),
         *((f"pipeline.transformer.2.{schedule}", f"12 transformer layers, {schedule}, a step")
-          for schedule in ("1F1B", "InterleavedZeroBubble"))) if f"{cell}.ours" in results.series]
+          for schedule in pipeline.TWO_RANKS)) if f"{cell}.ours" in results.series]
     yield Table("Pipelines on 2 ranks", ["", *heads], rows)
+    rows = [[f"{words}, {schedule}", *columns(cell)] for what, words in pipeline.OVER_HOSTS.items() for schedule in pipeline.TWO_RANKS
+            if f"{(cell := f'pipeline.hosts.{what}.{schedule}')}.ours" in results.series]
+    yield Table(f"Pipelines of 2 stages on 2 hosts, {pipeline.WIRE}: a step", ["", *heads], rows)
     rows = [[schedule, *(mebibytes(results.median(f"{cell}.{name}")) for name in pipeline.CONTENDERS),
              *(ratio(results, f"{cell}.of_{name}") for name in pipeline.PEERS)]
-            for schedule in ("1F1B", "InterleavedZeroBubble")
+            for schedule in pipeline.TWO_RANKS
             if f"{(cell := f'pipeline.memory.2.{schedule}')}.ours" in results.series]
     yield Table("Memory of that transformer's job at most", ["", *(shown[name] for name in pipeline.CONTENDERS),
                 "of torch's, Gloo (quartiles)", "of torch's, Lockstep (quartiles)"], rows)

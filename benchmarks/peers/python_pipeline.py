@@ -17,6 +17,7 @@ SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": Sc
              "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
 MICRO_BATCHES, NAP = 8, 0.005
 LAYERS, WIDTH, LENGTH, ROWS = 12, 256, 64, 2
+FEATURES = {"wide": 128 << 10}  # of the layers that sleep or do next to nothing
 
 
 class SleepyInput(torch.autograd.Function):
@@ -49,10 +50,10 @@ class SleepyWeight(torch.autograd.Function):
 
 
 class Sleepy(torch.nn.Module):
-    def __init__(self, parts):
+    def __init__(self, parts, features):
         super().__init__()
         self.seconds = NAP / parts
-        self.weight = torch.nn.Parameter(torch.ones(64))
+        self.weight = torch.nn.Parameter(torch.ones(features))
 
     def forward(self, x):
         return SleepyInput.apply(x, self.seconds) * SleepyWeight.apply(self.weight, self.seconds)
@@ -78,15 +79,15 @@ class Work:
                 module = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0)
                                                for _ in range(LAYERS // count)))
             else:
-                module = Sleepy(per_rank) if what == "sleep" else Scale()
+                module = Scale() if what == "empty" else Sleepy(per_rank, FEATURES.get(what, 64))
             self.modules.append(module)
             stages.append(PipelineStage(module, index, count, torch.device("cpu")))
         self.schedule = SCHEDULES[name](stages if per_rank > 1 else stages[0], MICRO_BATCHES,
                                         loss_fn=lambda output, target: (output - target).square().mean())
-        shape = (MICRO_BATCHES * ROWS, LENGTH, WIDTH) if what == "transformer" else (MICRO_BATCHES, 64)
+        shape = (MICRO_BATCHES * ROWS, LENGTH, WIDTH) if what == "transformer" else (MICRO_BATCHES, FEATURES.get(what, 64))
         self.first, self.last = rank == 0, rank == ranks - 1
         self.input, self.target = torch.randn(shape), torch.zeros(shape)
-        self.input.requires_grad_(what == "sleep")  # or the first stage's backward would be shorter than the others'
+        self.input.requires_grad_(what in ("sleep", "wide"))  # or the first stage's backward would be shorter than the others'
 
     def step(self):
         for module in self.modules:
