@@ -49,10 +49,10 @@ GatherSchedule::Steps GatherSchedule::use(size_t unit) {
   return steps;
 }
 
-GatherSchedule::Steps GatherSchedule::gradients_are_complete(size_t unit) {
+GatherSchedule::Steps GatherSchedule::gradients_are_complete(size_t unit, bool may_be_used_again) {
   Steps steps;
   const Unit& done = units_[unit];
-  if (done.phase == UnitPhase::kWhole && done.users == 0) free(steps, unit);
+  if (!may_be_used_again && done.phase == UnitPhase::kWhole && done.users == 0) free(steps, unit);
   if (backward_prefetch_ == BackwardPrefetch::BACKWARD_POST) prefetch(steps);
   return steps;
 }

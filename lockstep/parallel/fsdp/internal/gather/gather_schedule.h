@@ -44,8 +44,9 @@ class GatherSchedule {
   /// An operator is about to use the unit, which stays whole until release().
   Steps use(size_t unit);
   void release(size_t unit) { --units_[unit].users; }
-  /// All gradients of the unit's weights are there, so backward does not need it any more.
-  Steps gradients_are_complete(size_t unit);
+  /// All gradients of the unit's weights are there, so backward does not need it any more; unless it may use the unit again, which
+  /// then stays as others do.
+  Steps gradients_are_complete(size_t unit, bool may_be_used_again);
   /// All that no operator uses.
   Steps free_all();
 

@@ -77,7 +77,7 @@ TEST(GatherSchedule, WhatCameNextIsGatheredEarly) {
   schedule.end(GatherPass::kForward);
   schedule.begin(GatherPass::kBackward, false);
   EXPECT_THAT(use(schedule, 3), IsEmpty()) << "2 is whole";
-  EXPECT_THAT(schedule.gradients_are_complete(3), ElementsAre(free(3)));
+  EXPECT_THAT(schedule.gradients_are_complete(3, false), ElementsAre(free(3)));
   EXPECT_THAT(use(schedule, 2), ElementsAre(start(1)));
   // In another order than before nothing is early any more.
   EXPECT_THAT(use(schedule, 0), ElementsAre(finish(1), free(1), start(0), finish(0)));
@@ -92,10 +92,22 @@ TEST(GatherSchedule, BackwardPostGathersTheNextBehindTheGradients) {
   schedule.free_all();
   schedule.begin(GatherPass::kBackward, false);
   EXPECT_THAT(use(schedule, 2), ElementsAre(start(2), finish(2)));
-  EXPECT_THAT(schedule.gradients_are_complete(2), ElementsAre(free(2), start(1)));
+  EXPECT_THAT(schedule.gradients_are_complete(2, false), ElementsAre(free(2), start(1)));
   EXPECT_THAT(use(schedule, 1), ElementsAre(finish(1)));
-  EXPECT_THAT(schedule.gradients_are_complete(1), ElementsAre(free(1), start(0)));
+  EXPECT_THAT(schedule.gradients_are_complete(1, false), ElementsAre(free(1), start(0)));
   EXPECT_THAT(schedule.free_all(), ElementsAre(finish(0), free(0)));
+}
+
+TEST(GatherSchedule, WhatMayBeUsedAgainStaysBehindItsGradients) {
+  GatherSchedule schedule(3, 2, /*forward_prefetch=*/false, BackwardPrefetch::BACKWARD_POST);
+  run(schedule, GatherPass::kBackward, {2, 1, 0});
+  schedule.free_all();
+  schedule.begin(GatherPass::kBackward, false);
+  use(schedule, 2);
+  EXPECT_THAT(schedule.gradients_are_complete(2, true), ElementsAre(start(1)));
+  EXPECT_THAT(use(schedule, 2), IsEmpty());
+  EXPECT_THAT(use(schedule, 1), ElementsAre(finish(1)));
+  EXPECT_THAT(use(schedule, 0), ElementsAre(free(2), start(0), finish(0)));
 }
 
 TEST(GatherSchedule, WhatAnOperatorUsesStays) {
@@ -166,7 +178,9 @@ TEST(GatherSchedule, AnyOrderGivesEachUnitWhenItIsUsedAndNeverMoreThanTheMost) {
         EXPECT_EQ(phases[unit], UnitPhase::kWhole) << "seed " << seed;
         EXPECT_EQ(schedule.phase(unit), UnitPhase::kWhole);
         schedule.release(unit);
-        if (kind == GatherPass::kBackward && random() % 3 == 0) obey(schedule.gradients_are_complete(unit));
+        if (kind == GatherPass::kBackward && random() % 3 == 0) {
+          obey(schedule.gradients_are_complete(unit, unit % 4 == 1));
+        }
       }
       schedule.end(kind);
       if (random() % 2 == 0) {

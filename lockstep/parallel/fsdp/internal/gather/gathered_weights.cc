@@ -108,6 +108,10 @@ GatheredWeights::~GatheredWeights() {
   }
 }
 
+bool GatheredWeights::has_frozen(size_t unit) const {
+  return std::ranges::any_of(units_[unit].weights, [this](size_t weight) { return !all()[weight].trains; });
+}
+
 int64_t GatheredWeights::row_bytes(size_t weight) const {
   return all()[weight].shape.row_numel * static_cast<int64_t>(at::elementSize(all()[weight].dtypes.seen));
 }

@@ -37,6 +37,8 @@ class GatheredWeights final : public ShardedWeights {
   size_t units() const { return units_.size(); }
   size_t unit_of(size_t weight) const { return unit_of_[weight]; }
   const std::string& name(size_t unit) const { return units_[unit].name; }
+  /// Whether a weight of it requires no gradients.
+  bool has_frozen(size_t unit) const;
 
   /// Starts to gather a unit; collective, in the same order on all ranks. `note` is told to all ranks. Without `early` it is done
   /// when this returns, and finish() is to follow. Throws what operations of the group throw.
