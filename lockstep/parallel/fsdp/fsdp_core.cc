@@ -11,6 +11,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -67,6 +68,9 @@ bool contains(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) 
   return std::ranges::any_of(tensors, [&](const at::Tensor& each) { return each.is_same(tensor); });
 }
 
+/// Whose forward this thread runs.
+thread_local const FsdpCore* in_forward = nullptr;
+
 void warn_of_memory(const std::filesystem::path& directory) {
   constexpr long kTmpfs = 0x01021994;
   struct statfs status {};
@@ -87,6 +91,8 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   std::vector<std::vector<size_t>> groups;
   run_on_all(options_.process_group, "to be wrapped", [&] {
     check_options();
+    check_parts();
+    take_groups_of_parts();
     collect_parameters();
     collect_tensors_without_values();
     dtypes = this->dtypes();
@@ -162,6 +168,11 @@ bool FsdpCore::are_to_be_gathered() const {
                              get_topology(options_.process_group).nodes() > 1);
 }
 
+void FsdpCore::check_usable() const {
+  if (units_) units_->rethrow_failure();
+  reduction_->check_ended();
+}
+
 void FsdpCore::collect_parameters() {
   std::unordered_map<std::string, const c10::TensorImpl*> by_name;
   for (const auto& [name, tensor] : model_.parameters) by_name.emplace(name, tensor.unsafeGetTensorImpl());
@@ -169,10 +180,13 @@ void FsdpCore::collect_parameters() {
   for (const auto& group : model_.groups) {
     for (const std::string& name : group.parameters) wanted.insert(by_name.at(name));
   }
+  const WeightsOfParts of_parts = weights_of_parts();
   // By its first name in the model, whatever group a tied one is in, so that states don't depend on the policy.
   for (const auto& parameter : model_.parameters) {
-    if (wanted.erase(parameter.second.unsafeGetTensorImpl()) == 0) continue;
     const at::Tensor& tensor = parameter.second;
+    if (wanted.erase(tensor.unsafeGetTensorImpl()) == 0) continue;
+    sharded_.push_back(parameter);
+    if (of_parts.contains(tensor.unsafeGetTensorImpl())) continue;  // has been checked
     TORCH_CHECK_VALUE(tensor.device().is_cpu() || tensor.is_meta() || options_.device_id, kClass,
                       ": parameter '", parameter.first, "' is on ", tensor.device(),
                       "; only models on the CPU can be sharded: with device_id CPU it is moved there");
@@ -192,7 +206,6 @@ void FsdpCore::collect_parameters() {
         "' has the values in ", toString(tensor.scalar_type()), " that an earlier ", kClass,
         " with mixed_precision has left; convert the module by to(), and load the full_state_dict() "
         "taken from that one, before it is wrapped again");
-    sharded_.push_back(parameter);
   }
   TORCH_CHECK(!sharded_.empty(), kClass, ": the module has no parameter that is not ignored");
 }
@@ -217,12 +230,18 @@ void FsdpCore::log_strategy() const {
 
 std::vector<WeightDtypes> FsdpCore::dtypes() const {
   const auto& precision = options_.mixed_precision;
+  const WeightsOfParts of_parts = weights_of_parts();
   std::vector<WeightDtypes> dtypes;
   for (const auto& [name, tensor] : sharded_) {
+    if (const auto found = of_parts.find(tensor.unsafeGetTensorImpl()); found != of_parts.end()) {
+      dtypes.push_back(found->second->dtypes);
+      continue;
+    }
     const at::ScalarType own = tensor.scalar_type();
     const bool stays = !tensor.is_floating_point() || contains(model_.full_precision, tensor);
     const at::ScalarType seen = stays ? own : precision.param_dtype.value_or(own);
-    dtypes.push_back({.seen = seen, .reduced = stays ? own : precision.reduce_dtype.value_or(seen)});
+    dtypes.push_back(
+        {.own = own, .seen = seen, .reduced = stays ? own : precision.reduce_dtype.value_or(seen)});
   }
   return dtypes;
 }
@@ -233,7 +252,7 @@ void FsdpCore::cast_buffers() {
   for (const auto& module : options_.ignored_modules) {
     for (const auto& buffer : module->buffers()) stay.push_back(buffer);
   }
-  for (auto& [name, buffer] : model_.buffers()) {
+  for (auto& [name, buffer] : buffers_left()) {
     if (!buffer.is_floating_point() || contains(stay, buffer)) continue;
     buffer_dtypes_.emplace(name, buffer.scalar_type());
     buffer.set_data(buffer.detach().to(*options_.mixed_precision.buffer_dtype));
@@ -293,8 +312,11 @@ void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups
         (options_.backward_prefetch ? std::to_string(static_cast<int>(*options_.backward_prefetch)) : "-") +
         (options_.forward_prefetch ? "forward" : "") + (options_.limit_all_gathers ? "limited" : "");
   }
-  for (const auto& [seen, reduced] : dtypes)
-    own += std::string(" ") + toString(seen) + "/" + toString(reduced);
+  const WeightsOfParts of_parts = weights_of_parts();
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    own += std::string(" ") + toString(dtypes[i].seen) + "/" + toString(dtypes[i].reduced);
+    if (of_parts.contains(sharded_[i].second.unsafeGetTensorImpl())) own += " wrapped";
+  }
   if (!options_.sync_module_states) {
     for (const bool without_values : without_values_) own += without_values ? " meta" : " real";
     for (const auto& buffer : buffers_without_values_) own += " " + buffer.first;
@@ -307,29 +329,31 @@ void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups
   run_on_all(options_.process_group, "to be wrapped", [&] {
     TORCH_CHECK(
         own == first, kClass,
-        ": rank 0 has other groups of parameters, other dtypes, other tensors on the meta device, another "
-        "sync_module_states or gathers in another way; give all ranks the same options, and freeze the same "
-        "parameters; with sync_module_states rank 0 alone may have values");
+        ": rank 0 has other groups of parameters, other dtypes, other tensors on the meta device, other "
+        "wrapped modules, another sync_module_states or gathers in another way; give all ranks the same "
+        "options, and "
+        "freeze the same parameters; with sync_module_states rank 0 alone may have values");
   });
 }
 
 // ---- Around forward
 
 void FsdpCore::run_forward(const std::function<void()>& forward) {
-  if (units_) units_->rethrow_failure();
-  reduction_->check_ended();
+  check_usable();
   const WeightWindows::Reading reading(*windows_);
   weights_->check_in_place();
+  struct Within {
+    const FsdpCore* const before;
+    explicit Within(const FsdpCore* core) : before(std::exchange(in_forward, core)) {}
+    ~Within() { in_forward = before; }
+  } within(this);
   units_ ? units_->run_forward(forward) : forward();
 }
 
-bool FsdpCore::prepares_inputs() const {
-  const auto& precision = options_.mixed_precision;
-  return precision.param_dtype && (precision.cast_root_forward_inputs || precision.cast_forward_inputs);
-}
-
-at::Tensor FsdpCore::prepare_input(const at::Tensor& tensor) const {
-  return tensor.is_floating_point() ? tensor.to(*options_.mixed_precision.param_dtype) : tensor;
+void FsdpCore::run_forward_of_part(const std::function<void()>& forward) {
+  // Within backward too: what is computed again there (activation checkpoints) is no forward of its own.
+  const bool is_within = in_forward == this || torch::autograd::get_current_graph_task_id() != -1;
+  is_within ? forward() : run_forward(forward);
 }
 
 void FsdpCore::enter_no_sync() {

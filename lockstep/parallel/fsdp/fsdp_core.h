@@ -15,6 +15,7 @@
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/named_tensor.h>
 #include <lockstep/optim/collective_optimizer.h>
+#include <lockstep/parallel/fsdp/any_wrapper.h>
 #include <lockstep/parallel/fsdp/options.h>
 #include <lockstep/parallel/fsdp/sharded_tensor.h>
 #include <lockstep/serialization/state_dict.h>
@@ -38,6 +39,7 @@ class OffloadedTensors;
 class ShardGroups;
 class ShardedWeights;
 class WeightWindows;
+struct ShardedWeight;
 struct WeightDtypes;
 }  // namespace internal
 
@@ -51,8 +53,10 @@ class FsdpCore final {
   struct Model {
     std::vector<NamedTensor> parameters;  ///< in definition order, shared ones as often as named
     std::function<std::vector<NamedTensor>()> buffers;  ///< as they are now
-    std::vector<fsdp::ParameterGroup> groups;           ///< all of the parameters that are not ignored
-    std::vector<fsdp::InitUnit> units;                  ///< in which tensors on the meta device get values
+    std::vector<fsdp::ParameterGroup>
+        groups;  ///< all of the parameters that are not ignored, but for those of parts
+    std::vector<fsdp::InitUnit> units;  ///< in which tensors on the meta device get values
+    std::vector<fsdp::Part> parts;      ///< whose weights and groups it takes over
     std::vector<at::Tensor>
         full_precision;  ///< parameters and buffers that mixed precision leaves as they are
     std::string name;    ///< the class's
@@ -67,8 +71,8 @@ class FsdpCore final {
   /// Runs forward while the weights do not change. Throws when the last backward failed, and when a parameter of the module
   /// has other memory.
   void run_forward(const std::function<void()>& forward);
-  bool prepares_inputs() const;
-  at::Tensor prepare_input(const at::Tensor& tensor) const;
+  /// The same of a part, which may be called within the whole's.
+  void run_forward_of_part(const std::function<void()>& forward);
 
   void enter_no_sync();
   void leave_no_sync();
@@ -106,7 +110,16 @@ class FsdpCore final {
   bool gathers() const { return units_ != nullptr; }
 
  private:
+  friend class fsdp::AnyWrapper;
+
   void check_options() const;
+  void check_parts() const;
+  void check_usable() const;
+  void take_groups_of_parts();
+  using WeightsOfParts = std::unordered_map<const c10::TensorImpl*, const fsdp::internal::ShardedWeight*>;
+  WeightsOfParts weights_of_parts() const;
+  void take_parts_over();
+  std::vector<NamedTensor> buffers_left() const;
   void collect_parameters();
   void collect_tensors_without_values();
   bool gives_values() const;

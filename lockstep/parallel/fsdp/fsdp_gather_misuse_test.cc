@@ -29,7 +29,6 @@ using testing::random;
 using testing::run_ranks;
 namespace nn = torch::nn;
 namespace optim = torch::optim;
-using Options = FullyShardedDataParallelOptions;
 
 TEST(FsdpGatherMisuse, ParametersHaveNoValuesOutsideOfForwardAndBackward) {
   run_ranks(2, [](int rank) {
@@ -211,22 +210,6 @@ TEST(FsdpGatherMisuse, ADeadRankIsNamedOnAll) {
   fsdp_test::expect_a_killed_rank_is_named(
       {.ranks = 3, .victim = 1, .last_operation = 16, .every = 5, .gathers = true, .where = ".*"},
       {.gather = true});
-}
-
-TEST(FsdpGatherMisuse, AWrapperWithinAWrapperIsRefused) {
-  struct Outer : nn::Module {
-    std::shared_ptr<FullyShardedDataParallel<nn::LinearImpl>> block =
-        register_module("block", std::make_shared<FullyShardedDataParallel<nn::LinearImpl>>(
-                                     nn::Linear(2, 2), Options{.gather = true}));
-    nn::Linear last = register_module("last", nn::Linear(2, 2));
-    torch::Tensor forward(const torch::Tensor& x) { return last((*block)(x)); }
-  };
-  run_ranks(1, [](int /*rank*/) {
-    auto world = init_process_group();
-    EXPECT_THAT(
-        message_of<c10::ValueError>([&] { FullyShardedDataParallel model(std::make_shared<Outer>()); }),
-        HasSubstr("the module's 'block' is a FullyShardedDataParallel itself"));
-  });
 }
 
 }  // namespace

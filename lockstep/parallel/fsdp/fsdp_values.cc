@@ -89,10 +89,13 @@ void FsdpCore::collect_tensors_without_values() {
 /// Moves the values to where all share them, one parameter after the other, so that beside it there is never more than what
 /// modules had. Of modules on the meta device rank 0 makes them then.
 void FsdpCore::move_values() {
+  take_parts_over();
   const bool has_work = std::ranges::count(without_values_, true) > 0 || !buffers_without_values_.empty();
   const bool rank_0_inits = broadcast_bytes(has_work ? "1" : "0", groups_->all()) == "1";
   std::unordered_map<const c10::TensorImpl*, size_t> open;
-  for (size_t i = 0; i < sharded_.size(); ++i) open.emplace(sharded_[i].second.unsafeGetTensorImpl(), i);
+  for (size_t i = 0; i < sharded_.size(); ++i) {
+    if (!weights_->all()[i].shard.defined()) open.emplace(sharded_[i].second.unsafeGetTensorImpl(), i);
+  }
   for (const InitUnit& unit : model_.units) {
     if (rank_0_inits) run_on_all(groups_->all(), "to give a module values", [&] { init(unit); });
     for (const at::Tensor& parameter : unit.parameters) {
@@ -145,8 +148,7 @@ void FsdpCore::place_buffers() {
       }
     }
   });
-  broadcast_coalesced(options_.sync_module_states ? model_.buffers() : buffers_without_values_,
-                      groups_->all());
+  broadcast_coalesced(options_.sync_module_states ? buffers_left() : buffers_without_values_, groups_->all());
 }
 
 }  // namespace lockstep

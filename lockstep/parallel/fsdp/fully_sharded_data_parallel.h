@@ -11,22 +11,14 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/base/tensor_tree.h>
+#include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/wrapped_module.h>
+#include <lockstep/parallel/fsdp/any_wrapper.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/options.h>
 #include <lockstep/parallel/fsdp/sharded_optimizer.h>
 
 namespace lockstep {
-
-namespace fsdp {
-
-/// What each FullyShardedDataParallel is, whatever it wraps.
-class AnyWrapper {
- public:
-  virtual ~AnyWrapper() = default;
-};
-
-}  // namespace fsdp
 
 /// Training of models that don't fit N times: on a host each parameter lies once, in shared memory, where all ranks read it.
 /// Gradients are averaged while backward() runs, and each rank keeps those of the rows that it owns, with the optimizer's
@@ -53,6 +45,10 @@ class AnyWrapper {
 /// of these they have no values, and reading them throws. Then forward is collective too: all ranks use the groups in the
 /// same order, in evaluation as well, and one thread uses the model.
 ///
+/// Modules within the module may be wrapped before it, as members of the type FullyShardedDataParallel<Block>: they become parts of this
+/// one, each a group of its own, and what is left is another one. Their optimizers and states are this one's; all have the same
+/// process group and sharding, and each keeps its mixed precision. Where a part computes alone, it is as if the whole did.
+///
 /// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
 /// Several models may live in one process; one module has but one wrapper at a time. When a reduction or step() fails, it throws
 /// the first cause on all ranks, and the model must be made anew from a checkpoint, unless no rank had begun to write:
@@ -72,9 +68,11 @@ class FullyShardedDataParallel : public torch::nn::Module,
   /// values, module by module, so that nowhere there is a whole model beside the shared one.
   explicit FullyShardedDataParallel(Handle wrapped, FullyShardedDataParallelOptions options = {})
       : torch::nn::Module("FullyShardedDataParallel"),
+        fsdp::AnyWrapper(options.mixed_precision),
         module(checked(std::move(wrapped))),
-        inner_(Traits::as_module(module)),
-        core_(std::make_shared<FsdpCore>(model_of(module, inner_, options), options)) {}
+        inner_(Traits::as_module(module)) {
+    set_core(std::make_shared<FsdpCore>(model_of(module, inner_, options), options));
+  }
   /// A module holder, such as torch::nn::Linear.
   template <class Holder>
   requires ModuleHolderOf<Holder, Wrapped>
@@ -87,22 +85,30 @@ class FullyShardedDataParallel : public torch::nn::Module,
   /// them as they are.
   std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> answer;
-    for (const auto& parameter : core_->parameters()) answer.push_back(parameter.second);
+    for (const auto& parameter : core()->parameters()) answer.push_back(parameter.second);
     return answer;
   }
-  const std::vector<NamedTensor>& named_parameters() const { return core_->parameters(); }
+  const std::vector<NamedTensor>& named_parameters() const { return core()->parameters(); }
   /// The module's, of which each rank has its own.
-  auto named_buffers() const { return inner_->named_buffers(); }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const {
+    torch::OrderedDict<std::string, at::Tensor> buffers;
+    for (auto& [name, buffer] : module_buffers()) buffers.insert(name, std::move(buffer));
+    return buffers;
+  }
+  std::vector<NamedTensor> module_parameters() const override { return parameters_of(module, *inner_); }
+  std::vector<NamedTensor> module_buffers() const override { return buffers_of(module, *inner_); }
+  /// Both, for what loads values while summon_full_params() runs.
+  ModelTensors module_tensors() const { return {inner_->name(), module_parameters(), module_buffers()}; }
 
   /// An optimizer of all parameters, or of groups of what parameters() has.
   template <ElementwiseOptimizer Optimizer, class Defaults>
   std::unique_ptr<ShardedOptimizer<Optimizer>> make_optimizer(Defaults defaults) {
-    return std::make_unique<ShardedOptimizer<Optimizer>>(core_, parameters(), std::move(defaults));
+    return std::make_unique<ShardedOptimizer<Optimizer>>(core(), parameters(), std::move(defaults));
   }
   template <ElementwiseOptimizer Optimizer, class Defaults>
   std::unique_ptr<ShardedOptimizer<Optimizer>> make_optimizer(
       std::vector<torch::optim::OptimizerParamGroup> groups, Defaults defaults) {
-    return std::make_unique<ShardedOptimizer<Optimizer>>(core_, std::move(groups), std::move(defaults));
+    return std::make_unique<ShardedOptimizer<Optimizer>>(core(), std::move(groups), std::move(defaults));
   }
 
   /// While it lives, backwards are not reduced, whenever their forwards were: gradients add up in those of the module's
@@ -124,67 +130,67 @@ class FullyShardedDataParallel : public torch::nn::Module,
    private:
     std::shared_ptr<FsdpCore> core_;  // none when it was moved from
   };
-  NoSync no_sync() { return NoSync(core_); }
+  NoSync no_sync() { return NoSync(core()); }
 
   /// Scales the gradients so that the norm of them all, over all ranks, is at most max_norm; returns the norm before. Those of
   /// ignored parameters count with this rank's. Collective.
   at::Tensor clip_grad_norm_(double max_norm, double norm_type = 2.0) {
-    return core_->clip_grad_norm_(max_norm, norm_type);
+    return core()->clip_grad_norm_(max_norm, norm_type);
   }
 
   /// Runs `action` while the module's parameters have whole values of their own, on each rank a copy. With `writeback` the rows
   /// that a rank owns become what they are there then; when `action` throws on some rank, or a parameter has got other sizes,
   /// all throw, and the weights are as they were. Collective.
   void summon_full_params(const std::function<void()>& action, bool writeback = true) {
-    core_->summon_full_params(action, writeback);
+    core()->summon_full_params(action, writeback);
   }
 
   /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
   /// nothing on other ranks. Collective with mixed precision and where parameters are gathered; otherwise a rank may call it alone.
-  StateDict full_state_dict(bool rank0_only = false) { return core_->full_state_dict(rank0_only); }
+  StateDict full_state_dict(bool rank0_only = false) { return core()->full_state_dict(rank0_only); }
   /// Every rank gives the whole model, or what has its rows; of any number of ranks. Buffers and ignored parameters are taken
   /// from the rank's own argument: rank 0's state gives all ranks rank 0's. Collective. Throws c10::ValueError when
   /// a tensor is missing or has other sizes; then all ranks throw, and nothing has changed.
-  void load_full_state_dict(const StateDict& state) { core_->load_full_state_dict(state); }
+  void load_full_state_dict(const StateDict& state) { core()->load_full_state_dict(state); }
   /// This rank's rows, with their places in the whole. Without buffers and ignored parameters. to_object() makes it fit for
   /// files.
-  fsdp::ShardedStateDict sharded_state_dict() const { return core_->sharded_state_dict(); }
+  fsdp::ShardedStateDict sharded_state_dict() const { return core()->sharded_state_dict(); }
   /// Takes this rank's rows from what any number of ranks had: from the states of them all, or of those that had these rows,
   /// or, on as many ranks, from its own. Collective. Throws as load_full_state_dict() does, also where rows are in none.
   void load_sharded_state_dict(const std::vector<fsdp::ShardedStateDict>& states) {
-    core_->load_sharded_state_dict(states);
+    core()->load_sharded_state_dict(states);
   }
 
   /// The optimizer's whole state in Python's form, by the parameters' names: that which get_optimizer_state_dict() has of an
   /// unsharded model; with rank0_only other ranks have its options alone. Collective. Throws c10::ValueError for an
   /// optimizer of sharded parameters that make_optimizer() has not made.
   StateDict full_optim_state_dict(const torch::optim::Optimizer& optimizer, bool rank0_only = false) const {
-    return core_->full_optim_state_dict(optimizer, rank0_only);
+    return core()->full_optim_state_dict(optimizer, rank0_only);
   }
   /// Takes this rank's rows of such a state, of any number of ranks. Collective; all ranks do or none, which throw then.
   void load_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state) const {
-    core_->load_full_optim_state_dict(optimizer, state);
+    core()->load_full_optim_state_dict(optimizer, state);
   }
   /// This rank's part of it alone: all checks, and sends nothing. The optimizer must not change until commit().
   PreparedLoad prepare_full_optim_state_dict(torch::optim::Optimizer& optimizer, const StateDict& state,
                                              const LoadStateDictOptions& options = {}) const {
-    return core_->prepare_full_optim_state_dict(optimizer, state, options);
+    return core()->prepare_full_optim_state_dict(optimizer, state, options);
   }
   /// The state of this rank's rows, in the same form, but for tensors that have rows: there it has fsdp::ShardedTensor, as
   /// to_object() makes them.
   StateDict sharded_optim_state_dict(const torch::optim::Optimizer& optimizer) const {
-    return core_->sharded_optim_state_dict(optimizer);
+    return core()->sharded_optim_state_dict(optimizer);
   }
   /// Takes this rank's rows, as load_sharded_state_dict() does; options, and the state of ignored parameters, are the first
   /// one's. Collective. Throws on all ranks, and has changed nothing, when on some rank rows or parameters are missing.
   void load_sharded_optim_state_dict(torch::optim::Optimizer& optimizer,
                                      const std::vector<StateDict>& states) const {
-    core_->load_sharded_optim_state_dict(optimizer, states);
+    core()->load_sharded_optim_state_dict(optimizer, states);
   }
 
-  const ProcessGroup& process_group() const { return core_->process_group(); }
+  const ProcessGroup& process_group() const { return core()->process_group(); }
   /// Whether parameters are gathered for each forward and backward, which are collective then.
-  bool gathers() const { return core_->gathers(); }
+  bool gathers() const { return core()->gathers(); }
 
   void train(bool on = true) override {
     torch::nn::Module::train(on);
@@ -192,7 +198,8 @@ class FullyShardedDataParallel : public torch::nn::Module,
   }
   void zero_grad(bool set_to_none = true) override {
     inner_->zero_grad(set_to_none);
-    core_->drop_sums();
+    if (is_part()) return;
+    core()->drop_sums();
     for (auto& shard : parameters()) {
       if (!shard.grad().defined()) continue;
       if (set_to_none) {
@@ -205,16 +212,18 @@ class FullyShardedDataParallel : public torch::nn::Module,
   /// torch::save() writes the module's own, whole; torch::load() is collective. save() throws c10::NotImplementedError with mixed
   /// precision, of which forward's side has lost bits, and where parameters are gathered.
   void save(torch::serialize::OutputArchive& archive) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(!core_->gathers(),
+    if (is_part()) return inner_->save(archive);  // the whole has checked
+    TORCH_CHECK_NOT_IMPLEMENTED(!core()->gathers(),
                                 "FullyShardedDataParallel: torch::save() of a model whose parameters are "
                                 "gathered would write rows alone; save full_state_dict()");
-    TORCH_CHECK_NOT_IMPLEMENTED(!core_->options().mixed_precision.is_used(),
+    TORCH_CHECK_NOT_IMPLEMENTED(!core()->options().mixed_precision.is_used(),
                                 "FullyShardedDataParallel: torch::save() of a model with mixed_precision "
                                 "would write what its forward "
                                 "sees, in lower precision; save full_state_dict()");
     inner_->save(archive);
   }
   void load(torch::serialize::InputArchive& archive) override {
+    if (is_part()) return inner_->load(archive);  // within the whole's
     summon_full_params([&] { inner_->load(archive); });
   }
 
@@ -227,15 +236,21 @@ class FullyShardedDataParallel : public torch::nn::Module,
     return handle;
   }
 
+  static std::vector<NamedTensor> parameters_of(const Handle& handle, const torch::nn::Module& inner) {
+    return fsdp::parts_of(inner).empty() ? Traits::named_parameters(handle)
+                                         : fsdp::parameters_with_parts(inner);
+  }
+  static std::vector<NamedTensor> buffers_of(const Handle& handle, const torch::nn::Module& inner) {
+    return fsdp::parts_of(inner).empty() ? Traits::named_buffers(handle) : fsdp::buffers_with_parts(inner);
+  }
+
   static FsdpCore::Model model_of(const Handle& handle, const std::shared_ptr<torch::nn::Module>& inner,
                                   const FullyShardedDataParallelOptions& options) {
-    for (const auto& item : inner->named_modules()) {
-      TORCH_CHECK_VALUE(
-          dynamic_cast<const fsdp::AnyWrapper*>(item.value().get()) == nullptr,
-          "FullyShardedDataParallel: the module's '", item.key(),
-          "' is a FullyShardedDataParallel itself, whose parameters would not be seen; wrap the "
-          "whole with an auto_wrap_policy (lambda_auto_wrap_policy() chooses modules one by "
-          "one), or leave the outer module as it is");
+    std::vector<fsdp::Part> parts = fsdp::parts_of(*inner);
+    std::vector<at::Tensor> not_left = options.ignored_parameters;
+    for (const fsdp::Part& part : parts) {
+      for (const NamedTensor& parameter : part.wrapper->module_parameters())
+        not_left.push_back(parameter.second);
     }
     fsdp::AutoWrapPolicy policy = options.auto_wrap_policy;
     std::vector<at::Tensor> full_precision;
@@ -243,27 +258,27 @@ class FullyShardedDataParallel : public torch::nn::Module,
       full_precision = fsdp::batch_norm_tensors(*inner);
       if (!full_precision.empty()) policy = fsdp::batch_norms_apart(std::move(policy));
     }
-    return {
-        .parameters = Traits::named_parameters(handle),
-        .buffers = [handle] { return Traits::named_buffers(handle); },
-        .groups = fsdp::parameter_groups(*inner, policy, options.ignored_modules, options.ignored_parameters),
-        .units = fsdp::init_units(inner, options.ignored_modules),
-        .full_precision = std::move(full_precision),
-        .name = inner->name()};
+    return {.parameters = parameters_of(handle, *inner),
+            .buffers = [handle, inner] { return buffers_of(handle, *inner); },
+            .groups = fsdp::parameter_groups(*inner, policy, options.ignored_modules, not_left),
+            .units = fsdp::init_units(inner, options.ignored_modules),
+            .parts = std::move(parts),
+            .full_precision = std::move(full_precision),
+            .name = inner->name()};
   }
 
   template <class Forward, class... Arguments>
   auto run(Forward&& call, Arguments&&... arguments) {
     const auto prepared_call = [&] {
-      if (core_->prepares_inputs()) return call(prepared(std::forward<Arguments>(arguments))...);
+      if (prepares_inputs()) return call(prepared(std::forward<Arguments>(arguments))...);
       return call(std::forward<Arguments>(arguments)...);
     };
     using Output = decltype(prepared_call());
     if constexpr (std::is_void_v<Output>) {
-      core_->run_forward(prepared_call);
+      run_forward(prepared_call);
     } else {
       std::optional<Output> output;
-      core_->run_forward([&] { output.emplace(prepared_call()); });
+      run_forward([&] { output.emplace(prepared_call()); });
       return std::move(*output);
     }
   }
@@ -274,13 +289,12 @@ class FullyShardedDataParallel : public torch::nn::Module,
   std::remove_cvref_t<Argument> prepared(Argument&& argument) const {
     std::remove_cvref_t<Argument> copy = std::forward<Argument>(argument);
     if constexpr (can_find_tensors<std::remove_cvref_t<Argument>>) {
-      for_each_owned_tensor(copy, [this](at::Tensor& tensor) { tensor = core_->prepare_input(tensor); });
+      for_each_owned_tensor(copy, [this](at::Tensor& tensor) { tensor = prepare_input(tensor); });
     }
     return copy;
   }
 
   const std::shared_ptr<torch::nn::Module> inner_;  // not registered: its parameters are not for optimizers
-  const std::shared_ptr<FsdpCore> core_;
 };
 
 template <class Given>

@@ -36,8 +36,8 @@ struct MixedPrecision {
   std::optional<at::ScalarType> reduce_dtype = {};  ///< of gradients on their way; param_dtype if not given
   std::optional<at::ScalarType> buffer_dtype = {};  ///< of buffers, for good
   bool keep_low_precision_grads = false;            ///< shards' gradients stay in the dtype of the reduction
-  bool cast_forward_inputs = false;                 ///< forward's inputs to param_dtype: either of the two,
-  bool cast_root_forward_inputs = true;             ///< for here there is but one wrapper
+  bool cast_forward_inputs = false;                 ///< forward's inputs to param_dtype, and …
+  bool cast_root_forward_inputs = true;             ///< … of a wrapper that is no part of another one
 
   bool is_used() const { return param_dtype || reduce_dtype || buffer_dtype; }
 };

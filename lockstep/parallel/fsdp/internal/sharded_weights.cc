@@ -58,9 +58,9 @@ ShardedWeights::ShardedWeights(std::shared_ptr<const ShardGroups> groups,
     const auto& [name, parameter] = parameters[i];
     const RowShape shape = RowShape::of(parameter.sizes().vec());
     const Rows own = rows_of(shape.rows, rank, ranks);
-    const bool same = dtypes[i].seen == parameter.scalar_type();
-    own_bytes.push_back(same ? 0
-                             : own.size() * shape.row_numel * static_cast<int64_t>(parameter.element_size()));
+    const bool same = dtypes[i].seen == dtypes[i].own;
+    own_bytes.push_back(
+        same ? 0 : own.size() * shape.row_numel * static_cast<int64_t>(at::elementSize(dtypes[i].own)));
     weights_.push_back({.name = name,
                         .parameter = parameter,
                         .dtypes = dtypes[i],
@@ -99,9 +99,7 @@ std::string ShardedWeights::part_name(size_t index) const {
 }
 
 void ShardedWeights::allocate_copies() {
-  const auto is_copied = [](const ShardedWeight& weight) {
-    return weight.dtypes.seen != weight.parameter.scalar_type();
-  };
+  const auto is_copied = [](const ShardedWeight& weight) { return weight.dtypes.seen != weight.dtypes.own; };
   if (std::ranges::none_of(weights_, is_copied)) return;
   constexpr int64_t kPage = 4096;  // a tensor that is as large lies in whole ones
   const int64_t numel = (copy_offsets_.back() / kPage + 1) * kPage;
@@ -125,10 +123,9 @@ void ShardedWeights::allocate_copies() {
                                                transport::ReadOnlyView(begin, bytes, std::move(parts))});
 }
 
-/// Of a parameter that has its own dtype yet.
 void ShardedWeights::make_shard(size_t index) {
   ShardedWeight& weight = weights_[index];
-  const at::ScalarType own = weight.parameter.scalar_type(), seen = weight.dtypes.seen;
+  const at::ScalarType own = weight.dtypes.own, seen = weight.dtypes.seen;
   const auto sizes = sizes_with_rows(weight.parameter, weight.own.size());
   const OwnRows place = own_rows_place(index);
   const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
@@ -193,6 +190,17 @@ void ShardedWeights::move_value(size_t index, bool of_rank_0) {
   } else {
     take_own_rows(index);
   }
+  put_in_place(index);
+}
+
+void ShardedWeights::take_rows(size_t index, const at::Tensor& own_rows) {
+  const at::NoGradGuard no_grad;
+  make_shard(index);
+  weights_[index].writable.copy_(own_rows);
+  put_in_place(index);
+}
+
+void ShardedWeights::put_in_place(size_t index) {
   ShardedWeight& weight = weights_[index];
   if (weight.published.defined()) weight.published.copy_(weight.writable);
   weight.shard = weight.readable.detach();

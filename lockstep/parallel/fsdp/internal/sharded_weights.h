@@ -17,8 +17,9 @@
 
 namespace lockstep::fsdp::internal {
 
-/// The dtypes of a weight but its own, which the optimizer sees.
+/// The dtypes of a weight.
 struct WeightDtypes {
+  at::ScalarType own;      // which the optimizer sees
   at::ScalarType seen;     // by modules
   at::ScalarType reduced;  // of gradients on their way
 };
@@ -61,6 +62,8 @@ class ShardedWeights {
   /// Moves a parameter's values there: each rank the rows that it owns, of its own values or of rank 0's, on which alone the
   /// parameter needs values then. What it had before is free. Each once; the barrier() of group() follows the last one. Collective.
   void move_value(size_t index, bool of_rank_0);
+  /// The same, with nothing sent, of a parameter whose rows of this rank other weights have.
+  void take_rows(size_t index, const at::Tensor& own_rows);
 
   const ShardGroups& groups() const { return *groups_; }
   /// The ranks that share the memory, or have the rows among them.
@@ -127,6 +130,7 @@ class ShardedWeights {
   struct Copies;
 
   void make_shard(size_t index);
+  void put_in_place(size_t index);
   void take_rows_of_rank_0(size_t index);
   void take_own_rows(size_t index);
   at::Tensor scratch(int64_t begin, int64_t numel, at::ScalarType dtype) const;

@@ -1,6 +1,8 @@
 """The same training as in fsdp_parity_driver.cc by PyTorch's FullyShardedDataParallel and fully_shard with Gloo.
 
 python fsdp_parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r's results, {"fsdp1" or "fsdp2": {job: …}}, go to OUTPUT.r.
+
+Of nested jobs also, under "JOB, groups", the number of each parameter's group, in the order in which they are used.
 """
 
 import contextlib
@@ -27,10 +29,23 @@ class Fsdp1:
         policy = None
         if job["min_num_params"]:
             policy = functools.partial(size_based_auto_wrap_policy, min_num_params=job["min_num_params"])
-        self.model = FullyShardedDataParallel(net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        if job["nested"]:
+            net.fc1, net.fc2 = (FullyShardedDataParallel(layer, **options) for layer in (net.fc1, net.fc2))
+        self.model = FullyShardedDataParallel(net, auto_wrap_policy=policy, **options)
 
     def without_sync(self):
         return self.model.no_sync()
+
+    def groups(self):
+        """Each parameter's, of the mlp: the outermost wrapper's, of what is left, is used last."""
+        wrapped = [(name, module) for name, module in self.model.named_modules() if isinstance(module, FullyShardedDataParallel)]
+        found = {}
+        for number, (name, module) in enumerate([*wrapped[1:], wrapped[0]]):
+            for info in module._handle.flat_param._param_infos:
+                path = ".".join(part for part in (name, info.module_name, info.param_name) if part)
+                found[path.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")] = torch.tensor(number)
+        return found
 
     def state(self):
         # Not state_dict(), whose hooks read freed storages on the CPU.
@@ -43,7 +58,7 @@ class Fsdp2:
     def __init__(self, net, job):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in net.modules():
-            if isinstance(module, nn.Linear) and job["min_num_params"]:
+            if isinstance(module, nn.Linear) and (job["min_num_params"] or (job["nested"] and module is not net.fc3)):
                 fully_shard(module, mesh=mesh)
         self.model = fully_shard(net, mesh=mesh)
 
@@ -71,12 +86,14 @@ def train(sharded, job, rank, world_size):
         optimizer = torch.optim.SGD(wrapper.model.parameters(), lr=0.05, momentum=0.9)
     batch = job["inputs"].size(1) // world_size
     part = slice(rank * batch, (rank + 1) * batch)
-    norms = []
+    norms, losses = [], []
     for index, (x, y) in enumerate(zip(job["inputs"], job["targets"])):
         last = (index + 1) % job["accumulate"] == 0
         with contextlib.nullcontext() if last else wrapper.without_sync():
             logits = wrapper.model(x[part], int(job["branches"][index]))[0]
-            nn.functional.cross_entropy(logits, y[part].flatten()).backward()
+            loss = nn.functional.cross_entropy(logits, y[part].flatten())
+            loss.backward()
+            losses.append(loss.item())
         if not last:
             continue
         if job["max_norm"]:
@@ -84,7 +101,7 @@ def train(sharded, job, rank, world_size):
         optimizer.step()
         optimizer.zero_grad()
     result = {name: tensor.detach().clone() for name, tensor in wrapper.state().items()}
-    return result | {"norms": torch.tensor(norms, dtype=torch.float64)}
+    return result | {"norms": torch.tensor(norms, dtype=torch.float64), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
 def work(rank, world_size, meeting, jobs_path, output):
@@ -98,6 +115,9 @@ def work(rank, world_size, meeting, jobs_path, output):
             # its group have one, it makes zeros of it, which momentum turns into a step.
             jobs = {name: job for name, job in jobs.items() if not job["max_norm"] and name != "unused layers"}
         results[kind] = {name: train(sharded, job, rank, world_size) for name, job in jobs.items()}
+        if kind == "fsdp1":
+            results["groups"] = {name: Fsdp1(parity_models.MODELS[job["model"]](), job).groups()
+                                 for name, job in jobs.items() if job["nested"]}  # fmt: skip
     torch.save(results, f"{output}.{rank}")
     # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
     dist.barrier()

@@ -16,7 +16,8 @@ BATCH = 4  # a rank
 BOUND = 1e-10
 
 
-def make_job(model, world_size, optimizer="sgd", accumulate=1, max_norm=0.0, min_num_params=0, branches=None):
+def make_job(model, world_size, optimizer="sgd", accumulate=1, max_norm=0.0, min_num_params=0, branches=None,
+             nested=False):  # fmt: skip
     generator = torch.Generator().manual_seed(17)
     torch.manual_seed(5)
     net = parity_models.MODELS[model]().double()
@@ -29,7 +30,7 @@ def make_job(model, world_size, optimizer="sgd", accumulate=1, max_norm=0.0, min
         targets = torch.randint(parity_models.CLASSES, shape, generator=generator)
     weights = {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
     return {"model": model, "optimizer": optimizer, "accumulate": accumulate, "max_norm": max_norm,
-            "min_num_params": min_num_params, "weights": weights, "inputs": inputs, "targets": targets,
+            "min_num_params": min_num_params, "nested": int(nested), "weights": weights, "inputs": inputs, "targets": targets,
             "branches": torch.tensor(branches or [0] * shape[0])}  # fmt: skip
 
 
@@ -39,6 +40,7 @@ def make_jobs(world_size):
         "mlp in groups": make_job("mlp", world_size, min_num_params=300),
         "mlp adamw, clipped": make_job("mlp", world_size, "adamw", max_norm=0.3, min_num_params=300),
         "mlp accumulated": make_job("mlp", world_size, accumulate=3, min_num_params=300),
+        "mlp nested": make_job("mlp", world_size, accumulate=2, nested=True),
         "cnn": make_job("cnn", world_size, "adamw", min_num_params=100),
         "lstm and a frozen parameter": make_job("recurrent", world_size, "adamw"),
         "transformer": make_job("transformer", world_size, max_norm=0.5),
@@ -55,6 +57,9 @@ def test_weights_buffers_and_norms_are_pytorchs(world_size, run_lockstep, run_py
                         world_size=world_size, OMP_NUM_THREADS="1")
     theirs = run_pytorch(HERE / "fsdp_parity_peer.py", tmp_path / "jobs", tmp_path / "theirs", world_size,
                          output=tmp_path / "theirs", world_size=world_size, OMP_NUM_THREADS="1")
+    for rank in range(world_size):
+        groups = theirs[rank].pop("groups")
+        assert groups["mlp nested"] == ours[rank]["mlp nested, groups"] and len(groups) == 1
     wrong = []
     for name, job in jobs.items():
         for rank in range(world_size):
