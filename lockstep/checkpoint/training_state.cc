@@ -1,16 +1,47 @@
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/training_state.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 
 namespace lockstep {
+namespace checkpoint::internal {
+
+/// Loads that run one after the other, and can all be undone.
+class UndoableLoads {
+ public:
+  using Load = std::function<void(const StateDict&)>;
+
+  /// `before`: the state of now.
+  void run(const std::string& name, const Load& load, const StateDict& state, const StateDict& before) {
+    // Its tensors may be the part's own.
+    done_.emplace_back(load, from_object<StateDict>(to_object(before).deepcopy()));
+    try {
+      load(state);
+    } catch (...) {
+      done_.pop_back();  // a part that throws has changed nothing
+      rethrow_with_context("while loading '" + name + "' of a TrainingState");
+    }
+  }
+  void undo() {
+    for (auto entry = done_.rbegin(); entry != done_.rend(); ++entry) entry->first(entry->second);
+  }
+
+ private:
+  std::vector<std::pair<Load, StateDict>> done_;
+};
+
+}  // namespace checkpoint::internal
+
 namespace {
 
 constexpr const char* kRng = "rng";
@@ -34,36 +65,36 @@ void append(std::vector<std::string>& to, const std::vector<std::string>& keys) 
   to.insert(to.end(), keys.begin(), keys.end());
 }
 
-/// Runs loads one after the other; when one throws, the ones before it are undone.
-class UndoableLoads {
- public:
-  using Load = std::function<void(const StateDict&)>;
+/// What other ranks of the group say that fails there; empty if nothing does. Collective.
+std::string failures_of_others(const ProcessGroup& group, const std::string& own) {
+  std::vector<c10::IValue> texts(static_cast<size_t>(get_world_size(group)));
+  all_gather_object(texts, own, group);
+  std::string failures;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    const std::string& text = texts[rank].toStringRef();
+    if (text.empty() || static_cast<int>(rank) == get_rank(group)) continue;
+    if (!failures.empty()) failures += "; ";
+    failures += "rank " + std::to_string(get_global_rank(group, static_cast<int>(rank))) + ": " + text;
+  }
+  return failures;
+}
 
-  /// `before`: the state of now.
-  void run(const std::string& name, const Load& load, const StateDict& state, const StateDict& before) {
-    // Its tensors may be the part's own.
-    done_.emplace_back(load, from_object<StateDict>(to_object(before).deepcopy()));
-    try {
-      load(state);
-    } catch (...) {
-      const auto error = std::current_exception();
-      done_.pop_back();  // a part that throws has changed nothing
-      undo();
-      try {
-        std::rethrow_exception(error);
-      } catch (...) {
-        rethrow_with_context("while loading '" + name + "' of a TrainingState");
-      }
+/// Throws when this rank's `error` is one, or another rank of the groups has one. Collective.
+void check_all_are_ready(const std::exception_ptr& error, const std::vector<ProcessGroup>& groups) {
+  const std::string own = error ? text_of(error) : "";
+  std::string others;
+  try {
+    for (const ProcessGroup& group : groups) {
+      const std::string failures = failures_of_others(group, own.empty() ? others : own);
+      if (others.empty()) others = failures;
     }
+  } catch (...) {
+    if (!error) throw;  // what this rank has found is nearer to the cause
   }
-
- private:
-  void undo() {
-    for (auto entry = done_.rbegin(); entry != done_.rend(); ++entry) entry->first(entry->second);
-  }
-
-  std::vector<std::pair<Load, StateDict>> done_;
-};
+  if (error) std::rethrow_exception(error);
+  TORCH_CHECK_WITH(DistBackendError, others.empty(),
+                   "TrainingState: nothing was loaded, for other ranks can't: ", others);
+}
 
 }  // namespace
 
@@ -99,7 +130,10 @@ void TrainingState::add_sharded_model(std::string name, std::function<ModelTenso
     return load;
   };
   add_part(std::move(name), std::move(part), shared_);
-  is_collective_ = true;
+}
+
+void TrainingState::add_group(const ProcessGroup& group) {
+  if (std::ranges::find(groups_, group) == groups_.end()) groups_.push_back(group);
 }
 
 void TrainingState::add_optimizer_of(std::string name, torch::optim::Optimizer& optimizer,
@@ -140,16 +174,21 @@ StateDict TrainingState::rank_state_dict() const {
   return save(per_rank_);
 }
 
-IncompatibleKeys TrainingState::load(const Parts& parts, const StateDict& state,
-                                     const LoadStateDictOptions& options) {
+/// What has been checked, and what has been loaded already by then.
+struct TrainingState::Preparation {
   LoadProblems problems;
-  std::vector<std::pair<const std::string*, PreparedLoad>> prepared;
+  std::vector<PreparedLoad> loads;
+  checkpoint::internal::UndoableLoads undoable;
+};
+
+void TrainingState::prepare(const Parts& parts, const StateDict& state, const LoadStateDictOptions& options,
+                            Preparation& to) {
   std::vector<std::pair<const std::pair<std::string, Part>*, StateDict>> loads;
   StateDict rest = state;
   for (const auto& entry : parts) {
     const auto& [name, part] = entry;
     if (rest.erase(name) == 0) {
-      problems.keys.missing_keys.push_back(name);
+      to.problems.keys.missing_keys.push_back(name);
       continue;
     }
     StateDict inner = inner_state(state, name);
@@ -159,41 +198,60 @@ IncompatibleKeys TrainingState::load(const Parts& parts, const StateDict& state,
     }
     try {
       auto load = part.prepare(inner, options);
-      append(problems.keys.missing_keys, with_prefix(name, load.keys.missing_keys));
-      append(problems.keys.unexpected_keys, with_prefix(name, load.keys.unexpected_keys));
-      prepared.emplace_back(&name, std::move(load));
+      append(to.problems.keys.missing_keys, with_prefix(name, load.keys.missing_keys));
+      append(to.problems.keys.unexpected_keys, with_prefix(name, load.keys.unexpected_keys));
+      to.loads.push_back(std::move(load));
     } catch (...) {
       rethrow_with_context("while loading '" + name + "' of a TrainingState");
     }
   }
-  for (const auto& [name, unused] : rest) problems.keys.unexpected_keys.push_back(name);
-  problems.throw_if_any("TrainingState", options.strict);
+  for (const auto& [name, unused] : rest) to.problems.keys.unexpected_keys.push_back(name);
+  to.problems.throw_if_any("TrainingState", options.strict);
 
   // Those that may still refuse come first. So a scheduler finds the optimizer as it was; what it sets there
   // is what the optimizer's own state says, which comes after it.
-  UndoableLoads undoable;
   for (const auto& [entry, inner] : loads) {
-    undoable.run(entry->first, entry->second.load, inner, entry->second.save());
+    to.undoable.run(entry->first, entry->second.load, inner, entry->second.save());
   }
-  for (const auto& [name, load] : prepared) load.commit();
-  return std::move(problems.keys);
+}
+
+/// No rank commits before all have prepared: commit() of a sharded model would wait for those that have not.
+IncompatibleKeys TrainingState::load(const std::vector<ProcessGroup>& groups,
+                                     const std::function<void(Preparation&)>& prepare) {
+  Preparation prepared;
+  std::exception_ptr error;
+  try {
+    prepare(prepared);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  try {
+    check_all_are_ready(error, groups);
+  } catch (...) {
+    prepared.undoable.undo();
+    throw;
+  }
+  for (const PreparedLoad& load : prepared.loads) load.commit();
+  return std::move(prepared.problems.keys);
 }
 
 IncompatibleKeys TrainingState::load_state_dict(const StateDict& state, const LoadStateDictOptions& options) {
-  StateDict parts = state;
   std::optional<int64_t> fingerprint;
-  if (has_rng_ && parts.contains(kRng)) {
-    fingerprint = state_value<int64_t>(inner_state(state, kRng), kFingerprint, "TrainingState");
-    parts.erase(kRng);
-  }
-  auto keys = load(shared_, parts, options);
+  auto keys = load(groups_, [&](Preparation& to) {
+    StateDict parts = state;
+    if (has_rng_ && parts.contains(kRng)) {
+      fingerprint = state_value<int64_t>(inner_state(state, kRng), kFingerprint, "TrainingState");
+      parts.erase(kRng);
+    }
+    prepare(shared_, parts, options, to);
+  });
   old_rng_ = fingerprint;
   return keys;
 }
 
 void TrainingState::load_rank_state_dict(const StateDict& state) {
   if (!state.empty() || per_rank_.empty()) {
-    load(per_rank_, state, {});
+    load({}, [&](Preparation& to) { prepare(per_rank_, state, {}, to); });
     return;
   }
   if (has_rng_ && old_rng_) derive_rng_state(*old_rng_, place().rank, place().world_size);

@@ -9,6 +9,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/collectives/process_group.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/serialization/state_dict.h>
 #include <lockstep/serialization/state_loading.h>
@@ -55,9 +56,10 @@ class TrainingState {
   void add_model(std::string name, Model& model) {
     if constexpr (ShardedModel<Model>) {
       add_sharded_model(
-          std::move(name), model_tensors_later(model.module),
+          std::move(name), [&model] { return model.module_tensors(); },
           [&model] { return model.full_state_dict(/*rank0_only=*/true); },
           [&model](const std::function<void()>& load) { model.summon_full_params(load); });
+      add_group(model.process_group());
     } else {
       add_model_tensors(std::move(name), model_tensors_later(model));
     }
@@ -73,7 +75,7 @@ class TrainingState {
         return model.prepare_full_optim_state_dict(optimizer, state, options);
       };
       add_part(std::move(name), std::move(part), shared_);
-      is_collective_ = true;
+      add_group(model.process_group());
     } else {
       add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
     }
@@ -100,11 +102,12 @@ class TrainingState {
   StateDict state_dict() const;
   /// {"loader": {…}, "rng": {…}}: what is this rank's own.
   StateDict rank_state_dict() const;
-  /// All ranks are needed to save, for each has a part of a sharded model.
-  bool is_collective() const { return is_collective_; }
+  /// All ranks are needed to save and to load, for each has a part of a sharded model.
+  bool is_collective() const { return !groups_.empty(); }
 
   /// Loads the union of all ranks' state_dict() into all parts, in place; every rank calls it with the same
-  /// state, and nothing is sent. `options` are for names: of parts, and of tensors and parameters within
+  /// state, and nothing is sent, but for a FullyShardedDataParallel: then all ranks load or none, and those that could throw
+  /// c10::DistBackendError with the other ranks' causes. `options` are for names: of parts, and of tensors and parameters within
   /// models and optimizers ("model.head.weight" in what is returned and in errors; key_map gets
   /// "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit.
   IncompatibleKeys load_state_dict(const StateDict& state, const LoadStateDictOptions& options = {});
@@ -131,6 +134,7 @@ class TrainingState {
             .load = [&part](const StateDict& state) { part.load_state_dict(state); }};
   }
   void add_part(std::string name, Part part, Parts& parts);
+  void add_group(const ProcessGroup& group);
   void add_model_tensors(std::string name, std::function<ModelTensors()> model);
   void add_sharded_model(std::string name, std::function<ModelTensors()> module,
                          std::function<StateDict()> save,
@@ -138,14 +142,18 @@ class TrainingState {
   void add_optimizer_of(std::string name, torch::optim::Optimizer& optimizer,
                         std::function<ModelTensors()> model);
   static StateDict save(const Parts& parts);
-  static IncompatibleKeys load(const Parts& parts, const StateDict& state,
-                               const LoadStateDictOptions& options);
+  struct Preparation;
+  static void prepare(const Parts& parts, const StateDict& state, const LoadStateDictOptions& options,
+                      Preparation& to);
+  /// The ranks of `groups` load all or nothing.
+  static IncompatibleKeys load(const std::vector<ProcessGroup>& groups,
+                               const std::function<void(Preparation&)>& prepare);
 
   Parts shared_;
   Parts per_rank_;
   bool has_rng_ = false;
-  bool is_collective_ = false;
-  std::optional<int64_t> old_rng_;  // the fingerprint in the state that was loaded last
+  std::vector<ProcessGroup> groups_;  // of sharded models, each once
+  std::optional<int64_t> old_rng_;    // the fingerprint in the state that was loaded last
 };
 
 }  // namespace lockstep

@@ -1,4 +1,5 @@
 // A Trainer of a FullyShardedDataParallel against one of a DistributedDataParallel, and its checkpoints.
+#include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <exception>
@@ -16,10 +17,13 @@
 
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/model_state_dict.h>
+#include <lockstep/checkpoint/training_state.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/optim/lr_scheduler/decay.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/profiler/profiler.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
@@ -292,6 +296,177 @@ TEST(TrainerFsdp, ShardsInFilesAreReadByAnyNumberOfRanks) {
         },
         options);
   }
+}
+
+/// A part of the state that may refuse.
+struct Counter {
+  int64_t value = 0;
+  bool refuses = false;
+  StateDict state_dict() const { return {{"value", value}}; }
+  void load_state_dict(const StateDict& state) {
+    TORCH_CHECK_VALUE(!refuses, "the counter is full");
+    value = state.at("value").toInt();
+  }
+};
+
+void add_tensors(const c10::IValue& value, const std::string& path, StateDict& tensors) {
+  if (value.isTensor()) tensors.emplace(path, value);
+  if (!value.isGenericDict()) return;
+  for (const auto& entry : value.toGenericDict()) {
+    add_tensors(entry.value(), path + "." + entry.key().toStringRef(), tensors);
+  }
+}
+
+/// The tensors of a state, by their paths in it.
+StateDict flat(const c10::IValue& state) {
+  StateDict tensors;
+  add_tensors(state, "", tensors);
+  return tensors;
+}
+
+TEST(TrainerFsdp, AStateIsLoadedOnAllRanksOrOnNone) {
+  testing::run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    for (const bool gather : {false, true}) {
+      FullyShardedDataParallel model(std::make_shared<SmallNet>(), {.gather = gather});
+      const auto optimizer = model.make_optimizer<torch::optim::Adam>(torch::optim::AdamOptions(0.01));
+      Counter counter;
+      TrainingState state;
+      state.add_model("model", model);
+      state.add_optimizer("optimizer", *optimizer, model);
+      state.add("counter", counter);
+      const auto train = [&] {
+        optimizer->zero_grad();
+        model(testing::random({3, 4}, static_cast<uint64_t>(rank))).square().mean().backward();
+        optimizer->step();
+        ++counter.value;
+      };
+      const auto whole = [&] {
+        std::vector<c10::IValue> states{to_object(state.state_dict())};  // rank 0 has all
+        broadcast_object_list(states);
+        return from_object<StateDict>(states[0]);
+      };
+      const auto expect_is = [&](const StateDict& expected) {
+        const StateDict now = whole();
+        for (const char* part : {"model", "optimizer"}) {
+          expect_close(flat(now.at(part)), flat(expected.at(part)));
+        }
+        EXPECT_EQ(counter.value, from_object<StateDict>(expected.at("counter")).at("value").toInt());
+      };
+      train();
+      const StateDict good = whole();
+      train();
+      const StateDict before = whole();
+      const std::string name = model.named_parameters().front().first;
+      for (const std::string damaged : {"model", "optimizer", "counter", "rest"}) {
+        StateDict given = good;
+        if (rank == 1) {
+          auto part = from_object<StateDict>(given.at(damaged == "rest" ? "model" : damaged));
+          if (damaged == "model") {
+            part.erase(name);
+          } else if (damaged == "optimizer") {
+            auto states = from_object<StateDict>(part.at("state"));
+            auto own = from_object<StateDict>(states.at(name));
+            own["exp_avg"] = torch::zeros({1, 1, 1});
+            states[name] = to_object(own);
+            part["state"] = to_object(states);
+          }
+          given[damaged == "rest" ? "model" : damaged] = to_object(part);
+          if (damaged == "rest") given.erase("optimizer");
+        }
+        counter.refuses = rank == 1 && damaged == "counter";
+        const auto text = message_of<c10::Error>([&] { state.load_state_dict(given); });
+        counter.refuses = false;
+        const auto cause = ::testing::HasSubstr(damaged == "optimizer" ? "has sizes"
+                                                : damaged == "counter" ? "the counter is full"
+                                                : damaged == "model"   ? '"' + name + '"'
+                                                                       : "optimizer");
+        EXPECT_THAT(text, cause) << damaged;
+        if (rank != 1) {
+          EXPECT_THAT(text, ::testing::HasSubstr("nothing was loaded, for other ranks can't: rank 1: "));
+        }
+        expect_is(before);
+      }
+      state.load_state_dict(good);
+      expect_is(good);
+    }
+  });
+}
+
+/// A wrapper as a member.
+struct Nested : torch::nn::Module {
+  explicit Nested(const FullyShardedDataParallelOptions& options)
+      : part(std::make_shared<FullyShardedDataParallel<SmallNet>>(std::make_shared<SmallNet>(), options)) {
+    register_module("part", part);
+    last->to(torch::kDouble);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return last(part->forward(x)); }
+  std::shared_ptr<FullyShardedDataParallel<SmallNet>> part;
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(1, 1));
+};
+
+TEST(TrainerFsdp, AStateHasTheWeightsOfWrappersWithinTheModel) {
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    for (const bool gather : {false, true}) {
+      const FullyShardedDataParallelOptions options{.sync_module_states = true, .gather = gather};
+      FullyShardedDataParallel model(std::make_shared<Nested>(options), options);
+      TrainingState state;
+      state.add_model("model", model);
+      std::vector<c10::IValue> saved{to_object(state.state_dict())};
+      broadcast_object_list(saved);
+      const StateDict before = model.full_state_dict();
+      EXPECT_TRUE(before.contains("part.hidden.weight"));
+      model.summon_full_params([&] {
+        const torch::NoGradGuard no_grad;
+        for (const auto& [name, parameter] : model.module_parameters()) parameter.zero_();
+      });
+      state.load_state_dict(from_object<StateDict>(saved[0]));
+      expect_close(model.full_state_dict(), before);
+    }
+  });
+}
+
+/// Both look at operators by observers.
+TEST(TrainerFsdp, GathersUnderARunningProfiler) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto train = [&](bool profiled) {
+      torch::manual_seed(1);
+      FullyShardedDataParallel model(std::make_shared<SmallNet>(),
+                                     {.auto_wrap_policy = fsdp::module_wrap_policy<torch::nn::LinearImpl>(),
+                                      .gather = true,
+                                      .forward_prefetch = true});
+      const auto optimizer = model.make_optimizer<torch::optim::Adam>(torch::optim::AdamOptions(0.01));
+      std::optional<Profiler> profiler;
+      for (int step = 0; step < 4; ++step) {
+        // It begins and ends between steps, and within one.
+        if (profiled && step == 1) {
+          profiler.emplace(ProfilerOptions{.record_shapes = true, .profile_memory = true});
+        }
+        optimizer->zero_grad();
+        const auto loss =
+            model(testing::random({3, 4}, static_cast<uint64_t>(2 * step + rank))).square().mean();
+        if (profiled && step == 3) profiler->stop();
+        loss.backward();
+        optimizer->step();
+      }
+      if (profiled) {
+        const auto& events = profiler->events();
+        const auto count = [&](const std::string& name) {
+          return std::ranges::count(events, name, &profiler::FunctionEvent::name);
+        };
+        EXPECT_EQ(count("aten::addmm"), 6) << "two layers, three forwards";
+        EXPECT_GE(count("aten::t"), 6) << "what is given the weights first";
+        EXPECT_GT(count("aten::mm"), 0) << "of backward";
+      }
+      return model.full_state_dict();
+    };
+    const StateDict plain = train(false), profiled = train(true);
+    for (const auto& [name, value] : plain) {
+      EXPECT_TRUE(at::equal(value.toTensor(), profiled.at(name).toTensor())) << name;
+    }
+  });
 }
 
 TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
