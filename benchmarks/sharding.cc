@@ -6,6 +6,9 @@
 // Modes: fsdp (FULL_SHARD: shared on one host, gathered over several), gather and grad_op (FULL_SHARD and SHARD_GRAD_OP, gathered on one
 // host, too), hybrid (HYBRID_SHARD), ddp, alone. The argument is a network of networks.h. A process has one mode and one network, for its memory is
 // measured, too. peers/python_sharding.py does the same with PyTorch's fully_shard.
+//
+// operators:plain, operators:observed and operators:gathered time so many additions of 4 floats: as they are, while a model lives whose
+// parameters are gathered, and given one of these parameters.
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,6 +98,33 @@ class ShardingTrainer {
   torch::Tensor loss_;
 };
 
+struct Adding : torch::nn::Module {
+  torch::Tensor numbers = register_parameter("numbers", torch::ones({4}));
+  void forward(int64_t count) {
+    for (int64_t i = 0; i < count; ++i) at::add(numbers, numbers);
+  }
+};
+
+lockstep::bench::Timings time_operators(const Command& command) {
+  const int64_t count = std::stoll(command.argument);
+  const std::string how = command.operation.substr(command.operation.find(':') + 1);
+  TORCH_CHECK_VALUE(how == "plain" || how == "observed" || how == "gathered", "there is no '",
+                    command.operation, "'; do: operators:plain, operators:observed or operators:gathered");
+  const torch::NoGradGuard no_grad;
+  Adding plain;
+  std::optional<lockstep::FullyShardedDataParallel<Adding>> gathered;
+  if (how != "plain") {
+    gathered.emplace(std::make_shared<Adding>(), lockstep::FullyShardedDataParallelOptions{.gather = true});
+  }
+  lockstep::bench::Timings timings;
+  for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
+    const int64_t before = lockstep::bench::wall_clock();
+    how == "gathered" ? (*gathered)(count) : plain.forward(count);
+    if (i >= command.warmup) timings.wall.push_back(lockstep::bench::wall_clock() - before);
+  }
+  return timings;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -105,6 +135,7 @@ int main(int argc, char** argv) {
     std::optional<ShardingTrainer> trainer;
     std::string mode, network;
     return lockstep::bench::serve(argc, argv, world.rank(), [&](const Command& command) {
+      if (command.operation.starts_with("operators:")) return time_operators(command);
       if (!trainer) {
         mode = command.operation, network = command.argument;
         trainer.emplace(lockstep::bench::find_network(network), mode);

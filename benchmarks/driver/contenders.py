@@ -51,8 +51,10 @@ KINDS = {
     "python_checkpoint": ("python_checkpoint.py", {}),
     "profiler": ("bench_profiler", {}),
     "python_profiler": ("python_profiler.py", {}),
-    **{f"sharding_{mode}": ("bench_sharding", {}) for mode in ("fsdp", "ddp", "alone")},  # each in processes of its own
+    # Each in processes of its own.
+    **{f"sharding_{mode}": ("bench_sharding", {}) for mode in ("fsdp", "gather", "grad_op", "hybrid", "ddp", "alone")},
     "python_sharding": ("python_sharding.py", {}),
+    "python_sharding_hybrid": ("python_sharding.py", {}),
     "pipeline": ("bench_pipeline", {}),
     "python_pipeline": ("python_pipeline.py", {}),
     "python_pipeline_lockstep": ("python_pipeline.py", {"LOCKSTEP_BENCH_BACKEND": "lockstep"}),

@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.driver import (checkpoint, data, from_python, gpu, largest_model, launch, pipeline, profiler,
-                               several_hosts_report, sharding, soak, startup, stats, sweep, targets, training_report)
+                               several_hosts_report, sharding_report, soak, startup, stats, sweep, targets, training_report)
 from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
 from benchmarks.driver.training import NETWORKS
@@ -16,7 +16,7 @@ def report(results, markdown=False):
     tables = [matrix(results, ranks, who) for who in OURS for ranks in RANKS]
     tables += [overview(results), collectives(results), latency(results), processor_time(results), barriers(results),
                *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
-               *sharded(results), largest_models(results), *pipelines(results),
+               *sharding_report.tables(results), largest_models(results), *pipelines(results),
                gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
                launches(results), idle_launchers(results), sweeps(results), soaked(results),
                failed_rounds(results), promises(results)]
@@ -173,26 +173,6 @@ def checkpoints(results):
         rows.append([f"{checkpoint.ASYNC}, as long as it holds up", duration(held_up), "", "", "", ""])
     return Table(f"Checkpoints of {checkpoint.MEBIBYTES} MiB",
                  ["", "Lockstep", "torch", "faster (quartiles)", "safetensors", "faster (quartiles)"], rows)
-
-
-def sharded(results):
-    shown = {"fsdp": "FullyShardedDataParallel", "ddp": "DistributedDataParallel", "alone": "no communication",
-             "python": "Python, fully_shard, Gloo", "least": "weights, gradients and AdamW's state, once"}
-    for network, shape in sharding.NETWORKS.items():
-        for ranks in sharding.RANKS:
-            cell, memory = (f"{what}.{ranks}.{network}" for what in ("sharding", "sharding_memory"))
-            rows = []
-            for name, words in shown.items():
-                if results.median(f"{memory}.{name}") is not None:
-                    rows.append([words, duration(results.median(f"{cell}.{name}")), ratio(results, f"{cell}.fsdp.vs_{name}"),
-                                 mebibytes(results.median(f"{memory}.{name}")), ratio(results, f"{memory}.fsdp.of_{name}")])
-            yield Table(f"Sharded training, {network}, {shape.parameters / 1e6:.0f} million parameters, {ranks} ranks, batch "
-                        f"{shape.batch} a rank, AdamW: a step, and the job's memory",
-                        ["", "step", "of FSDP's (quartiles)", "memory", "FSDP's of it (quartiles)"], rows)
-    grown = [[network, ratio(results, f"sharding_memory.{network}.growth")] for network in sharding.NETWORKS
-             if f"sharding_memory.{network}.growth" in results.figures]
-    yield Table(f"Memory of FullyShardedDataParallel on {sharding.RANKS[1]} ranks, of that on {sharding.RANKS[0]}",
-                ["", "(quartiles)"], grown)
 
 
 def largest_models(results):

@@ -33,11 +33,15 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("python_checkpoint", "safetensors_save:nosync"): 80, ("python_checkpoint", "safetensors_save:sync"): 180,
         ("python_checkpoint", "torch_load:plain"): 60, ("python_checkpoint", "safetensors_load:plain"): 20}
 STEP.update({("sharding_fsdp", "fsdp"): 50, ("sharding_ddp", "ddp"): 49, ("sharding_alone", "alone"): 45,
-             ("python_sharding", "fsdp"): 150})
+             ("python_sharding", "fsdp"): 150, ("sharding_gather", "gather"): 75, ("sharding_grad_op", "grad_op"): 60,
+             ("sharding_hybrid", "hybrid"): 40, ("python_sharding_hybrid", "hybrid"): 120,
+             ("sharding_gather", "operators:plain"): 10, ("sharding_gather", "operators:observed"): 11,
+             ("sharding_gather", "operators:gathered"): 13})
 STEP.update({(kind, schedule): time for schedule in pipeline.SCHEDULES
              for kind, time in (("pipeline", 140), ("python_pipeline", 160), ("python_pipeline_lockstep", 150))})
 STEP["pipeline", "InterleavedZeroBubble"] = 130
 MEMORY = {"sharding_fsdp": 2 << 30, "sharding_ddp": 4 << 30, "sharding_alone": 3 << 30, "python_sharding": 5 << 29,
+          "sharding_gather": 3 << 30, "sharding_grad_op": 4 << 30, "sharding_hybrid": 5 << 30, "python_sharding_hybrid": 6 << 30,
           "pipeline": 1 << 30, "python_pipeline": 2 << 30, "python_pipeline_lockstep": 3 << 29}
 FACTS = {"gradient_bytes": 4 << 20, "gradient_bytes_in_place": 3 << 20, "bucket_cap_bytes": 8 << 20,
          "first_bucket_cap_bytes": 1 << 19, "backward_comm_time": 800, "backward_compute_comm_overlap_time": 600}

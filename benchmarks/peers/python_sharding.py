@@ -1,9 +1,12 @@
 """Times training steps of a Python program with AdamW and PyTorch's fully_shard over Gloo; as benchmarks/sharding.cc.
 
+The mode fsdp shards over all ranks, hybrid over those of each host, between which gradients are averaged (HYBRID_SHARD).
+
 By hand: torchrun --nproc-per-node 2 benchmarks/peers/python_sharding.py fsdp huge 4 1
 """
 
 import math
+import os
 import time
 
 import torch
@@ -33,8 +36,16 @@ class Transformer(torch.nn.Module):
         return self.head(self.encoder(self.embedding(tokens).transpose(0, 1)).transpose(0, 1)).flatten(0, 1)
 
 
+def mesh_of(mode):
+    ranks = dist.get_world_size()
+    if mode == "fsdp":
+        return init_device_mesh("cpu", (ranks,))
+    of_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    return init_device_mesh("cpu", (ranks // of_host, of_host), mesh_dim_names=("replicate", "shard"))
+
+
 class Trainer:
-    def __init__(self, network):
+    def __init__(self, mode, network):
         if network in TRANSFORMERS:
             width, layers, self.batch_size = TRANSFORMERS[network]
             self.model = Transformer(width, layers)
@@ -44,7 +55,7 @@ class Trainer:
             self.model = multilayer(widths)
             self.sample, self.classes = (widths[0],), widths[-1]
         self.tokens = network in TRANSFORMERS
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of(mode)
         kind = torch.nn.TransformerEncoderLayer if self.tokens else torch.nn.Linear
         for module in list(self.model.modules()):
             if isinstance(module, kind):
@@ -74,13 +85,13 @@ class Trainers:
     """One, for its memory is measured, too."""
 
     def __init__(self):
-        self.network = None
+        self.what = None
 
     def measure(self, mode, network, iterations, warmup):
-        if self.network is None and mode == "fsdp":
-            self.network, self.trainer = network, Trainer(network)
-        if (mode, network) != ("fsdp", self.network):
-            raise ValueError(f"this process has fsdp of {self.network}, not {mode} of {network}")
+        if self.what is None and mode in ("fsdp", "hybrid"):
+            self.what, self.trainer = (mode, network), Trainer(mode, network)
+        if (mode, network) != self.what:
+            raise ValueError(f"this process has {self.what}, not {mode} of {network}; the modes are fsdp and hybrid")
         trainer = self.trainer
         trainer.prepare_batches(warmup + iterations)
         for i in range(warmup):
