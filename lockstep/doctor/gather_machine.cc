@@ -1,13 +1,11 @@
-#include <algorithm>
 #include <charconv>
 #include <filesystem>
-#include <functional>
-#include <limits>
 #include <set>
 #include <sstream>
 #include <sys/statvfs.h>
 #include <system_error>
 
+#include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/device/nvidia_devices.h>
 #include <lockstep/doctor/gather.h>
@@ -30,27 +28,8 @@ Kernel gather_kernel(const std::string& root) {
   return kernel;
 }
 
-/// Calls look(folder, is_version_2) for each folder of this process's control group for `controller`, from
-/// its own up to the root.
-void visit_control_groups(const std::string& root, const std::string& controller,
-                          const std::function<void(const std::string&, bool)>& look) {
-  std::istringstream groups(read_file(root + "/proc/self/cgroup").value_or(""));
-  for (std::string line; std::getline(groups, line);) {  // "4:cpu,cpuacct:/path", or "0::/path"
-    const auto first = line.find(':');
-    const auto second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const bool version_2 = controllers.empty();
-    if (!version_2 && ("," + controllers + ",").find("," + controller + ",") == std::string::npos) continue;
-    const std::string mount = root + "/sys/fs/cgroup" + (version_2 ? "" : "/" + controllers);
-    for (std::string path = line.substr(second + 1);; path.resize(path.rfind('/'))) {
-      look(mount + (path == "/" ? "" : path), version_2);
-      if (path.rfind('/') == std::string::npos) break;
-    }
-  }
-}
-
-void keep_smaller(std::optional<int64_t>& kept, std::optional<int64_t> other) {
+template <typename Number>
+void keep_smaller(std::optional<Number>& kept, std::optional<Number> other) {
   if (other && (!kept || *other < *kept)) kept = other;
 }
 
@@ -85,11 +64,9 @@ Cores gather_cores(const std::string& root) {
   cores.online = parse_cpu_list(read_file(folder + "cpu/online").value_or(""));
   const std::string status = read_file(root + "/proc/self/status").value_or("");
   cores.allowed = parse_cpu_list(field(status, "Cpus_allowed_list").value_or(""));
-  visit_control_groups(root, "cpu", [&](const std::string& group, bool version_2) {
-    if (const auto quota = quota_of(group, version_2)) {
-      cores.quota = std::min(*quota, cores.quota.value_or(std::numeric_limits<double>::max()));
-    }
-  });
+  const CgroupFolders groups = own_cgroup_folders("cpu", root);
+  for (const auto& group : groups.version_2) keep_smaller(cores.quota, quota_of(group, true));
+  for (const auto& group : groups.version_1) keep_smaller(cores.quota, quota_of(group, false));
   for (int node : parse_cpu_list(read_file(folder + "node/online").value_or(""))) {
     auto members =
         parse_cpu_list(read_file(folder + "node/node" + std::to_string(node) + "/cpulist").value_or(""));
@@ -145,9 +122,10 @@ Limits gather_limits(const std::string& root) {
   limits.locked_memory = limit_of(text.value_or(""), "Max locked memory");
   limits.processes = limit_of(text.value_or(""), "Max processes");
   limits.address_space = limit_of(text.value_or(""), "Max address space");
-  visit_control_groups(root, "pids", [&](const std::string& group, bool) {
-    keep_smaller(limits.pids_max, read_integer(group + "/pids.max"));
-  });
+  const CgroupFolders groups = own_cgroup_folders("pids", root);
+  for (const auto* folders : {&groups.version_2, &groups.version_1}) {
+    for (const auto& group : *folders) keep_smaller(limits.pids_max, read_integer(group + "/pids.max"));
+  }
   return limits;
 }
 

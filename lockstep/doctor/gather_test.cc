@@ -31,6 +31,7 @@ TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
   tree.write("sys/devices/system/clocksource/clocksource0/current_clocksource", "kvm-clock\n");
   tree.write("proc/self/status", "Name:\tdoctor\nCpus_allowed:\tff\nCpus_allowed_list:\t0-2,5\n");
   tree.write("proc/self/cgroup", "0::/kubepods/pod7\n");
+  tree.write("proc/self/mountinfo", "28 21 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
   tree.write("sys/fs/cgroup/kubepods/cpu.max", "400000 100000\n");
   tree.write("sys/fs/cgroup/kubepods/pod7/cpu.max", "250000 100000\n");
   tree.write("sys/fs/cgroup/kubepods/pod7/memory.max", "max\n");
@@ -100,6 +101,10 @@ TEST(GatherMachine, ReadsVersion1Groups) {
   Tree tree;
   tree.write("proc/self/cgroup",
              "5:cpu,cpuacct:/job/step\n4:memory:/job\n3:pids:/\n1:name=systemd:/\n0::/\n");
+  tree.write("proc/self/mountinfo",
+             "31 21 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+             "32 21 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+             "33 21 0:30 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids\n");
   tree.write("sys/fs/cgroup/cpu,cpuacct/job/step/cpu.cfs_quota_us", "-1\n");
   tree.write("sys/fs/cgroup/cpu,cpuacct/job/step/cpu.cfs_period_us", "100000\n");
   tree.write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "150000\n");
@@ -135,6 +140,7 @@ TEST(GatherMachine, OddFilesAreUnknownNotFatal) {
   tree.write("proc/sys/kernel/osrelease", "next\n");
   tree.write("proc/self/status", "Cpus_allowed_list:\t3-1\n");
   tree.write("proc/self/cgroup", "nonsense\n0::\n:::\n");
+  tree.write("proc/self/mountinfo", "28 21 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
   tree.write("sys/fs/cgroup/cpu.max", "0 0\n");
   tree.write("proc/meminfo", "MemTotal: many\n");
   tree.write("proc/self/limits", "Max open files\n");

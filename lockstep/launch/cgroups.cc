@@ -1,69 +1,18 @@
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <ctime>
 #include <dirent.h>
 #include <fcntl.h>
-#include <fstream>
-#include <iterator>
-#include <sstream>
 #include <stdlib.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/launch/cgroups.h>
 
 namespace lockstep::launch {
 namespace {
-
-std::string text_of_file(const char* path) {
-  std::ifstream file(path);
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
-
-/// Whether one of the words between commas is this.
-bool lists(const std::string& words, const std::string& word) {
-  std::istringstream stream(words);
-  for (std::string each; std::getline(stream, each, ',');) {
-    if (each == word) return true;
-  }
-  return false;
-}
-
-/// The path behind "ID:CONTROLLERS:" of the hierarchy; version 2 has the ID 0.
-std::optional<std::string> path_in(std::string_view cgroups, bool unified) {
-  std::istringstream lines{std::string(cgroups)};
-  for (std::string line; std::getline(lines, line);) {
-    const size_t first = line.find(':');
-    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const bool found = unified ? line.starts_with("0::") : lists(controllers, "memory");
-    if (found) return line.substr(second + 1);
-  }
-  return std::nullopt;
-}
-
-std::string folder_of(std::string_view cgroups, std::string_view mounts, bool unified) {
-  const auto path = path_in(cgroups, unified);
-  if (!path || !path->starts_with("/") || path->starts_with("/.."))
-    return {};  // outside of what is mounted here
-  std::istringstream lines{std::string(mounts)};
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream stream(line);
-    const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
-    const auto dash = std::find(words.begin(), words.end(), "-");
-    if (words.size() < 6 || words.end() - dash < 4) continue;
-    if (dash[1] != (unified ? "cgroup2" : "cgroup") || (!unified && !lists(dash[3], "memory"))) continue;
-    const std::string& root = words[3];  // the part of the hierarchy that is mounted
-    const std::string& point = words[4];
-    if (root == "/") return *path == "/" ? point : point + *path;
-    if (*path == root) return point;
-    if (path->starts_with(root + "/")) return point + path->substr(root.size());
-  }
-  return {};
-}
 
 /// Removes the cgroups below this one that have no processes: a worker may be a launcher, too. Without readdir(3), which
 /// allocates.
@@ -82,14 +31,6 @@ void remove_cgroups_below(int folder) {
 }
 
 }  // namespace
-
-CgroupFolders cgroup_folders(std::string_view cgroups, std::string_view mounts) {
-  return {folder_of(cgroups, mounts, true), folder_of(cgroups, mounts, false)};
-}
-
-CgroupFolders own_cgroup_folders() {
-  return cgroup_folders(text_of_file("/proc/self/cgroup"), text_of_file("/proc/self/mountinfo"));
-}
 
 void kill_cgroup(const char* kill_file) {
   const int file = ::open(kill_file, O_WRONLY | O_CLOEXEC);
@@ -111,9 +52,10 @@ std::optional<WorkerCgroup> WorkerCgroup::make() {
 #if defined(__SANITIZE_THREAD__)
   return std::nullopt;  // ThreadSanitizer follows processes that fork(3) starts, and no others
 #else
-  const std::string parent = own_cgroup_folders().unified;
-  std::string folder = parent + "/lockstep_XXXXXX";
-  if (parent.empty() || ::mkdtemp(folder.data()) == nullptr) return std::nullopt;
+  const std::vector<std::string> parents = own_cgroup_folders("memory").version_2;
+  if (parents.empty()) return std::nullopt;
+  std::string folder = parents.front() + "/lockstep_XXXXXX";
+  if (::mkdtemp(folder.data()) == nullptr) return std::nullopt;
   UniqueFd fd(::open(folder.c_str(), O_DIRECTORY | O_RDONLY | O_CLOEXEC));
   WorkerCgroup cgroup(folder, std::move(fd));
   const bool can_kill = ::access((folder + "/cgroup.kill").c_str(), W_OK) == 0;

@@ -2,21 +2,10 @@
 
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::launch {
-
-/// The folders of a process's cgroups; empty where it sees none.
-struct CgroupFolders {
-  std::string unified;  // of version 2
-  std::string memory;   // of version 1's controller of memory
-};
-/// From the text of /proc/PID/cgroup and /proc/PID/mountinfo (cgroups(7), proc_pid_mountinfo(5)). Pure.
-CgroupFolders cgroup_folders(std::string_view cgroups, std::string_view mounts);
-/// Of this process.
-CgroupFolders own_cgroup_folders();
 
 /// Kills all processes of a cgroup by its file cgroup.kill. Async-signal-safe.
 void kill_cgroup(const char* kill_file);

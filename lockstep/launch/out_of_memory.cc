@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <lockstep/launch/cgroups.h>
+#include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/launch/out_of_memory.h>
 
 namespace lockstep::launch {
@@ -79,8 +79,11 @@ OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers) {
     log_.reset(::open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC));
     if (log_ && ::lseek(log_.get(), 0, SEEK_END) < 0) log_.reset();
   }
-  const CgroupFolders own = own_cgroup_folders();
-  counter_ = oom_counter_of(workers.empty() ? own.unified : workers, own.memory);
+  const CgroupFolders own = own_cgroup_folders("memory");
+  const auto front = [](const std::vector<std::string>& folders) {
+    return folders.empty() ? "" : folders.front();
+  };
+  counter_ = oom_counter_of(workers.empty() ? front(own.version_2) : workers, front(own.version_1));
   if (counter_.empty()) return;
   if (const auto kills = oom_kills_in_file(counter_)) {
     kills_ = *kills;

@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
 
 namespace lockstep {
@@ -38,24 +39,13 @@ int64_t read_usage(const std::string& folder, bool version_2) {
   return std::max<int64_t>(usage, 0);
 }
 
-/// Reads the limits of this process's control group and its ancestors (version 2, and version 1).
-void read_control_groups(const std::string& root, MemoryLimits& limits) {
-  std::ifstream groups(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    const bool version_2 = line.starts_with("0::");
-    if (!version_2 && line.find(":memory:") == std::string::npos) continue;
-    const std::string mount = root + (version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
-    for (std::string path = line.substr(line.rfind(':') + 1);; path.resize(path.rfind('/'))) {
-      const std::string folder = mount + (path == "/" ? "" : path);
-      const int64_t limit = read_limit(folder + (version_2 ? "/memory.max" : "/memory.limit_in_bytes"));
-      if (limit != kNone) {
-        limits.cgroup_limit = std::min(limits.cgroup_limit, limit);
-        limits.cgroup_left =
-            std::min(limits.cgroup_left, std::max<int64_t>(limit - read_usage(folder, version_2), 0));
-      }
-      if (path.rfind('/') == std::string::npos) break;
-    }
-  }
+/// Narrows the limits to those of a control group of version 2 or 1.
+void read_control_group(const std::string& folder, bool version_2, MemoryLimits& limits) {
+  const int64_t limit = read_limit(folder + (version_2 ? "/memory.max" : "/memory.limit_in_bytes"));
+  if (limit == kNone) return;
+  limits.cgroup_limit = std::min(limits.cgroup_limit, limit);
+  limits.cgroup_left =
+      std::min(limits.cgroup_left, std::max<int64_t>(limit - read_usage(folder, version_2), 0));
 }
 
 }  // namespace
@@ -69,7 +59,9 @@ MemoryLimits read_memory_limits(const std::string& root) {
     int64_t kibibytes = 0;
     if (words >> name >> kibibytes && name == "MemAvailable:") limits.available = kibibytes * 1024;
   }
-  read_control_groups(root, limits);
+  const CgroupFolders groups = own_cgroup_folders("memory", root);
+  for (const auto& folder : groups.version_2) read_control_group(folder, true, limits);
+  for (const auto& folder : groups.version_1) read_control_group(folder, false, limits);
   return limits;
 }
 
