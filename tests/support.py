@@ -88,12 +88,12 @@ class Child:
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
-    def finish(self) -> Result:
-        """Ends its standard input, waits for its end, and returns what it wrote."""
+    def finish(self, limit=HANG) -> Result:
+        """Ends its standard input, waits for its end, for `limit` seconds at most, and returns what it wrote."""
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
-            status = self.process.wait(HANG)
+            status = self.process.wait(limit)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.process.args} hangs; so far {self._text}") from None
         for reader in self._readers:
