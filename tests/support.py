@@ -53,37 +53,41 @@ class Child:
             start_new_session=True,
         )
         self.pid = self.process.pid
-        self._text = {"stdout": "", "stderr": ""}
-        self._open = set(self._text)
+        self._lines = {"stdout": [], "stderr": []}
+        self._open = set(self._lines)
         self._changed = threading.Condition()
-        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self._text]
+        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in self._lines]
         for reader in self._readers:
             reader.start()
 
     def _read(self, name):
         for line in getattr(self.process, name):
             with self._changed:
-                self._text[name] += line
+                self._lines[name].append(line)
                 self._changed.notify_all()
         with self._changed:
             self._open.discard(name)
             self._changed.notify_all()
+
+    def _text(self, stream) -> str:
+        """What was written by now, in whole lines. The caller holds the lock, or the stream has ended."""
+        return "".join(self._lines[stream])
 
     def wait_for(self, pattern: str, stream: str = "stdout") -> re.Match:
         """The first place in the stream that matches; fails the test when the stream ends without one."""
 
         with self._changed:
             self._changed.wait_for(
-                lambda: re.search(pattern, self._text[stream]) or stream not in self._open, timeout=HANG
+                lambda: re.search(pattern, self._text(stream)) or stream not in self._open, timeout=HANG
             )
-            match = re.search(pattern, self._text[stream])
-        assert match, f"no '{pattern}' in {self._text}"
+            match = re.search(pattern, self._text(stream))
+        assert match, f"no '{pattern}' in {self._lines}"
         return match
 
     def count(self, pattern: str, stream: str = "stdout") -> int:
         """How often the pattern stands in the stream by now."""
         with self._changed:
-            return len(re.findall(pattern, self._text[stream]))
+            return len(re.findall(pattern, self._text(stream)))
 
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
@@ -95,11 +99,11 @@ class Child:
         try:
             status = self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.process.args} hangs; so far {self._text}") from None
+            raise AssertionError(f"{self.process.args} hangs; so far {self._lines}") from None
         for reader in self._readers:
             reader.join(HANG)
             assert not reader.is_alive(), f"somebody holds the output of {self.process.args} open"
-        return Result(self.pid, status, self._text["stdout"], self._text["stderr"])
+        return Result(self.pid, status, self._text("stdout"), self._text("stderr"))
 
 
 class Programs:
