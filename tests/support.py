@@ -102,7 +102,7 @@ class Child:
             raise AssertionError(f"{self.process.args} hangs; so far {self._lines}") from None
         for reader in self._readers:
             reader.join(HANG)
-            assert not reader.is_alive(), f"somebody holds the output of {self.process.args} open"
+            assert not reader.is_alive(), f"a process holds the output of {self.process.args} open"
         return Result(self.pid, status, self._text("stdout"), self._text("stderr"))
 
 

@@ -5,7 +5,7 @@ from conformance import lists, results, suites
 HEAD = """\
 # PyTorch's own tests
 
-PyTorch ships tests of `torch.distributed` in its wheel, in `torch/testing/_internal/distributed`. Nobody here wrote
+PyTorch ships tests of `torch.distributed` in its wheel, in `torch/testing/_internal/distributed`. This project did not write
 them, so they can say whether Lockstep's collectives are right. They run against three backends:
 
 - `gloo`: PyTorch's own, the measure;

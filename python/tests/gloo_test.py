@@ -231,7 +231,7 @@ def run_several(rank, world):
 
     def compare(what, call, tensors):
         """`call`, given the group and the tensors, has the same result on both, waited for and told by its future."""
-        # Gloo takes tensors with gaps, but does not heed their strides.
+        # Gloo takes tensors with gaps, but ignores their strides.
         expected = map_tensors(lambda each: each.clone() if each.is_sparse else each.clone().contiguous(), tensors)
         call(gloo, expected).wait()
         result, told = copy.deepcopy(tensors), copy.deepcopy(tensors)

@@ -32,7 +32,7 @@ die() {
   exit 1
 }
 
-# stopped HOW STATUS: a signal's last words. Whatever ran in the foreground got the signal too.
+# stopped HOW STATUS: what is said after a signal. Whatever ran in the foreground got the signal too.
 stopped() {
   trap - ERR
   trap '' INT TERM

@@ -26,7 +26,7 @@ unpack_offline_kit() {
     printf '%s\n' "$sum" >"$folder/.complete"
   fi
   export CMAKE_PREFIX_PATH=$folder/usr${CMAKE_PREFIX_PATH:+:$CMAKE_PREFIX_PATH}
-  # Debian's folder for libraries, which CMake looks into by itself on Debian and its kin only.
+  # Debian's folder for libraries, which CMake looks into by itself on Debian and its derivatives only.
   export CMAKE_LIBRARY_PATH=$folder/usr/lib/x86_64-linux-gnu${CMAKE_LIBRARY_PATH:+:$CMAKE_LIBRARY_PATH}
   # What is installed finds the kit's libraries where the build found them.
   kit_options=(-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON)

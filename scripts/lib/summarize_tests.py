@@ -2,7 +2,7 @@
 
 usage: summarize_tests.py REPORTS_DIR SECONDS
 
-ctest counts programs; a GoogleTest program's own last words say how many cases passed, failed and were skipped.
+ctest counts programs; the last lines of a GoogleTest program say how many cases passed, failed and were skipped.
 Prints the slowest, the failed, those that need a second GPU, and then one line of counts. Exit status: 0, 1 if a test failed, 2 if there was none.
 """
 
