@@ -16,8 +16,8 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/random_bytes.h>
-#include <lockstep/launch/dry_run.h>
-#include <lockstep/launch/host_roles.h>
+#include <lockstep/launch/agent/dry_run.h>
+#include <lockstep/launch/agent/host_roles.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/rendezvous/network/port_range.h>
 

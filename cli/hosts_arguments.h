@@ -6,8 +6,8 @@
 
 #include <CLI/App.hpp>
 
-#include <lockstep/launch/agent.h>
-#include <lockstep/launch/remote_hosts.h>
+#include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/remote_hosts.h>
 
 namespace lockstep::cli {
 

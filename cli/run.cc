@@ -21,9 +21,9 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
-#include <lockstep/launch/agent.h>
-#include <lockstep/launch/remote_hosts.h>
-#include <lockstep/launch/shell_words.h>
+#include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/remote_hosts.h>
+#include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/worker_environment.h>
 
 #include "hosts_arguments.h"

@@ -10,7 +10,7 @@
 #include <CLI/CLI.hpp>
 
 #include <lockstep/bench/scaling.h>
-#include <lockstep/launch/agent.h>
+#include <lockstep/launch/agent/agent.h>
 
 #include "run.h"
 

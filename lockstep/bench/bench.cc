@@ -20,7 +20,7 @@
 #include <lockstep/bench/internal/status_line.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/objects.h>
-#include <lockstep/launch/agent.h>
+#include <lockstep/launch/agent/agent.h>
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/launch_environment.h>

@@ -20,7 +20,7 @@
 #include <lockstep/bench/internal/print.h>
 #include <lockstep/bench/internal/scaling_report.h>
 #include <lockstep/bench/scaling.h>
-#include <lockstep/launch/agent.h>
+#include <lockstep/launch/agent/agent.h>
 
 namespace lockstep::benchmark {
 namespace {

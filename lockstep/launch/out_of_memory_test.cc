@@ -1,20 +1,13 @@
-#include <chrono>
-#include <csignal>
-#include <gmock/gmock.h>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include <gtest/gtest.h>
 
-#include <lockstep/launch/failure_report.h>
 #include <lockstep/launch/out_of_memory.h>
 
 namespace lockstep::launch::out_of_memory_test {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 TEST(VictimOfRecord, ReadsWhatTheKernelWrites) {
   const std::string context =
@@ -53,21 +46,6 @@ TEST(OomKillsIn, ReadsBothVersions) {
        {"", "oom_kill", "oom_kill \n", "oom_kill x", "oom_kill_disable 0\nunder_oom 0\n"}) {
     EXPECT_EQ(oom_kills_in(text), std::nullopt) << text;
   }
-}
-
-TEST(FailureReport, TellsWantOfMemoryFromOtherKills) {
-  const auto start = Deadline::Clock::now();
-  Ending killed = {1, 101, SIGKILL, false, start};
-  const Ending aborted = {0, 100, 1 << 8, false, start + std::chrono::milliseconds(7)};
-  EXPECT_THAT(failure_report({killed, aborted}, {{}, {}}), Not(HasSubstr("memory")));
-  killed.out_of_memory = "the kernel's log: Out of memory: Killed process 101 (train)";
-  EXPECT_EQ(failure_report({killed, aborted}, {{}, {}}),
-            "lockstep run: rank 1 (pid 101) failed first: killed by signal 9 (SIGKILL), by the kernel, for "
-            "want of memory\n"
-            "  the kernel's log: Out of memory: Killed process 101 (train)\n"
-            "  what helps: smaller batches, fewer ranks on this host, or a higher limit on the job's memory\n"
-            "  it wrote nothing to standard error\n"
-            "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later\n");
 }
 
 }  // namespace

@@ -20,10 +20,10 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/write_all.h>
+#include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/hosts_agent.h>
 #include <lockstep/launch/signal_catcher.h>
-#include <lockstep/launch/worker_group.h>
 #include <lockstep/launch/worker_process.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 

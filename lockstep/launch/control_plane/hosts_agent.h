@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include <lockstep/launch/agent.h>
+#include <lockstep/launch/agent/agent.h>
 #include <lockstep/launch/membership/membership.h>
 
 /// `lockstep run` over several hosts.

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include <lockstep/base/format_duration.h>
-#include <lockstep/launch/worker_watch.h>
+#include <lockstep/launch/agent/worker_watch.h>
 
 namespace lockstep::launch {
 namespace {

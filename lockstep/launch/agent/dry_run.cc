@@ -3,9 +3,9 @@
 #include <stdlib.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/launch/dry_run.h>
-#include <lockstep/launch/shell_words.h>
-#include <lockstep/launch/worker_group.h>
+#include <lockstep/launch/agent/dry_run.h>
+#include <lockstep/launch/agent/shell_words.h>
+#include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 

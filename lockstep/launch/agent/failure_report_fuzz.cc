@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include <lockstep/launch/failure_report.h>
+#include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/testing/fuzz_driver.h>
 
 namespace lockstep::failure_report_fuzz {

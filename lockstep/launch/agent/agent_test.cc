@@ -1,4 +1,5 @@
 #include <arpa/inet.h>
+#include <chrono>
 #include <cstdlib>
 #include <fcntl.h>
 #include <filesystem>
@@ -18,13 +19,13 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/launch/agent.h>
-#include <lockstep/launch/failure_report.h>
+#include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/testing/child_program.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/testing/temporary_folder.h>
 
-namespace lockstep::launch::launch_test {
+namespace lockstep::launch::agent_test {
 namespace {
 
 using ::testing::AllOf;
@@ -151,6 +152,21 @@ TEST(FailureReport, ReadsTorchsErrorFiles) {
        {"", "{", "[]", "{}", R"({"message": 3})", R"({"message": {"message": 3}})", "\xff"}) {
     EXPECT_EQ(error_file_message(bad), std::nullopt) << bad;
   }
+}
+
+TEST(FailureReport, TellsWantOfMemoryFromOtherKills) {
+  const auto start = Deadline::Clock::now();
+  Ending killed = {1, 101, SIGKILL, false, start};
+  const Ending aborted = {0, 100, 1 << 8, false, start + std::chrono::milliseconds(7)};
+  EXPECT_THAT(failure_report({killed, aborted}, {{}, {}}), Not(HasSubstr("memory")));
+  killed.out_of_memory = "the kernel's log: Out of memory: Killed process 101 (train)";
+  EXPECT_EQ(failure_report({killed, aborted}, {{}, {}}),
+            "lockstep run: rank 1 (pid 101) failed first: killed by signal 9 (SIGKILL), by the kernel, for "
+            "want of memory\n"
+            "  the kernel's log: Out of memory: Killed process 101 (train)\n"
+            "  what helps: smaller batches, fewer ranks on this host, or a higher limit on the job's memory\n"
+            "  it wrote nothing to standard error\n"
+            "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later\n");
 }
 
 TEST(OrderSimultaneous, ASignalIsTheCauseAndAnAbortAReaction) {
@@ -434,4 +450,4 @@ TEST(Run, OutputGoesOnWhenItsReaderIsGone) {
 }
 
 }  // namespace
-}  // namespace lockstep::launch::launch_test
+}  // namespace lockstep::launch::agent_test

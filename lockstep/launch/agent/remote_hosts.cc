@@ -22,10 +22,10 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/base/write_all.h>
+#include <lockstep/launch/agent/output_router.h>
+#include <lockstep/launch/agent/remote_hosts.h>
+#include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/guardian.h>
-#include <lockstep/launch/output_router.h>
-#include <lockstep/launch/remote_hosts.h>
-#include <lockstep/launch/shell_words.h>
 #include <lockstep/launch/signal_catcher.h>
 #include <lockstep/launch/supervisor.h>
 #include <lockstep/launch/worker_environment.h>

@@ -11,8 +11,8 @@
 
 #include <lockstep/base/boot_clock.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/guardian.h>
-#include <lockstep/launch/worker_group.h>
 
 namespace lockstep::launch::worker_group_test {
 namespace {

@@ -6,7 +6,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/launch/host_roles.h>
+#include <lockstep/launch/agent/host_roles.h>
 
 namespace lockstep::launch::host_roles_test {
 namespace {

@@ -11,7 +11,7 @@
 #include <lockstep/base/append_file.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/launch/line_forwarder.h>
+#include <lockstep/launch/agent/line_forwarder.h>
 #include <lockstep/launch/supervisor.h>
 
 namespace lockstep::launch {

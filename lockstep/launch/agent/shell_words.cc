@@ -2,7 +2,7 @@
 #include <cctype>
 #include <string_view>
 
-#include <lockstep/launch/shell_words.h>
+#include <lockstep/launch/agent/shell_words.h>
 
 namespace lockstep::launch {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/launch/worker_watch.h>
+#include <lockstep/launch/agent/worker_watch.h>
 
 namespace lockstep::launch::worker_watch_test {
 namespace {

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <lockstep/launch/line_forwarder.h>
+#include <lockstep/launch/agent/line_forwarder.h>
 
 namespace lockstep::launch::line_forwarder_test {
 namespace {

@@ -6,8 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/host_name.h>
-#include <lockstep/launch/remote_hosts.h>
-#include <lockstep/launch/shell_words.h>
+#include <lockstep/launch/agent/remote_hosts.h>
+#include <lockstep/launch/agent/shell_words.h>
 
 namespace lockstep::launch::remote_hosts_test {
 namespace {

@@ -17,10 +17,10 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/write_all.h>
-#include <lockstep/launch/failure_report.h>
-#include <lockstep/launch/output_router.h>
-#include <lockstep/launch/worker_group.h>
-#include <lockstep/launch/worker_watch.h>
+#include <lockstep/launch/agent/failure_report.h>
+#include <lockstep/launch/agent/output_router.h>
+#include <lockstep/launch/agent/worker_group.h>
+#include <lockstep/launch/agent/worker_watch.h>
 #include <lockstep/rendezvous/flight_directory.h>
 #include <lockstep/rendezvous/process_stat.h>
 

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include <lockstep/launch/agent.h>
+#include <lockstep/launch/agent/agent.h>
 #include <lockstep/launch/worker_environment.h>
 
 namespace lockstep::launch {

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <utility>
 
-#include <lockstep/launch/line_forwarder.h>
+#include <lockstep/launch/agent/line_forwarder.h>
 
 namespace lockstep::launch {
 namespace {

@@ -11,7 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/launch/output_router.h>
+#include <lockstep/launch/agent/output_router.h>
 
 namespace lockstep::launch {
 namespace {

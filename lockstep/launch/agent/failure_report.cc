@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/launch/failure_report.h>
+#include <lockstep/launch/agent/failure_report.h>
 
 namespace lockstep::launch {
 namespace {

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/launch/host_roles.h>
+#include <lockstep/launch/agent/host_roles.h>
 
 namespace lockstep::launch {
 namespace {

@@ -13,10 +13,10 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/device/nvidia_devices.h>
-#include <lockstep/launch/agent.h>
+#include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/worker_environment.h>
-#include <lockstep/launch/worker_group.h>
 
 namespace lockstep::launch {
 namespace {
