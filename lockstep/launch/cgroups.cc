@@ -1,15 +1,21 @@
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <ctime>
 #include <dirent.h>
 #include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
 
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/launch/cgroups.h>
+#include <lockstep/rendezvous/process_stat.h>
 
 namespace lockstep::launch {
 namespace {
@@ -27,6 +33,45 @@ void remove_cgroups_below(int folder) {
       if (below) remove_cgroups_below(below.get());
       ::unlinkat(folder, entry->d_name, AT_REMOVEDIR);
     }
+  }
+}
+
+constexpr std::string_view kPrefix = "lockstep_";
+
+/// "PID_START_NAMESPACE_" of a process, which no later process of this boot has: cgroups do not outlive it, either.
+std::optional<std::string> mark_of_process(pid_t pid, ino_t pid_namespace) {
+  const auto stat = read_process_stat(pid);
+  if (!stat || stat->state == 'Z') return std::nullopt;
+  return std::to_string(pid) + "_" + std::to_string(stat->start) + "_" + std::to_string(pid_namespace) + "_";
+}
+
+ino_t own_pid_namespace() {
+  struct stat status = {};
+  return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+/// Whether this is the name of a WorkerCgroup of a process of this namespace that has ended. Of others nothing can be said.
+bool belongs_to_ended_process(std::string_view name, ino_t pid_namespace) {
+  if (!name.starts_with(kPrefix)) return false;
+  name.remove_prefix(kPrefix.size());
+  pid_t pid = 0;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), pid);
+  if (error != std::errc() || pid <= 0) return false;
+  if (name.find("_" + std::to_string(pid_namespace) + "_") == std::string_view::npos) return false;
+  const auto living = mark_of_process(pid, pid_namespace);
+  return !living || !name.starts_with(*living);
+}
+
+void remove_leftovers(const std::string& parent, ino_t pid_namespace) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
+    if (!belongs_to_ended_process(entry.path().filename().string(), pid_namespace)) continue;
+    std::ifstream file(entry.path() / "cgroup.events");
+    const std::string events(std::istreambuf_iterator<char>(file), {});
+    if (("\n" + events).find("\npopulated 0\n") == std::string::npos) continue;
+    const UniqueFd opened(::open(entry.path().c_str(), O_DIRECTORY | O_RDONLY | O_CLOEXEC));
+    if (opened) remove_cgroups_below(opened.get());
+    ::rmdir(entry.path().c_str());  // the kernel refuses where a process has come meanwhile
   }
 }
 
@@ -53,8 +98,11 @@ std::optional<WorkerCgroup> WorkerCgroup::make() {
   return std::nullopt;  // ThreadSanitizer follows processes that fork(3) starts, and no others
 #else
   const std::vector<std::string> parents = own_cgroup_folders("memory").version_2;
-  if (parents.empty()) return std::nullopt;
-  std::string folder = parents.front() + "/lockstep_XXXXXX";
+  const ino_t pid_namespace = own_pid_namespace();
+  const auto mark = mark_of_process(::getpid(), pid_namespace);
+  if (parents.empty() || !mark) return std::nullopt;
+  remove_leftovers(parents.front(), pid_namespace);
+  std::string folder = parents.front() + "/" + std::string(kPrefix) + *mark + "XXXXXX";
   if (::mkdtemp(folder.data()) == nullptr) return std::nullopt;
   UniqueFd fd(::open(folder.c_str(), O_DIRECTORY | O_RDONLY | O_CLOEXEC));
   WorkerCgroup cgroup(folder, std::move(fd));

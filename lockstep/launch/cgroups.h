@@ -15,7 +15,8 @@ void kill_cgroup(const char* kill_file);
 class WorkerCgroup {
  public:
   /// Nothing where there is no version 2, or this process may not make cgroups there: it needs root, or a cgroup that was
-  /// delegated to its user, and Linux 5.14.
+  /// delegated to its user, and Linux 5.14. Removes what WorkerCgroups of processes that were killed, with their guardians,
+  /// have left there, where no process is in it.
   static std::optional<WorkerCgroup> make();
 
   WorkerCgroup(WorkerCgroup&& other) noexcept;

@@ -74,6 +74,19 @@ std::optional<uint64_t> oom_kills_in(std::string_view text) {
   return number_behind<uint64_t>(lines, "\noom_kill ");
 }
 
+void CountedKills::look(uint64_t kills, Time now) {
+  while (!fresh_.empty() && now - fresh_.front().seen > kExplains) fresh_.pop_front();
+  if (kills > counted_) fresh_.push_back({now, kills - counted_});
+  counted_ = kills;
+}
+
+bool CountedKills::explain(uint64_t kills, Time now) {
+  look(kills, now);
+  if (fresh_.empty()) return false;
+  if (--fresh_.front().kills == 0) fresh_.pop_front();
+  return true;
+}
+
 OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers) {
   if (in_first_pid_namespace()) {
     log_.reset(::open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC));
@@ -84,30 +97,40 @@ OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers) {
     return folders.empty() ? "" : folders.front();
   };
   counter_ = oom_counter_of(workers.empty() ? front(own.version_2) : workers, front(own.version_1));
-  if (counter_.empty()) return;
-  if (const auto kills = oom_kills_in_file(counter_)) {
-    kills_ = *kills;
+  const auto kills = counter_.empty() ? std::nullopt : oom_kills_in_file(counter_);
+  if (kills) {
+    kills_ = CountedKills(*kills);
   } else {
     counter_.clear();
   }
 }
 
-std::string OutOfMemoryWatch::evidence_of(pid_t pid) {
-  // Both are written before the kernel sends the signal.
+void OutOfMemoryWatch::look(CountedKills::Time now) {
+  if (counter_.empty() || now < look_at_) return;
+  look_at_ = now + CountedKills::kInterval;
+  if (const auto kills = oom_kills_in_file(counter_)) kills_.look(*kills, now);
+}
+
+std::string OutOfMemoryWatch::evidence_of(pid_t pid, CountedKills::Time now) {
+  // The kernel writes the one and counts the other before it sends the signal.
   read_log();
   const auto kills = counter_.empty() ? std::nullopt : oom_kills_in_file(counter_);
-  const bool counted = kills && *kills > kills_;
-  if (counted) ++kills_;
+  const bool counted = kills && kills_.explain(*kills, now);
   if (const auto found = victims_.find(pid); found != victims_.end())
     return "the kernel's log: " + found->second;
-  return counted ? counter_ + " counts a process that the kernel has killed since the start" : std::string();
+  const bool log_names_all = log_ && !log_has_gaps_;
+  return counted && !log_names_all ? counter_ + " counts a process that the kernel has killed just before"
+                                   : std::string();
 }
 
 void OutOfMemoryWatch::read_log() {
   std::array<char, 8192> record;  // longer than the kernel's longest; see devkmsg_read()
   while (log_) {
     const ssize_t got = ::read(log_.get(), record.data(), record.size());
-    if (got < 0 && (errno == EINTR || errno == EPIPE)) continue;  // EPIPE: older records were lost
+    if (got < 0 && (errno == EINTR || errno == EPIPE)) {
+      log_has_gaps_ = log_has_gaps_ || errno == EPIPE;  // older records were lost
+      continue;
+    }
     if (got <= 0) return;
     const auto victim = victim_of_record({record.data(), static_cast<size_t>(got)});
     if (victim) victims_[victim->first] = victim->second;

@@ -1,3 +1,4 @@
+#include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
@@ -46,6 +47,24 @@ TEST(OomKillsIn, ReadsBothVersions) {
        {"", "oom_kill", "oom_kill \n", "oom_kill x", "oom_kill_disable 0\nunder_oom 0\n"}) {
     EXPECT_EQ(oom_kills_in(text), std::nullopt) << text;
   }
+}
+
+TEST(CountedKills, ExplainOneEndEachAndOnlyThoseNoticedSoon) {
+  const CountedKills::Time start;
+  const auto at = [&](int milliseconds) { return start + std::chrono::milliseconds(milliseconds); };
+  CountedKills kills(7);
+  EXPECT_FALSE(kills.explain(7, at(0))) << "what was there before";
+  EXPECT_TRUE(kills.explain(8, at(100)));
+  EXPECT_FALSE(kills.explain(8, at(100))) << "it has explained an end";
+  kills.look(10, at(1000));
+  EXPECT_TRUE(kills.explain(10, at(3000))) << "a large process takes its time";
+  EXPECT_TRUE(kills.explain(11, at(3000)));
+  EXPECT_TRUE(kills.explain(11, at(6000)));
+  EXPECT_FALSE(kills.explain(11, at(6000)));
+  kills.look(12, at(7000));  // a process that a worker has started
+  kills.look(12, at(11000));
+  EXPECT_FALSE(kills.explain(12, at(12001))) << "long before";
+  EXPECT_TRUE(kills.explain(13, at(12002)));
 }
 
 }  // namespace

@@ -155,6 +155,7 @@ void Supervisor::enter(JobPhase next) {
 const std::vector<Ending>& Supervisor::run(Streams& streams) {
   while (!all_ended()) {
     wait_once(streams, earlier(options_.deadline, earlier(terminate_at_, kill_at_)));
+    if (memory_) memory_->look(Deadline::Clock::now());
     for (int rank : streams.failed_ranks()) note_failure(rank);
     take_signals();
     act_on_deadlines();
@@ -207,7 +208,7 @@ void Supervisor::collect_endings() {
     const bool killed = !asked_to_end && WIFSIGNALED(*status) && WTERMSIG(*status) == SIGKILL;
     fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
                      exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank),
-                     killed && memory_ ? memory_->evidence_of(worker.process.pid()) : std::string()});
+                     killed && memory_ ? memory_->evidence_of(worker.process.pid(), now) : std::string()});
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());
