@@ -16,7 +16,7 @@ import termios
 import time
 
 import pytest
-from launch_hosts_test import Job
+from agents import Job
 from ports import free_port
 from support import HANG
 
