@@ -1,0 +1,191 @@
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <gmock/gmock.h>
+#include <memory>
+#include <random>
+#include <string>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <lockstep/base/boot_clock.h>
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/control_plane/agent_link.h>
+#include <lockstep/launch/control_plane/coordinator_server.h>
+#include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/control_plane/frames.h>
+#include <lockstep/launch/control_plane/greeting.h>
+#include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/testing/scene.h>
+#include <lockstep/launch/control_plane/tls.h>
+
+namespace lockstep::launch::strangers_test {
+namespace {
+
+using namespace testing;
+using std::chrono::milliseconds;
+using ::testing::HasSubstr;
+
+TEST(Strangers, AWrongSecretOrAnotherJobIsNoHandshake) {
+  Scene scene;
+  scene.run_world();
+  const std::string before = scene.state();
+  for (const TlsKey& key :
+       {TlsKey("another secret, as long as the true", "job"), TlsKey(kTestSecret, "jab"), TlsKey("", "")}) {
+    Client client(scene, key);
+    EXPECT_FALSE(client.open());
+  }
+  scene.agents.push_back(std::make_unique<Scene::Agent>(scene, 3, TlsKey("wrong", "job")));
+  scene.until([&] { return !scene.agents.back()->link.trouble().empty(); }, "the agent hears why");
+  EXPECT_THAT(scene.agents.back()->link.trouble(), HasSubstr("have the same secret and --rdzv-id?"));
+  scene.agents.pop_back();
+  scene.expect_unharmed(before);
+}
+
+TEST(Strangers, AServerWithoutTheSecretIsNoCoordinator) {
+  Scene scene;
+  EventLoop& loop = scene.loop;
+  uint16_t port = 0;
+  const UniqueFd listener = listen_on_loopback(port);
+  TlsConnection client(scene.key, begin_connect(loopback(port)), TlsConnection::Side::kClient);
+  UniqueFd accepted;
+  scene.until([&] { return static_cast<bool>(accepted = accept_one(listener.get())); }, "it connects");
+  TlsConnection server(TlsKey("guess", "job"), std::move(accepted), TlsConnection::Side::kServer);
+  scene.until(
+      [&] {
+        loop.run_once(BootClock::now());
+        client.advance_handshake();
+        server.advance_handshake();
+        return client.phase() != TlsConnection::Phase::kHandshake;
+      },
+      "a handshake ends");
+  EXPECT_EQ(client.phase(), TlsConnection::Phase::kClosed);
+}
+
+TEST(Strangers, BytesAtRandomChangeNothing) {
+  Scene scene(milliseconds(100));  // some bytes are the beginning of something
+  scene.run_world();
+  const std::string before = scene.state();
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 300; ++i) {
+    const UniqueFd socket = begin_connect(loopback(scene.port));
+    std::string bytes = random_bytes_of(random, 1 + random() % 2000);
+    if (i % 2 == 0) bytes = "\x16\x03\x01" + bytes;  // as a TLS record begins
+    send_plain(scene, socket.get(), bytes);
+    if (i % 3 == 0) ::shutdown(socket.get(), SHUT_WR);
+    if (i % 3 != 2) expect_plain_closed(scene, socket.get());
+  }
+  scene.expect_unharmed(before);
+}
+
+TEST(Strangers, AConnectionThatWasRecordedIsOfNoUseToAnother) {
+  Scene scene;
+  scene.run_world();
+  // A third agent speaks through one who writes down all that passes.
+  uint16_t proxy_port = 0;
+  const UniqueFd proxy = listen_on_loopback(proxy_port);
+  AgentState state({.id = {9}, .host = "node-9"}, scene.membership, BootClock::now());
+  auto link = std::make_unique<AgentLink>(scene.loop, scene.key, std::vector{loopback(proxy_port)},
+                                          scene.membership, state);
+  UniqueFd near;
+  UniqueFd far = begin_connect(loopback(scene.port));
+  std::string recorded;
+  const auto pass = [&](int from, int to, std::string* copy) {
+    std::array<char, 4096> buffer;
+    const ssize_t got = ::recv(from, buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (got <= 0) return;
+    if (copy != nullptr) copy->append(buffer.data(), static_cast<size_t>(got));
+    send_plain(scene, to, {buffer.data(), static_cast<size_t>(got)});
+  };
+  scene.until(
+      [&] {
+        link->serve(BootClock::now(), false);
+        if (!near) near = accept_one(proxy.get());
+        if (near) {
+          pass(near.get(), far.get(), &recorded);
+          pass(far.get(), near.get(), nullptr);
+        }
+        return scene.server->coordinator().members().size() == 3;
+      },
+      "the third agent joins");
+  link.reset();
+  near.reset();
+  far.reset();
+  scene.until([&] { return !scene.server->coordinator().members()[2].connected; }, "it is gone");
+  const auto heard_at = scene.server->coordinator().members()[2].heard_at;
+  const std::string before = scene.state();
+  const UniqueFd replay = begin_connect(loopback(scene.port));
+  send_plain(scene, replay.get(), recorded);
+  expect_plain_closed(scene, replay.get());
+  scene.expect_unharmed(before);
+  EXPECT_EQ(scene.server->coordinator().members()[2].heard_at, heard_at);
+}
+
+TEST(Strangers, TenThousandConnectionsThatSayNothingChangeNothing) {
+  Scene scene;
+  scene.run_world();
+  const std::string before = scene.state();
+  std::deque<UniqueFd> open;  // as many as half of this process's descriptors, for the server has as many
+  rlimit limit = {};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const size_t most = std::min<size_t>(limit.rlim_cur / 2 - 100, 2000);
+  for (int i = 0; i < 10000; ++i) {
+    if (open.size() >= most) open.pop_front();
+    UniqueFd socket = begin_connect(loopback(scene.port));
+    ASSERT_TRUE(socket);
+    if (i % 2 == 0) ::send(socket.get(), "\x16\x03\x01\x02", 4, MSG_DONTWAIT | MSG_NOSIGNAL);
+    open.push_back(std::move(socket));
+    if (i % 16 == 0) scene.turn();
+  }
+  scene.expect_unharmed(before);
+  // Another agent still gets through.
+  scene.add_agent(3);
+  scene.until([&] { return scene.server->coordinator().members().size() == 3; }, "a third agent joins");
+}
+
+TEST(Strangers, WhatIsNotAMessageClosesTheConnectionOfOneWhoKnowsTheSecret) {
+  Scene scene;
+  scene.run_world();
+  const std::string before = scene.state();
+  const std::string agent = framed(encode(Greeting{}));
+  const std::string status = encode(Status{.id = {2}, .sent_at = 1, .host = "node-2"});
+  const std::vector<std::string> bad = {
+      std::string(4, '\0'),                // no length
+      std::string("\xff\xff\xff\x7f", 4),  // too long
+      framed("X"),                         // no greeting
+      framed(encode(Greeting{}) + "x"),    // too long a one
+      agent + framed("not a status"),
+      agent + framed(status + "x"),
+      agent + framed(status.substr(1)),
+      agent + framed(encode(Order{})),
+      agent + framed(status) + framed(encode(Status{.id = {1}, .sent_at = 1})),  // another agent's name
+      agent + framed(encode(Report{.agent = {2}})),                   // before it has said who it is
+      agent + framed(status) + framed(encode(Report{.agent = {1}})),  // another agent's report
+  };
+  for (const std::string& bytes : bad) {
+    Client client(scene, scene.key);
+    ASSERT_TRUE(client.open());
+    client.send(bytes);
+    client.expect_closed();
+  }
+  scene.expect_unharmed(before);
+}
+
+TEST(Strangers, AnAgentThatSendsTooMuchIsCutOff) {
+  Scene scene;
+  scene.run_world();
+  Client client(scene, scene.key);
+  ASSERT_TRUE(client.open());
+  std::string bytes = framed(encode(Greeting{}));
+  for (int i = 1; i <= 4 * CoordinatorServer::kMostStatuses; ++i) {
+    bytes += framed(encode(Status{.id = {5}, .sent_at = i, .host = "node-5"}));
+  }
+  client.send(bytes);
+  client.expect_closed();
+}
+
+}  // namespace
+}  // namespace lockstep::launch::strangers_test
