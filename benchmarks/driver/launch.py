@@ -8,7 +8,8 @@ Programs note when their first collective was done (benchmarks/launch.cc, peers/
 - cut: from the cut of the second host's cable to the first collective of the other one, which goes on alone. Under torchrun
   nothing has happened after 75 s.
 
-And the memory and the processor time of a launcher whose workers are idle.
+Then a hundred jobs in a row on two hosts, whose launchers meet at one port: how many failed, and what they left behind. And the
+memory and the processor time of a launcher whose workers are idle.
 """
 
 import contextlib
@@ -31,6 +32,8 @@ PROGRAMS = {"cpp": "C++", "python": "Python over Gloo"}
 STARTS = {"1x2": (2,), "1x8": (8,), "2x1": (1, 1), "2x4": (4, 4)}  # workers on each host
 FAILURES = "2x1"
 CUTS = 3  # rounds at most: a lost host is noticed after 10 s
+MANY = 7  # rounds at most of 8 workers, which in Python take some 20 s for each start
+IN_A_ROW = 100
 IDLE_WORKERS = 64
 IDLE_SECONDS = 10
 SECONDS = 120
@@ -45,6 +48,7 @@ class Launch:
     program: str  # of PROGRAMS
     layout: tuple
     net: object = None  # the hosts, where there are several
+    port: int = None  # where their launchers meet; None: a free one
 
     def commands(self, fleet, folder, options=(), arguments=()):
         """Of each host's launcher."""
@@ -55,7 +59,7 @@ class Launch:
         many = len(self.layout) > 1
         meeting = ["--standalone"]
         if many:
-            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.net.addresses[0]}:{ports.free_port()}"]
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.net.addresses[0]}:{self.port or ports.free_port()}"]
         answer = []
         for host, workers in enumerate(self.layout):
             words = [*launcher, "--no-python", "--nproc-per-node", workers, "--nnodes", len(self.layout), *meeting]
@@ -73,11 +77,11 @@ def torchrun():
 class Running:
     """A job's launchers; whatever is left of them at the end is killed."""
 
-    def __init__(self, fleet, launch, options=(), arguments=()):
+    def __init__(self, fleet, launch, options=(), arguments=(), **variables):
         self.folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
         self.output = tempfile.TemporaryFile()
         self.ranks = sum(launch.layout)
-        environment = {**os.environ, **ONE_THREAD, **SECRET}
+        environment = {**os.environ, **ONE_THREAD, **SECRET, **variables}
         environment |= {"GLOO_SOCKET_IFNAME": hosts.DEVICE if launch.net else "lo"}
         self.begin = time.monotonic_ns()
         self.agents = [subprocess.Popen([*without_users_environment(environment), *command], env=environment,
@@ -171,12 +175,30 @@ def cut_host(fleet, launch):
         return took
 
 
+def in_a_row(fleet, launch):
+    """(nanoseconds of each job, how many failed, the files and processes that are left behind them all)."""
+    times, failed = [], 0
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        before = set(os.listdir("/dev/shm"))
+        for _ in range(IN_A_ROW):
+            with Running(fleet, launch, TMPDIR=folder) as job:
+                try:
+                    took = last(job.first_collectives()) - job.begin
+                    job.finish()
+                    times.append(took)
+                except BenchmarkError as error:
+                    failed += 1
+                    fleet.say(str(error))
+        left = [*os.listdir(folder), *(set(os.listdir("/dev/shm")) - before), *launch.net.processes()]
+    return times, failed, left
+
+
 def idle(fleet, launcher):
     """(bytes, nanoseconds of processor time a second) of a launcher and its helpers, whose workers sleep."""
     command = [str(fleet.bin_dir / "lockstep"), "run"] if launcher == "lockstep" else [torchrun()]
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         script = f"echo > {folder}/$RANK; exec sleep 1000"
-        command += ["--no-python", "--nproc-per-node", str(IDLE_WORKERS), "--standalone", "sh", "-c", script]
+        command += ["--no-python", "--nproc-per-node", str(IDLE_WORKERS), "--standalone", "--max-restarts", "1", "sh", "-c", script]
         process = subprocess.Popen([*without_users_environment(os.environ), *command], stdin=subprocess.DEVNULL,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -235,7 +257,8 @@ def launch(fleet, results, rounds, generator):
             leave_out(fleet, results, str(error))
         for name, layout in STARTS.items():
             if net or len(layout) == 1:
-                measure(fleet, results, rounds, generator, f"launch.start.{name}", start, launchers, layout, net)
+                turns = min(rounds, MANY) if sum(layout) > 2 else rounds
+                measure(fleet, results, turns, generator, f"launch.start.{name}", start, launchers, layout, net)
         if net:
             measure(fleet, results, rounds, generator, f"launch.worker.{FAILURES}", kill_worker, launchers,
                     STARTS[FAILURES], net)
@@ -243,6 +266,13 @@ def launch(fleet, results, rounds, generator):
                     STARTS[FAILURES], net)
             measure(fleet, results, min(rounds, CUTS), generator, f"launch.cut.{FAILURES}", cut_host, ["lockstep"],
                     STARTS[FAILURES], net)
+            fleet.say(f"launch.row: {IN_A_ROW} jobs in a row under lockstep")
+            times, failed, left = in_a_row(fleet, Launch("lockstep", "cpp", STARTS[FAILURES], net, ports.free_port()))
+            results.add_series("launch.row.start", "ns", times or [0])
+            results.add_series("launch.row.failed", "count", [failed])
+            results.add_series("launch.row.left", "count", [len(left)])
+            if left:
+                fleet.say(f"left behind: {left}")
         for launcher in launchers:
             fleet.say(f"launch.idle under {launcher}")
             used = [idle(fleet, launcher) for _ in range(min(rounds, CUTS))]

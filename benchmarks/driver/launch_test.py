@@ -33,6 +33,7 @@ def costs(monkeypatch):
     seconds = {"lockstep": 0.25e9, "torchrun": 1e9}
     for what in ("start", "kill_worker", "kill_agent", "cut_host"):
         monkeypatch.setattr(launch, what, lambda fleet, turn: seconds[turn.launcher])
+    monkeypatch.setattr(launch, "in_a_row", lambda fleet, turn: ([2e8, 4e8, 2e8], 1, ["a file", 7]))
     used = {"lockstep": (20 << 20, 1.5e6), "torchrun": (300 << 20, 4e6)}
     monkeypatch.setattr(launch, "idle", lambda fleet, launcher: used[launcher])
     monkeypatch.setattr(launch, "torchrun", lambda: "/bin/torchrun")
@@ -54,6 +55,7 @@ def test_launchers_are_compared(costs):
     assert "| start, 8 workers on 1 host, C++ | 250 ms | 1000 ms | 4× " in text, text
     assert "| launcher killed, 2 workers on 2 hosts, Python over Gloo | 250 ms | - | " in text, text
     assert "| cable cut, 2 workers on 2 hosts, C++ | 250 ms | - | " in text, text
+    assert "| 200 ms | 1 | 2 |" in text, text
     assert "| lockstep run | 20 MiB | 1.5 ms |" in text, text
 
 

@@ -18,7 +18,7 @@ def report(results, markdown=False):
                *training_report.tables(results), *python(results), loading(results), checkpoints(results), *profiles(results),
                *sharding_report.tables(results), largest_models(results), *pipelines(results),
                gpu_steps(results), gpu_staging(results), startups(results), *several_hosts_report.tables(results),
-               launches(results), idle_launchers(results), sweeps(results), soaked(results),
+               launches(results), launches_in_a_row(results), idle_launchers(results), sweeps(results), soaked(results),
                failed_rounds(results), promises(results)]
     render = as_markdown if markdown else as_text
     return "\n\n".join(render(table) for table in tables if table.rows)
@@ -270,6 +270,15 @@ def launches(results):
                                  for who in ("lockstep", "torchrun")), ratio(results, f"{cell}.vs_torchrun")])
     return Table("Launchers: until the first collective of all ranks; where a launcher is killed, until its last worker's end",
                  ["", "lockstep run", "torchrun", "times faster (quartiles)"], rows)
+
+
+def launches_in_a_row(results):
+    rows = []
+    if "launch.row.failed" in results.series:
+        rows.append([duration(results.median("launch.row.start")), str(results.median("launch.row.failed")),
+                     str(results.median("launch.row.left"))])
+    return Table(f"lockstep run: {launch.IN_A_ROW} jobs in a row on 2 hosts, at one port",
+                 ["start of one, median", "failed", "files and processes left"], rows)
 
 
 def sweeps(results):
