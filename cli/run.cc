@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <set>
 #include <sstream>
+#include <stdlib.h>
 #include <string>
 #include <utility>
 #include <vector>
@@ -70,6 +71,7 @@ struct RunArguments {
   std::vector<std::string> passed_on;
   bool started_by_shell = false;
   std::string cpu_list;
+  std::string gpu_list;
   bool no_prefix = false;
   double grace_period = 30;
   bool dry_run = false;
@@ -158,7 +160,7 @@ std::vector<std::string> passed_variables(const std::vector<std::string>& passed
 std::vector<std::string> options_for_agents(const CLI::App& command) {
   static const std::set<std::string> own = {"help",        "host",           "rsh",         "export",
                                             "dry-run",     "nproc-per-node", "secret-file", "master-addr",
-                                            "master-port", "cpu-list"};
+                                            "master-port", "cpu-list",       "gpu-list"};
   static const std::set<std::string> contrary = {"nnodes",        "node-rank",  "rdzv-backend",
                                                  "rdzv-endpoint", "standalone", "local-addr"};
   std::vector<std::string> words;
@@ -172,6 +174,17 @@ std::vector<std::string> options_for_agents(const CLI::App& command) {
     if (is_flag && !option->as<bool>()) continue;
     words.push_back("--" + name + (is_flag ? "" : "=" + option->results().back()));
   }
+  return words;
+}
+
+/// The list of each host of -H as a word for its agent; none where `text` is empty.
+std::vector<std::string> lists_of_hosts(const std::string& option, const std::string& text, size_t hosts) {
+  std::vector<std::string> words;
+  if (text.empty()) return words;
+  std::istringstream lists(text + ";");  // so that a last list may be empty
+  for (std::string list; std::getline(lists, list, ';');) words.push_back(option + "=" + list);
+  TORCH_CHECK_VALUE(words.size() == hosts, option, " has ", words.size(), " lists, and -H has ", hosts,
+                    " hosts; give one for each, separated by ;");
   return words;
 }
 
@@ -198,17 +211,15 @@ launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& argume
   } else {
     common.push_back("--standalone");
   }
-  std::vector<std::string> cores;
-  std::istringstream lists(arguments.cpu_list);
-  for (std::string list; std::getline(lists, list, ';');) cores.push_back("--cpu-list=" + list);
-  TORCH_CHECK_VALUE(cores.empty() || cores.size() == hosts.size(), "--cpu-list has ", cores.size(),
-                    " lists, and -H has ", hosts.size(), " hosts; give one for each, separated by ;");
+  const auto cores = lists_of_hosts("--cpu-list", arguments.cpu_list, hosts.size());
+  const auto cards = lists_of_hosts("--gpu-list", arguments.gpu_list, hosts.size());
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   for (size_t i = 0; i < hosts.size(); ++i) {
     std::vector<std::string> words = {self, "run"};
     words.insert(words.end(), common.begin(), common.end());
     if (hosts.size() > 1) words.push_back("--node-rank=" + std::to_string(i));
     if (!cores.empty()) words.push_back(cores[i]);
+    if (!cards.empty()) words.push_back(cards[i]);
     words.push_back("--nproc-per-node=" + std::to_string(hosts[i].processes));
     words.insert(words.end(), program.begin(), program.end());
     run.agents.push_back({hosts[i], std::move(words)});
@@ -326,6 +337,10 @@ void add_run(CLI::App& program, int& status) {
                   "Cores on which the processes stay, all of them on all of these: 0-3,8; with -H a list for "
                   "each host, separated by ;")
       ->type_name("CORES");
+  run->add_option("--gpu-list,--gpu_list", arguments->gpu_list,
+                  "Cards that the processes see, as CUDA_VISIBLE_DEVICES names them: 0,1; with -H a list for "
+                  "each host, separated by ;")
+      ->type_name("CARDS");
   run->add_option("-H,--host", arguments->remote_hosts,
                   "Hosts to run on, each with its number of processes; with it -n is that of all hosts")
       ->type_name("HOST:SLOTS,…");
@@ -353,6 +368,9 @@ void add_run(CLI::App& program, int& status) {
     }
     if (arguments->started_by_shell) launch::obey_remote_launcher();
     if (!arguments->cpu_list.empty()) stay_on_cores(arguments->cpu_list);
+    if (run->get_option("--gpu-list")->count() > 0) {  // an empty list hides them all
+      ::setenv("CUDA_VISIBLE_DEVICES", arguments->gpu_list.c_str(), 1);
+    }
     take_host_roles(*run, arguments->hosts);
     const launch::RunOptions options = options_from(*arguments, words);
     if (arguments->dry_run) {
