@@ -29,7 +29,7 @@ os.remove(folder / mine)
 print("loss:", sys.argv[2])
 """
 SHELL = """#!/bin/sh
-case $1 in a|b) ;; greets) echo "Welcome to $1" ;; *) echo "no host $1" >&2; exit 255 ;; esac
+case $1 in a|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
 mkdir -p "$FOLDER/$1"
 exec env -i PATH="$PATH" LOCKSTEP_TEST_MARK="$LOCKSTEP_TEST_MARK" TMPDIR="$FOLDER/$1" HOST="$1" sh -c "$2"
 """
@@ -97,7 +97,7 @@ def test_two_sweeps_share_no_core_of_a_host(sweep):
     driver = sweep.start_trials("--host", "b:1", "--trials", 1)
     sweep.wait_for_trials(driver, 1)
     other = sweep.start("--host", "b:1", "--trials", 1, "--folder", "other", "--", "echo", "loss: 1")
-    other.wait_for("waits for cores that another sweep computes on")
+    other.wait_for("waits for cores or cards that another sweep computes on")
     (sweep.folder / "go").touch()
     assert driver.finish().status == 0 and other.finish().status == 0
 
@@ -143,7 +143,9 @@ def test_a_sweep_without_a_host_ends_and_says_what_is_left(sweep):
 
 @pytest.mark.parametrize("words, status, said", [
     (["--host", "a,z"], 1, "z can't be reached by"),
-    (["--host", "a,greets"], 1, "to greets writes something else to standard output before its command does"),
+    (["--host", "a,greets"], 1, "greets can't be reached by"),
+    (["--host", "a,greets"], 1, "has written 'Welcome to greets' where an answer was due"),
+    (["--host", "a,floods"], 1, "has written 'Welcome"),
     (["--host", "a:0"], 2, "--host has 'a:0'"),
     (["--host", "a,a:2"], 2, "names a host twice"),
     (["--host", "a:4096"], 2, "do not fit onto the"),
@@ -155,6 +157,32 @@ def test_hosts_that_cannot_be_meant_start_nothing(sweep, words, status, said):
     done = sweep.start(*words, "--", "true").finish()
     assert done.status == status and said in done.stderr, done.text
     assert not (sweep.folder / "sweep").exists()
+    sweep.programs.wait_until_gone()
+
+
+def test_a_remote_shell_that_hangs_is_ended_and_named(sweep, monkeypatch):
+    from lockstep_sweep import slots
+
+    monkeypatch.setattr(slots, "FIRST_ANSWER", 0.1)
+    monkeypatch.setenv("LOCKSTEP_TEST_MARK", sweep.programs.environment()["LOCKSTEP_TEST_MARK"])
+    said = rf"hangs can't be reached by '{sweep.shell}' \(--rsh\): its remote shell has not answered for 0.1 s.* try: {sweep.shell} hangs"
+    with pytest.raises(OSError, match=said):
+        slots._keeper_of("hangs", str(sweep.shell), None)
+    sweep.programs.wait_until_gone()
+
+
+def test_a_host_that_stops_answering_is_lost(sweep, monkeypatch):
+    from lockstep_sweep import slots
+
+    shell = sweep.write("once", """#!/bin/sh
+echo '{"core": [0, 1], "card": ["5"]}'
+exec sleep 1000
+""")
+    monkeypatch.setattr(slots, "ANSWER", 0.1)
+    monkeypatch.setenv("LOCKSTEP_TEST_MARK", sweep.programs.environment()["LOCKSTEP_TEST_MARK"])
+    keeper = slots._keeper_of("a", str(shell), None)
+    assert keeper.units == {"core": [0, 1], "card": ["5"]} and not keeper.lost
+    assert keeper.claim({"core": 1, "card": 1}) == {} and "has not answered" in keeper.lost
     sweep.programs.wait_until_gone()
 
 

@@ -318,7 +318,7 @@ print("loss: 1")
     two_cores = ["taskset", "-c", ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))]
     drivers = [sweep.start(*words, before=two_cores), sweep.start(*words, before=two_cores)]
     with concurrent.futures.ThreadPoolExecutor(2) as waiting:
-        said = [waiting.submit(driver.wait_for, "cores that another sweep computes on") for driver in drivers]
+        said = [waiting.submit(driver.wait_for, "cores or cards that another sweep computes on") for driver in drivers]
         concurrent.futures.wait(said, return_when=concurrent.futures.FIRST_COMPLETED)
         (sweep.folder / "both").touch()
     assert any(one.exception() is None for one in said)
@@ -328,6 +328,18 @@ print("loss: 1")
     study = sweep.study()
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 8
     assert len({tuple(trial.params.values()) for trial in study.trials}) == 8
+
+
+def test_trials_at_once_see_cards_of_their_own(sweep):
+    seen = 'echo "cards $CUDA_VISIBLE_DEVICES"; echo loss: 1; until [ $(ls */trials | wc -l) = 2 ]; do sleep 0.01; done'
+    words = ["--param", "x=int:0:9", "--metric", "loss", *LOSS, "--trials", 2, "--jobs", 2, "--", "sh", "-c", seen]
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two trials at once need two cores")
+    sweep.run(*words, CUDA_VISIBLE_DEVICES="3,1")
+    logs = [path.read_text().splitlines()[0] for path in sweep.folder.glob("sweep/trials/*/output.log")]
+    assert sorted(logs) == ["cards 1", "cards 3"]
+    done = sweep.run("--folder", "other", *words, CUDA_VISIBLE_DEVICES="3", status=MISUSE)
+    assert "2 processes of several trials at once do not fit onto the 1 cards" in done.stderr
 
 
 @pytest.mark.long
@@ -467,7 +479,7 @@ def test_a_terminal_shows_how_far_it_is(sweep):
     program = ["sh", "-c", "echo loss: {x}; until [ {number} = 0 ] || [ -e go ]; do sleep 0.01; done"]
     words = ["--param", "x=int:3:4", "--metric", "loss", *LOSS, "--enqueue", "x=3", "--trials", 3, "--", *program]
     driver = sweep.start(*words, before=terminal)
-    driver.wait_for(r"1/3, 1 complete, 1 running, best: 3, trial 0: x=3, \d:\d\d:\d\d left")
+    driver.wait_for(r"1/3 trials, \d\d:\d\d left, 1 running, best: 3, trial 0: x=3")
     (sweep.folder / "go").touch()
     done = driver.finish()
     assert done.status == 0 and "3 trials have ended" in done.stdout, done.text

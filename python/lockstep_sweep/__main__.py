@@ -17,6 +17,8 @@ def main(words=None):
               f"'optuna=={OPTUNA}' plotly, or install Lockstep's package with its extra: pip install './python[sweep]'",
               file=sys.stderr)
         return 1
+    from optuna.exceptions import StorageInternalError
+
     from lockstep_sweep.options import Misuse
 
     launcher = "lockstep"
@@ -29,6 +31,10 @@ def main(words=None):
         return MISUSE
     except OSError as error:
         print(f"lockstep sweep: error: {error}", file=sys.stderr)
+        return 1
+    except StorageInternalError as error:
+        print(f"lockstep sweep: error: the study's database has failed: {error.__cause__ or error}\nTrials that ran here end; when it "
+              "is back, lockstep sweep resume goes on", file=sys.stderr)
         return 1
 
 

@@ -20,7 +20,7 @@ class Driver:
         self._runs = mlflow_runs.MlflowRuns(options.mlflow)
         self._trials = study.begin_or_join(options)
         self._runs.open(self._trials.study)
-        self._progress = show.Progress(self._trials.study, options.trials, self._slots.at_once)
+        self._progress = show.Progress(self._trials.study, options.trials)
         self._running, self._failures, self._signals, self._all_begun = [], 0, [], False
 
     def run(self):
@@ -50,13 +50,13 @@ class Driver:
                 and self._slots.at_once > 0)
 
     def _begin_trials(self):
-        for name in self._slots.lost():
-            self._progress.say_once(f"lockstep sweep: {name} is lost, and gets no more trials")
+        for name, why in self._slots.lost().items():
+            self._progress.say_once(f"lockstep sweep: {name} is lost, and gets no more trials: {why}")
         while self._may_begin() and len(self._running) < self._slots.at_once:
             place = self._slots.take()
             if place is None:
                 self._all_begun = self._trials.all_begun()
-                self._progress.say_once("lockstep sweep: waits for cores that another sweep computes on")
+                self._progress.say_once("lockstep sweep: waits for cores or cards that another sweep computes on")
                 return
             trial = self._trials.begin()
             if trial is None:

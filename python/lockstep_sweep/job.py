@@ -13,7 +13,7 @@ import subprocess
 from lockstep_sweep.options import fill
 from lockstep_sweep.slots import run_options
 
-LAST_LINES = 20
+LAST_LINES, LAST_BYTES = 20, 16384  # MySQL keeps attributes of up to 64 KiB, in which a byte may become six
 RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|std::bad_alloc|can't allocate memory|Cannot allocate memory")
 KILLED = re.compile(r"^lockstep run: rank \d+ .*signal 9 \(SIGKILL\)", re.MULTILINE)
@@ -87,9 +87,8 @@ class Job:
         report, output = report_of(options, trial), self.folder / "output.log"
         report.unlink(missing_ok=True)  # of a trial of this number that a study lost when its host crashed
         self._reports, self._output = _Lines(report), _Lines(output)
-        threads = min(len(share.cores) // share.slots for share in place)
-        given = dict(variable.split("=", 1) for variable in options.export if "=" in variable)
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **given, **variables,
+        threads = min(len(share.units["core"]) // share.slots for share in place)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **options.exported, **variables,
                        "LOCKSTEP_TRIAL": description_of(options, trial)}
         with open(output, "wb") as file:  # no pipe, so that a driver that is stopped stops no job
             self._process = subprocess.Popen(
@@ -174,7 +173,7 @@ class Job:
     def _last_lines(self):
         with open(self.folder / "output.log", "rb") as output:
             size = output.seek(0, os.SEEK_END)
-            output.seek(max(0, size - 65536))
+            output.seek(max(0, size - LAST_BYTES))
             return output.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
 
     def out_of_memory(self):

@@ -163,6 +163,9 @@ def _check(options):
     options.space = {name: _distribution(name, form) for name, form in options.param}
     fill(options.program, dict.fromkeys([*options.space, *OWN_NAMES], 0))
     options.regex = {name: _compiled(name, text) for name, text in options.regex}
+    exported = [given if "=" in given else f"{given}={os.environ[given]}" for given in options.export
+                if "=" in given or given in os.environ]  # of one that is not set, lockstep run says so
+    options.exported = dict(given.split("=", 1) for given in exported)
     options.enqueue = [_values(options.space, text) for text in options.enqueue]
     options.grid = _grid(options.space) if options.sampler.partition(":")[0] == "grid" else None
     if options.grid and any(set(values) != set(options.grid) for values in options.enqueue):

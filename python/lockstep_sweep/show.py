@@ -1,14 +1,16 @@
 """What a sweep shows: progress while it runs, its state, its best trial, and plots."""
 
-import datetime
 import importlib.util
 import json
 import shlex
+import shutil
 import sys
+import threading
 import time
 
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
+from tqdm import tqdm
 
 from lockstep_sweep import job, study
 from lockstep_sweep.options import Misuse, names, text_of
@@ -34,27 +36,32 @@ def _best_line(best):
     return f"best: {best.value:.6g}, trial {best.number}: {_describe(best.params)}"
 
 
-def _counts(trials):
-    """{result: number}"""
-    return {name: sum(trial.state == state for trial in trials) for state, name in STATES.items()}
-
-
 def _summary(trials):
-    counts = _counts(trials)
+    counts = {name: sum(trial.state == state for trial in trials) for state, name in STATES.items()}
     return f"{len(trials) - counts['running']} trials have ended: " + ", ".join(f"{many} {name}" for name, many in counts.items())
 
 
 class Progress:
-    """One line on standard output for each trial that has ended, and on a terminal a line of how far it is."""
+    """A line on standard output for each trial that has ended, and on a terminal one of how far it is."""
 
-    def __init__(self, asked, most, at_once):
-        self._study, self._most, self._at_once = asked, most, at_once
-        self._terminal, self._shown, self._shown_at, self._said = sys.stderr.isatty(), "", 0.0, set()
-        self._begun, self._seconds = {}, []
+    def __init__(self, asked, most):
+        self._study, self._most, self._begun, self._said = asked, most, {}, set()
+        tqdm.monitor_interval = 0  # its thread would take the signals that the driver waits for
+        tqdm.set_lock(threading.RLock())  # not one between processes, which may start one
+        columns, lines = shutil.get_terminal_size()  # tqdm shows nothing on a terminal that does not know its size
+        self._bar = tqdm(total=most, initial=self._look(), mininterval=0.5, miniters=0, smoothing=0, leave=False, disable=None,
+                         bar_format="{n_fmt}/{total_fmt} trials, {remaining} left{postfix}",
+                         ncols=columns - 1, nrows=lines)
+
+    def _look(self):
+        """How many have ended by now, other drivers' too; also looks for the best one."""
+        self._trials = study.own_trials(self._study)
+        self._best = _best_of(self._study, self._trials)
+        return sum(trial.state.is_finished() for trial in self._trials)
 
     def say(self, text):
-        self._clear()
-        print(text, flush=True)
+        with tqdm.external_write_mode():
+            print(text, flush=True)
 
     def say_once(self, text):
         if text not in self._said:
@@ -66,45 +73,27 @@ class Progress:
 
     def ended(self, trial, result, value, note):
         took = time.monotonic() - self._begun.pop(trial.number)
-        self._seconds.append(took)
-        best = _best_of(self._study, study.own_trials(self._study))
-        mark = " (best)" if result == "complete" and best.number == trial.number else ""
+        self._bar.update(self._look() - self._bar.n)
+        mark = " (best)" if result == "complete" and self._best.number == trial.number else ""
         reason, *lines = note.splitlines() or [""]
         words = ["" if value is None else f"{value:.6g}{mark}", reason, _describe(trial.params), f"{took:.1f} s"]
         self.say("\n    ".join([f"trial {trial.number}: {', '.join(word for word in words if word)}", *lines]))
 
     def show(self, running):
-        """Called often; paints at most twice a second, on a terminal alone."""
-        now = time.monotonic()
-        if not self._terminal or now - self._shown_at < 0.5:
-            return
-        self._shown_at = now
-        trials = study.own_trials(self._study)
-        counts, best = _counts(trials), _best_of(self._study, trials)
-        done = len(trials) - counts["running"]
-        words = [f"{done}/{self._most}", *(f"{many} {name}" for name, many in counts.items() if many)]
-        words += [] if best is None else [_best_line(best)]
-        if self._seconds:
-            left = sum(self._seconds) / len(self._seconds) * (self._most - done) / max(self._at_once, running)
-            words.append(f"{datetime.timedelta(seconds=round(left))} left")
-        self._clear()
-        self._shown = ", ".join(words)
-        print(f"\r{self._shown}", end="", file=sys.stderr, flush=True)
-
-    def _clear(self):
-        if self._shown:
-            print(f"\r{' ' * len(self._shown)}\r", end="", file=sys.stderr, flush=True)
-            self._shown = ""
+        """Called often; paints at most twice a second."""
+        best = f", {_best_line(self._best)}" if self._best else ""
+        self._bar.set_postfix_str(f"{running} running{best}", refresh=False)
+        self._bar.update(0)
 
     def finish(self):
         """Says what came of it. Whether a trial has succeeded."""
-        trials = study.own_trials(self._study)
-        best = _best_of(self._study, trials)
-        self.say(_summary(trials))
-        self.say("no trial has succeeded" if best is None else _best_line(best))
-        if len(trials) < self._most:
-            self.say(f"{self._most - len(trials)} trials are left; lockstep sweep resume goes on with them")
-        return best is not None
+        self._bar.close()
+        self._look()
+        self.say(_summary(self._trials))
+        self.say("no trial has succeeded" if self._best is None else _best_line(self._best))
+        if len(self._trials) < self._most:
+            self.say(f"{self._most - len(self._trials)} trials are left; lockstep sweep resume goes on with them")
+        return self._best is not None
 
 
 # ---- Commands

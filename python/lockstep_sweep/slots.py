@@ -1,65 +1,86 @@
-"""Where trials run: slots of this host, or of those that --host names. Each has cores of its own."""
+"""Where trials run: slots of this host, or of those that --host names. Each has cores and cards of its own."""
 
-import contextlib
+import json
+import os
 import pathlib
 import re
+import select
 import shlex
+import signal
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 
-from lockstep_sweep import cores
+from lockstep_sweep import keeper
 from lockstep_sweep.options import Misuse
 
 HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]-][^:\[\]]*)(?::([1-9]\d*))?")
 START = "import sys; exec(eval(sys.stdin.readline()))"  # of a program that comes by standard input, before what it reads
+CARDS = "CUDA_VISIBLE_DEVICES"
+FIRST_ANSWER, ANSWER = 60, 20  # seconds: a shell may be slow to log in, and the driver does nothing else while it waits
+LONGEST = 1 << 20  # bytes of an answer
 
 
-class _CoresElsewhere:
-    """cores.Cores of another host: a process there, behind a remote shell, that ends with this one."""
+class _KeeperElsewhere:
+    """keeper.Keeper of another host: a process there, behind a remote shell, that ends with this one."""
 
-    def __init__(self, shell, host):
-        self.lost = False
+    def __init__(self, shell, host, visible):
+        self.lost = ""
         self._process = subprocess.Popen([*shell.split(), host, f"exec python3 -c {shlex.quote(START)}"], bufsize=0,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        source = pathlib.Path(cores.__file__).read_text(encoding="utf-8")
-        try:
-            self.usable = self._ask(ascii(source + "\nserve()\n"))
-        except ValueError as error:
-            raise OSError(f"'{shell}' (--rsh) to {host} writes something else to standard output before its command does, as a "
-                          f"greeting of the shell there: {error}") from None
+        program = f"{pathlib.Path(keeper.__file__).read_text(encoding='utf-8')}\nserve({visible!r})\n"
+        self.units = self._ask(ascii(program), FIRST_ANSWER)
         if self.lost:
-            raise OSError(f"{host} can't be reached by '{shell}' (--rsh), or has no python3")
+            raise OSError(f"{host} can't be reached by '{shell}' (--rsh): {self.lost}. It must run python3 there, without a question "
+                          f"and without a greeting; try: {shell} {shlex.quote(host)} python3 --version")
+
+    def _ask(self, line, seconds):
+        """The answer; {} where there is none, and the host is lost."""
+        deadline, answer = time.monotonic() + seconds, b""
+        self._tell(line)
+        while not self.lost and not answer.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                self._lose(f"its remote shell has not answered for {seconds} s")
+            elif not (read := self._process.stdout.read(65536)) or len(answer) > LONGEST:
+                self._lose("its remote shell has ended" if not read else "its remote shell writes without an end")
+            answer += read if not self.lost else b""
+        if self.lost:
+            return {}
+        try:
+            return dict(json.loads(answer))
+        except (ValueError, TypeError):
+            self._lose(f"its remote shell has written '{answer[:80].decode(errors='replace').strip()}' where an answer was due")
+            return {}
 
     def _tell(self, line):
-        with contextlib.suppress(BrokenPipeError):
+        try:
             self._process.stdin.write(f"{line}\n".encode())
-            return
-        self.lost = True
+        except BrokenPipeError:
+            self._lose("its remote shell has ended")
 
-    def _ask(self, line):
-        """The cores of the answer."""
-        self._tell(line)
-        answer = self._process.stdout.readline()
-        self.lost = not answer
-        return [int(core) for core in answer.split()]
+    def _lose(self, why):
+        self.lost = self.lost or why
+        os.killpg(self._process.pid, signal.SIGKILL)  # not waited for: it stays this process's child until that ends
 
-    def claim(self, count):
-        return self._ask(f"claim {count}")
+    def claim(self, counts):
+        return self._ask(json.dumps(["claim", counts]), ANSWER)
 
-    def release(self, taken):
-        self._tell(" ".join(map(str, ["release", *taken])))
+    def release(self, units):
+        self._tell(json.dumps(["release", units]))
 
 
 class _Host:
     def __init__(self, name, slots, found):
-        self.name, self.slots, self.free, self.cores = name, slots, slots, found
-        self.width = len(found.usable) // slots  # cores of a slot
+        self.name, self.slots, self.free, self.keeper = name, slots, slots, found
 
     def claim(self, most):
         """The share of a trial that this host takes, of up to `most` slots; None where no slot is free."""
         for slots in range(min(most, self.free), 0, -1):
-            taken = not self.cores.lost and self.cores.claim(slots * self.width)
+            # Where there are fewer cards than slots, there is but one trial at a time (Slots), and it has them all.
+            counts = {kind: slots * (len(units) // self.slots) or len(units) for kind, units in self.keeper.units.items()}
+            taken = not self.keeper.lost and self.keeper.claim(counts)
             if taken:
                 self.free -= slots
                 return Share(self, slots, taken)
@@ -72,41 +93,51 @@ class Share:
 
     host: _Host
     slots: int
-    cores: list
+    units: dict  # {"core": numbers, "card": names}
 
     def release(self):
         self.host.free += self.slots
-        self.host.cores.release(self.cores)
+        self.host.keeper.release(self.units)
 
 
 class Slots:
-    """Gives each trial its place: a list of shares, with a slot for each process. Where no core is another sweep's, on one host
-    if one has room for all processes, and else on several."""
+    """Gives each trial its place: a list of shares, with a slot for each process. Where no core or card is another sweep's, on one
+    host if one has room for all processes, and else on several."""
 
     def __init__(self, options, launcher):
         self._processes = options.nproc_per_node
+        visible = options.exported.get(CARDS)
         if options.host:
-            self._hosts = [_Host(name, slots, _cores_of(name, options.rsh)) for name, slots in _hosts_of(options.host).items()]
+            self._hosts = [_Host(name, slots, _keeper_of(name, options.rsh, visible))
+                           for name, slots in _hosts_of(options.host).items()]
             self._wanted = self._room() if options.jobs in (None, "auto") else options.jobs
         else:
-            here = cores.Cores()
-            self._wanted = max(1, len(here.usable) // self._processes) if options.jobs == "auto" else options.jobs or 1
+            here = keeper.Keeper(visible)
+            fitting = min(len(units) for units in here.units.values() if units) // self._processes
+            self._wanted = max(1, fitting) if options.jobs == "auto" else options.jobs or 1
             self._hosts = [_Host("localhost", self._wanted * self._processes, here)]
         for host in self._hosts:
-            if host.width == 0:
-                raise Misuse(f"{host.slots} processes at once do not fit onto the {len(host.cores.usable)} cores that may be used "
-                             f"on {host.name}; take fewer slots (--host), --jobs or --nproc-per-node")
+            self._check_units(host)
         if not 0 < self._wanted <= self._room():
             raise Misuse(f"{max(1, self._wanted)} trials of {self._processes} processes do not fit onto the slots of --host")
         if len(self._hosts) > 1 and self._processes > 1:
             _check(options, launcher)
 
+    def _check_units(self, host):
+        cores, cards = len(host.keeper.units["core"]), len(host.keeper.units["card"])
+        fewer = "take fewer slots (--host), --jobs or --nproc-per-node"
+        if cores < host.slots:
+            raise Misuse(f"{host.slots} processes at once do not fit onto the {cores} cores that may be used on {host.name}; {fewer}")
+        if 0 < cards < host.slots and self._wanted > 1:
+            raise Misuse(f"{host.slots} processes of several trials at once do not fit onto the {cards} cards that may be used on "
+                         f"{host.name}; {fewer}, or hide the cards if the trials need none: {CARDS}= (with --host: -x {CARDS}=)")
+
     def _room(self):
-        return sum(host.slots for host in self._hosts if not host.cores.lost) // self._processes
+        return sum(host.slots for host in self._hosts if not host.keeper.lost) // self._processes
 
     def lost(self):
-        """Names of the hosts whose remote shell has ended."""
-        return [host.name for host in self._hosts if host.cores.lost]
+        """{name: why} of the hosts that get no more trials."""
+        return {host.name: host.keeper.lost for host in self._hosts if host.keeper.lost}
 
     @property
     def at_once(self):
@@ -145,8 +176,8 @@ def _is_here(name):
     return name in ("localhost", "[::1]", socket.gethostname()) or name.startswith("127.")
 
 
-def _cores_of(name, shell):
-    return cores.Cores() if _is_here(name) else _CoresElsewhere(shell, name.strip("[]"))
+def _keeper_of(name, shell, visible):
+    return keeper.Keeper(visible) if _is_here(name) else _KeeperElsewhere(shell, name.strip("[]"), visible)
 
 
 def _check(options, launcher):
@@ -170,5 +201,7 @@ def run_options(options, place=None, variables=()):
     else:
         hosts = ["--host", ",".join(f"{share.host.name}:{share.slots}" for share in place), "--rsh", options.rsh]
     exports = [word for given in (*options.export, *variables) for word in ("-x", given)] if hosts else []
-    pins = ["--cpu-list", ";".join(",".join(map(str, share.cores)) for share in place)] if place else []
+    lists = {kind: [",".join(map(str, share.units[kind])) for share in place or []] for kind in ("core", "card")}
+    pins = ["--cpu-list", ";".join(lists["core"])] if place else []
+    pins += ["--gpu-list", ";".join(lists["card"])] if any(lists["card"]) else []
     return [*hosts, *exports, *pins, *processes]

@@ -4,15 +4,17 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import sys
 import time
 import warnings
 
 import optuna
+import sqlalchemy
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from lockstep_sweep import cores, host
+from lockstep_sweep import host, keeper
 from lockstep_sweep.options import SQLITE, Misuse, begun, contains, keep, scalar
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -52,17 +54,26 @@ class Place:
         sqlite = SQLITE.match(self.storage)
         file = self.storage if self._is_journal else sqlite and sqlite[2]
         self.locks_all = bool(file)
-        self.lock = cores.Lock(f"{file}.drivers" if file else cores.private_folder() / "sweeps")
+        self.lock = keeper.Lock(f"{file}.drivers" if file else keeper.private_folder() / "sweeps")
 
     def open(self):
         if self._is_journal:
             # Optuna's own lock is a file that a killed driver leaves behind; it is then waited for, for 30 s.
             return optuna.storages.JournalStorage(_Journal(self.storage, lock_obj=self.lock))
-        wait = {"connect_args": {"timeout": 60}} if self.storage.startswith("sqlite") else {}
-        try:
-            return optuna.storages.RDBStorage(self.storage, engine_kwargs=wait)
-        except Exception as error:  # of any database's
-            raise Misuse(f"--storage {self.storage}: {error}") from error
+        # SQLite's file may be locked for a while; a server may have ended an idle connection, or been started again.
+        how = {"connect_args": {"timeout": 60}} if SQLITE.match(self.storage) else {"pool_pre_ping": True}
+        for left in (2, 1, 0):
+            try:
+                return optuna.storages.RDBStorage(self.storage, engine_kwargs=how)
+            except sqlalchemy.exc.DBAPIError as error:  # also where a driver on another host makes the same tables just now
+                if left == 0:
+                    raise Misuse(f"--storage {self}: {error.orig}") from error
+                time.sleep(1)
+            except Exception as error:  # of any database's module
+                raise Misuse(f"--storage {self}: {error.__cause__ or error}") from error
+
+    def __str__(self):
+        return re.sub(r"(://[^:/@]*):[^/@]*@", r"\1:***@", self.storage)  # without its password
 
 
 def load(place):
@@ -84,26 +95,41 @@ def begin_or_join(options):
               "program": options.program}  # what a study may not change its mind about
     options.folder.mkdir(parents=True, exist_ok=True)
     with place.lock:
-        study = load(place)
-        known = None if study is None else study.user_attrs.get("asked")
+        study, is_first = load(place), False
+        if study is None:
+            if any(options.folder.glob("trials/*")):
+                raise Misuse(f"{options.folder}/trials holds the trials of another study, whose files trials of this one would "
+                             "find; take another --folder")
+            keep(options)  # before there is a study: `resume` goes on with one that is cut off here
+            study, is_first = _create(place, options.direction)
+        if not is_first:
+            sampler.reseed_rng()  # the seed's numbers are the first driver's
+        known = _asked(study, wait=not is_first and not place.locks_all)
         if known not in (None, wanted):
             other = ", ".join(key for key in wanted if wanted[key] != known[key])
-            raise Misuse(f"there is a sweep '{place.name}' in {place.storage} already, with another {other}; take another "
-                         "--folder or --name")
-        if study is None and any(options.folder.glob("trials/*")):
-            raise Misuse(f"{options.folder}/trials holds the trials of another study, whose files trials of this one would "
-                         "find; take another --folder")
-        keep(options)  # before there is a study: `resume` goes on with one that is cut off here
-        if study is None:
-            study = optuna.create_study(study_name=place.name, storage=place.open(), direction=options.direction,
-                                        load_if_exists=True)
-        else:
-            sampler.reseed_rng()  # the seed's numbers are the first driver's
+            raise Misuse(f"there is a sweep '{place.name}' in {place} already, with another {other}; take another --folder or --name")
+        keep(options)
         if known is None:
             _prepare(study, options)
             study.set_user_attr("asked", wanted)
     study.sampler, study.pruner = sampler, pruner
     return Trials(study, place, options)
+
+
+def _create(place, direction):
+    """The study, and whether this driver has made it. One on another host, which has another lock, may just have done so."""
+    try:
+        return optuna.create_study(study_name=place.name, storage=place.open(), direction=direction), True
+    except optuna.exceptions.DuplicatedStudyError:
+        return load(place), False
+
+
+def _asked(study, wait):
+    """What the study was begun for; None where its first driver ended before it said so. With `wait` it may yet say so."""
+    deadline = time.monotonic() + (MOMENT if wait else 0)
+    while (asked := study.user_attrs.get("asked")) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return asked
 
 
 def _prepare(study, options):

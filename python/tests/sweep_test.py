@@ -7,7 +7,7 @@ import pytest
 from processes import run_python
 
 optuna = pytest.importorskip("optuna")
-from lockstep_sweep import cores, host, options, slots, study  # noqa: E402
+from lockstep_sweep import host, keeper, options, slots, study  # noqa: E402
 
 
 @pytest.mark.parametrize("kind, moment", [
@@ -42,7 +42,7 @@ def asked(folder, *words):
 def begun(tmp_path, monkeypatch):
     """begun(words…): the trials of a study in the test's folder, as a driver of it has them."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(cores.tempfile, "tempdir", None)
+    monkeypatch.setattr(keeper.tempfile, "tempdir", None)
     return lambda *words: study.begin_or_join(asked(tmp_path / "sweep", "--trials", "3", *words))
 
 
@@ -63,7 +63,7 @@ def test_a_trial_of_a_driver_that_has_ended_is_run_again_with_its_parameters(beg
 
 def test_drivers_of_sqlite_share_a_lock_whatever_their_tmpdir(begun, tmp_path, monkeypatch):
     begun("--storage", f"sqlite:///{tmp_path}/study.db")
-    monkeypatch.setattr(cores.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(keeper.tempfile, "tempdir", str(tmp_path / "nowhere"))
     place = study.Place(asked(tmp_path / "sweep", "--storage", f"sqlite:///{tmp_path}/study.db"))
     assert place.locks_all and (tmp_path / "study.db.drivers").exists()
 
@@ -78,6 +78,29 @@ def test_without_a_lock_of_all_a_trial_without_a_driver_is_left_alone_for_a_whil
     now[0] += study.MOMENT + 1
     again = trials.begin()
     assert again.user_attrs["retry_of"] == undriven.number and again.params == undriven.params
+
+
+def test_a_driver_that_comes_second_to_make_a_study_draws_other_numbers_and_enqueues_nothing(begun, tmp_path, monkeypatch):
+    words = ["--storage", f"sqlite:///{tmp_path}/study.db", "--seed", "1", "--sampler", "random", "--enqueue", "x=3"]
+    first, load, missed = begun(*words), study.load, []
+
+    def load_late(place):  # as where another host's driver, which has another lock, makes the study at that moment
+        missed.append(place)
+        return load(place) if len(missed) > 1 else None
+
+    monkeypatch.setattr(study, "load", load_late)
+    second = begun(*words, "--folder", str(tmp_path / "second"), "--name", "sweep")
+    assert len(missed) == 2 and len(first.study.trials) == 1
+    assert [sampled(trials) for trials in (first, second)] != [sampled(first)] * 2
+
+
+def sampled(trials):
+    return trials.study.sampler._rng.rng.randint(1 << 30)
+
+
+def test_a_password_of_a_database_is_not_shown(tmp_path):
+    place = study.Place(asked(tmp_path, "--storage", "postgresql://me:secret@server:5432/sweeps"))
+    assert str(place) == "postgresql://me:***@server:5432/sweeps"
 
 
 def test_a_trial_that_another_driver_has_ended_is_not_run_again(begun):
@@ -109,18 +132,31 @@ def test_a_half_line_at_the_end_of_a_journal_is_cut_off(begun, tmp_path):
 
 @pytest.fixture
 def on_cores(begun, monkeypatch):
-    """on_cores(N): this host has cores 0 to N - 1, whose locks lie in the test's folder."""
-    return lambda count: monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(count)))
+    """on_cores(N, cards=""): this host has cores 0 to N - 1, whose locks lie in the test's folder, and these cards."""
+
+    def have(count, cards=""):
+        monkeypatch.setattr(keeper.os, "sched_getaffinity", lambda _: set(range(count)))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
+
+    return have
 
 
-def test_a_core_is_one_trials_at_a_time(on_cores):
-    on_cores(3)
-    one, other = cores.Cores(), cores.Cores()
-    assert one.claim(2) == [0, 1]
-    assert other.claim(2) == []
-    assert other.claim(1) == [2]
-    one.release([0, 1])
-    assert other.claim(1) == [0]
+def test_a_core_and_a_card_are_one_trials_at_a_time(on_cores):
+    on_cores(3, "GPU-a/1,7")
+    one, other = keeper.Keeper(None), keeper.Keeper(None)
+    assert one.claim({"core": 2, "card": 1}) == {"core": [0, 1], "card": ["GPU-a/1"]}
+    assert other.claim({"core": 2, "card": 0}) == {}
+    assert other.claim({"core": 1, "card": 2}) == {}
+    assert other.claim({"core": 1, "card": 1}) == {"core": [2], "card": ["7"]}
+    one.release({"core": [0, 1], "card": ["GPU-a/1"]})
+    assert other.claim({"core": 1, "card": 1}) == {"core": [0], "card": ["GPU-a/1"]}
+
+
+@pytest.mark.parametrize("variable, cards", [
+    ("", []), ("-1", []), ("0", ["0"]), (" 2, 3", ["2", "3"]), ("1,-1,2", ["1"]), ("NoDevFiles", []),
+    ("GPU-8932f937,MIG-3", ["GPU-8932f937", "MIG-3"])])  # fmt: skip
+def test_cards_are_those_that_cuda_reads_in_the_variable(variable, cards):
+    assert keeper.visible_cards(variable) == cards
 
 
 @pytest.mark.parametrize("words, usable, plan", [
@@ -130,33 +166,64 @@ def test_cores_are_shared_out(on_cores, words, usable, plan):
     on_cores(usable)
     found = slots.Slots(asked("sweep", *words), "lockstep")
     [share] = found.take()
-    assert (len(share.cores), found.at_once) == plan
+    assert (len(share.units["core"]), found.at_once) == plan
+    assert "--gpu-list" not in slots.run_options(asked("sweep", *words), [share])
+
+
+@pytest.mark.parametrize("words, cards, lists", [
+    ([], "4,5", ["4,5"]), (["--jobs", "2"], "4,5,6,7", ["4,5", "6,7"]), (["--jobs", "auto"], "4,5", ["4", "5"]),
+    (["-n", "2", "--jobs", "2"], "0,1,2,3", ["0,1", "2,3"]), (["-n", "4"], "0", ["0"]),
+    (["--jobs", "2", "-x", "CUDA_VISIBLE_DEVICES=1,3"], "0,1,2,3", ["1", "3"])])  # fmt: skip
+def test_cards_are_shared_out(on_cores, words, cards, lists):
+    on_cores(8, cards)
+    options = asked("sweep", *words)
+    found = slots.Slots(options, "lockstep")
+    given = [slots.run_options(options, found.take()) for _ in range(found.at_once)]
+    assert [words[words.index("--gpu-list") + 1] for words in given] == lists
+    assert found.take() is None
+
+
+def test_fewer_cards_than_processes_of_trials_at_once_are_refused(on_cores):
+    on_cores(8, "0,1")
+    with pytest.raises(options.Misuse, match=r"4 processes .* the 2 cards .* on localhost; .* CUDA_VISIBLE_DEVICES="):
+        slots.Slots(asked("sweep", "-n", "2", "--jobs", "2"), "lockstep")
 
 
 @pytest.fixture
 def two_hosts(on_cores, monkeypatch):
-    """two_hosts(HOSTS, processes): the slots of hosts "a" and "b", of two cores each."""
+    """two_hosts(HOSTS, processes): the slots of hosts "a" and "b", of two cores each; "b" has the cards of `cards`."""
 
-    class TwoCores(cores.Cores):
-        def __init__(self, name, shell):
-            self.name, self.usable, self._taken = name, [0, 1], {}
+    class Units(keeper.Keeper):
+        def __init__(self, name, shell, visible):
+            self.units, self._taken = {"core": [0, 1], "card": Units.cards if name == "b" else []}, {}
 
-        def claim(self, count):
-            free = [core for core in self.usable if core not in self._taken]
-            taken = free[:count] if len(free) >= count else []
-            self._taken.update(dict.fromkeys(taken))
-            return taken
+        def _take(self, kind, count):
+            free = [unit for unit in self.units[kind] if (kind, unit) not in self._taken][:count]
+            self._taken.update(dict.fromkeys((kind, unit) for unit in free))
+            return free
 
-        def release(self, taken):
-            for core in taken:
-                del self._taken[core]
+        def release(self, units):
+            for kind, names in units.items():
+                for name in names:
+                    del self._taken[kind, name]
 
-    monkeypatch.setattr(slots, "_cores_of", TwoCores)
-    return lambda hosts, processes: slots.Slots(asked("sweep", "--host", hosts, "-n", str(processes)), "true")
+    monkeypatch.setattr(slots, "_keeper_of", Units)
+
+    def make(hosts, processes, cards=()):
+        Units.cards = list(cards)
+        return slots.Slots(asked("sweep", "--host", hosts, "-n", str(processes)), "true")
+
+    return make
+
+
+def test_each_host_of_a_trial_gets_its_list_of_cards(two_hosts):
+    found = two_hosts("a:1,b:2", 3, ["2", "3"])
+    words = slots.run_options(asked("sweep", "--host", "a:1,b:2", "-n", "3"), found.take())
+    assert words[words.index("--cpu-list") + 1] == "0,1;0,1" and words[words.index("--gpu-list") + 1] == ";2,3"
 
 
 def placed(place):
-    return place and [(share.host.name, share.cores) for share in place]
+    return place and [(share.host.name, share.units["core"]) for share in place]
 
 
 def test_a_trial_is_on_one_host_where_one_has_room(two_hosts):
@@ -178,17 +245,17 @@ def test_a_trial_is_on_several_hosts_where_none_has_room(two_hosts):
 
 def test_cores_of_other_sweeps_are_left_alone(two_hosts):
     found = two_hosts("a:2,b:2", 2)
-    found._hosts[0].cores.claim(1)
+    found._hosts[0].keeper.claim({"core": 1})
     assert placed(found.take()) == [("b", [0, 1])]
     assert found.take() is None
-    found._hosts[1].cores.release([1])  # as if a sweep of another user's had ended
+    found._hosts[1].keeper.release({"core": [1]})  # as if a sweep of another user's had ended
     found._hosts[1].free = 1
     assert placed(found.take()) == [("a", [1]), ("b", [1])]
 
 
 def test_a_folder_of_locks_that_others_can_enter_is_refused(begun, tmp_path):
-    folder = cores.private_folder()
+    folder = keeper.private_folder()
     assert folder.parent == tmp_path and os.stat(folder).st_mode & 0o077 == 0
     folder.chmod(0o755)
     with pytest.raises(OSError, match="this user's alone"):
-        cores.private_folder()
+        keeper.private_folder()

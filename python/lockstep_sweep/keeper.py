@@ -1,0 +1,111 @@
+"""Keeps the cores and cards of a host, which all sweeps of this user there share out.
+
+The driver also sends this file to the other hosts of --host, where it runs by itself (slots.py).
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+import re
+import stat
+import sys
+import tempfile
+
+
+def private_folder():
+    """lockstep-UID below TMPDIR or /tmp, as the library's own; only this user can enter it."""
+    folder = pathlib.Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} is not a folder of this user's alone; remove it, or set TMPDIR")
+    return folder
+
+
+class Lock:
+    """Between processes; the one that has it may take it again. The kernel releases it however the process ends. Who may write
+    the folder's other files may take it, too."""
+
+    def __init__(self, path):
+        self._path, self._fd, self._depth = path, None, 0
+
+    def acquire(self, wait=True):
+        """Whether it is taken now; without `wait` it may be another's."""
+        if self._depth == 0:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                os.close(self._fd)
+                return False
+        self._depth += 1
+        return True
+
+    def release(self):
+        self._depth -= 1
+        if self._depth == 0:
+            os.close(self._fd)
+
+    def __enter__(self):
+        self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
+
+
+def visible_cards(variable):
+    """Names of the NVIDIA cards that CUDA_VISIBLE_DEVICES offers where it has this value, read as CUDA does; None: all there are."""
+    if variable is None:
+        return [str(number) for number, _ in enumerate(pathlib.Path("/dev").glob("nvidia[0-9]*"))]
+    names = [name.strip() for name in variable.split(",")]
+    wrong = [place for place, name in enumerate(names) if not name or name[0] == "-" or name == "NoDevFiles"]
+    return names[:wrong[0]] if wrong else names
+
+
+class Keeper:
+    """Of this host's cores and cards. What it has claimed is free again when this process ends, however it ends."""
+
+    lost = ""  # why it is, as that of another host may be
+
+    def __init__(self, visible):
+        """`visible`: the value of CUDA_VISIBLE_DEVICES that counts; None: that of this process."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+        self.units = {"core": sorted(os.sched_getaffinity(0)), "card": visible_cards(visible)}
+        self._taken = {}
+
+    def claim(self, counts):
+        """So many units of each kind, {"core": [0, 1], "card": []}, that no sweep of this user has; {} where there are fewer."""
+        found = {kind: self._take(kind, count) for kind, count in counts.items()}
+        if all(len(found[kind]) == count for kind, count in counts.items()):
+            return found
+        self.release(found)
+        return {}
+
+    def _take(self, kind, count):
+        taken = []
+        for unit in self.units[kind]:
+            if len(taken) == count:
+                break
+            lock = Lock(private_folder() / re.sub(r"[^\w-]", "_", f"{kind}-{unit}"))
+            if (kind, unit) not in self._taken and lock.acquire(wait=False):
+                self._taken[kind, unit] = lock
+                taken.append(unit)
+        return taken
+
+    def release(self, units):
+        for kind, names in units.items():
+            for name in names:
+                self._taken.pop((kind, name)).release()
+
+
+def serve(visible):
+    """Answers by standard output what the driver asks by standard input, until that ends."""
+    keeper = Keeper(visible)
+    print(json.dumps(keeper.units), flush=True)
+    for line in sys.stdin:
+        what, given = json.loads(line)
+        if what == "claim":
+            print(json.dumps(keeper.claim(given)), flush=True)
+        else:
+            keeper.release(given)
