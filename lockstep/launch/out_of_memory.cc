@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <lockstep/base/process/cgroup_folders.h>
@@ -19,6 +20,13 @@ bool in_first_pid_namespace() {
   constexpr ino_t kFirst = 0xeffffffc;
   struct stat status = {};
   return ::stat("/proc/self/ns/pid", &status) == 0 && status.st_ino == kFirst;
+}
+
+/// Containers may have another device in its place, such as /dev/null, which would seem to be a log without kills. The number is
+/// that of Documentation/admin-guide/devices.txt.
+bool is_kernel_log(int file) {
+  struct stat status = {};
+  return ::fstat(file, &status) == 0 && S_ISCHR(status.st_mode) && status.st_rdev == makedev(1, 11);
 }
 
 /// The file that counts processes of a cgroup which were killed. Of version 2 the nearest one above has it, where the
@@ -90,7 +98,7 @@ bool CountedKills::explain(uint64_t kills, Time now) {
 OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers) {
   if (in_first_pid_namespace()) {
     log_.reset(::open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC));
-    if (log_ && ::lseek(log_.get(), 0, SEEK_END) < 0) log_.reset();
+    if (log_ && (!is_kernel_log(log_.get()) || ::lseek(log_.get(), 0, SEEK_END) < 0)) log_.reset();
   }
   const CgroupFolders own = own_cgroup_folders("memory");
   const auto front = [](const std::vector<std::string>& folders) {
