@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -7,6 +8,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/base/world_defaults.h>
+#include <lockstep/checkpoint/internal/pipeline_states.h>
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/training_state.h>
@@ -147,6 +149,30 @@ void TrainingState::add_optimizer_of(std::string name, torch::optim::Optimizer& 
   add_part(std::move(name), std::move(part), shared_);
 }
 
+void TrainingState::add_model(std::string name, const std::vector<PipelineStage>& stages) {
+  const auto states = std::make_shared<checkpoint::internal::PipelineStates>(stages);
+  Part part;
+  part.save = [states] { return states->state_dict(); };
+  part.prepare = [states](const StateDict& state, const LoadStateDictOptions& options) {
+    return states->prepare_load(state, options);
+  };
+  add_part(std::move(name), std::move(part), shared_);
+  add_group(states->group());
+}
+
+void TrainingState::add_optimizer(std::string name, torch::optim::Optimizer& optimizer,
+                                  const std::vector<PipelineStage>& stages) {
+  const auto states = std::make_shared<checkpoint::internal::PipelineStates>(stages);
+  states->optim_state_dict(optimizer);  // throws for one that can't be saved, or isn't the stages'
+  Part part;
+  part.save = [states, &optimizer] { return states->optim_state_dict(optimizer); };
+  part.prepare = [states, &optimizer](const StateDict& state, const LoadStateDictOptions& options) {
+    return states->prepare_optim_load(optimizer, state, options);
+  };
+  add_part(std::move(name), std::move(part), shared_);
+  add_group(states->group());
+}
+
 void TrainingState::add_rng() {
   TORCH_CHECK_VALUE(!has_rng_, "TrainingState: add_rng() was called already");
   Part own;
@@ -184,6 +210,7 @@ struct TrainingState::Preparation {
 void TrainingState::prepare(const Parts& parts, const StateDict& state, const LoadStateDictOptions& options,
                             Preparation& to) {
   std::vector<std::pair<const std::pair<std::string, Part>*, StateDict>> loads;
+  std::exception_ptr error;
   StateDict rest = state;
   for (const auto& entry : parts) {
     const auto& [name, part] = entry;
@@ -197,14 +224,20 @@ void TrainingState::prepare(const Parts& parts, const StateDict& state, const Lo
       continue;
     }
     try {
-      auto load = part.prepare(inner, options);
-      append(to.problems.keys.missing_keys, with_prefix(name, load.keys.missing_keys));
-      append(to.problems.keys.unexpected_keys, with_prefix(name, load.keys.unexpected_keys));
-      to.loads.push_back(std::move(load));
+      try {
+        auto load = part.prepare(inner, options);
+        append(to.problems.keys.missing_keys, with_prefix(name, load.keys.missing_keys));
+        append(to.problems.keys.unexpected_keys, with_prefix(name, load.keys.unexpected_keys));
+        to.loads.push_back(std::move(load));
+      } catch (...) {
+        rethrow_with_context("while loading '" + name + "' of a TrainingState");
+      }
     } catch (...) {
-      rethrow_with_context("while loading '" + name + "' of a TrainingState");
+      // Later parts may be a pipeline's, whose ranks check together.
+      if (!error) error = std::current_exception();
     }
   }
+  if (error) std::rethrow_exception(error);
   for (const auto& [name, unused] : rest) to.problems.keys.unexpected_keys.push_back(name);
   to.problems.throw_if_any("TrainingState", options.strict);
 

@@ -16,6 +16,8 @@
 
 namespace lockstep {
 
+class PipelineStage;
+
 /// What has a state of its own: schedulers, GradScaler, DataLoader, a class of yours with these two
 /// functions. torch/distributed/checkpoint/stateful.py.
 template <class T>
@@ -80,6 +82,18 @@ class TrainingState {
       add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
     }
   }
+  /// The stages of a pipeline that this rank has: {stage}, by the names that their parameters and buffers have in their modules,
+  /// which are to be those of the whole model (pipeline_stages(), Sequential::push_back(name, layer)). Collective over the stages'
+  /// group; saving and loading are, too (is_collective()). What is saved is the state of the whole model in one process:
+  /// any number of stages loads it, also interleaved ones, and the module itself. Each rank reads the whole. When the state does
+  /// not fit on some rank, all throw, and nothing has changed on any. With data parallelism buffers are the first pipeline's.
+  /// Throws c10::ValueError on all ranks for stages of functions that have parameters, and for a name on two stages that is not
+  /// of a tied weight.
+  void add_model(std::string name, const std::vector<PipelineStage>& stages);
+  /// An optimizer of these stages' parameters, by their names, a tied weight by its first. All ranks' optimizers have equally
+  /// many groups. Throws c10::ValueError for LBFGS, too, whose state can't be cut.
+  void add_optimizer(std::string name, torch::optim::Optimizer& optimizer,
+                     const std::vector<PipelineStage>& stages);
   /// Something whose state is the same on all ranks.
   template <Stateful T>
   void add(std::string name, T& part) {
@@ -97,17 +111,17 @@ class TrainingState {
   void add_rng();
 
   /// {"model": {…}, "optimizer": {…}}. Tensors share the parts' memory: copy them before training goes on.
-  /// Ranks return different keys where an optimizer is sharded, and their "rng" differs; the union over
-  /// the ranks, key by key, is the state. Sends nothing, but for a FullyShardedDataParallel.
+  /// Ranks return different keys where an optimizer is sharded, and of pipelines, and their "rng" differs; the union over
+  /// the ranks, key by key, is the state. Sends nothing, but for a FullyShardedDataParallel and a pipeline.
   StateDict state_dict() const;
   /// {"loader": {…}, "rng": {…}}: what is this rank's own.
   StateDict rank_state_dict() const;
-  /// All ranks are needed to save and to load, for each has a part of a sharded model.
+  /// All ranks are needed to save and to load, for each has a part of a sharded model, or of a pipeline.
   bool is_collective() const { return !groups_.empty(); }
 
   /// Loads the union of all ranks' state_dict() into all parts, in place; every rank calls it with the same
-  /// state, and nothing is sent, but for a FullyShardedDataParallel: then all ranks load or none, and those that could throw
-  /// c10::DistBackendError with the other ranks' causes. `options` are for names: of parts, and of tensors and parameters within
+  /// state, and nothing is sent, but for a FullyShardedDataParallel and a pipeline: then all ranks of its group load or none, and
+  /// those that could throw c10::DistBackendError with the other ranks' causes. `options` are for names: of parts, and of tensors and parameters within
   /// models and optimizers ("model.head.weight" in what is returned and in errors; key_map gets
   /// "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit.
   IncompatibleKeys load_state_dict(const StateDict& state, const LoadStateDictOptions& options = {});

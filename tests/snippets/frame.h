@@ -150,10 +150,9 @@ extern torch::nn::Sequential layers;
 extern int local_rank;
 }  // namespace page_pipelines
 namespace page_pipelines {
-extern int64_t first;
-extern std::filesystem::path folder;
 extern torch::nn::Sequential encoder, layers;
 extern torch::nn::Embedding embedding;
+extern lockstep::PipelineStage stage;
 }  // namespace page_pipelines
 namespace page_process_groups {}
 namespace page_profiling {}

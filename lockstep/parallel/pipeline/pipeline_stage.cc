@@ -1,5 +1,8 @@
 #include <algorithm>
+#include <numeric>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -65,6 +68,56 @@ PipelineStage::PipelineStage(Plain /*tag*/, Content content, int64_t stage_index
   } else if (!parameters_.empty()) {
     device_ = parameters_.front().device();
   }
+}
+
+std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
+                                           const std::vector<int64_t>& balance, const ProcessGroup& group) {
+  TORCH_CHECK_VALUE(!module.is_empty() && !module->is_empty(), "a pipeline's module has no layers");
+  const auto layers = static_cast<int64_t>(module->size());
+  const auto count = static_cast<int64_t>(balance.size());
+  const bool is_positive =
+      std::all_of(balance.begin(), balance.end(), [](int64_t number) { return number >= 1; });
+  const int64_t sum = std::accumulate(balance.begin(), balance.end(), int64_t{0});
+  TORCH_CHECK_VALUE(is_positive && sum == layers, "the balance [", at::IntArrayRef(balance),
+                    "] says how many layers each stage has: numbers from 1 that add up to the module's ",
+                    layers, "; these add up to ", sum);
+  const int64_t rank = get_rank(group), ranks = get_world_size(group);
+  TORCH_CHECK_VALUE(rank >= 0, "this rank is not a member of the pipeline's group");
+  TORCH_CHECK_VALUE(count % ranks == 0, "the balance makes ", count, " stages, and the group has ", ranks,
+                    " ranks; all ranks have the same number of stages");
+
+  std::vector<torch::nn::Sequential> parts;
+  const auto names = module->named_children().keys();
+  auto layer = module->begin();
+  size_t number = 0;
+  for (const int64_t length : balance) {
+    torch::nn::Sequential& part = parts.emplace_back();
+    for (int64_t i = 0; i < length; ++i, ++layer) part->push_back(std::string(names[number++]), *layer);
+  }
+  std::unordered_map<const at::TensorImpl*, std::set<size_t>> stages_of, ranks_of;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    for (const at::Tensor& parameter : parts[i]->parameters()) {
+      stages_of[parameter.unsafeGetTensorImpl()].insert(i);
+      ranks_of[parameter.unsafeGetTensorImpl()].insert(i % static_cast<size_t>(ranks));
+    }
+  }
+  std::map<std::string, at::Tensor> shared;  // between ranks, by their first names
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& item : module->named_parameters()) {
+    const at::TensorImpl* key = item.value().unsafeGetTensorImpl();
+    if (ranks_of.at(key).size() > 1 && seen.insert(key).second) shared.emplace(item.key(), item.value());
+  }
+  std::vector<PipelineStage> own;
+  for (int64_t index = rank; index < count; index += ranks) {
+    PipelineStageOptions options{.group = group};
+    for (const auto& [name, weight] : shared) {
+      if (stages_of.at(weight.unsafeGetTensorImpl()).contains(static_cast<size_t>(index))) {
+        options.tied.emplace(name, weight);
+      }
+    }
+    own.emplace_back(parts[static_cast<size_t>(index)], index, count, std::move(options));
+  }
+  return own;
 }
 
 }  // namespace lockstep

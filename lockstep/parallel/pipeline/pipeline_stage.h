@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/nn/named_tensor.h>
@@ -72,6 +73,9 @@ class PipelineStage {
   /// The module's or the options', each once, in order.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  /// The module's by their names in it, a shared one as often as it has names; none of a callable.
+  const std::vector<NamedTensor>& named_parameters() const { return content_.parameters; }
+  const std::vector<NamedTensor>& named_buffers() const { return content_.buffers; }
 
   Tensors forward(const Tensors& inputs) const { return content_.forward(inputs); }
 
@@ -134,5 +138,12 @@ class PipelineStage {
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> buffers_;
 };
+
+/// This rank's stages of a Sequential that all ranks of the group have, `balance[i]` of its layers in stage i: Sequentials whose
+/// layers have the names that they have in the whole. A weight that is in stages of several ranks is tied. Throws c10::ValueError for a
+/// balance that does not add up to the layers, with numbers below 1, or with a number of stages that is no multiple of the ranks.
+std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
+                                           const std::vector<int64_t>& balance,
+                                           const ProcessGroup& group = {});
 
 }  // namespace lockstep
