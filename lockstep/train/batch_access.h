@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -20,6 +21,7 @@ namespace lockstep {
 ///     struct lockstep::BatchAccess<Documents> {
 ///       static int64_t samples(const Documents& batch);
 ///       static Documents part(const Documents& batch, int64_t begin, int64_t length);
+///       static std::vector<at::Tensor> inputs(const Documents& batch);  // for pipelines alone
 ///     };
 template <class Batch>
 struct BatchAccess {
@@ -48,6 +50,45 @@ struct BatchAccess {
     });
     return copy;
   }
+
+  /// What a pipeline's first stage gets, with a row for each sample: the first tensor.
+  static std::vector<at::Tensor> inputs(const Batch& batch) {
+    std::vector<at::Tensor> first;
+    for_each_tensor(batch, [&](const at::Tensor& tensor) {
+      if (first.empty()) first.push_back(tensor);
+    });
+    return first;
+  }
 };
+
+namespace train {
+
+template <class Batch>
+std::vector<at::Tensor> inputs_of(const Batch& batch) {
+  if constexpr (requires { BatchAccess<Batch>::inputs(batch); }) {
+    return BatchAccess<Batch>::inputs(batch);
+  } else {
+    TORCH_CHECK_VALUE(
+        false,
+        "Trainer: lockstep::BatchAccess does not say what a pipeline's first stage gets of this type "
+        "of batch; give its specialisation a static function inputs(batch)");
+  }
+}
+
+/// A number that differs, most likely, where batches do: of each tensor's kind, sizes and first bytes. For comparing what the
+/// ranks of a pipeline have, which must be the same.
+int64_t fingerprint_of(const std::vector<at::Tensor>& tensors);
+template <class Batch>
+int64_t fingerprint_of(const Batch& batch) {
+  std::vector<at::Tensor> tensors;
+  if constexpr (can_find_tensors<Batch>) {
+    for_each_tensor(batch, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  } else {
+    tensors = inputs_of(batch);
+  }
+  return fingerprint_of(tensors);
+}
+
+}  // namespace train
 
 }  // namespace lockstep

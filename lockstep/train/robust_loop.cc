@@ -163,7 +163,8 @@ void RobustLoop::save_what_is_left() {
   try {
     // Its memory went with its group.
     TORCH_CHECK(!trainer_.state().is_collective(),
-                "the model is sharded, and can't be read without the group that it was made for");
+                "the model is sharded, or its stages are on several ranks: it can't be saved without the "
+                "group that it was made for");
     if (together) {
       trainer_.set_group(agreement_->group);
       trainer_.save(cause);

@@ -46,8 +46,8 @@ struct RobustLoopOptions {
 /// - **A rank dies**: the lowest of the others that can saves that checkpoint alone, and the first cause is
 ///   thrown on all. Each rank has all but the dead one's random numbers and place in the loader, which are
 ///   then derived. Of a sharded optimizer a part is gone: nothing is saved, and the log says so.
-/// - **A FullyShardedDataParallel** goes with its group: after a failure nothing is saved or repeated, the log says so,
-///   and the checkpoint before counts. A stop signal saves.
+/// - **A FullyShardedDataParallel** goes with its group, and of a pipeline no rank has the whole: after a failure nothing is
+///   saved or repeated, the log says so, and the checkpoint before counts. A stop signal saves.
 /// - **A stop signal** to any rank: all stop before the same step, save, and run() returns stop_status.
 /// - **Over several hosts** those meet again that reach the job's store. A rank that does not (its host is cut
 ///   off, or the store's is lost) saves nothing, and throws what failed there.

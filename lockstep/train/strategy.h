@@ -3,15 +3,17 @@
 #include <concepts>
 #include <memory>
 #include <type_traits>
-#include <unordered_set>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/parallel/pipeline/pipeline_stage.h>
+#include <lockstep/train/pipelined_model.h>
 #include <lockstep/train/trainer_options.h>
 
 namespace lockstep {
@@ -45,7 +47,7 @@ concept OptimizerDefaults = requires {
 template <std::derived_from<torch::nn::Module> Net>
 class StrategyModel {
  public:
-  /// Collective.
+  /// Collective. Throws c10::ValueError for a pipeline of a module that is no Sequential, which can't be cut.
   template <OptimizerDefaults Defaults>
   StrategyModel(std::shared_ptr<Net> net, const Defaults& defaults, const TrainerOptions& options) {
     using Optimizer = typename train::OptimizerFor<Defaults>::type;
@@ -63,7 +65,22 @@ class StrategyModel {
       model_ = std::move(model);
       return;
     }
-    optimizer_ = std::make_unique<Optimizer>(each_once(net->parameters()), defaults);
+    if (options.strategy == Strategy::pipeline) {
+      if constexpr (kIsSequential) {
+        const ProcessGroup& group = options.pipeline.group ? options.pipeline.group : options.process_group;
+        auto model = std::make_unique<PipelinedModel>(
+            pipeline_stages(torch::nn::Sequential(std::move(net)), options.pipeline.balance, group), options);
+        optimizer_ = std::make_unique<Optimizer>(model->parameters(), defaults);
+        model_ = std::move(model);
+        return;
+      } else {
+        TORCH_CHECK_VALUE(
+            false,
+            "Trainer: only a torch::nn::Sequential can be cut into a pipeline's stages; give it "
+            "(a holder's ptr()), or a std::vector<PipelineStage> with this rank's stages");
+      }
+    }
+    optimizer_ = std::make_unique<Optimizer>(train::each_once(net->parameters()), defaults);
     if (options.process_group || is_initialized()) {
       model_ = std::make_unique<DistributedDataParallel<Net>>(std::move(net), of_trainer(options.ddp));
     } else {
@@ -79,19 +96,33 @@ class StrategyModel {
   }
 
  private:
-  /// A tied one would be updated once for each of its names.
-  static std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters) {
-    std::vector<at::Tensor> once;
-    std::unordered_set<const c10::TensorImpl*> seen;
-    for (const at::Tensor& parameter : parameters) {
-      if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
-    }
-    return once;
+  static constexpr bool kIsSequential = std::derived_from<Net, torch::nn::SequentialImpl>;
+  template <class... More>
+  using ModelOf = std::variant<std::shared_ptr<Net>, std::unique_ptr<DistributedDataParallel<Net>>,
+                               std::unique_ptr<FullyShardedDataParallel<Net>>, More...>;
+
+  std::conditional_t<kIsSequential, ModelOf<std::unique_ptr<PipelinedModel>>, ModelOf<>> model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+/// What a Trainer makes of a pipeline's stages: a PipelinedModel, with an optimizer of this rank's parameters. Used by one thread.
+class StrategyStages {
+ public:
+  /// Throws what PipelinedModel throws.
+  template <OptimizerDefaults Defaults>
+  StrategyStages(std::vector<PipelineStage> stages, const Defaults& defaults, const TrainerOptions& options)
+      : model_(std::move(stages), options),
+        optimizer_(
+            std::make_unique<typename train::OptimizerFor<Defaults>::type>(model_.parameters(), defaults)) {}
+
+  torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  template <class Action>
+  decltype(auto) visit(Action&& action) {
+    return action(model_);
   }
 
-  std::variant<std::shared_ptr<Net>, std::unique_ptr<DistributedDataParallel<Net>>,
-               std::unique_ptr<FullyShardedDataParallel<Net>>>
-      model_;
+ private:
+  PipelinedModel model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 

@@ -33,6 +33,8 @@ template <class T>
 inline constexpr bool kIsStrategyModel = false;
 template <class Net>
 inline constexpr bool kIsStrategyModel<StrategyModel<Net>> = true;
+template <>
+inline constexpr bool kIsStrategyModel<StrategyStages> = true;
 
 }  // namespace train
 
@@ -53,6 +55,17 @@ inline constexpr bool kIsStrategyModel<StrategyModel<Net>> = true;
 ///
 ///     lockstep::Trainer trainer(std::make_shared<Net>(), torch::optim::AdamWOptions(1e-3), loader, loss_of,
 ///                               {.strategy = lockstep::Strategy::fsdp});
+///
+/// Or a pipeline: a torch::nn::Sequential, which the Trainer cuts by a balance, or the rank's stages, of a model that is nowhere
+/// as a whole:
+///
+///     lockstep::Trainer trainer(std::vector{stage}, torch::optim::AdamWOptions(1e-3), loader, loss_of,
+///                               {.strategy = lockstep::Strategy::pipeline, .pipeline = {.n_microbatches = 8}});
+///
+/// Then all ranks of a pipeline have the same batches (DistributedSampler with the numbers of pipelines, not of ranks), which
+/// is checked; the first stage gets their first tensor (BatchAccess); loss_of is called on the rank of the last stage, with each
+/// micro-batch and a PipelineOutput for its model. step_loss() is the whole batch's, on all ranks. docs/pipelines.md has what
+/// else is different.
 ///
 /// `loss_of(model, batch)` returns
 /// the mean loss of the batch, or a StepOutput with metrics beside it. In training it gets the model itself,
@@ -102,6 +115,14 @@ class Trainer final : public TrainerCore {
                                                            const Defaults& optimizer, Loader& loader,
                                                            LossFunction loss_of, TrainerOptions options = {})
       : Trainer(std::make_shared<Model>(std::move(net), optimizer, options), loader, std::move(loss_of),
+                options) {}
+  /// Makes a pipeline of this rank's stages, and the optimizer for them. Throws c10::ValueError for what PipelinedModel and
+  /// PipelineRunner refuse.
+  template <OptimizerDefaults Defaults>
+  requires std::same_as<Model, StrategyStages> Trainer(std::vector<PipelineStage> stages,
+                                                       const Defaults& optimizer, Loader& loader,
+                                                       LossFunction loss_of, TrainerOptions options = {})
+      : Trainer(std::make_shared<Model>(std::move(stages), optimizer, options), loader, std::move(loss_of),
                 options) {}
 
   /// Calls `action` with the model that is trained: the one that was given, or the wrapper of the module.
@@ -186,7 +207,12 @@ class Trainer final : public TrainerCore {
 
   void update_process_group(const ProcessGroup& group) override {
     with_model([&]<class Used>(Used& model) {
-      if constexpr (ShardedModel<Used>) {
+      if constexpr (std::same_as<Used, PipelinedModel>) {
+        TORCH_CHECK(
+            false,
+            "Trainer: a pipeline can't go on in another group, for the stages of the ranks that are gone "
+            "are lost; start again from a checkpoint");
+      } else if constexpr (ShardedModel<Used>) {
         TORCH_CHECK(
             false,
             "Trainer: a FullyShardedDataParallel can't go on in another group, for the rows of the ranks "
@@ -220,12 +246,20 @@ class Trainer final : public TrainerCore {
   void set_up() {
     with_model([this]<class Used>(Used& model) {
       parameters_ = model.parameters();
-      if constexpr (ShardedModel<Used>) {
+      if constexpr (std::same_as<Used, PipelinedModel>) {
+        share_data_as(model.replica(), model.replicas());
+        model.start(scaler_);
+        clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
+        state().add_model("model", model.stages());
+        state().add_optimizer("optimizer", optimizer_, model.stages());
+      } else if constexpr (ShardedModel<Used>) {
         clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
         zero_grad_sharded_ = [&model] { model.zero_grad(); };
       }
-      state().add_model("model", model);
-      state().add_optimizer("optimizer", optimizer_, model);
+      if constexpr (!std::same_as<Used, PipelinedModel>) {
+        state().add_model("model", model);
+        state().add_optimizer("optimizer", optimizer_, model);
+      }
     });
     if constexpr (requires { loader_.waited(); }) waited_ = [this] { return loader_.waited(); };
     add_parts();
@@ -377,6 +411,9 @@ class Trainer final : public TrainerCore {
       if (has_batches) note.samples += piece.length;
     }
     if (has_batches) note.micro_batches = static_cast<int64_t>(pieces.size());
+    if (has_batches) {
+      for (const Batch& batch : held_) note.fingerprint += fingerprint(batch);
+    }
     return note;
   }
 
@@ -384,16 +421,69 @@ class Trainer final : public TrainerCore {
   /// a model may communicate in its forward.
   void compute_gradients(const std::vector<Piece>& pieces, bool has_batches, const StepPlan& plan) {
     const auto own = has_batches ? static_cast<int64_t>(pieces.size()) : 0;
-    const double samples_per_rank = static_cast<double>(plan.samples) / world_size();
-    with_model([&](auto& model) {
-      GradientAccumulation accumulation(model, {.steps = plan.micro_batches});
-      for (int64_t i = 0; i < plan.micro_batches; ++i) {
-        const bool counts = i < own;
-        const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
-        auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
-        const StepOutput output = run(loss_of_, model, piece);
-        scaler_.scale(micro.scale(output.loss)).backward();
-        if (counts) note(output, piece.length);
+    const double samples_per_rank = static_cast<double>(plan.samples) / static_cast<double>(replicas_);
+    with_model([&]<class Used>(Used& model) {
+      if constexpr (std::same_as<Used, PipelinedModel>) {
+        compute_in_pipeline(model, pieces, own, samples_per_rank, plan.micro_batches);
+        return;
+      } else {
+        GradientAccumulation accumulation(model, {.steps = plan.micro_batches});
+        for (int64_t i = 0; i < plan.micro_batches; ++i) {
+          const bool counts = i < own;
+          const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
+          auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
+          const StepOutput output = run(loss_of_, model, piece);
+          scaler_.scale(micro.scale(output.loss)).backward();
+          if (counts) note(output, piece.length);
+        }
+      }
+    });
+  }
+
+  /// The same by a pipeline, which cuts each piece into its own micro-batches.
+  void compute_in_pipeline(PipelinedModel& model, const std::vector<Piece>& pieces, int64_t own,
+                           double samples_per_rank, int64_t count) {
+    model.share_buffers();
+    for (int64_t i = 0; i < count; ++i) {
+      const bool counts = i < own;
+      const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
+      const auto use = [&](const StepOutput& output, int64_t samples) {
+        if (counts) note(output, samples);
+        return output.loss * (counts ? static_cast<double>(samples) / samples_per_rank : 0.0);
+      };
+      const auto run_on = [&](const Batch& batch) {
+        model.step(step() * std::max(count, options_.accumulate_grad_batches) + i, train::inputs_of(batch),
+                   piece.length, loss_of_rows(loss_of_, batch, use));
+      };
+      if (piece.whole) {
+        run_on(*piece.batch);
+      } else {
+        run_on(BatchAccess<Batch>::part(*piece.batch, piece.begin, piece.length));
+      }
+    }
+    share_step_loss(get_world_size(model.group()) - 1, model.group());
+  }
+
+  /// Calls the function, on the rank of the last stage, with each of the batch's micro-batches, and then `use`.
+  template <class Function, class AnyBatch, class Use>
+  auto loss_of_rows(Function& function, const AnyBatch& batch, const Use& use) const {
+    return [this, &function, &batch, &use](const std::vector<at::Tensor>& outputs, int64_t begin,
+                                           int64_t length) {
+      AnyBatch rows = BatchAccess<AnyBatch>::part(batch, begin, length);
+      if (!options_.device->is_cpu()) rows = on_device(std::move(rows));
+      PipelineOutput model(train::inputs_of(rows), outputs);
+      return use(compute(function, model, rows), length);
+    };
+  }
+
+  /// Of pipelines alone, whose ranks compare them.
+  template <class AnyBatch>
+  int64_t fingerprint(const AnyBatch& batch) const {
+    return with_model([&]<class Used>(const Used&) -> int64_t {
+      if constexpr (std::same_as<Used, PipelinedModel>) {
+        return train::fingerprint_of(batch);
+      } else {
+        return 0;
       }
     });
   }
@@ -463,18 +553,31 @@ class Trainer final : public TrainerCore {
       if constexpr (std::is_copy_constructible_v<ValidationBatch>) {
         if (all_take_part && samples > 0) last.emplace(*batch);
       }
-      const StepPlan plan =
-          agree({.samples = samples, .can_stand_in = !all_take_part || samples > 0 || last.has_value()});
+      const StepPlan plan = agree({.samples = samples,
+                                   .can_stand_in = !all_take_part || samples > 0 || last.has_value(),
+                                   .fingerprint = samples > 0 ? fingerprint(*batch) : 0});
       if (plan.stop || plan.samples == 0) return !plan.stop;
       if (samples == 0) {
-        if (all_take_part) with_model([&](auto& model) { (void)run(function, evaluated(model), *last); });
+        with_model([&]<class Used>(Used& model) {
+          if constexpr (!std::same_as<Used, PipelinedModel>) {
+            if (all_take_part) (void)run(function, evaluated(model), *last);
+          }
+        });
         continue;
       }
-      const StepOutput output =
-          with_model([&](auto& model) { return run(function, evaluated(model), *batch); });
-      averages.add("loss", output.loss.template item<double>(), static_cast<double>(samples));
-      for (const auto& [name, value] : output.metrics)
-        averages.add(name, value, static_cast<double>(samples));
+      const auto add = [&](const StepOutput& output, int64_t of_samples) {
+        const auto weight = static_cast<double>(of_samples);
+        averages.add("loss", output.loss.template item<double>(), weight);
+        for (const auto& [name, value] : output.metrics) averages.add(name, value, weight);
+        return output.loss;
+      };
+      with_model([&]<class Used>(Used& model) {
+        if constexpr (std::same_as<Used, PipelinedModel>) {
+          model.evaluate(train::inputs_of(*batch), samples, loss_of_rows(function, *batch, add));
+        } else {
+          add(run(function, evaluated(model), *batch), samples);
+        }
+      });
     }
   }
 
@@ -502,6 +605,8 @@ class Trainer final : public TrainerCore {
     with_model([this](auto& model) {
       if constexpr (requires { model.will_sync_module_buffers(); }) {
         if (group_ && model.will_sync_module_buffers()) broadcast_coalesced(buffers(), group_);
+      } else if constexpr (requires { model.share_buffers(); }) {
+        model.share_buffers();
       }
     });
   }
@@ -533,8 +638,12 @@ class Trainer final : public TrainerCore {
   }
   std::vector<NamedTensor> buffers() const override {
     std::vector<NamedTensor> buffers;
-    with_model([&](const auto& model) {
-      for (const auto& item : model.named_buffers()) buffers.emplace_back(item.key(), item.value());
+    with_model([&]<class Used>(const Used& model) {
+      if constexpr (std::same_as<Used, PipelinedModel>) {
+        buffers = model.named_buffers();
+      } else {
+        for (const auto& item : model.named_buffers()) buffers.emplace_back(item.key(), item.value());
+      }
     });
     return buffers;
   }
@@ -546,6 +655,10 @@ class Trainer final : public TrainerCore {
   std::vector<Batch> held_;
   bool begun_ = false;  // before_step was called for the step under way
 };
+
+template <OptimizerDefaults Defaults, class Loader, class LossFunction>
+Trainer(std::vector<PipelineStage>, const Defaults&, Loader&, LossFunction, TrainerOptions = {})
+    -> Trainer<StrategyStages, Loader, LossFunction>;
 
 template <class Net, OptimizerDefaults Defaults, class Loader, class LossFunction>
 Trainer(std::shared_ptr<Net>, const Defaults&, Loader&, LossFunction, TrainerOptions = {})

@@ -1,7 +1,10 @@
 // Of TrainerCore: what its checkpoints hold, when they are saved, and how training goes on from one.
 #include <cmath>
+#include <cstdint>
+#include <numeric>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
@@ -52,10 +55,19 @@ StateDict TrainerCore::RankPart::state_dict() const {
   const bool ended = core.loader_ended_ && core.unseen_batches_ == 0;
   return {{"loader", to_object(core.loader_state(core.unseen_batches_))},
           {"ended", ended},
+          {"replica_of_ranks", to_object(core.replica_of_ranks_)},
           {"averages", to_object(core.epoch_averages_.state_dict())}};
 }
 
 void TrainerCore::RankPart::load_state_dict(const StateDict& state) {
+  // As many ranks may have shared the data otherwise, as pipelines do; then the places are of no use to any of them. In older
+  // checkpoints each rank has a part of its own.
+  std::vector<int64_t> replicas(static_cast<size_t>(core.world_size_));
+  std::iota(replicas.begin(), replicas.end(), 0);
+  if (state.count("replica_of_ranks") != 0) {
+    replicas = state_value<std::vector<int64_t>>(state, "replica_of_ranks", kTrainer);
+  }
+  if (replicas != core.replica_of_ranks_) return;
   core.epoch_averages_.load_state_dict(state_value<StateDict>(state, "averages", kTrainer));
   core.load_loader(state_value<StateDict>(state, "loader", kTrainer));
   core.loader_ended_ = state_value<bool>(state, "ended", kTrainer);

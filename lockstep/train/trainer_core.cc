@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -48,6 +49,10 @@ GradScalerOptions scaler_options(const TrainerOptions& options) {
   GradScalerOptions answer = options.scaler;
   answer.device = options.device->type();
   answer.enabled = options.autocast_dtype == c10::kHalf;
+  // A stage sees its own gradients alone.
+  if (options.strategy == Strategy::pipeline && !answer.process_group) {
+    answer.process_group = options.process_group;
+  }
   return answer;
 }
 
@@ -133,6 +138,9 @@ void TrainerCore::set_group(const ProcessGroup& group) {
   group_ = group;
   rank_ = group_ ? get_rank(group_) : 0;
   world_size_ = group_ ? get_world_size(group_) : 1;
+  replicas_ = world_size_;
+  replica_of_ranks_.resize(static_cast<size_t>(world_size_));
+  std::iota(replica_of_ranks_.begin(), replica_of_ranks_.end(), 0);
   if (!options_.checkpoint) return;
   // If that fails, the old one is still there to save alone.
   auto checkpoints = std::make_unique<CheckpointManager>(*options_.checkpoint, group_);
@@ -210,24 +218,44 @@ TrainerCore::StepPlan TrainerCore::agree(const StepNote& mine) {
     if (stop) stop_requested_ = false;
     return {mine.micro_batches, mine.samples, stop, mine.begun};
   }
-  constexpr int64_t kNumbers = 5;
+  constexpr int64_t kNumbers = 6;
   at::Tensor note = at::empty({kNumbers}, at::kLong);
   auto* numbers = note.mutable_data_ptr<int64_t>();
   numbers[0] = mine.micro_batches, numbers[1] = mine.samples;
   numbers[2] = mine.can_stand_in ? 1 : 0, numbers[3] = stop ? 1 : 0, numbers[4] = mine.begun ? 1 : 0;
+  numbers[5] = mine.fingerprint;
   at::Tensor notes = at::empty({world_size(), kNumbers}, at::kLong);
   all_gather_into_tensor(notes, note, group_);
   StepPlan plan{.begun = true};
   std::vector<int> helpless;
+  std::vector<int> first_of_replica(static_cast<size_t>(replicas_), -1);
+  std::vector<int> unlike;
+  const auto replica_of = [&](int rank) {
+    return static_cast<size_t>(replica_of_ranks_[static_cast<size_t>(rank)]);
+  };
+  const auto note_of = [&](int rank) { return notes.const_data_ptr<int64_t>() + rank * kNumbers; };
   for (int rank = 0; rank < world_size(); ++rank) {
-    const auto* of_rank = notes.const_data_ptr<int64_t>() + rank * kNumbers;
+    const auto* of_rank = note_of(rank);
     plan.micro_batches = std::max(plan.micro_batches, of_rank[0]);
-    plan.samples += of_rank[1];
+    int& first = first_of_replica.at(replica_of(rank));
+    if (first < 0) {
+      first = rank;
+      plan.samples += of_rank[1];
+    } else if (const auto* of_first = note_of(first);
+               of_rank[1] != of_first[1] || of_rank[5] != of_first[5]) {
+      if (unlike.empty()) unlike = {first, rank};
+    }
     if (of_rank[0] == 0 && of_rank[2] == 0) helpless.push_back(rank);
     plan.stop = plan.stop || of_rank[3] != 0;
     plan.begun = plan.begun && of_rank[4] != 0;
   }
   if (plan.stop) stop_requested_ = false;
+  TORCH_CHECK_VALUE(plan.stop || unlike.empty(), "Trainer: ", name_ranks(unlike),
+                    " are of one pipeline and have different batches in epoch ", epoch_ + 1,
+                    "; give all ranks of a pipeline the same ones: a sampler with the number of pipelines as "
+                    "num_replicas, and the number of this one as rank (here ",
+                    replicas_, " and ", replica_of(rank_),
+                    "), and the same seed before the loader's epochs where samples are changed at random");
   TORCH_CHECK_VALUE(plan.stop || plan.samples == 0 || helpless.empty(), "Trainer: ", name_ranks(helpless),
                     " got no sample in epoch ", epoch_ + 1,
                     ", and had none before, while others have some; give all ranks equally many samples "
@@ -253,6 +281,22 @@ void TrainerCore::note(const StepOutput& output, int64_t samples) {
   for (const auto& [name, value] : output.metrics) {
     step_averages_.add(name, value, static_cast<double>(samples));
   }
+}
+
+void TrainerCore::share_data_as(int64_t replica, int64_t replicas) {
+  at::Tensor all = at::empty({world_size()}, at::kLong);
+  all_gather_into_tensor(all, at::empty({1}, at::kLong).fill_(replica), group_);
+  replicas_ = replicas;
+  const auto* numbers = all.const_data_ptr<int64_t>();
+  replica_of_ranks_.assign(numbers, numbers + all.numel());
+}
+
+void TrainerCore::share_step_loss(int group_rank, const ProcessGroup& group) {
+  const Metrics means = step_averages_.local();
+  if (const auto mean = means.find("loss"); mean != means.end()) step_loss_ = mean->second;
+  const at::Tensor loss = at::empty({1}, at::kDouble).fill_(step_loss_);
+  broadcast(loss, get_global_rank(group, group_rank), group);
+  step_loss_ = loss.item<double>();
 }
 
 void TrainerCore::apply_gradients(const StepPlan& plan) {

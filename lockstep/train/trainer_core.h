@@ -111,6 +111,7 @@ class TrainerCore {
     int64_t samples = 0;
     bool can_stand_in = false;  // there is a batch to repeat, at weight 0, while others have more
     bool begun = false;         // it is tried again
+    int64_t fingerprint = 0;    // of the batches, which are to be the same on all ranks of a pipeline
   };
   struct StepPlan {
     int64_t micro_batches = 0;  // the most that a rank has
@@ -129,6 +130,10 @@ class TrainerCore {
   void begin_attempt();
   void undo_attempt();
   void note(const StepOutput& output, int64_t samples);
+  /// This rank has the data of number `replica` of `replicas`. Collective.
+  void share_data_as(int64_t replica, int64_t replicas);
+  /// The mean of what the rank has noted of the step is step_loss() on all ranks of the group. Collective.
+  void share_step_loss(int group_rank, const ProcessGroup& group);
   void apply_gradients(const StepPlan& plan);
   bool out_of_steps() const;
   void note_epoch();
@@ -144,6 +149,9 @@ class TrainerCore {
   ProcessGroup group_;  // empty: this process alone
   int rank_ = 0;        // in it, also when it has failed and is gone
   int world_size_ = 1;
+  // How many parts of the data there are, and which one each rank has: its own, but that the ranks of a pipeline have the same.
+  int64_t replicas_ = 1;
+  std::vector<int64_t> replica_of_ranks_;
   std::vector<at::Tensor> parameters_;
   std::function<at::Tensor(double max_norm)> clip_sharded_;  // of a model whose ranks have parts of gradients
   std::function<void()>

@@ -17,6 +17,7 @@
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/ddp/options.h>
 #include <lockstep/parallel/fsdp/options.h>
+#include <lockstep/parallel/pipeline/schedule.h>
 #include <lockstep/profiler/profiler.h>
 #include <lockstep/train/early_stopping.h>
 
@@ -29,8 +30,20 @@ class ReduceLROnPlateau;
 
 class TrainerCore;
 
-/// How the ranks train a module together: in a DistributedDataParallel or in a FullyShardedDataParallel.
-enum class Strategy { ddp, fsdp };
+/// How the ranks train a module together: in a DistributedDataParallel, in a FullyShardedDataParallel, or as a pipeline.
+enum class Strategy { ddp, fsdp, pipeline };
+
+/// How a Trainer runs a pipeline, see PipelineOptions.
+struct TrainerPipelineOptions {
+  PipelineSchedule schedule = PipelineSchedule::k1F1B;
+  int64_t n_microbatches = 1;  ///< of each batch
+  std::vector<int64_t> balance =
+      {};                   ///< of a Sequential: how many layers each stage has; stages go round the ranks
+  ProcessGroup group = {};  ///< of a Sequential: the pipeline's ranks; empty: the Trainer's
+  /// The ranks that have the same stages of other pipelines. The Trainer's ranks are those of all pipelines.
+  std::optional<ProcessGroup> data_parallel_group = {};
+  std::optional<uint64_t> seed = {};  ///< the number of the pipeline is added to it
+};
 
 /// What the loss function of a Trainer may return in place of a tensor.
 struct StepOutput {
@@ -55,6 +68,7 @@ struct TrainerOptions {
   Strategy strategy = Strategy::ddp;
   DistributedDataParallelOptions ddp = {};
   FullyShardedDataParallelOptions fsdp = {};
+  TrainerPipelineOptions pipeline = {};  ///< also of a Trainer that is given stages
 
   int64_t max_epochs = 1;
   std::optional<int64_t> max_steps = {};  ///< optimizer steps, whichever comes first

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/optim/autocast.h>
 #include <lockstep/parallel/pipeline/call_with_tensors.h>
 #include <lockstep/parallel/pipeline/pipeline_stage.h>
 #include <lockstep/parallel/pipeline/schedule.h>
@@ -60,6 +61,8 @@ struct PipelineOptions {
   /// process_group is then the pipeline's (with data_parallel_group: one that has all ranks), so that all stages skip the same
   /// steps. On all ranks or on none. Losses are told without it.
   std::function<at::Tensor(const at::Tensor&)> scale_loss = {};
+  /// Mixed precision of each stage's forward, on its device, and of the loss function; none: as the stages have it inside.
+  std::optional<AutocastOptions> autocast = {};
   /// Ranks that have the same stages of other pipelines, and other data: gradients are averaged over them, each stage's as soon
   /// as its last backward is done. They begin with the parameters and buffers of its first rank.
   std::optional<ProcessGroup> data_parallel_group = {};

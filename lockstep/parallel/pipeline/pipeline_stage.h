@@ -77,6 +77,10 @@ class PipelineStage {
   const std::vector<NamedTensor>& named_parameters() const { return content_.parameters; }
   const std::vector<NamedTensor>& named_buffers() const { return content_.buffers; }
 
+  /// Sets the module's mode; a callable has none.
+  void train(bool on = true) const {
+    if (content_.train) content_.train(on);
+  }
   Tensors forward(const Tensors& inputs) const { return content_.forward(inputs); }
 
  private:
@@ -85,6 +89,7 @@ class PipelineStage {
     std::function<Tensors(const Tensors&)> forward;
     std::vector<NamedTensor> parameters = {};
     std::vector<NamedTensor> buffers = {};
+    std::function<void(bool)> train = {};
     bool is_module = false;
     bool is_empty = false;
     bool is_data_parallel = false;
@@ -123,6 +128,7 @@ class PipelineStage {
     };
     content.parameters = Traits::named_parameters(handle);
     content.buffers = Traits::named_buffers(handle);
+    content.train = [handle](bool on) { Traits::train(handle, on); };
     content.forward = from_call(pipeline::internal::ModuleCall<T>{std::move(handle)}).forward;
     return content;
   }

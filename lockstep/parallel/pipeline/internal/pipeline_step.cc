@@ -166,6 +166,8 @@ void PipelineStep::forward(const PipelineAction& action) {
   for (const at::Tensor& input : kept.inputs) kept.bytes += static_cast<int64_t>(input.nbytes());
 
   if (core_.options.seed) seed_pipeline_layer(-1 - action.stage);  // no layer's number
+  std::optional<Autocast> autocast;
+  if (core_.options.autocast) autocast.emplace(stage.device().type(), *core_.options.autocast);
   const int64_t checkpoints = activation_checkpoint_count();
   const Tensors outputs = stage.forward(kept.inputs);
   // Split, it would be computed again for each layer with weights.
