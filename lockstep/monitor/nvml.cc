@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <dlfcn.h>
 #include <initializer_list>
 #include <type_traits>
@@ -7,8 +8,8 @@
 
 #include <lockstep/monitor/nvml.h>
 
-// Functions, structures and constants are those of NVIDIA's nvml.h, which is not needed to build this; the same stand in the
-// PyPI package nvidia-ml-py.
+// Functions, structures and constants are those of NVIDIA's nvml.h, which is not needed to build this: the PyPI packages
+// nvidia-nvml-dev-cu11, nvidia-nvml-dev-cu12 and nvidia-nvml-dev have that of CUDA 11.8, 12.9 and 13.
 namespace lockstep::monitor {
 namespace {
 
@@ -26,12 +27,15 @@ struct Memory {  // nvmlMemory_t
   unsigned long long free;
   unsigned long long used;
 };
-struct ProcessInfo {  // nvmlProcessInfo_t of nvmlDeviceGetComputeRunningProcesses_v2 and _v3
+struct ProcessInfo {  // nvmlProcessInfo_v2_t
   unsigned int pid;
   unsigned long long used_memory;
   unsigned int gpu_instance;
   unsigned int compute_instance;
 };
+static_assert(sizeof(Utilization) == 8 && sizeof(Memory) == 24);
+static_assert(sizeof(ProcessInfo) == 24 && offsetof(ProcessInfo, used_memory) == 8 &&
+              offsetof(ProcessInfo, gpu_instance) == 16);
 
 }  // namespace
 
@@ -66,8 +70,10 @@ std::unique_ptr<Nvml> Nvml::load() {
   find(functions->name, {"nvmlDeviceGetName"});
   find(functions->utilization, {"nvmlDeviceGetUtilizationRates"});
   find(functions->memory, {"nvmlDeviceGetMemoryInfo"});
+  // Version 2 first: drivers 535.43 to 535.86 write 8 bytes more for each process under the name of version 3, which in all
+  // others is the same as 2.
   find(functions->processes,
-       {"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"});
+       {"nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses_v3"});
   if (!complete || functions->init() != kSuccess) return nullptr;
   return std::unique_ptr<Nvml>(new Nvml(std::move(functions)));
 }
@@ -84,12 +90,14 @@ std::vector<Card> Nvml::cards() const {
   if (functions_->count(&count) != kSuccess) return cards;
   for (unsigned int index = 0; index < count; ++index) {
     Device device = nullptr;
+    if (functions_->handle(index, &device) != kSuccess) continue;
+    Card card{.index = static_cast<int>(index)};
     Memory memory{};
-    if (functions_->handle(index, &device) != kSuccess || functions_->memory(device, &memory) != kSuccess)
-      continue;
-    Card card{.index = static_cast<int>(index),
-              .memory_used = static_cast<int64_t>(memory.used),
-              .memory_total = static_cast<int64_t>(memory.total)};
+    if (functions_->memory(device, &memory) ==
+        kSuccess) {  // cards without memory of their own have none to tell of
+      card.memory_used = static_cast<int64_t>(memory.used);
+      card.memory_total = static_cast<int64_t>(memory.total);
+    }
     std::array<char, 96> name{};
     if (functions_->name(device, name.data(), name.size() - 1) == kSuccess) card.name = name.data();
     Utilization utilization{};
@@ -106,9 +114,13 @@ std::vector<Card> Nvml::cards() const {
     }
     if (status != kSuccess) processes.clear();
     for (const ProcessInfo& process : processes) {
-      CardProcess& one = card.processes.emplace_back();
-      one.pid = static_cast<pid_t>(process.pid);
-      if (process.used_memory != kNotAvailable) one.memory = static_cast<int64_t>(process.used_memory);
+      const auto pid = static_cast<pid_t>(process.pid);
+      auto one = std::find_if(card.processes.begin(), card.processes.end(),
+                              [pid](const CardProcess& other) { return other.pid == pid; });
+      // On a card that is divided (MIG), it may be in several parts.
+      if (one == card.processes.end()) one = card.processes.insert(one, {.pid = pid});
+      if (process.used_memory != kNotAvailable)
+        one->memory = one->memory.value_or(0) + static_cast<int64_t>(process.used_memory);
     }
     cards.push_back(std::move(card));
   }

@@ -21,7 +21,7 @@ struct Card {
   std::string name = {};
   std::optional<int> used_percent = {};  ///< of the time, kernels ran
   int64_t memory_used = 0;               ///< bytes
-  int64_t memory_total = 0;
+  int64_t memory_total = 0;  ///< 0: the driver does not tell, as of cards that share the host's memory
   std::vector<CardProcess> processes = {};  ///< that compute
 };
 
@@ -35,7 +35,7 @@ class Nvml {
   Nvml& operator=(const Nvml&) = delete;
   ~Nvml();
 
-  /// All cards; those that don't answer are left out.
+  /// All cards; those that this user may not see, or that have been lost, are left out.
   std::vector<Card> cards() const;
 
  private:
