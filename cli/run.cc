@@ -1,8 +1,10 @@
 #include "run.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <iostream>
 #include <limits>
@@ -55,6 +57,8 @@ class StarterFormatter : public CLI::Formatter {
   }
 };
 
+constexpr int64_t kLongestGrace = 86400;  // seconds
+
 struct RunArguments {
   std::string nproc_per_node = "1";
   HostsArguments hosts;
@@ -72,6 +76,8 @@ struct RunArguments {
   bool started_by_shell = false;
   std::string cpu_list;
   std::string gpu_list;
+  bool virtual_local_rank = false;
+  std::array<std::string, 2> filters;
   bool no_prefix = false;
   double grace_period = 30;
   bool dry_run = false;
@@ -112,11 +118,31 @@ std::vector<std::string> command_from(const RunArguments& arguments, std::vector
   return words;
 }
 
+/// torchrun's list of texts: a comma that belongs to one is doubled.
+std::vector<std::string> comma_separated(const std::string& list) {
+  std::vector<std::string> texts;
+  if (list.empty()) return texts;
+  texts.emplace_back();
+  for (size_t i = 0; i < list.size(); ++i) {
+    const bool doubled = list.compare(i, 2, ",,") == 0;
+    if (list[i] == ',' && !doubled) {
+      texts.emplace_back();
+      continue;
+    }
+    texts.back() += list[i];
+    if (doubled) ++i;
+  }
+  return texts;
+}
+
 launch::RunOptions options_from(const RunArguments& arguments, const std::vector<std::string>& words) {
   launch::RunOptions options;
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
   options.command = command_from(arguments, words);
   options.role = arguments.role;
+  options.virtual_local_rank = arguments.virtual_local_rank;
+  for (size_t i = 0; i < options.filters.size(); ++i)
+    options.filters[i] = comma_separated(arguments.filters[i]);
   if (arguments.hosts.rdzv_id != kNoRunId) options.run_id = arguments.hosts.rdzv_id;
   options.redirects = launch::StreamChoice::parse("--redirects", arguments.redirects);
   options.tee = launch::StreamChoice::parse("--tee", arguments.tee);
@@ -131,11 +157,19 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
       std::chrono::duration<double>(arguments.grace_period));
   options = launch::checked_options(std::move(options));
   if (arguments.dry_run) return options;
-  if (!arguments.log_dir.empty() || !options.redirects.empty() || !options.tee.empty()) {
+  const bool filtered = !options.filters[0].empty() || !options.filters[1].empty();
+  if (!arguments.log_dir.empty() || !options.redirects.empty() || !options.tee.empty() || filtered) {
     options.log_folder = launch::make_log_folder(arguments.log_dir, arguments.hosts.rdzv_id);
     std::cerr << "lockstep run: what the processes write is kept in " << options.log_folder << std::endl;
   }
   return options;
+}
+
+/// torchrun has another variable for it, too.
+void take_torchs_grace_period(const CLI::App& command, RunArguments& arguments) {
+  if (command.get_option("--grace-period")->count() > 0) return;
+  const auto seconds = environment::integer("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 0, kLongestGrace);
+  if (seconds) arguments.grace_period = static_cast<double>(*seconds);
 }
 
 /// "NAME=value" of what the processes of -H get of this one's environment.
@@ -262,6 +296,18 @@ void add_unused_arguments(CLI::App& run) {
       ->check(check_signals)
       ->group("");
   run.add_flag("--use-env,--use_env")->group("");
+  // Of these a program would miss the effect.
+  run.add_option_function<std::string>("--logs-specs,--logs_specs", [](const std::string&) {})
+      ->check([](const std::string&) {
+        return std::string("it names a class of Python, and this launcher loads none; see --log-dir, --tee");
+      })
+      ->group("");
+  run.add_option_function<std::string>("--numa-binding,--numa_binding", [](const std::string&) {})
+      ->check([](const std::string&) {
+        return std::string(
+            "it is not there; --cpu-list keeps processes on cores, as numactl before PROGRAM does");
+      })
+      ->group("");
 }
 
 }  // namespace
@@ -298,7 +344,7 @@ void add_run(CLI::App& program, int& status) {
                   "Seconds from the first failure or signal until what still runs is killed")
       ->envname("PET_SHUTDOWN_TIMEOUT")
       ->type_name("SECONDS")
-      ->check(CLI::Range(0.0, 86400.0))
+      ->check(CLI::Range(0.0, static_cast<double>(kLongestGrace)))
       ->capture_default_str();
   run->add_flag("-m,--module", arguments->module, "PROGRAM is a Python module, as for python -m")
       ->envname("PET_MODULE");
@@ -325,6 +371,18 @@ void add_run(CLI::App& program, int& status) {
                   "Local ranks whose output is shown; files have that of all")
       ->envname("PET_LOCAL_RANKS_FILTER")
       ->type_name("RANK,…");
+  for (const int stream : {1, 2}) {
+    const std::string name = stream == 1 ? "stdout" : "stderr";
+    run->add_option("--duplicate-" + name + "-filters,--duplicate_" + name + "_filters",
+                    arguments->filters[static_cast<size_t>(stream - 1)],
+                    "Lines that --tee copies from standard " + std::string(stream == 1 ? "output" : "error") +
+                        " and that contain one of these go to filtered_" + name + ".log of all ranks, too")
+        ->envname(stream == 1 ? "PET_DUPLICATE_STDOUT_FILTERS" : "PET_DUPLICATE_STDERR_FILTERS")
+        ->type_name("TEXT,…");
+  }
+  run->add_flag("--virtual-local-rank,--virtual_local_rank", arguments->virtual_local_rank,
+                "Each process has LOCAL_RANK=0 and sees one GPU, that of its own local rank")
+      ->envname("PET_VIRTUAL_LOCAL_RANK");
   run->add_option("--role", arguments->role, "Name of what the processes do: ROLE_NAME")
       ->envname("PET_ROLE")
       ->type_name("NAME")
@@ -357,6 +415,8 @@ void add_run(CLI::App& program, int& status) {
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {
     const std::vector<std::string> words = program_words(*run);
+    if (arguments->started_by_shell) launch::obey_remote_launcher();
+    take_torchs_grace_period(*run, *arguments);
     if (!arguments->remote_hosts.empty()) {
       const launch::RemoteRun remote = remote_run(*run, *arguments, words);
       if (arguments->dry_run) {
@@ -366,7 +426,6 @@ void add_run(CLI::App& program, int& status) {
       }
       return;
     }
-    if (arguments->started_by_shell) launch::obey_remote_launcher();
     if (!arguments->cpu_list.empty()) stay_on_cores(arguments->cpu_list);
     if (run->get_option("--gpu-list")->count() > 0) {  // an empty list hides them all
       ::setenv("CUDA_VISIBLE_DEVICES", arguments->gpu_list.c_str(), 1);

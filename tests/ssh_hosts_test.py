@@ -11,6 +11,8 @@ import time
 import pytest
 from support import HANG, MARK, wait_for_end
 
+pytestmark = pytest.mark.long  # some 20 s each
+
 PASSWD = "root:x:0:0::{home}:/bin/sh\nsshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
 SHADOW = "root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n"
 SERVER = """
@@ -134,7 +136,6 @@ def test_a_host_without_a_server_is_named_with_the_words_of_ssh(programs, hosts)
     programs.wait_until_gone()
 
 
-@pytest.mark.long  # ssh takes 15 s to notice
 def test_a_cut_cable_ends_the_job_on_both_sides(programs, hosts):
     conf = "keep_alive_interval=0.2,lease=3,lost_after=4.5,rejoin_timeout=1,join_timeout=10"
     job = hosts.start("host-a,host-b", "--rdzv-conf", conf, "sh", "-c", STAY)

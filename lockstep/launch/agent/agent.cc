@@ -97,6 +97,11 @@ RunOptions checked_options(RunOptions options) {
                     options.nprocs, "; it must lie in 1 to ", kMostProcesses);
   TORCH_CHECK_VALUE(options.grace_period.count() >= 0, "the grace period is ",
                     to_seconds(options.grace_period), " seconds; it can't be negative");
+  const char* visible = options.virtual_local_rank ? ::getenv("CUDA_VISIBLE_DEVICES") : nullptr;
+  TORCH_CHECK_VALUE(
+      visible == nullptr || std::count(visible, visible + std::strlen(visible), ',') + 1 >= options.nprocs,
+      "--virtual-local-rank with ", options.nprocs, " processes: CUDA_VISIBLE_DEVICES is '", visible,
+      "'; it has to name a GPU for each");
   TORCH_CHECK_VALUE(!options.command.empty(), "no program to start was given");
   if (options.program.empty()) options.program = find_program(options.command.front());
   return options;

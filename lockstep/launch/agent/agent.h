@@ -39,12 +39,18 @@ struct RunOptions {
   std::chrono::nanoseconds grace_period =
       std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
   std::string role = "default";  // ROLE_NAME
-  std::string run_id = {};       // TORCHELASTIC_RUN_ID; empty: a fresh one
+  // Each process has LOCAL_RANK=0 and sees one GPU, as device 0: that of its local rank among those that CUDA_VISIBLE_DEVICES
+  // names here.
+  bool virtual_local_rank = false;
+  std::string run_id = {};  // TORCHELASTIC_RUN_ID; empty: a fresh one
   // Where each start of the workers has a folder attempt_N, with RANK/error.json, stdout.log and stderr.log by local rank,
   // as torchrun has it; see make_log_folder(). Empty: nothing is kept.
   std::string log_folder = {};
-  StreamChoice redirects = {};         // what goes to these files alone
-  StreamChoice tee = {};               // what goes there too
+  StreamChoice redirects = {};  // what goes to these files alone
+  StreamChoice tee = {};        // what goes there too
+  // Lines of what goes there by `tee` that contain one of these texts go to attempt_N/filtered_stdout.log, and those of
+  // standard error to filtered_stderr.log, too. Empty: no such file.
+  std::array<std::vector<std::string>, 2> filters = {};
   std::set<int> shown_ranks = {};      // local ranks whose output is passed on; empty: all
   std::array<int, 2> output = {1, 2};  // descriptors for the processes' standard output and error
   // Is given what each process writes, besides: the local rank, 1 or 2 for standard output or error, and bytes

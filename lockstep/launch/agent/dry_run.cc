@@ -22,6 +22,10 @@ WorkerEnvironment described_environment(const RunOptions& options, const RankVar
   };
   const std::string local_ranks = options.nprocs == 1 ? "0" : "0 to " + std::to_string(options.nprocs - 1);
   if (options.nprocs > 1) describe({"LOCAL_RANK", "RANK", "ROLE_RANK"}, local_ranks);
+  if (options.virtual_local_rank) {
+    result.set("LOCAL_RANK", "0");
+    describe({"CUDA_VISIBLE_DEVICES"}, "the GPU of each process");
+  }
   if (hosts_meet) {
     describe({"RANK", "ROLE_RANK", "WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
               "MASTER_ADDR", "MASTER_PORT"},

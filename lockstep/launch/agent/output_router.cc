@@ -74,6 +74,7 @@ std::array<UniqueFd, 2> OutputRouter::open_next(const std::array<Route, 2>& rout
     source.local_rank = static_cast<int>(local_rank);
     source.stream = static_cast<int>(stream) + 1;
     source.shown = routes[stream].shown;
+    source.copy = routes[stream].copy;
     if (!routes[stream].file.empty()) {
       source.file.emplace("lockstep run", routes[stream].file, AppendFile::Kind::kBinary);
       source.file->open();  // where the worker writes nothing, it is empty
@@ -139,12 +140,14 @@ void OutputRouter::read_from(Source& source) {
     source.fd.reset();
     source.idle_at = Deadline::never();
     sink.queue += sink.lines.finish(source.index);
+    if (source.copy != nullptr) source.copy->finish(source.local_rank);
     return;
   }
   const std::string_view bytes(buffer, static_cast<size_t>(got));
   if (source.tail != nullptr) source.tail->feed(bytes);
   if (options_.observe) options_.observe(source.local_rank, source.stream, bytes);
   if (source.file) source.file->append(bytes);
+  if (source.copy != nullptr) source.copy->feed(source.local_rank, bytes);
   if (!source.shown) return;
   if (!options_.prefix && options_.nprocs == 1) {
     sink.queue += bytes;
@@ -190,6 +193,7 @@ void OutputRouter::close() {
     if (source.fd) {
       read_from(source);  // what a killed leftover wrote last
       sink.queue += sink.lines.finish(source.index);
+      if (source.copy != nullptr) source.copy->finish(source.local_rank);
       source.fd.reset();
     }
   }

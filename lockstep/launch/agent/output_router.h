@@ -11,6 +11,7 @@
 #include <lockstep/base/append_file.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/line_forwarder.h>
 #include <lockstep/launch/supervisor.h>
 
@@ -36,6 +37,7 @@ class OutputRouter : public Streams {
   struct Route {
     std::string file = {};  // as it comes; empty: to no file. What the disk refuses is lost, and said once
     bool shown = true;      // to the target
+    FilteredCopy* copy = nullptr;
   };
   explicit OutputRouter(const Options& options);
 
@@ -79,6 +81,7 @@ class OutputRouter : public Streams {
     int stream = 1;  // 1: standard output, 2: standard error
     bool shown = true;
     std::optional<AppendFile> file = {};
+    FilteredCopy* copy = nullptr;
     LineTail* tail = nullptr;              // of standard error
     Deadline idle_at = Deadline::never();  // when its unfinished line is written
   };

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <iterator>
 #include <signal.h>
+#include <sstream>
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/write_all.h>
 #include <lockstep/launch/agent/failure_report.h>
+#include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/agent/worker_watch.h>
@@ -57,6 +59,8 @@ class RankFiles {
   std::string path(int rank, const std::string& name) const {
     return path_ + "/" + std::to_string(rank) + "/" + name;
   }
+  /// Of all ranks; of one that is kept.
+  std::string path(const std::string& name) const { return path_ + "/" + name; }
   /// What is to go with the launcher: what the folder may hold, and then itself.
   std::vector<std::string> temporary(int nprocs) const {
     std::vector<std::string> all;
@@ -103,7 +107,20 @@ bool has_flight_records(const std::string& folder, std::filesystem::file_time_ty
   return false;
 }
 
-std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const RankFiles& files, int rank) {
+using FilteredCopies = std::array<std::optional<FilteredCopy>, 2>;
+
+FilteredCopies filtered_copies(const RunOptions& options, const RankFiles& files) {
+  FilteredCopies copies;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const char* name = i == 0 ? "filtered_stdout.log" : "filtered_stderr.log";
+    if (!options.filters[i].empty())
+      copies[i].emplace(files.path(name), options.filters[i], options.role, options.nprocs);
+  }
+  return copies;
+}
+
+std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const RankFiles& files,
+                                             FilteredCopies& copies, int rank) {
   std::array<OutputRouter::Route, 2> routes;
   const bool chosen = options.shown_ranks.empty() || options.shown_ranks.count(rank) != 0;
   for (const int stream : {1, 2}) {
@@ -112,8 +129,22 @@ std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const Ra
     const bool moved = options.redirects.has(rank, stream) && !copied;
     if (copied || moved) route.file = files.path(rank, stream == 1 ? "stdout.log" : "stderr.log");
     route.shown = chosen && !moved;
+    FilteredCopy* copy =
+        copies[static_cast<size_t>(stream - 1)] ? &*copies[static_cast<size_t>(stream - 1)] : nullptr;
+    if (copied) route.copy = copy;
   }
   return routes;
+}
+
+/// See RunOptions::virtual_local_rank.
+void make_local_rank_virtual(WorkerEnvironment& environment, int local_rank) {
+  std::string device = std::to_string(local_rank);
+  if (const auto visible = environment.get("CUDA_VISIBLE_DEVICES")) {
+    std::istringstream devices(*visible);  // there are enough: see checked_options()
+    for (int i = 0; i <= local_rank; ++i) std::getline(devices >> std::ws, device, ',');
+  }
+  environment.set("LOCAL_RANK", "0");
+  environment.set("CUDA_VISIBLE_DEVICES", device);
 }
 
 /// What a look at the workers finds.
@@ -187,6 +218,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   std::string flight_folder;
   IgnoredBrokenPipe no_broken_pipe;
   const RankFiles files(options, variables.restart_count);
+  FilteredCopies copies = filtered_copies(options, files);
   OutputRouter output({.nprocs = options.nprocs,
                        .first_rank = variables.first_rank,
                        .prefix = prefix,
@@ -209,10 +241,11 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     }
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
-      auto ends = output.open_next(routes_of(options, files, rank));
+      auto ends = output.open_next(routes_of(options, files, copies, rank));
       WorkerEnvironment mine = common;
       variables.local_rank = rank;
       variables.apply(mine);
+      if (options.virtual_local_rank) make_local_rank_virtual(mine, rank);
       if (adjust) adjust(mine);
       flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
       mine.set("TORCHELASTIC_ERROR_FILE", files.error_file(rank));

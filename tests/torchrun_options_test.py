@@ -1,0 +1,132 @@
+"""Each option of torchrun and torch.distributed.launch is taken by `lockstep run`, or refused with the reason: held against the
+parsers of the installed torch."""
+
+import pathlib
+import re
+import shutil
+import sys
+
+import pytest
+
+MISUSE = 2
+# Values other than the defaults; options without one are flags.
+VALUES = {
+    "nnodes": "2", "nproc_per_node": "3", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:1234", "rdzv_id": "job",
+    "rdzv_conf": "join_timeout=7", "max_restarts": "4", "monitor_interval": "0.5", "start_method": "fork",
+    "event_log_handler": "console", "role": "teacher", "log_dir": "logs", "redirects": "1", "tee": "2",
+    "local_ranks_filter": "0", "duplicate_stdout_filters": "a,b", "duplicate_stderr_filters": "c", "node_rank": "1",
+    "master_addr": "localhost", "master_port": "1234", "local_addr": "127.0.0.1", "signals_to_handle": "SIGTERM",
+    "shutdown_timeout": "7", "logs_specs": "mine", "numa_binding": "node",
+}  # fmt: skip
+NEEDED = {"node_rank": ["--nnodes", "2"], "nnodes": ["--rdzv-backend", "static"], "module": [], "run_path": []}
+NEEDED["rdzv_backend"] = ["--rdzv-endpoint", "localhost:1234", "--nnodes", "2"]
+NOT_THERE = {"logs_specs": "--log-dir", "numa_binding": "--cpu-list"}
+NO_VARIABLE = {"monitor_interval", "start_method", "event_log_handler"}  # they have no meaning here
+
+
+def torch_parsers():
+    run = pytest.importorskip("torch.distributed.run")
+    launch = pytest.importorskip("torch.distributed.launch")
+    actions = [action for action in run.get_args_parser()._actions if action.option_strings]
+    taken = []
+    parser = run.get_args_parser()
+    parser.parse_args = lambda args: taken.extend(parser._actions)
+    former, launch.get_args_parser = launch.get_args_parser, lambda: parser
+    try:
+        launch.parse_args([])
+    finally:
+        launch.get_args_parser = former
+    known = {action.dest for action in actions}
+    return actions, [action for action in taken if action.option_strings and action.dest not in known]
+
+
+def reads_variable(action):
+    return type(action).__name__ in ("env", "check_env")
+
+
+def dry_run(programs, *words, **variables):
+    done = programs.run("lockstep", "run", "--dry-run", *words, "true", LOCKSTEP_JOB_SECRET="0" * 32, **variables)
+    if "built without" in done.stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    return done
+
+
+def words_of(action, spelling):
+    return [spelling] if action.nargs == 0 else [spelling, VALUES[action.dest]]
+
+
+@pytest.mark.long  # it starts the launcher a hundred times
+def test_all_options_are_taken_in_each_spelling_and_from_variables(programs):
+    actions, of_launch = torch_parsers()
+    assert [action.dest for action in of_launch] == ["use_env"]
+    checked = 0
+    for action in [*actions, *of_launch]:
+        if action.dest == "help":
+            continue
+        needed = NEEDED.get(action.dest, [])
+        for spelling in action.option_strings:
+            done = dry_run(programs, *needed, *words_of(action, spelling))
+            if action.dest in NOT_THERE:
+                assert done.status == MISUSE and NOT_THERE[action.dest] in done.stderr, (spelling, done.text)
+            else:
+                assert done.status == 0, (spelling, done.text)
+            checked += 1
+        if not reads_variable(action) or action.dest in NO_VARIABLE:
+            continue
+        by_option = dry_run(programs, *needed, *words_of(action, action.option_strings[-1]))
+        name = f"PET_{action.dest.upper()}"
+        by_variable = dry_run(programs, *needed, **{name: VALUES.get(action.dest, "1")})
+        # What is passed on to processes differs by the variable itself alone.
+        assert by_variable.status == 0 and by_variable.stdout == by_option.stdout, (name, by_variable.text, by_option.text)
+        # A value that makes no sense shows that it was read at all.
+        if action.dest in ("nnodes", "nproc_per_node", "max_restarts", "node_rank", "master_port", "redirects", "tee"):
+            wrong = dry_run(programs, *needed, **{name: "x"})
+            assert wrong.status == MISUSE and "x" in wrong.stderr, (name, wrong.text)
+    assert checked > 50
+
+
+def files_below(folder):
+    (run,) = folder.iterdir()
+    assert re.fullmatch(r"[\w-]+_\w+", run.name)  # the id, of which torchrun makes its own on one host, and what makes it unique
+    return {str(path.relative_to(run)): path.read_text() for path in run.rglob("*") if path.is_file()}
+
+
+def test_files_of_output_are_those_of_torchrun(programs):
+    torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
+    if not torchrun:
+        pytest.skip("no torchrun beside this Python")
+    script = 'echo "out $RANK"; echo "good news of $RANK, all"; echo "err $RANK" >&2; printf "no newline" >&2'
+    options = ["--nproc-per-node", 2, "--rdzv-id", "job", "--tee", "0:3,1:1", "--redirects", "1:2"]
+    options += ["--duplicate-stdout-filters", "news,, no,news of 1,, all,out 0", "--duplicate-stderr-filters", "err"]
+    seen = {}
+    for name, launcher in (("of_torchrun", [torchrun]), ("of_lockstep", [programs.find("lockstep"), "run"])):
+        words = [*launcher, *options, "--log-dir", name, "--no-python", "sh", "-c", script]
+        done = programs.run(*words)
+        assert done.status == 0, done.text
+        seen[name] = files_below(programs.folder / name)
+    for files in seen.values():
+        for file in files:  # the order of two ranks' lines is that of their arrival
+            if "filtered" in file:
+                files[file] = sorted(files[file].splitlines())
+    assert seen["of_lockstep"] == seen["of_torchrun"]
+    assert seen["of_lockstep"]["attempt_0/filtered_stdout.log"] == ["[default0]:out 0", "[default1]:good news of 1, all"]
+
+
+def test_each_process_sees_one_gpu_as_its_first(programs):
+    script = "echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE $CUDA_VISIBLE_DEVICES"
+    options = ["-n", 2, "--no-prefix", "--virtual-local-rank"]
+    for visible, devices in (("5, 7,9", (5, 7)), (None, (0, 1))):
+        variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        done = programs.run("lockstep", "run", *options, "sh", "-c", script, **variables)
+        assert sorted(done.stdout.splitlines()) == [f"{rank} 0 2 {devices[rank]}" for rank in range(2)], done.text
+    done = programs.run("lockstep", "run", *options, "sh", "-c", script, CUDA_VISIBLE_DEVICES="3")
+    assert done.status == MISUSE and "CUDA_VISIBLE_DEVICES is '3'; it has to name a GPU for each" in done.stderr, done.text
+
+
+def test_the_grace_period_is_that_of_torchruns_variable_too(programs):
+    done = programs.run("lockstep", "run", "true", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
+    assert done.status == MISUSE and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in done.stderr, done.text
+    started = programs.start("lockstep", "run", "sh", "-c", "trap '' TERM; echo up; sleep 1000", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
+    started.wait_for("up")
+    started.kill(15)
+    assert started.finish().status == 143
