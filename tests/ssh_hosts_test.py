@@ -11,7 +11,7 @@ import time
 import pytest
 from support import HANG, MARK, wait_for_end
 
-pytestmark = pytest.mark.long  # some 20 s each
+pytestmark = pytest.mark.long
 
 PASSWD = "root:x:0:0::{home}:/bin/sh\nsshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
 SHADOW = "root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n"
