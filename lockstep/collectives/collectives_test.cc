@@ -7,6 +7,7 @@
 #include <lockstep/base/process/memory.h>
 #include <lockstep/collectives/algorithms/algorithms.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/testing/long_run.h>
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::collectives_test {
@@ -300,7 +301,7 @@ TEST(Collectives, BadArgumentsAreRefusedWithTheRemedy) {
 }
 
 TEST(Collectives, MoreThanTwoGibibytes) {
-  if (std::getenv("LOCKSTEP_TEST_ALL") == nullptr) GTEST_SKIP() << "long; runs with scripts/test --all";
+  if (!testing::long_run()) GTEST_SKIP() << "long; runs with scripts/test --all";
   constexpr int64_t kNumel = (int64_t{1} << 31) + 12345;
   if (read_memory_limits().available < 4 * kNumel) GTEST_SKIP() << "needs 9 GB of free memory";
   run_ranks(2,

@@ -199,10 +199,6 @@ std::string Case::describe() const {
   return text.str();
 }
 
-bool long_run() {
-  return environment::text("LOCKSTEP_TEST_ALL").has_value();
-}
-
 uint64_t test_seed() {
   if (auto seed = environment::integer("LOCKSTEP_TEST_SEED", 0)) return static_cast<uint64_t>(*seed);
   return long_run() ? std::random_device{}() : 1;

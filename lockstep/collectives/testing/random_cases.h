@@ -11,6 +11,7 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/testing/guarded_tensor.h>
+#include <lockstep/testing/long_run.h>
 
 /// Random calls of every operation of functional.h, and what a single process computes for them.
 ///
@@ -117,7 +118,5 @@ double premul_factor(const Case& c, int rank);
 /// Ranks must be given it in their environment, as seed_environment() does.
 uint64_t test_seed();
 std::vector<std::pair<std::string, std::optional<std::string>>> seed_environment(uint64_t seed);
-/// Whether long tests are asked for: LOCKSTEP_TEST_ALL, which scripts/test --all sets.
-bool long_run();
 
 }  // namespace lockstep::testing

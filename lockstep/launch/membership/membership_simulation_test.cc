@@ -2,7 +2,6 @@
 // suspended, cables that are cut and mended, messages that are late, come twice or in another order, workers that
 // fail or hang, clocks that run 4 % fast or slow. The state machines are the ones that the agents run.
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <optional>
@@ -14,6 +13,7 @@
 
 #include <lockstep/launch/membership/agent_state.h>
 #include <lockstep/launch/membership/coordinator.h>
+#include <lockstep/testing/long_run.h>
 
 namespace lockstep::launch::membership_simulation_test {
 namespace {
@@ -472,7 +472,7 @@ class Simulation {
 };
 
 uint64_t histories() {
-  return std::getenv("LOCKSTEP_TEST_ALL") != nullptr ? 5000 : 200;
+  return testing::long_run() ? 5000 : 200;
 }
 
 Scene random_scene(uint64_t seed) {

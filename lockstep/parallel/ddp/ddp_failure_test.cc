@@ -12,6 +12,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/testing/long_run.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
@@ -130,13 +131,13 @@ void expect_the_others_go_on(int moments, int hosts) {
 }
 
 TEST(DdpFailure, SurvivorsGoOnFromTheSameStepBitIdentically) {
-  expect_the_others_go_on(50, 1);
+  expect_the_others_go_on(testing::long_run() ? 50 : 15, 1);
 }
 
 // Two ranks on the first host, one on the second: the group that is left is over hosts, or not.
 TEST(DdpFailure, SurvivorsOverHostsGoOnFromTheSameStepBitIdentically) {
   if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
-  expect_the_others_go_on(12, 2);
+  expect_the_others_go_on(testing::long_run() ? 12 : 6, 2);
 }
 
 TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
