@@ -10,6 +10,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -137,6 +138,39 @@ def test_an_agent_that_waits_for_others_has_no_ranks(programs):
     agent.wait_for("1 host of at least 2", "stderr")
     report = look_until(programs, agent.pid, lambda report: report["hosts"])
     assert report["job"] == "job" and report["world_size"] == 0 and report["hosts"][0]["ranks"] == []
+
+
+def greeting(version, release):
+    """What an agent and a `lockstep top` of any release tell each other first."""
+    return b"lockstep" + struct.pack("<I20s", version, release)
+
+
+def test_releases_that_differ_say_so_on_both_sides(programs):
+    lockstep = programs.find("lockstep")
+    agent = Job(programs, 2).start(1, "true")
+    agent.wait_for("1 host of at least 2", "stderr")
+    with socket.socket(socket.AF_UNIX) as top:
+        top.connect(f"\0lockstep-agent-{agent.pid}")
+        top.settimeout(HANG)
+        top.sendall(greeting(999, b"9.9.9"))
+        got = b"".join(iter(lambda: top.recv(4096), b""))
+    own, = struct.unpack("<8xI20x", got)
+    assert got.startswith(b"lockstep") and own != 999
+    agent.wait_for(rf"top` of Lockstep 9.9.9 \(messages of version 999\) can't watch.* {re.escape(str(lockstep))} top\n", "stderr")
+
+    with socket.socket(socket.AF_UNIX) as other:  # this process is an agent of another release
+        other.bind(f"\0lockstep-agent-{os.getpid()}")
+        other.listen()
+        top = programs.start("lockstep", "top", os.getpid())
+        other.settimeout(HANG)
+        watch, _ = other.accept()
+        with watch:
+            watch.sendall(greeting(999, b"9.9.9") + b"what it does not know")
+            done = top.finish()
+    program = os.readlink("/proc/self/exe")
+    assert done.status == NO_JOB, done.text
+    assert f"process {os.getpid()}, is of Lockstep 9.9.9 (messages of version 999)" in done.stderr, done.text
+    assert f"use the program that has started the job: {program} top {os.getpid()}\n" in done.stderr, done.text
 
 
 def test_several_jobs_are_named_and_one_is_chosen(programs, small_data):

@@ -254,7 +254,7 @@ class ControlPlane::Thread : public EventHandler {
   std::unique_ptr<CoordinatorServer> server_;  // of the coordinator
   std::unique_ptr<AgentLink> link_;
   std::unique_ptr<TunnelEntrance> tunnel_;  // while workers run, but on the coordinator's host
-  WatchServer watchers_{loop_};
+  WatchServer watchers_{loop_, options_.say};
   std::unique_ptr<HostReporter> reporter_;  // while some host watches
   uint64_t order_ = 0;                      // that the last status told of
   std::set<std::string> troubles_;          // of the link, that were told

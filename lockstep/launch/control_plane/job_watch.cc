@@ -3,8 +3,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <string>
+#include <string_view>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -12,6 +14,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/printable.h>
 #include <lockstep/launch/control_plane/job_watch.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/watch_server.h>
@@ -36,7 +39,7 @@ std::vector<pid_t> JobWatch::agents() {
   return agents;
 }
 
-JobWatch::JobWatch(pid_t agent) : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+JobWatch::JobWatch(pid_t agent) : agent_(agent), socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   const PeerAddress address = abstract_address(WatchServer::kNameBegin + std::to_string(agent));
   const bool connected = socket_ && ::connect(socket_.get(), address.raw(), address.size) == 0;
   TORCH_CHECK_WITH(DistNetworkError, connected, "the agent of this host, process ", agent,
@@ -45,6 +48,20 @@ JobWatch::JobWatch(pid_t agent) : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_C
   const uid_t user = user_at_other_end(socket_.get());
   TORCH_CHECK_WITH(DistNetworkError, user == ::geteuid() || user == 0 || ::geteuid() == 0,
                    "what answers as the agent ", agent, " belongs to another user, ", user);
+  const std::string greeting = encode(own_watch_greeting());
+  ::send(socket_.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL);  // one that has ended, read() finds
+}
+
+void JobWatch::check(const WatchGreeting& greeting) const {
+  const WatchGreeting own = own_watch_greeting();
+  if (greeting.version == own.version) return;
+  std::error_code unknown;
+  const auto program = std::filesystem::read_symlink("/proc/" + std::to_string(agent_) + "/exe", unknown);
+  C10_THROW_ERROR(
+      DistNetworkError,
+      c10::str("the agent of this host, process ", agent_, ", is of ", describe(greeting),
+               ", and this lockstep top of ", describe(own), "; use the program that has started the job: ",
+               unknown ? std::string("lockstep") : printable(program.string()), " top ", agent_));
 }
 
 bool JobWatch::read(std::vector<Report>& reports) {
@@ -54,7 +71,16 @@ bool JobWatch::read(std::vector<Report>& reports) {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return errno == EAGAIN;
     if (got == 0) return false;
-    frames_.append({buffer.data(), static_cast<size_t>(got)});
+    std::string_view bytes(buffer.data(), static_cast<size_t>(got));
+    if (!greeted_) {
+      begin_ += bytes;
+      const auto greeting = take_watch_greeting(begin_);
+      if (!greeting) continue;
+      check(*greeting);
+      greeted_ = true;
+      bytes = begin_;
+    }
+    frames_.append(bytes);
     while (const auto message = frames_.next()) {
       auto report = decode_report(*message);
       if (!report) return false;

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <string>
 #include <sys/types.h>
 #include <vector>
 
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/control_plane/frames.h>
+#include <lockstep/launch/control_plane/watch_greeting.h>
 #include <lockstep/launch/membership/messages.h>
 
 namespace lockstep::launch {
@@ -20,11 +22,17 @@ class JobWatch {
 
   /// Readable when read() has something to say.
   int fd() const { return socket_.get(); }
-  /// Appends the reports that have come. False once the agent has ended.
+  /// Appends the reports that have come. False once the agent has ended. Throws c10::DistNetworkError where the agent is of
+  /// another version of Lockstep, whose reports can't be read here.
   bool read(std::vector<Report>& reports);
 
  private:
+  void check(const WatchGreeting& greeting) const;
+
+  pid_t agent_;
   UniqueFd socket_;
+  bool greeted_ = false;
+  std::string begin_;  // of what has come, until the agent has greeted
   FrameReader frames_{kMostReportBytes};
 };
 

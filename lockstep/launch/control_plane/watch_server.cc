@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <filesystem>
+#include <iterator>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -8,12 +10,15 @@
 
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/watch_greeting.h>
 #include <lockstep/launch/control_plane/watch_server.h>
 
 namespace lockstep::launch {
 
-WatchServer::WatchServer(EventLoop& loop)
-    : loop_(loop), listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
+WatchServer::WatchServer(EventLoop& loop, std::function<void(const std::string&)> say)
+    : loop_(loop),
+      say_(std::move(say)),
+      listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
   const PeerAddress address = abstract_address(kNameBegin + std::to_string(::getpid()));
   if (!listener_ || ::bind(listener_.get(), address.raw(), address.size) != 0 ||
       ::listen(listener_.get(), kMostWatchers) != 0) {
@@ -28,10 +33,15 @@ WatchServer::~WatchServer() {
   if (listener_) loop_.forget(listener_.get());
 }
 
+bool WatchServer::watched() const {
+  return std::any_of(watchers_.begin(), watchers_.end(), [](const Watcher& one) { return one.greeted; });
+}
+
 void WatchServer::send(const Report& report) {
   const std::string message = framed(encode(report));
   for (auto place = watchers_.begin(); place != watchers_.end();) {
     const auto watcher = place++;
+    if (!watcher->greeted) continue;
     if (watcher->out.size() < kMostWaitingBytes) watcher->out += message;
     if (!flush(*watcher)) drop(watcher);
   }
@@ -42,10 +52,29 @@ void WatchServer::on_events(int fd, short) {
   const auto watcher = std::find_if(watchers_.begin(), watchers_.end(),
                                     [fd](const Watcher& one) { return one.socket.get() == fd; });
   if (watcher == watchers_.end()) return;
-  std::array<char, 256> unread{};
-  const ssize_t got = ::recv(fd, unread.data(), unread.size(), MSG_DONTWAIT);
+  std::array<char, 256> bytes{};
+  const ssize_t got = ::recv(fd, bytes.data(), bytes.size(), MSG_DONTWAIT);
   const bool ended = got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
-  if (ended || !flush(*watcher)) drop(watcher);
+  const bool goes_on =
+      !ended && (got < 0 || take_greeting(*watcher, {bytes.data(), static_cast<size_t>(got)}));
+  if (!goes_on || !flush(*watcher)) drop(watcher);
+}
+
+bool WatchServer::take_greeting(Watcher& watcher, std::string_view bytes) {
+  if (watcher.greeted) return true;  // what follows a greeting is of no interest
+  watcher.in += bytes;
+  const auto greeting = take_watch_greeting(watcher.in);
+  if (!greeting) return true;
+  watcher.greeted = greeting->version == own_watch_greeting().version;
+  if (!watcher.greeted && say_) {
+    std::error_code unknown;
+    const std::string program = std::filesystem::read_symlink("/proc/self/exe", unknown).string();
+    std::exchange(say_, nullptr)(
+        "a `lockstep top` of " + describe(*greeting) + " can't watch this job, which runs with " +
+        describe(own_watch_greeting()) +
+        "; use the program that has started it: " + (program.empty() ? "lockstep" : program) + " top");
+  }
+  return watcher.greeted;
 }
 
 void WatchServer::accept_some() {
@@ -55,9 +84,8 @@ void WatchServer::accept_some() {
     if (!socket) return;
     const uid_t user = user_at_other_end(socket.get());
     if ((user != ::geteuid() && user != 0) || watchers_.size() >= kMostWatchers) continue;
-    const int fd = socket.get();
-    watchers_.push_back({std::move(socket), {}});
-    loop_.watch(fd, POLLIN, *this);
+    watchers_.push_back({.socket = std::move(socket), .out = encode(own_watch_greeting())});
+    if (!flush(watchers_.back())) drop(std::prev(watchers_.end()));
   }
 }
 

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <functional>
 #include <list>
 #include <string>
+#include <string_view>
 #include <sys/types.h>
 
 #include <lockstep/base/unique_fd.h>
@@ -11,11 +13,13 @@
 namespace lockstep::launch {
 
 /// Where `lockstep top` on an agent's host hears how all ranks of the job do: a local socket with an abstract name, at
-/// which this user and root get the Reports of all hosts, each framed(), as they come. Nothing is asked of those that
-/// connect, and nothing they send is read. Where the socket can't be made, no program can watch. Used by one thread.
+/// which this user and root get the Reports of all hosts, each framed(), as they come. Both sides begin with a WatchGreeting;
+/// who greets with another version is told nothing but this one's. Where the socket can't be made, no program can watch.
+/// Used by one thread.
 class WatchServer : public EventHandler {
  public:
-  explicit WatchServer(EventLoop& loop);
+  /// `say`: is told, once, that a program of another version wants to watch.
+  WatchServer(EventLoop& loop, std::function<void(const std::string&)> say);
   WatchServer(const WatchServer&) = delete;
   WatchServer& operator=(const WatchServer&) = delete;
   ~WatchServer() override;
@@ -26,21 +30,27 @@ class WatchServer : public EventHandler {
   /// What a watcher that does not read may have waiting for it.
   static constexpr size_t kMostWaitingBytes = size_t{8} << 20;
 
-  bool watched() const { return !watchers_.empty(); }
+  /// Whether some program is to be told of reports.
+  bool watched() const;
   void send(const Report& report);
   void on_events(int fd, short events) override;
 
  private:
   struct Watcher {
     UniqueFd socket;
-    std::string out;
+    std::string in = {};  // of its greeting, while that is not complete
+    std::string out = {};
+    bool greeted = false;
   };
   void accept_some();
+  /// False where the watcher has ended, or can't be told.
+  bool take_greeting(Watcher& watcher, std::string_view bytes);
   /// False where it has ended.
   bool flush(Watcher& watcher);
   void drop(std::list<Watcher>::iterator watcher);
 
   EventLoop& loop_;
+  std::function<void(const std::string&)> say_;
   UniqueFd listener_;
   std::list<Watcher> watchers_;
 };

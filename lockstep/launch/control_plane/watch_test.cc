@@ -1,4 +1,6 @@
+#include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -9,20 +11,28 @@
 #include <poll.h>
 #include <stdexcept>
 #include <string>
+#include <sys/socket.h>
+#include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/host_reporter.h>
 #include <lockstep/launch/control_plane/job_watch.h>
+#include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/watch_greeting.h>
 #include <lockstep/launch/control_plane/watch_server.h>
 
 // How a program on an agent's host hears the reports of all hosts; that they come is in tests/top_test.py.
 namespace lockstep::launch::watch_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -38,7 +48,7 @@ void turn_until(EventLoop& loop, const std::function<bool()>& holds) {
 
 TEST(WatchServer, TellsAllThatWatch) {
   EventLoop loop;
-  WatchServer server(loop);
+  WatchServer server(loop, {});
   EXPECT_THAT(JobWatch::agents(), Contains(::getpid()));
   server.send({.text = "no one hears this"});
   {
@@ -64,7 +74,7 @@ TEST(WatchServer, TellsAllThatWatch) {
 
 TEST(WatchServer, ForgetsWhatAWatcherDoesNotRead) {
   EventLoop loop;
-  WatchServer server(loop);
+  WatchServer server(loop, {});
   JobWatch watch(::getpid());
   turn_until(loop, [&] { return server.watched(); });
   for (int i = 0; i < 30; ++i) server.send({.text = std::string(kMostReportBytes - 100, 'x')});
@@ -78,7 +88,7 @@ TEST(WatchServer, ForgetsWhatAWatcherDoesNotRead) {
 
 TEST(WatchServer, EndsWithItsAgent) {
   EventLoop loop;
-  auto server = std::make_unique<WatchServer>(loop);
+  auto server = std::make_unique<WatchServer>(loop, nullptr);
   JobWatch watch(::getpid());
   turn_until(loop, [&] { return server->watched(); });
   server.reset();
@@ -90,6 +100,107 @@ TEST(WatchServer, EndsWithItsAgent) {
     FAIL() << "nothing listens there";
   } catch (const c10::DistNetworkError& error) {
     EXPECT_THAT(error.what_without_backtrace(), HasSubstr("does not answer: Connection refused"));
+  }
+}
+
+/// What the other side sends, and what it gets, where it is of another release.
+class OtherRelease {
+ public:
+  /// Connects to the agent that is this process.
+  OtherRelease() : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const PeerAddress address = abstract_address(WatchServer::kNameBegin + std::to_string(::getpid()));
+    EXPECT_EQ(::connect(socket_.get(), address.raw(), address.size), 0);
+  }
+  /// Takes the connection of a JobWatch.
+  explicit OtherRelease(int listener) : socket_(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC)) {}
+
+  void send(const std::string& bytes) const {
+    EXPECT_EQ(::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  /// Appends what has come. False once the connection has ended.
+  bool read(std::string& all) const {
+    std::array<char, 256> bytes{};
+    ssize_t got = 0;
+    while ((got = ::recv(socket_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT)) > 0)
+      all.append(bytes.data(), static_cast<size_t>(got));
+    return got < 0 && errno == EAGAIN;
+  }
+
+ private:
+  UniqueFd socket_;
+};
+
+TEST(WatchGreeting, HasALayoutThatStays) {
+  const WatchGreeting greeting = {.version = 0x01020304, .release = "12.34.56"};
+  std::string bytes = std::string(
+                          "lockstep\x04\x03\x02\x01"
+                          "12.34.56") +
+                      std::string(12, '\0');
+  EXPECT_EQ(encode(greeting), bytes);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    std::string part = bytes.substr(0, i);
+    EXPECT_EQ(take_watch_greeting(part), std::nullopt) << i;
+  }
+  bytes += "more";
+  EXPECT_EQ(take_watch_greeting(bytes), greeting);
+  EXPECT_EQ(bytes, "more");
+  std::string others = framed("a report of a release that does not greet");
+  EXPECT_EQ(take_watch_greeting(others)->version, 0);
+  const WatchGreeting longest = {.version = 7, .release = std::string(20, 'x')};
+  std::string cut = encode({.version = 7, .release = std::string(30, 'x')});
+  EXPECT_EQ(take_watch_greeting(cut), longest);
+}
+
+TEST(WatchServer, SaysThatAWatchersVersionDiffersAndTellsItNothing) {
+  EventLoop loop;
+  std::vector<std::string> said;
+  WatchServer server(loop, [&](const std::string& text) { said.push_back(text); });
+  const std::string own = encode(own_watch_greeting());
+  for (const std::string& begin :
+       {encode({.version = 0xffff, .release = "9.9\033"}), std::string("GET / HTTP")}) {
+    const OtherRelease other;
+    other.send(begin);
+    std::string got;
+    turn_until(loop, [&] {
+      server.send({.text = "not for it"});
+      EXPECT_FALSE(server.watched());
+      return !other.read(got);
+    });
+    EXPECT_EQ(got, own) << "by which it can tell";
+  }
+  ASSERT_EQ(said.size(), 1) << "however often one comes";
+  EXPECT_THAT(said[0],
+              AllOf(HasSubstr("a `lockstep top` of Lockstep 9.9? (messages of version 65535) can't watch"),
+                    HasSubstr("this job, which runs with " + describe(own_watch_greeting())),
+                    HasSubstr("control_plane_tests top")));
+}
+
+TEST(JobWatch, SaysThatTheAgentsVersionDiffers) {
+  const PeerAddress address = abstract_address(WatchServer::kNameBegin + std::to_string(::getpid()));
+  const UniqueFd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(::bind(listener.get(), address.raw(), address.size), 0);
+  ASSERT_EQ(::listen(listener.get(), 4), 0);
+  const std::string greeting = encode({.version = 2, .release = "0.2.0"});
+  const std::string report = framed(encode(Report{.text = "of a release before greetings"}));
+  for (const auto& [begin, words] :
+       {std::pair(greeting, "is of Lockstep 0.2.0 (messages of version 2), and"),
+        std::pair(report, "is of a Lockstep that does not tell its version, and")}) {
+    JobWatch watch(::getpid());
+    const OtherRelease agent(listener.get());
+    std::vector<Report> reports;
+    EXPECT_TRUE(watch.read(reports)) << "nothing has come yet";
+    agent.send(begin + "what this release can't read");
+    try {
+      watch.read(reports);
+      FAIL() << words;
+    } catch (const c10::DistNetworkError& error) {
+      EXPECT_THAT(error.what_without_backtrace(),
+                  AllOf(HasSubstr(words), HasSubstr("this lockstep top of " + describe(own_watch_greeting())),
+                        HasSubstr("use the program that has started the job: "),
+                        HasSubstr("control_plane_tests top " + std::to_string(::getpid()))));
+    }
+    EXPECT_TRUE(reports.empty());
   }
 }
 
