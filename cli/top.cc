@@ -113,6 +113,7 @@ class AgentSource : public JobSource {
                   [&](const auto& host) { return now - host.second.second > 2 * kPatienceWithHosts; });
     std::vector<HostReport> hosts;
     for (const auto& [agent, report] : hosts_) hosts.push_back(report.first);
+    monitor::forget_former_generations(hosts);
     const auto first_rank = [](const HostReport& host) {
       return host.ranks.empty() ? 1 << 30 : host.ranks.front().rank;
     };
@@ -313,8 +314,8 @@ void add_top(CLI::App& program, int& status) {
   top->callback([arguments, &status] { status = show(*arguments); });
 }
 
-std::function<std::string()> make_host_report(const std::string& job) {
-  return [job, sampler = std::shared_ptr<HostSampler>()]() mutable {
+std::function<std::string(uint64_t, bool)> make_host_report(const std::string& job) {
+  return [job, sampler = std::shared_ptr<HostSampler>()](uint64_t generation, bool runs) mutable {
     if (!sampler) {
       sampler = std::make_shared<HostSampler>();
       sampler->look();
@@ -331,6 +332,8 @@ std::function<std::string()> make_host_report(const std::string& job) {
       report = sampler->host();
       report->job = job;
     }
+    report->generation = generation;
+    report->runs = runs;
     return monitor::to_json(*report);
   };
 }

@@ -140,6 +140,18 @@ def test_an_agent_that_waits_for_others_has_no_ranks(programs):
     assert report["job"] == "job" and report["world_size"] == 0 and report["hosts"][0]["ranks"] == []
 
 
+def test_a_job_between_two_generations_restarts(programs, small_data):
+    """The first one trains until a rank is killed; of the second one no ranks come."""
+    program = " ".join(str(programs.find(word)) for word in plain_loop(small_data))
+    script = f"[ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec {program}; exec sleep 1000"
+    job = programs.start("lockstep", "run", "-n", 2, "--max-restarts", 1, "sh", "-c", script)
+    report = look_until(programs, job.pid, trains(2))
+    assert "restarting" not in report and report["hosts"][0]["generation"] == 1
+    os.kill(ranks_of(report)[1]["pid"], signal.SIGKILL)
+    report = look_until(programs, job.pid, lambda report: report["restarting"] == 2)
+    assert ranks_of(report) == {} and report["world_size"] == 0
+
+
 def greeting(version, release):
     """What an agent and a `lockstep top` of any release tell each other first."""
     return b"lockstep" + struct.pack("<I20s", version, release)

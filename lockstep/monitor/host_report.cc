@@ -119,6 +119,10 @@ ordered_json internal::json_of(const HostReport& report) {
   for (const CardReport& card : report.cards) object["cards"].push_back(monitor::json_of(card));
   object["ranks"] = ordered_json::array();
   for (const RankReport& rank : report.ranks) object["ranks"].push_back(monitor::json_of(rank));
+  if (report.generation > 0) {
+    object["generation"] = report.generation;
+    object["runs"] = report.runs;
+  }
   return object;
 }
 
@@ -141,6 +145,8 @@ std::optional<HostReport> parse_host_report(std::string_view text) {
     take(object, "sent_per_second", report.sent_per_second);
     for (const json& card : object.at("cards")) report.cards.push_back(card_of(card));
     for (const json& rank : object.at("ranks")) report.ranks.push_back(rank_of(rank));
+    report.generation = object.value("generation", uint64_t{0});
+    report.runs = object.value("runs", false);
     return report;
   } catch (const json::exception&) {
     return std::nullopt;

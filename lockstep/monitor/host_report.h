@@ -65,6 +65,8 @@ struct HostReport {
   std::optional<double> sent_per_second = {};
   std::vector<CardReport> cards = {};
   std::vector<RankReport> ranks = {};  ///< sorted
+  uint64_t generation = 0;  ///< the newest that the agent knows of; 0: none has begun, or there is no agent
+  bool runs = false;        ///< its processes of that generation have been started
 
   bool operator==(const HostReport&) const = default;
 };

@@ -31,6 +31,7 @@ std::vector<std::string> seeds() {
                    .phase = "waiting",
                    .waits_for = {0},
                    .cards = {1}}};
+  report.generation = 2;
   return {to_json(report), to_json({})};
 }
 

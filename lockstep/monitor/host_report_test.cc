@@ -44,6 +44,8 @@ HostReport full_report() {
                    .memory = 1 << 30,
                    .cards = {1, 2},
                    .card_memory = 4}};
+  report.generation = 3;
+  report.runs = true;
   return report;
 }
 

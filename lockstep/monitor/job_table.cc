@@ -131,6 +131,12 @@ std::optional<double> samples_per_second(const std::map<int, const RankReport*>&
   return sum;
 }
 
+uint64_t newest_generation(const std::vector<HostReport>& hosts) {
+  uint64_t newest = 0;
+  for (const HostReport& host : hosts) newest = std::max(newest, host.generation);
+  return newest;
+}
+
 int world_size_of(const std::map<int, const RankReport*>& ranks) {
   return ranks.empty() ? 0 : ranks.begin()->second->world_size;
 }
@@ -138,7 +144,11 @@ int world_size_of(const std::map<int, const RankReport*>& ranks) {
 std::string title_of(const std::vector<HostReport>& hosts, const std::map<int, const RankReport*>& ranks) {
   std::string title = "job " + printable(hosts.front().job, 80) + ": ";
   const auto count = static_cast<int>(ranks.size());
-  title += std::to_string(count) + (count == 1 ? " rank" : " ranks");
+  if (const auto next = restarting_generation(hosts)) {
+    title += "restarting (generation " + std::to_string(*next) + ")";
+  } else {
+    title += std::to_string(count) + (count == 1 ? " rank" : " ranks");
+  }
   if (count < world_size_of(ranks)) title += " of " + std::to_string(world_size_of(ranks));
   title += " on " + std::to_string(hosts.size()) + (hosts.size() == 1 ? " host" : " hosts");
   if (const auto sum = samples_per_second(ranks)) title += ", " + number_text(*sum, 0) + " samples/s";
@@ -220,6 +230,24 @@ std::optional<int> held_up_by(const std::vector<HostReport>& hosts, int rank) {
   return cause_of(ranks_of(hosts), rank);
 }
 
+void forget_former_generations(std::vector<HostReport>& hosts) {
+  const uint64_t newest = newest_generation(hosts);
+  for (HostReport& host : hosts) {
+    if (host.generation < newest) host.ranks.clear();
+  }
+}
+
+std::optional<uint64_t> restarting_generation(const std::vector<HostReport>& hosts) {
+  const uint64_t newest = newest_generation(hosts);
+  const bool any_ranks =
+      std::any_of(hosts.begin(), hosts.end(), [](const HostReport& host) { return !host.ranks.empty(); });
+  const bool begun = std::any_of(hosts.begin(), hosts.end(), [newest](const HostReport& host) {
+    return host.runs && host.generation == newest;
+  });
+  if (any_ranks || newest == 0 || (begun && newest == 1)) return std::nullopt;
+  return begun ? newest : newest + 1;
+}
+
 std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options) {
   if (hosts.empty()) return "no ranks\n";
   const auto ranks = ranks_of(hosts);
@@ -253,6 +281,7 @@ std::string job_json(const std::vector<HostReport>& hosts) {
                          {"program", hosts.empty() ? "" : hosts.front().program},
                          {"world_size", world_size_of(ranks)}};
   if (const auto sum = samples_per_second(ranks)) object["samples_per_second"] = *sum;
+  if (const auto next = restarting_generation(hosts)) object["restarting"] = *next;
   object["hosts"] = ordered_json::array();
   for (const HostReport& host : hosts) {
     ordered_json one = internal::json_of(host);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,12 +19,19 @@ struct TableOptions {
 /// where it waits for none.
 std::optional<int> held_up_by(const std::vector<HostReport>& hosts, int rank);
 
+/// Leaves ranks out that are of an earlier generation than the newest: of a host that is lost, or has not heard of it yet.
+void forget_former_generations(std::vector<HostReport>& hosts);
+
+/// The generation that is to begin, or whose ranks have not met yet, where the job is between two: it has had one, and no
+/// host has ranks.
+std::optional<uint64_t> restarting_generation(const std::vector<HostReport>& hosts);
+
 /// The table of a job, from the reports of its hosts: a line of the job, one for each host and card, one for each rank.
 /// Ends with a line break. No control characters, whatever names hold.
 std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options);
 
 /// {"job", "program", "world_size", "samples_per_second", "hosts": [what to_json(HostReport) writes]}, indented; ranks
-/// that others keep waiting have "held_up_by", too.
+/// that others keep waiting have "held_up_by", too. Between two generations "restarting" is the number of the next one.
 std::string job_json(const std::vector<HostReport>& hosts);
 
 }  // namespace lockstep::monitor

@@ -14,6 +14,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::Not;
 
 HostReport host(const std::string& name, std::vector<RankReport> ranks) {
@@ -134,6 +135,35 @@ TEST(JobTable, ShowsNoControlCharacters) {
   evil.program = "x\302\23331m";  // U+009B, with which escape sequences may begin, too
   EXPECT_THAT(draw_table({evil}, {}), AllOf(HasSubstr(": x??31m\n"), Not(HasSubstr("\xc2\x9b"))));
   EXPECT_THAT(job_json({evil}), AllOf(HasSubstr(R"("program": "x\u009b31m")"), Not(HasSubstr("\xc2\x9b"))));
+}
+
+TEST(JobTable, BetweenTwoGenerationsSaysThatTheJobRestarts) {
+  const auto in_generation = [](HostReport report, uint64_t generation, bool runs) {
+    report.generation = generation;
+    report.runs = runs;
+    return report;
+  };
+  const HostReport starts = in_generation(host("a", {}), 1, true);
+  EXPECT_EQ(restarting_generation({starts}), std::nullopt) << "the first one starts";
+  EXPECT_EQ(restarting_generation({in_generation(host("a", {}), 0, false)}), std::nullopt);
+  EXPECT_EQ(restarting_generation({host("a", {rank(0, {})}), host("b", {})}), std::nullopt)
+      << "it has no agents";
+  const HostReport trains = in_generation(host("a", {rank(0, {}, "forward")}), 1, true);
+  const HostReport ended = in_generation(host("b", {}), 1, false);
+  EXPECT_EQ(restarting_generation({trains, ended}), std::nullopt) << "some ranks are still there";
+  EXPECT_EQ(restarting_generation({ended, ended}), 2);
+  const HostReport again = in_generation(host("b", {}), 2, true);
+  std::vector<HostReport> hosts = {trains, again};
+  forget_former_generations(hosts);
+  EXPECT_THAT(hosts[0].ranks, IsEmpty()) << "of a host that is lost, or has not heard of the second one";
+  EXPECT_EQ(restarting_generation(hosts), 2) << "it has begun, but ranks have not met";
+  EXPECT_EQ(lines_of(draw_table(hosts, {})).front(),
+            "job job: restarting (generation 2) on 2 hosts: ./train");
+  EXPECT_THAT(job_json(hosts), HasSubstr("\"restarting\": 2"));
+  std::vector<HostReport> went_on = {in_generation(trains, 2, true), again};
+  forget_former_generations(went_on);
+  EXPECT_EQ(went_on[0].ranks, trains.ranks);
+  EXPECT_THAT(job_json(went_on), Not(HasSubstr("restarting")));
 }
 
 TEST(JobTable, OfNoRanksSaysSo) {

@@ -161,6 +161,9 @@ class ControlPlane::Thread : public EventHandler {
     const AgentState::Phase before = state_.phase();
     const AgentState::Action action = state_.advance(now);
     if (action != AgentState::Action::kNothing) act(action);
+    known_generation_->store({.newest = static_cast<uint32_t>(state_.newest_generation()),
+                              .runs = state_.phase() == AgentState::Phase::kRunning &&
+                                      state_.place().generation == state_.newest_generation()});
     const bool news = told || watches_anew || action != AgentState::Action::kNothing ||
                       state_.phase() != before || std::exchange(order_, state_.order()) != state_.order();
     next = std::min({next, link_->serve(now, news), state_.look_again_at()});
@@ -177,7 +180,8 @@ class ControlPlane::Thread : public EventHandler {
     if (!wanted && reporter_) reporter_->stop();
     if (reporter_ && reporter_->is_over()) end_reports();
     if (wanted && !reporter_) {
-      reporter_ = std::make_unique<HostReporter>(options_.report);
+      reporter_ = std::make_unique<HostReporter>(
+          [report = options_.report, known = known_generation_] { return report(known->load()); });
       loop_.watch(reporter_->fd(), POLLIN, *this);
     }
     return is_new;
@@ -256,8 +260,10 @@ class ControlPlane::Thread : public EventHandler {
   std::unique_ptr<TunnelEntrance> tunnel_;  // while workers run, but on the coordinator's host
   WatchServer watchers_{loop_, options_.say};
   std::unique_ptr<HostReporter> reporter_;  // while some host watches
-  uint64_t order_ = 0;                      // that the last status told of
-  std::set<std::string> troubles_;          // of the link, that were told
+  std::shared_ptr<std::atomic<KnownGeneration>> known_generation_ =
+      std::make_shared<std::atomic<KnownGeneration>>();  // of the reporter's thread, too, which may end later
+  uint64_t order_ = 0;                                   // that the last status told of
+  std::set<std::string> troubles_;                       // of the link, that were told
 };
 
 ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_event_(make_event()) {

@@ -15,6 +15,7 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent_store.h>
+#include <lockstep/launch/control_plane/host_reporter.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/tls.h>
 #include <lockstep/launch/guardian.h>
@@ -50,7 +51,7 @@ class ControlPlane {
     std::function<void(const std::string&)> say;  // is told what happens, on the thread
     /// That of all generations' workers, which find there what this host knows of generations.
     std::shared_ptr<ExitStatusTable> table = {};
-    std::function<std::string()> report = {};  // see HostsOptions
+    std::function<std::string(const KnownGeneration&)> report = {};  // see HostsOptions
   };
   /// What the main thread is to do.
   struct Task {

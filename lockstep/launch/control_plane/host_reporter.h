@@ -1,11 +1,18 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
 namespace lockstep::launch {
+
+/// What an agent knows of generations, for its host's report.
+struct KnownGeneration {
+  uint32_t newest = 0;  ///< that the coordinator has started; 0: none
+  bool runs = false;    ///< its workers have been started here, and none was asked to end
+};
 
 /// Asks for a host's report every second, on a thread of its own: what it asks may take long (a card's driver that
 /// hangs), and the agent has to answer the coordinator meanwhile. Used by one thread.

@@ -7,6 +7,7 @@
 #include <string>
 
 #include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/control_plane/host_reporter.h>
 #include <lockstep/launch/membership/membership.h>
 
 /// `lockstep run` over several hosts.
@@ -26,7 +27,7 @@ struct HostsOptions {
   std::string secret = {};         // empty: none, after a warning
   /// How this host's ranks do, for those that watch the job. Called on a thread of its own, and may take long; empty:
   /// nothing is told.
-  std::function<std::string()> report = {};
+  std::function<std::string(const KnownGeneration&)> report = {};
 };
 
 /// The secret in this file, or else in LOCKSTEP_JOB_SECRET; empty where there is neither. White space at the ends does
