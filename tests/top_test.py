@@ -152,6 +152,11 @@ def test_a_job_between_two_generations_restarts(programs, small_data):
     assert ranks_of(report) == {} and report["world_size"] == 0
 
 
+def agent_socket(pid):
+    """The address at which an agent of this pid namespace is heard."""
+    return f"\0lockstep-agent-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
+
+
 def greeting(version, release):
     """What an agent and a `lockstep top` of any release tell each other first."""
     return b"lockstep" + struct.pack("<I20s", version, release)
@@ -162,7 +167,7 @@ def test_releases_that_differ_say_so_on_both_sides(programs):
     agent = Job(programs, 2).start(1, "true")
     agent.wait_for("1 host of at least 2", "stderr")
     with socket.socket(socket.AF_UNIX) as top:
-        top.connect(f"\0lockstep-agent-{agent.pid}")
+        top.connect(agent_socket(agent.pid))
         top.settimeout(HANG)
         top.sendall(greeting(999, b"9.9.9"))
         got = b"".join(iter(lambda: top.recv(4096), b""))
@@ -171,11 +176,13 @@ def test_releases_that_differ_say_so_on_both_sides(programs):
     agent.wait_for(rf"top` of Lockstep 9.9.9 \(messages of version 999\) can't watch.* {re.escape(str(lockstep))} top\n", "stderr")
 
     with socket.socket(socket.AF_UNIX) as other:  # this process is an agent of another release
-        other.bind(f"\0lockstep-agent-{os.getpid()}")
+        other.bind(agent_socket(os.getpid()))
         other.listen()
         top = programs.start("lockstep", "top", os.getpid())
         other.settimeout(HANG)
         watch, _ = other.accept()
+        while not watch.recv(32):  # it has only looked which agents there are
+            watch, _ = other.accept()
         with watch:
             watch.sendall(greeting(999, b"9.9.9") + b"what it does not know")
             done = top.finish()
@@ -208,11 +215,20 @@ def unshare(*options):
 
 def test_jobs_whose_processes_have_the_same_numbers_in_their_containers(programs, small_data):
     place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    program, *options = plain_loop(small_data)
-    command = [*unshare("--kill-child"), programs.find(program), *options]
+    command = [*unshare("--kill-child"), *plain_loop(small_data)]
     jobs = [programs.start(*command, **place, MASTER_PORT=free_port()) for _ in range(2)]
     ranks = [look_until(programs, job.pid, trains(1))["hosts"][0]["ranks"] for job in jobs]
     assert [len(of_job) for of_job in ranks] == [1, 1] and ranks[0][0]["pid"] != ranks[1][0]["pid"], ranks
+
+
+def test_agents_whose_processes_have_the_same_numbers_in_their_containers(programs, small_data):
+    """Containers that share the host's network, and with it the names of the agents' sockets."""
+    names = [f"a-{os.getpid()}", f"b-{os.getpid()}"]
+    run = [*unshare("--kill-child"), "lockstep", "run", "-n", 1, "--max-restarts", 1]
+    jobs = [programs.start(*run, "--rdzv-id", name, *plain_loop(small_data)) for name in names]
+    for job, name in zip(jobs, names):
+        report = look_until(programs, job.pid, lambda report: trains(1)(report) and report["hosts"][0]["generation"] == 1)
+        assert report["job"] == name
 
 
 def test_without_a_job_it_says_so(programs):

@@ -27,10 +27,10 @@ double growth(uint64_t before, uint64_t after) {
   return after < before ? 0 : static_cast<double>(after - before);
 }
 
-/// The rank's process and those above it, but for the first of all.
+/// The rank's process and those above it. In a container the first of all, 1, may be the job's launcher.
 std::set<pid_t> line_of(pid_t pid) {
   std::set<pid_t> line;
-  while (pid > 1 && line.insert(pid).second) {
+  while (pid > 0 && line.insert(pid).second) {
     const auto stat = read_process_stat(pid);
     pid = stat ? stat->parent : 0;
   }

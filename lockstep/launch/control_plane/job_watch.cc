@@ -1,14 +1,12 @@
-#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
@@ -20,34 +18,50 @@
 #include <lockstep/launch/control_plane/watch_server.h>
 
 namespace lockstep::launch {
+namespace {
 
-std::vector<pid_t> JobWatch::agents() {
+/// Names of agents' sockets in this network namespace.
+std::set<std::string> agents_sockets() {
+  constexpr size_t kLongest = 100;  // any program may have taken a name that begins so
   const std::string begin = std::string("@") + WatchServer::kNameBegin;
-  std::vector<pid_t> agents;
+  std::set<std::string> names;  // connections have the listener's name, too
   std::ifstream sockets("/proc/net/unix");
   for (std::string line; std::getline(sockets, line);) {
     const size_t at = line.find(begin);
-    if (at == std::string::npos) continue;
-    const auto pid = static_cast<pid_t>(std::strtol(line.c_str() + at + begin.size(), nullptr, 10));
-    struct stat process {};
-    const bool lives = pid > 0 && ::stat(("/proc/" + std::to_string(pid)).c_str(), &process) == 0;
-    if (lives && (process.st_uid == ::geteuid() || ::geteuid() == 0)) agents.push_back(pid);
+    if (at != std::string::npos && line.size() - at <= kLongest) names.insert(line.substr(at + 1));
   }
-  std::sort(agents.begin(), agents.end());
-  agents.erase(std::unique(agents.begin(), agents.end()),
-               agents.end());  // its connections have the name, too
+  return names;
+}
+
+/// By the agents' pids, as the kernel tells them, whatever a name says.
+std::map<pid_t, UniqueFd> connect_to_agents() {
+  std::map<pid_t, UniqueFd> connections;
+  for (const std::string& name : agents_sockets()) {
+    // Waits for none that is stopped.
+    UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const PeerAddress address = abstract_address(name);
+    if (!socket || ::connect(socket.get(), address.raw(), address.size) != 0) continue;
+    const ucred agent = process_at_other_end(socket.get());
+    const bool may_watch = agent.uid == ::geteuid() || ::geteuid() == 0;
+    if (agent.pid > 0 && may_watch) connections.emplace(agent.pid, std::move(socket));
+  }
+  return connections;
+}
+
+}  // namespace
+
+std::vector<pid_t> JobWatch::agents() {
+  std::vector<pid_t> agents;
+  for (const auto& [pid, socket] : connect_to_agents()) agents.push_back(pid);
   return agents;
 }
 
-JobWatch::JobWatch(pid_t agent) : agent_(agent), socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  const PeerAddress address = abstract_address(WatchServer::kNameBegin + std::to_string(agent));
-  const bool connected = socket_ && ::connect(socket_.get(), address.raw(), address.size) == 0;
-  TORCH_CHECK_WITH(DistNetworkError, connected, "the agent of this host, process ", agent,
-                   ", does not answer: ", std::strerror(errno));
-  // Any process may have taken the name.
-  const uid_t user = user_at_other_end(socket_.get());
-  TORCH_CHECK_WITH(DistNetworkError, user == ::geteuid() || user == 0 || ::geteuid() == 0,
-                   "what answers as the agent ", agent, " belongs to another user, ", user);
+JobWatch::JobWatch(pid_t agent) : agent_(agent) {
+  auto connections = connect_to_agents();
+  const auto found = connections.find(agent);
+  TORCH_CHECK_WITH(DistNetworkError, found != connections.end(), "the agent of this host, process ", agent,
+                   ", does not answer");
+  socket_ = std::move(found->second);
   const std::string greeting = encode(own_watch_greeting());
   ::send(socket_.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL);  // one that has ended, read() finds
 }

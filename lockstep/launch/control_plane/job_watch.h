@@ -14,10 +14,11 @@ namespace lockstep::launch {
 /// The other end of a WatchServer: the reports of all hosts of a job, by an agent of this host. Used by one thread.
 class JobWatch {
  public:
-  /// The agents of this user on this host; for root, of all users.
+  /// The agents of this user on this host; for root, of all users. Also those in containers that share this network namespace,
+  /// by their numbers in this process's pid namespace; those that it does not see are left out.
   static std::vector<pid_t> agents();
 
-  /// Throws c10::DistNetworkError where no agent of this user, or of root, answers there.
+  /// `agent`: one of agents(). Throws c10::DistNetworkError where it does not answer.
   explicit JobWatch(pid_t agent);
 
   /// Readable when read() has something to say.

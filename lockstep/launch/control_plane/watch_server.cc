@@ -5,6 +5,7 @@
 #include <iterator>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
@@ -15,11 +16,17 @@
 
 namespace lockstep::launch {
 
+std::string WatchServer::own_name() {
+  struct stat status {};
+  const ino_t pid_namespace = ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+  return kNameBegin + std::to_string(pid_namespace) + "-" + std::to_string(::getpid());
+}
+
 WatchServer::WatchServer(EventLoop& loop, std::function<void(const std::string&)> say)
     : loop_(loop),
       say_(std::move(say)),
       listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
-  const PeerAddress address = abstract_address(kNameBegin + std::to_string(::getpid()));
+  const PeerAddress address = abstract_address(own_name());
   if (!listener_ || ::bind(listener_.get(), address.raw(), address.size) != 0 ||
       ::listen(listener_.get(), kMostWatchers) != 0) {
     listener_.reset();
@@ -82,7 +89,7 @@ void WatchServer::accept_some() {
   for (int i = 0; i < kAtOnce; ++i) {
     UniqueFd socket = accept_one(listener_.get());
     if (!socket) return;
-    const uid_t user = user_at_other_end(socket.get());
+    const uid_t user = process_at_other_end(socket.get()).uid;
     if ((user != ::geteuid() && user != 0) || watchers_.size() >= kMostWatchers) continue;
     watchers_.push_back({.socket = std::move(socket), .out = encode(own_watch_greeting())});
     if (!flush(watchers_.back())) drop(std::prev(watchers_.end()));

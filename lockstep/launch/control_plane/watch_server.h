@@ -24,8 +24,11 @@ class WatchServer : public EventHandler {
   WatchServer& operator=(const WatchServer&) = delete;
   ~WatchServer() override;
 
-  /// The socket's name: this and the agent's pid.
+  /// What all agents' sockets are called first.
   static constexpr const char* kNameBegin = "lockstep-agent-";
+  /// The name of this process's. Containers that share a network namespace share these names, and may have the same pids: so
+  /// the pid namespace is part of it.
+  static std::string own_name();
   static constexpr size_t kMostWatchers = 16;
   /// What a watcher that does not read may have waiting for it.
   static constexpr size_t kMostWaitingBytes = size_t{8} << 20;

@@ -99,7 +99,7 @@ TEST(WatchServer, EndsWithItsAgent) {
     JobWatch again(::getpid());
     FAIL() << "nothing listens there";
   } catch (const c10::DistNetworkError& error) {
-    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("does not answer: Connection refused"));
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("does not answer"));
   }
 }
 
@@ -108,7 +108,7 @@ class OtherRelease {
  public:
   /// Connects to the agent that is this process.
   OtherRelease() : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    const PeerAddress address = abstract_address(WatchServer::kNameBegin + std::to_string(::getpid()));
+    const PeerAddress address = abstract_address(WatchServer::own_name());
     EXPECT_EQ(::connect(socket_.get(), address.raw(), address.size), 0);
   }
   /// Takes the connection of a JobWatch.
@@ -177,7 +177,7 @@ TEST(WatchServer, SaysThatAWatchersVersionDiffersAndTellsItNothing) {
 }
 
 TEST(JobWatch, SaysThatTheAgentsVersionDiffers) {
-  const PeerAddress address = abstract_address(WatchServer::kNameBegin + std::to_string(::getpid()));
+  const PeerAddress address = abstract_address(WatchServer::own_name());
   const UniqueFd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   ASSERT_EQ(::bind(listener.get(), address.raw(), address.size), 0);
   ASSERT_EQ(::listen(listener.get(), 4), 0);
