@@ -211,10 +211,11 @@ std::vector<std::string> options_for_agents(const CLI::App& command) {
   return words;
 }
 
-/// The list of each host of -H as a word for its agent; none where `text` is empty.
-std::vector<std::string> lists_of_hosts(const std::string& option, const std::string& text, size_t hosts) {
+/// The list of each host of -H as a word for its agent; none where the option is not given.
+std::vector<std::string> lists_of_hosts(const CLI::App& command, const std::string& option,
+                                        const std::string& text, size_t hosts) {
   std::vector<std::string> words;
-  if (text.empty()) return words;
+  if (command.get_option(option)->count() == 0) return words;
   std::istringstream lists(text + ";");  // so that a last list may be empty
   for (std::string list; std::getline(lists, list, ';');) words.push_back(option + "=" + list);
   TORCH_CHECK_VALUE(words.size() == hosts, option, " has ", words.size(), " lists, and -H has ", hosts,
@@ -245,8 +246,8 @@ launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& argume
   } else {
     common.push_back("--standalone");
   }
-  const auto cores = lists_of_hosts("--cpu-list", arguments.cpu_list, hosts.size());
-  const auto cards = lists_of_hosts("--gpu-list", arguments.gpu_list, hosts.size());
+  const auto cores = lists_of_hosts(command, "--cpu-list", arguments.cpu_list, hosts.size());
+  const auto cards = lists_of_hosts(command, "--gpu-list", arguments.gpu_list, hosts.size());
   const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
   for (size_t i = 0; i < hosts.size(); ++i) {
     std::vector<std::string> words = {self, "run"};
@@ -376,7 +377,8 @@ void add_run(CLI::App& program, int& status) {
     run->add_option("--duplicate-" + name + "-filters,--duplicate_" + name + "_filters",
                     arguments->filters[static_cast<size_t>(stream - 1)],
                     "Lines that --tee copies from standard " + std::string(stream == 1 ? "output" : "error") +
-                        " and that contain one of these go to filtered_" + name + ".log of all ranks, too")
+                        " and that contain one of these go to filtered_" + name +
+                        ".log of all shown ranks, too")
         ->envname(stream == 1 ? "PET_DUPLICATE_STDOUT_FILTERS" : "PET_DUPLICATE_STDERR_FILTERS")
         ->type_name("TEXT,…");
   }
@@ -448,8 +450,15 @@ std::vector<std::string> run_words(const CLI::App& program, std::vector<std::str
       break;
     }
     if (words[i] == "-np") words[i] = "--np";
-    const CLI::Option* option = command->get_option_no_throw(words[i]);
-    if (option != nullptr && option->get_items_expected_max() > 0) ++i;  // past its value
+    const bool empty_value = words[i].starts_with("--") && words[i].ends_with('=');
+    const std::string name = empty_value ? words[i].substr(0, words[i].size() - 1) : words[i];
+    const CLI::Option* option = command->get_option_no_throw(name);
+    if (option == nullptr || option->get_items_expected_max() == 0) continue;
+    ++i;  // its value
+    if (empty_value) {
+      words[i - 1] = name;
+      words.insert(words.begin() + static_cast<std::ptrdiff_t>(i), "");
+    }
   }
   return words;
 }

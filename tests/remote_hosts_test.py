@@ -80,6 +80,17 @@ def test_each_host_has_its_own_cores(programs, cluster):
     assert sorted(done.stdout.splitlines()) == [f"host-a on {lists[0]}", f"host-b on {lists[1]}"], done.text
 
 
+@pytest.mark.parametrize("hosts, lists", [("host-a:2,host-b:1", ";3"), ("host-a:2,host-b:1", "5,6;"), ("host-b:2", "")])
+def test_each_host_has_its_own_cards_or_none(programs, cluster, hosts, lists):
+    script = 'echo "$(hostname) <${CUDA_VISIBLE_DEVICES-all}> of $WORLD_SIZE"'
+    done = cluster.run(hosts, "--gpu-list", lists, "--no-prefix", "sh", "-c", script, CUDA_VISIBLE_DEVICES="9")
+    assert done.status == 0, done.text
+    places = [place.split(":") for place in hosts.split(",")]
+    world = sum(int(slots) for _, slots in places)
+    expected = [f"{host} <{cards}> of {world}" for (host, slots), cards in zip(places, lists.split(";")) for _ in range(int(slots))]
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.text
+
+
 def test_the_secret_stands_on_no_command_line(programs, cluster):
     job = cluster.start("host-a,host-b", "sh", "-c", STAY, LOCKSTEP_JOB_SECRET=SECRET)
     job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
@@ -181,6 +192,7 @@ def test_a_dry_run_shows_what_each_host_would_run(programs):
     [
         (["-H", "a:2,b:0"], "-H has 'b:0'"),
         (["-H", "a,b", "--cpu-list", "0"], "--cpu-list has 1 lists, and -H has 2 hosts"),
+        (["-H", "a,b", "--gpu-list", ""], "--gpu-list has 1 lists, and -H has 2 hosts"),
         (["-H", "a:2,b:2", "-n", "5"], "-n is 5, and the hosts of -H have 4 slots"),
         (["-H", "a,b", "--nnodes", "2"], "-H and --nnodes contradict each other"),
         (["-H", "localhost,b"], "the other hosts of -H can't find the first one by the name localhost"),

@@ -136,6 +136,18 @@ def described(done) -> dict:
     return {line[1]: line[2] for line in lines if line}
 
 
+@pytest.mark.parametrize("words", [["--gpu-list="], ["--gpu-list", ""], ["--gpu-list", "7", "--gpu_list="]], ids=" ".join)
+def test_an_empty_list_hides_all_cards(one_host, words):
+    script = 'echo "<${CUDA_VISIBLE_DEVICES-all}> $WORLD_SIZE"'
+    assert one_host([*words, "--no-prefix", "-n", 2], script, CUDA_VISIBLE_DEVICES="3") == "<> 2\n<> 2"
+    assert one_host(["--no-prefix", *words], script, CUDA_VISIBLE_DEVICES="3") == "<> 1"
+
+
+def test_behind_the_program_words_that_end_in_an_equals_sign_stay(programs):
+    done = programs.run("lockstep", "run", "--role=", "echo", "--gpu-list=", "--role=")
+    assert done.status == 0 and done.stdout == "--gpu-list= --role=\n", done.text
+
+
 def test_a_dry_run_says_what_would_run_and_starts_nothing(programs):
     words = ["-n", 2, "--role", "night", "--log-dir", "logs", "sh", "-c", "echo it's > started"]
     done = programs.run("lockstep", "run", "--dry-run", *words, OMP_NUM_THREADS="3", MASTER_ADDR="127.0.0.1")
