@@ -48,8 +48,8 @@ struct RunOptions {
   std::string log_folder = {};
   StreamChoice redirects = {};  // what goes to these files alone
   StreamChoice tee = {};        // what goes there too
-  // Lines of what goes there by `tee` that contain one of these texts go to attempt_N/filtered_stdout.log, and those of
-  // standard error to filtered_stderr.log, too. Empty: no such file.
+  // Lines of what goes there by `tee`, of `shown_ranks` alone, that contain one of these texts go to
+  // attempt_N/filtered_stdout.log, and those of standard error to filtered_stderr.log, too. Empty: no such file.
   std::array<std::vector<std::string>, 2> filters = {};
   std::set<int> shown_ranks = {};      // local ranks whose output is passed on; empty: all
   std::array<int, 2> output = {1, 2};  // descriptors for the processes' standard output and error

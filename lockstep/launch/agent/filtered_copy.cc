@@ -10,29 +10,47 @@ FilteredCopy::FilteredCopy(const std::string& file, std::vector<std::string> tex
     : file_("lockstep run", file, AppendFile::Kind::kBinary),
       texts_(std::move(texts)),
       role_(role),
-      ranks_(static_cast<size_t>(nprocs), LineForwarder({""})) {
+      lines_(static_cast<size_t>(nprocs)) {
   file_.open();
 }
 
 void FilteredCopy::feed(int local_rank, std::string_view bytes) {
-  write(local_rank, ranks_.at(static_cast<size_t>(local_rank)).feed(0, bytes));
+  Line& line = lines_.at(static_cast<size_t>(local_rank));
+  std::string chosen;
+  while (!bytes.empty()) {
+    const std::string_view part = bytes.substr(0, bytes.find_first_of("\r\n"));
+    line.text += part.substr(0, kLongestLine - line.text.size());
+    bytes.remove_prefix(part.size());
+    if (!part.empty()) line.returned = false;
+    if (bytes.empty()) break;
+    const bool second_half = bytes.front() == '\n' && line.returned;
+    if (!second_half) end_line(local_rank, chosen);
+    line.returned = bytes.front() == '\r';
+    bytes.remove_prefix(1);
+  }
+  if (!chosen.empty()) file_.append(chosen);
 }
 
 void FilteredCopy::finish(int local_rank) {
-  write(local_rank, ranks_.at(static_cast<size_t>(local_rank)).finish(0));
+  std::string chosen;
+  if (!lines_.at(static_cast<size_t>(local_rank)).text.empty()) end_line(local_rank, chosen);
+  if (!chosen.empty()) file_.append(chosen);
 }
 
-void FilteredCopy::write(int local_rank, std::string_view lines) {
-  std::string chosen;
-  while (!lines.empty()) {
-    const std::string_view line = lines.substr(0, std::min(lines.find('\n'), lines.size() - 1) + 1);
-    lines.remove_prefix(line.size());
-    const bool wanted = std::any_of(texts_.begin(), texts_.end(), [line](const std::string& text) {
-      return line.find(text) != std::string_view::npos;
-    });
-    if (wanted) chosen.append("[").append(role_).append(std::to_string(local_rank)).append("]:").append(line);
+void FilteredCopy::end_line(int local_rank, std::string& chosen) {
+  std::string& line = lines_[static_cast<size_t>(local_rank)].text;
+  const bool wanted = std::any_of(texts_.begin(), texts_.end(), [&line](const std::string& text) {
+    return line.find(text) != std::string::npos;
+  });
+  if (wanted) {
+    chosen.append("[")
+        .append(role_)
+        .append(std::to_string(local_rank))
+        .append("]:")
+        .append(line)
+        .append("\n");
   }
-  if (!chosen.empty()) file_.append(chosen);
+  line.clear();
 }
 
 }  // namespace lockstep::launch

@@ -7,8 +7,8 @@
 #include <fstream>
 #include <iterator>
 #include <signal.h>
-#include <sstream>
 #include <stdlib.h>
+#include <string_view>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <utility>
@@ -131,7 +131,7 @@ std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const Ra
     route.shown = chosen && !moved;
     FilteredCopy* copy =
         copies[static_cast<size_t>(stream - 1)] ? &*copies[static_cast<size_t>(stream - 1)] : nullptr;
-    if (copied) route.copy = copy;
+    if (copied && chosen) route.copy = copy;  // as torchrun has it, unlike the file of the rank
   }
   return routes;
 }
@@ -140,8 +140,11 @@ std::array<OutputRouter::Route, 2> routes_of(const RunOptions& options, const Ra
 void make_local_rank_virtual(WorkerEnvironment& environment, int local_rank) {
   std::string device = std::to_string(local_rank);
   if (const auto visible = environment.get("CUDA_VISIBLE_DEVICES")) {
-    std::istringstream devices(*visible);  // there are enough: see checked_options()
-    for (int i = 0; i <= local_rank; ++i) std::getline(devices >> std::ws, device, ',');
+    std::string_view rest = *visible;  // which has an entry for each: see checked_options()
+    for (int i = 0; i < local_rank; ++i) rest.remove_prefix(rest.find(',') + 1);
+    rest = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.find_first_not_of(' '), rest.size()));
+    device = rest.substr(0, rest.find_last_not_of(' ') + 1);  // may be empty: it sees none then
   }
   environment.set("LOCAL_RANK", "0");
   environment.set("CUDA_VISIBLE_DEVICES", device);

@@ -1,11 +1,13 @@
 #include <functional>
 #include <gmock/gmock.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <string>
 #include <sys/eventfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -17,6 +19,7 @@
 namespace lockstep::launch::worker_group_test {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 RunOptions shell(int nprocs, const std::string& script) {
@@ -61,6 +64,32 @@ TEST(WorkerGroup, TellsWorkersTheirPlaceAmongSeveralHosts) {
                                    [](WorkerEnvironment& environment) { environment.set("ADDED", "yes"); });
   EXPECT_EQ(end.exit_status, 0);
   EXPECT_EQ(seen, "4 0 4 6 1 6 2 3 127.0.0.1:29500 5 yes\n");
+}
+
+/// What the processes' CUDA_VISIBLE_DEVICES is, by local rank, where this process's is `visible`.
+std::vector<std::string> devices_of_workers(const std::string& visible, int nprocs) {
+  ::setenv("CUDA_VISIBLE_DEVICES", visible.c_str(), 1);
+  std::vector<std::string> seen(static_cast<size_t>(nprocs));
+  RunOptions options;
+  options.nprocs = nprocs;
+  options.command = {"/bin/sh", "-c", "printf %s \"<${CUDA_VISIBLE_DEVICES-unset}>\""};
+  options.virtual_local_rank = true;
+  options.observe_output = [&](int rank, int, std::string_view bytes) {
+    seen.at(static_cast<size_t>(rank)) += bytes;
+  };
+  EXPECT_EQ(
+      run_workers(checked_options(options), {.nprocs = nprocs, .world_size = nprocs}, no_store).exit_status,
+      0);
+  ::unsetenv("CUDA_VISIBLE_DEVICES");
+  return seen;
+}
+
+TEST(WorkerGroup, AWorkerSeesOneDeviceOrNoneWhereTheListHidesIt) {
+  EXPECT_THAT(devices_of_workers(" 5 , GPU-a1,7", 2), ElementsAre("<5>", "<GPU-a1>"));
+  EXPECT_THAT(devices_of_workers("", 1), ElementsAre("<>"));
+  EXPECT_THAT(devices_of_workers(" ", 1), ElementsAre("<>"));
+  EXPECT_THAT(devices_of_workers("5,", 2), ElementsAre("<5>", "<>"));
+  EXPECT_THAT(devices_of_workers(",5", 2), ElementsAre("<>", "<5>"));
 }
 
 TEST(WorkerGroup, ReportsRanksOfTheWholeJob) {
