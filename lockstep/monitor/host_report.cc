@@ -77,8 +77,8 @@ RankReport rank_of(const json& object) {
 ordered_json json_of(const CardReport& card) {
   ordered_json object = {{"index", card.index}, {"name", card.name}};
   put(object, "used_percent", card.used_percent);
-  object["memory_used"] = card.memory_used;
-  object["memory_total"] = card.memory_total;
+  put(object, "memory_used", card.memory_used);
+  put(object, "memory_total", card.memory_total);
   object["others"] = ordered_json::array();
   for (const StrangerReport& other : card.others) {
     ordered_json stranger = {{"pid", other.pid}, {"name", other.name}, {"user", other.user}};
@@ -93,8 +93,8 @@ CardReport card_of(const json& object) {
   card.index = object.at("index").get<int>();
   card.name = object.at("name").get<std::string>();
   take(object, "used_percent", card.used_percent);
-  card.memory_used = object.at("memory_used").get<int64_t>();
-  card.memory_total = object.at("memory_total").get<int64_t>();
+  take(object, "memory_used", card.memory_used);
+  take(object, "memory_total", card.memory_total);
   for (const json& stranger : object.at("others")) {
     StrangerReport& other = card.others.emplace_back();
     other.pid = stranger.at("pid").get<pid_t>();

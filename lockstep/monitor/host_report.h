@@ -45,8 +45,8 @@ struct CardReport {
   int index = 0;
   std::string name = {};
   std::optional<int> used_percent = {};
-  int64_t memory_used = 0;
-  int64_t memory_total = 0;
+  std::optional<int64_t> memory_used = {};  ///< bytes; nothing where the driver does not tell
+  std::optional<int64_t> memory_total = {};
   std::vector<StrangerReport> others = {};
 
   bool operator==(const CardReport&) const = default;

@@ -55,6 +55,13 @@ TEST(HostReport, IsReadAsItWasWritten) {
   EXPECT_EQ(to_json(full_report()).find('\n'), std::string::npos) << "it is one line";
 }
 
+TEST(HostReport, LeavesOutWhatACardDoesNotTell) {
+  HostReport report;
+  report.cards = {{.index = 2}};
+  EXPECT_NE(to_json(report).find(R"("cards":[{"index":2,"name":"","others":[]}])"), std::string::npos)
+      << to_json(report);
+}
+
 TEST(HostReport, TellsOfALossThatIsNoNumber) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   for (const double loss : {kInfinity, -kInfinity, std::numeric_limits<double>::quiet_NaN()}) {

@@ -159,8 +159,10 @@ std::string title_of(const std::vector<HostReport>& hosts, const std::map<int, c
 /// What the card's line says; others' processes by their names, as many as there are.
 std::string card_text(const CardReport& card) {
   std::string text = "  gpu " + std::to_string(card.index) + " " + printable(card.name, 60) + ": " +
-                     or_dash(card.used_percent, percent_text) + ", " + format_bytes(card.memory_used) +
-                     " of " + format_bytes(card.memory_total);
+                     or_dash(card.used_percent, percent_text) + ", " +
+                     (card.memory_used && card.memory_total
+                          ? format_bytes(*card.memory_used) + " of " + format_bytes(*card.memory_total)
+                          : "-");
   for (const StrangerReport& other : card.others) {
     text += "; not of this job: " + (other.name.empty() ? "a process" : printable(other.name, 40)) +
             " (pid " + std::to_string(other.pid) +

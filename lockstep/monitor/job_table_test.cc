@@ -84,22 +84,24 @@ TEST(JobTable, HasALineForEachHostCardAndRank) {
                   .used_percent = 97,
                   .memory_used = 1LL << 30,
                   .memory_total = 80LL << 30,
-                  .others = {{.pid = 9, .name = "python3", .user = "bob", .memory = 2LL << 30}}}};
+                  .others = {{.pid = 9, .name = "python3", .user = "bob", .memory = 2LL << 30}}},
+                 {.index = 4, .name = "NVIDIA Thor"}};
   const auto lines = lines_of(draw_table({first}, {}));
-  ASSERT_EQ(lines.size(), 9);
+  ASSERT_EQ(lines.size(), 10);
   EXPECT_EQ(lines[0], "job job: 2 ranks of 4 on 1 host, 6667 samples/s: ./train");
   EXPECT_THAT(lines[3], AllOf(HasSubstr("host-a"), HasSubstr("93 % of 2 cores"),
                               HasSubstr("3.0 GiB of 8.0 GiB"), HasSubstr("1.2, 0.0")));
   EXPECT_EQ(
       lines[4],
       "  gpu 3 NVIDIA H100: 97 %, 1.0 GiB of 80.0 GiB; not of this job: python3 (pid 9 of bob) 2.0 GiB");
-  EXPECT_THAT(lines[7], AllOf(HasSubstr("waiting"), HasSubstr("rank 1 (forward 12 s)")));
-  EXPECT_THAT(lines[8], AllOf(HasSubstr("1200"), HasSubstr("9.6"), HasSubstr("6667"), HasSubstr("0.25"),
+  EXPECT_EQ(lines[5], "  gpu 4 NVIDIA Thor: -, -") << "its driver tells of neither";
+  EXPECT_THAT(lines[8], AllOf(HasSubstr("waiting"), HasSubstr("rank 1 (forward 12 s)")));
+  EXPECT_THAT(lines[9], AllOf(HasSubstr("1200"), HasSubstr("9.6"), HasSubstr("6667"), HasSubstr("0.25"),
                               HasSubstr("forward 12 s"), HasSubstr("100 %"), HasSubstr("350.0 MiB"),
                               HasSubstr("3: 1.0 GiB")));
-  const auto heads = lines[6];
-  EXPECT_EQ(lines[8].find("forward"), heads.find("phase")) << "columns are aligned";
-  EXPECT_EQ(lines[8].find("1200") + 4, heads.find("step") + 4);
+  const auto heads = lines[7];
+  EXPECT_EQ(lines[9].find("forward"), heads.find("phase")) << "columns are aligned";
+  EXPECT_EQ(lines[9].find("1200") + 4, heads.find("step") + 4);
 }
 
 TEST(JobTable, FitsIntoTheTerminal) {

@@ -19,9 +19,10 @@ struct CardProcess {
 struct Card {
   int index = 0;  ///< as NVIDIA's driver numbers them: by PCI address, whatever CUDA_VISIBLE_DEVICES says
   std::string name = {};
-  std::optional<int> used_percent = {};  ///< of the time, kernels ran
-  int64_t memory_used = 0;               ///< bytes
-  int64_t memory_total = 0;  ///< 0: the driver does not tell, as of cards that share the host's memory
+  std::optional<int> used_percent = {};     ///< of the time, kernels ran
+  std::optional<int64_t> memory_used = {};  ///< bytes; nothing where the driver does not tell, as of cards
+                                            ///< that share the host's memory
+  std::optional<int64_t> memory_total = {};
   std::vector<CardProcess> processes = {};  ///< that compute
 };
 

@@ -118,7 +118,7 @@ TEST_F(NvmlOnAFake, LeavesOutWhatTheDriverDoesNotTell) {
     ASSERT_EQ(found.size(), 2U) << error;
     EXPECT_EQ(found[0].name, "");
     EXPECT_EQ(found[0].used_percent, std::nullopt);
-    EXPECT_EQ(found[0].memory_total, 0);
+    EXPECT_EQ(found[0].memory_total, std::nullopt);
     EXPECT_TRUE(found[0].processes.empty());
     EXPECT_EQ(found[1].name, "Card 1");
     EXPECT_EQ(found[1].memory_total, 80LL << 30);
