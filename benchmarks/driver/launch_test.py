@@ -1,5 +1,6 @@
 """Tests of the suite `launch`: its figures, its table, and what it starts."""
 
+import contextlib
 import os
 import pathlib
 import random
@@ -57,6 +58,39 @@ def test_launchers_are_compared(costs):
     assert "| cable cut, 2 workers on 2 hosts, C++ | 250 ms | - | " in text, text
     assert "| 200 ms | 1 | 2 |" in text, text
     assert "| lockstep run | 20 MiB | 1.5 ms |" in text, text
+
+
+def test_jobs_that_all_failed_have_no_time(costs, monkeypatch):
+    monkeypatch.setattr(launch, "in_a_row", lambda fleet, turn: ([], 100, []))
+    assert "| - | 100 | 0 |" in report.report(run(LaunchFleet()), markdown=True)
+
+
+def test_what_other_programs_share_is_not_left_by_jobs(make_hosts, monkeypatch):
+    net = make_hosts(2)
+    others = pathlib.Path(f"/dev/shm/lockstep_test_of_launch_{os.getpid()}")
+
+    class Job(contextlib.nullcontext):
+        begin = 0
+
+        def __init__(self, *_, **variables):
+            super().__init__(self)
+            others.touch()
+            net.run(1, "touch", "/dev/shm/shared")
+            (pathlib.Path(variables["TMPDIR"]) / "temporary").touch()
+
+        def first_collectives(self):
+            return {0: (5, 1)}
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(launch, "Running", Job)
+    monkeypatch.setattr(launch, "IN_A_ROW", 2)
+    try:
+        answer = launch.in_a_row(LaunchFleet(), launch.Launch("lockstep", "cpp", (1, 1), net))
+    finally:
+        others.unlink(missing_ok=True)
+    assert answer == ([5, 5], 0, ["temporary", "shared"])
 
 
 def test_without_root_there_is_one_host(costs):
