@@ -1,5 +1,6 @@
 // FULL_SHARD and SHARD_GRAD_OP by gathering, forced on one host.
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -301,40 +302,42 @@ TEST(FsdpGather, NoSyncKeepsWhatShardGradOpHasGathered) {
   });
 }
 
-/// A rank without a gradient for a weight that the others reduce early: they don't wait for that before a gather.
-TEST(FsdpGather, ARankMayLackGradients) {
-  struct Biased : nn::Module {
-    Biased() {
-      for (int i = 0; i < 6; ++i) {
-        layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(5, 5)));
-      }
-      to(at::kDouble);
+/// Its first layer may be its last one, too.
+struct Biased : nn::Module {
+  explicit Biased(bool begins_as_it_ends) {
+    for (int i = 0; i < 6; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i), nn::Linear(5, 5)));
     }
-    torch::Tensor forward(torch::Tensor x, bool lacks) {
-      for (size_t i = 0; i < layers.size(); ++i) {
-        const auto& bias = layers[i]->bias;
-        x = torch::tanh(torch::linear(x, layers[i]->weight, lacks && i == 5 ? bias.detach() : bias));
-      }
-      return x;
+    if (begins_as_it_ends) layers.push_back(layers.front());
+    to(at::kDouble);
+  }
+  torch::Tensor forward(torch::Tensor x, bool lacks) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto& bias = layers[i]->bias;
+      x = torch::tanh(torch::linear(x, layers[i]->weight, lacks && i == 5 ? bias.detach() : bias));
     }
-    std::vector<nn::Linear> layers;
-  };
-  run_ranks(3, [](int rank) {
-    auto world = init_process_group();
+    return x;
+  }
+  std::vector<nn::Linear> layers;
+};
+
+/// On 3 ranks, of which one has no gradient for a bias.
+void expect_trains_where_a_rank_lacks_a_gradient(const Options& options, bool begins_as_it_ends) {
+  run_ranks(3, [&](int rank) {
+    auto world = init_process_group({.timeout = std::chrono::seconds(60)});
     torch::manual_seed(3);
-    const auto net = std::make_shared<Biased>();
+    const auto net = std::make_shared<Biased>(begins_as_it_ends);
     torch::manual_seed(3);
-    const auto alone = std::make_shared<Biased>();
-    FullyShardedDataParallel model(net, {.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(),
-                                         .gradient_buffers = 1,
-                                         .gather = true});
+    const auto alone = std::make_shared<Biased>(begins_as_it_ends);
+    FullyShardedDataParallel model(net, options);
     const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
     optim::SGD reference(alone->parameters(), optim::SGDOptions(0.1));
     for (int step = 0; step < 4; ++step) {
       optimizer->zero_grad();
       reference.zero_grad();
       const auto all = random({3, 4, 5}, static_cast<uint64_t>(step));
-      model(all[rank], rank == 1).square().sum().backward();
+      // With a gradient of what goes in, backward uses the first layer at its end.
+      model(all[rank].clone().requires_grad_(), rank == 1).square().sum().backward();
       torch::Tensor mean = torch::zeros({}, at::kDouble);
       for (int i = 0; i < 3; ++i) mean = mean + alone->forward(all[i], i == 1).square().sum() / 3;
       mean.backward();
@@ -346,6 +349,22 @@ TEST(FsdpGather, ARankMayLackGradients) {
       EXPECT_LT(testing::difference(state.at(item.key()).toTensor(), item.value()), 1e-10) << item.key();
     }
   });
+}
+
+/// They don't wait for its reduction, which they start early, before a gather.
+TEST(FsdpGather, ARankMayLackGradients) {
+  expect_trains_where_a_rank_lacks_a_gradient(
+      {.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(), .gradient_buffers = 1, .gather = true},
+      false);
+}
+
+/// It keeps a group that the others have freed, and frees the same one as they when room is needed.
+TEST(FsdpGather, ARankMayLackGradientsWhereBackwardComesBackToAGroup) {
+  for (const auto adjust : {gather, gather_late, gather_post, gather_until_backward}) {
+    Options options{.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>()};
+    adjust(options);
+    expect_trains_where_a_rank_lacks_a_gradient(options, true);
+  }
 }
 
 /// The shared form and the gathered ones begin, go on from each other's states, and have the same weights to the bit.

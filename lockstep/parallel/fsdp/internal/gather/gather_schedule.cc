@@ -13,7 +13,9 @@ GatherSchedule::GatherSchedule(size_t units, size_t most, bool forward_prefetch,
   TORCH_INTERNAL_ASSERT(most >= 2);
 }
 
-void GatherSchedule::begin(GatherPass pass, bool keeps_all) {
+GatherSchedule::Steps GatherSchedule::begin(GatherPass pass, bool keeps_all) {
+  Steps steps;
+  prefetch_behind_gradients(steps);
   if (pass == GatherPass::kForward) in_forward_ = true;
   Order& begun = pass == GatherPass::kForward ? forward_ : backward_;
   begun.now.clear();
@@ -21,22 +23,32 @@ void GatherSchedule::begin(GatherPass pass, bool keeps_all) {
   begun.keeps_all = keeps_all;
   current_.reset();
   next_.reset();
+  return steps;
 }
 
-void GatherSchedule::end(GatherPass pass) {
+GatherSchedule::Steps GatherSchedule::end(GatherPass pass) {
+  Steps steps;
+  prefetch_behind_gradients(steps);
   Order& ended = pass == GatherPass::kForward ? forward_ : backward_;
   ended.last = std::exchange(ended.now, {});
   if (pass == GatherPass::kForward) in_forward_ = false;
   current_.reset();
   next_.reset();
+  return steps;
 }
 
 GatherSchedule::Steps GatherSchedule::use(size_t unit) {
   Unit& used = units_[unit];
+  const bool goes_on = current_ == unit && used.phase == UnitPhase::kWhole;
+  Steps steps;
+  if (!goes_on) prefetch_behind_gradients(steps);
   ++used.users;
   used.last_use = ++uses_;
-  if (current_ == unit && used.phase == UnitPhase::kWhole) return {};
-  Steps steps;
+  if (std::exchange(used.freed_early, false)) {
+    start(steps, unit);
+    finish(steps, unit);
+  }
+  if (goes_on) return steps;
   current_ = unit;
   if (used.phase == UnitPhase::kSharded) {
     make_room(steps);
@@ -51,9 +63,12 @@ GatherSchedule::Steps GatherSchedule::use(size_t unit) {
 
 GatherSchedule::Steps GatherSchedule::gradients_are_complete(size_t unit, bool may_be_used_again) {
   Steps steps;
-  const Unit& done = units_[unit];
-  if (!may_be_used_again && done.phase == UnitPhase::kWhole && done.users == 0) free(steps, unit);
-  if (backward_prefetch_ == BackwardPrefetch::BACKWARD_POST) prefetch(steps);
+  Unit& done = units_[unit];
+  if (!may_be_used_again && phase(unit) == UnitPhase::kWhole && done.users == 0) {
+    steps.push_back({GatherStep::Kind::kFree, unit});
+    done.freed_early = true;
+  }
+  prefetch_behind_gradients(steps);
   return steps;
 }
 
@@ -77,6 +92,11 @@ std::optional<size_t> GatherSchedule::next_after(size_t unit) {
 
 void GatherSchedule::prefetch(Steps& steps) {
   if (next_ && units_[*next_].phase == UnitPhase::kSharded && make_room(steps)) start(steps, *next_);
+}
+
+/// BACKWARD_POST; at the latest before backward goes on with another unit or ends, for a rank may lack the gradients.
+void GatherSchedule::prefetch_behind_gradients(Steps& steps) {
+  if (!in_forward_ && backward_prefetch_ == BackwardPrefetch::BACKWARD_POST) prefetch(steps);
 }
 
 bool GatherSchedule::make_room(Steps& steps) {
@@ -107,7 +127,7 @@ void GatherSchedule::finish(Steps& steps, size_t unit) {
 
 void GatherSchedule::free(Steps& steps, size_t unit) {
   units_[unit].phase = UnitPhase::kSharded;
-  steps.push_back({GatherStep::Kind::kFree, unit});
+  if (!std::exchange(units_[unit].freed_early, false)) steps.push_back({GatherStep::Kind::kFree, unit});
   if (current_ == unit) current_.reset();
 }
 

@@ -26,7 +26,8 @@ struct GatherStep {
 /// Which units of weights are gathered and freed, and when. A unit is gathered when it is used; before that the one is freed
 /// whose use is longest ago, so that never more than a given number are whole or on their way, unless one operator uses more
 /// of them. With prefetch the unit that came next in the pass before is gathered early, in the room that is left without
-/// the one in use. Ranks that use units in the same order get the same steps. A value: decisions alone.
+/// the one in use. Ranks that use units in the same order gather the same ones in the same order, whichever gradients each of them has:
+/// a unit whose memory is free already counts as whole until others need its room. A value: decisions alone.
 class GatherSchedule {
  public:
   using Steps = std::vector<GatherStep>;
@@ -37,24 +38,28 @@ class GatherSchedule {
 
   /// A pass begins; a forward may begin within a backward (activation checkpoints), and ends before it. With `keeps_all`
   /// nothing is freed to make room.
-  void begin(GatherPass pass, bool keeps_all);
+  Steps begin(GatherPass pass, bool keeps_all);
   /// It ends; its order is what the next one of its kind is expected to have.
-  void end(GatherPass pass);
+  Steps end(GatherPass pass);
 
   /// An operator is about to use the unit, which stays whole until release().
   Steps use(size_t unit);
   void release(size_t unit) { --units_[unit].users; }
   /// All gradients of the unit's weights are there, so backward does not need it any more; unless it may use the unit again, which
-  /// then stays as others do.
+  /// then stays as others do. Perhaps not on all ranks.
   Steps gradients_are_complete(size_t unit, bool may_be_used_again);
   /// All that no operator uses.
   Steps free_all();
 
-  UnitPhase phase(size_t unit) const { return units_[unit].phase; }
+  UnitPhase phase(size_t unit) const {
+    return units_[unit].freed_early ? UnitPhase::kSharded : units_[unit].phase;
+  }
 
  private:
   struct Unit {
     UnitPhase phase = UnitPhase::kSharded;
+    bool freed_early =
+        false;  // its gradients are complete here; another rank may still have it, so it counts as whole
     int users = 0;
     uint64_t last_use = 0;
   };
@@ -69,6 +74,7 @@ class GatherSchedule {
   Order& order() { return in_forward_ ? forward_ : backward_; }
   std::optional<size_t> next_after(size_t unit);
   void prefetch(Steps& steps);
+  void prefetch_behind_gradients(Steps& steps);
   bool make_room(Steps& steps);
   void start(Steps& steps, size_t unit);
   void finish(Steps& steps, size_t unit);

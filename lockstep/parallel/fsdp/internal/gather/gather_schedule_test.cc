@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstddef>
 #include <gmock/gmock.h>
 #include <optional>
 #include <random>
@@ -36,13 +37,10 @@ Steps use(GatherSchedule& schedule, size_t unit) {
 /// What a pass in this order does.
 Steps run(GatherSchedule& schedule, GatherPass pass, const std::vector<size_t>& order,
           bool keeps_all = false) {
-  Steps all;
-  schedule.begin(pass, keeps_all);
-  for (const size_t unit : order) {
-    const Steps steps = use(schedule, unit);
-    all.insert(all.end(), steps.begin(), steps.end());
-  }
-  schedule.end(pass);
+  Steps all = schedule.begin(pass, keeps_all);
+  const auto append = [&](const Steps& steps) { all.insert(all.end(), steps.begin(), steps.end()); };
+  for (const size_t unit : order) append(use(schedule, unit));
+  append(schedule.end(pass));
   return all;
 }
 
@@ -139,6 +137,54 @@ TEST(GatherSchedule, AForwardWithinABackwardHasAnOrderOfItsOwn) {
   }
 }
 
+// They would wait for each other otherwise.
+TEST(GatherSchedule, RanksThatLackGradientsGatherTheSameUnits) {
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    const size_t units = 2 + random() % 5, most = 2 + random() % 2;
+    std::optional<BackwardPrefetch> prefetch;
+    if (random() % 3 > 0) prefetch = static_cast<BackwardPrefetch>(random() % 2);
+    const bool keeps_all = random() % 3 == 0, changes = random() % 3 == 0;
+    const GatherSchedule schedule(units, most, random() % 2 == 0, prefetch);
+    std::vector<GatherSchedule> ranks(2, schedule);
+    std::vector<std::vector<size_t>> started(2);
+    const auto on_rank = [&](size_t rank, const auto& action) {
+      for (const auto& [kind, unit] : action(ranks[rank])) {
+        if (kind == GatherStep::Kind::kStart) started[rank].push_back(unit);
+      }
+    };
+    const auto on_both = [&](const auto& action) { on_rank(0, action), on_rank(1, action); };
+    const auto forward = [&](std::vector<size_t> order) {
+      std::ranges::reverse(order);
+      on_both([&](GatherSchedule& rank) { return run(rank, GatherPass::kForward, order, keeps_all); });
+    };
+    std::vector<size_t> order;  // of backward
+    for (int step = 0; step < 4; ++step) {
+      if (step == 0 || changes) {
+        order.resize(10);
+        for (size_t& unit : order) unit = random() % units;
+      }
+      forward(order);
+      on_both([&](GatherSchedule& rank) { return rank.begin(GatherPass::kBackward, keeps_all); });
+      for (auto place = order.begin(); place != order.end(); ++place) {
+        if (random() % 4 == 0) {  // an activation checkpoint of what comes next
+          forward(
+              {place, place + std::min(static_cast<std::ptrdiff_t>(1 + random() % 3), order.end() - place)});
+        }
+        const size_t unit = *place;
+        on_both([&](GatherSchedule& rank) { return use(rank, unit); });
+        if (std::find(place + 1, order.end(), unit) != order.end()) continue;
+        const auto complete = [&](GatherSchedule& rank) { return rank.gradients_are_complete(unit, false); };
+        on_rank(0, complete);
+        if (random() % 2 == 0) on_rank(1, complete);
+      }
+      on_both([&](GatherSchedule& rank) { return rank.end(GatherPass::kBackward); });
+      on_both([&](GatherSchedule& rank) { return rank.free_all(); });
+    }
+    EXPECT_EQ(started[0], started[1]) << "seed " << seed;
+  }
+}
+
 TEST(GatherSchedule, AnyOrderGivesEachUnitWhenItIsUsedAndNeverMoreThanTheMost) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);
@@ -170,7 +216,7 @@ TEST(GatherSchedule, AnyOrderGivesEachUnitWhenItIsUsedAndNeverMoreThanTheMost) {
     };
     for (int pass = 0; pass < 6; ++pass) {
       const auto kind = pass % 2 == 0 ? GatherPass::kForward : GatherPass::kBackward;
-      schedule.begin(kind, false);
+      obey(schedule.begin(kind, false));
       for (int i = 0; i < 12; ++i) {
         const auto step = static_cast<size_t>(i / 2 * (pass % 2 + 1));
         const size_t unit = (pass < 4 ? step : random()) % units;
@@ -182,7 +228,7 @@ TEST(GatherSchedule, AnyOrderGivesEachUnitWhenItIsUsedAndNeverMoreThanTheMost) {
           obey(schedule.gradients_are_complete(unit, unit % 4 == 1));
         }
       }
-      schedule.end(kind);
+      obey(schedule.end(kind));
       if (random() % 2 == 0) {
         obey(schedule.free_all());
         EXPECT_EQ(std::ranges::count(phases, UnitPhase::kSharded), static_cast<std::ptrdiff_t>(units));

@@ -47,9 +47,9 @@ void GatheredUnits::begin_use() {
 void GatheredUnits::run_forward(const std::function<void()>& forward) {
   begin_use();
   const bool trains = c10::GradMode::is_enabled();
-  if (forwards_++ == 0) schedule_.begin(GatherPass::kForward, keeps_all_ && trains);
   std::exception_ptr error;
   try {
+    if (forwards_++ == 0) run(schedule_.begin(GatherPass::kForward, keeps_all_ && trains));
     forward();
   } catch (...) {
     error = std::current_exception();
@@ -84,14 +84,15 @@ void GatheredUnits::begin_backward(int graph_task) {
     if (const auto units = self.lock()) units->end_backward();
   });
   graph_task_ = graph_task;
-  schedule_.begin(GatherPass::kBackward, keeps_all_);
+  run(schedule_.begin(GatherPass::kBackward, keeps_all_));
 }
 
 void GatheredUnits::end_backward() {
-  schedule_.end(GatherPass::kBackward);
+  const auto steps = schedule_.end(GatherPass::kBackward);
   graph_task_ = kNoTask;
   end_use();
   rethrow_failure();
+  run(steps);
   if (!keeps_all_) run(schedule_.free_all());
 }
 
