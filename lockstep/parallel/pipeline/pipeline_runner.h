@@ -102,8 +102,8 @@ struct PipelineMemory {
 ///
 /// All ranks of the group call the constructor, step() and eval() alike; the constructor exchanges and compares what they
 /// were given. A step's sends never wait for receivers, so no order of actions can deadlock. In eval(), where no backward bounds
-/// what is on its way, a stage is at most two micro-batches ahead of one that takes what it sends; with several stages on a rank,
-/// a round of the schedule. In traces actions are scopes as torch names them ("PP:2F3"), and what they wait for ("PP:2RECV_F3").
+/// what is on its way, a stage is at most two micro-batches ahead of the next one, if that takes what it sends, and one more for each
+/// stage between them ahead of a later one; with several stages on a rank, a round of the schedule. In traces actions are scopes as torch names them ("PP:2F3"), and what they wait for ("PP:2RECV_F3").
 ///
 /// A stage that calls activation_checkpoint() does all of its backward in the first half of a split one, for the second
 /// one would compute the checkpoint again for each layer that has weights.

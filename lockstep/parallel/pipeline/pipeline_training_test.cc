@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <gmock/gmock.h>
 #include <limits>
 #include <string>
@@ -464,6 +465,32 @@ TEST(Pipelines, EvalKeepsFewMicroBatchesInFlight) {
       if (rank == 1) {
         EXPECT_TRUE(at::equal(outputs.at(0), per_rank == 1 ? x + 1 : x + 1 + 1));
       }
+    }
+  });
+}
+
+/// All stages compute at once, also where the first one sends to the last one.
+TEST(Pipelines, EvalGoesAsFarAheadOfALaterStageAsThereAreStagesBetween) {
+  constexpr int kRanks = 5;
+  run_ranks(kRanks, [](int rank) {
+    auto world = init_process_group({.timeout = std::chrono::seconds(60)});
+    int64_t forwards = 0;
+    const auto stage = [&](const Tensors& x) {
+      // The last one begins with its first micro-batch when the first one has come as far as its fifth.
+      at::Tensor token = at::zeros({1});
+      if (rank == 0 && forwards == kRanks - 1) send(token, kRanks - 1);
+      if (rank == kRanks - 1 && forwards == 0) recv(token, 0);
+      ++forwards;
+      return Tensors{rank == kRanks - 1 ? x.at(0) * x.at(1) : x.at(0) + 1};
+    };
+    PipelineStageOptions options;
+    if (rank == 0) options.outputs_to = {{1, kRanks - 1}};
+    PipelineRunner pipeline(PipelineStage(stage, rank, kRanks, options),
+                            {.schedule = PipelineSchedule::kGPipe, .n_microbatches = 16});
+    const auto x = testing::random({16, 6}, 3, at::kFloat);
+    const auto outputs = pipeline.eval({x});
+    if (rank == kRanks - 1) {
+      EXPECT_TRUE(at::equal(outputs.at(0), (x + 1) * (x + 1 + 1 + 1 + 1)));
     }
   });
 }

@@ -30,7 +30,7 @@ using torch::autograd::impl::gradient_edge;
 
 /// A rank asks so many actions ahead for what other hosts send.
 constexpr size_t kAhead = 2;
-/// Without backward, a rank computes so many micro-batches before the first of them is taken.
+/// Without backward, a rank computes so many micro-batches before the next stage takes the first of them.
 constexpr int64_t kForwardsAhead = 2;
 
 bool requires_gradient(const at::Tensor& tensor) {
@@ -50,7 +50,10 @@ at::Tensor in_own_memory(const at::Tensor& gradient) {
 
 PipelineStep::PipelineStep(PipelineCore& core, bool has_backward, bool return_outputs, const Tensors& inputs,
                            const at::Tensor& target)
-    : core_(core), has_backward_(has_backward), return_outputs_(return_outputs), most_ahead_(most_ahead()) {
+    : core_(core),
+      has_backward_(has_backward),
+      return_outputs_(return_outputs),
+      round_(micro_batches_of_a_round()) {
   const int64_t parts = core_.options.n_microbatches;
   if (core_.is_here(0)) {
     TORCH_CHECK_VALUE(!inputs.empty(), "the rank of stage 0 needs the batch's inputs");
@@ -345,11 +348,8 @@ void PipelineStep::finish_given(int64_t stage) {
 
 // ---- between stages
 
-/// Without backward nothing but this bounds how many activations wait for their receivers. With several stages a rank computes so
-/// many micro-batches of one before those of the next: a round. No rank waits for itself so, since what it waits for is of an
-/// earlier micro-batch, or an earlier round.
-int64_t PipelineStep::most_ahead() const {
-  if (core_.stages.size() == 1) return kForwardsAhead;
+/// With several stages a rank computes so many micro-batches of one before those of the next.
+int64_t PipelineStep::micro_batches_of_a_round() const {
   int64_t round = 0;
   for (const PipelineAction& action : core_.actions) {
     if (action.type != ComputationType::kForward) continue;
@@ -359,11 +359,19 @@ int64_t PipelineStep::most_ahead() const {
   return round;
 }
 
+/// Without backward nothing but this bounds how many activations wait for their receivers. No rank waits for itself so, since what it
+/// waits for is of an earlier micro-batch, or an earlier round. A stage further down the pipeline takes a micro-batch later by one for
+/// each stage between: a bound that did not count these would leave ranks of a long pipeline idle. A round is at least as long as the way
+/// from one of a rank's stages to its next one, or has all micro-batches.
+int64_t PipelineStep::most_ahead(int64_t from, int64_t to) const {
+  return core_.stages.size() == 1 ? kForwardsAhead + (to - from - 1) : round_;
+}
+
 void PipelineStep::pass(int64_t from, int64_t to, int64_t micro_batch, Tensors tensors) {
   const int tag = core_.tag_of(from, to, micro_batch);
   if (!core_.is_here(to)) {
-    if (!has_backward_ && micro_batch >= most_ahead_) {
-      core_.messages->finish_sends(core_.tag_of(from, to, micro_batch - most_ahead_));
+    if (const int64_t ahead = most_ahead(from, to); !has_backward_ && micro_batch >= ahead) {
+      core_.messages->finish_sends(core_.tag_of(from, to, micro_batch - ahead));
     }
     return core_.messages->send(tensors, core_.rank_of(to), tag);
   }

@@ -63,7 +63,8 @@ class PipelineStep {
   void finish_weights(const PipelineAction& action);
   void finish_given(int64_t stage);
 
-  int64_t most_ahead() const;
+  int64_t micro_batches_of_a_round() const;
+  int64_t most_ahead(int64_t from, int64_t to) const;
   void pass(int64_t from, int64_t to, int64_t micro_batch, Tensors tensors);
   Tensors take(int64_t from, int64_t to, int64_t micro_batch);
   TensorMessages::Receipt& ask(int64_t from, int64_t to, int64_t micro_batch);
@@ -72,7 +73,7 @@ class PipelineStep {
   PipelineCore& core_;
   const bool has_backward_;
   const bool return_outputs_;
-  const int64_t most_ahead_;
+  const int64_t round_;
   std::vector<Given> given_;
   std::vector<Tensors> inputs_;  // by micro-batch
   Tensors targets_;
