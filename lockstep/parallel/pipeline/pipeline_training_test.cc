@@ -191,6 +191,48 @@ TEST(Pipelines, ACheckpointIsComputedAgainOnce) {
   });
 }
 
+/// Of a loss function that has weights itself, such as the output layer's.
+TEST(Pipelines, ACheckpointOfTheLossIsComputedAgainOnce) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto model = random_model(63, 4), expected = random_model(63, 4);
+    const auto make_head = [] {
+      torch::manual_seed(65);
+      return nn::Linear(6, 6);
+    };
+    const nn::Linear head = make_head();
+    expected.back()->push_back(make_head());
+    std::vector<PipelineStage> stages;
+    for (int64_t index = rank; index < 4; index += 2) {
+      const auto layers = model[static_cast<size_t>(index)].ptr();
+      auto parameters = layers->parameters();
+      if (index == 3) {
+        for (const auto& parameter : head->parameters()) parameters.push_back(parameter);
+      }
+      stages.emplace_back([=](const at::Tensor& x) { return layers->forward(x); }, index, 4,
+                          PipelineStageOptions{.parameters = parameters});
+    }
+    int calls = 0;
+    const auto loss_of_head = [&](const at::Tensor& output, const at::Tensor& target) {
+      ++calls;
+      return mean_of_squares(torch::linear(output, head->weight, head->bias), target);
+    };
+    const auto loss = [&](const at::Tensor& output, const at::Tensor& target) {
+      return activation_checkpoint({}, loss_of_head, output, target);
+    };
+    PipelineRunner pipeline(
+        stages, {.schedule = PipelineSchedule::kInterleavedZeroBubble, .n_microbatches = 4, .loss_fn = loss});
+    const Batch batch = random_batch(64, 8);
+    pipeline.step({batch.data}, batch.target);
+    EXPECT_EQ(calls, rank == 1 ? 4 * 2 : 0);  // micro-batches, forward and backward
+    run_as_one_process(expected, batch, 4);
+    for (const PipelineStage& stage : stages) {
+      expect_same_gradients(stage.parameters(),
+                            expected[static_cast<size_t>(stage.stage_index())]->parameters());
+    }
+  });
+}
+
 TEST(Pipelines, ClippingMeasuresAllStages) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

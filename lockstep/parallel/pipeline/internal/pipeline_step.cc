@@ -173,8 +173,6 @@ void PipelineStep::forward(const PipelineAction& action) {
   if (core_.options.autocast) autocast.emplace(stage.device().type(), *core_.options.autocast);
   const int64_t checkpoints = activation_checkpoint_count();
   const Tensors outputs = stage.forward(kept.inputs);
-  // Split, it would be computed again for each layer with weights.
-  kept.is_whole = activation_checkpoint_count() > checkpoints;
   for (size_t i = 0; i < outputs.size(); ++i) {
     TORCH_CHECK_VALUE(outputs[i].defined(), "output ", i, " of stage ", action.stage, " is undefined");
   }
@@ -196,6 +194,8 @@ void PipelineStep::forward(const PipelineAction& action) {
       pass(action.stage, to, action.micro_batch, std::move(sent));
     }
   }
+  // Split, a checkpoint, the loss function's among them, would be computed again for each layer with weights.
+  kept.is_whole = activation_checkpoint_count() > checkpoints;
   core_.memory.bytes_of_inputs = std::max(core_.memory.bytes_of_inputs, bytes_kept_ + kept.bytes);
   if (!has_backward_) return;
   bytes_kept_ += kept.bytes;
