@@ -73,6 +73,12 @@ PipelineStage::PipelineStage(Plain /*tag*/, Content content, int64_t stage_index
 std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
                                            const std::vector<int64_t>& balance, const ProcessGroup& group) {
   TORCH_CHECK_VALUE(!module.is_empty() && !module->is_empty(), "a pipeline's module has no layers");
+  const auto names = module->named_children().keys();
+  TORCH_CHECK_VALUE(
+      names.size() == module->size() && module->named_parameters(/*recurse=*/false).is_empty() &&
+          module->named_buffers(/*recurse=*/false).is_empty(),
+      "the Sequential has parameters, buffers or modules of its own beside its layers, which would be on no "
+      "stage; cut it by hand, into a PipelineStage for each part");
   const auto layers = static_cast<int64_t>(module->size());
   const auto count = static_cast<int64_t>(balance.size());
   const bool is_positive =
@@ -87,7 +93,6 @@ std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
                     " ranks; all ranks have the same number of stages");
 
   std::vector<torch::nn::Sequential> parts;
-  const auto names = module->named_children().keys();
   auto layer = module->begin();
   size_t number = 0;
   for (const int64_t length : balance) {

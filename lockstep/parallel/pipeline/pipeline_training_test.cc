@@ -2,6 +2,7 @@
 #include <chrono>
 #include <gmock/gmock.h>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -556,6 +557,32 @@ TEST(PipelinesMisuse, StagesAreChecked) {
               HasSubstr("'w' is not among its parameters"));
   EXPECT_THAT(refused([&] { PipelineStage(layer, 0, 2, {.parameters = {at::ones({2})}}); }),
               HasSubstr("a module knows its parameters"));
+}
+
+/// A module or tensor of a class's own that is none of its layers.
+struct Beside : nn::SequentialImpl {
+  enum class What { kLayerBefore, kParameter, kBuffer };
+  explicit Beside(What what) {
+    if (what == What::kLayerBefore) register_module("before", nn::Linear(3, 3));
+    if (what == What::kParameter) register_parameter("scale", torch::ones({1}));
+    if (what == What::kBuffer) register_buffer("mean", torch::zeros({1}));
+    push_back(nn::Linear(3, 3));
+    push_back(nn::Tanh());
+  }
+};
+
+TEST(PipelinesMisuse, WhatIsBesideTheLayersOfASequentialIsRefused) {
+  run_ranks(1, [](int) {
+    auto world = init_process_group();
+    for (const auto what : {Beside::What::kLayerBefore, Beside::What::kParameter, Beside::What::kBuffer}) {
+      const nn::Sequential module(
+          std::static_pointer_cast<nn::SequentialImpl>(std::make_shared<Beside>(what)));
+      EXPECT_THAT(message_of<c10::ValueError>([&] {
+                    pipeline_stages(module, {1, 1});
+                  }),
+                  HasSubstr("of its own beside its layers"));
+    }
+  });
 }
 
 TEST(PipelinesMisuse, WhatRanksDontAgreeOnIsRefusedOnAll) {
