@@ -120,7 +120,7 @@ void PipelinedModel::run(bool has_backward, Tensors inputs, int64_t samples, con
   if (has_backward) {
     runner_->step(inputs, numbers, /*losses=*/nullptr, /*return_outputs=*/false);
   } else {
-    runner_->eval(inputs, numbers);
+    runner_->eval(inputs, numbers, /*losses=*/nullptr, /*return_outputs=*/false);
   }
 }
 

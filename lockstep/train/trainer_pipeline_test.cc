@@ -315,6 +315,58 @@ TEST(TrainerPipeline, StagesSkipTheSameStepsOfAGradScaler) {
   });
 }
 
+TEST(TrainerPipeline, ValidatesOnOutputsThatDontFitTogether) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    int64_t calls = 0;
+    const auto some_columns = [&](const at::Tensor& x) { return x.narrow(1, 0, 1 + calls++ % 2); };
+    nn::Sequential model(nn::Linear(4, 4), nn::Functional(some_columns));
+    model->to(at::kDouble);
+    Loader loader(Points{8}, {.batch_size = 4}), validation(Points{8}, {.batch_size = 4});
+    const auto loss = [](auto& net, const data::Example& batch) {
+      return net.forward(batch.data).square().mean();
+    };
+    Trainer trainer(model.ptr(), torch::optim::SGDOptions(0.1), loader, loss,
+                    {.strategy = Strategy::pipeline,
+                     .pipeline = {.n_microbatches = 2, .balance = {1, 1}},
+                     .max_epochs = 1,
+                     .progress_bar = false});
+    trainer.validate_on(validation);
+    trainer.train();
+    EXPECT_TRUE(trainer.metrics().contains("validation/loss"));
+  });
+}
+
+/// Its first two batches of three are exchanged.
+struct Exchanged : Points {
+  data::Example get_batch(std::span<const int64_t> indices) const {
+    std::vector<int64_t> others(indices.begin(), indices.end());
+    for (int64_t& index : others) index = index < 6 ? (index + 3) % 6 : index;
+    return Points::get_batch(others);
+  }
+  data::Example get(int64_t index) const { return get_batch({&index, 1}); }
+};
+
+TEST(TrainerPipeline, RefusesTheBatchesOfAStepInAnotherOrder) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const TrainerOptions options{.strategy = Strategy::pipeline,
+                                 .pipeline = {.n_microbatches = 2, .balance = {3, 5}},
+                                 .accumulate_grad_batches = 2,
+                                 .progress_bar = false};
+    const auto refuse = [&](auto loader) {
+      Trainer trainer(make_model().ptr(), torch::optim::SGDOptions(0.1), loader, testing::loss_of, options);
+      EXPECT_THAT(message_of<c10::ValueError>([&] { trainer.train(); }),
+                  HasSubstr("are of one pipeline and have different batches"));
+    };
+    if (rank == 0) {
+      refuse(Loader(Points{12}, {.batch_size = 3}));
+    } else {
+      refuse(data::DataLoader<Exchanged>(Exchanged{{12}}, {.batch_size = 3}));
+    }
+  });
+}
+
 TEST(TrainerPipeline, RefusesWhatItCantTrain) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

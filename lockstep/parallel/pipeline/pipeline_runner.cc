@@ -70,9 +70,9 @@ PipelineRunner::Tensors PipelineRunner::step(const Tensors& inputs, const at::Te
   return core_->run(/*has_backward=*/true, return_outputs, inputs, target, losses);
 }
 
-PipelineRunner::Tensors PipelineRunner::eval(const Tensors& inputs, const at::Tensor& target,
-                                             Tensors* losses) {
-  return core_->run(/*has_backward=*/false, /*return_outputs=*/true, inputs, target, losses);
+PipelineRunner::Tensors PipelineRunner::eval(const Tensors& inputs, const at::Tensor& target, Tensors* losses,
+                                             bool return_outputs) {
+  return core_->run(/*has_backward=*/false, return_outputs, inputs, target, losses);
 }
 
 at::Tensor PipelineRunner::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {

@@ -138,7 +138,8 @@ class PipelineRunner {
   Tensors step(const Tensors& inputs = {}, const at::Tensor& target = {}, Tensors* losses = nullptr,
                bool return_outputs = true);
   /// Forward alone, without graphs; losses only where there is a target. The modules' mode (train, eval) is the caller's.
-  Tensors eval(const Tensors& inputs = {}, const at::Tensor& target = {}, Tensors* losses = nullptr);
+  Tensors eval(const Tensors& inputs = {}, const at::Tensor& target = {}, Tensors* losses = nullptr,
+               bool return_outputs = true);
 
   /// Scales the gradients of all stages so that their norm together is at most max_norm, a tied weight's counted once. After
   /// step(). Collective; returns the norm before. lockstep::clip_grad_norm_().

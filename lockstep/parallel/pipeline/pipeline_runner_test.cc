@@ -102,6 +102,26 @@ TEST(Pipelines, EvalGivesOutputsAndLossesWithoutGraphs) {
   });
 }
 
+TEST(Pipelines, OutputsThatAreNotWantedNeedNotFitTogether) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto stage = [rank](const at::Tensor& x) {  // as many columns as the micro-batch needs
+      return rank == 0 ? x : x.narrow(1, 0, x[0][0].item<int64_t>());
+    };
+    const auto sum = [](const at::Tensor& output, const at::Tensor& target) {
+      return output.sum() + target.sum();
+    };
+    PipelineRunner pipeline(PipelineStage(stage, rank, 2), {.n_microbatches = 2, .loss_fn = sum});
+    const auto x = at::tensor({2, 3}).view({2, 1}).expand({2, 4});
+    Tensors losses;
+    EXPECT_TRUE(pipeline.eval({x}, at::zeros({2}), &losses, /*return_outputs=*/false).empty());
+    if (rank == 1) {
+      EXPECT_EQ(losses.at(0).item<int64_t>(), 2 * 2);
+      EXPECT_EQ(losses.at(1).item<int64_t>(), 3 * 3);
+    }
+  });
+}
+
 std::vector<std::string>& recorded_actions() {
   static thread_local std::vector<std::string> names;
   return names;
