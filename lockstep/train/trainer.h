@@ -14,6 +14,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <lockstep/base/mix_bits.h>
 #include <lockstep/optim/autocast.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/parallel/ddp/state_sync.h>
@@ -412,7 +413,9 @@ class Trainer final : public TrainerCore {
     }
     if (has_batches) note.micro_batches = static_cast<int64_t>(pieces.size());
     if (has_batches) {
-      for (const Batch& batch : held_) note.fingerprint += fingerprint(batch);
+      uint64_t all = 0;  // not a sum, which these batches would have in any order
+      for (const Batch& batch : held_) all = mix_bits(all ^ static_cast<uint64_t>(fingerprint(batch)));
+      note.fingerprint = static_cast<int64_t>(all);
     }
     return note;
   }

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <unistd.h>
 #include <utility>
