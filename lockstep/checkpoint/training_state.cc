@@ -258,13 +258,18 @@ IncompatibleKeys TrainingState::load(const std::vector<ProcessGroup>& groups,
   } catch (...) {
     error = std::current_exception();
   }
+  bool has_committed = false;
   try {
     check_all_are_ready(error, groups);
+    for (const PreparedLoad& load : prepared.loads) {
+      load.commit();
+      has_committed = true;
+    }
   } catch (...) {
-    prepared.undoable.undo();
+    // A sharded model that has not got the memory for a commit is as it was, and so are other parts then.
+    if (!has_committed) prepared.undoable.undo();
     throw;
   }
-  for (const PreparedLoad& load : prepared.loads) load.commit();
   return std::move(prepared.problems.keys);
 }
 

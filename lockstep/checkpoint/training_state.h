@@ -123,7 +123,8 @@ class TrainingState {
   /// state, and nothing is sent, but for a FullyShardedDataParallel and a pipeline: then all ranks of its group load or none, and
   /// those that could throw c10::DistBackendError with the other ranks' causes. `options` are for names: of parts, and of tensors and parameters within
   /// models and optimizers ("model.head.weight" in what is returned and in errors; key_map gets
-  /// "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit.
+  /// "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit; also when the
+  /// first part that was added lacks memory for its values, which a FullyShardedDataParallel may.
   IncompatibleKeys load_state_dict(const StateDict& state, const LoadStateDictOptions& options = {});
   /// Loads this rank's rank_state_dict(). An empty state means that another number of ranks has written the
   /// checkpoint: then random numbers go on from what load_state_dict(), called before, found in the shared

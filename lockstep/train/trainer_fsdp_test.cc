@@ -15,6 +15,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/checkpoint/training_state.h>
@@ -387,6 +388,12 @@ TEST(TrainerFsdp, AStateIsLoadedOnAllRanksOrOnNone) {
         }
         expect_is(before);
       }
+      // The memory of a whole model is needed at the end, when the counter has loaded.
+      if (rank == 1) failpoint::configure("fsdp.summon.allocate=error(no memory)");
+      EXPECT_THAT(message_of<c10::Error>([&] { state.load_state_dict(good); }),
+                  ::testing::HasSubstr(rank == 1 ? "no memory" : "the weights are as they were"));
+      failpoint::configure("");
+      expect_is(before);
       state.load_state_dict(good);
       expect_is(good);
     }
