@@ -217,10 +217,10 @@ struct SavedState {
 };
 
 /// Which of the state's groups has each parameter, by the parameter's name in the model, and its id there.
-std::map<std::string, std::pair<size_t, std::string>> find_names(const SavedState& saved,
-                                                                 const LoadStateDictOptions& options,
-                                                                 LoadProblems& problems) {
-  std::map<std::string, std::pair<size_t, std::string>> by_name;
+using ByName = std::map<std::string, std::pair<size_t, std::string>>;
+
+ByName find_names(const SavedState& saved, const LoadStateDictOptions& options, LoadProblems& problems) {
+  ByName by_name;
   for (size_t g = 0; g < saved.groups.size(); ++g) {
     for (const std::string& id : saved.groups[g].ids) {
       const auto name = map_key(options.key_map, id);
@@ -233,6 +233,21 @@ std::map<std::string, std::pair<size_t, std::string>> find_names(const SavedStat
     }
   }
   return by_name;
+}
+
+/// A state has a parameter of several names under the one that came first in the model which has written it; in a pipeline's stages that
+/// may be another one than here. So what is not there under the first name is taken from another.
+void rename_to_first(const ModelTensors& model, ByName& by_name) {
+  std::unordered_map<const void*, std::string> firsts;
+  for (const auto& [name, parameter] : model.parameters) {
+    if (!parameter.defined()) continue;
+    const std::string& first = firsts.emplace(parameter.unsafeGetTensorImpl(), name).first->second;
+    if (first == name || by_name.contains(first)) continue;
+    if (auto other = by_name.extract(name)) {
+      other.key() = first;
+      by_name.insert(std::move(other));
+    }
+  }
 }
 
 /// Whether the group of the state has these parameters and no others, in this order.
@@ -298,6 +313,7 @@ PreparedLoad prepare_optimizer_state_dict(const ModelTensors& model, Optimizer& 
   const SavedState saved(state);
   LoadProblems& problems = loader.problems();
   auto by_name = find_names(saved, options, problems);
+  rename_to_first(model, by_name);
   const auto names = names_of(model, optimizer);
   for (size_t g = 0; g < names.size(); ++g) {
     std::optional<size_t> source;
