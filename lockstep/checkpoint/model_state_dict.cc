@@ -1,5 +1,6 @@
 #include <sstream>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -76,11 +77,13 @@ StateDict checkpoint::internal::state_dict_of(const ModelTensors& model) {
 PreparedLoad prepare_load_state_dict(const ModelTensors& model, const StateDict& state,
                                      const LoadStateDictOptions& options) {
   LoadProblems problems;
-  auto by_name = renamed(state, options, problems);
+  const auto by_name = renamed(state, options, problems);
+  std::unordered_set<std::string> known;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
   for (const auto* tensors : {&model.parameters, &model.buffers}) {
     for (const auto& [name, target] : *tensors) {
       if (!target.defined()) continue;
+      known.insert(name);
       const auto found = by_name.find(name);
       if (found == by_name.end()) {
         problems.keys.missing_keys.push_back(name);
@@ -88,12 +91,11 @@ PreparedLoad prepare_load_state_dict(const ModelTensors& model, const StateDict&
       }
       at::Tensor source = fitted(name, found->second, target, problems);
       if (source.defined()) copies.emplace_back(target, std::move(source));
-      by_name.erase(found);
     }
   }
   for (const auto& [key, value] : state) {
     const auto name = map_key(options.key_map, key);
-    if (name && by_name.erase(*name) > 0) problems.keys.unexpected_keys.push_back(*name);
+    if (name && known.insert(*name).second) problems.keys.unexpected_keys.push_back(*name);
   }
   problems.throw_if_any(model.name, options.strict);
   return {problems.keys, [copies = std::move(copies)] {

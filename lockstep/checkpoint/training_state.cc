@@ -156,6 +156,7 @@ void TrainingState::add_model(std::string name, const std::vector<PipelineStage>
   part.prepare = [states](const StateDict& state, const LoadStateDictOptions& options) {
     return states->prepare_load(state, options);
   };
+  part.prepare_without = [states] { states->none_to_load(); };
   add_part(std::move(name), std::move(part), shared_);
   add_group(states->group());
 }
@@ -169,6 +170,7 @@ void TrainingState::add_optimizer(std::string name, torch::optim::Optimizer& opt
   part.prepare = [states, &optimizer](const StateDict& state, const LoadStateDictOptions& options) {
     return states->prepare_optim_load(optimizer, state, options);
   };
+  part.prepare_without = [states] { states->none_to_load(); };
   add_part(std::move(name), std::move(part), shared_);
   add_group(states->group());
 }
@@ -211,30 +213,38 @@ void TrainingState::prepare(const Parts& parts, const StateDict& state, const Lo
                             Preparation& to) {
   std::vector<std::pair<const std::pair<std::string, Part>*, StateDict>> loads;
   std::exception_ptr error;
-  StateDict rest = state;
-  for (const auto& entry : parts) {
-    const auto& [name, part] = entry;
-    if (rest.erase(name) == 0) {
-      to.problems.keys.missing_keys.push_back(name);
-      continue;
-    }
-    StateDict inner = inner_state(state, name);
-    if (!part.prepare) {
-      loads.emplace_back(&entry, std::move(inner));
-      continue;
-    }
+  // After an error, too, this rank goes through all parts: a pipeline's ranks check each of its parts together.
+  const auto attempt = [&](const std::string& name, const auto& action) {
     try {
       try {
-        auto load = part.prepare(inner, options);
-        append(to.problems.keys.missing_keys, with_prefix(name, load.keys.missing_keys));
-        append(to.problems.keys.unexpected_keys, with_prefix(name, load.keys.unexpected_keys));
-        to.loads.push_back(std::move(load));
+        action();
       } catch (...) {
         rethrow_with_context("while loading '" + name + "' of a TrainingState");
       }
     } catch (...) {
-      // Later parts may be a pipeline's, whose ranks check together.
       if (!error) error = std::current_exception();
+    }
+  };
+  StateDict rest = state;
+  for (const auto& entry : parts) {
+    const auto& [name, part] = entry;
+    std::optional<StateDict> inner;
+    if (rest.erase(name) == 0) {
+      to.problems.keys.missing_keys.push_back(name);
+    } else {
+      attempt(name, [&] { inner = inner_state(state, name); });
+    }
+    if (!inner) {
+      if (part.prepare_without) attempt(name, part.prepare_without);
+    } else if (!part.prepare) {
+      loads.emplace_back(&entry, std::move(*inner));
+    } else {
+      attempt(name, [&] {
+        auto load = part.prepare(*inner, options);
+        append(to.problems.keys.missing_keys, with_prefix(name, load.keys.missing_keys));
+        append(to.problems.keys.unexpected_keys, with_prefix(name, load.keys.unexpected_keys));
+        to.loads.push_back(std::move(load));
+      });
     }
   }
   if (error) std::rethrow_exception(error);
@@ -277,11 +287,11 @@ IncompatibleKeys TrainingState::load_state_dict(const StateDict& state, const Lo
   std::optional<int64_t> fingerprint;
   auto keys = load(groups_, [&](Preparation& to) {
     StateDict parts = state;
-    if (has_rng_ && parts.contains(kRng)) {
-      fingerprint = state_value<int64_t>(inner_state(state, kRng), kFingerprint, "TrainingState");
-      parts.erase(kRng);
-    }
+    const bool has_fingerprint = has_rng_ && parts.erase(kRng) > 0;
     prepare(shared_, parts, options, to);
+    if (has_fingerprint) {
+      fingerprint = state_value<int64_t>(inner_state(state, kRng), kFingerprint, "TrainingState");
+    }
   });
   old_rng_ = fingerprint;
   return keys;

@@ -137,6 +137,8 @@ class TrainingState {
     std::function<StateDict()> save;
     /// Checks; what is done last.
     std::function<PreparedLoad(const StateDict&, const LoadStateDictOptions&)> prepare;
+    /// Of a part whose ranks check together: in the place of `prepare` where there is no state of it. Throws if other ranks have one.
+    std::function<void()> prepare_without = {};
     /// Instead of `prepare`, for those that check and load in one.
     std::function<void(const StateDict&)> load;
   };

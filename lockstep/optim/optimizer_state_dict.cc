@@ -315,6 +315,7 @@ PreparedLoad prepare_optimizer_state_dict(const ModelTensors& model, Optimizer& 
   auto by_name = find_names(saved, options, problems);
   rename_to_first(model, by_name);
   const auto names = names_of(model, optimizer);
+  std::set<std::string> known;
   for (size_t g = 0; g < names.size(); ++g) {
     std::optional<size_t> source;
     for (const std::string& name : names[g]) {
@@ -344,10 +345,12 @@ PreparedLoad prepare_optimizer_state_dict(const ModelTensors& model, Optimizer& 
         continue;
       }
       loader.take_state(g, i, "\"" + names[g][i] + "\"", saved.state_of(found->second.second));
-      by_name.erase(found);
+      known.insert(names[g][i]);
     }
   }
-  for (const auto& [name, unused] : by_name) problems.keys.unexpected_keys.push_back(name);
+  for (const auto& [name, unused] : by_name) {
+    if (!known.contains(name)) problems.keys.unexpected_keys.push_back(name);
+  }
   loader.take_averager_step(state);
   return loader.finish(options.strict);
 }

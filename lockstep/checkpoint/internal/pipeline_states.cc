@@ -20,6 +20,8 @@ namespace lockstep::checkpoint::internal {
 namespace {
 
 constexpr const char* kOwner = "Pipeline";
+/// The fault of a rank that has nothing to load.
+constexpr const char* kNoState = "there is no state of this part in what is loaded";
 
 /// A stage's index, its parameters' names with what tells which weight each is, and its buffers' names.
 using ToldStage =
@@ -150,14 +152,11 @@ std::string PipelineStates::first_name(const std::string& name) const {
   return found == first_names_.end() ? name : found->second;
 }
 
-/// The parameters as optimizers' states know them: each once, by its first name.
+/// The parameters as optimizers' states know them: by their first names.
 ModelTensors PipelineStates::own_weights() const {
   ModelTensors weights{.name = kOwner, .parameters = {}, .buffers = {}};
-  std::set<std::string> seen;
   for (const auto& [name, parameter] : own_.parameters) {
-    if (parameter.defined() && seen.insert(first_name(name)).second) {
-      weights.parameters.emplace_back(first_name(name), parameter);
-    }
+    if (parameter.defined()) weights.parameters.emplace_back(first_name(name), parameter);
   }
   return weights;
 }
@@ -212,8 +211,11 @@ PreparedLoad PipelineStates::prepare_load(const StateDict& state, const LoadStat
   }
   for (const auto& [key, unused] : state) keys.push_back(key);
   return load_on_all(
-      wanted, mapped(keys, options),
-      [&] { return prepare_load_state_dict(own_, state, for_own(options, wanted)); }, options.strict);
+      wanted,
+      [&] {
+        return Given{prepare_load_state_dict(own_, state, for_own(options, wanted)), mapped(keys, options)};
+      },
+      options.strict);
 }
 
 PreparedLoad PipelineStates::prepare_optim_load(torch::optim::Optimizer& optimizer, const StateDict& state,
@@ -231,12 +233,17 @@ PreparedLoad PipelineStates::prepare_optim_load(torch::optim::Optimizer& optimiz
   to_first_names.key_map.emplace_back(
       [this](const std::string& name) { return std::optional(first_name(name)); });
   return load_on_all(
-      wanted, mapped(parameters_in(state), to_first_names),
+      wanted,
       [&] {
         const LoadStateDictOptions own = for_own(to_first_names, wanted);
-        return prepare_optimizer_state_dict(weights, optimizer, with_own_parameters(state, own), own);
+        return Given{prepare_optimizer_state_dict(weights, optimizer, with_own_parameters(state, own), own),
+                     mapped(parameters_in(state), to_first_names)};
       },
       options.strict);
+}
+
+void PipelineStates::none_to_load() const {
+  load_on_all({}, {}, /*strict=*/false);
 }
 
 /// The options by which a rank takes what is its own of a whole state, and leaves out what is not.
@@ -249,17 +256,20 @@ LoadStateDictOptions PipelineStates::for_own(LoadStateDictOptions options, const
   return options;
 }
 
-/// `wanted`: this rank's names. `given`: the state's, which all ranks have.
-PreparedLoad PipelineStates::load_on_all(const Names& wanted, const Names& given,
-                                         const std::function<PreparedLoad()>& prepare, bool strict) const {
-  PreparedLoad load;
-  std::string fault;
+/// `wanted`: this rank's names. `prepare`: none on a rank that has no state.
+PreparedLoad PipelineStates::load_on_all(const Names& wanted, const std::function<Given()>& prepare,
+                                         bool strict) const {
+  Given given;
+  std::string fault = prepare ? "" : kNoState;
   try {
-    load = prepare();
+    if (prepare) given = prepare();
   } catch (const std::exception& error) {
     fault = text_of(error);
   }
-  const auto told = gather(std::tuple(fault, wanted, load.keys.missing_keys), group_);
+  const auto told = gather(std::tuple(fault, wanted, given.load.keys.missing_keys), group_);
+  if (std::ranges::all_of(told, [](const auto& of_rank_i) { return std::get<0>(of_rank_i) == kNoState; })) {
+    return {};
+  }
   LoadProblems problems;
   std::set<std::string> known, missing;
   for (size_t i = 0; i < told.size(); ++i) {
@@ -270,11 +280,11 @@ PreparedLoad PipelineStates::load_on_all(const Names& wanted, const Names& given
       if (missing.insert(name).second) problems.keys.missing_keys.push_back(name);
     }
   }
-  for (const std::string& name : given) {
+  for (const std::string& name : given.names) {
     if (!known.contains(name)) problems.keys.unexpected_keys.push_back(name);
   }
   problems.throw_if_any(kOwner, strict);
-  return {std::move(problems.keys), std::move(load.commit)};
+  return {std::move(problems.keys), std::move(given.load.commit)};
 }
 
 }  // namespace lockstep::checkpoint::internal

@@ -16,8 +16,9 @@
 namespace lockstep::checkpoint::internal {
 
 /// The states of a pipeline by the names of the whole model. What a rank saves is its part, and the union over the ranks is what
-/// one process has that trains the whole model; that is also what each rank loads, whatever stages it was written by. One
-/// thread at a time.
+/// one process has that trains the whole model; that is also what each rank loads, whatever stages it was written by. Several
+/// tensors of a rank have one name where they are one weight, tied over its stages: they are equal, so that one is saved, and all
+/// are loaded. One thread at a time.
 class PipelineStates {
  public:
   /// Collective over the stages' group, as all that follows but state_dict(). Throws c10::ValueError on all ranks for stages of
@@ -31,16 +32,21 @@ class PipelineStates {
   /// different numbers of groups.
   StateDict optim_state_dict(const torch::optim::Optimizer& optimizer) const;
 
-  /// The checks of all ranks: all throw the same c10::Error, or none does.
+  /// The checks of all ranks: all throw the same c10::Error, or none does. A rank without a state takes part by none_to_load().
   PreparedLoad prepare_load(const StateDict& state, const LoadStateDictOptions& options) const;
   PreparedLoad prepare_optim_load(torch::optim::Optimizer& optimizer, const StateDict& state,
                                   const LoadStateDictOptions& options) const;
+  /// In the place of either of these. Throws, on all ranks, unless none has a state.
+  void none_to_load() const;
 
  private:
   using Names = std::vector<std::string>;
 
-  PreparedLoad load_on_all(const Names& wanted, const Names& given,
-                           const std::function<PreparedLoad()>& prepare, bool strict) const;
+  struct Given {
+    PreparedLoad load;
+    Names names;  // in the state, which all ranks have
+  };
+  PreparedLoad load_on_all(const Names& wanted, const std::function<Given()>& prepare, bool strict) const;
   static LoadStateDictOptions for_own(LoadStateDictOptions options, const Names& wanted);
   ModelTensors own_weights() const;
   std::string first_name(const std::string& name) const;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <gmock/gmock.h>
@@ -315,6 +316,166 @@ TEST(PipelineStates, AnotherPartThatDoesNotFitOnOneRankKeepsAllFromLoading) {
     }
     pipeline.expect_equals(make_model());
   });
+}
+
+/// A rank that has no state of a part, or something else, takes part in the checks of the others.
+TEST(PipelineStates, APartThatIsNotInTheStateOfOneRankKeepsAllFromLoading) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group({.timeout = std::chrono::seconds(60)});
+    WithAdam whole({}, {}, torch::optim::AdamOptions(0.01));
+    whole.train(0);
+    TrainingState of_whole;
+    whole.add_to(of_whole, "net");
+    of_whole.add_rng();
+    const StateDict saved = of_whole.state_dict();
+
+    WithAdam pipeline({.ranks = 2, .stages_per_rank = 1}, {4, 5}, torch::optim::AdamOptions(0.01));
+    TrainingState state;
+    pipeline.add_to(state, "net");
+    state.add_rng();
+    const auto expect_is_new = [&] {
+      pipeline.expect_equals(make_model());
+      EXPECT_TRUE(part_of(part_of(state.state_dict(), "net optimizer"), "state").empty());
+    };
+    const auto refuse = [&](const StateDict& given, bool strict) {
+      const auto text = message_of<c10::Error>([&] { state.load_state_dict(given, {.strict = strict}); });
+      EXPECT_THAT(text, HasSubstr(rank == 0 ? "rank 1" : "TrainingState"));
+      expect_is_new();
+    };
+    for (const std::string part : {"net", "net optimizer"}) {
+      StateDict given = saved;
+      if (rank == 1) given.erase(part);
+      for (const bool strict : {true, false}) refuse(given, strict);
+    }
+    for (const std::string part : {"net", "net optimizer", "rng"}) {
+      StateDict given = saved;
+      if (rank == 1) given[part] = "no state";
+      refuse(given, true);
+    }
+    // What no rank has is left out.
+    StateDict rest = saved;
+    rest.erase("net optimizer");
+    const auto keys = state.load_state_dict(rest, {.strict = false});
+    EXPECT_THAT(keys.missing_keys, ::testing::ElementsAre("net optimizer"));
+    pipeline.expect_equals(whole.model());
+    state.load_state_dict(saved);
+    EXPECT_FALSE(part_of(part_of(state.state_dict(), "net optimizer"), "state").empty());
+  });
+}
+
+/// Interleaved stages, of which the first and the third, on one rank, have a weight and a bias each that are tied.
+struct TiedOnOneRank {
+  TiedOnOneRank(int rank, const std::string& third, uint64_t seed) {
+    torch::manual_seed(seed);
+    std::vector<at::Tensor> parameters;
+    for (int64_t index = rank; index < 4; index += 2) {
+      nn::Linear layer(6, 6);
+      layer->to(at::kDouble);
+      nn::Sequential layers;
+      layers->push_back(index == 2 ? third : std::to_string(index), layer);
+      PipelineStageOptions options;
+      if (index % 2 == 0) options.tied = {{"weight", layer->weight}, {"bias", layer->bias}};
+      stages.emplace_back(layers, index, 4, options);
+      for (const at::Tensor& parameter : layer->parameters()) parameters.push_back(parameter);
+    }
+    optimizer = std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.01));
+    runner = std::make_unique<PipelineRunner>(stages,
+                                              PipelineOptions{.schedule = PipelineSchedule::kInterleaved1F1B,
+                                                              .n_microbatches = kMicroBatches,
+                                                              .loss_fn = loss_of});
+    state.add_model("model", stages);
+    state.add_optimizer("optimizer", *optimizer, stages);
+  }
+  void step(int64_t number) {
+    const Batch batch = batch_of(number);
+    optimizer->zero_grad();
+    runner->step({batch.data}, batch.target);
+    optimizer->step();
+  }
+
+  std::vector<PipelineStage> stages;
+  std::unique_ptr<torch::optim::Adam> optimizer;
+  std::unique_ptr<PipelineRunner> runner;
+  TrainingState state;
+};
+
+TEST(PipelineStates, TensorsThatARankTiesAreSavedOnceAndLoadedIntoEach) {
+  for (const std::string third : {"0", "2"}) {  // one name for both, and another one
+    const testing::SharedFolder folder;
+    run_ranks(2,
+              [&](int rank) {
+                auto world = init_process_group();
+                TiedOnOneRank saved(rank, third, 5), loaded(rank, third, 6);
+                saved.step(0);
+                save_checkpoint(folder.path() / "step", saved.state.state_dict(), {}, {.step = 1});
+                loaded.state.load_state_dict(load_checkpoint(folder.path() / "step").state);
+                const auto expect_same = [&] {
+                  for (size_t i = 0; i < saved.stages.size(); ++i) {
+                    EXPECT_TRUE(testing::equal(loaded.stages[i].parameters(), saved.stages[i].parameters()))
+                        << i;
+                  }
+                };
+                expect_same();
+                saved.step(1);
+                loaded.step(1);
+                expect_same();
+              },
+              {.environment = folder.environment()});
+  }
+}
+
+/// A layer whose weight others may have, too.
+struct Product : nn::Module {
+  explicit Product(const at::Tensor& of) : weight(register_parameter("weight", of)) {}
+  at::Tensor forward(const at::Tensor& x) { return x.mm(weight); }
+  at::Tensor weight;
+};
+
+/// Its names of the weight are not in the order in which the layers compute.
+struct HeadFirst : nn::Module {
+  explicit HeadFirst(const at::Tensor& weight) {
+    register_module("head", std::make_shared<Product>(weight));
+    register_module("embedding", std::make_shared<Product>(weight));
+  }
+};
+
+TEST(PipelineStates, AWholeThatHasTheNamesOfATiedWeightInAnotherOrderLoadsThem) {
+  const testing::SharedFolder folder;
+  run_ranks(2,
+            [&](int rank) {
+              auto world = init_process_group();
+              const auto path = folder.path() / "step";
+              const auto own = testing::random({6, 6}, 3, at::kDouble),
+                         other = testing::random({6, 6}, 4, at::kDouble);
+              const auto average = [](const torch::optim::Adam& optimizer, const at::Tensor& weight) {
+                const auto& state = *optimizer.state().at(weight.unsafeGetTensorImpl());
+                return dynamic_cast<const torch::optim::AdamParamState&>(state).exp_avg();
+              };
+              const auto layer = std::make_shared<Product>(own);
+              nn::Sequential layers;
+              layers->push_back(rank == 0 ? "embedding" : "head", layer);
+              const std::vector<PipelineStage> stages{
+                  PipelineStage(layers, rank, 2, {.tied = {{"w", layer->weight}}})};
+              torch::optim::Adam optimizer({layer->weight}, torch::optim::AdamOptions(0.01));
+              PipelineRunner runner(stages, {.n_microbatches = kMicroBatches, .loss_fn = loss_of});
+              TrainingState state;
+              state.add_model("model", stages);
+              state.add_optimizer("optimizer", optimizer, stages);
+              const Batch batch = batch_of(0);
+              runner.step({batch.data}, batch.target);
+              optimizer.step();
+              save_checkpoint(path, state.state_dict(), {}, {.step = 1});
+
+              const auto whole = std::make_shared<HeadFirst>(other);
+              torch::optim::Adam of_whole({other}, torch::optim::AdamOptions(0.01));
+              TrainingState whole_state;
+              whole_state.add_model("model", *whole);
+              whole_state.add_optimizer("optimizer", of_whole, *whole);
+              whole_state.load_state_dict(load_checkpoint(path).state);
+              EXPECT_TRUE(at::equal(other, layer->weight));
+              EXPECT_TRUE(at::equal(average(of_whole, other), average(optimizer, layer->weight)));
+            },
+            {.environment = folder.environment()});
 }
 
 TEST(PipelineStates, RefusesNamesThatAreNotOfTheWhole) {
