@@ -12,9 +12,12 @@
 #include <optional>
 #include <sched.h>
 #include <set>
+#include <signal.h>
 #include <sstream>
 #include <stdlib.h>
 #include <string>
+#include <sys/prctl.h>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -74,6 +77,7 @@ struct RunArguments {
   std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
   std::vector<std::string> passed_on;
   bool started_by_shell = false;
+  int parent_pid = 0;
   std::string cpu_list;
   std::string gpu_list;
   bool virtual_local_rank = false;
@@ -82,6 +86,16 @@ struct RunArguments {
   double grace_period = 30;
   bool dry_run = false;
 };
+
+/// For a program that starts `lockstep run` and must not leave it behind: kills this process when that parent ends, and undoes
+/// what it had blocked. Done here, the parent need run nothing between fork and exec, which lets CPython use vfork.
+void end_with_parent(int parent) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);  // it has ended already, so that no signal will come
+  sigset_t none;
+  ::sigemptyset(&none);
+  ::pthread_sigmask(SIG_SETMASK, &none, nullptr);
+}
 
 /// Lets this process, and all that it starts, compute on these cores alone: "0-3,8".
 void stay_on_cores(const std::string& list) {
@@ -194,7 +208,7 @@ std::vector<std::string> passed_variables(const std::vector<std::string>& passed
 std::vector<std::string> options_for_agents(const CLI::App& command) {
   static const std::set<std::string> own = {"help",        "host",           "rsh",         "export",
                                             "dry-run",     "nproc-per-node", "secret-file", "master-addr",
-                                            "master-port", "cpu-list",       "gpu-list"};
+                                            "master-port", "cpu-list",       "gpu-list",    "parent-pid"};
   static const std::set<std::string> contrary = {"nnodes",        "node-rank",  "rdzv-backend",
                                                  "rdzv-endpoint", "standalone", "local-addr"};
   std::vector<std::string> words;
@@ -414,9 +428,11 @@ void add_run(CLI::App& program, int& status) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
   run->add_flag("--started-by-shell", arguments->started_by_shell)->group("");
+  run->add_option("--parent-pid", arguments->parent_pid)->group("");
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {
     const std::vector<std::string> words = program_words(*run);
+    if (arguments->parent_pid != 0) end_with_parent(arguments->parent_pid);
     if (arguments->started_by_shell) launch::obey_remote_launcher();
     take_torchs_grace_period(*run, *arguments);
     if (!arguments->remote_hosts.empty()) {

@@ -118,6 +118,17 @@ def test_nothing_outlives_a_launcher_that_is_killed(programs, small_data):
     assert not list(programs.folder.glob("lockstep_*"))
 
 
+def test_a_launcher_ends_with_the_parent_that_it_was_told_of(programs):
+    """`lockstep sweep` tells it."""
+    script = f"{programs.find('lockstep')} run --parent-pid $$ -n 2 sh -c 'echo is here; exec sleep 1000' & wait"
+    parent = programs.start("sh", "-c", script)
+    parent.wait_for("is here")
+    parent.kill()
+    programs.wait_until_gone()
+    done = programs.run("lockstep", "run", "--parent-pid", os.getppid(), "touch", "started")
+    assert done.status == 1 and not (programs.folder / "started").exists(), "that one is not its parent any more"
+
+
 def start_pair(programs, *options):
     """Two ranks by hand, without a launcher, that sum for ever."""
     place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": support.free_port()}

@@ -27,6 +27,8 @@ NOTER = """#!{python} -S
 import os, sys, time
 begin = time.monotonic_ns()
 words = [*{before}, *sys.argv[1:]]
+if "--parent-pid" in words:  # that of lockstep run is this process, and not the driver
+    words[words.index("--parent-pid") + 1] = str(os.getpid())
 status = os.spawnv(os.P_WAIT, words[0], words)
 with open({notes!r}, "a") as file:
     print(begin, time.monotonic_ns(), file=file)

@@ -1,13 +1,11 @@
 """One trial as a job of `lockstep run`: started, read, ended."""
 
 import contextlib
-import ctypes
 import json
 import math
 import os
 import pathlib
 import re
-import signal
 import subprocess
 
 from lockstep_sweep.options import fill
@@ -17,8 +15,6 @@ LAST_LINES, LAST_BYTES = 20, 16384  # MySQL keeps attributes of up to 64 KiB, in
 RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|std::bad_alloc|can't allocate memory|Cannot allocate memory")
 KILLED = re.compile(r"^lockstep run: rank \d+ .*signal 9 \(SIGKILL\)", re.MULTILINE)
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 def folder_of(options, number):
@@ -26,9 +22,9 @@ def folder_of(options, number):
 
 
 def command_of(options, trial, *place):
-    """The job as one types it, but for the name of the launcher; `place` as for run_options()."""
+    """The job as one types it behind `lockstep run`; `place` as for run_options()."""
     values = {**trial.params, "number": trial.number, "folder": folder_of(options, trial.number)}
-    return ["run", *run_options(options, *place), "--", *fill(options.program, values)]
+    return [*run_options(options, *place), "--", *fill(options.program, values)]
 
 
 def report_of(options, trial):
@@ -91,18 +87,11 @@ class Job:
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **options.exported, **variables,
                        "LOCKSTEP_TRIAL": description_of(options, trial)}
         with open(output, "wb") as file:  # no pipe, so that a driver that is stopped stops no job
+            # The launcher dies with this driver, and the ranks with the launcher. No preexec_fn does it, which would have Python
+            # fork all that Optuna has loaded.
             self._process = subprocess.Popen(
-                [launcher, *command_of(options, trial, place, variables)], env=environment, stdin=subprocess.DEVNULL, stdout=file,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=self._in_child(os.getpid()))
-
-    def _in_child(self, driver):
-        def prepare():
-            # The launcher dies with this driver, and the ranks with the launcher.
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != driver:
-                os._exit(1)
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        return prepare
+                [launcher, "run", "--parent-pid", str(os.getpid()), *command_of(options, trial, place, variables)], env=environment,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
     def ended(self):
         """Whether the job has; reaps it, and gives its place back."""

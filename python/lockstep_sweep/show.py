@@ -121,7 +121,7 @@ def best(asked, options):
     found = _best_of(asked, study.own_trials(asked))
     if found is None:
         raise Misuse("no trial has succeeded yet")
-    command = ["lockstep", *job.command_of(options, found)]
+    command = ["lockstep", "run", *job.command_of(options, found)]
     if not set(options.space) <= names(options.program):
         command = ["env", f"LOCKSTEP_TRIAL={job.description_of(options, found)}", *command]
     print(json.dumps({"trial": found.number, "value": found.value, "parameters": found.params,
