@@ -20,8 +20,19 @@ VALUES = {
 }  # fmt: skip
 NEEDED = {"node_rank": ["--nnodes", "2"], "nnodes": ["--rdzv-backend", "static"], "module": [], "run_path": []}
 NEEDED["rdzv_backend"] = ["--rdzv-endpoint", "localhost:1234", "--nnodes", "2"]
+NEEDED |= {name: ["--nnodes", "2"] for name in ("rdzv_endpoint", "rdzv_conf", "master_addr", "standalone")}
+PROGRAM = {"no_python": "./train.py"}
 NOT_THERE = {"logs_specs": "--log-dir", "numa_binding": "--cpu-list"}
 NO_VARIABLE = {"monitor_interval", "start_method", "event_log_handler"}  # they have no meaning here
+# What a dry run says of a value that makes no sense.
+WRONG = {
+    "nnodes": "--nnodes", "nproc_per_node": "--nproc-per-node", "max_restarts": "--max-restarts", "node_rank": "--node-rank",
+    "master_port": "--master-port", "redirects": "--redirects", "tee": "--tee", "rdzv_conf": "--rdzv-conf has 'wrong'",
+    "local_ranks_filter": "--local-ranks-filter has 'wrong'", "shutdown_timeout": "--grace-period",
+    "signals_to_handle": "not wrong",
+}  # fmt: skip
+# Any value makes sense, and a dry run tells none: see test_options_that_a_dry_run_does_not_tell_come_from_variables.
+NOT_TOLD = {"log_dir", "duplicate_stdout_filters", "duplicate_stderr_filters", "local_addr"}
 
 
 def torch_parsers():
@@ -44,8 +55,8 @@ def reads_variable(action):
     return type(action).__name__ in ("env", "check_env")
 
 
-def dry_run(programs, *words, **variables):
-    done = programs.run("lockstep", "run", "--dry-run", *words, "true", LOCKSTEP_JOB_SECRET="0" * 32, **variables)
+def dry_run(programs, *words, program="true", **variables):
+    done = programs.run("lockstep", "run", "--dry-run", *words, program, LOCKSTEP_JOB_SECRET="0" * 32, **variables)
     if "built without" in done.stderr:
         pytest.skip("lockstep was built without OpenSSL")
     return done
@@ -59,6 +70,8 @@ def words_of(action, spelling):
 def test_all_options_are_taken_in_each_spelling_and_from_variables(programs):
     actions, of_launch = torch_parsers()
     assert [action.dest for action in of_launch] == ["use_env"]
+    (programs.folder / "train.py").write_text("#!/usr/bin/env python3\n")
+    (programs.folder / "train.py").chmod(0o755)
     checked = 0
     for action in [*actions, *of_launch]:
         if action.dest == "help":
@@ -73,16 +86,34 @@ def test_all_options_are_taken_in_each_spelling_and_from_variables(programs):
             checked += 1
         if not reads_variable(action) or action.dest in NO_VARIABLE:
             continue
-        by_option = dry_run(programs, *needed, *words_of(action, action.option_strings[-1]))
+        program = PROGRAM.get(action.dest, "true")
+        by_option = dry_run(programs, *needed, *words_of(action, action.option_strings[-1]), program=program)
         name = f"PET_{action.dest.upper()}"
-        by_variable = dry_run(programs, *needed, **{name: VALUES.get(action.dest, "1")})
+        by_variable = dry_run(programs, *needed, program=program, **{name: VALUES.get(action.dest, "1")})
         # What is passed on to processes differs by the variable itself alone.
         assert by_variable.status == 0 and by_variable.stdout == by_option.stdout, (name, by_variable.text, by_option.text)
-        # A value that makes no sense shows that it was read at all.
-        if action.dest in ("nnodes", "nproc_per_node", "max_restarts", "node_rank", "master_port", "redirects", "tee"):
-            wrong = dry_run(programs, *needed, **{name: "x"})
-            assert wrong.status == MISUSE and "x" in wrong.stderr, (name, wrong.text)
+        # An effect, or a value that makes no sense, shows that it was read at all.
+        if action.dest in WRONG:
+            wrong = dry_run(programs, *needed, **{name: "wrong"})
+            assert wrong.status == MISUSE and WRONG[action.dest] in wrong.stderr, (name, wrong.text)
+        elif action.dest not in NOT_TOLD:
+            assert by_option.stdout != dry_run(programs, *needed, program=program).stdout, (name, by_option.text)
     assert checked > 50
+
+
+def test_options_that_a_dry_run_does_not_tell_come_from_variables(programs):
+    variables = {"TEE": "3", "LOG_DIR": "logs", "LOCAL_RANKS_FILTER": "1"}
+    variables |= {"DUPLICATE_STDOUT_FILTERS": "out", "DUPLICATE_STDERR_FILTERS": "err"}
+    script = "echo out $RANK; echo more; echo err $RANK >&2"
+    done = programs.run("lockstep", "run", "-n", 2, "--no-prefix", "sh", "-c", script, **{f"PET_{k}": v for k, v in variables.items()})
+    assert done.status == 0 and done.stdout == "out 1\nmore\n", done.text
+    files = files_below(programs.folder / "logs")
+    assert files["attempt_0/0/stdout.log"] == "out 0\nmore\n"
+    assert files["attempt_0/filtered_stdout.log"] == "[default1]:out 1\n"
+    assert files["attempt_0/filtered_stderr.log"] == "[default1]:err 1\n"
+    script = 'echo "$LOCKSTEP_SOCKET_IFNAME"'
+    done = programs.run("lockstep", "run", "--max-restarts", 1, "sh", "-c", script, PET_LOCAL_ADDR="127.0.0.9")
+    assert done.stdout == "127.0.0.9\n" or "built without" in done.stderr, done.text
 
 
 def files_below(folder):
@@ -91,13 +122,15 @@ def files_below(folder):
     return {str(path.relative_to(run)): path.read_text() for path in run.rglob("*") if path.is_file()}
 
 
-def test_files_of_output_are_those_of_torchrun(programs):
+@pytest.mark.parametrize("shown", ["0,1", "1"])
+def test_files_of_output_are_those_of_torchrun(programs, shown):
     torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
     if not torchrun:
         pytest.skip("no torchrun beside this Python")
-    script = 'echo "out $RANK"; echo "good news of $RANK, all"; echo "err $RANK" >&2; printf "no newline" >&2'
-    options = ["--nproc-per-node", 2, "--rdzv-id", "job", "--tee", "0:3,1:1", "--redirects", "1:2"]
-    options += ["--duplicate-stdout-filters", "news,, no,news of 1,, all,out 0", "--duplicate-stderr-filters", "err"]
+    script = 'echo "out $RANK"; echo "good news of $RANK, all"; printf "\\rout 10%%\\rout 20%%\\r\\n"; '
+    script += 'echo "err $RANK" >&2; printf "no newline" >&2'
+    options = ["--nproc-per-node", 2, "--rdzv-id", "job", "--tee", "0:3,1:1", "--redirects", "1:2", "--local-ranks-filter", shown]
+    options += ["--duplicate-stdout-filters", "news,, no,news of 1,, all,out 0,%", "--duplicate-stderr-filters", "err"]
     seen = {}
     for name, launcher in (("of_torchrun", [torchrun]), ("of_lockstep", [programs.find("lockstep"), "run"])):
         words = [*launcher, *options, "--log-dir", name, "--no-python", "sh", "-c", script]
@@ -109,13 +142,15 @@ def test_files_of_output_are_those_of_torchrun(programs):
             if "filtered" in file:
                 files[file] = sorted(files[file].splitlines())
     assert seen["of_lockstep"] == seen["of_torchrun"]
-    assert seen["of_lockstep"]["attempt_0/filtered_stdout.log"] == ["[default0]:out 0", "[default1]:good news of 1, all"]
+    lines = [["out 0", "out 10%", "out 20%"], ["good news of 1, all", "out 10%", "out 20%"]]
+    expected = [f"[default{rank}]:{line}" for rank in map(int, shown.split(",")) for line in lines[rank]]
+    assert seen["of_lockstep"]["attempt_0/filtered_stdout.log"] == sorted(expected)
 
 
 def test_each_process_sees_one_gpu_as_its_first(programs):
-    script = "echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE $CUDA_VISIBLE_DEVICES"
+    script = "echo $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE \"${CUDA_VISIBLE_DEVICES-all}\""
     options = ["-n", 2, "--no-prefix", "--virtual-local-rank"]
-    for visible, devices in (("5, 7,9", (5, 7)), (None, (0, 1))):
+    for visible, devices in (("5, 7,9", ("5", "7")), (None, ("0", "1")), ("5,", ("5", ""))):
         variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         done = programs.run("lockstep", "run", *options, "sh", "-c", script, **variables)
         assert sorted(done.stdout.splitlines()) == [f"{rank} 0 2 {devices[rank]}" for rank in range(2)], done.text
@@ -129,4 +164,5 @@ def test_the_grace_period_is_that_of_torchruns_variable_too(programs):
     started = programs.start("lockstep", "run", "sh", "-c", "trap '' TERM; echo up; sleep 1000", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
     started.wait_for("up")
     started.kill(15)
-    assert started.finish().status == 143
+    # By --grace-period's own 30 s it would end with this status, too.
+    assert started.finish(limit=15).status == 143
