@@ -372,7 +372,8 @@ struct TiedOnOneRank {
       nn::Linear layer(6, 6);
       layer->to(at::kDouble);
       nn::Sequential layers;
-      layers->push_back(index == 2 ? third : std::to_string(index), layer);
+      std::string name = index == 2 ? third : std::to_string(index);
+      layers->push_back(std::move(name), layer);
       PipelineStageOptions options;
       if (index % 2 == 0) options.tied = {{"weight", layer->weight}, {"bias", layer->bias}};
       stages.emplace_back(layers, index, 4, options);
