@@ -255,7 +255,7 @@ def test_interrupted_install_is_made_anew(tree):
     (tree.root / ".venv/half").touch()
     result = tree.run("find_given_torch; choose_python; ensure_venv tests", FAKE_PYTHON="no-venv")
     assert_one_line(result, "has no venv module")  # it wanted to make a new one
-    result = tree.run("install_requirements() { :; }; find_given_torch; choose_python; ensure_venv tests")
+    result = tree.run("install_requirements() { :; }; install_lone_requirements() { :; }; find_given_torch; choose_python; ensure_venv tests")
     assert result.returncode == 0, result.stderr
     assert not (tree.root / ".venv/half").exists() and not (tree.root / ".venv/.installing").exists()
 

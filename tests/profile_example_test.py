@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
+from trace_format import broken_rules
 
 PLOT_TRACE = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "plot-trace"
 OK, MISUSE = 0, 2
@@ -62,6 +63,7 @@ def test_each_rank_writes_a_trace_of_each_cycle(profiled):
             products = [event["args"] for event in events_named(trace, "aten::addmm")]
             assert any(one["Input Dims"][1] == [64, 784] for one in products)
             assert all("main" in one["Call stack"] for one in products)
+            assert broken_rules(trace) == []
 
 
 def test_the_analysis_the_merged_trace_and_the_picture_have_all_ranks(programs, profiled, tmp_path):
@@ -81,6 +83,7 @@ def test_the_analysis_the_merged_trace_and_the_picture_have_all_ranks(programs, 
     assert {"aten::mm", "aten::addmm"} <= {one["name"] for one in report["operators"]}
 
     trace = json.loads(gzip.decompress(merged.read_bytes()))
+    assert broken_rules(trace) == []
     sent = {event["id"]: event for event in trace["traceEvents"] if event["ph"] == "s" and event["cat"] == "operation"}
     received = [event for event in trace["traceEvents"] if event["ph"] == "f" and event["cat"] == "operation"]
     assert received and all(sent[event["id"]]["ts"] <= event["ts"] for event in received)
@@ -91,6 +94,17 @@ def test_the_analysis_the_merged_trace_and_the_picture_have_all_ranks(programs, 
     assert done.status == OK, done.text
     words = {text.text for text in xml.etree.ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")}
     assert {"rank 0", "rank 1", "more to do", "waits"} <= words
+
+
+def test_holistic_trace_analysis_reads_the_merged_trace(programs, profiled, tmp_path):
+    """It takes a file for a rank's; the ranks are processes there."""
+    hta = pytest.importorskip("hta.trace_analysis", reason="reads our traces")
+    merged = tmp_path / "all.json.gz"
+    assert programs.run("lockstep", "inspect", "trace", "--merge", merged, profiled[0]).status == OK
+    trace = hta.TraceAnalysis(trace_files={0: str(merged)}).t
+    events = trace.get_trace(0)
+    for name in ("aten::addmm", "lockstep:all_reduce"):
+        assert set(events[events["name"] == trace.symbol_table.sym_index[name]]["pid"]) == set(range(RANKS)), name
 
 
 def test_the_clock_of_another_host_is_found_out(programs, profiled, tmp_path):

@@ -68,10 +68,13 @@ needed_requirements() {
   if [[ -n $given_torch ]]; then grep -hv '^torch==' "${lists[@]}"; else cat "${lists[@]}"; fi
 }
 
+# lone_requirements PURPOSE: the list of what is installed without its own requirements; none in the offline kit.
+lone_requirements() { if [[ $1 == tests && -z $kit ]]; then cat "$root/requirements-test-alone.txt"; fi; }
+
 # venv_stamp PURPOSE VERSION: what a complete .venv was made of: requirements, Python, place (its programs hold absolute
 # paths), torch.
 venv_stamp() {
-  printf '%s\n' "$(needed_requirements "$1" | sha256sum | cut -d' ' -f1)" "$2" "$venv" "$given_torch"
+  printf '%s\n' "$({ needed_requirements "$1"; lone_requirements "$1"; } | sha256sum | cut -d' ' -f1)" "$2" "$venv" "$given_torch"
 }
 
 # ensure_venv PURPOSE: makes or completes .venv for training or for tests, which need more; returns in milliseconds when it
@@ -101,6 +104,7 @@ ensure_venv() {
   : >"$marker"
   rm -f "$stamp"
   install_requirements "$purpose"
+  install_lone_requirements "$purpose"
   show_given_torch_to_python
   venv_stamp "$purpose" "$("$venv/bin/python" -V)" >"$stamp"
   rm -f "$marker"
@@ -163,6 +167,15 @@ install_requirements() {
     die "pip could not reach the package index" "check the network (or pip's index settings), then run scripts/$program again"
   fi
   die "pip could not install what requirements*.txt list" "read why in the log; to use a torch that is there, set LOCKSTEP_TORCH"
+}
+
+# install_lone_requirements PURPOSE: tests of what is missing are skipped, so this ends no set-up.
+install_lone_requirements() {
+  local list=$venv/.requirements.txt
+  lone_requirements "$1" >"$list"
+  if [[ ! -s $list ]]; then return 0; fi
+  run_logged "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --no-deps -r "$list" >/dev/null ||
+    headline "what requirements-test-alone.txt lists could not be installed; tests with it are skipped"
 }
 
 # Lets the tests that compare with Python's torch import a given Python torch: it must fit this Python.
