@@ -75,7 +75,7 @@ class OperationWork final : public c10d::Work {
   const std::shared_ptr<const DeviceResults> device_results_;  // left to a device to finish; may be null
   std::function<void(bool)> body_;
   std::function<void()> begin_record_;  // empty while nothing is profiled
-  std::exception_ptr error_;  // written by the thread that runs the operation, before done_
+  std::exception_ptr error_;            // written by the thread that runs the operation, before done_
   // Under the queue's mutex:
   bool done_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
