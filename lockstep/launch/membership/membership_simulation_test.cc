@@ -472,7 +472,7 @@ class Simulation {
 };
 
 uint64_t histories() {
-  return testing::long_run() ? 5000 : 200;
+  return testing::long_run() ? 5000 : 80;
 }
 
 Scene random_scene(uint64_t seed) {
