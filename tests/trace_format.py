@@ -1,8 +1,6 @@
 """The rules of the Chrome trace event format, as far as Perfetto drops or misplaces events that break them."""
 
-import json
 import math
-import pathlib
 
 NS = 1000  # in a microsecond, the format's unit
 # "X": complete, "i": instant, "s", "t", "f": flow, "C": counter, "M": metadata

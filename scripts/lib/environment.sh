@@ -171,10 +171,8 @@ install_requirements() {
 
 # install_lone_requirements PURPOSE: tests of what is missing are skipped, so this ends no set-up.
 install_lone_requirements() {
-  local list=$venv/.requirements.txt
-  lone_requirements "$1" >"$list"
-  if [[ ! -s $list ]]; then return 0; fi
-  run_logged "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --no-deps -r "$list" >/dev/null ||
+  if [[ -z $(lone_requirements "$1") ]]; then return 0; fi
+  run_logged "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --no-deps -r "$root/requirements-test-alone.txt" >/dev/null ||
     headline "what requirements-test-alone.txt lists could not be installed; tests with it are skipped"
 }
 
