@@ -39,12 +39,13 @@ GatherSchedule::Steps GatherSchedule::end(GatherPass pass) {
 
 GatherSchedule::Steps GatherSchedule::use(size_t unit) {
   Unit& used = units_[unit];
-  const bool goes_on = current_ == unit && used.phase == UnitPhase::kWhole;
+  const bool counts_as_whole = used.phase == UnitPhase::kWhole || used.phase == UnitPhase::kFreedEarly;
+  const bool goes_on = current_ == unit && counts_as_whole;
   Steps steps;
   if (!goes_on) prefetch_behind_gradients(steps);
   ++used.users;
   used.last_use = ++uses_;
-  if (std::exchange(used.freed_early, false)) {
+  if (used.phase == UnitPhase::kFreedEarly) {
     start(steps, unit);
     finish(steps, unit);
   }
@@ -64,9 +65,9 @@ GatherSchedule::Steps GatherSchedule::use(size_t unit) {
 GatherSchedule::Steps GatherSchedule::gradients_are_complete(size_t unit, bool may_be_used_again) {
   Steps steps;
   Unit& done = units_[unit];
-  if (!may_be_used_again && phase(unit) == UnitPhase::kWhole && done.users == 0) {
+  if (!may_be_used_again && done.phase == UnitPhase::kWhole && done.users == 0) {
     steps.push_back({GatherStep::Kind::kFree, unit});
-    done.freed_early = true;
+    done.phase = UnitPhase::kFreedEarly;
   }
   prefetch_behind_gradients(steps);
   return steps;
@@ -76,7 +77,7 @@ GatherSchedule::Steps GatherSchedule::free_all() {
   Steps steps;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (units_[unit].phase == UnitPhase::kGathering) finish(steps, unit);
-    if (units_[unit].phase == UnitPhase::kWhole && units_[unit].users == 0) free(steps, unit);
+    if (units_[unit].phase != UnitPhase::kSharded && units_[unit].users == 0) free(steps, unit);
   }
   return steps;
 }
@@ -126,8 +127,8 @@ void GatherSchedule::finish(Steps& steps, size_t unit) {
 }
 
 void GatherSchedule::free(Steps& steps, size_t unit) {
-  units_[unit].phase = UnitPhase::kSharded;
-  if (!std::exchange(units_[unit].freed_early, false)) steps.push_back({GatherStep::Kind::kFree, unit});
+  const UnitPhase before = std::exchange(units_[unit].phase, UnitPhase::kSharded);
+  if (before == UnitPhase::kWhole) steps.push_back({GatherStep::Kind::kFree, unit});
   if (current_ == unit) current_.reset();
 }
 

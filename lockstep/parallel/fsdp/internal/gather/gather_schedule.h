@@ -9,8 +9,9 @@
 
 namespace lockstep::fsdp::internal {
 
-/// Where the weights of a unit are: a rank has its rows alone, a gather is under way, or all are here.
-enum class UnitPhase { kSharded, kGathering, kWhole };
+/// Where the weights of a unit are: a rank has its rows alone, a gather is under way, all are here, or their memory is free
+/// because the gradients are complete here; another rank may still have them, so this counts as whole until others need its room.
+enum class UnitPhase { kSharded, kGathering, kWhole, kFreedEarly };
 
 /// Whose order of units is recorded.
 enum class GatherPass { kForward, kBackward };
@@ -51,15 +52,15 @@ class GatherSchedule {
   /// All that no operator uses.
   Steps free_all();
 
+  /// kFreedEarly is kSharded to others.
   UnitPhase phase(size_t unit) const {
-    return units_[unit].freed_early ? UnitPhase::kSharded : units_[unit].phase;
+    const UnitPhase phase = units_[unit].phase;
+    return phase == UnitPhase::kFreedEarly ? UnitPhase::kSharded : phase;
   }
 
  private:
   struct Unit {
     UnitPhase phase = UnitPhase::kSharded;
-    bool freed_early =
-        false;  // its gradients are complete here; another rank may still have it, so it counts as whole
     int users = 0;
     uint64_t last_use = 0;
   };
