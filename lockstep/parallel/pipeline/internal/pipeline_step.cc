@@ -15,8 +15,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <lockstep/base/step_mark.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/nn/activation_checkpoint_count.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_step.h>
 #include <lockstep/parallel/pipeline/pipeline_random.h>
