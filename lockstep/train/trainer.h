@@ -15,18 +15,15 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/base/mix_bits.h>
-#include <lockstep/optim/autocast.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/batch_access.h>
+#include <lockstep/train/batches_of.h>
+#include <lockstep/train/loss_computation.h>
 #include <lockstep/train/strategy.h>
 #include <lockstep/train/trainer_core.h>
 
 namespace lockstep {
-
-/// What a Trainer calls for the loss of a batch of `Batch`.
-template <class Function, class Model, class Batch>
-concept TrainerFunction = std::invocable<Function&, Model&, const Batch&>;
 
 namespace train {
 
@@ -266,32 +263,7 @@ class Trainer final : public TrainerCore {
     add_parts();
   }
 
-  /// Goes through a loader. Asks for the next batch only when it is wanted. Passes over batches without a
-  /// sample, so that a rank without samples in a step is always one whose loader has ended.
-  template <class AnyLoader>
-  class BatchesOf {
-   public:
-    /// Counts in `taken` the batches that it takes from the loader, with those that it passes over.
-    explicit BatchesOf(AnyLoader& loader, int64_t* taken = nullptr)
-        : loader_(loader), iterator_(loader.begin()), taken_(taken) {}
-    /// Null at the end.
-    auto* next() {
-      do {
-        if (std::exchange(begun_, true) && !ended_) ++iterator_;
-        ended_ = ended_ || iterator_ == loader_.end();
-        if (!ended_ && taken_ != nullptr) ++*taken_;
-      } while (!ended_ && BatchAccess<typename AnyLoader::Batch>::samples(*iterator_) == 0);
-      return ended_ ? nullptr : &*iterator_;
-    }
-
-   private:
-    AnyLoader& loader_;
-    decltype(std::declval<AnyLoader&>().begin()) iterator_;
-    int64_t* taken_;
-    bool begun_ = false;
-    bool ended_ = false;
-  };
-  using Batches = BatchesOf<Loader>;
+  using Batches = train::BatchesOf<Loader>;
 
   /// What is computed at once: a batch, or a part of one.
   struct Piece {
@@ -435,7 +407,8 @@ class Trainer final : public TrainerCore {
           const bool counts = i < own;
           const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
           auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
-          const StepOutput output = run(loss_of_, model, piece);
+          const StepOutput output =
+              with_batch_of(piece, [&](const Batch& batch) { return loss().run(loss_of_, model, batch); });
           scaler_.scale(micro.scale(output.loss)).backward();
           if (counts) note(output, piece.length);
         }
@@ -454,29 +427,18 @@ class Trainer final : public TrainerCore {
         if (counts) note(output, samples);
         return output.loss * (counts ? static_cast<double>(samples) / samples_per_rank : 0.0);
       };
-      const auto run_on = [&](const Batch& batch) {
+      with_batch_of(piece, [&](const Batch& batch) {
         model.step(step() * std::max(count, options_.accumulate_grad_batches) + i, train::inputs_of(batch),
-                   piece.length, loss_of_rows(loss_of_, batch, use));
-      };
-      if (piece.whole) {
-        run_on(*piece.batch);
-      } else {
-        run_on(BatchAccess<Batch>::part(*piece.batch, piece.begin, piece.length));
-      }
+                   piece.length, loss().of_rows(loss_of_, batch, use));
+      });
     }
     share_step_loss(get_world_size(model.group()) - 1, model.group());
   }
 
-  /// Calls the function, on the rank of the last stage, with each of the batch's micro-batches, and then `use`.
-  template <class Function, class AnyBatch, class Use>
-  auto loss_of_rows(Function& function, const AnyBatch& batch, const Use& use) const {
-    return [this, &function, &batch, &use](const std::vector<at::Tensor>& outputs, int64_t begin,
-                                           int64_t length) {
-      AnyBatch rows = BatchAccess<AnyBatch>::part(batch, begin, length);
-      if (!options_.device->is_cpu()) rows = on_device(std::move(rows));
-      PipelineOutput model(train::inputs_of(rows), outputs);
-      return use(compute(function, model, rows), length);
-    };
+  template <class Function, class AnyBatch, class Add>
+  void evaluate_in_pipeline(PipelinedModel& model, const AnyBatch& batch, int64_t samples, Function& function,
+                            const Add& add) const {
+    model.evaluate(train::inputs_of(batch), samples, loss().of_rows(function, batch, add));
   }
 
   /// Of pipelines alone, whose ranks compare them.
@@ -491,53 +453,14 @@ class Trainer final : public TrainerCore {
     });
   }
 
-  template <class Function, class AnyModel>
-  StepOutput run(Function& function, AnyModel& model, const Piece& piece) const {
-    if (piece.whole) return run(function, model, *piece.batch);
-    return run(function, model, BatchAccess<Batch>::part(*piece.batch, piece.begin, piece.length));
-  }
-  template <class Function, class AnyModel, class AnyBatch>
-  requires(!std::same_as<AnyBatch, Piece>) StepOutput
-      run(Function& function, AnyModel& model, const AnyBatch& batch)
-  const {
-    if constexpr (std::copy_constructible<AnyBatch>) {
-      // Here, so that no more is on the device than what is computed on, and a lack of memory for it is one
-      // of the step.
-      if (!options_.device->is_cpu()) return compute(function, model, on_device(batch));
-    }
-    return compute(function, model, batch);
-  }
+  /// Made when it is used, for the device is known when the Trainer is set up.
+  train::LossComputation loss() const { return {*options_.device, options_.autocast_dtype}; }
 
-  /// What lies behind pointers is not the batch's own and stays where it is.
-  template <class AnyBatch>
-  AnyBatch on_device(AnyBatch batch) const {
-    for_each_owned_tensor(batch, [&](at::Tensor& tensor) {
-      tensor = tensor.to(tensor.options().device(*options_.device), /*non_blocking=*/true);
-    });
-    return batch;
-  }
-
-  template <class Function, class AnyModel, class AnyBatch>
-  StepOutput compute(Function& function, AnyModel& model, const AnyBatch& batch) const {
-    constexpr bool kFits = TrainerFunction<Function, AnyModel, AnyBatch>;
-    static_assert(kFits,
-                  "Trainer: loss_of can't be called with this model and a const batch. It gets the model in "
-                  "training, what a DistributedDataParallel wraps in validation; a generic lambda takes "
-                  "both: [](auto& model, const auto& batch)");
-    if constexpr (!kFits) {
-      return {};  // so that there is no other error
-    } else {
-      std::optional<Autocast> scope;
-      if (options_.autocast_dtype) {
-        scope.emplace(options_.device->type(), AutocastOptions{.dtype = options_.autocast_dtype});
-      }
-      auto output = function(model, batch);
-      if constexpr (std::convertible_to<decltype(output), at::Tensor>) {
-        return {.loss = std::move(output)};
-      } else {
-        return output;
-      }
-    }
+  /// Calls `action` with the piece as a batch of its own.
+  template <class Action>
+  static decltype(auto) with_batch_of(const Piece& piece, Action&& action) {
+    if (piece.whole) return action(*piece.batch);
+    return action(BatchAccess<Batch>::part(*piece.batch, piece.begin, piece.length));
   }
 
   /// False when training is to stop.
@@ -545,7 +468,7 @@ class Trainer final : public TrainerCore {
   bool evaluate(ValidationLoader& loader, Function& function, MetricAverages& averages) {
     using ValidationBatch = typename ValidationLoader::Batch;
     torch::NoGradGuard no_grad;
-    BatchesOf<ValidationLoader> batches(loader);
+    train::BatchesOf<ValidationLoader> batches(loader);
     // Where forward is collective, a rank that has no more batches goes on with its last one, which does not count.
     const bool all_take_part = with_model([](auto& model) { return has_collective_forward(model); });
     std::optional<ValidationBatch> last;
@@ -563,7 +486,7 @@ class Trainer final : public TrainerCore {
       if (samples == 0) {
         with_model([&]<class Used>(Used& model) {
           if constexpr (!std::same_as<Used, PipelinedModel>) {
-            if (all_take_part) (void)run(function, evaluated(model), *last);
+            if (all_take_part) (void)loss().run(function, evaluated(model), *last);
           }
         });
         continue;
@@ -576,9 +499,9 @@ class Trainer final : public TrainerCore {
       };
       with_model([&]<class Used>(Used& model) {
         if constexpr (std::same_as<Used, PipelinedModel>) {
-          model.evaluate(train::inputs_of(*batch), samples, loss_of_rows(function, *batch, add));
+          evaluate_in_pipeline(model, *batch, samples, function, add);
         } else {
-          add(run(function, evaluated(model), *batch), samples);
+          add(loss().run(function, evaluated(model), *batch), samples);
         }
       });
     }
