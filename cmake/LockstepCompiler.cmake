@@ -35,8 +35,10 @@ if(LOCKSTEP_SANITIZER STREQUAL "address")
   add_compile_options(-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer)
   add_link_options(-fsanitize=address,undefined)
 elseif(LOCKSTEP_SANITIZER STREQUAL "thread")
-  # -Wno-tsan: GCC does not instrument fences; each fence of ours also has atomics that order it.
-  add_compile_options(-fsanitize=thread -fno-omit-frame-pointer -Wno-tsan)
+  add_compile_options(-fsanitize=thread -fno-omit-frame-pointer)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options(-Wno-tsan)  # GCC does not instrument fences; each fence of ours also has atomics that order it.
+  endif()
   add_link_options(-fsanitize=thread)
 elseif(LOCKSTEP_SANITIZER)
   message(FATAL_ERROR "LOCKSTEP_SANITIZER is '${LOCKSTEP_SANITIZER}'; it takes address, thread or nothing")

@@ -23,11 +23,11 @@ class ComposedScheduler : public LRScheduler {
   ComposedScheduler(Schedulers schedulers, torch::optim::Optimizer* optimizer, const char* name);
   /// The parts' only: Python leaves the epoch of a SequentialLR within a SequentialLR as it is.
   void undo_initial_step() override;
+  [[noreturn]] void step(double epoch) override;
 
   Schedulers schedulers_;
 
  private:
-  [[noreturn]] void step(double epoch) override;
   std::vector<double> get_lr() override;
 };
 
@@ -49,6 +49,8 @@ class SequentialLR final : public ComposedScheduler {
   void step() override;
 
  private:
+  using ComposedScheduler::step;
+
   std::vector<int64_t> milestones_;
 };
 
@@ -60,6 +62,9 @@ class ChainedScheduler final : public ComposedScheduler {
   explicit ChainedScheduler(Schedulers schedulers, torch::optim::Optimizer* optimizer = nullptr);
 
   void step() override;
+
+ private:
+  using ComposedScheduler::step;
 };
 
 }  // namespace lockstep::lr_scheduler
