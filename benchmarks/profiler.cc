@@ -24,8 +24,8 @@
 #include <ATen/ops/ones.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/step_mark.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/operation_observer.h>
 #include <lockstep/profiler/merge_traces.h>

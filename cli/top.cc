@@ -20,8 +20,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/printable.h>
-#include <lockstep/base/write_all.h>
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/job_watch.h>
 #endif

@@ -14,7 +14,7 @@
 #include <ATen/ops/empty.h>
 #include <caffe2/serialize/inline_container.h>
 
-#include <lockstep/base/file_replacement.h>
+#include <lockstep/base/files/file_replacement.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/python_checkpoint.h>
 #include <lockstep/serialization/pickle/format.h>

@@ -20,7 +20,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/write_all.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/launch/agent_store.h>
 #include <lockstep/launch/spawn_processes.h>
 #include <lockstep/launch/worker_environment.h>

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/observe/metrics_writer.h>
 #include <lockstep/observe/writing_rank.h>
 

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <optional>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/observe/metrics_writer.h>
 #include <lockstep/observe/writing_rank.h>
 

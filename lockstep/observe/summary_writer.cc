@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/observe/internal/event_queue.h>

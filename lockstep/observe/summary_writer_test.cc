@@ -15,7 +15,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/base/end_hook.h>
+#include <lockstep/base/process/end_hook.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/summary_writer.h>

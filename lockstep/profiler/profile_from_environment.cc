@@ -13,7 +13,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/process/per_process.h>
-#include <lockstep/base/step_mark.h>
+#include <lockstep/base/training/step_mark.h>
 #include <lockstep/profiler/internal/running_profilers.h>
 #include <lockstep/profiler/profile_settings.h>
 

@@ -13,7 +13,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>

@@ -8,8 +8,8 @@
 
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/rethrow_with_context.h>
-#include <lockstep/base/step_mark.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 #include <lockstep/data/internal/loading_scope.h>
 #include <lockstep/data/internal/random.h>

@@ -14,9 +14,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/file_replacement.h>
+#include <lockstep/base/files/file_replacement.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/base/write_all.h>
 #include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/rendezvous/flight_directory.h>
 

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 
 namespace lockstep::launch {
 

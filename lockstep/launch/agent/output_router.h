@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include <lockstep/base/append_file.h>
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/line_forwarder.h>

@@ -18,10 +18,10 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/base/write_all.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/remote_hosts.h>
 #include <lockstep/launch/agent/shell_words.h>

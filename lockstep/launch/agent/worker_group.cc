@@ -16,8 +16,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/host_name.h>
-#include <lockstep/base/write_all.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/output_router.h>

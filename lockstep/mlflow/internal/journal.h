@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/base/unique_fd.h>
 
 namespace lockstep::mlflow::internal {

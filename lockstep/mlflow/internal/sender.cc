@@ -6,8 +6,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/append_file.h>
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/base/log.h>
 #include <lockstep/mlflow/internal/sender.h>
 

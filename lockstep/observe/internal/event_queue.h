@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <pthread.h>
 
-#include <lockstep/base/end_hook.h>
+#include <lockstep/base/process/end_hook.h>
 #include <lockstep/observe/internal/flush_at_exit.h>
 
 namespace lockstep::observe::internal {

@@ -1,9 +1,9 @@
 #include <mutex>
 #include <unistd.h>
 
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/log_writer.h>
 #include <lockstep/base/process/per_process.h>
-#include <lockstep/base/write_all.h>
 #include <lockstep/observe/internal/terminal_line.h>
 
 namespace lockstep::observe::internal {

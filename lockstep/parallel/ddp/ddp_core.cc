@@ -6,8 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <lockstep/base/step_mark.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>

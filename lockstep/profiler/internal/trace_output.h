@@ -5,7 +5,7 @@
 #include <string>
 #include <zlib.h>
 
-#include <lockstep/base/file_replacement.h>
+#include <lockstep/base/files/file_replacement.h>
 
 namespace lockstep::profiler::internal {
 

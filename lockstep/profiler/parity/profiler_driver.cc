@@ -16,7 +16,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
-#include <lockstep/base/step_mark.h>
+#include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/operation_observer.h>
 #include <lockstep/profiler/profiler.h>

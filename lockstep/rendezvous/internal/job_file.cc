@@ -11,7 +11,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/file_replacement.h>
+#include <lockstep/base/files/file_replacement.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/job_file.h>

@@ -5,7 +5,7 @@
 #include <mutex>
 #include <pthread.h>
 
-#include <lockstep/base/end_hook.h>
+#include <lockstep/base/process/end_hook.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/transport/host/end_note.h>

@@ -7,7 +7,7 @@
 #include <string>
 #include <sys/types.h>
 
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/transport/host/wait_record.h>
 
 namespace lockstep::transport {
@@ -50,7 +50,7 @@ EndKind note_kind(const ProcessHeader& header);
 
 /// From now on exit(3) and crashes by SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT leave a note in the header.
 /// Handlers are installed once, only for signals whose action is the default, and end the process as the
-/// default would; where another room's handler is there already, it leaves the note (base/end_hook.h). A
+/// default would; where another room's handler is there already, it leaves the note (base/process/end_hook.h). A
 /// forked child leaves none.
 void watch_process_end(ProcessHeader& header);
 void unwatch_process_end(ProcessHeader& header);

@@ -17,7 +17,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/transport/group_layout.h>

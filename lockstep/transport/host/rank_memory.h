@@ -6,7 +6,7 @@
 #include <sys/types.h>
 #include <vector>
 
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 
 namespace lockstep::transport {
 

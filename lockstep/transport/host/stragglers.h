@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 
 namespace lockstep::transport {
 

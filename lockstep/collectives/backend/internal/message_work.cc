@@ -6,7 +6,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/message_work.h>

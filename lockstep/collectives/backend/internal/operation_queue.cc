@@ -14,7 +14,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/thread_cache.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 #include <lockstep/collectives/backend/internal/planned_operation.h>

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 #include <lockstep/parallel/ddp/reducer/used_parameters.h>
 

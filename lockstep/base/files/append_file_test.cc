@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/append_file.h>
+#include <lockstep/base/files/append_file.h>
 #include <lockstep/testing/folder_test.h>
 
 namespace lockstep::append_file_test {

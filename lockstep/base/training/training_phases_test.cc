@@ -6,8 +6,8 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/base/step_mark.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 
 namespace lockstep::training_phases_test {
 namespace {

@@ -7,11 +7,11 @@
 #include <unistd.h>
 #include <utility>
 
-#include <lockstep/base/append_file.h>
-#include <lockstep/base/file_replacement.h>
-#include <lockstep/base/file_size_signal.h>
+#include <lockstep/base/files/append_file.h>
+#include <lockstep/base/files/file_replacement.h>
+#include <lockstep/base/files/file_size_signal.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/write_all.h>
 
 namespace lockstep {
 namespace {

@@ -3,8 +3,8 @@
 #include <thread>
 
 #include <lockstep/base/process/per_process.h>
-#include <lockstep/base/step_mark.h>
-#include <lockstep/base/training_phases.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 
 namespace lockstep {
 namespace {
