@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <chrono>
+#include <gmock/gmock.h>
 #include <limits>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

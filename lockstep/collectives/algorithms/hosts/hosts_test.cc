@@ -92,16 +92,17 @@ TEST(ReduceOverHosts, SizesAroundTheLimitsOfPayloadsAndChunks) {
   const auto payload = static_cast<int64_t>(transport::HostChannel::kPayloadBytes);
   for (const Hosts& hosts : kHosts) {
     on_ranks(hosts, [&](GroupChannel& channel) {
-      uint64_t seed = 100;
+      uint64_t seed = 100, turn = 0;
       for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kByte}) {
+        ++turn;
         const auto fits = payload / static_cast<int64_t>(c10::elementSize(type));
         for (const int64_t count :
              {int64_t{0}, int64_t{1}, int64_t{3}, fits - 1, fits, fits + 1, 2 * fits - 1, 2 * fits,
               2 * fits + 1, 4 * fits + 7, 8 * fits, 16 * fits + 33}) {
           const PlainReduction values{type, ReduceOperation::kSum, channel.size(), ++seed};
           for (const Memory memory : {Memory::kArena, Memory::kElsewhere, Memory::kMixed}) {
-            // One memory a count serves, in turn; the long run takes all with each.
-            if (!testing::long_run() && memory != static_cast<Memory>(seed % 3)) continue;
+            // Each count has one memory with each type; the long run takes all with each.
+            if (!testing::long_run() && memory != static_cast<Memory>((seed + turn) % 3)) continue;
             check(channel, {values, count, -1, memory});
             check(channel, {values, count, static_cast<int>(seed) % channel.size(), memory});
           }

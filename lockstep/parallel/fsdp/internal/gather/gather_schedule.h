@@ -28,7 +28,8 @@ struct GatherStep {
 /// whose use is longest ago, so that never more than a given number are whole or on their way, unless one operator uses more
 /// of them. With prefetch the unit that came next in the pass before is gathered early, in the room that is left without
 /// the one in use. Ranks that use units in the same order gather the same ones in the same order, whichever gradients each of them has:
-/// a unit whose memory is free already counts as whole until others need its room. A value: decisions alone.
+/// a unit whose memory is free already counts as whole until others need its room. But a rank where that one is used once more, by a
+/// use that is not recorded for gradients (detach()), gathers it anew, and waits for the others. A value: decisions alone.
 class GatherSchedule {
  public:
   using Steps = std::vector<GatherStep>;
@@ -51,12 +52,6 @@ class GatherSchedule {
   Steps gradients_are_complete(size_t unit, bool may_be_used_again);
   /// All that no operator uses.
   Steps free_all();
-
-  /// kFreedEarly is kSharded to others.
-  UnitPhase phase(size_t unit) const {
-    const UnitPhase phase = units_[unit].phase;
-    return phase == UnitPhase::kFreedEarly ? UnitPhase::kSharded : phase;
-  }
 
  private:
   struct Unit {

@@ -222,7 +222,6 @@ TEST(GatherSchedule, AnyOrderGivesEachUnitWhenItIsUsedAndNeverMoreThanTheMost) {
         const size_t unit = (pass < 4 ? step : random()) % units;
         obey(schedule.use(unit));
         EXPECT_EQ(phases[unit], UnitPhase::kWhole) << "seed " << seed;
-        EXPECT_EQ(schedule.phase(unit), UnitPhase::kWhole);
         schedule.release(unit);
         if (kind == GatherPass::kBackward && random() % 3 == 0) {
           obey(schedule.gradients_are_complete(unit, unit % 4 == 1));

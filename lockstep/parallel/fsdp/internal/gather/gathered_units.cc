@@ -55,7 +55,7 @@ void GatheredUnits::run_forward(const std::function<void()>& forward) {
     error = std::current_exception();
   }
   if (--forwards_ == 0) {
-    schedule_.end(GatherPass::kForward);
+    schedule_.end(GatherPass::kForward);  // gives no steps: what is early in forward is so at a use
     if (graph_task_ == kNoTask || torch::autograd::get_current_graph_task_id() == kNoTask) {
       end_use();
       if (!failure_ && (!trains || error)) run(schedule_.free_all());
@@ -128,7 +128,8 @@ void GatheredUnits::run(const GatherSchedule::Steps& steps) {
     try {
       switch (kind) {
         case GatherStep::Kind::kStart: {
-          const bool early = i + 1 == steps.size() || steps[i + 1].kind != GatherStep::Kind::kFinish;
+          const bool early =
+              i + 1 == steps.size() || steps[i + 1] != GatherStep{GatherStep::Kind::kFinish, unit};
           weights_.start(unit, reduction_.progress().own, early);
           break;
         }
