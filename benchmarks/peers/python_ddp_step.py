@@ -89,6 +89,31 @@ def synchronize():
         torch.cuda.synchronize()
 
 
+def timed_steps(trainer, iterations, warmup, together=True):
+    """Nanoseconds of each step, and the processor's of all; with `together` the ranks begin at once."""
+    trainer.prepare_batches(warmup + iterations)
+    for i in range(warmup):
+        trainer.step(i)
+    synchronize()
+    if together:
+        dist.barrier()
+    cpu_before = time.process_time_ns()
+    wall, before = [], time.perf_counter_ns()
+    for i in range(iterations):
+        trainer.step(warmup + i)
+        now = time.perf_counter_ns()
+        wall.append(now - before)
+        before = now
+    if DEVICE.type == "cuda":  # the program runs ahead of the device: only all of them together have a time
+        synchronize()
+        wall = [(sum(wall) + time.perf_counter_ns() - before) // iterations] * iterations
+    cpu = (time.process_time_ns() - cpu_before) / iterations
+    if not math.isfinite(trainer.loss.item()):
+        raise AssertionError(f"the loss is {trainer.loss.item()}: these steps computed nothing of use")
+    trainer.optimizer.zero_grad()  # others have their turn meanwhile, and memory is short
+    return wall, [cpu]
+
+
 class Trainers:
     def __init__(self):
         self.trainers = {}
@@ -100,27 +125,7 @@ class Trainers:
         if key not in self.trainers:
             self.trainers[key] = Trainer(*key)
         trainer = self.trainers[key]
-        trainer.prepare_batches(warmup + iterations)
-        for i in range(warmup):
-            trainer.step(i)
-        synchronize()
-        if mode != "single":
-            dist.barrier()
-        cpu_before = time.process_time_ns()
-        wall, before = [], time.perf_counter_ns()
-        for i in range(iterations):
-            trainer.step(warmup + i)
-            now = time.perf_counter_ns()
-            wall.append(now - before)
-            before = now
-        if DEVICE.type == "cuda":  # the program runs ahead of the device: only all of them together have a time
-            synchronize()
-            wall = [(sum(wall) + time.perf_counter_ns() - before) // iterations] * iterations
-        cpu = (time.process_time_ns() - cpu_before) / iterations
-        if not math.isfinite(trainer.loss.item()):
-            raise AssertionError(f"the loss is {trainer.loss.item()}: these steps computed nothing of use")
-        trainer.optimizer.zero_grad()  # others have their turn meanwhile, and memory is short
-        return wall, [cpu], trainer.logging_data()
+        return *timed_steps(trainer, iterations, warmup, together=mode != "single"), trainer.logging_data()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ The mode fsdp shards over all ranks, hybrid over those of each host, between whi
 By hand: torchrun --nproc-per-node 2 benchmarks/peers/python_sharding.py fsdp huge 4 1
 """
 
-import math
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import command_loop
 from python_ddp_step import NETWORKS as MULTILAYER
-from python_ddp_step import multilayer
+from python_ddp_step import multilayer, timed_steps
 
 VOCABULARY, LENGTH = 2048, 64
 TRANSFORMERS = {"transformer": (256, 2, 8), "transformer_25m": (512, 7, 4)}  # width, layers, batch size
@@ -92,23 +90,7 @@ class Trainers:
             self.what, self.trainer = (mode, network), Trainer(mode, network)
         if (mode, network) != self.what:
             raise ValueError(f"this process has {self.what}, not {mode} of {network}; the modes are fsdp and hybrid")
-        trainer = self.trainer
-        trainer.prepare_batches(warmup + iterations)
-        for i in range(warmup):
-            trainer.step(i)
-        dist.barrier()
-        cpu_before = time.process_time_ns()
-        wall, before = [], time.perf_counter_ns()
-        for i in range(iterations):
-            trainer.step(warmup + i)
-            now = time.perf_counter_ns()
-            wall.append(now - before)
-            before = now
-        cpu = (time.process_time_ns() - cpu_before) / iterations
-        if not math.isfinite(trainer.loss.item()):
-            raise AssertionError(f"the loss is {trainer.loss.item()}: these steps computed nothing of use")
-        trainer.optimizer.zero_grad()
-        return wall, [cpu]
+        return timed_steps(self.trainer, iterations, warmup)
 
 
 if __name__ == "__main__":
