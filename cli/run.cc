@@ -91,7 +91,11 @@ struct RunArguments {
 /// what it had blocked. Done here, the parent need run nothing between fork and exec, which lets CPython use vfork.
 void end_with_parent(int parent) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(1);  // it has ended already, so that no signal will come
+  if (::getppid() != parent) {  // it has ended already, so that no signal will come
+    std::cerr << "lockstep run: process " << parent
+              << " of --parent-pid has ended, or is not the one that has started this program" << std::endl;
+    ::_exit(1);
+  }
   sigset_t none;
   ::sigemptyset(&none);
   ::pthread_sigmask(SIG_SETMASK, &none, nullptr);

@@ -127,6 +127,7 @@ def test_a_launcher_ends_with_the_parent_that_it_was_told_of(programs):
     programs.wait_until_gone()
     done = programs.run("lockstep", "run", "--parent-pid", os.getppid(), "touch", "started")
     assert done.status == 1 and not (programs.folder / "started").exists(), "that one is not its parent any more"
+    assert f"process {os.getppid()} of --parent-pid has ended, or is not the one that" in done.stderr, done.text
 
 
 def start_pair(programs, *options):
