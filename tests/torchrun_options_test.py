@@ -161,8 +161,10 @@ def test_each_process_sees_one_gpu_as_its_first(programs):
 def test_the_grace_period_is_that_of_torchruns_variable_too(programs):
     done = programs.run("lockstep", "run", "true", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
     assert done.status == MISUSE and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in done.stderr, done.text
-    started = programs.start("lockstep", "run", "sh", "-c", "trap '' TERM; echo up; sleep 1000", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
-    started.wait_for("up")
-    started.kill(15)
-    # By --grace-period's own 30 s it would end with this status, too.
-    assert started.finish(limit=15).status == 143
+    for options, variables, period in (
+        ([], {}, 30),
+        ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "0"}, 0),
+        (["--grace-period", "0.5"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 0.5),
+    ):
+        done = dry_run(programs, *options, **variables)
+        assert done.status == 0 and f"\ngrace period: {period} s\n" in done.stdout, done.text
