@@ -156,7 +156,7 @@ class ControlPlane::Thread : public EventHandler {
   /// Everything that may be due; returns when to look again.
   BootTime serve() {
     const BootTime now = BootClock::now();
-    const bool told = take_news(now), watches_anew = serve_watchers();
+    const bool told = take_news(now), watches_anew = serve_watchers(now);
     BootTime next = server_ ? server_->serve(now) : BootTime::max();
     const AgentState::Phase before = state_.phase();
     const AgentState::Action action = state_.advance(now);
@@ -174,17 +174,26 @@ class ControlPlane::Thread : public EventHandler {
   }
 
   /// Whether the coordinator has to be told. This thread waits for no report: the other hosts wait for its heartbeats.
-  bool serve_watchers() {
+  bool serve_watchers(BootTime now) {
     const bool is_new = state_.set_watches(watchers_.watched());
     const bool wanted = state_.watched() && options_.report;
     if (!wanted && reporter_) reporter_->stop();
     if (reporter_ && reporter_->is_over()) end_reports();
-    if (wanted && !reporter_) {
+    if (wanted && !reporter_ && now >= report_at_) begin_reports(now);
+    return is_new;
+  }
+  /// Tries again later where there is no thread, descriptor or memory for it: the job needs no reports.
+  void begin_reports(BootTime now) {
+    try {
       reporter_ = std::make_unique<HostReporter>(
           [report = options_.report, known = known_generation_] { return report(known->load()); });
       loop_.watch(reporter_->fd(), POLLIN, *this);
+    } catch (const std::exception&) {
+      report_at_ = now + std::chrono::seconds(1);
+      if (reporter_) reporter_->stop();
+      say_once("can't tell lockstep top how this host's ranks do, and tries again: " +
+               text_of(std::current_exception()));
     }
-    return is_new;
   }
   void end_reports() {
     if (!reporter_) return;
@@ -194,8 +203,11 @@ class ControlPlane::Thread : public EventHandler {
 
   /// At once, for it may be one that does not pass. The coordinator's own agent only waits for its turn.
   void say_trouble() {
-    if (server_ || link_->trouble().empty() || !troubles_.insert(link_->trouble()).second) return;
-    options_.say("can't reach the coordinator, and tries again: " + link_->trouble());
+    if (server_ || link_->trouble().empty()) return;
+    say_once("can't reach the coordinator, and tries again: " + link_->trouble());
+  }
+  void say_once(const std::string& trouble) {
+    if (troubles_.insert(trouble).second) options_.say(trouble);
   }
 
   bool take_news(BootTime now) {
@@ -260,10 +272,11 @@ class ControlPlane::Thread : public EventHandler {
   std::unique_ptr<TunnelEntrance> tunnel_;  // while workers run, but on the coordinator's host
   WatchServer watchers_{loop_, options_.say};
   std::unique_ptr<HostReporter> reporter_;  // while some host watches
+  BootTime report_at_ = {};                 // at the earliest, after a failure
   std::shared_ptr<std::atomic<KnownGeneration>> known_generation_ =
       std::make_shared<std::atomic<KnownGeneration>>();  // of the reporter's thread, too, which may end later
   uint64_t order_ = 0;                                   // that the last status told of
-  std::set<std::string> troubles_;                       // of the link, that were told
+  std::set<std::string> troubles_;                       // that were told
 };
 
 ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_event_(make_event()) {

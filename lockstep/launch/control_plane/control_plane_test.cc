@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <future>
 #include <gmock/gmock.h>
 #include <netinet/in.h>
 #include <optional>
@@ -7,6 +9,7 @@
 #include <stdlib.h>
 #include <string>
 #include <string_view>
+#include <sys/socket.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -17,8 +20,11 @@
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/testing/few_descriptors.h>
 #include <lockstep/launch/control_plane/testing/scene.h>
 #include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/control_plane/watch_greeting.h>
+#include <lockstep/launch/control_plane/watch_server.h>
 
 namespace lockstep::launch::control_plane_test {
 namespace {
@@ -151,6 +157,42 @@ TEST(ControlPlane, AFailureOfItsThreadEndsTheAgent) {
   ::unsetenv("LOCKSTEP_PORT_RANGE");
   EXPECT_EQ(task->exit_status, 1);
   EXPECT_THAT(said, HasSubstr("no port of LOCKSTEP_PORT_RANGE is free"));
+}
+
+TEST(ControlPlane, GoesOnWhereReportsCantBeMade) {
+  std::promise<void> in_vain;
+  ControlPlane plane({.membership = {},
+                      .self = {.id = {1}, .host = "node-1"},
+                      .endpoint = find_endpoint("127.0.0.1", 0, true),
+                      .key = TlsKey(kTestSecret, "job"),
+                      .say =
+                          [&](const std::string& text) {
+                            if (text.find("eventfd: ") != std::string::npos) in_vain.set_value();
+                          },
+                      .report = [](const KnownGeneration&) { return std::string("how its ranks do"); }});
+  pollfd wait = {plane.fd(), POLLIN, 0};
+  ASSERT_EQ(::poll(&wait, 1, 60000), 1);
+  EXPECT_EQ(plane.take()->kind, ControlPlane::Task::Kind::kStart);
+  const UniqueFd top(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  {
+    const FewDescriptors one(1);  // for the connection, and none for what tells of reports
+    const PeerAddress address = abstract_address(WatchServer::own_name());
+    ASSERT_EQ(::connect(top.get(), address.raw(), address.size), 0);
+    const std::string greeting = encode(own_watch_greeting());
+    ASSERT_EQ(::send(top.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(greeting.size()));
+    ASSERT_EQ(in_vain.get_future().wait_for(seconds(60)), std::future_status::ready);
+  }
+  std::string heard;
+  std::array<char, 256> bytes{};
+  for (ssize_t got = 1; got > 0 && heard.find("how its ranks do") == std::string::npos;) {
+    wait = {top.get(), POLLIN, 0};
+    ASSERT_EQ(::poll(&wait, 1, 60000), 1);
+    got = ::recv(top.get(), bytes.data(), bytes.size(), 0);
+    heard.append(bytes.data(), static_cast<size_t>(std::max<ssize_t>(got, 0)));
+  }
+  EXPECT_THAT(heard, HasSubstr("how its ranks do")) << "once there was room";
+  EXPECT_FALSE(plane.take()) << "the job runs on";
 }
 
 TEST(FrameReader, TakesMessagesOutOfAnyPieces) {

@@ -211,15 +211,11 @@ class CoordinatorServer::Peer : public EventHandler {
 CoordinatorServer::CoordinatorServer(EventLoop& loop, TlsKey key, UniqueFd listener, Options options)
     : loop_(loop),
       key_(std::move(key)),
-      listener_(std::move(listener)),
+      listener_(loop, std::move(listener), *this),
       options_(std::move(options)),
-      coordinator_(options_.membership, options_.job, options_.own, BootClock::now()) {
-  loop_.watch(listener_.get(), POLLIN, *this);
-}
+      coordinator_(options_.membership, options_.job, options_.own, BootClock::now()) {}
 
-CoordinatorServer::~CoordinatorServer() {
-  loop_.forget(listener_.get());
-}
+CoordinatorServer::~CoordinatorServer() = default;
 
 void CoordinatorServer::on_events(int, short) {
   accept_some(BootClock::now());
@@ -227,16 +223,13 @@ void CoordinatorServer::on_events(int, short) {
 
 void CoordinatorServer::accept_some(BootTime now) {
   constexpr int kAtOnce = 32;  // then those that are connected get their turn
+  const auto drop_oldest = [this] {
+    if (pending_.empty()) return false;
+    pending_.pop_front();
+    return true;
+  };
   for (int i = 0; i < kAtOnce; ++i) {
-    UniqueFd socket = accept_one(listener_.get());
-    if (!socket && means_no_room(errno)) {
-      if (!pending_.empty()) {
-        pending_.pop_front();
-        continue;
-      }
-      loop_.forget(listener_.get());
-      accept_again_at_ = now + std::chrono::milliseconds(100);
-    }
+    UniqueFd socket = listener_.accept(drop_oldest);
     if (!socket) return;
     if (pending_.size() >= options_.most_pending) pending_.pop_front();
     pending_.push_back(std::make_unique<Peer>(*this, std::move(socket), now));
@@ -244,10 +237,7 @@ void CoordinatorServer::accept_some(BootTime now) {
 }
 
 BootTime CoordinatorServer::serve(BootTime now) {
-  if (now >= accept_again_at_) {
-    accept_again_at_ = BootTime::max();
-    loop_.watch(listener_.get(), POLLIN, *this);
-  }
+  const BootTime accept_at = listener_.serve(now);
   for (auto place = pending_.begin(); place != pending_.end();) {
     const auto connection = place++;
     switch ((*connection)->phase()) {
@@ -273,7 +263,7 @@ BootTime CoordinatorServer::serve(BootTime now) {
     if (options_.report) options_.report(text);
   }
   if (news_ || now >= look_again_at_) decide(now);
-  BootTime next = std::min(look_again_at_, accept_again_at_);
+  BootTime next = std::min(look_again_at_, accept_at);
   if (!pending_.empty()) next = std::min(next, pending_.front()->greeting_until());
   return next;
 }

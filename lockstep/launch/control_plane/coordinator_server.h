@@ -12,6 +12,7 @@
 
 #include <lockstep/launch/control_plane/event_loop.h>
 #include <lockstep/launch/control_plane/forwarding.h>
+#include <lockstep/launch/control_plane/listener.h>
 #include <lockstep/launch/control_plane/tls.h>
 #include <lockstep/launch/membership/coordinator.h>
 
@@ -72,7 +73,7 @@ class CoordinatorServer : public EventHandler {
 
   EventLoop& loop_;
   TlsKey key_;
-  UniqueFd listener_;
+  Listener listener_;
   Options options_;
   Coordinator coordinator_;
   std::list<std::unique_ptr<Peer>> pending_;  // in the order in which they came
@@ -83,7 +84,6 @@ class CoordinatorServer : public EventHandler {
   bool news_ = true;      // since the last decision
   bool watched_ = false;  // at the last decision
   BootTime look_again_at_ = {};
-  BootTime accept_again_at_ = BootTime::max();  // where descriptors are used up
   std::string last_reason_;
   bool done_ = false;
 };

@@ -18,18 +18,20 @@ EventLoop::EventLoop() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
 }
 
 void EventLoop::watch(int fd, short events, EventHandler& handler) {
-  const auto [place, is_new] = watches_.try_emplace(fd);
-  Watch& watch = place->second;
-  if (!is_new && watch.events == events && watch.handler == &handler) return;
-  if (is_new) watch.number = ++last_number_;
-  watch.handler = &handler;
-  watch.events = events;
+  TORCH_CHECK_WITH(DistBackendError, try_watch(fd, events, handler), "epoll_ctl: ", std::strerror(errno));
+}
+
+bool EventLoop::try_watch(int fd, short events, EventHandler& handler) {
+  const auto former = watches_.find(fd);
+  const bool is_new = former == watches_.end();
+  if (!is_new && former->second.events == events && former->second.handler == &handler) return true;
+  const uint64_t number = is_new ? ++last_number_ : former->second.number;
   epoll_event event = {};
   event.events = static_cast<uint32_t>(events);
-  event.data.u64 = watch.number << 32 | static_cast<uint32_t>(fd);
-  const int error =
-      ::epoll_ctl(epoll_.get(), is_new ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &event) == 0 ? 0 : errno;
-  TORCH_CHECK_WITH(DistBackendError, error == 0, "epoll_ctl: ", std::strerror(error));
+  event.data.u64 = number << 32 | static_cast<uint32_t>(fd);
+  if (::epoll_ctl(epoll_.get(), is_new ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &event) != 0) return false;
+  watches_[fd] = {.handler = &handler, .events = events, .number = number};
+  return true;
 }
 
 void EventLoop::forget(int fd) {

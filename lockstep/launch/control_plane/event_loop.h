@@ -25,8 +25,11 @@ class EventLoop {
  public:
   EventLoop();
 
-  /// Waits for these events from now on, in place of former ones; 0: for none, but errors.
+  /// Waits for these events from now on, in place of former ones; 0: for none, but errors. Throws c10::DistBackendError where
+  /// the kernel has no room for it.
   void watch(int fd, short events, EventHandler& handler);
+  /// The same; false, and errno, where there is no room. Then all is as before.
+  bool try_watch(int fd, short events, EventHandler& handler);
   /// To be called before the descriptor is closed.
   void forget(int fd);
   /// Waits once, until `until` at the latest, and calls the handlers.

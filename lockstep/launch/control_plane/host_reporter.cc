@@ -30,6 +30,7 @@ struct HostReporter::Shared {
   }
 
   void run() {
+    std::string told;
     std::unique_lock lock(mutex);
     while (!stops) {
       lock.unlock();
@@ -37,8 +38,10 @@ struct HostReporter::Shared {
       try {
         text = report();
       } catch (...) {
-        LOCKSTEP_LOG(kWarning) << "this host can't tell how its ranks do: "
-                               << text_of(std::current_exception());
+        const std::string trouble = text_of(std::current_exception());
+        if (trouble != std::exchange(told, trouble)) {
+          LOCKSTEP_LOG(kWarning) << "this host can't tell how its ranks do: " << trouble;
+        }
       }
       lock.lock();
       if (text && !stops) {

@@ -18,7 +18,8 @@ struct KnownGeneration {
 /// hangs), and the agent has to answer the coordinator meanwhile. Used by one thread.
 class HostReporter {
  public:
-  /// `report` is called by one thread at a time. It may still be under way when this object has ended.
+  /// `report` is called by one thread at a time. It may still be under way when this object has ended. Throws where there is
+  /// no descriptor or thread for it.
   explicit HostReporter(std::function<std::string()> report);
   HostReporter(const HostReporter&) = delete;
   HostReporter& operator=(const HostReporter&) = delete;

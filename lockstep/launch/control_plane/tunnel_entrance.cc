@@ -1,6 +1,3 @@
-#include <cerrno>
-#include <chrono>
-#include <poll.h>
 #include <utility>
 
 #include <lockstep/launch/control_plane/frames.h>
@@ -15,20 +12,10 @@ TunnelEntrance::TunnelEntrance(EventLoop& loop, TlsKey key, const PeerAddress& c
       key_(std::move(key)),
       coordinator_(coordinator),
       generation_(generation),
-      listener_(listen_on_loopback(port_)) {
-  loop_.watch(listener_.get(), POLLIN, *this);
-}
-
-TunnelEntrance::~TunnelEntrance() {
-  loop_.forget(listener_.get());
-}
+      listener_(loop, listen_on_loopback(port_), *this) {}
 
 void TunnelEntrance::on_events(int, short) {
-  UniqueFd plain = accept_one(listener_.get());
-  if (!plain && means_no_room(errno)) {
-    loop_.forget(listener_.get());
-    accept_again_at_ = BootClock::now() + std::chrono::milliseconds(100);
-  }
+  UniqueFd plain = listener_.accept();
   if (!plain || streams_.size() >= kMostStreams) return;  // the worker's store tries again
   UniqueFd socket = begin_connect(coordinator_);
   if (!socket) return;
@@ -40,11 +27,7 @@ void TunnelEntrance::on_events(int, short) {
 
 BootTime TunnelEntrance::serve(BootTime now) {
   std::erase_if(streams_, [](const auto& stream) { return stream->finished(); });
-  if (now >= accept_again_at_) {
-    accept_again_at_ = BootTime::max();
-    loop_.watch(listener_.get(), POLLIN, *this);
-  }
-  return accept_again_at_;
+  return listener_.serve(now);
 }
 
 }  // namespace lockstep::launch

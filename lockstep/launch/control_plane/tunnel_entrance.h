@@ -6,6 +6,7 @@
 
 #include <lockstep/launch/control_plane/event_loop.h>
 #include <lockstep/launch/control_plane/forwarding.h>
+#include <lockstep/launch/control_plane/listener.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/tls.h>
 
@@ -19,7 +20,6 @@ class TunnelEntrance : public EventHandler {
   static constexpr size_t kMostStreams = 4096;
 
   TunnelEntrance(EventLoop& loop, TlsKey key, const PeerAddress& coordinator, uint64_t generation);
-  ~TunnelEntrance() override;
 
   uint16_t port() const { return port_; }
   void on_events(int fd, short events) override;
@@ -32,9 +32,8 @@ class TunnelEntrance : public EventHandler {
   PeerAddress coordinator_;
   uint64_t generation_;
   uint16_t port_ = 0;
-  UniqueFd listener_;
+  Listener listener_;
   std::list<std::unique_ptr<Forwarding>> streams_;
-  BootTime accept_again_at_ = BootTime::max();  // where descriptors are used up
 };
 
 }  // namespace lockstep::launch
