@@ -134,7 +134,8 @@ BootTime AgentLink::serve(BootTime now, bool news) {
   }
   if (phase_ == Phase::kNone) return std::max(connect_at_, now);
   const BootTime silent_at = heard_at_ + longest_silence();
-  return phase_ == Phase::kOpen ? std::min(heartbeat_at_, silent_at) : silent_at;
+  // A heartbeat that is due waits until the socket takes more, of which the loop tells.
+  return phase_ == Phase::kOpen && out_.empty() ? std::min(heartbeat_at_, silent_at) : silent_at;
 }
 
 }  // namespace lockstep::launch

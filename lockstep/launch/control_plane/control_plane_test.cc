@@ -135,6 +135,22 @@ TEST(ControlPlane, ALinkStaysWithTheAddressThatHasAnswered) {
   EXPECT_EQ(reinterpret_cast<const sockaddr_in&>(link.coordinator().storage).sin_port, htons(scene.port));
 }
 
+TEST(ControlPlane, ALinkThatIsFullAsksForNoTurnsToSendItsHeartbeat) {
+  MembershipOptions slow = Scene::two_hosts();
+  slow.heartbeat_interval = std::chrono::hours(1);
+  Scene scene(seconds(30), slow);
+  scene.run_world();
+  AgentLink& link = scene.agents[1]->link;
+  const BootTime now = BootClock::now();
+  for (int i = 0; i < 64; ++i) {  // more than sockets hold, and the server reads nothing
+    link.send_report(std::string(kMostReportBytes - 100, 'x'));
+    link.serve(now, false);
+  }
+  const BootTime later = now + std::chrono::hours(2);
+  EXPECT_GT(link.serve(later, false), later);
+  EXPECT_EQ(link.trouble(), "");
+}
+
 TEST(ControlPlane, AFailureOfItsThreadEndsTheAgent) {
   uint16_t taken = 0;
   const UniqueFd other = listen_on_loopback(taken);
