@@ -22,6 +22,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/files/write_all.h>
 #include <lockstep/base/printable.h>
+#include <lockstep/base/unique_fd.h>
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/job_watch.h>
 #endif
@@ -46,8 +47,8 @@ Examples:
 Shows any job of processes that use Lockstep's groups, whatever has started them. Of a job over several hosts that
 lockstep run has started all ranks are shown, on each of its hosts; of others those on this host.
 docs/profiling.md says what the columns mean.
-Exit status: 0, also when the job ends or Ctrl-C ends the table; 1 where no job runs; 2 for a wrong command line,
-and where several jobs run and none is named.)";
+Exit status: 0, also when the job ends or Ctrl-C ends the table; 1 where no job runs, or its agent is of another version
+or has no place for one more that watches; 2 for a wrong command line, and where several jobs run and none is named.)";
 
 /// Processors' use and rates are means between two looks.
 constexpr auto kBetweenFirstLooks = std::chrono::milliseconds(500);
@@ -99,7 +100,7 @@ class LocalSource : public JobSource {
 /// Of all hosts of a job of lockstep run's, by the agent of this one.
 class AgentSource : public JobSource {
  public:
-  explicit AgentSource(pid_t agent) : watch_(agent) {}
+  explicit AgentSource(launch::JobWatch watch) : watch_(std::move(watch)) {}
   int fd() const override { return watch_.fd(); }
   std::optional<std::vector<HostReport>> look() override {
     std::vector<launch::Report> reports;
@@ -142,21 +143,19 @@ class AgentSource : public JobSource {
 struct Candidate {
   std::optional<LocalJob> local;  // its ranks on this host, if there are some
   pid_t agent = 0;                // of this host, where it has one
+  UniqueFd connection = {};       // to that
 };
 
 std::vector<Candidate> find_jobs(HostSampler& sampler) {
   std::vector<Candidate> found;
   for (LocalJob& job : sampler.look()) found.push_back({.local = std::move(job)});
 #ifdef LOCKSTEP_CLI_HOSTS
-  for (const pid_t agent : launch::JobWatch::agents()) {
-    const auto job = std::find_if(found.begin(), found.end(), [agent](const Candidate& one) {
-      return one.local && one.local->has(agent);
-    });
-    if (job != found.end()) {
-      job->agent = agent;
-    } else {
-      found.push_back({.local = std::nullopt, .agent = agent});
-    }
+  for (auto& [agent, connection] : launch::JobWatch::agents()) {
+    auto job = std::find_if(found.begin(), found.end(),
+                            [pid = agent](const Candidate& one) { return one.local && one.local->has(pid); });
+    if (job == found.end()) job = found.emplace(found.end());
+    job->agent = agent;
+    job->connection = std::move(connection);
   }
 #endif
   return found;
@@ -204,9 +203,10 @@ std::optional<Candidate> choose(std::vector<Candidate> jobs, const std::string& 
   return jobs.empty() ? std::nullopt : std::optional(std::move(jobs.front()));
 }
 
-std::unique_ptr<JobSource> open_source(const Candidate& job, std::unique_ptr<HostSampler> sampler) {
+std::unique_ptr<JobSource> open_source(Candidate job, std::unique_ptr<HostSampler> sampler) {
 #ifdef LOCKSTEP_CLI_HOSTS
-  if (job.agent != 0) return std::make_unique<AgentSource>(job.agent);
+  if (job.connection)
+    return std::make_unique<AgentSource>(launch::JobWatch(job.agent, std::move(job.connection)));
 #endif
   return std::make_unique<LocalSource>(std::move(sampler), *job.local);
 }
@@ -267,12 +267,12 @@ int show(const TopArguments& arguments) {
   auto jobs = find_jobs(*sampler);
   const std::string others = describe_other_versions(sampler->other_versions());
   if (arguments.job.empty() || jobs.empty()) std::cerr << others;
-  const auto job = choose(std::move(jobs), arguments.job);
+  auto job = choose(std::move(jobs), arguments.job);
   if (!job) {
     std::cerr << "lockstep top: no job of this user runs on this host, or its ranks have not met yet\n";
     return 1;
   }
-  const auto source = open_source(*job, std::move(sampler));
+  const auto source = open_source(std::move(*job), std::move(sampler));
   const launch::SignalCatcher signals;
   bool interrupted = false;
   auto hosts = first_look(*source, signals, interrupted);

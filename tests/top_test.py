@@ -173,7 +173,7 @@ def test_releases_that_differ_say_so_on_both_sides(programs):
         got = b"".join(iter(lambda: top.recv(4096), b""))
     own, = struct.unpack("<8xI20x", got)
     assert got.startswith(b"lockstep") and own != 999
-    agent.wait_for(rf"top` of Lockstep 9.9.9 \(messages of version 999\) can't watch.* {re.escape(str(lockstep))} top\n", "stderr")
+    agent.wait_for(rf"top` of Lockstep 9.9.9 \(messages of version 999\) can't watch.* {re.escape(str(lockstep))} top {agent.pid}\n", "stderr")
 
     with socket.socket(socket.AF_UNIX) as other:  # this process is an agent of another release
         other.bind(agent_socket(os.getpid()))
@@ -181,7 +181,7 @@ def test_releases_that_differ_say_so_on_both_sides(programs):
         top = programs.start("lockstep", "top", os.getpid())
         other.settimeout(HANG)
         watch, _ = other.accept()
-        while not watch.recv(32):  # it has only looked which agents there are
+        while not watch.recv(32):  # another test's has looked which agents there are
             watch, _ = other.accept()
         with watch:
             watch.sendall(greeting(999, b"9.9.9") + b"what it does not know")

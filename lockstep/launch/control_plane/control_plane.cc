@@ -168,6 +168,7 @@ class ControlPlane::Thread : public EventHandler {
                       state_.phase() != before || std::exchange(order_, state_.order()) != state_.order();
     next = std::min({next, link_->serve(now, news), state_.look_again_at()});
     say_trouble();
+    next = std::min(next, watchers_.serve(now));
     if (tunnel_) next = std::min(next, tunnel_->serve(now));
     return std::max(next,
                     now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn

@@ -1,8 +1,6 @@
 #include <array>
 #include <cerrno>
-#include <filesystem>
 #include <fstream>
-#include <map>
 #include <set>
 #include <string>
 #include <string_view>
@@ -12,7 +10,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/printable.h>
 #include <lockstep/launch/control_plane/job_watch.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/watch_server.h>
@@ -33,9 +30,10 @@ std::set<std::string> agents_sockets() {
   return names;
 }
 
-/// By the agents' pids, as the kernel tells them, whatever a name says.
-std::map<pid_t, UniqueFd> connect_to_agents() {
-  std::map<pid_t, UniqueFd> connections;
+}  // namespace
+
+std::map<pid_t, UniqueFd> JobWatch::agents() {
+  std::map<pid_t, UniqueFd> connections;  // the kernel tells the pids, whatever a name says
   for (const std::string& name : agents_sockets()) {
     // Waits for none that is stopped.
     UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -48,20 +46,7 @@ std::map<pid_t, UniqueFd> connect_to_agents() {
   return connections;
 }
 
-}  // namespace
-
-std::vector<pid_t> JobWatch::agents() {
-  std::vector<pid_t> agents;
-  for (const auto& [pid, socket] : connect_to_agents()) agents.push_back(pid);
-  return agents;
-}
-
-JobWatch::JobWatch(pid_t agent) : agent_(agent) {
-  auto connections = connect_to_agents();
-  const auto found = connections.find(agent);
-  TORCH_CHECK_WITH(DistNetworkError, found != connections.end(), "the agent of this host, process ", agent,
-                   ", does not answer");
-  socket_ = std::move(found->second);
+JobWatch::JobWatch(pid_t agent, UniqueFd connection) : agent_(agent), socket_(std::move(connection)) {
   const std::string greeting = encode(own_watch_greeting());
   ::send(socket_.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL);  // one that has ended, read() finds
 }
@@ -69,13 +54,10 @@ JobWatch::JobWatch(pid_t agent) : agent_(agent) {
 void JobWatch::check(const WatchGreeting& greeting) const {
   const WatchGreeting own = own_watch_greeting();
   if (greeting.version == own.version) return;
-  std::error_code unknown;
-  const auto program = std::filesystem::read_symlink("/proc/" + std::to_string(agent_) + "/exe", unknown);
-  C10_THROW_ERROR(
-      DistNetworkError,
-      c10::str("the agent of this host, process ", agent_, ", is of ", describe(greeting),
-               ", and this lockstep top of ", describe(own), "; use the program that has started the job: ",
-               unknown ? std::string("lockstep") : printable(program.string()), " top ", agent_));
+  C10_THROW_ERROR(DistNetworkError,
+                  c10::str("the agent of this host, process ", agent_, ", is of ", describe(greeting),
+                           ", and this lockstep top of ", describe(own),
+                           "; use the program that has started the job: ", command_to_watch(agent_)));
 }
 
 bool JobWatch::read(std::vector<Report>& reports) {
@@ -96,6 +78,8 @@ bool JobWatch::read(std::vector<Report>& reports) {
     }
     frames_.append(bytes);
     while (const auto message = frames_.next()) {
+      TORCH_CHECK_WITH(DistNetworkError, *message != kNoPlace, "the agent of this host, process ", agent_,
+                       ", has no place for another lockstep top; end one of those that watch its job");
       auto report = decode_report(*message);
       if (!report) return false;
       reports.push_back(std::move(*report));

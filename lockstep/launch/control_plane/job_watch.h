@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <string>
 #include <sys/types.h>
 #include <vector>
@@ -14,17 +15,17 @@ namespace lockstep::launch {
 /// The other end of a WatchServer: the reports of all hosts of a job, by an agent of this host. Used by one thread.
 class JobWatch {
  public:
-  /// The agents of this user on this host; for root, of all users. Also those in containers that share this network namespace,
-  /// by their numbers in this process's pid namespace; those that it does not see are left out.
-  static std::vector<pid_t> agents();
+  /// Connections to the agents of this user on this host; for root, of all users. Also to those in containers that share this
+  /// network namespace, by their numbers in this process's pid namespace; those that it does not see are left out.
+  static std::map<pid_t, UniqueFd> agents();
 
-  /// `agent`: one of agents(). Throws c10::DistNetworkError where it does not answer.
-  explicit JobWatch(pid_t agent);
+  /// One of agents(), and the connection to it.
+  JobWatch(pid_t agent, UniqueFd connection);
 
   /// Readable when read() has something to say.
   int fd() const { return socket_.get(); }
   /// Appends the reports that have come. False once the agent has ended. Throws c10::DistNetworkError where the agent is of
-  /// another version of Lockstep, whose reports can't be read here.
+  /// another version of Lockstep, whose reports can't be read here, and where too many programs watch the job already.
   bool read(std::vector<Report>& reports);
 
  private:

@@ -1,7 +1,9 @@
 #include <algorithm>
-#include <string_view>
+#include <filesystem>
+#include <system_error>
 
 #include <lockstep/base/printable.h>
+#include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/control_plane/watch_greeting.h>
 
 namespace lockstep::launch {
@@ -44,6 +46,16 @@ std::string describe(const WatchGreeting& greeting) {
   if (greeting.version == 0) return "a Lockstep that does not tell its version";
   return "Lockstep " + printable(greeting.release) + " (messages of version " +
          std::to_string(greeting.version) + ")";
+}
+
+std::string command_to_watch(pid_t agent) {
+  const std::filesystem::path running = "/proc/" + std::to_string(agent) + "/exe";
+  std::error_code unknown;
+  const std::filesystem::path file = std::filesystem::read_symlink(running, unknown);
+  // It may have been deleted, or lie in a container of its own.
+  const bool is_there = !unknown && std::filesystem::equivalent(running, file, unknown);
+  constexpr size_t kMost = 4096;
+  return printable(shell_words({is_there ? file.string() : "lockstep", "top", std::to_string(agent)}), kMost);
 }
 
 }  // namespace lockstep::launch

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <sys/types.h>
 
 namespace lockstep::launch {
 
@@ -29,7 +31,13 @@ std::string encode(const WatchGreeting& greeting);
 /// Takes the greeting off the bytes that a connection began with. Nothing while it is not complete.
 std::optional<WatchGreeting> take_watch_greeting(std::string& bytes);
 
+/// What a WatchServer sends behind its greeting, as a message, to one for which it has no place.
+inline constexpr std::string_view kNoPlace = "no place";
+
 /// "Lockstep 0.2.0 (messages of version 3)": for people.
 std::string describe(const WatchGreeting& greeting);
+
+/// The command that watches the job of this agent, by its own program where that is found at its path.
+std::string command_to_watch(pid_t agent);
 
 }  // namespace lockstep::launch

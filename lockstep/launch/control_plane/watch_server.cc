@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <filesystem>
 #include <iterator>
 #include <poll.h>
 #include <sys/socket.h>
@@ -23,21 +22,17 @@ std::string WatchServer::own_name() {
 }
 
 WatchServer::WatchServer(EventLoop& loop, std::function<void(const std::string&)> say)
-    : loop_(loop),
-      say_(std::move(say)),
-      listener_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) {
+    : loop_(loop), say_(std::move(say)) {
+  UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const PeerAddress address = abstract_address(own_name());
-  if (!listener_ || ::bind(listener_.get(), address.raw(), address.size) != 0 ||
-      ::listen(listener_.get(), kMostWatchers) != 0) {
-    listener_.reset();
+  if (!socket || ::bind(socket.get(), address.raw(), address.size) != 0 ||
+      ::listen(socket.get(), SOMAXCONN) != 0)
     return;
-  }
-  loop_.watch(listener_.get(), POLLIN, *this);
+  listener_.emplace(loop_, std::move(socket), *this);
 }
 
 WatchServer::~WatchServer() {
   while (!watchers_.empty()) drop(watchers_.begin());
-  if (listener_) loop_.forget(listener_.get());
 }
 
 bool WatchServer::watched() const {
@@ -55,7 +50,7 @@ void WatchServer::send(const Report& report) {
 }
 
 void WatchServer::on_events(int fd, short) {
-  if (fd == listener_.get()) return accept_some();
+  if (fd == listener_->fd()) return accept_some();
   const auto watcher = std::find_if(watchers_.begin(), watchers_.end(),
                                     [fd](const Watcher& one) { return one.socket.get() == fd; });
   if (watcher == watchers_.end()) return;
@@ -74,12 +69,9 @@ bool WatchServer::take_greeting(Watcher& watcher, std::string_view bytes) {
   if (!greeting) return true;
   watcher.greeted = greeting->version == own_watch_greeting().version;
   if (!watcher.greeted && say_) {
-    std::error_code unknown;
-    const std::string program = std::filesystem::read_symlink("/proc/self/exe", unknown).string();
-    std::exchange(say_, nullptr)(
-        "a `lockstep top` of " + describe(*greeting) + " can't watch this job, which runs with " +
-        describe(own_watch_greeting()) +
-        "; use the program that has started it: " + (program.empty() ? "lockstep" : program) + " top");
+    std::exchange(say_, nullptr)("a `lockstep top` of " + describe(*greeting) +
+                                 " can't watch this job, which runs with " + describe(own_watch_greeting()) +
+                                 "; use the program that has started it: " + command_to_watch(::getpid()));
   }
   return watcher.greeted;
 }
@@ -87,13 +79,33 @@ bool WatchServer::take_greeting(Watcher& watcher, std::string_view bytes) {
 void WatchServer::accept_some() {
   constexpr int kAtOnce = 32;  // others' users may connect again and again
   for (int i = 0; i < kAtOnce; ++i) {
-    UniqueFd socket = accept_one(listener_.get());
+    UniqueFd socket = listener_->accept([this] { return refuse_silent(); });
     if (!socket) return;
     const uid_t user = process_at_other_end(socket.get()).uid;
-    if ((user != ::geteuid() && user != 0) || watchers_.size() >= kMostWatchers) continue;
+    if (user != ::geteuid() && user != 0) continue;
+    const bool has_place = watchers_.size() < kMostWatchers || refuse_silent();
     watchers_.push_back({.socket = std::move(socket), .out = encode(own_watch_greeting())});
-    if (!flush(watchers_.back())) drop(std::prev(watchers_.end()));
+    const auto watcher = std::prev(watchers_.end());
+    if (!has_place) {
+      refuse(watcher);
+    } else if (!flush(*watcher)) {
+      drop(watcher);
+    }
   }
+}
+
+bool WatchServer::refuse_silent() {
+  const auto silent =
+      std::find_if(watchers_.begin(), watchers_.end(), [](const Watcher& one) { return !one.greeted; });
+  if (silent == watchers_.end()) return false;
+  refuse(silent);
+  return true;
+}
+
+void WatchServer::refuse(std::list<Watcher>::iterator watcher) {
+  watcher->out += framed(std::string(kNoPlace));
+  flush(*watcher);
+  drop(watcher);
 }
 
 bool WatchServer::flush(Watcher& watcher) {
@@ -102,9 +114,8 @@ bool WatchServer::flush(Watcher& watcher) {
                                                     watcher.out.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   if (sent < 0 && errno != EAGAIN && errno != EINTR) return false;
   if (sent > 0) watcher.out.erase(0, static_cast<size_t>(sent));
-  loop_.watch(watcher.socket.get(), static_cast<short>(watcher.out.empty() ? POLLIN : POLLIN | POLLOUT),
-              *this);
-  return true;
+  return loop_.try_watch(watcher.socket.get(),
+                         static_cast<short>(watcher.out.empty() ? POLLIN : POLLIN | POLLOUT), *this);
 }
 
 void WatchServer::drop(std::list<Watcher>::iterator watcher) {

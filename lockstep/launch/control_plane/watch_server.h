@@ -2,20 +2,22 @@
 
 #include <functional>
 #include <list>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <sys/types.h>
 
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/control_plane/event_loop.h>
+#include <lockstep/launch/control_plane/listener.h>
 #include <lockstep/launch/membership/messages.h>
 
 namespace lockstep::launch {
 
 /// Where `lockstep top` on an agent's host hears how all ranks of the job do: a local socket with an abstract name, at
 /// which this user and root get the Reports of all hosts, each framed(), as they come. Both sides begin with a WatchGreeting;
-/// who greets with another version is told nothing but this one's. Where the socket can't be made, no program can watch.
-/// Used by one thread.
+/// who greets with another version is told nothing but this one's. Of those that have not greeted the oldest gives way where
+/// there is no place. Where the socket can't be made, no program can watch. Used by one thread.
 class WatchServer : public EventHandler {
  public:
   /// `say`: is told, once, that a program of another version wants to watch.
@@ -37,6 +39,8 @@ class WatchServer : public EventHandler {
   bool watched() const;
   void send(const Report& report);
   void on_events(int fd, short events) override;
+  /// To be called after each turn of the loop; returns when to call again at the latest.
+  BootTime serve(BootTime now) { return listener_ ? listener_->serve(now) : BootTime::max(); }
 
  private:
   struct Watcher {
@@ -46,16 +50,20 @@ class WatchServer : public EventHandler {
     bool greeted = false;
   };
   void accept_some();
+  /// Whether there was one that has not greeted.
+  bool refuse_silent();
+  /// Says that there is no place for it, and drops it.
+  void refuse(std::list<Watcher>::iterator watcher);
   /// False where the watcher has ended, or can't be told.
   bool take_greeting(Watcher& watcher, std::string_view bytes);
-  /// False where it has ended.
+  /// False where it has ended, or there is no room for it.
   bool flush(Watcher& watcher);
   void drop(std::list<Watcher>::iterator watcher);
 
   EventLoop& loop_;
   std::function<void(const std::string&)> say_;
-  UniqueFd listener_;
-  std::list<Watcher> watchers_;
+  std::optional<Listener> listener_;
+  std::list<Watcher> watchers_;  // in the order in which they came
 };
 
 }  // namespace lockstep::launch

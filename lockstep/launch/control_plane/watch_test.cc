@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -5,6 +6,7 @@
 #include <condition_variable>
 #include <functional>
 #include <gmock/gmock.h>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,6 +27,7 @@
 #include <lockstep/launch/control_plane/host_reporter.h>
 #include <lockstep/launch/control_plane/job_watch.h>
 #include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/launch/control_plane/testing/few_descriptors.h>
 #include <lockstep/launch/control_plane/watch_greeting.h>
 #include <lockstep/launch/control_plane/watch_server.h>
 
@@ -33,10 +36,8 @@ namespace lockstep::launch::watch_test {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 void turn_until(EventLoop& loop, const std::function<bool()>& holds) {
   const BootTime limit = BootClock::now() + std::chrono::seconds(60);
@@ -46,13 +47,23 @@ void turn_until(EventLoop& loop, const std::function<bool()>& holds) {
   }
 }
 
+/// A connection to the agent that is this process.
+UniqueFd connect_to_self() {
+  auto agents = JobWatch::agents();
+  return std::move(agents.at(::getpid()));
+}
+
+JobWatch watch_self() {
+  return {::getpid(), connect_to_self()};
+}
+
 TEST(WatchServer, TellsAllThatWatch) {
   EventLoop loop;
   WatchServer server(loop, {});
-  EXPECT_THAT(JobWatch::agents(), Contains(::getpid()));
+  EXPECT_TRUE(JobWatch::agents().contains(::getpid()));
   server.send({.text = "no one hears this"});
   {
-    JobWatch one(::getpid()), other(::getpid());
+    JobWatch one = watch_self(), other = watch_self();
     turn_until(loop, [&] { return server.watched(); });
     loop.run_once(BootClock::now());
     const Report large = {.agent = {2},
@@ -75,7 +86,7 @@ TEST(WatchServer, TellsAllThatWatch) {
 TEST(WatchServer, ForgetsWhatAWatcherDoesNotRead) {
   EventLoop loop;
   WatchServer server(loop, {});
-  JobWatch watch(::getpid());
+  JobWatch watch = watch_self();
   turn_until(loop, [&] { return server.watched(); });
   for (int i = 0; i < 30; ++i) server.send({.text = std::string(kMostReportBytes - 100, 'x')});
   std::vector<Report> reports;
@@ -89,18 +100,75 @@ TEST(WatchServer, ForgetsWhatAWatcherDoesNotRead) {
 TEST(WatchServer, EndsWithItsAgent) {
   EventLoop loop;
   auto server = std::make_unique<WatchServer>(loop, nullptr);
-  JobWatch watch(::getpid());
+  JobWatch watch = watch_self();
   turn_until(loop, [&] { return server->watched(); });
   server.reset();
   std::vector<Report> reports;
   EXPECT_FALSE(watch.read(reports));
-  EXPECT_THAT(JobWatch::agents(), Not(Contains(::getpid())));
-  try {
-    JobWatch again(::getpid());
-    FAIL() << "nothing listens there";
-  } catch (const c10::DistNetworkError& error) {
-    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("does not answer"));
+  EXPECT_FALSE(JobWatch::agents().contains(::getpid()));
+}
+
+TEST(WatchServer, HasAPlaceForThoseThatGreetHoweverManyDoNot) {
+  EventLoop loop;
+  WatchServer server(loop, {});
+  std::vector<UniqueFd> silent;
+  for (size_t i = 0; i < 3 * WatchServer::kMostWatchers; ++i) silent.push_back(connect_to_self());
+  JobWatch watch = watch_self();
+  turn_until(loop, [&] { return server.watched(); });
+  for (size_t i = 0; i < 3 * WatchServer::kMostWatchers; ++i) silent.push_back(connect_to_self());
+  std::vector<Report> reports;
+  turn_until(loop, [&] {
+    server.send({.text = "a report"});
+    EXPECT_TRUE(watch.read(reports));
+    return reports.size() > 10;
+  });
+}
+
+TEST(WatchServer, SaysThatItHasNoPlace) {
+  EventLoop loop;
+  WatchServer server(loop, {});
+  std::list<JobWatch> watches;
+  while (watches.size() < WatchServer::kMostWatchers) watches.push_back(watch_self());
+  turn_until(loop, [&] {
+    server.send({.text = "a report"});
+    return std::all_of(watches.begin(), watches.end(), [](JobWatch& watch) {
+      std::vector<Report> reports;
+      EXPECT_TRUE(watch.read(reports));
+      return !reports.empty();
+    });
+  });
+  std::vector<Report> reports;
+  JobWatch late = watch_self();
+  std::string said;
+  turn_until(loop, [&] {
+    try {
+      EXPECT_TRUE(late.read(reports));
+    } catch (const c10::DistNetworkError& error) {
+      said = error.what_without_backtrace();
+    }
+    return !said.empty();
+  });
+  EXPECT_THAT(said, HasSubstr("has no place for another lockstep top; end one of those"));
+  watches.pop_back();
+  JobWatch next = watch_self();
+  turn_until(loop, [&] {
+    server.send({.text = "a report"});
+    EXPECT_TRUE(next.read(reports));
+    return !reports.empty();
+  });
+}
+
+TEST(WatchServer, LeavesAWatcherForLaterWhereNoDescriptorIsLeft) {
+  EventLoop loop;
+  WatchServer server(loop, {});
+  JobWatch watch = watch_self();
+  EXPECT_EQ(server.serve(BootClock::now()), BootTime::max());
+  {
+    const testing::FewDescriptors none(0);
+    turn_until(loop, [&] { return server.serve({}) < BootTime::max(); });
   }
+  server.serve(server.serve({}));
+  turn_until(loop, [&] { return server.watched(); });
 }
 
 /// What the other side sends, and what it gets, where it is of another release.
@@ -173,7 +241,7 @@ TEST(WatchServer, SaysThatAWatchersVersionDiffersAndTellsItNothing) {
   EXPECT_THAT(said[0],
               AllOf(HasSubstr("a `lockstep top` of Lockstep 9.9? (messages of version 65535) can't watch"),
                     HasSubstr("this job, which runs with " + describe(own_watch_greeting())),
-                    HasSubstr("control_plane_tests top")));
+                    HasSubstr("control_plane_tests top " + std::to_string(::getpid()))));
 }
 
 TEST(JobWatch, SaysThatTheAgentsVersionDiffers) {
@@ -186,7 +254,7 @@ TEST(JobWatch, SaysThatTheAgentsVersionDiffers) {
   for (const auto& [begin, words] :
        {std::pair(greeting, "is of Lockstep 0.2.0 (messages of version 2), and"),
         std::pair(report, "is of a Lockstep that does not tell its version, and")}) {
-    JobWatch watch(::getpid());
+    JobWatch watch = watch_self();
     const OtherRelease agent(listener.get());
     std::vector<Report> reports;
     EXPECT_TRUE(watch.read(reports)) << "nothing has come yet";
