@@ -20,6 +20,9 @@ using nlohmann::ordered_json;
 
 using Line = std::vector<std::string>;
 
+/// With the heads of hosts and of ranks, and a line of each.
+constexpr int kLeastRows = 8;
+
 std::string number_text(double value, int digits) {
   std::array<char, 64> text{};
   std::snprintf(text.data(), text.size(), "%.*f", digits, value);
@@ -36,6 +39,16 @@ std::string short_number(double value) {
 template <class T, class Text>
 std::string or_dash(const std::optional<T>& value, Text&& text) {
   return value ? text(*value) : "-";
+}
+
+/// "1 rank", "2 ranks"
+std::string counted(size_t count, const std::string& what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+}
+
+/// The line in place of those that are left out.
+std::string left_out_text(const std::string& what) {
+  return "… and " + what + " for which the terminal has no room";
 }
 
 std::string percent_text(double value) {
@@ -156,6 +169,17 @@ std::string title_of(const std::vector<HostReport>& hosts, const std::map<int, c
   return title;
 }
 
+size_t cards_of(const std::vector<HostReport>& hosts) {
+  size_t cards = 0;
+  for (const HostReport& host : hosts) cards += host.cards.size();
+  return cards;
+}
+
+/// With their heads.
+size_t host_line_count(const std::vector<HostReport>& hosts) {
+  return 1 + hosts.size() + cards_of(hosts);
+}
+
 /// What the card's line says; others' processes by their names, as many as there are.
 std::string card_text(const CardReport& card) {
   std::string text = "  gpu " + std::to_string(card.index) + " " + printable(card.name, 60) + ": " +
@@ -172,7 +196,12 @@ std::string card_text(const CardReport& card) {
   return text;
 }
 
-std::vector<std::string> host_lines(const std::vector<HostReport>& hosts) {
+/// At most `room` lines, two at least. Where that is too few, cards are left out, then hosts, the last ones first.
+std::vector<std::string> host_lines(const std::vector<HostReport>& hosts, size_t room) {
+  const size_t all_cards = cards_of(hosts);
+  const bool too_many = host_line_count(hosts) > room;
+  const size_t most_hosts = too_many ? std::min(hosts.size(), room - 2) : hosts.size();
+  const size_t most_cards = too_many ? room - 2 - most_hosts : all_cards;
   std::vector<Line> lines = {{"host", "cpu", "memory", "received, sent (MB/s)"}};
   for (const HostReport& host : hosts) {
     const auto rate = [](const std::optional<double>& bytes) { return or_dash(bytes, megabytes); };
@@ -184,9 +213,19 @@ std::vector<std::string> host_lines(const std::vector<HostReport>& hosts) {
   }
   const std::vector<std::string> texts = aligned(lines, {0});
   std::vector<std::string> result = {texts.front()};
-  for (size_t i = 0; i < hosts.size(); ++i) {
+  size_t cards = 0;
+  for (size_t i = 0; i < most_hosts; ++i) {
     result.push_back(texts[i + 1]);
-    for (const CardReport& card : hosts[i].cards) result.push_back(card_text(card));
+    for (const CardReport& card : hosts[i].cards) {
+      if (cards == most_cards) break;
+      result.push_back(card_text(card));
+      ++cards;
+    }
+  }
+  if (too_many) {
+    std::string what = most_hosts < hosts.size() ? counted(hosts.size() - most_hosts, "host") : "";
+    if (cards < all_cards) what += (what.empty() ? "" : " and ") + counted(all_cards - cards, "card");
+    result.push_back(left_out_text(what));
   }
   return result;
 }
@@ -253,24 +292,25 @@ std::optional<uint64_t> restarting_generation(const std::vector<HostReport>& hos
 std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options) {
   if (hosts.empty()) return "no ranks\n";
   const auto ranks = ranks_of(hosts);
-  std::vector<std::string> lines = {title_of(hosts, ranks), ""};
-  for (std::string& line : host_lines(hosts)) lines.push_back(std::move(line));
-  lines.emplace_back();
   std::vector<std::string> of_ranks =
       ranks.empty() ? std::vector<std::string>{"no ranks"} : rank_lines(hosts, ranks);
+  size_t room_of_hosts = host_line_count(hosts), room_of_ranks = of_ranks.size();
   if (options.rows > 0) {
-    constexpr size_t kLeast = 2;  // the heads and a rank
-    const size_t above = lines.size();
-    const auto rows = static_cast<size_t>(options.rows);
-    const size_t room = std::max(rows > above ? rows - above : 0, kLeast);
-    if (of_ranks.size() > room) {
-      const size_t shown = std::max(room - 1, kLeast);
-      const size_t hidden = of_ranks.size() - shown;
-      of_ranks.resize(shown);
-      of_ranks.push_back("… and " + std::to_string(hidden) + (hidden == 1 ? " rank" : " ranks") +
-                         " for which the terminal has no room");
-    }
+    // Below the title, with a blank line above each part.
+    const size_t room = static_cast<size_t>(std::max(options.rows, kLeastRows)) - 3;
+    // A third is the hosts', and what the ranks do not need.
+    const size_t rest = room - std::min(room, of_ranks.size());
+    room_of_hosts = std::min(room_of_hosts, std::max({room / 3, rest, size_t{2}}));
+    room_of_ranks = room - room_of_hosts;
   }
+  if (of_ranks.size() > room_of_ranks) {
+    const size_t hidden = of_ranks.size() - (room_of_ranks - 1);
+    of_ranks.resize(room_of_ranks - 1);
+    of_ranks.push_back(left_out_text(counted(hidden, "rank")));
+  }
+  std::vector<std::string> lines = {title_of(hosts, ranks), ""};
+  for (std::string& line : host_lines(hosts, room_of_hosts)) lines.push_back(std::move(line));
+  lines.emplace_back();
   lines.insert(lines.end(), of_ranks.begin(), of_ranks.end());
   std::string text;
   for (const std::string& line : lines) text += cut(line, options.columns) + "\n";

@@ -11,7 +11,7 @@ namespace lockstep::monitor {
 
 struct TableOptions {
   int columns = 0;  ///< lines are cut to so many characters; 0: they are as long as they are
-  int rows = 0;     ///< at most so many lines, at least one rank among them; 0: all
+  int rows = 0;     ///< at most so many lines, but never less than 8, with a rank among them; 0: all
 };
 
 /// The rank that keeps another one waiting: at the end of those that wait for each other the one that is stopped, or

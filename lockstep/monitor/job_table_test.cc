@@ -13,6 +13,7 @@ namespace lockstep::monitor::job_table_test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -122,6 +123,41 @@ TEST(JobTable, FitsIntoTheTerminal) {
   EXPECT_THAT(draw_table({wide}, {.rows = 24}),
               HasSubstr("… and 23 ranks for which the terminal has no room\n"));
   EXPECT_THAT(draw_table({wide}, {}), Not(HasSubstr("no room")));
+}
+
+TEST(JobTable, FitsIntoTheTerminalWithManyHostsAndCards) {
+  std::vector<HostReport> hosts;
+  for (int i = 0; i < 8; ++i) {
+    hosts.push_back(host("host-" + std::to_string(i), {}));
+    for (int card = 0; card < 8; ++card) {
+      hosts.back().ranks.push_back(rank(8 * i + card, {}));
+      hosts.back().cards.push_back({.index = card, .name = "H100"});
+    }
+  }
+  const auto shown = [](const std::string& table, const std::string& begin) {
+    const auto lines = lines_of(table);
+    return std::count_if(lines.begin(), lines.end(),
+                         [&](const auto& line) { return line.starts_with(begin); });
+  };
+  for (int rows = 1; rows < 160; ++rows) {
+    const std::string table = draw_table(hosts, {.columns = 80, .rows = rows});
+    EXPECT_LE(lines_of(table).size(), static_cast<size_t>(std::max(rows, 8))) << table;
+    EXPECT_THAT(table, ContainsRegex("\n +0  host-0")) << "one rank at least";
+  }
+  EXPECT_EQ(draw_table(hosts, {.rows = 1 + 1 + 1 + 8 * 9 + 1 + 1 + 64}), draw_table(hosts, {}));
+  const std::string small = draw_table(hosts, {.rows = 24});
+  EXPECT_EQ(shown(small, "host-"), 5);
+  EXPECT_EQ(shown(small, "  gpu"), 0);
+  EXPECT_THAT(small, AllOf(HasSubstr("\n… and 3 hosts and 64 cards for which the terminal has no room\n"),
+                           HasSubstr("\n… and 52 ranks for which")));
+  const std::string medium = draw_table(hosts, {.rows = 48});
+  EXPECT_EQ(shown(medium, "host-"), 8);
+  EXPECT_EQ(shown(medium, "  gpu"), 5) << "of the first host";
+  EXPECT_THAT(medium, HasSubstr("\n… and 59 cards for which"));
+  for (HostReport& one : hosts) one.ranks.resize(1);
+  const std::string few = draw_table(hosts, {.rows = 48});
+  EXPECT_THAT(few, Not(HasSubstr("ranks for which"))) << "the hosts have what the ranks do not need";
+  EXPECT_EQ(lines_of(few).size(), 48);
 }
 
 TEST(JobTable, ShowsNoControlCharacters) {
