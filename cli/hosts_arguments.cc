@@ -358,7 +358,7 @@ void print_dry_run(const HostsArguments& arguments, const launch::RunOptions& op
 int run_on_hosts(const HostsArguments& arguments, const launch::RunOptions& options) {
   launch::HostsOptions all = hosts_options(arguments, options);
   all.report = [report = make_host_report(all.job_id)](const launch::KnownGeneration& known) {
-    return report(known.newest, known.runs);
+    return report(known.newest, known.idles);
   };
   return launch::run_on_hosts(std::move(all));
 }

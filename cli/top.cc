@@ -70,8 +70,6 @@ class JobSource {
   virtual int fd() const { return -1; }
   /// The job's hosts as they are now; nothing once it has ended.
   virtual std::optional<std::vector<HostReport>> look() = 0;
-  /// Whether all ranks are there.
-  virtual bool complete() const { return true; }
 };
 
 /// Of this host alone.
@@ -121,16 +119,6 @@ class AgentSource : public JobSource {
     std::stable_sort(hosts.begin(), hosts.end(),
                      [&](const HostReport& a, const HostReport& b) { return first_rank(a) < first_rank(b); });
     return hosts;
-  }
-  bool complete() const override {
-    size_t ranks = 0, world_size = 1;
-    for (const auto& [agent, report] : hosts_) {
-      for (const auto& rank : report.first.ranks) {
-        ++ranks;
-        world_size = static_cast<size_t>(std::max(rank.world_size, 1));
-      }
-    }
-    return ranks >= world_size;
   }
 
  private:
@@ -255,7 +243,7 @@ std::optional<std::vector<HostReport>> first_look(JobSource& source, const launc
     return source.look();
   }
   auto hosts = source.look();
-  while (hosts && !source.complete() && !interrupted && !patience.expired()) {
+  while (hosts && !monitor::has_all_ranks(*hosts) && !interrupted && !patience.expired()) {
     interrupted = wait_for_signal(signals, patience, source.fd());
     hosts = source.look();
   }
@@ -315,7 +303,7 @@ void add_top(CLI::App& program, int& status) {
 }
 
 std::function<std::string(uint64_t, bool)> make_host_report(const std::string& job) {
-  return [job, sampler = std::shared_ptr<HostSampler>()](uint64_t generation, bool runs) mutable {
+  return [job, sampler = std::shared_ptr<HostSampler>()](uint64_t generation, bool idles) mutable {
     if (!sampler) {
       sampler = std::make_shared<HostSampler>();
       sampler->look();
@@ -333,7 +321,7 @@ std::function<std::string(uint64_t, bool)> make_host_report(const std::string& j
       report->job = job;
     }
     report->generation = generation;
-    report->runs = runs;
+    report->idles = idles;
     return monitor::to_json(*report);
   };
 }

@@ -140,16 +140,28 @@ def test_an_agent_that_waits_for_others_has_no_ranks(programs):
     assert report["job"] == "job" and report["world_size"] == 0 and report["hosts"][0]["ranks"] == []
 
 
-def test_a_job_between_two_generations_restarts(programs, small_data):
-    """The first one trains until a rank is killed; of the second one no ranks come."""
-    program = " ".join(str(programs.find(word)) for word in plain_loop(small_data))
-    script = f"[ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec {program}; exec sleep 1000"
-    job = programs.start("lockstep", "run", "-n", 2, "--max-restarts", 1, "sh", "-c", script)
-    report = look_until(programs, job.pid, trains(2))
-    assert "restarting" not in report and report["hosts"][0]["generation"] == 1
-    os.kill(ranks_of(report)[1]["pid"], signal.SIGKILL)
-    report = look_until(programs, job.pid, lambda report: report["restarting"] == 2)
-    assert ranks_of(report) == {} and report["world_size"] == 0
+def test_a_job_between_two_generations_restarts(programs):
+    """Of workers that have no groups, so that no ranks are seen: one is killed, and the other one does not end when it is asked to."""
+    job = Job(programs, 2)
+    options = "--max-restarts", 1, "--grace-period", 1000
+    agents = [job.start_coordinator(1, "trap '' TERM; echo runs in $$; exec sleep 1000", *options)]
+    agents.append(job.start(1, "echo runs in $$; exec sleep 1000", *options))
+    stays, ends = (int(agent.wait_for(r"runs in (\d+)")[1]) for agent in agents)
+
+    def runs(generation):
+        return lambda report: [(host["generation"], host["idles"]) for host in report["hosts"]] == [(generation, False)] * 2
+
+    for agent in agents:
+        assert "restarting" not in look_until(programs, agent.pid, runs(1))
+    os.kill(ends, signal.SIGKILL)
+    for agent in agents:
+        report = look_until(programs, agent.pid, lambda report: report["restarting"] == 2)
+        assert ranks_of(report) == {} and report["world_size"] == 0
+    os.kill(stays, signal.SIGKILL)
+    for agent in agents:
+        assert "restarting" not in look_until(programs, agent.pid, runs(2))
+    table = programs.run("lockstep", "top", agents[0].pid, "--once").stdout
+    assert table.startswith("job job: no ranks of generation 2 on 2 hosts"), table
 
 
 def agent_socket(pid):

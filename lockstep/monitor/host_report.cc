@@ -121,7 +121,7 @@ ordered_json internal::json_of(const HostReport& report) {
   for (const RankReport& rank : report.ranks) object["ranks"].push_back(monitor::json_of(rank));
   if (report.generation > 0) {
     object["generation"] = report.generation;
-    object["runs"] = report.runs;
+    object["idles"] = report.idles;
   }
   return object;
 }
@@ -146,7 +146,7 @@ std::optional<HostReport> parse_host_report(std::string_view text) {
     for (const json& card : object.at("cards")) report.cards.push_back(card_of(card));
     for (const json& rank : object.at("ranks")) report.ranks.push_back(rank_of(rank));
     report.generation = object.value("generation", uint64_t{0});
-    report.runs = object.value("runs", false);
+    report.idles = object.value("idles", false);
     return report;
   } catch (const json::exception&) {
     return std::nullopt;

@@ -66,7 +66,7 @@ struct HostReport {
   std::vector<CardReport> cards = {};
   std::vector<RankReport> ranks = {};  ///< sorted
   uint64_t generation = 0;  ///< the newest that the agent knows of; 0: none has begun, or there is no agent
-  bool runs = false;        ///< its processes of that generation have been started
+  bool idles = false;  ///< it is to run no ranks for now: the next one is formed, or that one runs without it
 
   bool operator==(const HostReport&) const = default;
 };

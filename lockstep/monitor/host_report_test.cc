@@ -45,7 +45,7 @@ HostReport full_report() {
                    .cards = {1, 2},
                    .card_memory = 4}};
   report.generation = 3;
-  report.runs = true;
+  report.idles = true;
   return report;
 }
 

@@ -156,14 +156,16 @@ int world_size_of(const std::map<int, const RankReport*>& ranks) {
 
 std::string title_of(const std::vector<HostReport>& hosts, const std::map<int, const RankReport*>& ranks) {
   std::string title = "job " + printable(hosts.front().job, 80) + ": ";
-  const auto count = static_cast<int>(ranks.size());
   if (const auto next = restarting_generation(hosts)) {
     title += "restarting (generation " + std::to_string(*next) + ")";
+  } else if (const uint64_t newest = newest_generation(hosts); newest > 0 && ranks.empty()) {
+    title += "no ranks of generation " + std::to_string(newest);
   } else {
-    title += std::to_string(count) + (count == 1 ? " rank" : " ranks");
+    title += counted(ranks.size(), "rank");
   }
-  if (count < world_size_of(ranks)) title += " of " + std::to_string(world_size_of(ranks));
-  title += " on " + std::to_string(hosts.size()) + (hosts.size() == 1 ? " host" : " hosts");
+  if (static_cast<int>(ranks.size()) < world_size_of(ranks))
+    title += " of " + std::to_string(world_size_of(ranks));
+  title += " on " + counted(hosts.size(), "host");
   if (const auto sum = samples_per_second(ranks)) title += ", " + number_text(*sum, 0) + " samples/s";
   if (!hosts.front().program.empty()) title += ": " + printable(hosts.front().program, 200);
   return title;
@@ -271,6 +273,11 @@ std::optional<int> held_up_by(const std::vector<HostReport>& hosts, int rank) {
   return cause_of(ranks_of(hosts), rank);
 }
 
+bool has_all_ranks(const std::vector<HostReport>& hosts) {
+  const auto ranks = ranks_of(hosts);
+  return !ranks.empty() && static_cast<int>(ranks.size()) >= world_size_of(ranks);
+}
+
 void forget_former_generations(std::vector<HostReport>& hosts) {
   const uint64_t newest = newest_generation(hosts);
   for (HostReport& host : hosts) {
@@ -280,13 +287,10 @@ void forget_former_generations(std::vector<HostReport>& hosts) {
 
 std::optional<uint64_t> restarting_generation(const std::vector<HostReport>& hosts) {
   const uint64_t newest = newest_generation(hosts);
-  const bool any_ranks =
-      std::any_of(hosts.begin(), hosts.end(), [](const HostReport& host) { return !host.ranks.empty(); });
-  const bool begun = std::any_of(hosts.begin(), hosts.end(), [newest](const HostReport& host) {
-    return host.runs && host.generation == newest;
+  const bool restarts = std::all_of(hosts.begin(), hosts.end(), [newest](const HostReport& host) {
+    return host.ranks.empty() && (host.idles || host.generation < newest);
   });
-  if (any_ranks || newest == 0 || (begun && newest == 1)) return std::nullopt;
-  return begun ? newest : newest + 1;
+  return newest > 0 && restarts ? std::optional(newest + 1) : std::nullopt;
 }
 
 std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options) {

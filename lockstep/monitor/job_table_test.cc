@@ -175,33 +175,56 @@ TEST(JobTable, ShowsNoControlCharacters) {
   EXPECT_THAT(job_json({evil}), AllOf(HasSubstr(R"("program": "x\u009b31m")"), Not(HasSubstr("\xc2\x9b"))));
 }
 
+HostReport in_generation(HostReport report, uint64_t generation, bool idles = false) {
+  report.generation = generation;
+  report.idles = idles;
+  return report;
+}
+
 TEST(JobTable, BetweenTwoGenerationsSaysThatTheJobRestarts) {
-  const auto in_generation = [](HostReport report, uint64_t generation, bool runs) {
-    report.generation = generation;
-    report.runs = runs;
-    return report;
-  };
-  const HostReport starts = in_generation(host("a", {}), 1, true);
-  EXPECT_EQ(restarting_generation({starts}), std::nullopt) << "the first one starts";
-  EXPECT_EQ(restarting_generation({in_generation(host("a", {}), 0, false)}), std::nullopt);
+  const HostReport forms = in_generation(host("a", {}), 0, true);
+  EXPECT_EQ(restarting_generation({forms}), std::nullopt) << "the first one is formed";
   EXPECT_EQ(restarting_generation({host("a", {rank(0, {})}), host("b", {})}), std::nullopt)
       << "it has no agents";
-  const HostReport trains = in_generation(host("a", {rank(0, {}, "forward")}), 1, true);
-  const HostReport ended = in_generation(host("b", {}), 1, false);
-  EXPECT_EQ(restarting_generation({trains, ended}), std::nullopt) << "some ranks are still there";
-  EXPECT_EQ(restarting_generation({ended, ended}), 2);
-  const HostReport again = in_generation(host("b", {}), 2, true);
-  std::vector<HostReport> hosts = {trains, again};
-  forget_former_generations(hosts);
-  EXPECT_THAT(hosts[0].ranks, IsEmpty()) << "of a host that is lost, or has not heard of the second one";
-  EXPECT_EQ(restarting_generation(hosts), 2) << "it has begun, but ranks have not met";
+  const HostReport trains = in_generation(host("a", {rank(0, {}, "forward")}), 1);
+  const HostReport idle = in_generation(host("b", {}), 1, true);
+  EXPECT_EQ(restarting_generation({trains, idle}), std::nullopt) << "a host too many";
+  EXPECT_EQ(restarting_generation({in_generation(trains, 1, true), idle}), std::nullopt)
+      << "some ranks are still there";
+  const std::vector<HostReport> hosts = {in_generation(host("a", {}), 1, true), idle};
+  EXPECT_EQ(restarting_generation(hosts), 2);
   EXPECT_EQ(lines_of(draw_table(hosts, {})).front(),
             "job job: restarting (generation 2) on 2 hosts: ./train");
   EXPECT_THAT(job_json(hosts), HasSubstr("\"restarting\": 2"));
-  std::vector<HostReport> went_on = {in_generation(trains, 2, true), again};
-  forget_former_generations(went_on);
-  EXPECT_EQ(went_on[0].ranks, trains.ranks);
-  EXPECT_THAT(job_json(went_on), Not(HasSubstr("restarting")));
+}
+
+TEST(JobTable, DoesNotSayThatAJobRestartsWhoseRanksItDoesNotSee) {
+  for (const uint64_t generation : {1, 2}) {
+    const std::vector<HostReport> hosts = {in_generation(host("a", {}), generation),
+                                           in_generation(host("b", {}), generation)};
+    EXPECT_EQ(lines_of(draw_table(hosts, {})).front(),
+              "job job: no ranks of generation " + std::to_string(generation) + " on 2 hosts: ./train");
+    EXPECT_THAT(job_json(hosts), Not(HasSubstr("restarting")));
+  }
+  EXPECT_THAT(draw_table({in_generation(host("a", {}), 2), in_generation(host("b", {}), 1, true)}, {}),
+              HasSubstr("no ranks of generation 2"))
+      << "the other host has not heard of it yet";
+}
+
+TEST(JobTable, RanksOfAFormerGenerationDoNotCount) {
+  const HostReport lost = in_generation(host("a", {rank(0, {}), rank(1, {})}), 1);
+  std::vector<RankReport> ranks = {rank(0, {}), rank(1, {})};
+  for (RankReport& one : ranks) one.world_size = 2;
+  const std::vector<HostReport> of_two = {in_generation(host("b", {ranks[0]}), 2),
+                                          in_generation(host("c", {ranks[1]}), 2)};
+  EXPECT_FALSE(has_all_ranks({}));
+  EXPECT_FALSE(has_all_ranks({host("a", {})}));
+  EXPECT_TRUE(has_all_ranks(of_two));
+  std::vector<HostReport> hosts = {lost, of_two[0]};
+  forget_former_generations(hosts);
+  EXPECT_THAT(hosts[0].ranks, IsEmpty());
+  EXPECT_EQ(hosts[1].ranks, of_two[0].ranks);
+  EXPECT_FALSE(has_all_ranks(hosts)) << "rank 1 of the second one is missing";
 }
 
 TEST(JobTable, OfNoRanksSaysSo) {

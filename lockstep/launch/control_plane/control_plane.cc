@@ -161,9 +161,8 @@ class ControlPlane::Thread : public EventHandler {
     const AgentState::Phase before = state_.phase();
     const AgentState::Action action = state_.advance(now);
     if (action != AgentState::Action::kNothing) act(action);
-    known_generation_->store({.newest = static_cast<uint32_t>(state_.newest_generation()),
-                              .runs = state_.phase() == AgentState::Phase::kRunning &&
-                                      state_.place().generation == state_.newest_generation()});
+    known_generation_->store(
+        {.newest = static_cast<uint32_t>(state_.newest_generation()), .idles = state_.idles()});
     const bool news = told || watches_anew || action != AgentState::Action::kNothing ||
                       state_.phase() != before || std::exchange(order_, state_.order()) != state_.order();
     next = std::min({next, link_->serve(now, news), state_.look_again_at()});

@@ -50,6 +50,8 @@ class AgentState {
   uint64_t newest_generation() const { return newest_generation_; }
   /// The number of the last order that was carried out.
   uint64_t order() const { return self_.order; }
+  /// Whether the coordinator's last word is that this host runs no workers for now.
+  bool idles() const { return order_ && order_->command == Command::kIdle; }
   /// Whether the coordinator has asked for a status since the last call.
   bool take_question() { return std::exchange(asked_, false); }
   /// Whether some host wants this one's reports.
