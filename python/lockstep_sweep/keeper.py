@@ -12,6 +12,8 @@ import stat
 import sys
 import tempfile
 
+DEVICES = "/dev"
+
 
 def private_folder():
     """lockstep-UID below TMPDIR or /tmp, as the library's own; only this user can enter it."""
@@ -55,12 +57,16 @@ class Lock:
 
 
 def visible_cards(variable):
-    """Names of the NVIDIA cards that CUDA_VISIBLE_DEVICES offers where it has this value, read as CUDA does; None: all there are."""
-    if variable is None:
-        return [str(number) for number, _ in enumerate(pathlib.Path("/dev").glob("nvidia[0-9]*"))]
-    names = [name.strip() for name in variable.split(",")]
-    wrong = [place for place, name in enumerate(names) if not name or name[0] == "-" or name == "NoDevFiles"]
-    return names[:wrong[0]] if wrong else names
+    """Names of this host's NVIDIA cards that CUDA_VISIBLE_DEVICES offers where it has this value; None: all there are."""
+    numbers = [str(number) for number, _ in enumerate(pathlib.Path(DEVICES).glob("nvidia[0-9]*"))]
+    if variable is None or not numbers:
+        return numbers
+    names = []
+    for name in map(str.strip, variable.split(",")):  # as CUDA reads it: what is no card ends the list, and none may come twice
+        if name not in numbers and not name.startswith(("GPU-", "MIG-")):
+            break
+        names.append(name)
+    return names if len(set(names)) == len(names) else []
 
 
 class Keeper:

@@ -131,8 +131,22 @@ def test_a_half_line_at_the_end_of_a_journal_is_cut_off(begun, tmp_path):
 
 
 @pytest.fixture
-def on_cores(begun, monkeypatch):
-    """on_cores(N, cards=""): this host has cores 0 to N - 1, whose locks lie in the test's folder, and these cards."""
+def have_cards(tmp_path, monkeypatch):
+    """have_cards(N): this host has the devices of so many cards."""
+
+    def have(count):
+        monkeypatch.setattr(keeper, "DEVICES", tmp_path / "devices")
+        keeper.DEVICES.mkdir()
+        for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(count))):
+            (keeper.DEVICES / name).touch()
+
+    return have
+
+
+@pytest.fixture
+def on_cores(begun, have_cards, monkeypatch):
+    """on_cores(N, cards=""): this host has cores 0 to N - 1, whose locks lie in the test's folder, and these of eight cards."""
+    have_cards(8)
 
     def have(count, cards=""):
         monkeypatch.setattr(keeper.os, "sched_getaffinity", lambda _: set(range(count)))
@@ -153,10 +167,23 @@ def test_a_core_and_a_card_are_one_trials_at_a_time(on_cores):
 
 
 @pytest.mark.parametrize("variable, cards", [
-    ("", []), ("-1", []), ("0", ["0"]), (" 2, 3", ["2", "3"]), ("1,-1,2", ["1"]), ("NoDevFiles", []),
-    ("GPU-8932f937,MIG-3", ["GPU-8932f937", "MIG-3"])])  # fmt: skip
-def test_cards_are_those_that_cuda_reads_in_the_variable(variable, cards):
+    (None, ["0", "1", "2", "3"]), ("", []), ("-1", []), ("0", ["0"]), (" 2, 3", ["2", "3"]), ("1,-1,2", ["1"]),
+    ("1,4,2", ["1"]), ("NoDevFiles", []), ("0,1,0", []), ("GPU-8932f937,MIG-3", ["GPU-8932f937", "MIG-3"])])  # fmt: skip
+def test_cards_are_those_that_cuda_reads_in_the_variable(have_cards, variable, cards):
+    have_cards(4)
     assert keeper.visible_cards(variable) == cards
+
+
+@pytest.mark.parametrize("variable", [None, "0", "0,0", "GPU-8932f937"])
+def test_a_host_without_cards_has_none_whatever_the_variable_says(tmp_path, monkeypatch, variable):
+    monkeypatch.setattr(keeper, "DEVICES", tmp_path / "none")
+    assert keeper.visible_cards(variable) == []
+
+
+def test_a_card_that_is_named_twice_is_not_waited_for(on_cores):
+    on_cores(2, "0,0")
+    [share] = slots.Slots(asked("sweep"), "lockstep").take()
+    assert share.units == {"core": [0, 1], "card": []}, "a program sees no card where one is named twice"
 
 
 @pytest.mark.parametrize("words, usable, plan", [
