@@ -19,8 +19,7 @@ class Driver:
         self._slots = Slots(options, launcher)
         self._runs = mlflow_runs.MlflowRuns(options.mlflow)
         self._trials = study.begin_or_join(options)
-        self._runs.open(self._trials.study)
-        self._progress = show.Progress(self._trials.study, options.trials)
+        self._progress = show.Progress(self._trials.study, options)
         self._running, self._failures, self._signals, self._all_begun = [], 0, [], False
 
     def run(self):
@@ -34,12 +33,13 @@ class Driver:
             received = signal.sigtimedwait(awaited, TICK)
             if received is not None and received.si_signo in ending:
                 self._signals.append(received.si_signo)
+                self._progress.say_once("lockstep sweep: ends its jobs; a second Ctrl-C or signal kills them")
             self._follow_jobs()
             self._begin_trials()
             self._progress.show(len(self._running))
         if self._failures >= self._options.max_failures:
-            self._progress.say(f"lockstep sweep: {self._failures} trials in a row have failed (--max-failures)")
-        self._runs.finish()
+            self._progress.say(f"lockstep sweep: trials that failed in a row: {self._failures} (--max-failures)")
+        self._runs.finish(self._trials.study)
         succeeded = self._progress.finish()
         if self._signals:
             return 128 + self._signals[0]

@@ -16,8 +16,8 @@ class MlflowRuns:
     PAUSE = 60
 
     def __init__(self, uri):
-        self._uri, self._warned, self._silent_until, self._runs, self._experiment = uri, False, 0.0, {}, None
-        if self._uri is None:
+        self._uri, self._parent, self._runs, self._warned, self._silent_until = uri, None, {}, False, 0.0
+        if uri is None:
             return
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -25,33 +25,15 @@ class MlflowRuns:
             from mlflow import MlflowClient
         except ModuleNotFoundError:
             raise Misuse(f"--mlflow needs MLflow, which {sys.executable} does not have; do: pip install mlflow") from None
-        self._client = MlflowClient(tracking_uri=self._uri)
+        self._client = MlflowClient(tracking_uri=uri)
 
-    def open(self, asked):
-        """Makes the study's run, or goes on with it."""
-        self._study = asked
-        if self._uri is not None:
-            self._try(self._open)
-
-    def _open(self):
-        name = self._study.study_name
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
-        self._parent = self._study.user_attrs.get("mlflow_run")
-        if self._parent is None:
-            self._parent = self._client.create_run(experiment, run_name=name).info.run_id
-            self._study.set_user_attr("mlflow_run", self._parent)
-        else:
-            self._client.update_run(self._parent, status="RUNNING")
-        self._experiment = experiment
-
-    def _try(self, function, *arguments):
+    def _try(self, function, *arguments, **named):
         from mlflow.exceptions import MlflowException
 
         if time.monotonic() < self._silent_until:
             return
         try:
-            function(*arguments)
+            function(*arguments, **named)
         except (MlflowException, OSError) as error:
             self._silent_until = time.monotonic() + self.PAUSE
             if not self._warned:
@@ -61,32 +43,43 @@ class MlflowRuns:
 
     def begin(self, trial):
         """Makes its run. The variables by which the program's own MLflow writer goes on in that run."""
-        if self._uri is None:
-            return {}
-        if self._experiment is None:
-            self._try(self._open)
-        if self._experiment is not None:
+        if self._uri is not None:
             self._try(self._begin, trial)
         run = self._runs.get(trial.number)
         return {"MLFLOW_RUN_ID": run, "MLFLOW_TRACKING_URI": self._uri} if run else {}
 
     def _begin(self, trial):
+        if self._parent is None:
+            self._open(trial.study)
         run = self._client.create_run(self._experiment, run_name=f"trial {trial.number}",
                                       tags={"mlflow.parentRunId": self._parent}).info.run_id
         self._runs[trial.number] = run
         for name, value in trial.params.items():
             self._client.log_param(run, name, value)
 
+    def _open(self, study):
+        """Makes the study's run, or goes on with it."""
+        name = study.study_name
+        known = self._client.get_experiment_by_name(name)
+        self._experiment = known.experiment_id if known else self._client.create_experiment(name)
+        parent = study.user_attrs.get("mlflow_run")
+        if parent is None:
+            parent = self._client.create_run(self._experiment, run_name=name).info.run_id
+            study.set_user_attr("mlflow_run", parent)
+        else:
+            self._client.update_run(parent, status="RUNNING")
+        self._parent = parent
+
     def report(self, trial, metric, value, step):
         if trial.number in self._runs:
-            self._try(lambda: self._client.log_metric(self._runs[trial.number], metric, value, step=step))
+            self._try(self._client.log_metric, self._runs[trial.number], metric, value, step=step)
 
     def end(self, trial, result):
         if trial.number in self._runs:
             ended = {"complete": "FINISHED", "pruned": "KILLED", "again": "KILLED"}.get(result, "FAILED")
-            self._try(lambda: self._client.set_terminated(self._runs[trial.number], ended))
+            self._try(self._client.set_terminated, self._runs[trial.number], ended)
 
-    def finish(self):
+    def finish(self, study):
         """Ends the study's run, unless another driver still has trials."""
-        if self._experiment is not None and not self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._try(lambda: self._client.set_terminated(self._parent))
+        if self._parent is not None and not study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self._try(self._client.set_terminated, self._parent)
