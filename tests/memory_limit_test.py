@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -96,6 +97,15 @@ def test_want_of_memory_is_named_as_the_cause(programs, limited, log):
     assert found, done.text
     assert log == "log" or "counts a process" in found[1], done.text
     programs.wait_until_gone()
+
+
+def test_for_a_sweep_it_is_a_result(programs, limited):
+    pytest.importorskip("optuna")
+    pytest.importorskip("lockstep_sweep", reason="there is no Python module in this build")
+    words = ["--param", "x=int:0:9", "--metric", "loss", "--trials", 1, "--", *shlex.split(TAKE)]
+    command = [*limited, programs.find("lockstep"), "sweep", *words]
+    done = programs.run(*command, LOCKSTEP_SWEEP_PYTHON=sys.executable)
+    assert "trial 0: out of memory" in done.stdout, done.text
 
 
 def test_another_kill_is_none_for_want_of_memory(programs):

@@ -29,7 +29,7 @@ os.remove(folder / mine)
 print("loss:", sys.argv[2])
 """
 SHELL = """#!/bin/sh
-case $1 in a|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
+case $1 in a|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) touch "$FOLDER/hangs"; exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
 mkdir -p "$FOLDER/$1"
 exec env -i PATH="$PATH" LOCKSTEP_TEST_MARK="$LOCKSTEP_TEST_MARK" TMPDIR="$FOLDER/$1" HOST="$1" sh -c "$2"
 """
@@ -138,7 +138,7 @@ def test_a_sweep_without_a_host_ends_and_says_what_is_left(sweep):
     os.kill(keeper, signal.SIGKILL)
     (sweep.folder / "go").touch()
     done = driver.finish()
-    assert done.status == 1 and "1 trials are left" in done.stdout, done.text
+    assert done.status == 1 and "1 left" in done.stdout, done.text
 
 
 @pytest.mark.parametrize("words, status, said", [
@@ -160,10 +160,20 @@ def test_hosts_that_cannot_be_meant_start_nothing(sweep, words, status, said):
     sweep.programs.wait_until_gone()
 
 
+def test_ctrl_c_while_a_remote_shell_hangs_ends_all_and_prints_no_traceback(sweep):
+    driver = sweep.start("--host", "a,hangs", "--", "true")
+    sweep.programs.run("sh", "-c", "until [ -e hangs ]; do sleep 0.01; done")
+    driver.kill(signal.SIGINT)
+    done = driver.finish()
+    assert done.status == 128 + signal.SIGINT and done.stderr == "", done.text
+    sweep.programs.wait_until_gone()
+
+
 def test_a_remote_shell_that_hangs_is_ended_and_named(sweep, monkeypatch):
     from lockstep_sweep import slots
 
     monkeypatch.setattr(slots, "FIRST_ANSWER", 0.1)
+    monkeypatch.setenv("FOLDER", str(sweep.folder))
     monkeypatch.setenv("LOCKSTEP_TEST_MARK", sweep.programs.environment()["LOCKSTEP_TEST_MARK"])
     said = rf"hangs can't be reached by '{sweep.shell}' \(--rsh\): its remote shell has not answered for 0.1 s.* try: {sweep.shell} hangs"
     with pytest.raises(OSError, match=said):

@@ -61,7 +61,21 @@ def sweep(programs):
             return programs.start(*before, "lockstep", "sweep", *words, LOCKSTEP_SWEEP_PYTHON=sys.executable, **variables)
 
         def run(self, *words, status=0, **variables):
-            done = self.start(*words, **variables).finish()
+            return self._finish(self.start(*words, **variables), status)
+
+        def run_with_cards(self, count, *words, status=0, **variables):
+            """On a host with the devices of so many cards."""
+            folder = programs.folder / f"{count} cards"
+            folder.mkdir(exist_ok=True)
+            for number in range(count):
+                (folder / f"nvidia{number}").touch()
+            start = f"from lockstep_sweep import keeper; keeper.DEVICES = {str(folder)!r}; from lockstep_sweep.__main__ import main"
+            command = [sys.executable, "-c", f"import sys; {start}; sys.exit(main())", "--launcher", programs.find("lockstep")]
+            return self._finish(programs.start(*command, *words, **variables), status)
+
+        @staticmethod
+        def _finish(driver, status):
+            done = driver.finish()
             assert done.status == status, done.text
             return done
 
@@ -132,7 +146,7 @@ def test_it_begins_with_what_is_enqueued_and_knows_an_older_sweep(sweep):
     best = json.loads(sweep.run("best", "new").stdout)
     assert best["trial"] == 2 and best["command"] == f"lockstep run --nproc-per-node 1 -- {program} 0.003 200"
     shown = sweep.run("status", "new").stdout
-    assert "2 trials have ended" in shown, "those of the older sweep do not count"
+    assert "trials: 2 complete, 0 pruned, 0 failed, 0 running, 0 left" in shown, "those of the older sweep do not count"
 
 
 def test_an_older_sweeps_trials_of_another_form_or_range_are_left_out(sweep):
@@ -256,7 +270,7 @@ def test_a_sweep_of_failures_ends(sweep):
     done = sweep.run("--param", "x=int:0:9", "--metric", "loss", "--trials", 9, "--max-failures", 2, "--", "sh", "-c", "exit 3",
                      status=1)  # fmt: skip
     assert [trial.state.name for trial in sweep.study().trials] == ["FAIL", "FAIL"]
-    assert "7 trials are left" in done.stdout
+    assert "2 failed, 0 running, 7 left" in done.stdout
 
 
 def test_a_missing_metric_and_nan_are_failures_that_say_so(sweep):
@@ -267,8 +281,9 @@ def test_a_missing_metric_and_nan_are_failures_that_say_so(sweep):
     assert "reported no 'loss'" in missing and "NaN" in nan
 
 
-def test_running_out_of_memory_is_a_result(sweep):
-    program = ["sh", "-c", "if [ {x} = 1 ]; then echo 'terminate called: std::bad_alloc' >&2; exit 1; fi; echo loss: 1"]
+@pytest.mark.parametrize("said", ["terminate called after throwing an instance of std::bad_alloc", "MemoryError"])
+def test_running_out_of_memory_is_a_result(sweep, said):
+    program = ["sh", "-c", f"if [ {{x}} = 1 ]; then echo '{said}' >&2; exit 1; fi; echo loss: 1"]
     words = ["--param", "x=choice:0,1", "--metric", "loss", *LOSS, "--enqueue", "x=1", "--enqueue", "x=0", "--retries", 5]
     sweep.run(*words, "--trials", 2, "--", *program)
     large, small = sweep.study().trials
@@ -293,7 +308,8 @@ if not pathlib.Path("go").exists():
     (sweep.folder / "driver.new").write_text(str(driver.pid))
     (sweep.folder / "driver.new").rename(sweep.folder / "driver")
     done = driver.finish()
-    assert done.status == 128 + signal.SIGINT and "lockstep sweep resume" in done.stdout, done.text
+    assert done.status == 128 + signal.SIGINT and f"lockstep sweep resume {sweep.folder}/sweep" in done.stdout, done.text
+    assert done.stderr == ""
     sweep.wait_until_gone()
     (sweep.folder / "go").touch()
     sweep.run("resume", "sweep")
@@ -331,14 +347,15 @@ print("loss: 1")
 
 
 def test_trials_at_once_see_cards_of_their_own(sweep):
-    seen = 'echo "cards $CUDA_VISIBLE_DEVICES"; echo loss: 1; until [ $(ls */trials | wc -l) = 2 ]; do sleep 0.01; done'
+    seen = 'echo "cards $CUDA_VISIBLE_DEVICES"; echo loss: 1; until [ $(ls {folder}/.. | wc -l) = 2 ]; do sleep 0.01; done'
     words = ["--param", "x=int:0:9", "--metric", "loss", *LOSS, "--trials", 2, "--jobs", 2, "--", "sh", "-c", seen]
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two trials at once need two cores")
-    sweep.run(*words, CUDA_VISIBLE_DEVICES="3,1")
-    logs = [path.read_text().splitlines()[0] for path in sweep.folder.glob("sweep/trials/*/output.log")]
-    assert sorted(logs) == ["cards 1", "cards 3"]
-    done = sweep.run("--folder", "other", *words, CUDA_VISIBLE_DEVICES="3", status=MISUSE)
+    for count, variable, cards in ((4, "3,1", ["1", "3"]), (0, "0", ["0", "0"])):
+        sweep.run_with_cards(count, "--folder", f"of-{count}", *words, CUDA_VISIBLE_DEVICES=variable)
+        logs = [path.read_text().splitlines()[0] for path in sweep.folder.glob(f"of-{count}/trials/*/output.log")]
+        assert sorted(logs) == [f"cards {card}" for card in cards]
+    done = sweep.run_with_cards(4, "--folder", "other", *words, CUDA_VISIBLE_DEVICES="3", status=MISUSE)
     assert "2 processes of several trials at once do not fit onto the 1 cards" in done.stderr
 
 
@@ -393,8 +410,11 @@ def check_accounts(study, many):
     ([*BOWL, "--warm-start", "nowhere", "--", "true"], "nowhere"),
     ([*BOWL, "--storage", "nosql://sweep", "--", "true"], "nosql"),
     (["--file", "nothing.toml"], "nothing.toml"),
-    ([*BOWL, "--enqueue", "lr=fast", "--", "true"], "'lr=fast'"),
-    ([*BOWL, "--enqueue", "hidden=1000", "--", "true"], "'hidden=1000'"),
+    ([*BOWL, "--enqueue", "lr=fast", "--", "true"], "'lr=fast' is not within log:1e-5:1"),
+    ([*BOWL, "--enqueue", "hidden=1000", "--", "true"], "'hidden=1000' is not within logint:16:512"),
+    ([*BOWL, "--enqueue", "rate=1", "--", "true"], "'rate' is none of the parameters lr, hidden"),
+    ([*BOWL, "--retries", "-1", "--", "true"], "'-1' is not a number from 0"),
+    ([*BOWL, "python", "train.py"], "the program stands behind --"),
     (["resume", "nowhere"], "no sweep in"),
     (["best", "nowhere"], "no sweep in"),
     (["--bogus"], "--bogus"),
@@ -410,7 +430,7 @@ def test_misuse_is_named(tmp_path, monkeypatch, capsys, words, said):
 def test_another_sweep_in_its_place_is_refused(sweep):
     words = ["--metric", "loss", *LOSS, "--trials", 1, "--", "echo", "loss: 1"]
     sweep.run("--param", "x=int:0:9", *words)
-    assert "another parameters" in sweep.run("--param", "x=int:0:8", *words, status=MISUSE).stderr
+    assert "differs in parameters" in sweep.run("--param", "x=int:0:8", *words, status=MISUSE).stderr
     sweep.run("--param", "x=int:0:9", *words)
     assert len(sweep.study().trials) == 1
     assert "of another study" in sweep.run("--name", "other", "--param", "x=int:0:9", *words, status=MISUSE).stderr
@@ -482,7 +502,7 @@ def test_a_terminal_shows_how_far_it_is(sweep):
     driver.wait_for(r"1/3 trials, \d\d:\d\d left, 1 running, best: 3, trial 0: x=3")
     (sweep.folder / "go").touch()
     done = driver.finish()
-    assert done.status == 0 and "3 trials have ended" in done.stdout, done.text
+    assert done.status == 0 and "trials: 3 complete" in done.stdout, done.text
 
 
 def test_help_lists_its_options(sweep):

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 
 OPTUNA = "5.0.0"  # the extra "sweep" in pyproject.toml pins it, too
@@ -11,7 +12,13 @@ MISUSE = 2
 
 def main(words=None):
     """Runs the command; returns its exit status."""
-    words = sys.argv[1:] if words is None else words
+    try:
+        return _main(sys.argv[1:] if words is None else words)
+    except KeyboardInterrupt:  # before the driver waits for signals, or in a command that shows something
+        return 128 + signal.SIGINT
+
+
+def _main(words):
     if importlib.util.find_spec("optuna") is None:
         print(f"lockstep sweep: error: it needs Optuna, which {sys.executable} does not have; do: pip install "
               f"'optuna=={OPTUNA}' plotly, or install Lockstep's package with its extra: pip install './python[sweep]'",
@@ -30,7 +37,7 @@ def main(words=None):
         print(f"lockstep sweep: error: {error}\nTry: lockstep sweep --help", file=sys.stderr)
         return MISUSE
     except OSError as error:
-        print(f"lockstep sweep: error: {error}", file=sys.stderr)
+        print(f"lockstep sweep: error: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
         return 1
     except StorageInternalError as error:
         print(f"lockstep sweep: error: the study's database has failed: {error.__cause__ or error}\nTrials that ran here end; when it "

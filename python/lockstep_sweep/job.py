@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import pathlib
 import re
 import subprocess
 
@@ -13,8 +12,8 @@ from lockstep_sweep.slots import run_options
 
 LAST_LINES, LAST_BYTES = 20, 16384  # MySQL keeps attributes of up to 64 KiB, in which a byte may become six
 RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
-OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|std::bad_alloc|can't allocate memory|Cannot allocate memory")
-KILLED = re.compile(r"^lockstep run: rank \d+ .*signal 9 \(SIGKILL\)", re.MULTILINE)
+# As torch, C++, Python, the C library and, of what the kernel has killed, lockstep run say it.
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|std::bad_alloc|MemoryError|[Cc]an('t|not) allocate memory|for want of memory")
 
 
 def folder_of(options, number):
@@ -64,21 +63,13 @@ def _metrics_of(line):
     return {}, None
 
 
-def _oom_kills():
-    """How many processes the kernel has killed for memory since it runs."""
-    counted = None
-    with contextlib.suppress(OSError):  # some containers hide it
-        counted = re.search(r"^oom_kill (\d+)$", pathlib.Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(counted[1]) if counted else 0
-
-
 class Job:
     """A started one. Its output is in output.log in its folder, and what it reports by lockstep::trial() in metrics.jsonl."""
 
     def __init__(self, options, launcher, trial, place, variables):
         self.trial, self._place, self.folder = trial, place, folder_of(options, trial.number)
         self.metrics, self.reported, self.pruned, self.stopped = {}, {}, False, False
-        self._options, self._matched, self._oom_kills = options, 0, _oom_kills()
+        self._options, self._matched = options, 0
         self.folder.mkdir(parents=True, exist_ok=True)
         report, output = report_of(options, trial), self.folder / "output.log"
         report.unlink(missing_ok=True)  # of a trial of this number that a study lost when its host crashed
@@ -166,7 +157,5 @@ class Job:
             return output.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
 
     def out_of_memory(self):
-        """Whether it failed for memory: it says so, or the kernel has killed a rank for it."""
-        text = "\n".join(self._last_lines())
-        killed = _oom_kills() > self._oom_kills and KILLED.search(text)
-        return not self.succeeded() and bool(OUT_OF_MEMORY.search(text) or killed)
+        """Whether it failed for memory, and says so."""
+        return not self.succeeded() and any(map(OUT_OF_MEMORY.search, self._last_lines()))

@@ -29,7 +29,7 @@ examples:
   lockstep sweep --param lr=log:1e-4:1e-1 --param batch=choice:32,64 --metric validation/loss --trials 30 \\
       -- ./train --lr {lr} --batch-size {batch}
   lockstep sweep --file sweep.toml                  the same from a file, whose keys are the options' names
-  lockstep sweep --param lr=log:1e-4:1 --metric loss --regex 'loss=loss: ([0-9.]+)' --pruner median \\
+  lockstep sweep --param lr=log:1e-4:1 --metric loss --regex 'loss=loss: (\\S+)' --pruner median \\
       --nproc-per-node 2 --jobs auto -- python train.py --lr {lr}
   lockstep sweep status [FOLDER]                    how far it is; also best, plot
   lockstep sweep resume [FOLDER] [OPTIONS]          goes on with one that was ended, or joins one that runs
@@ -43,17 +43,21 @@ class Misuse(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise Misuse(message)
+        hint = "; the program stands behind --" if message.startswith("unrecognized") else ""
+        raise Misuse(message + hint)
 
 
-def _natural(text):
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1")
-    return int(text)
+def _from(least):
+    """Reads a whole number that is not less."""
+    def read(text):
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {least}")
+        return int(text)
+    return read
 
 
 def _jobs(text):
-    return text if text == "auto" else _natural(text)
+    return text if text == "auto" else _from(1)(text)
 
 
 def _pair(text):
@@ -74,7 +78,7 @@ def _parser():
     add("--direction", choices=["minimize", "maximize"], default="minimize", help="[minimize]")
     add("--regex", type=_pair, action="append", default=[], metavar="NAME=REGEX",
         help="a metric in rank 0's output, as SageMaker defines them: the first group is the value")
-    add("--trials", type=_natural, metavar="N", help="how many, of all drivers together [20; the grid's size]")
+    add("--trials", type=_from(1), metavar="N", help="how many, of all drivers together [20; the grid's size]")
     add("--sampler", default="tpe", metavar="KIND", help="tpe, random, grid, or a class of optuna.samplers; with its "
         "arguments: tpe:multivariate=true,n_startup_trials=20 [tpe]")
     add("--pruner", default="none", metavar="KIND", help="none, median, hyperband, halving, or a class of optuna.pruners; "
@@ -82,15 +86,15 @@ def _parser():
     add("--seed", type=int, metavar="N", help="of the sampler")
     add("--enqueue", action="append", default=[], metavar="NAME=VALUE,…", help="a trial to begin with")
     add("--warm-start", action="append", default=[], metavar="FOLDER", help="begin with the trials of an older sweep")
-    add("--nproc-per-node", "-n", type=_natural, default=1, metavar="N", help="processes of a trial [1]")
+    add("--nproc-per-node", "-n", type=_from(1), default=1, metavar="N", help="processes of a trial [1]")
     add("--jobs", type=_jobs, metavar="N", help="trials at once, which share the cores; auto: a core for each process [1; with "
         "--host as many as fit]")
     add("--host", "-H", metavar="HOST:SLOTS,…", help="where trials run, with a slot for each process, as lockstep run has it")
     add("--rsh", metavar="COMMAND", help="what runs a command on a host of --host [%(default)s]",
         default="ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5")
     add("--export", "-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the processes on other hosts")
-    add("--retries", type=int, default=0, metavar="N", help="how often a failed trial is run again [0]")
-    add("--max-failures", type=_natural, default=5, metavar="N", help="end after N failures in a row [5]")
+    add("--retries", type=_from(0), default=0, metavar="N", help="how often a failed trial is run again [0]")
+    add("--max-failures", type=_from(1), default=5, metavar="N", help="end after N failures in a row [5]")
     add("--folder", default="sweep", metavar="DIR", help="the study, and a folder for each trial [sweep]")
     add("--storage", metavar="URL", help="an Optuna URL, sqlite:///sweep.db say, or a journal file; several drivers may share "
         "it [FOLDER/study.journal]")
@@ -166,7 +170,7 @@ def _check(options):
     exported = [given if "=" in given else f"{given}={os.environ[given]}" for given in options.export
                 if "=" in given or given in os.environ]  # of one that is not set, lockstep run says so
     options.exported = dict(given.split("=", 1) for given in exported)
-    options.enqueue = [_values(options.space, text) for text in options.enqueue]
+    options.enqueue = [_values(text, options.space, dict(options.param)) for text in options.enqueue]
     options.grid = _grid(options.space) if options.sampler.partition(":")[0] == "grid" else None
     if options.grid and any(set(values) != set(options.grid) for values in options.enqueue):
         raise Misuse("--enqueue must name all parameters with --sampler grid")
@@ -224,23 +228,25 @@ def _grid(space):
     return values
 
 
-def _values(space, text):
+def _values(text, space, forms):
     """The values of "lr=0.1,batch=32" by name."""
     values = {}
     for entry in text.split(","):
         name, _, value = entry.partition("=")
-        try:
-            values[name] = scalar(value)
-            if not contains(space[name], values[name]):
-                raise ValueError(value)
-        except (KeyError, ValueError):
-            raise Misuse(f"--enqueue {text}: '{entry}' is no parameter with its value") from None
+        if name not in space:
+            raise Misuse(f"--enqueue {text}: '{name}' is none of the parameters {', '.join(space)}")
+        values[name] = scalar(value)
+        if not contains(space[name], values[name]):
+            raise Misuse(f"--enqueue {text}: '{entry}' is not within {forms[name]}")
     return values
 
 
 def contains(form, value):
-    """Whether a parameter of that form may have the value. Throws ValueError where it is of another type."""
-    return form._contains(form.to_internal_repr(value))
+    """Whether a parameter of that form may have the value."""
+    try:
+        return form._contains(form.to_internal_repr(value))
+    except ValueError:  # of another type
+        return False
 
 
 def _compiled(name, text):

@@ -36,21 +36,21 @@ def _best_line(best):
     return f"best: {best.value:.6g}, trial {best.number}: {_describe(best.params)}"
 
 
-def _summary(trials):
-    counts = {name: sum(trial.state == state for trial in trials) for state, name in STATES.items()}
-    return f"{len(trials) - counts['running']} trials have ended: " + ", ".join(f"{many} {name}" for name, many in counts.items())
+def _summary(trials, most):
+    counts = [f"{sum(trial.state == state for trial in trials)} {name}" for state, name in STATES.items()]
+    return f"trials: {', '.join(counts)}, {max(0, most - len(trials))} left"
 
 
 class Progress:
     """A line on standard output for each trial that has ended, and on a terminal one of how far it is."""
 
-    def __init__(self, asked, most):
-        self._study, self._most, self._begun, self._said = asked, most, {}, set()
+    def __init__(self, asked, options):
+        self._study, self._options, self._begun, self._said = asked, options, {}, set()
         tqdm.monitor_interval = 0  # its thread would take the signals that the driver waits for
         tqdm.set_lock(threading.RLock())  # not one between processes, which may start one
         columns, lines = shutil.get_terminal_size()  # tqdm shows nothing on a terminal that does not know its size
-        self._bar = tqdm(total=most, initial=self._look(), mininterval=0.5, miniters=0, smoothing=0, leave=False, disable=None,
-                         bar_format="{n_fmt}/{total_fmt} trials, {remaining} left{postfix}",
+        self._bar = tqdm(total=options.trials, initial=self._look(), mininterval=0.5, miniters=0, smoothing=0, leave=False,
+                         disable=None, bar_format="{n_fmt}/{total_fmt} trials, {remaining} left{postfix}",
                          ncols=columns - 1, nrows=lines)
 
     def _look(self):
@@ -89,10 +89,10 @@ class Progress:
         """Says what came of it. Whether a trial has succeeded."""
         self._bar.close()
         self._look()
-        self.say(_summary(self._trials))
+        self.say(_summary(self._trials, self._options.trials))
         self.say("no trial has succeeded" if self._best is None else _best_line(self._best))
-        if len(self._trials) < self._most:
-            self.say(f"{self._most - len(self._trials)} trials are left; lockstep sweep resume goes on with them")
+        if len(self._trials) < self._options.trials:
+            self.say(f"to go on: lockstep sweep resume {shlex.quote(str(self._options.folder))}")
         return self._best is not None
 
 
@@ -101,7 +101,7 @@ class Progress:
 
 def status(asked, options):
     trials = study.own_trials(asked)
-    print(f"study {asked.study_name}: {_summary(trials)}, of {options.trials}")
+    print(_summary(trials, options.trials))
     for trial in trials:
         words = [f"trial {trial.number}", _describe(trial.params)]
         if trial.state == TrialState.RUNNING:

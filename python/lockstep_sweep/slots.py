@@ -27,10 +27,14 @@ class _KeeperElsewhere:
 
     def __init__(self, shell, host, visible):
         self.lost = ""
+        program = f"{pathlib.Path(keeper.__file__).read_text(encoding='utf-8')}\nserve({visible!r})\n"
         self._process = subprocess.Popen([*shell.split(), host, f"exec python3 -c {shlex.quote(START)}"], bufsize=0,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        program = f"{pathlib.Path(keeper.__file__).read_text(encoding='utf-8')}\nserve({visible!r})\n"
-        self.units = self._ask(ascii(program), FIRST_ANSWER)
+        try:
+            self.units = self._ask(ascii(program), FIRST_ANSWER)
+        except KeyboardInterrupt:
+            self._lose("it was not waited for")
+            raise
         if self.lost:
             raise OSError(f"{host} can't be reached by '{shell}' (--rsh): {self.lost}. It must run python3 there, without a question "
                           f"and without a greeting; try: {shell} {shlex.quote(host)} python3 --version")
@@ -191,17 +195,12 @@ def _check(options, launcher):
 def run_options(options, place=None, variables=()):
     """Those of `lockstep run` that say where: on a trial's hosts and cores, or, without a place, wherever there is room.
     `variables`: what goes to other hosts besides."""
-    processes = ["--nproc-per-node", str(options.nproc_per_node)]
-    if not options.host:
-        hosts = []
-    elif not place:
-        hosts = ["--host", options.host, "--rsh", options.rsh]
-    elif len(place) == 1 and _is_here(place[0].host.name):
-        hosts = []
-    else:
-        hosts = ["--host", ",".join(f"{share.host.name}:{share.slots}" for share in place), "--rsh", options.rsh]
-    exports = [word for given in (*options.export, *variables) for word in ("-x", given)] if hosts else []
-    lists = {kind: [",".join(map(str, share.units[kind])) for share in place or []] for kind in ("core", "card")}
-    pins = ["--cpu-list", ";".join(lists["core"])] if place else []
-    pins += ["--gpu-list", ";".join(lists["card"])] if any(lists["card"]) else []
-    return [*hosts, *exports, *pins, *processes]
+    words = []
+    if options.host and not (place and len(place) == 1 and _is_here(place[0].host.name)):
+        hosts = ",".join(f"{share.host.name}:{share.slots}" for share in place) if place else options.host
+        words += ["--host", hosts, "--rsh", options.rsh]
+        words += [word for given in (*options.export, *variables) for word in ("-x", given)]
+    for option, kind in (("--cpu-list", "core"), ("--gpu-list", "card")):
+        lists = [",".join(map(str, share.units[kind])) for share in place or []]
+        words += [option, ";".join(lists)] if any(lists) else []
+    return [*words, "--nproc-per-node", str(options.nproc_per_node)]

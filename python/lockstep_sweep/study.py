@@ -107,7 +107,7 @@ def begin_or_join(options):
         known = _asked(study, wait=not is_first and not place.locks_all)
         if known not in (None, wanted):
             other = ", ".join(key for key in wanted if wanted[key] != known[key])
-            raise Misuse(f"there is a sweep '{place.name}' in {place} already, with another {other}; take another --folder or --name")
+            raise Misuse(f"the sweep '{place.name}', which is in {place} already, differs in {other}; take another --folder or --name")
         keep(options)
         if known is None:
             _prepare(study, options)
@@ -163,11 +163,9 @@ def _fits(trial, space):
     try:
         for name, form in space.items():
             optuna.distributions.check_distribution_compatibility(trial.distributions[name], form)
-            if not contains(form, trial.params[name]):
-                return False
     except ValueError:
         return False
-    return True
+    return all(contains(form, trial.params[name]) for name, form in space.items())
 
 
 # ---- How it is searched
