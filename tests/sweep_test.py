@@ -269,6 +269,7 @@ if not flag.exists():
 def test_a_sweep_of_failures_ends(sweep):
     done = sweep.run("--param", "x=int:0:9", "--metric", "loss", "--trials", 9, "--max-failures", 2, "--", "sh", "-c", "exit 3",
                      status=1)  # fmt: skip
+    assert "no trial has succeeded" in sweep.run("best", status=1).stderr
     assert [trial.state.name for trial in sweep.study().trials] == ["FAIL", "FAIL"]
     assert "2 failed, 0 running, 7 left" in done.stdout
 

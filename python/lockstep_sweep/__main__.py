@@ -37,7 +37,8 @@ def _main(words):
         print(f"lockstep sweep: error: {error}\nTry: lockstep sweep --help", file=sys.stderr)
         return MISUSE
     except OSError as error:
-        print(f"lockstep sweep: error: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
+        what = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"lockstep sweep: error: {what}", file=sys.stderr)
         return 1
     except StorageInternalError as error:
         print(f"lockstep sweep: error: the study's database has failed: {error.__cause__ or error}\nTrials that ran here end; when it "

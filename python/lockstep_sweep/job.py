@@ -12,8 +12,8 @@ from lockstep_sweep.slots import run_options
 
 LAST_LINES, LAST_BYTES = 20, 16384  # MySQL keeps attributes of up to 64 KiB, in which a byte may become six
 RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
-# As torch, C++, Python, the C library and, of what the kernel has killed, lockstep run say it.
-OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|std::bad_alloc|MemoryError|[Cc]an('t|not) allocate memory|for want of memory")
+OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|std::bad_alloc|MemoryError|[Cc]an('t|not) allocate memory|"
+                           "by the kernel, for want of memory")  # the last one says lockstep run
 
 
 def folder_of(options, number):
@@ -142,7 +142,7 @@ class Job:
         elif status < 0:
             reason = f"lockstep run was ended by signal {-status}"
         elif value is None:
-            others = ", ".join(sorted(self.metrics)) or "nothing"
+            others = ", ".join(sorted(self.metrics)) or "nothing, neither to a --regex nor by lockstep::trial()"
             reason = f"it reported no '{self._options.metric}'; it reported {others}"
         elif math.isnan(value):
             reason = f"its {self._options.metric} is NaN"

@@ -120,7 +120,8 @@ def best(asked, options):
     """Prints the best trial as JSON."""
     found = _best_of(asked, study.own_trials(asked))
     if found is None:
-        raise Misuse("no trial has succeeded yet")
+        print("lockstep sweep: error: no trial has succeeded yet", file=sys.stderr)
+        return 1
     command = ["lockstep", "run", *job.command_of(options, found)]
     if not set(options.space) <= names(options.program):
         command = ["env", f"LOCKSTEP_TRIAL={job.description_of(options, found)}", *command]

@@ -44,16 +44,14 @@ class _KeeperElsewhere:
         deadline, answer = time.monotonic() + seconds, b""
         self._tell(line)
         while not self.lost and not answer.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            if not select.select([self._process.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
                 self._lose(f"its remote shell has not answered for {seconds} s")
-            elif not (read := self._process.stdout.read(65536)) or len(answer) > LONGEST:
-                self._lose("its remote shell has ended" if not read else "its remote shell writes without an end")
-            answer += read if not self.lost else b""
-        if self.lost:
-            return {}
+            elif not (read := self._process.stdout.read(65536)):
+                self._lose("its remote shell has ended")
+            elif len(answer := answer + read) > LONGEST:
+                self._lose("its remote shell writes without an end")
         try:
-            return dict(json.loads(answer))
+            return {} if self.lost else dict(json.loads(answer))
         except (ValueError, TypeError):
             self._lose(f"its remote shell has written '{answer[:80].decode(errors='replace').strip()}' where an answer was due")
             return {}
