@@ -160,12 +160,13 @@ def test_hosts_that_cannot_be_meant_start_nothing(sweep, words, status, said):
     sweep.programs.wait_until_gone()
 
 
-def test_ctrl_c_while_a_remote_shell_hangs_ends_all_and_prints_no_traceback(sweep):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_remote_shell_hangs_ends_all_and_prints_no_traceback(sweep, number):
     driver = sweep.start("--host", "a,hangs", "--", "true")
     sweep.programs.run("sh", "-c", "until [ -e hangs ]; do sleep 0.01; done")
-    driver.kill(signal.SIGINT)
+    driver.kill(number)
     done = driver.finish()
-    assert done.status == 128 + signal.SIGINT and done.stderr == "", done.text
+    assert done.status == 128 + number and done.stderr == "", done.text
     sweep.programs.wait_until_gone()
 
 

@@ -58,6 +58,9 @@ def _run(words, launcher):
     else:
         asked = options.parse(words)
     if command not in views:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # until run() waits for them; remote shells may have been started
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         return driver.Driver(asked, launcher).run()
     found = study.load(study.Place(asked))
     if found is None:

@@ -22,6 +22,9 @@ OWN_NAMES = ("number", "folder")  # in the program's words, beside the parameter
 SQLITE = re.compile(r"(sqlite[^:]*:///)([^?:]+)")  # an Optuna URL, and its file
 PLACE = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 DEFAULT_TRIALS = 20
+USAGE = """lockstep sweep [OPTIONS] -- PROGRAM [ARGS...]
+       lockstep sweep status|best|plot [FOLDER]
+       lockstep sweep resume [FOLDER] [OPTIONS]"""
 EXAMPLES = """
 {NAME} in the program's words is that parameter's value, {number} the trial's number and {folder} its folder.
 
@@ -31,8 +34,8 @@ examples:
   lockstep sweep --file sweep.toml                  the same from a file, whose keys are the options' names
   lockstep sweep --param lr=log:1e-4:1 --metric loss --regex 'loss=loss: (\\S+)' --pruner median \\
       --nproc-per-node 2 --jobs auto -- python train.py --lr {lr}
-  lockstep sweep status [FOLDER]                    how far it is; also best, plot
-  lockstep sweep resume [FOLDER] [OPTIONS]          goes on with one that was ended, or joins one that runs
+  lockstep sweep status                             how far the one in the folder sweep is; also best, plot
+  lockstep sweep resume sweep --trials 60           goes on with one that was ended, or joins one that runs
 
 docs/sweep.md is the guide."""
 
@@ -68,13 +71,13 @@ def _pair(text):
 
 
 def _parser():
-    parser = _Parser(prog="lockstep sweep", usage="lockstep sweep [OPTIONS] -- PROGRAM [ARGS...]", epilog=EXAMPLES,
+    parser = _Parser(prog="lockstep sweep", usage=USAGE, epilog=EXAMPLES, allow_abbrev=False,
                      description="Looks for the best hyperparameters of a program: Optuna asks, lockstep run answers",
-                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--file", metavar="FILE", help="options and program from a TOML file; the command line overrides it")
     add("--param", type=_pair, action="append", default=[], metavar="NAME=FORM", help=FORMS_TEXT)
-    add("--metric", metavar="NAME", help="what the program reports, validation/loss say")
+    add("--metric", metavar="NAME", help="what the program reports and is judged by: validation/loss, say")
     add("--direction", choices=["minimize", "maximize"], default="minimize", help="[minimize]")
     add("--regex", type=_pair, action="append", default=[], metavar="NAME=REGEX",
         help="a metric in rank 0's output, as SageMaker defines them: the first group is the value")

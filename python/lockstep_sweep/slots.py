@@ -32,7 +32,7 @@ class _KeeperElsewhere:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         try:
             self.units = self._ask(ascii(program), FIRST_ANSWER)
-        except KeyboardInterrupt:
+        except BaseException:  # a signal
             self._lose("it was not waited for")
             raise
         if self.lost:
