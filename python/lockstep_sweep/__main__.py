@@ -41,8 +41,8 @@ def _main(words):
         print(f"lockstep sweep: error: {what}", file=sys.stderr)
         return 1
     except StorageInternalError as error:
-        print(f"lockstep sweep: error: the study's database has failed: {error.__cause__ or error}\nTrials that ran here end; when it "
-              "is back, lockstep sweep resume goes on", file=sys.stderr)
+        print(f"lockstep sweep: error: the study's database has failed: {error.__cause__ or error}\n"
+              "Trials that ran here end; when it is back, lockstep sweep resume goes on", file=sys.stderr)
         return 1
 
 

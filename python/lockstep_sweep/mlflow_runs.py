@@ -16,7 +16,7 @@ class MlflowRuns:
     PAUSE = 60
 
     def __init__(self, uri):
-        self._uri, self._parent, self._runs, self._warned, self._silent_until = uri, None, {}, False, 0.0
+        self._uri, self._parent, self._runs, self._silent_until = uri, None, {}, None
         if uri is None:
             return
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -30,16 +30,15 @@ class MlflowRuns:
     def _try(self, function, *arguments, **named):
         from mlflow.exceptions import MlflowException
 
-        if time.monotonic() < self._silent_until:
+        if self._silent_until is not None and time.monotonic() < self._silent_until:
             return
         try:
             function(*arguments, **named)
         except (MlflowException, OSError) as error:
-            self._silent_until = time.monotonic() + self.PAUSE
-            if not self._warned:
+            if self._silent_until is None:
                 print(f"lockstep sweep: warning: MLflow at {self._uri} fails, and trials are not all logged: {error}",
                       file=sys.stderr)
-            self._warned = True
+            self._silent_until = time.monotonic() + self.PAUSE
 
     def begin(self, trial):
         """Makes its run. The variables by which the program's own MLflow writer goes on in that run."""

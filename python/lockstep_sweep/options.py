@@ -10,11 +10,6 @@ import shlex
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    tomllib = None
-
 FORMS = {"log": (FloatDistribution, float, True), "uniform": (FloatDistribution, float, False),
          "logint": (IntDistribution, int, True), "int": (IntDistribution, int, False)}  # fmt: skip
 FORMS_TEXT = "log:LOW:HIGH, uniform:LOW:HIGH[:STEP], int:LOW:HIGH[:STEP], logint:LOW:HIGH, or choice:A,B,…"
@@ -140,13 +135,13 @@ def keep(options):
 def _file_words(path):
     """The words that a TOML file stands for: trials = 30 is --trials 30, a table or list is its option repeatedly."""
     try:
-        text = pathlib.Path(path).read_bytes()
+        import tomllib
+
+        content = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except ModuleNotFoundError:
+        raise Misuse("--file needs Python 3.11 or newer; give the options on the command line") from None
     except OSError as error:
         raise Misuse(f"{path} cannot be read: {error.strerror}") from error
-    if tomllib is None:
-        raise Misuse("--file needs Python 3.11 or newer; give the options on the command line")
-    try:
-        content = tomllib.loads(text.decode())
     except ValueError as error:
         raise Misuse(f"{path} is no TOML: {error}") from error
     program = content.pop("program", [])

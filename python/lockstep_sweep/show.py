@@ -136,17 +136,15 @@ def plot(asked, options):
         raise Misuse("plots need plotly, which this Python does not have; do: pip install plotly")
     from optuna import visualization
 
-    page = f"<!doctype html><meta charset=utf-8><title>{asked.study_name}</title>"
-    plotly = True  # the first figure brings the library
+    figures = []
     for name in FIGURES:
         try:
-            figure = getattr(visualization, f"plot_{name}")(asked)
+            figures.append(getattr(visualization, f"plot_{name}")(asked))
         except (ValueError, RuntimeError, ImportError) as error:  # too few trials for this one, or it needs scikit-learn
             print(f"lockstep sweep: no {name}: {error}", file=sys.stderr)
-            continue
-        page += figure.to_html(full_html=False, include_plotlyjs=plotly)
-        plotly = False
     path = options.folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    # The first figure brings the library.
+    bodies = [figure.to_html(full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures)]
+    path.write_text(f"<!doctype html><meta charset=utf-8><title>{asked.study_name}</title>{''.join(bodies)}", encoding="utf-8")
     print(path)
     return 0
