@@ -11,8 +11,7 @@ namespace lockstep::launch {
 /// What an agent knows of generations, for its host's report.
 struct KnownGeneration {
   uint32_t newest = 0;  ///< that the coordinator has started; 0: none
-  bool idles =
-      false;  ///< this host is to run no workers for now: the next one is formed, or runs without this host
+  bool idles = false;   ///< no workers are to run here now: the next one is formed, or runs without this host
 };
 
 /// Asks for a host's report every second, on a thread of its own: what it asks may take long (a card's driver that
