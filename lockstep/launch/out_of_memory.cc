@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
+#include <utility>
 
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/launch/out_of_memory.h>
@@ -40,6 +41,23 @@ std::string oom_counter_of(const std::string& unified, const std::string& memory
   }
   const std::string file = memory + "/memory.oom_control";
   return !memory.empty() && ::access(file.c_str(), R_OK) == 0 ? file : std::string();
+}
+
+/// From here on; empty where it can't be read, or has other pids.
+UniqueFd open_kernel_log() {
+  if (!in_first_pid_namespace()) return {};
+  UniqueFd log(::open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  if (log && (!is_kernel_log(log.get()) || ::lseek(log.get(), 0, SEEK_END) < 0)) log.reset();
+  return log;
+}
+
+/// Of the workers' cgroup of version 2, if they have one of their own, or else of this process's.
+std::string own_counter(const std::string& workers) {
+  const CgroupFolders own = own_cgroup_folders("memory");
+  const auto front = [](const std::vector<std::string>& folders) {
+    return folders.empty() ? "" : folders.front();
+  };
+  return oom_counter_of(workers.empty() ? front(own.version_2) : workers, front(own.version_1));
 }
 
 std::optional<uint64_t> oom_kills_in_file(const std::string& path) {
@@ -95,16 +113,11 @@ bool CountedKills::explain(uint64_t kills, Time now) {
   return true;
 }
 
-OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers) {
-  if (in_first_pid_namespace()) {
-    log_.reset(::open("/dev/kmsg", O_RDONLY | O_NONBLOCK | O_CLOEXEC));
-    if (log_ && (!is_kernel_log(log_.get()) || ::lseek(log_.get(), 0, SEEK_END) < 0)) log_.reset();
-  }
-  const CgroupFolders own = own_cgroup_folders("memory");
-  const auto front = [](const std::vector<std::string>& folders) {
-    return folders.empty() ? "" : folders.front();
-  };
-  counter_ = oom_counter_of(workers.empty() ? front(own.version_2) : workers, front(own.version_1));
+OutOfMemoryWatch::OutOfMemoryWatch(const std::string& workers)
+    : OutOfMemoryWatch(open_kernel_log(), own_counter(workers)) {}
+
+OutOfMemoryWatch::OutOfMemoryWatch(UniqueFd log, const std::string& counter)
+    : log_(std::move(log)), counter_(counter) {
   const auto kills = counter_.empty() ? std::nullopt : oom_kills_in_file(counter_);
   if (kills) {
     kills_ = CountedKills(*kills);
@@ -119,16 +132,20 @@ void OutOfMemoryWatch::look(CountedKills::Time now) {
   if (const auto kills = oom_kills_in_file(counter_)) kills_.look(*kills, now);
 }
 
-std::string OutOfMemoryWatch::evidence_of(pid_t pid, CountedKills::Time now) {
-  // The kernel writes the one and counts the other before it sends the signal.
-  read_log();
+void OutOfMemoryWatch::note_kill(pid_t pid, CountedKills::Time now) {
+  // The kernel counts before it sends the signal.
   const auto kills = counter_.empty() ? std::nullopt : oom_kills_in_file(counter_);
-  const bool counted = kills && kills_.explain(*kills, now);
+  if (kills && kills_.explain(*kills, now)) counted_.insert(pid);
+}
+
+std::string OutOfMemoryWatch::evidence_of(pid_t pid) {
+  read_log();
   if (const auto found = victims_.find(pid); found != victims_.end())
     return "the kernel's log: " + found->second;
   const bool log_names_all = log_ && !log_has_gaps_;
-  return counted && !log_names_all ? counter_ + " counts a process that the kernel has killed just before"
-                                   : std::string();
+  return counted_.count(pid) != 0 && !log_names_all
+             ? counter_ + " counts a process that the kernel has killed just before"
+             : std::string();
 }
 
 void OutOfMemoryWatch::read_log() {

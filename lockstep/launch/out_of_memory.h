@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <sys/types.h>
@@ -52,12 +53,17 @@ class OutOfMemoryWatch {
  public:
   /// `workers`: the folder of their cgroup of version 2, if they have one of their own; else "".
   explicit OutOfMemoryWatch(const std::string& workers);
+  /// `log`: records of the kernel's log, one by each read(2), without waiting; empty: none that can be read. `counter`: the
+  /// file that counts kills; "": none.
+  OutOfMemoryWatch(UniqueFd log, const std::string& counter);
 
   /// To be called often while workers run; looks at the counter once a second.
   void look(CountedKills::Time now);
-  /// What shows that this process, which SIGKILL has ended, was killed by the kernel; empty where nothing does. To be called
-  /// once for each, as soon as its end is noticed.
-  std::string evidence_of(pid_t pid, CountedKills::Time now);
+  /// SIGKILL has ended this process. To be called once for each, as soon as its end is noticed: see CountedKills.
+  void note_kill(pid_t pid, CountedKills::Time now);
+  /// What shows that this process, of which note_kill() was told, was killed by the kernel; empty where nothing does. To be
+  /// called late: the kernel writes its record only behind the signal, when the process may have ended already.
+  std::string evidence_of(pid_t pid);
 
  private:
   void read_log();
@@ -65,7 +71,8 @@ class OutOfMemoryWatch {
   UniqueFd log_;  // where its pids are those of this process
   bool log_has_gaps_ = false;
   std::map<pid_t, std::string> victims_;
-  std::string counter_;  // its file; empty: none
+  std::set<pid_t> counted_;  // those whose end the counter explains
+  std::string counter_;      // its file; empty: none
   CountedKills kills_{0};
   CountedKills::Time look_at_ = {};
 };

@@ -1,11 +1,15 @@
 #include <chrono>
+#include <fcntl.h>
 #include <optional>
 #include <string>
+#include <unistd.h>
 #include <utility>
 
 #include <gtest/gtest.h>
 
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/out_of_memory.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::launch::out_of_memory_test {
 namespace {
@@ -65,6 +69,46 @@ TEST(CountedKills, ExplainOneEndEachAndOnlyThoseNoticedSoon) {
   kills.look(12, at(11000));
   EXPECT_FALSE(kills.explain(12, at(12001))) << "long before";
   EXPECT_TRUE(kills.explain(13, at(12002)));
+}
+
+/// As the kernel's log it gives one record for each read(2).
+struct Log {
+  Log() {
+    int ends[2] = {-1, -1};
+    EXPECT_EQ(::pipe2(ends, O_CLOEXEC | O_NONBLOCK | O_DIRECT), 0);
+    reads.reset(ends[0]);
+    writes.reset(ends[1]);
+  }
+  void write(const std::string& text) const {
+    const std::string record = "3,1,1,-;" + text + "\n";
+    EXPECT_EQ(::write(writes.get(), record.data(), record.size()), static_cast<ssize_t>(record.size()));
+  }
+  UniqueFd reads;
+  UniqueFd writes;
+};
+
+TEST(OutOfMemoryWatch, FindsARecordThatIsWrittenBehindTheSignal) {
+  const testing::TemporaryFolder folder;
+  Log log;
+  OutOfMemoryWatch watch(std::move(log.reads), folder.write("memory.events", "oom_kill 3\n"));
+  folder.write("memory.events", "oom_kill 4\n");
+  watch.note_kill(7, {});
+  watch.note_kill(8, {});
+  const std::string killed = "Memory cgroup out of memory: Killed process 7 (train) total-vm:1kB";
+  log.write(killed);
+  EXPECT_EQ(watch.evidence_of(7), "the kernel's log: " + killed);
+  EXPECT_EQ(watch.evidence_of(8), "") << "another signal, by the log that has a record of each";
+}
+
+TEST(OutOfMemoryWatch, WithoutALogTheCounterTells) {
+  const testing::TemporaryFolder folder;
+  const std::string counter = folder.write("memory.events", "oom_kill 3\n");
+  OutOfMemoryWatch watch({}, counter);
+  folder.write("memory.events", "oom_kill 4\n");
+  watch.note_kill(7, {});
+  watch.note_kill(8, {});
+  EXPECT_EQ(watch.evidence_of(7), counter + " counts a process that the kernel has killed just before");
+  EXPECT_EQ(watch.evidence_of(8), "") << "one kill explains one end";
 }
 
 }  // namespace

@@ -36,6 +36,11 @@ bool was_killed(const Ending& ending) {
   return !ending.asked_to_end && WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT;
 }
 
+/// An end of which the kernel may be the cause, for want of memory.
+bool was_ended_by_sigkill(const Ending& ending) {
+  return !ending.asked_to_end && WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) == SIGKILL;
+}
+
 /// Whether the process has a handler for the signal, which might end it otherwise.
 bool catches(pid_t pid, int signal) {
   constexpr const char* kCaught = "SigCgt:";
@@ -169,6 +174,9 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
     take_signals();
     if (streams.finished() || drained.expired() || kill_at_.expired()) break;
   }
+  for (Ending& ending : endings_) {  // while their pids are no other processes'
+    if (memory_ && was_ended_by_sigkill(ending)) ending.out_of_memory = memory_->evidence_of(ending.pid);
+  }
   for (Worker& worker : workers_) worker.process.reap();
   cgroup_.reset();
   return endings_;
@@ -205,10 +213,9 @@ void Supervisor::collect_endings() {
     const bool asked_to_end = std::exchange(worker.phase, WorkerPhase::kEnded) == WorkerPhase::kAskedToEnd;
     const int local_rank = static_cast<int>(i);
     exit_status_->record_end(local_rank, *status);
-    const bool killed = !asked_to_end && WIFSIGNALED(*status) && WTERMSIG(*status) == SIGKILL;
     fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
-                     exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank),
-                     killed && memory_ ? memory_->evidence_of(worker.process.pid(), now) : std::string()});
+                     exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank)});
+    if (memory_ && was_ended_by_sigkill(fresh.back())) memory_->note_kill(worker.process.pid(), now);
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());
