@@ -86,7 +86,7 @@ AgentState::Action AgentState::advance(BootTime now) {
       self_.exit_status = 0;
       enter(Phase::kRunning);
       return Action::kStart;
-    } else if (!lease_valid(now) && self_.leaving != 0) {
+    } else if ((was_refused_ || !lease_valid(now)) && self_.leaving != 0) {
       end(128 + self_.leaving, "ended by a signal");  // there is no one to tell
     } else if (!lease_valid(now)) {
       const auto silence = now - (order_ ? lease_until_ : born_at_);

@@ -223,6 +223,17 @@ TEST(AgentState, LeavesAtOnceWhileNoCoordinatorAnswers) {
   EXPECT_EQ(cut_off.state.exit_status(), 143);
 }
 
+TEST(AgentState, LeavesAtOnceWhereTheCoordinatorHasEnded) {
+  Agent agent;
+  agent.run();
+  agent.state.leave(15, agent.now);
+  agent.state.workers_ended(143, "", agent.now);
+  agent.state.refused(agent.now);
+  agent.state.advance(agent.now);
+  EXPECT_EQ(agent.state.phase(), Phase::kEnded) << "its lease still runs, but no one can be told";
+  EXPECT_EQ(agent.state.exit_status(), 143);
+}
+
 TEST(AgentState, TellsOfOrdersAlsoOnceItHasEnded) {
   Agent agent;
   agent.state.leave(2, agent.now);

@@ -62,6 +62,7 @@ void Coordinator::enter(WorldPhase phase, const std::string& reason, BootTime no
   world_.since = now;
   ++world_.order;
   reason_ = reason;
+  waiting_for_.clear();  // that of the phase before
 }
 
 Decision Coordinator::advance(BootTime now) {
@@ -128,7 +129,7 @@ Order Coordinator::order_for(const AgentId& agent) const {
     order.command = Command::kRun;
     order.place = places_[static_cast<size_t>(host - world_.hosts.begin())];
   } else if (world_.phase == WorldPhase::kForming) {
-    order.reason = reason_.empty() ? waiting_for_ : reason_ + "; " + waiting_for_;
+    order.reason = reason_ + (reason_.empty() || waiting_for_.empty() ? "" : "; ") + waiting_for_;
   }
   return order;
 }

@@ -123,7 +123,9 @@ class Judgement {
     const Pointers gone = in_world([&](const Member& member) { return lost(member); });
     if (!gone.empty()) {
       return stop("no word from " + names_of(gone) + " for " + seconds_text(options_.lost_after) +
-                  "; the others go on without");
+                  (enough_stay() ? "; the others go on without"
+                                 : "; too few are left to go on without, and wait for " +
+                                       seconds_text(options_.rejoin_timeout)));
     }
     // Not before its workers have ended: they got the signal too, and may stop all others in an orderly way.
     const Pointers leaving = in_world([](const Member& member) {
@@ -132,12 +134,7 @@ class Judgement {
     if (!leaving.empty()) {
       const std::string what = names_of(leaving) + " was asked to end by signal " +
                                std::to_string(leaving.front()->status.leaving);
-      const Pointers staying = select(members_, [&](const Member& member) {
-        return member.connected && !lost(member) && member.status.leaving == 0;
-      });
-      if (staying.size() >= static_cast<size_t>(options_.min_hosts)) {
-        return stop(what + "; the others go on without");
-      }
+      if (enough_stay()) return stop(what + "; the others go on without");
       return end(128 + leaving.front()->status.leaving, what + ", and too few hosts are left");
     }
     const Pointers broken = in_world([&](const Member& member) {
@@ -161,6 +158,13 @@ class Judgement {
 
  private:
   bool lost(const Member& member) const { return is_lost(member, options_, now_); }
+  /// Whether a generation can follow without those that are lost or leave.
+  bool enough_stay() const {
+    const Pointers staying = select(members_, [&](const Member& member) {
+      return member.connected && !lost(member) && member.status.leaving == 0;
+    });
+    return staying.size() >= static_cast<size_t>(options_.min_hosts);
+  }
   /// What has not heard of this generation yet still tells of a former one.
   bool ended(const Member& member, HostPhase phase) const {
     return member.status.phase == phase && member.status.generation == world_.generation;
@@ -220,7 +224,8 @@ class Judgement {
     const nanoseconds limit = first ? options_.join_timeout : options_.rejoin_timeout;
     std::string text = counted(ready_.size()) + " of at least " + std::to_string(options_.min_hosts) +
                        (ready_.empty() ? " are here" : " are here: " + names_of(ready_));
-    if (!repeated_.empty()) text += "; a host before it has the node rank of " + names_of(repeated_);
+    if (!repeated_.empty())
+      text += "; not " + names_of(repeated_) + ", for another host has that --node-rank";
     // The workers of the last generation may have ended, or a host have been lost, long after the order to stop.
     BootTime since = world_.since;
     for (const Member* member : hosts_) {

@@ -400,6 +400,26 @@ TEST(Membership, AHostThatLeavesBeforeItStartsIsNotBlamed) {
   EXPECT_EQ(job.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
 }
 
+TEST(Membership, SaysThatTheOthersWaitWhereTooFewAreLeft) {
+  Job job = running_job(options(3, 3), 3);
+  job.coordinator.disconnected(id(1));
+  job.pass(seconds(10), {0, 2});
+  EXPECT_EQ(job.decide_once().reason,
+            "no word from node-1 for 10 s; too few are left to go on without, and wait for 60 s");
+}
+
+TEST(Membership, TellsHostsNothingOfThePhaseBefore) {
+  Job job = running_job(options(1, 2), 1);
+  job.hear(1);
+  job.obey({0});
+  EXPECT_THAT(job.decide_once().reason, HasSubstr("node-1 may join soon"));
+  job.pass(seconds(1), {0, 1});
+  ASSERT_EQ(job.decide_once().action, Action::kStop);
+  EXPECT_EQ(job.coordinator.order_for(id(0)).reason, "node-1 joins");
+  job.decide_once();
+  EXPECT_EQ(job.coordinator.order_for(id(0)).reason, "node-1 joins; the workers of node-0 have to end first");
+}
+
 TEST(Membership, IgnoresAStatusThatComesTwiceOrTooLate) {
   Job job = running_job(options(1, 2), 2);
   Status old = job.say(1);
@@ -449,8 +469,8 @@ TEST(Membership, TwoHostsOfOneNodeRankDoNotStart) {
   job.hear(1);
   EXPECT_EQ(
       job.decide_once().reason,
-      "1 host of at least 2 are here: node-0 (node rank 0); a host before it has the node rank of node-1 "
-      "(node rank 0)");
+      "1 host of at least 2 are here: node-0 (node rank 0); not node-1 (node rank 0), for another host has "
+      "that --node-rank");
 }
 
 TEST(MembershipOptions, AreCheckedAgainstEachOther) {
