@@ -28,7 +28,7 @@ void AgentLink::connect(BootTime now) {
 }
 
 /// The one place where a connection ends.
-void AgentLink::close(const std::string& why) {
+void AgentLink::close(const std::string& why, const std::string& question) {
   if (socket_) loop_.forget(socket_.get());
   if (tls_ && tls_->fd() >= 0) loop_.forget(tls_->fd());
   socket_.reset();
@@ -37,7 +37,8 @@ void AgentLink::close(const std::string& why) {
   out_.clear();
   phase_ = Phase::kNone;
   if (why.empty()) return;
-  trouble_ = why;
+  trouble_ = why + " at " + text_of_address(coordinator()) + " port " +
+             std::to_string(port_of_address(coordinator())) + question;
   if (!answered_) ++attempt_;
 }
 
@@ -67,10 +68,10 @@ void AgentLink::on_events(int fd, short) {
   }
   if (tls_->phase() == TlsConnection::Phase::kClosed) {
     loop_.forget(fd);
-    return close(was_open ? "the coordinator closed the connection"
-                 : tls_->disagreed()
-                     ? "the TLS handshake failed: do both sides have the same secret and --rdzv-id?"
-                     : "the connection was closed before the TLS handshake had ended");
+    if (was_open) return close("the coordinator closed the connection");
+    if (!tls_->disagreed()) return close("the connection was closed before the TLS handshake had ended");
+    return close("the TLS handshake failed",
+                 ": do both sides have the same secret, --rdzv-id and version of Lockstep?");
   }
   loop_.watch(fd, tls_->events(!out_.empty()), *this);
 }

@@ -51,7 +51,8 @@ class AgentLink : public EventHandler {
     return std::max<std::chrono::nanoseconds>(std::chrono::seconds(3), options_.heartbeat_interval * 3);
   }
   void connect(BootTime now);
-  void close(const std::string& why);
+  /// `why` and the coordinator's address, with the question behind it, become trouble(); "": none.
+  void close(const std::string& why, const std::string& question = "");
   void take_orders();
   void flush();
 

@@ -57,6 +57,18 @@ UniqueFd make_event() {
   return event;
 }
 
+/// Of a coordinator that listens here; `named`: where the user wants it, if that is elsewhere.
+std::string caution_of(const PeerAddress& bound, const std::string& named) {
+  const std::string place = text_of_address(bound) + " port " + std::to_string(port_of_address(bound));
+  if (!named.empty()) {
+    return "this host has no address of " + named + ", and awaits the others at " + place +
+           ": right where that one is forwarded to it; otherwise another host is to have --node-rank 0";
+  }
+  if (!is_loopback(bound)) return "";
+  return "only agents of this host reach the coordinator at " + place +
+         "; for other hosts name an address of this one, by --master-addr or --rdzv-endpoint";
+}
+
 }  // namespace
 
 Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<bool> here) {
@@ -88,7 +100,11 @@ Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<boo
         ::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.size) == 0 &&
             ::fcntl(listener.get(), F_SETFL, O_NONBLOCK) == 0,
         "can't listen at ", host, ":", port, ": ", std::strerror(errno));
-    return {{bound}, std::move(listener)};
+    const auto is_same = [&](const PeerAddress& one) {
+      return text_of_address(one) == text_of_address(bound);
+    };
+    const bool named = std::any_of(addresses.begin(), addresses.end(), is_same);
+    return {{bound}, std::move(listener), caution_of(bound, named ? "" : host)};
   }
   const bool elsewhere = error == EADDRNOTAVAIL || error == EADDRINUSE || error == EAFNOSUPPORT;
   TORCH_CHECK_WITH(DistNetworkError, here != true && elsewhere, "can't listen at ", host, ":", port, ": ",
@@ -122,6 +138,8 @@ class ControlPlane::Thread : public EventHandler {
       server_ = std::make_unique<CoordinatorServer>(loop_, options_.key,
                                                     std::move(options_.endpoint.listener), std::move(server));
     }
+    if (options_.membership.max_hosts > 1 && !options_.endpoint.caution.empty())
+      options_.say(options_.endpoint.caution);
     link_ = std::make_unique<AgentLink>(loop_, options_.key, options_.endpoint.addresses, options_.membership,
                                         state_);
     link_->set_listener([this](const Report& report) { watchers_.send(report); });

@@ -28,6 +28,7 @@ namespace lockstep::launch {
 struct Endpoint {
   std::vector<PeerAddress> addresses;  // to connect to
   UniqueFd listener;                   // of the coordinator: listens, and does not block
+  std::string caution = {};            // what the user is to know of where it listens; empty: nothing
 };
 
 /// Looks for the coordinator's place: this host is it where it can listen at host:port, an address of its own. `here`:

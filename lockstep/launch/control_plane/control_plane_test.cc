@@ -115,7 +115,7 @@ TEST(ControlPlane, ALinkStaysUpBetweenHeartbeatsThatAreFarApart) {
   link.serve(now + seconds(14), false);
   EXPECT_EQ(link.trouble(), "");
   link.serve(now + seconds(16), false);
-  EXPECT_EQ(link.trouble(), "no word on the connection");
+  EXPECT_EQ(link.trouble(), "no word on the connection at 127.0.0.1 port " + std::to_string(scene.port));
 }
 
 TEST(ControlPlane, ALinkStaysWithTheAddressThatHasAnswered) {
@@ -131,7 +131,7 @@ TEST(ControlPlane, ALinkStaysWithTheAddressThatHasAnswered) {
   scene.until(is_heard, "the agent is answered");
   const BootTime later = BootClock::now() + seconds(60);
   link.serve(later, false);  // as after a long silence
-  EXPECT_EQ(link.trouble(), "no word on the connection");
+  EXPECT_EQ(link.trouble(), "no word on the connection at 127.0.0.1 port " + std::to_string(scene.port));
   EXPECT_EQ(reinterpret_cast<const sockaddr_in&>(link.coordinator().storage).sin_port, htons(scene.port));
 }
 
@@ -149,6 +149,16 @@ TEST(ControlPlane, ALinkThatIsFullAsksForNoTurnsToSendItsHeartbeat) {
   const BootTime later = now + std::chrono::hours(2);
   EXPECT_GT(link.serve(later, false), later);
   EXPECT_EQ(link.trouble(), "");
+}
+
+TEST(ControlPlane, SaysWhereItListensWhereOtherHostsMayNotLook) {
+  const Endpoint loopback = find_endpoint("127.0.0.1", 0, true);
+  EXPECT_THAT(loopback.caution,
+              HasSubstr("only agents of this host reach the coordinator at 127.0.0.1 port "));
+  // TEST-NET-1 of RFC 5737: of no host.
+  const Endpoint elsewhere = find_endpoint("192.0.2.1", 0, true);
+  EXPECT_THAT(elsewhere.caution,
+              HasSubstr("this host has no address of 192.0.2.1, and awaits the others at "));
 }
 
 TEST(ControlPlane, AFailureOfItsThreadEndsTheAgent) {

@@ -33,14 +33,15 @@ TEST(Strangers, AWrongSecretOrAnotherJobIsNoHandshake) {
   Scene scene;
   scene.run_world();
   const std::string before = scene.state();
-  for (const TlsKey& key :
-       {TlsKey("another secret, as long as the true", "job"), TlsKey(kTestSecret, "jab"), TlsKey("", "")}) {
+  for (const TlsKey& key : {TlsKey("another secret, as long as the true", "job"), TlsKey(kTestSecret, "jab"),
+                            TlsKey("", ""), TlsKey(kTestSecret, "job", "another release")}) {
     Client client(scene, key);
     EXPECT_FALSE(client.open());
   }
   scene.agents.push_back(std::make_unique<Scene::Agent>(scene, 3, TlsKey("wrong", "job")));
   scene.until([&] { return !scene.agents.back()->link.trouble().empty(); }, "the agent hears why");
-  EXPECT_THAT(scene.agents.back()->link.trouble(), HasSubstr("have the same secret and --rdzv-id?"));
+  EXPECT_THAT(scene.agents.back()->link.trouble(),
+              HasSubstr("have the same secret, --rdzv-id and version of Lockstep?"));
   scene.agents.pop_back();
   scene.expect_unharmed(before);
 }

@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/control_plane/watch_greeting.h>
 
 namespace lockstep::launch {
 namespace {
@@ -78,8 +79,8 @@ bool is_end_of_file([[maybe_unused]] unsigned long error) {
 }  // namespace
 
 struct TlsKey::Contexts {
-  Contexts(std::string_view secret, std::string_view job_id) {
-    const std::string text = "lockstep agents 1\n" + std::string(job_id);
+  Contexts(std::string_view secret, std::string_view job_id, std::string_view release) {
+    const std::string text = "lockstep agents " + std::string(release) + "\n" + std::string(job_id);
     unsigned size = 0;
     const bool made =
         HMAC(EVP_sha256(), secret.data(), static_cast<int>(secret.size()),
@@ -104,7 +105,10 @@ struct TlsKey::Contexts {
 };
 
 TlsKey::TlsKey(std::string_view secret, std::string_view job_id)
-    : contexts_(std::make_shared<const Contexts>(secret, job_id)) {}
+    : TlsKey(secret, job_id, own_watch_greeting().release) {}
+
+TlsKey::TlsKey(std::string_view secret, std::string_view job_id, std::string_view release)
+    : contexts_(std::make_shared<const Contexts>(secret, job_id, release)) {}
 
 TlsConnection::TlsConnection(const TlsKey& key, UniqueFd socket, Side side)
     : socket_(std::move(socket)), key_(key.contexts_), read_wants_(POLLIN), write_wants_(POLLOUT) {
