@@ -264,6 +264,9 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     endings = supervisor.run(streams);
     interrupted_by = supervisor.interrupted_by();
   }
+  if (control != nullptr && control->has_lapsed()) {
+    for (Ending& ending : endings) ending.asked_to_end = true;
+  }
   output.close();
 
   std::vector<RankEvidence> evidence;

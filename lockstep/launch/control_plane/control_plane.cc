@@ -240,7 +240,7 @@ class ControlPlane::Thread : public EventHandler {
         options_.table->record_generations({state_.newest_generation(), state_.lease_until()});
       if (plane_.guard_) {
         // Where it is over the guardian has killed the workers, be it that this process was stopped meanwhile.
-        if (BootClock::now() >= plane_.guard_->until()) {
+        if (plane_.guard_has_lapsed()) {
           state_.lapse();
         } else {
           plane_.guard_->renew(plane_.lease_until_);
@@ -335,6 +335,15 @@ std::optional<ControlPlane::Task> ControlPlane::take() {
 void ControlPlane::guard(GuardianLease lease) {
   const std::lock_guard lock(mutex_);
   guard_.emplace(std::move(lease)).renew(lease_until_);
+}
+
+bool ControlPlane::has_lapsed() {
+  const std::lock_guard lock(mutex_);
+  return guard_has_lapsed();
+}
+
+bool ControlPlane::guard_has_lapsed() const {
+  return guard_ && BootClock::now() >= guard_->until();
 }
 
 void ControlPlane::workers_ended(int exit_status, const std::string& failure, int culprit) {

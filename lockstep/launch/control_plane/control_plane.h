@@ -76,10 +76,13 @@ class ControlPlane {
   /// See AgentState::workers_ended.
   void workers_ended(int exit_status, const std::string& failure, int culprit);
   void leave(int signal);
+  /// Whether the workers' guardian has not heard of a longer lease in time, be it that this process was stopped meanwhile.
+  bool has_lapsed();
 
  private:
   class Thread;
   void put(Task task);
+  bool guard_has_lapsed() const;  // under the mutex
 
   UniqueFd tasks_event_;
   UniqueFd wake_event_;  // wakes the thread

@@ -112,6 +112,7 @@ class HostControl : public WorkerControl {
                                                                     : std::chrono::nanoseconds(0));
     }
   }
+  bool has_lapsed() override { return plane_.has_lapsed(); }
   /// The thread has failed, and the job ends with these workers.
   const std::optional<ControlPlane::Task>& end() const { return end_; }
 
