@@ -439,7 +439,7 @@ void add_run(CLI::App& program, int& status) {
     if (arguments->parent_pid != 0) end_with_parent(arguments->parent_pid);
     if (arguments->started_by_shell) launch::obey_remote_launcher();
     take_torchs_grace_period(*run, *arguments);
-    if (!arguments->remote_hosts.empty()) {
+    if (run->get_option("--host")->count() > 0) {
       const launch::RemoteRun remote = remote_run(*run, *arguments, words);
       if (arguments->dry_run) {
         print_remote_run(remote);

@@ -1,12 +1,16 @@
 """`lockstep run -H`: one command starts the agents of all hosts by a remote shell. Hosts are network namespaces, and the shell is a
 script that enters them."""
 
+import json
 import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
+from support import HANG
 
 SECRET = "0123456789abcdef" * 4
 TELL = "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE on $(hostname)"
@@ -133,10 +137,66 @@ def test_the_loss_of_a_shell_ends_all_hosts(programs, cluster):
     programs.wait_until_gone()
 
 
+def test_a_folder_that_a_host_has_not_ends_all_with_its_shells_words(programs, cluster):
+    there = programs.folder / "there" / "run"
+    there.mkdir(parents=True)
+    cluster.net.run(1, "mount", "-t", "tmpfs", "none", there.parent)
+    command = ["env", "-C", there, programs.find("lockstep"), "run", "--rsh", cluster.shell, "-H", "host-a,host-b"]
+    done = programs.start(*cluster.net.inside(0, *command, "--grace-period", 1000, "sh", "-c", STAY)).finish()
+    assert done.status == 1, done.text
+    assert "host-b: the agent could not be started: its shell exited with status 126; started as: " in done.stderr, done.text
+    assert re.search(rf"    .*cd: .*{there}", done.stderr), done.text
+    programs.wait_until_gone()
+
+
+def test_a_coordinator_that_can_not_listen_ends_all_hosts_at_once(programs, cluster):
+    taken = "import socket; s = socket.create_server(('host-a', 4000)); print('taken', flush=True); input()"
+    other = programs.start(*cluster.net.inside(0, sys.executable, "-c", taken))
+    other.wait_for("taken")
+    # Without an end of the others' the command would wait for the grace period.
+    done = cluster.run("host-a,host-b", "--master-port", 4000, "--grace-period", 1000, "sh", "-c", STAY)
+    assert done.status == 1 and "can't listen at host-a:4000: Address already in use" in done.stderr, done.text
+    other.finish()
+    programs.wait_until_gone()
+
+
+def test_agents_end_when_the_command_that_started_them_says_nothing_any_more(programs):
+    instructions = {"secret": "", "variables": [], "most_silence": 1, "end_time": 1000}
+    agent = programs.start("lockstep", "run", "--started-by-shell", "--standalone", "sh", "-c", "echo up; exec sleep 1000")
+    agent.process.stdin.write(json.dumps(instructions) + "\n")
+    agent.process.stdin.flush()
+    agent.wait_for("up")
+    agent.wait_for("lockstep run -H that started this agent has not been heard of for 1 s", "stderr")
+    assert agent.process.wait(HANG) == 143
+    programs.wait_until_gone()
+
+
+def test_an_agent_that_waits_for_a_reader_ends_all_the_same(programs):
+    """Its connection is cut: what it writes goes nowhere, and no one tells it."""
+    reads, writes = os.pipe()
+    instructions = {"secret": "", "variables": [], "most_silence": 1, "end_time": 1}
+    command = [programs.find("lockstep"), "run", "--started-by-shell", "--standalone", "sh", "-c", "exec yes"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writes, env=programs.environment(), cwd=programs.folder) as agent:
+        agent.stdin.write(json.dumps(instructions).encode() + b"\n")
+        agent.stdin.flush()
+        assert agent.wait(HANG) == 1
+    programs.wait_until_gone()
+    os.close(reads)
+    os.close(writes)
+
+
+def test_the_command_says_to_its_agents_that_it_lives(programs):
+    shell = programs.folder / "shell"
+    shell.write_text('#!/bin/sh\nread -r first\nread -r word && echo "then <$word>"\n')
+    shell.chmod(0o700)
+    done = programs.run("lockstep", "run", "--rsh", shell, "-H", "a", "true")
+    assert done.status == 0 and done.stdout == "then <>\n", done.text
+
+
 def test_a_host_that_can_not_be_reached_is_named_with_the_shells_words(programs, cluster):
     done = cluster.run("host-a,host-z", "sh", "-c", STAY)
     assert done.status == 1, done.text
-    assert re.search(r"host-z can't be reached, .* exited with status 255; started as: .*/shell host-z ", done.stderr), done.text
+    assert re.search(r"host-z can't be reached, .*: it exited with status 255; started as: .*/shell host-z ", done.stderr), done.text
     assert "    no host host-z\n" in done.stderr, done.text
     programs.wait_until_gone()
 
@@ -180,7 +240,7 @@ def test_a_dry_run_shows_what_each_host_would_run(programs):
     common = f"{os.path.realpath(lockstep)} run '--log-dir=a b' --started-by-shell --master-addr=host-a --master-port=4000 --nnodes=2"
     first, second, rest = done.stdout.splitlines()
     agent = f"{common} --node-rank=0 --nproc-per-node=2 ./train --name 'x y'"
-    assert first == f"host-a, 2 processes: ssh -p 22 host-a 'cd {programs.folder} && exec {agent}'".replace(
+    assert first == f"host-a, 2 processes: ssh -p 22 host-a 'cd {programs.folder} || exit 126; exec {agent}'".replace(
         agent, agent.replace("'", "'\\''")), done.text
     assert second.startswith("me@host-b, 1 process: ssh -p 22 me@host-b 'cd "), done.text
     assert rest.startswith("by standard input: the secret ") and " UCX_TLS" in rest, done.text
@@ -191,6 +251,8 @@ def test_a_dry_run_shows_what_each_host_would_run(programs):
     "words, error",
     [
         (["-H", "a:2,b:0"], "-H has 'b:0'"),
+        (["-H", ""], "-H names no host"),
+        (["--host="], "-H names no host"),
         (["-H", "a,b", "--cpu-list", "0"], "--cpu-list has 1 lists, and -H has 2 hosts"),
         (["-H", "a,b", "--gpu-list", ""], "--gpu-list has 1 lists, and -H has 2 hosts"),
         (["-H", "a:2,b:2", "-n", "5"], "-n is 5, and the hosts of -H have 4 slots"),

@@ -1,15 +1,18 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <condition_variable>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
+#include <mutex>
 #include <optional>
 #include <poll.h>
 #include <signal.h>
 #include <sstream>
 #include <stdlib.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 #include <utility>
 
@@ -40,6 +43,12 @@ constexpr int kMostSlots = 65536;
 constexpr size_t kMostInstructions = 60000;
 // Beyond the grace period that the agents have themselves.
 constexpr std::chrono::seconds kAgentsTime{10};
+// Without a word in so long, an agent takes the command that started it for lost.
+constexpr int kMostSilence = 60;  // seconds
+constexpr std::chrono::seconds kBetweenWords{5};
+// How a shell ends that can't start a command, by POSIX: one that is no program, or is not there.
+constexpr int kNotExecuted = 126;
+constexpr int kNotFound = 127;
 
 RemoteHost parse_host(const std::string& text, const std::string& all) {
   RemoteHost host = {.name = text};
@@ -66,10 +75,50 @@ void tell_user(const std::string& text) {
   write_all(STDERR_FILENO, "lockstep run: " + text + "\n");
 }
 
+/// The agents' standard inputs. From keep_alive() on a thread of its own says there that this process lives: the one that
+/// passes on what the agents write may wait for a terminal for long. Thread-safe up to that.
+class AgentInputs {
+ public:
+  AgentInputs() = default;
+  AgentInputs(const AgentInputs&) = delete;
+  AgentInputs& operator=(const AgentInputs&) = delete;
+  ~AgentInputs() {
+    close();
+    thread_.join();
+  }
+
+  void add(UniqueFd input) { inputs_.push_back(std::move(input)); }
+  void keep_alive() {
+    thread_.start("lockstep-alive", [this] {
+      std::unique_lock lock(mutex_);
+      while (!ends_.wait_for(lock, kBetweenWords, [this] { return inputs_.empty(); })) write("\n");
+    });
+  }
+  void tell(const std::string& line) {
+    const std::lock_guard lock(mutex_);
+    write(line);
+  }
+  /// Then the agents end.
+  void close() {
+    const std::lock_guard lock(mutex_);
+    inputs_.clear();
+    ends_.notify_one();
+  }
+
+ private:
+  void write(const std::string& line) {
+    for (const UniqueFd& input : inputs_) write_all(input.get(), line);
+  }
+
+  std::mutex mutex_;
+  std::condition_variable ends_;
+  std::vector<UniqueFd> inputs_;
+  BackgroundThread thread_;
+};
+
 /// The remote shell of one host, or the agent itself where that is this one.
 struct Shell {
   WorkerProcess process;
-  UniqueFd input;                  // of the agent; closed: it ends
   std::optional<int> status = {};  // wait status
   bool was_told_to_end = false;
 };
@@ -99,7 +148,11 @@ class RemoteAgents {
 
  private:
   void start() {
-    const nlohmann::json instructions = {{"secret", run_.secret}, {"variables", run_.variables}};
+    const nlohmann::json instructions = {
+        {"secret", run_.secret},
+        {"variables", run_.variables},
+        {"most_silence", kMostSilence},
+        {"end_time", std::chrono::ceil<std::chrono::seconds>(run_.grace_period + kAgentsTime).count()}};
     const std::string line =
         instructions.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace) + "\n";
     TORCH_CHECK_VALUE(line.size() <= kMostInstructions, "the variables for the hosts have ", line.size(),
@@ -112,6 +165,7 @@ class RemoteAgents {
       UniqueFd theirs(ends[0]);
       UniqueFd ours(ends[1]);
       write_all(ours.get(), line);
+      ::fcntl(ours.get(), F_SETFL, O_NONBLOCK);  // a shell that reads no more keeps nothing from the others
       auto streams = output_.open_next({});
       const std::vector<std::string> words = start_words(run_, agent);
       shells_.push_back(
@@ -119,9 +173,10 @@ class RemoteAgents {
                                             .arguments = words,
                                             .environment = environment,
                                             .standard = {theirs.get(), streams[0].get(), streams[1].get()}},
-                                           guardian_),
-           .input = std::move(ours)});
+                                           guardian_)});
+      inputs_.add(std::move(ours));
     }
+    inputs_.keep_alive();
   }
 
   bool all_ended() const {
@@ -148,17 +203,20 @@ class RemoteAgents {
     if (shell.status || !(shell.status = shell.process.wait_status()) || *shell.status == 0) return;
     if (shell.was_told_to_end || first_failed_) return;
     first_failed_ = i;
-    // The other agents know of workers that failed, not of an agent that is not there.
-    if (is_lost(i) || exit_status(i) == 2) return end_all();
+    // The other agents know of workers that failed, not of an agent that is not there. And that of the first host, the
+    // coordinator, is the last to end where it has met them.
+    if (i == 0 || is_lost(i) || exit_status(i) == 2) return end_all();
     end_at_ = Deadline::after(run_.grace_period + kAgentsTime);
   }
 
-  /// The shell has ended, and not with a status of its agent: 255 is ssh's, 126 and 127 those of a shell that could not
-  /// start it.
+  bool could_not_start(size_t i) const {
+    const int status = *shells_[i].status;
+    return WIFEXITED(status) && (WEXITSTATUS(status) == kNotExecuted || WEXITSTATUS(status) == kNotFound);
+  }
+  /// The shell has ended, and not with a status of its agent; 255 is ssh's.
   bool is_lost(size_t i) const {
     const int status = *shells_[i].status;
-    return !WIFEXITED(status) || (WEXITSTATUS(status) >= 126 && WEXITSTATUS(status) <= 127) ||
-           WEXITSTATUS(status) == 255;
+    return !WIFEXITED(status) || could_not_start(i) || WEXITSTATUS(status) == 255;
   }
   int exit_status(size_t i) const { return is_lost(i) ? 1 : WEXITSTATUS(*shells_[i].status); }
 
@@ -171,26 +229,21 @@ class RemoteAgents {
   }
 
   void tell(int signal) {
-    const std::string line = std::to_string(signal) + "\n";
-    for (Shell& shell : shells_) {
-      if (shell.input) write_all(shell.input.get(), line);
-      shell.was_told_to_end = shell.was_told_to_end || signal != SIGUSR2;
-    }
+    inputs_.tell(std::to_string(signal) + "\n");
+    for (Shell& shell : shells_) shell.was_told_to_end = shell.was_told_to_end || signal != SIGUSR2;
   }
 
   void end_all() {
     end_at_ = Deadline::never();
     kill_at_ = earlier(kill_at_, Deadline::after(run_.grace_period + kAgentsTime));
-    for (Shell& shell : shells_) {
-      shell.input.reset();
-      shell.was_told_to_end = true;
-    }
+    inputs_.close();
+    for (Shell& shell : shells_) shell.was_told_to_end = true;
   }
 
   void kill_all() {
     kill_at_ = Deadline::never();
+    inputs_.close();
     for (Shell& shell : shells_) {
-      shell.input.reset();
       shell.was_told_to_end = true;
       if (!shell.status) shell.process.signal_group(SIGKILL);
     }
@@ -202,11 +255,12 @@ class RemoteAgents {
       if (exit_status(i) == 2) tell_user("nothing could be started on " + host.name);
       return;
     }
-    tell_user(
-        host.name +
-        (host.is_here() ? ": the agent was " : " can't be reached, or its remote shell was lost: it was ") +
-        describe_wait_status(*shells_[i].status) +
-        "; started as: " + shell_words(start_words(run_, run_.agents[i])));
+    tell_user(host.name +
+              (host.is_here()       ? ": the agent "
+               : could_not_start(i) ? ": the agent could not be started: its shell "
+                                    : " can't be reached, or its remote shell was lost: it ") +
+              (WIFEXITED(*shells_[i].status) ? "" : "was ") + describe_wait_status(*shells_[i].status) +
+              "; started as: " + shell_words(start_words(run_, run_.agents[i])));
     for (const std::string& line : output_.last_lines(static_cast<int>(i)))
       write_all(STDERR_FILENO, "    " + line + "\n");
   }
@@ -216,6 +270,7 @@ class RemoteAgents {
   Guardian guardian_;
   OutputRouter output_;
   std::vector<Shell> shells_;
+  AgentInputs inputs_;
   std::optional<size_t> first_failed_;
   int signal_ = 0;  // the first that came
   Deadline end_at_ = Deadline::never();
@@ -235,13 +290,36 @@ std::optional<std::string> read_line(int fd) {
   return std::nullopt;
 }
 
-void raise_what_comes(int fd) {
-  while (const auto line = read_line(fd)) {
+/// False where nothing has come for so long.
+bool comes_within(int fd, std::chrono::seconds time) {
+  const Deadline until = Deadline::after(time);
+  pollfd wait = {fd, POLLIN, 0};
+  do {
+    ::poll(&wait, 1, until.poll_milliseconds());
+  } while (wait.revents == 0 && !until.expired());
+  return wait.revents != 0;
+}
+
+void raise_what_comes(int fd, std::chrono::seconds most_silence, std::chrono::seconds end_time) {
+  bool heard = true;
+  while ((heard = comes_within(fd, most_silence))) {
+    const auto line = read_line(fd);
+    if (!line) break;
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) {
       if (*line == std::to_string(signal)) ::kill(::getpid(), signal);
     }
   }
   ::kill(::getpid(), SIGTERM);
+  if (heard) return;
+  // Where the connection is cut, what this process writes may wait for ever, and its main thread with it. The guardian ends
+  // what it leaves.
+  start_detached_thread("lockstep-end", [end_time] {
+    std::this_thread::sleep_for(end_time);
+    ::_exit(1);
+  });
+  tell_user("ends, for the lockstep run -H that started this agent has not been heard of for " +
+            std::to_string(most_silence.count()) +
+            " s: it was stopped, or its host or the network to it is down");
 }
 
 }  // namespace
@@ -272,8 +350,9 @@ std::vector<std::string> start_words(const RemoteRun& run, const RemoteRun::Agen
   if (agent.host.is_here()) return agent.words;
   std::vector<std::string> words = run.shell;
   words.push_back(agent.host.name);
-  words.push_back("cd " + shell_words({std::filesystem::current_path().string()}) + " && exec " +
-                  shell_words(agent.words));
+  // A status that no agent ends with: that of cd is the shell's choice.
+  words.push_back("cd " + shell_words({std::filesystem::current_path().string()}) + " || exit " +
+                  std::to_string(kNotExecuted) + "; exec " + shell_words(agent.words));
   return words;
 }
 
@@ -288,9 +367,13 @@ int run_on_remote_hosts(const RemoteRun& run) {
 void obey_remote_launcher() {
   const auto line = read_line(STDIN_FILENO);
   const auto instructions = nlohmann::json::parse(line.value_or(""), nullptr, /*allow_exceptions=*/false);
+  const auto is_number = [&](const char* name) {
+    return instructions.contains(name) && instructions[name].is_number_unsigned();
+  };
   const bool good = instructions.is_object() && instructions.contains("secret") &&
                     instructions["secret"].is_string() && instructions.contains("variables") &&
-                    instructions["variables"].is_array();
+                    instructions["variables"].is_array() && is_number("most_silence") &&
+                    is_number("end_time");
   TORCH_CHECK_VALUE(
       good, "--started-by-shell is for lockstep run -H alone, which tells by standard input what to do");
   for (const auto& variable : instructions["variables"]) {
@@ -303,7 +386,11 @@ void obey_remote_launcher() {
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   TORCH_CHECK_WITH(DistBackendError, input && nothing && ::dup2(nothing.get(), STDIN_FILENO) >= 0,
                    "can't replace standard input: ", std::strerror(errno));
-  start_detached_thread("lockstep-shell", [fd = input.release()] { raise_what_comes(fd); });
+  const std::chrono::seconds most_silence(instructions["most_silence"].get<int>());
+  const std::chrono::seconds end_time(instructions["end_time"].get<int>());
+  start_detached_thread("lockstep-shell", [fd = input.release(), most_silence, end_time] {
+    raise_what_comes(fd, most_silence, end_time);
+  });
 }
 
 }  // namespace lockstep::launch

@@ -40,7 +40,7 @@ std::vector<std::string> start_words(const RemoteRun& run, const RemoteRun::Agen
 
 /// Starts the agents, passes on what they write, and sees them to their end. They get the secret and the variables by standard
 /// input, which no other user of a host sees. Signals to this process reach them there, too, and its end: when it is
-/// killed, or a shell's connection is lost, so that an agent's input ends, that agent ends its job.
+/// killed, or a shell's connection is lost, so that an agent's input ends or is silent for a minute, that agent ends its job.
 ///
 /// Ends all agents when one could not be started, or its shell was lost, and says why, with that shell's last lines. Returns
 /// the exit status of `lockstep run`: that of the agent that was the first to fail; 1 for a lost shell, 128 + N when signal N
@@ -48,8 +48,9 @@ std::vector<std::string> start_words(const RemoteRun& run, const RemoteRun::Agen
 int run_on_remote_hosts(const RemoteRun& run);
 
 /// In an agent that run_on_remote_hosts() has started: puts secret and variables into the environment, gives what it starts
-/// /dev/null as standard input, and does from now on what comes there. Before there are other threads. Throws
-/// c10::ValueError where standard input says something else.
+/// /dev/null as standard input, and does from now on what comes there. Where nothing comes any more, and its workers have not
+/// ended in the grace period and some seconds, it ends all the same. Before there are other threads. Throws c10::ValueError
+/// where standard input says something else.
 void obey_remote_launcher();
 
 }  // namespace lockstep::launch

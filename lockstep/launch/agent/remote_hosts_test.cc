@@ -45,7 +45,7 @@ TEST(RemoteHosts, NeedAShellUnlessTheyAreThisOne) {
   const std::vector<std::string> words = start_words(run, {{"user@b", 1}, {"/bin/lockstep", "run", "a b"}});
   ASSERT_EQ(words.size(), 4u);
   EXPECT_THAT(std::vector<std::string>(words.begin(), words.begin() + 3), ElementsAre("ssh", "-T", "user@b"));
-  EXPECT_THAT(words.back(), HasSubstr(" && exec /bin/lockstep run 'a b'"));
+  EXPECT_THAT(words.back(), HasSubstr(" || exit 126; exec /bin/lockstep run 'a b'"));
   EXPECT_THAT(words.back(), ::testing::StartsWith("cd /"));
 }
 
