@@ -282,6 +282,7 @@ void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {
                   "host 0's agent")
       ->envname("PET_MASTER_PORT")
       ->type_name("PORT")
+      ->check(CLI::Range(0, 65535))
       ->capture_default_str();
   command
       .add_option("--local-addr,--local_addr", arguments.local_addr,

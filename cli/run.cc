@@ -293,14 +293,15 @@ void print_remote_run(const launch::RemoteRun& run) {
 }
 
 /// Names of signals, as torchrun takes them. All that we pass on are passed on anyhow.
-std::string check_signals(const std::string& text) {
+void check_signals(const std::string& text) {
   std::istringstream names(text);
   for (std::string name; std::getline(names, name, ',');) {
     const auto known = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"};
-    if (std::find(known.begin(), known.end(), name) == known.end())
-      return "signals that are passed on are SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1, not " + name;
+    TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), name) != known.end(),
+                      "--signals-to-handle: signals that are passed on are SIGTERM, SIGINT, SIGHUP, SIGQUIT "
+                      "and SIGUSR1, not ",
+                      name);
   }
-  return {};
 }
 
 /// What has no meaning here, for the sake of command lines that have it: ends are noticed at once, and programs are always
@@ -310,23 +311,19 @@ void add_unused_arguments(CLI::App& run) {
                             "--event-log-handler,--event_log_handler"}) {
     run.add_option_function<std::string>(names, [](const std::string&) {})->group("");
   }
-  run.add_option_function<std::string>("--signals-to-handle,--signals_to_handle", [](const std::string&) {})
+  run.add_option_function<std::string>("--signals-to-handle,--signals_to_handle", check_signals)
       ->envname("PET_SIGNALS_TO_HANDLE")
-      ->check(check_signals)
       ->group("");
   run.add_flag("--use-env,--use_env")->group("");
-  // Of these a program would miss the effect.
-  run.add_option_function<std::string>("--logs-specs,--logs_specs", [](const std::string&) {})
-      ->check([](const std::string&) {
-        return std::string("it names a class of Python, and this launcher loads none; see --log-dir, --tee");
-      })
-      ->group("");
-  run.add_option_function<std::string>("--numa-binding,--numa_binding", [](const std::string&) {})
-      ->check([](const std::string&) {
-        return std::string(
-            "it is not there; --cpu-list keeps processes on cores, as numactl before PROGRAM does");
-      })
-      ->group("");
+  // Of these a program would miss the effect. Not by check(), whose errors do not name an option that no help shows.
+  const auto refuse = [&run](const char* names, const char* why) {
+    run.add_option_function<std::string>(names, [why](const std::string&) { TORCH_CHECK_VALUE(false, why); })
+        ->group("");
+  };
+  refuse("--logs-specs,--logs_specs",
+         "--logs-specs names a class of Python, and this launcher loads none; see --log-dir, --tee");
+  refuse("--numa-binding,--numa_binding",
+         "--numa-binding is not there; --cpu-list keeps processes on cores, as numactl before PROGRAM does");
 }
 
 }  // namespace
@@ -448,6 +445,8 @@ void add_run(CLI::App& program, int& status) {
       }
       return;
     }
+    TORCH_CHECK_VALUE(arguments->passed_on.empty(),
+                      "-x is for -H; without it the processes have the variables of this command");
     if (!arguments->cpu_list.empty()) stay_on_cores(arguments->cpu_list);
     if (run->get_option("--gpu-list")->count() > 0) {  // an empty list hides them all
       ::setenv("CUDA_VISIBLE_DEVICES", arguments->gpu_list.c_str(), 1);
