@@ -1,8 +1,14 @@
 #include <atomic>
 #include <gmock/gmock.h>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <set>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -394,6 +400,66 @@ TEST(PointToPoint, WrongSizesAndTypesAreExplainedAndTheGroupGoesOn) {
 }
 
 // ---- monitored_barrier
+
+/// What a profiler is told of scopes while one lives: how many there were, by name, and whether each ended in its thread
+/// before those around it.
+class Bars {
+ public:
+  Bars()
+      : handle_(at::addGlobalCallback(
+            at::RecordFunctionCallback(begin, end).scopes({at::RecordScope::USER_SCOPE}))) {}
+  ~Bars() { at::removeCallback(handle_); }
+  int count(const std::string& name) {
+    const std::lock_guard lock(mutex);
+    return counts[name];
+  }
+  static int overlapping() { return overlaps; }
+
+ private:
+  struct Bar : at::ObserverContext {};
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    auto bar = std::make_unique<Bar>();
+    open.push_back(bar.get());
+    const std::lock_guard lock(mutex);
+    ++counts[function.name()];
+    return bar;
+  }
+  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* bar) {
+    if (open.empty() || open.back() != bar) ++overlaps;
+    std::erase(open, bar);
+  }
+
+  static inline thread_local std::vector<at::ObserverContext*> open;
+  static inline std::atomic<int> overlaps{0};
+  static inline std::mutex mutex;
+  static inline std::map<std::string, int> counts;
+  at::CallbackHandle handle_;
+};
+
+TEST(PointToPoint, InAProfileTheBarsOfAThreadLieWithinOrBesideEachOther) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    constexpr int kMessages = 4;
+    Bars bars;
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
+    const auto start = [&](auto&& way, int tag) {
+      tensors.push_back(at::full({tag % 2 == 0 ? kSmall : kLarge}, rank, at::kInt));
+      works.push_back(way(tensors.back(), 1 - rank, tag));
+    };
+    for (int tag = 0; tag < kMessages; ++tag) {
+      start([](const at::Tensor& to, int src, int tag) { return irecv(to, src, {}, tag); }, tag);
+    }
+    for (int tag = kMessages; tag-- > 0;) {
+      start([](const at::Tensor& from, int dst, int tag) { return isend(from, dst, {}, tag); }, tag);
+    }
+    for (const Work& work : works) work->wait();
+    EXPECT_EQ(Bars::overlapping(), 0);
+    EXPECT_EQ(bars.count("lockstep:recv"), kMessages);
+    EXPECT_EQ(bars.count("lockstep:send"), kMessages);
+  });
+}
 
 TEST(MonitoredBarrier, ReturnsWhenAllHaveCome) {
   run_ranks(4, [](int rank) {

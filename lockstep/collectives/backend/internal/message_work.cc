@@ -59,14 +59,13 @@ std::string describe_message(const MessageWork::Message& message, const GroupCha
 }
 
 MessageWork::MessageWork(std::shared_ptr<GroupChannel> channel, Message message, uint64_t record)
-    : Work(channel->rank(),
-           message.is_send                              ? c10d::OpType::SEND
-           : message.peer == MessageChannel::kAnySource ? c10d::OpType::RECVANYSOURCE
-                                                        : c10d::OpType::RECV,
-           message.title, std::vector<at::Tensor>{message.tensor}),
+    : Work(channel->rank(), message.is_send                              ? c10d::OpType::SEND
+                            : message.peer == MessageChannel::kAnySource ? c10d::OpType::RECVANYSOURCE
+                                                                         : c10d::OpType::RECV),
       channel_(std::move(channel)),
       message_(std::move(message)),
       record_(record),
+      profiled_(message_.title, {message_.tensor}),
       memory_(message_.tensor) {}
 
 MessageWork::~MessageWork() {
@@ -130,7 +129,7 @@ void MessageWork::complete(const std::exception_ptr& error) {
   std::call_once(completed_, [&] {
     std::exception_ptr told = error ? in_words(error) : nullptr;
     if (!told && copies_ && !message_.is_send) told = bring();
-    if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+    { const WorkRecord::Bar bar(profiled_); }
     if (!told) flight::completed(record_);
     std::lock_guard lock(mutex_);
     done_ = true;
@@ -224,6 +223,7 @@ float MessageWork::getDuration() const {
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline until = timeout == kNoTimeout ? Deadline::never() : Deadline::after(timeout);
+  const WorkRecord::Bar bar(profiled_);
   std::optional<WaitingPhase> waiting;
   if (!channel_->messages().is_done(handle_)) waiting.emplace();
   if (!channel_->messages().wait(handle_, until)) {

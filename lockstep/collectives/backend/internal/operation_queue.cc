@@ -2,11 +2,9 @@
 #include <system_error>
 #include <utility>
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/stack.h>
-#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
@@ -50,20 +48,8 @@ OperationWork::OperationWork(std::shared_ptr<OperationQueue> queue, int rank, co
       outputs_(operation.outputs),
       future_form_(operation.future_form),
       device_results_(operation.operands ? operation.operands->device_results() : nullptr),
-      body_(std::move(body)) {
-  prepare_record(title, operation.inputs);
-}
-
-void OperationWork::prepare_record(const char* title, const std::vector<at::Tensor>& inputs) {
-  auto record = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
-  if (!record->isActive()) return;
-  begin_record_ = at::wrapPropagateTLSState([record, title, inputs] {
-    record->_setAsync();
-    const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
-    record->before(title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
-  });
-  recordFunctionEndCallback_ = at::wrapPropagateTLSState([record] { record->end(); });
-}
+      body_(std::move(body)),
+      profiled_(title, operation.inputs) {}
 
 c10::IValue OperationWork::future_value() const {
   if (future_form_.stacked) {
@@ -202,13 +188,13 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
   queue_.pop_front();
   running_ = true;
   lock.unlock();
-  if (const auto begin_record = std::exchange(work->begin_record_, nullptr)) begin_record();
+  std::optional<WorkRecord::Bar> bar(std::in_place, work->profiled_);
   const auto start = std::chrono::steady_clock::now();
   const std::exception_ptr interruption = work->run(/*background=*/serving != nullptr);
   auto body = std::exchange(work->body_, nullptr);  // may hold the last reference to tensors: see the mutex
   const auto duration = std::chrono::steady_clock::now() - start;
   body = nullptr;
-  if (work->recordFunctionEndCallback_) work->recordFunctionEndCallback_();
+  bar.reset();
   lock.lock();
   running_ = false;
   work->done_ = true;

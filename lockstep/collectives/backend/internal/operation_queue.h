@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <lockstep/base/process/fork_guard.h>
+#include <lockstep/collectives/backend/internal/work_record.h>
 
 namespace lockstep {
 
@@ -62,9 +63,6 @@ class OperationWork final : public c10d::Work {
   std::exception_ptr run(bool background);
 
   std::shared_ptr<OperationQueue> queue_;
-  /// So that a profile has the operation on the thread that runs it, where it lies within or beside all else that the thread
-  /// does. Work's own record begins on the thread that submits: readers drop bars that overlap others there.
-  void prepare_record(const char* title, const std::vector<at::Tensor>& inputs);
   c10::IValue future_value() const;
   void complete(c10::ivalue::Future& future, const std::exception_ptr& error) const;
   /// Completes the future, whose callbacks run then. Neither it nor the error changes any more.
@@ -74,8 +72,8 @@ class OperationWork final : public c10d::Work {
   const FutureForm future_form_;
   const std::shared_ptr<const DeviceResults> device_results_;  // left to a device to finish; may be null
   std::function<void(bool)> body_;
-  std::function<void()> begin_record_;  // empty while nothing is profiled
-  std::exception_ptr error_;            // written by the thread that runs the operation, before done_
+  WorkRecord profiled_;
+  std::exception_ptr error_;  // written by the thread that runs the operation, before done_
   // Under the queue's mutex:
   bool done_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
