@@ -157,6 +157,14 @@ void Profiler::stop() {
   --profiler::internal::running_profilers;
   if (recording_) recording_->step.reset();
   transit(current_, std::nullopt);
+  if (options_.on_trace_ready && !cycle_) {
+    LOCKSTEP_LOG(kWarning) << "Profiler: " << nothing_recorded();
+  }
+}
+
+std::string Profiler::nothing_recorded() const {
+  return "the schedule records none of the first " + std::to_string(step_num_ + 1) +
+         " steps, and there were no more: is its wait too long, or step() not called?";
 }
 
 void Profiler::step() {
@@ -258,7 +266,8 @@ void Profiler::mark_step() {
 }
 
 Profiler::Cycle& Profiler::cycle() const {
-  TORCH_CHECK(cycle_, "Profiler: no cycle has ended yet; call stop(), or wait for on_trace_ready");
+  TORCH_CHECK(cycle_, "Profiler: no cycle has ended yet; ",
+              running_ ? "call stop(), or wait for on_trace_ready" : nothing_recorded());
   return *cycle_;
 }
 
@@ -280,7 +289,10 @@ profiler::KeyAverages Profiler::key_averages(const profiler::KeyAveragesOptions&
 
 void Profiler::export_chrome_trace(const std::string& path) {
   Cycle& latest = cycle();
-  TORCH_CHECK(!latest.exported, "Profiler: the trace of this cycle has been exported already");
+  TORCH_CHECK(
+      !latest.exported,
+      "Profiler: the trace of this cycle has been exported already, or was lost when that failed: Kineto "
+      "writes each once");
   profiler::internal::TraceAdditions& additions = latest.additions;
   additions.metadata = metadata_;
   additions.metadata[profiler::internal::kProcessField] = process_info();

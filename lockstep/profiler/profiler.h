@@ -71,7 +71,7 @@ struct ProfilerOptions {
 /// in the merged trace (merge_traces.h).
 ///
 /// While nothing is recorded there is no observer, and nothing has a cost. One profiler of a process may record at a time,
-/// Python's included. Used by one thread. A child that is forked behind the first recording ends by exec or _exit():
+/// Python's included. Used by one thread: what it records when that ends, or the process by exit(), is lost. A child that is forked behind the first recording ends by exec or _exit():
 /// exit() waits there for ever, for a thread of Kineto's that the child does not have.
 class Profiler {
  public:
@@ -96,8 +96,8 @@ class Profiler {
   const std::vector<profiler::FunctionEvent>& events();
   profiler::KeyAverages key_averages(const profiler::KeyAveragesOptions& options = {});
   /// As a file for chrome://tracing, Perfetto and TensorBoard; compressed if `path` ends with .gz. It appears as a whole.
-  /// Once for each cycle, for Kineto gives its trace away; where the file can't be made, it may be tried again. Throws
-  /// c10::Error that names the file.
+  /// Once for each cycle, for Kineto gives its trace away; where the file can't be made, it may be tried again, but not
+  /// where the disk was full. Throws c10::Error that names the file.
   void export_chrome_trace(const std::string& path);
 
   // ---- What is written into each trace from now on.
@@ -120,6 +120,7 @@ class Profiler {
   void begin();
   void end();
   void mark_step();
+  std::string nothing_recorded() const;
   Cycle& cycle() const;
 
   const ProfilerOptions options_;

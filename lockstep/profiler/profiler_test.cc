@@ -226,10 +226,15 @@ TEST(Profiler, StacksNameTheCallsOfTheProgram) {
   Profiler profile({.with_stack = true});
   called_by_name(square);
   torch::zeros({2});
+  { const RecordFunction scope("a scope"); }
   profile.stop();
   std::optional<profiler::FunctionEvent> mm;
   for (const auto& event : profile.events()) {
     if (event.name == "aten::mm") mm = event;
+    if (event.name == "a scope") {
+      EXPECT_THAT(event.stack, Not(Contains(HasSubstr("RecordFunction")))) << "which is ours";
+      EXPECT_THAT(event.stack, Contains(HasSubstr("main")));
+    }
   }
   ASSERT_TRUE(mm);
   EXPECT_THAT(mm->stack, Contains(HasSubstr("called_by_name")));
@@ -262,6 +267,39 @@ TEST(Profiler, AForkedChildComputesAndLeavesTheTraceAlone) {
   profile.stop();
   EXPECT_EQ(counts(profile).at("aten::ones"), 1);
   EXPECT_FALSE(counts(profile).contains("aten::zeros"));
+}
+
+/// The main thread, and one that ends before.
+TEST(Profiler, AProgramMayEndInTheMiddleOfARecording) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        Profiler profile({.record_shapes = true, .profile_memory = true, .with_stack = true});
+        torch::ones({2});
+        std::exit(3);
+      },
+      ::testing::ExitedWithCode(3), "");
+  EXPECT_EXIT(
+      {
+        Profiler* left = nullptr;
+        std::thread([&] {
+          left = new Profiler();
+          torch::ones({2});
+        }).join();
+        std::exit(3);
+      },
+      ::testing::ExitedWithCode(3), "");
+}
+
+TEST(Profiler, WhatAnotherThreadEndsIsLost) {
+  std::unique_ptr<Profiler> profile;
+  std::thread([&] { profile = std::make_unique<Profiler>(); }).join();
+  EXPECT_THAT(message_of<c10::Error>([&] { profile->stop(); }),
+              HasSubstr("in another thread than it was begun"));
+  Profiler next;
+  torch::ones({2});
+  next.stop();
+  EXPECT_EQ(counts(next).at("aten::ones"), 1);
 }
 
 /// As by a full disk, of which Kineto does not tell.
@@ -315,6 +353,10 @@ TEST(Profiler, MisuseIsTold) {
   first.export_chrome_trace(folder.path("trace.json"));
   EXPECT_THAT(message_of<c10::Error>([&] { first.export_chrome_trace(folder.path("trace.json")); }),
               HasSubstr("exported already"));
+  Profiler never({.schedule = schedule({.wait = 100})});
+  never.step();
+  never.stop();
+  EXPECT_THAT(message_of<c10::Error>([&] { never.key_averages(); }), HasSubstr("none of the first 2 steps"));
 }
 
 }  // namespace

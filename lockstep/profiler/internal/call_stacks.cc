@@ -25,8 +25,14 @@ std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& functio
 
 /// What a reader looks for are the calls of the program, and not how torch gets from one of them to the operator.
 bool is_of_the_program(const torch::unwind::Frame& frame) {
-  constexpr std::array<std::string_view, 6> kOthers = {
-      "at::", "c10::", "torch::", "std::", "__libc_", "lockstep::profiler::internal"};
+  constexpr std::array<std::string_view, 8> kOthers = {"at::",
+                                                       "c10::",
+                                                       "torch::",
+                                                       "std::",
+                                                       "__libc_",
+                                                       "_start",
+                                                       "lockstep::profiler::",
+                                                       "lockstep::Profiler::"};
   constexpr std::string_view kAnonymous = "(anonymous namespace)::";
   std::string name = frame.funcname;
   for (size_t at = name.find(kAnonymous); at != std::string::npos; at = name.find(kAnonymous, at)) {

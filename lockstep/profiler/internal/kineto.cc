@@ -9,6 +9,7 @@
 #include <c10/util/env.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/profiler/internal/kineto.h>
 
 namespace lockstep::profiler::internal {
@@ -181,6 +182,25 @@ class KinetoTraceOfProcess final : public KinetoTrace {
   int64_t begin_ns_;
 };
 
+/// This thread has begun a recording, and not ended it.
+thread_local bool records_here = false;
+
+/// Ends the recording with its thread, for the main one in exit(): what torch keeps of one that goes on fails in the
+/// destructors of its libraries, and the process with it.
+struct EndOfThread {
+  EndOfThread() = default;
+  EndOfThread(const EndOfThread&) = delete;
+  EndOfThread& operator=(const EndOfThread&) = delete;
+  ~EndOfThread() {
+    if (!std::exchange(records_here, false) || fork_guard.in_forked_child()) return;
+    try {
+      torch::autograd::profiler::disableProfiler();
+    } catch (...) {
+    }
+  }
+  ForkGuard fork_guard;
+};
+
 }  // namespace
 
 void prepare_kineto(const KinetoOptions& options) {
@@ -193,9 +213,16 @@ void prepare_kineto(const KinetoOptions& options) {
 
 void start_kineto(const KinetoOptions& options) {
   torch::autograd::profiler::enableProfiler(config_of(options), activities_of(options));
+  thread_local const EndOfThread
+      end_of_thread;  // made behind what torch has in the thread, so it goes before
+  records_here = true;
 }
 
 std::unique_ptr<KinetoTrace> stop_kineto() {
+  TORCH_CHECK(
+      std::exchange(records_here, false),
+      "Profiler: what it recorded is lost, for it was ended in another thread than it was begun in; call "
+      "start(), step() and stop() in one thread");
   return std::make_unique<KinetoTraceOfProcess>(torch::autograd::profiler::disableProfiler());
 }
 
