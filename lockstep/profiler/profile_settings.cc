@@ -16,7 +16,8 @@ constexpr const char* kVariable = "LOCKSTEP_PROFILE";
       false, kVariable, " has '", word,
       "'; it takes wait:N, warmup:N, active:N, repeat:N, skip_first:N, shapes, memory, stack, flops, "
       "gzip, on_signal, as:lockstep|gloo|nccl, and as the last dir=PATH, with commas between them: "
-      "wait:1,warmup:1,active:3,dir=./log/profiler");
+      "wait:1,warmup:1,active:3,dir=./log/profiler, which 1 means, too. N is a whole number up to a billion, "
+      "of active at least 1. An empty variable records nothing");
 }
 
 }  // namespace
@@ -76,8 +77,12 @@ ProfileSettings parse_profile_settings(const std::string& text) {
     }
     const auto found = numbers.find(name);
     if (found == numbers.end()) refuse_word(word);
-    settings.schedule.*found->second =
-        environment::parse_integer(kVariable, value, name == "active" ? 1 : 0, kMost);
+    try {
+      settings.schedule.*found->second =
+          environment::parse_integer(kVariable, value, name == "active" ? 1 : 0, kMost);
+    } catch (const c10::Error&) {
+      refuse_word(word);
+    }
   }
   return settings;
 }
