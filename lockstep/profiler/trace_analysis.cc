@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 #include <utility>
+#include <vector>
 
 #include <lockstep/profiler/internal/trace_profile.h>
 #include <lockstep/profiler/trace_analysis.h>
@@ -21,7 +22,6 @@ using internal::Phase;
 using internal::StepProfile;
 using internal::TracedOperation;
 
-constexpr size_t kMostOperators = 20;
 /// How much longer than the others' median a rank takes that is called slow.
 constexpr double kSlow = 0.05;
 
@@ -54,26 +54,92 @@ void add(PhaseTimes& sum, const PhaseTimes& times, double factor) {
   }
 }
 
-/// How long each file's rank has waited for others while it computed nothing; milliseconds.
-std::vector<double> waiting_of(const std::vector<FileProfile>& files) {
-  std::vector<TracedOperation> operations;
-  std::vector<size_t> file_of;
-  for (size_t i = 0; i < files.size(); ++i) {
-    operations.insert(operations.end(), files[i].operations.begin(), files[i].operations.end());
-    file_of.resize(operations.size(), i);
+/// The operations of all files.
+struct Operations {
+  explicit Operations(const std::vector<FileProfile>& files) {
+    for (size_t i = 0; i < files.size(); ++i) {
+      all.insert(all.end(), files[i].operations.begin(), files[i].operations.end());
+      file_of.resize(all.size(), i);
+    }
+    clocks = internal::offsets_between(all, files.front().origin.clock);
+    matched = internal::match_operations(all, clocks);
   }
-  const auto clocks = internal::offsets_between(operations, files.front().origin.clock);
+  std::vector<TracedOperation> all;
+  std::vector<size_t> file_of;
+  std::map<std::string, flight::ClockOffset> clocks;
+  std::vector<OperationParts> matched;
+};
+
+/// Those of collectives that the traces of other members lack.
+std::vector<size_t> incomplete_collectives(const Operations& operations) {
+  std::map<std::string, std::set<int64_t>> members;  // that have traces, by group
+  for (const TracedOperation& one : operations.all) members[one.group].insert(one.rank);
+  std::vector<bool> complete(operations.all.size(), false);
+  for (const OperationParts& parts : operations.matched) {
+    const size_t all = members.at(operations.all[parts.parts.front()].group).size();
+    for (const size_t part : parts.parts) complete[part] = parts.parts.size() == all;
+  }
+  std::vector<size_t> incomplete;
+  for (size_t i = 0; i < operations.all.size(); ++i) {
+    const TracedOperation& one = operations.all[i];
+    if (!complete[i] && !one.point_to_point && members.at(one.group).size() > 1) incomplete.push_back(i);
+  }
+  return incomplete;
+}
+
+/// Leaves out steps that not all ranks have recorded, as where a signal has found them one step apart: for whom a rank has
+/// waited in them is not known. False where it is not known of any: a rank would have none left, and all stay, or the
+/// traces are Python's.
+bool leave_out_steps(std::vector<FileProfile>& files, const Operations& operations, TraceAnalysis& analysis) {
+  if (operations.all.empty()) return false;
+  std::set<StepProfile*> steps;
+  for (const size_t i : incomplete_collectives(operations)) {
+    FileProfile& file = files[operations.file_of[i]];
+    const int64_t begin = operations.all[i].start_ns;
+    if (!file.has_step_marks) continue;  // a whole file is not left out for one operation
+    for (StepProfile& step : file.steps) {
+      if (step.span.begin <= begin && begin < step.span.end) steps.insert(&step);
+    }
+  }
+  std::set<int64_t> all_ranks, ranks;  // with steps, and with those that stay
+  for (FileProfile& file : files) {
+    for (StepProfile& step : file.steps) {
+      all_ranks.insert(file.origin.rank);
+      if (!steps.contains(&step)) ranks.insert(file.origin.rank);
+    }
+  }
+  if (ranks != all_ranks) {
+    analysis.notes.push_back(
+        "the ranks have recorded different steps, so for whom they have waited is not known: record more "
+        "of them (active)");
+    return false;
+  }
+  for (StepProfile* step : steps) step->left_out = true;
+  if (!steps.empty()) {
+    analysis.notes.push_back(std::to_string(steps.size()) +
+                             " steps are left out of the times, for not all ranks have recorded them");
+  }
+  return true;
+}
+
+/// How long each file's rank has waited for others while it computed nothing; milliseconds.
+std::vector<double> waiting_of(const std::vector<FileProfile>& files, const Operations& operations) {
   std::vector<std::vector<internal::Span>> spans(files.size());
-  for (const OperationParts& parts : internal::match_operations(operations, clocks)) {
+  for (const OperationParts& parts : operations.matched) {
     for (const size_t part : parts.parts) {
-      const int64_t waited = internal::waited_ns(parts, part, operations, clocks);
-      if (waited > 0)
-        spans[file_of[part]].push_back({operations[part].start_ns, operations[part].start_ns + waited});
+      const int64_t waited = internal::waited_ns(parts, part, operations.all, operations.clocks);
+      const int64_t start = operations.all[part].start_ns;
+      if (waited > 0) spans[operations.file_of[part]].push_back({start, start + waited});
     }
   }
   std::vector<double> waiting;
-  for (size_t i = 0; i < files.size(); ++i)
-    waiting.push_back(ms((Cover(std::move(spans[i])) & files[i].exposed).length()));
+  for (size_t i = 0; i < files.size(); ++i) {
+    std::vector<internal::Span> steps;
+    for (const StepProfile& step : files[i].steps) {
+      if (!step.left_out) steps.push_back(step.span);
+    }
+    waiting.push_back(ms((Cover(std::move(spans[i])) & files[i].exposed & Cover(std::move(steps))).length()));
+  }
   return waiting;
 }
 
@@ -94,16 +160,17 @@ struct RankSums {
   std::map<std::string, MemoryPeak> memory;
 };
 
-std::map<int64_t, RankSums> sums_of(const std::vector<FileProfile>& files) {
-  const std::vector<double> waiting = waiting_of(files);
+std::map<int64_t, RankSums> sums_of(const std::vector<FileProfile>& files, const Operations& operations) {
+  const std::vector<double> waiting = waiting_of(files, operations);
   std::map<int64_t, RankSums> ranks;
   for (size_t i = 0; i < files.size(); ++i) {
     const FileProfile& file = files[i];
     RankSums& sums = ranks[file.origin.rank];
     sums.profile.rank = file.origin.rank;
     sums.profile.host = file.origin.host;
-    sums.profile.steps += static_cast<int64_t>(file.steps.size());
     for (const StepProfile& step : file.steps) {
+      if (step.left_out) continue;
+      ++sums.profile.steps;
       for (size_t phase = 0; phase < kPhases; ++phase) {
         part_of(sums.profile.mean, static_cast<Phase>(phase)) += ms(step.ns[phase]);
       }
@@ -142,9 +209,11 @@ constexpr std::array<NamedPhase, 5> kOwnPhases = {{{"waiting for data", &PhaseTi
                                                    {"nothing that is recorded", &PhaseTimes::idle}}};
 
 /// The rank that takes longest without what it waits for others; in a synchronous job the steps of all take equally long.
-void find_slowest(TraceAnalysis& analysis) {
+/// Where waiting is not known, communication counts as that.
+void find_slowest(TraceAnalysis& analysis, bool waiting_is_known) {
   if (analysis.ranks.size() < 2) return;
-  const auto own = [](const RankProfile& rank) { return rank.mean.total() - rank.mean.waiting; };
+  const auto without = waiting_is_known ? &PhaseTimes::waiting : &PhaseTimes::communication;
+  const auto own = [&](const RankProfile& rank) { return rank.mean.total() - rank.mean.*without; };
   const auto slowest =
       std::max_element(analysis.ranks.begin(), analysis.ranks.end(),
                        [&](const RankProfile& a, const RankProfile& b) { return own(a) < own(b); });
@@ -167,7 +236,8 @@ void find_slowest(TraceAnalysis& analysis) {
     usual_part = of_others;
     most = &phase;
   }
-  analysis.why = "it takes " + in_ms(own(*slowest)) + " a step without waiting, the others " + in_ms(usual);
+  analysis.why = "it takes " + in_ms(own(*slowest)) + " a step without " +
+                 (waiting_is_known ? "waiting" : "communication") + ", the others " + in_ms(usual);
   if (most != nullptr) {
     analysis.why += std::string("; most of it in ") + most->name + " (" + in_ms(slowest->mean.*most->part) +
                     " and " + in_ms(usual_part) + ")";
@@ -193,7 +263,6 @@ void add_operators(const std::vector<FileProfile>& files, TraceAnalysis& analysi
   }
   std::stable_sort(analysis.operators.begin(), analysis.operators.end(),
                    [](const OperatorTime& a, const OperatorTime& b) { return a.self_ms > b.self_ms; });
-  if (analysis.operators.size() > kMostOperators) analysis.operators.resize(kMostOperators);
 }
 
 /// What promises most, by how much of the step it is about.
@@ -273,7 +342,9 @@ TraceAnalysis analyze_traces(const std::string& directory) {
   TraceAnalysis analysis;
   analysis.notes = internal::complete_ranks(origins);
   int64_t steps = 0;
-  for (auto& [rank, sums] : sums_of(files)) {
+  const Operations operations(files);
+  const bool waiting_is_known = leave_out_steps(files, operations, analysis);
+  for (auto& [rank, sums] : sums_of(files, operations)) {
     RankProfile& profile = sums.profile;
     steps += profile.steps;
     add(analysis.mean, profile.mean, 1);
@@ -289,7 +360,7 @@ TraceAnalysis analyze_traces(const std::string& directory) {
     add(analysis.mean, sum, 1 / static_cast<double>(steps));
     add_operators(files, analysis);
   }
-  find_slowest(analysis);
+  find_slowest(analysis, waiting_is_known);
   advise(analysis);
   note_ranks(files, analysis);
   return analysis;

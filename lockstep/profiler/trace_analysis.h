@@ -41,7 +41,7 @@ struct MemoryPeak {
 struct RankProfile {
   int64_t rank = 0;
   std::string host;
-  int64_t steps = 0;
+  int64_t steps = 0;                    ///< without those that not all ranks have recorded
   PhaseTimes mean;                      ///< of a step
   std::vector<MemoryPeak> memory = {};  ///< with profile_memory
 };
@@ -59,7 +59,7 @@ struct TraceAnalysis {
   /// The rank for which the others wait, if one takes clearly longer than they do, and in what.
   std::optional<int64_t> slowest;
   std::string why;
-  std::vector<OperatorTime> operators;  ///< those that take most, at most 20
+  std::vector<OperatorTime> operators;  ///< all, those that take most first
   std::vector<std::string> advice;      ///< what to try next, the most promising first
   std::vector<std::string> notes;       ///< about the traces themselves
 };
@@ -68,9 +68,10 @@ struct TraceAnalysis {
 /// or the file that can't be read, or is no trace.
 TraceAnalysis analyze_traces(const std::string& directory);
 
-/// For a terminal; names from the files have no control characters. Ends with a newline.
+/// For a terminal, with the operators that take most; names from the files have no control characters. Ends with a newline.
 std::string describe(const TraceAnalysis& analysis);
-/// {"step_ms", "phases", "ranks", "slowest": {"rank", "why"} or null, "operators", "advice", "notes"}; times are ms.
+/// {"step_ms", "phases", "ranks", "slowest": {"rank", "why"} or null, "operators", "advice", "notes"}; times are ms. Of
+/// operators those that take most.
 std::string to_json(const TraceAnalysis& analysis);
 
 /// What has changed from `before` to `after`: phases, and the operators whose time differs most.

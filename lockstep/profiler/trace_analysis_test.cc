@@ -17,6 +17,8 @@ using lockstep::testing::message_of;
 using lockstep::testing::TemporaryFolder;
 using nlohmann::json;
 using ::testing::Contains;
+using ::testing::ContainsRegex;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -34,13 +36,14 @@ struct Plan {
 };
 
 /// Two ranks of equal steps, each: data, forward, backward with a reduction beside its second half that goes on behind it,
-/// optimizer, nothing. A slower forward of a rank lets the others wait.
+/// optimizer, nothing. A slower forward of a rank lets the others wait. `apart`: so many steps later each rank has begun to
+/// record than the one before.
 void write_run(const TemporaryFolder& folder, const std::string& below, const Plan& plan, int64_t slower = 0,
-               int64_t ranks = 2) {
+               int64_t ranks = 2, int64_t steps = 3, int64_t apart = 0) {
   for (int64_t rank = 0; rank < ranks; ++rank) {
     SyntheticTrace trace({.rank = rank, .world_size = ranks});
     int64_t at = 0;
-    for (int64_t step = 0; step < 3; ++step) {
+    for (int64_t step = 0; step < steps; ++step) {
       const int64_t begin = at;
       const auto pass = [&](int64_t ms) { return std::exchange(at, at + ms * kMs); };
       const int64_t data = pass(plan.data);
@@ -54,7 +57,7 @@ void write_run(const TemporaryFolder& folder, const std::string& below, const Pl
       trace.add_operator("aten::mm", backward, at);
       // All have begun it when the slower rank has; it ends 10 ms behind that one's backward.
       const int64_t end = at + (rank == 1 ? 0 : slower * kMs) + 10 * kMs;
-      trace.add_collective("all_reduce", step + 1, backward + plan.backward * kMs / 2, end);
+      trace.add_collective("all_reduce", step + 1 + rank * apart, backward + plan.backward * kMs / 2, end);
       at = end;
       const int64_t optimizer = pass(plan.optimizer);
       trace.add_operator("aten::add_", optimizer, at);
@@ -116,6 +119,22 @@ TEST(TraceAnalysis, NamesTheRankForWhichOthersWait) {
   EXPECT_THAT(describe(analysis), HasSubstr("Slowest is rank 1"));
 }
 
+/// As a signal may find them.
+TEST(TraceAnalysis, StepsThatNotAllRanksHaveRecordedDoNotCount) {
+  const TemporaryFolder folder;
+  write_run(folder, "some/", {}, /*slower=*/30, /*ranks=*/2, /*steps=*/3, /*apart=*/1);
+  const TraceAnalysis some = analyze_traces(folder.path("some"));
+  EXPECT_EQ(some.ranks[0].steps, 2);
+  EXPECT_EQ(some.ranks[1].steps, 2);
+  EXPECT_THAT(some.notes, ElementsAre(HasSubstr("2 steps are left out")));
+  write_run(folder, "none/", {}, /*slower=*/30, /*ranks=*/2, /*steps=*/1, /*apart=*/1);
+  const TraceAnalysis none = analyze_traces(folder.path("none"));
+  EXPECT_EQ(none.ranks[0].steps, 1);
+  EXPECT_THAT(none.notes, ElementsAre(HasSubstr("different steps")));
+  EXPECT_EQ(none.slowest, 1);
+  EXPECT_THAT(none.why, HasSubstr("without communication"));
+}
+
 TEST(TraceAnalysis, ComparesTwoRuns) {
   const TemporaryFolder folder;
   write_run(folder, "before/", {});
@@ -128,6 +147,30 @@ TEST(TraceAnalysis, ComparesTwoRuns) {
   EXPECT_NEAR(difference["change"]["phases"]["data"], -10, 0.01);
   EXPECT_NEAR(difference["change"]["step_ms"], -10, 0.01);
   EXPECT_NEAR(difference["before"]["phases"]["data"], 10, 0.01);
+}
+
+/// One that takes little is there as well, and what is wrong with the traces of either.
+TEST(TraceAnalysis, AComparisonHasAllOperatorsAndNotes) {
+  const TemporaryFolder folder;
+  const auto write = [&](const std::string& below, int64_t most, int64_t ranks) {
+    SyntheticTrace trace({.rank = 0, .world_size = ranks});
+    int64_t at = 0;
+    for (int i = 0; i < 30; ++i) {
+      const int64_t begin = std::exchange(at, at + (i + 1) * kMs);
+      trace.add_operator("aten::number" + std::to_string(i), begin, at);
+    }
+    const int64_t begin = std::exchange(at, at + most * kMs);
+    trace.add_operator("aten::other", begin, at);
+    trace.add_step(1, 0, at);
+    trace.write(folder, below);
+  };
+  write("before/", 100, 1);
+  write("after/", 2, 2);
+  const std::string text =
+      describe_difference(analyze_traces(folder.path("before")), analyze_traces(folder.path("after")));
+  EXPECT_THAT(text, ContainsRegex("aten::other +100.000 +2.000 +-98.00"));
+  EXPECT_THAT(text, ContainsRegex("aten::number1 +2.000 +2.000 +\\+0.00"));
+  EXPECT_THAT(text, HasSubstr("Note: traces of 1 ranks of 2 are here"));
 }
 
 TEST(TraceAnalysis, MemoryPeaksTellWhatAllocatedThem) {

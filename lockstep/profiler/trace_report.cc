@@ -4,6 +4,7 @@
 #include <cmath>
 #include <iomanip>
 #include <map>
+#include <ranges>
 #include <sstream>
 #include <utility>
 
@@ -29,6 +30,8 @@ constexpr std::array<ReportedPhase, 6> kReported = {
      {"communication", "communication, exposed", &PhaseTimes::communication},
      {"optimizer", "optimizer", &PhaseTimes::optimizer},
      {"idle", "nothing recorded", &PhaseTimes::idle}}};
+
+constexpr size_t kMostOperators = 20;
 
 std::string number(double value, int digits = 2) {
   std::ostringstream text;
@@ -132,7 +135,7 @@ ordered_json json_of(const TraceAnalysis& analysis) {
                      {"memory", memory}});
   }
   ordered_json operators = ordered_json::array();
-  for (const OperatorTime& one : analysis.operators) {
+  for (const OperatorTime& one : analysis.operators | std::views::take(kMostOperators)) {
     operators.push_back(
         {{"name", one.name}, {"calls", one.calls}, {"self_ms", one.self_ms}, {"share", one.share}});
   }
@@ -158,7 +161,7 @@ struct OperatorChange {
   double change() const { return after - before; }
 };
 
-/// The operators whose time differs most. Those that only one of both lists has are taken for 0 in the other.
+/// The operators whose time differs most. Those that only one of both runs has are taken for 0 in the other.
 std::vector<OperatorChange> operator_changes(const TraceAnalysis& before, const TraceAnalysis& after) {
   constexpr size_t kMost = 10;
   std::map<std::string, OperatorChange> by_name;
@@ -185,7 +188,7 @@ std::string describe(const TraceAnalysis& analysis) {
   describe_ranks(analysis, out);
   if (!analysis.operators.empty()) {
     out << "\nOperators by their own time, in a step of a rank:\n";
-    for (const OperatorTime& one : analysis.operators) {
+    for (const OperatorTime& one : analysis.operators | std::views::take(kMostOperators)) {
       out << "  " << name_column(one.name, 60) << column(number(one.self_ms, 3), 11) << " ms"
           << column(percent(one.share, 1), 9) << column(number(one.calls, 1), 10) << " calls\n";
     }
@@ -204,6 +207,12 @@ std::string to_json(const TraceAnalysis& analysis) {
 
 std::string describe_difference(const TraceAnalysis& before, const TraceAnalysis& after) {
   std::ostringstream out;
+  for (const std::string& note : before.notes)
+    out << "Note on the run before: " << printable(note, 500) << ".\n";
+  for (const std::string& note : after.notes) out << "Note: " << printable(note, 500) << ".\n";
+  if (before.ranks.size() != after.ranks.size()) {
+    out << "Note: " << after.ranks.size() << " ranks are compared with " << before.ranks.size() << ".\n";
+  }
   const double first = before.mean.total(), second = after.mean.total();
   out << "A step takes " << number(second) << " ms, before " << number(first) << " ms";
   if (first > 0) out << " (" << signed_number(100 * (second - first) / first) << " %)";

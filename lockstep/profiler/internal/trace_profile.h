@@ -20,6 +20,7 @@ struct StepProfile {
   Span span;
   std::array<int64_t, kPhases> ns{};  // by Phase
   int64_t hidden_ns = 0;              // communication beside operators
+  bool left_out = false;              // of the means
 };
 
 /// The most that a device's tensors have taken beyond what they took at first, and in which phases that was allocated.
