@@ -240,6 +240,8 @@ void note_hosts(const MergePlan& plan, MergeReport& report) {
 }  // namespace
 
 MergeReport merge_traces(const std::string& directory, const std::string& output) {
+  TORCH_CHECK_VALUE(!internal::is_called_like_a_trace(output), output,
+                    " is called like a rank's trace, and would be read as one; call it all.json.gz, say");
   MergeReport report;
   const MergePlan plan = read_all(directory, report.events);
   report.files = static_cast<int64_t>(plan.files.size());

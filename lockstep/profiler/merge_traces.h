@@ -30,9 +30,8 @@ struct MergeReport {
 /// clock, and arrows show what each part of a group operation has waited for: of a collective the member that came last;
 /// of a receive its send. Each part says how long it has waited and how long it has moved ("Waiting (us)",
 /// "Moving (us)"). Memory does not grow with the events, only with the group operations. `output` appears as a whole, and is
-/// compressed if it ends with .gz; it must not be called like a trace in the directory. Throws c10::ValueError that names
-/// the file or directory that can't be read, is no trace, or has those of several runs, and c10::Error for what can't be
-/// written.
+/// compressed if it ends with .gz. Throws c10::ValueError that names the file or directory that can't be read, is no trace,
+/// or has those of several runs, and an output that is called like a rank's trace; c10::Error for what can't be written.
 MergeReport merge_traces(const std::string& directory, const std::string& output);
 
 /// In words; ends with a newline.

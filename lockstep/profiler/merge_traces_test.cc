@@ -1,9 +1,11 @@
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <map>
 #include <random>
 #include <string>
+#include <sys/stat.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -226,6 +228,19 @@ TEST(MergeTraces, SeveralRunsAreNotMerged) {
       message_of<c10::ValueError>([&] { merge_traces(folder.path().string(), folder.path("all.json")); }),
       HasSubstr("rank 0 has traces of 2 processes"));
   EXPECT_THAT(folder.entries(), Not(::testing::Contains("all.json")));
+}
+
+TEST(MergeTraces, TheOutputTakesThePlaceOfFilesAlone) {
+  const TemporaryFolder folder;
+  SyntheticTrace({.rank = 0}).write(folder);
+  const std::string pipe = folder.path("pipe");
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_THAT(message_of<c10::Error>([&] { merge_traces(folder.path().string(), pipe); }),
+              HasSubstr("pipe can't be written"));
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));
+  EXPECT_THAT(message_of<c10::ValueError>(
+                  [&] { merge_traces(folder.path().string(), folder.path("all.pt.trace.json.gz")); }),
+              HasSubstr("called like a rank's trace"));
 }
 
 TEST(MergeTraces, FilesThatAreNoTracesAreNamed) {

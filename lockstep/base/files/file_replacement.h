@@ -1,8 +1,10 @@
 #pragma once
 
+#include <cerrno>
 #include <cstdio>  // renameat()
 #include <fcntl.h>
 #include <string>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
@@ -24,8 +26,14 @@ class FileReplacement {
   }
 
   const std::string& name() const { return fresh_; }
-  /// Gives the new file the name `path`. False, and errno, when that fails.
+  /// Gives the new file the name `path`. False, and errno, when that fails, or would put the file in the place of a device
+  /// or a pipe, /dev/null say.
   bool commit(const std::string& path) {
+    struct stat former {};
+    if (::fstatat(directory_, path.c_str(), &former, 0) == 0 && !S_ISREG(former.st_mode)) {
+      errno = S_ISDIR(former.st_mode) ? EISDIR : EOPNOTSUPP;
+      return false;
+    }
     if (::renameat(directory_, fresh_.c_str(), directory_, path.c_str()) != 0) return false;
     fresh_.clear();
     return true;

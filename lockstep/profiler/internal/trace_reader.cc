@@ -227,14 +227,18 @@ std::vector<std::string> complete_ranks(const std::vector<TraceOrigin*>& origins
   return notes;
 }
 
+bool is_called_like_a_trace(const std::string& path) {
+  const std::string name = std::filesystem::path(path).filename();
+  return name.find(".pt.trace.json") != std::string::npos &&
+         (name.ends_with(".json") || name.ends_with(".json.gz"));
+}
+
 std::vector<std::string> trace_files(const std::string& directory) {
   std::vector<std::string> paths;
   std::error_code error;
   for (std::filesystem::directory_iterator entry(directory, error), end; !error && entry != end;
        entry.increment(error)) {
-    const std::string name = entry->path().filename();
-    if (name.find(".pt.trace.json") == std::string::npos) continue;
-    if (name.ends_with(".json") || name.ends_with(".json.gz")) paths.push_back(entry->path());
+    if (is_called_like_a_trace(entry->path())) paths.push_back(entry->path());
   }
   TORCH_CHECK_VALUE(!error, directory, " can't be read: ", error.message());
   // A process's own name for a file that is being written has further words behind these.

@@ -57,7 +57,9 @@ void learn_rank(TraceOrigin& origin, int64_t rank);
 /// which several processes have traces here, which are several runs in one directory.
 std::vector<std::string> complete_ranks(const std::vector<TraceOrigin*>& origins);
 
-/// All *.json and *.json.gz of a directory whose names have ".pt.trace.json" in them, by name. Throws c10::ValueError that
+/// *.json and *.json.gz with ".pt.trace.json" in the name.
+bool is_called_like_a_trace(const std::string& path);
+/// All such files of a directory, by name. Throws c10::ValueError that
 /// names the directory if it can't be read or has none.
 std::vector<std::string> trace_files(const std::string& directory);
 
