@@ -78,6 +78,7 @@ int main(int argc, char** argv) {
     std::reverse(words.begin(), words.end());  // as CLI11 takes them
     program.parse(std::move(words));
     if (program.get_subcommands().empty()) throw CLI::RequiredError("a command");
+    TORCH_CHECK(std::cout.flush(), "standard output can't be written: is the disk full?");
     return status;
   } catch (const CLI::Success& help_or_version) {
     return program.exit(help_or_version);

@@ -27,6 +27,12 @@ def test_version(programs):
     assert done.status == 0 and done.stdout.startswith("lockstep 0."), done.text
 
 
+def test_a_report_that_can_not_be_written_is_an_error(programs):
+    words = ("inspect", "schedule", "1F1B", "--ranks", 2, "--micro-batches", 4)
+    done = programs.run("sh", "-c", "exec \"$0\" \"$@\" > /dev/full", "lockstep", *words)
+    assert done.status == 1 and "standard output can't be written" in done.stderr, done.text
+
+
 def test_without_arguments_the_help_is_shown(programs):
     done = programs.run("lockstep")
     assert done.status == MISUSE and "Usage: lockstep " in done.stdout, done.text
