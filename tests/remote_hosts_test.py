@@ -141,11 +141,24 @@ def test_a_folder_that_a_host_has_not_ends_all_with_its_shells_words(programs, c
     there = programs.folder / "there" / "run"
     there.mkdir(parents=True)
     cluster.net.run(1, "mount", "-t", "tmpfs", "none", there.parent)
-    command = ["env", "-C", there, programs.find("lockstep"), "run", "--rsh", cluster.shell, "-H", "host-a,host-b"]
+    shell = programs.folder / "shell_at_home"  # as ssh, which starts there
+    shell.write_text(f'#!/bin/sh\ncd / && exec {cluster.shell} "$@"\n')
+    shell.chmod(0o700)
+    command = ["env", "-C", there, programs.find("lockstep"), "run", "--rsh", shell, "-H", "host-a,host-b"]
     done = programs.start(*cluster.net.inside(0, *command, "--grace-period", 1000, "sh", "-c", STAY)).finish()
     assert done.status == 1, done.text
     assert "host-b: the agent could not be started: its shell exited with status 126; started as: " in done.stderr, done.text
     assert re.search(rf"    .*cd: .*{there}", done.stderr), done.text
+    programs.wait_until_gone()
+
+
+def test_a_shell_that_fails_by_a_status_of_its_own_ends_all(programs, cluster):
+    shell = programs.folder / "shell_that_fails"
+    shell.write_text("#!/bin/sh\nexit 125\n")
+    shell.chmod(0o700)
+    command = [programs.find("lockstep"), "run", "--rsh", shell, "-H", "host-a,host-b", "--grace-period", 1000]
+    done = programs.start(*cluster.net.inside(0, *command, "sh", "-c", STAY)).finish()
+    assert done.status == 1 and re.search("host-b can't be reached, .*: it exited with status 125;", done.stderr), done.text
     programs.wait_until_gone()
 
 

@@ -213,10 +213,11 @@ class RemoteAgents {
     const int status = *shells_[i].status;
     return WIFEXITED(status) && (WEXITSTATUS(status) == kNotExecuted || WEXITSTATUS(status) == kNotFound);
   }
-  /// The shell has ended, and not with a status of its agent; 255 is ssh's.
+  /// The shell has ended, and not with a status of its agent: of lockstep run, or one that asks for another start. 255 is ssh's.
   bool is_lost(size_t i) const {
-    const int status = *shells_[i].status;
-    return !WIFEXITED(status) || could_not_start(i) || WEXITSTATUS(status) == 255;
+    if (!WIFEXITED(*shells_[i].status)) return true;
+    const int status = WEXITSTATUS(*shells_[i].status);
+    return !(status <= 2 || status == 75 || (status > 128 && status < 255));
   }
   int exit_status(size_t i) const { return is_lost(i) ? 1 : WEXITSTATUS(*shells_[i].status); }
 
