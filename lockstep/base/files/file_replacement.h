@@ -11,7 +11,7 @@
 namespace lockstep {
 
 /// A file with the new contents of another one, beside it, whose place it takes at once, by rename(2):
-/// whoever opens that one finds the old contents or all of the new ones. Who writes it syncs it too, where
+/// a reader finds the old contents or all of the new ones. The writer syncs it too, where
 /// what is there must survive a crash of the machine. Not thread-safe.
 class FileReplacement {
  public:

@@ -70,7 +70,7 @@ class MessageWork final : public c10d::Work {
   std::shared_ptr<transport::GroupChannel> channel_;
   Message message_;
   uint64_t record_;
-  WorkRecord profiled_;  // the wait; of a message that nobody has waited for, its end
+  WorkRecord profiled_;  // the first wait; without one, a point where the message ends
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   transport::MessageChannel::Handle handle_;
   at::Tensor memory_;  // the tensor, or what stands for it on the host
