@@ -422,7 +422,10 @@ def check_accounts(study, many):
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_misuse_is_named(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
     assert main(words) == MISUSE
+    assert [signal.getsignal(number) for number in numbers] == handlers  # processes that this one forks inherit them
     text = capsys.readouterr().err
     assert said in text and "lockstep sweep --help" in text
     assert not list(tmp_path.glob("sweep/trials/*"))

@@ -1,5 +1,6 @@
 """The command: `lockstep sweep` hands its words over to main(); `python -m lockstep_sweep` does the same."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -58,14 +59,25 @@ def _run(words, launcher):
     else:
         asked = options.parse(words)
     if command not in views:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # until run() waits for them; remote shells may have been started
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, lambda number, _: sys.exit(128 + number))
-        return driver.Driver(asked, launcher).run()
+        with _leaving_on_signals():  # until run() waits for them; remote shells may have been started
+            return driver.Driver(asked, launcher).run()
     found = study.load(study.Place(asked))
     if found is None:
         raise options.Misuse(f"there is no sweep in {folder}")
     return views[command](found, asked)
+
+
+@contextlib.contextmanager
+def _leaving_on_signals():
+    """SIGTERM and SIGHUP, where they would kill, raise SystemExit within; what a caller of main() had is put back."""
+    changed = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":
