@@ -275,11 +275,12 @@ def test_a_sweep_of_failures_ends(sweep):
 
 
 def test_a_missing_metric_and_nan_are_failures_that_say_so(sweep):
-    program = ["sh", "-c", "if [ {x} = 1 ]; then echo loss: nan; fi"]
-    words = ["--param", "x=choice:0,1", "--metric", "loss", "--regex", "loss=loss: (.*)", "--enqueue", "x=0", "--enqueue", "x=1"]
-    sweep.run(*words, "--trials", 2, "--", *program, status=1)
-    missing, nan = [trial.user_attrs["failure"].splitlines()[0] for trial in sweep.study().trials]
+    program = ["sh", "-c", "case {x} in 1) echo loss: nan ;; 2) echo loss: 0.3, accuracy: 0.9 ;; esac"]
+    words = ["--param", "x=choice:0,1,2", "--metric", "loss", "--regex", "loss=loss: (.*)"]
+    sweep.run(*words, *(f"--enqueue=x={x}" for x in range(3)), "--trials", 3, "--", *program, status=1)
+    missing, nan, no_number = [trial.user_attrs["failure"].splitlines()[0] for trial in sweep.study().trials]
     assert "reported no 'loss'" in missing and "NaN" in nan
+    assert "a --regex has matched '0.3, accuracy: 0.9', which is no number" in no_number
 
 
 @pytest.mark.parametrize("said", ["terminate called after throwing an instance of std::bad_alloc", "MemoryError"])
@@ -294,7 +295,19 @@ def test_running_out_of_memory_is_a_result(sweep, said):
 # ---- Drivers
 
 
-def test_ctrl_c_ends_the_job_and_resume_runs_it_again(sweep):
+# The same Ctrl-C ends `tee` behind the sweep.
+WITHOUT_READER = [sys.executable, "-c", """if True:
+    import os, signal, sys
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.dup2(writes, 1)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp(sys.argv[1], sys.argv[1:])
+"""]
+
+
+@pytest.mark.parametrize("before", [(), WITHOUT_READER], ids=["read", "its reader gone"])
+def test_ctrl_c_ends_the_job_and_resume_runs_it_again(sweep, before):
     program = sweep.script("""
 import os, pathlib, sys, time
 print("loss:", sys.argv[1], flush=True)
@@ -305,12 +318,15 @@ if not pathlib.Path("go").exists():
 """)
     waiting = f"while ! [ -s driver ]; do sleep 0.01; done; exec {program} {{lr}}"
     words = [*BOWL, *LOSS, "--trials", 2, "--", "sh", "-c", waiting]
-    driver = sweep.start(*words)
+    driver = sweep.start(*words, before=before)
     (sweep.folder / "driver.new").write_text(str(driver.pid))
     (sweep.folder / "driver.new").rename(sweep.folder / "driver")
     done = driver.finish()
-    assert done.status == 128 + signal.SIGINT and f"lockstep sweep resume {sweep.folder}/sweep" in done.stdout, done.text
-    assert done.stderr == ""
+    assert done.status == 128 + signal.SIGINT, done.text
+    if before:
+        assert done.stderr == "lockstep sweep: standard output can't be written any more: Broken pipe\n"
+    else:
+        assert f"lockstep sweep resume {sweep.folder}/sweep" in done.stdout and done.stderr == "", done.text
     sweep.wait_until_gone()
     (sweep.folder / "go").touch()
     sweep.run("resume", "sweep")

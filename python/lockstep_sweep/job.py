@@ -69,7 +69,7 @@ class Job:
     def __init__(self, options, launcher, trial, place, variables):
         self.trial, self._place, self.folder = trial, place, folder_of(options, trial.number)
         self.metrics, self.reported, self.pruned, self.stopped = {}, {}, False, False
-        self._options, self._matched = options, 0
+        self._options, self._matched, self._no_number = options, 0, ""
         self.folder.mkdir(parents=True, exist_ok=True)
         report, output = report_of(options, trial), self.folder / "output.log"
         report.unlink(missing_ok=True)  # of a trial of this number that a study lost when its host crashed
@@ -124,8 +124,10 @@ class Job:
             of_rank_0 = RANK_0.match(line)
             line = of_rank_0[1] if of_rank_0 else ""
         for match in regex.finditer(line):
-            with contextlib.suppress(ValueError, TypeError):
+            try:
                 yield float(match[1])
+            except (ValueError, TypeError):
+                self._no_number = match[1] or match[0]
 
     def value(self):
         """The last that it has reported; None where that is nothing."""
@@ -144,6 +146,8 @@ class Job:
         elif value is None:
             others = ", ".join(sorted(self.metrics)) or "nothing, neither to a --regex nor by lockstep::trial()"
             reason = f"it reported no '{self._options.metric}'; it reported {others}"
+            if self._no_number:
+                reason += f"; a --regex has matched '{self._no_number}', which is no number"
         elif math.isnan(value):
             reason = f"its {self._options.metric} is NaN"
         else:

@@ -27,7 +27,7 @@ examples:
   lockstep sweep --param lr=log:1e-4:1e-1 --param batch=choice:32,64 --metric validation/loss --trials 30 \\
       -- ./train --lr {lr} --batch-size {batch}
   lockstep sweep --file sweep.toml                  the same from a file, whose keys are the options' names
-  lockstep sweep --param lr=log:1e-4:1 --metric loss --regex 'loss=loss: (\\S+)' --pruner median \\
+  lockstep sweep --param lr=log:1e-4:1 --metric loss --regex 'loss=loss: ([^\\s,]+)' --pruner median \\
       --nproc-per-node 2 --jobs auto -- python train.py --lr {lr}
   lockstep sweep status                             how far the one in the folder sweep is; also best, plot
   lockstep sweep resume sweep --trials 60           goes on with one that was ended, or joins one that runs

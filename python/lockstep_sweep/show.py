@@ -1,7 +1,9 @@
 """What a sweep shows: progress while it runs, its state, its best trial, and plots."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -60,8 +62,14 @@ class Progress:
         return sum(trial.state.is_finished() for trial in self._trials)
 
     def say(self, text):
+        """Also where its reader has gone, as `| tee` goes by the Ctrl-C that ends the sweep: jobs are still to be ended."""
         with tqdm.external_write_mode():
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except OSError as error:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds, too
+                with contextlib.suppress(OSError):
+                    print(f"lockstep sweep: standard output can't be written any more: {error.strerror}", file=sys.stderr)
 
     def say_once(self, text):
         if text not in self._said:
