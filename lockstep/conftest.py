@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -16,10 +17,15 @@ CRASH = re.compile(r"terminated with signal (SIG\w+)")
 
 
 def run(command, environment):
-    return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=TIMEOUT,
-        env={**os.environ, **environment},
-    )  # fmt: skip
+    command = [str(part) for part in command]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                          env={**os.environ, **environment}) as process:  # fmt: skip
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks, too, which hold its output open
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def results(output, world_size):

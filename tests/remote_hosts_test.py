@@ -174,28 +174,30 @@ def test_a_coordinator_that_can_not_listen_ends_all_hosts_at_once(programs, clus
 
 
 def test_agents_end_when_the_command_that_started_them_says_nothing_any_more(programs):
-    instructions = {"secret": "", "variables": [], "most_silence": 1, "end_time": 1000}
+    instructions = {"secret": "", "variables": [], "most_silence": 10, "end_time": 1000}
     agent = programs.start("lockstep", "run", "--started-by-shell", "--standalone", "sh", "-c", "echo up; exec sleep 1000")
     agent.process.stdin.write(json.dumps(instructions) + "\n")
     agent.process.stdin.flush()
     agent.wait_for("up")
-    agent.wait_for("lockstep run -H that started this agent has not been heard of for 1 s", "stderr")
+    agent.wait_for("lockstep run -H that started this agent has not been heard of for 10 s", "stderr")
     assert agent.process.wait(HANG) == 143
     programs.wait_until_gone()
 
 
 def test_an_agent_that_waits_for_a_reader_ends_all_the_same(programs):
     """Its connection is cut: what it writes goes nowhere, and no one tells it."""
-    reads, writes = os.pipe()
-    instructions = {"secret": "", "variables": [], "most_silence": 1, "end_time": 1}
+    instructions = {"secret": "", "variables": [], "most_silence": 10, "end_time": 1}
     command = [programs.find("lockstep"), "run", "--started-by-shell", "--standalone", "sh", "-c", "exec yes"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writes, env=programs.environment(), cwd=programs.folder) as agent:
-        agent.stdin.write(json.dumps(instructions).encode() + b"\n")
-        agent.stdin.flush()
-        assert agent.wait(HANG) == 1
+    reads, writes = os.pipe()
+    with (open(reads, "rb"), open(writes, "wb") as output,
+          subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, env=programs.environment(), cwd=programs.folder) as agent):
+        try:
+            agent.stdin.write(json.dumps(instructions).encode() + b"\n")
+            agent.stdin.flush()
+            assert agent.wait(HANG) == 1
+        finally:
+            agent.kill()
     programs.wait_until_gone()
-    os.close(reads)
-    os.close(writes)
 
 
 def test_the_command_says_to_its_agents_that_it_lives(programs):

@@ -188,9 +188,11 @@ def test_releases_that_differ_say_so_on_both_sides(programs):
         other.listen()
         top = programs.start("lockstep", "top", os.getpid())
         other.settimeout(HANG)
-        watch, _ = other.accept()
-        while not watch.recv(32):  # another test's has looked which agents there are
+        greeted = b""
+        while not greeted:  # another test's has looked which agents there are
             watch, _ = other.accept()
+            watch.settimeout(HANG)
+            greeted = watch.recv(32)
         with watch:
             watch.sendall(greeting(999, b"9.9.9") + b"what it does not know")
             done = top.finish()
@@ -287,9 +289,10 @@ class Terminal:
         assert len(re.findall(pattern, self.text)) >= count, self.text
 
     def finish(self):
-        with contextlib.suppress(OSError):
-            while chunk := os.read(self.master, 65536):
-                self.text += chunk.decode()
+        with contextlib.suppress(OSError):  # it has ended
+            while select.select([self.master], [], [], HANG)[0]:
+                self.text += os.read(self.master, 65536).decode()
+            os.kill(self.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.master)
         return status

@@ -101,7 +101,6 @@ def terminate(*_):
 
 
 def main():
-    signal.signal(signal.SIGTERM, terminate)
     options = parse(sys.argv[1:])
     try:
         old = results.load(options.compare) if options.compare else None
@@ -137,4 +136,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, terminate)
     sys.exit(main())
