@@ -11,7 +11,7 @@
 #                *OnCuda on a card (label gpu: scripts/test --gpu)
 #   TORCH_TESTS  among them are some that include torch/torch.h: all are compiled with it precompiled. Reading that header
 #                takes as long as eight files of a room that includes single ones
-#   TEST_TIMEOUT seconds; 300 unless told
+#   TEST_TIMEOUT seconds; 300 unless told, and eight times as many under a sanitizer
 #   HOSTS_TESTS  names of tests, as patterns of GoogleTest's filter, that a second ctest NAME_hosts runs again with the ranks
 #                on two pretended hosts, which pass messages over loopback (LOCKSTEP_TEST_HOSTS, testing/multi_rank.h);
 #                skipped without UCX. What stands behind the first pattern with a - in front is left out. For what takes
@@ -61,6 +61,9 @@ function(lockstep_add_test_programs)
     string(REGEX REPLACE "_tests$" "" room "${program}")
     get_property(sources GLOBAL PROPERTY LOCKSTEP_${room}_TESTS)
     get_property(timeout GLOBAL PROPERTY LOCKSTEP_${room}_TIMEOUT)
+    if(LOCKSTEP_SANITIZER)
+      math(EXPR timeout "${timeout} * 8")
+    endif()
     get_property(torch_tests GLOBAL PROPERTY LOCKSTEP_${room}_TORCH_TESTS)
     get_property(hosts_tests GLOBAL PROPERTY LOCKSTEP_${room}_HOSTS_TESTS)
     add_executable(${program} ${sources})
