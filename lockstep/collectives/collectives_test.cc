@@ -261,7 +261,7 @@ TEST(Collectives, WorldOfOneNeedsNoEnvironment) {
   all_gather(outputs, tensor);
   barrier();
   EXPECT_TRUE(at::equal(outputs[0], at::full({5}, 7.0)));
-  EXPECT_THROW(init_process_group({.rank = 0, .world_size = 1}), c10::Error) << "twice";
+  EXPECT_THROW((void)init_process_group({.rank = 0, .world_size = 1}), c10::Error) << "twice";
 }
 
 TEST(Collectives, InitialiseDestroyAndInitialiseAgain) {
@@ -281,12 +281,13 @@ TEST(Collectives, InitialiseDestroyAndInitialiseAgain) {
 }
 
 TEST(Collectives, BadArgumentsAreRefusedWithTheRemedy) {
-  EXPECT_THROW(init_process_group({.backend = "nccl", .rank = 0, .world_size = 1}), c10::ValueError);
-  EXPECT_THROW(init_process_group({.backend = "cpu:lockstep,cuda:nccl", .rank = 0, .world_size = 1}),
+  EXPECT_THROW((void)init_process_group({.backend = "nccl", .rank = 0, .world_size = 1}), c10::ValueError);
+  EXPECT_THROW((void)init_process_group({.backend = "cpu:lockstep,cuda:nccl", .rank = 0, .world_size = 1}),
                c10::ValueError);
-  EXPECT_THROW(init_process_group({.backend = "smoke", .rank = 0, .world_size = 1}), c10::ValueError);
-  EXPECT_THROW(init_process_group({.timeout = std::chrono::milliseconds(0), .rank = 0, .world_size = 1}),
-               c10::ValueError);
+  EXPECT_THROW((void)init_process_group({.backend = "smoke", .rank = 0, .world_size = 1}), c10::ValueError);
+  EXPECT_THROW(
+      (void)init_process_group({.timeout = std::chrono::milliseconds(0), .rank = 0, .world_size = 1}),
+      c10::ValueError);
   auto world = init_process_group({.rank = 0, .world_size = 1});
   EXPECT_THROW(all_reduce(at::Tensor()), c10::ValueError);
   EXPECT_THROW(all_reduce(at::ones({2}).to_sparse(), ReduceOp::MAX), c10::ValueError);

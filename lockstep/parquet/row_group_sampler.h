@@ -41,7 +41,7 @@ class RowGroupSampler final : public Sampler {
 
   /// Chooses the order of the following calls; without it every epoch has the same. Not while a loader's
   /// epoch is under way.
-  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  void set_epoch(int64_t epoch) override { epoch_ = epoch; }
 
   /// How many row groups this rank has in this epoch, which may be others in the next.
   int64_t size() const override;

@@ -1,4 +1,5 @@
 // Stands in for NVIDIA's libnvidia-ml.so.1, as nvml.h of CUDA 12.9 declares it.
+#include <cstdint>
 #include <cstdio>
 
 #include <lockstep/monitor/testing/fake_nvml.h>
@@ -37,7 +38,7 @@ namespace {
 constexpr int kInsufficientSize = 7;
 
 int card_of(void* device) {
-  return static_cast<int>(static_cast<char*>(device) - static_cast<char*>(nullptr)) - 1;
+  return static_cast<int>(reinterpret_cast<intptr_t>(device)) - 1;
 }
 
 /// What the function returns at once; 0: it does its work.
@@ -78,7 +79,7 @@ int nvmlDeviceGetCount_v2(unsigned int* count) {
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void** device) {
   if (const int error = enter("nvmlDeviceGetHandleByIndex_v2", static_cast<int>(index))) return error;
-  *device = static_cast<char*>(nullptr) + index + 1;
+  *device = reinterpret_cast<void*>(static_cast<intptr_t>(index) + 1);
   return 0;
 }
 
