@@ -1,8 +1,10 @@
 #include "top.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -10,6 +12,7 @@
 #include <poll.h>
 #include <set>
 #include <string>
+#include <string_view>
 #include <sys/ioctl.h>
 #include <thread>
 #include <unistd.h>
@@ -113,11 +116,11 @@ class AgentSource : public JobSource {
     std::vector<HostReport> hosts;
     for (const auto& [agent, report] : hosts_) hosts.push_back(report.first);
     monitor::forget_former_generations(hosts);
-    const auto first_rank = [](const HostReport& host) {
-      return host.ranks.empty() ? 1 << 30 : host.ranks.front().rank;
+    const auto place = [](const HostReport& host) {
+      return std::pair(host.ranks.empty() ? 1 << 30 : host.ranks.front().rank, std::string_view(host.host));
     };
-    std::stable_sort(hosts.begin(), hosts.end(),
-                     [&](const HostReport& a, const HostReport& b) { return first_rank(a) < first_rank(b); });
+    std::sort(hosts.begin(), hosts.end(),
+              [&](const HostReport& a, const HostReport& b) { return place(a) < place(b); });
     return hosts;
   }
 
@@ -266,7 +269,9 @@ int show(const TopArguments& arguments) {
   auto hosts = first_look(*source, signals, interrupted);
   const bool once = arguments.json || arguments.once || ::isatty(STDOUT_FILENO) == 0;
   if (hosts && once && !interrupted) {
-    write_all(STDOUT_FILENO, arguments.json ? monitor::job_json(*hosts) : monitor::draw_table(*hosts, {}));
+    const std::string text = arguments.json ? monitor::job_json(*hosts) : monitor::draw_table(*hosts, {});
+    TORCH_CHECK(write_all(STDOUT_FILENO, text) == text.size(),
+                "standard output can't be written: ", std::strerror(errno));
     return 0;
   }
   const std::chrono::duration<double> interval(arguments.interval);
