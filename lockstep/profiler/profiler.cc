@@ -5,7 +5,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 #include <unistd.h>
 #include <utility>
 
@@ -306,6 +308,11 @@ void Profiler::export_chrome_trace(const std::string& path) {
   if (latest.world) {
     additions.metadata["distributedInfo"] = distributed_info(*latest.world, additions.operations.groups);
   }
+  // Looked for before Kineto gives its trace away.
+  std::error_code unknown;
+  const std::filesystem::file_status former = std::filesystem::status(path, unknown);
+  TORCH_CHECK(!std::filesystem::exists(former) || std::filesystem::is_regular_file(former), path,
+              " can't be written: it is no file, but a folder, a device or a pipe");
   // Kineto wants a name that ends so.
   const std::string raw = path + "." + std::to_string(::getpid()) + ".kineto.json";
   TORCH_CHECK(std::ofstream(raw).is_open(), path, " can't be written: ", std::strerror(errno));

@@ -2,12 +2,14 @@
 #include <atomic>
 #include <csignal>
 #include <fstream>
+#include <future>
 #include <gmock/gmock.h>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -300,6 +302,39 @@ TEST(Profiler, WhatAnotherThreadEndsIsLost) {
   torch::ones({2});
   next.stop();
   EXPECT_EQ(counts(next).at("aten::ones"), 1);
+}
+
+/// torch would fail in the thread that has begun it.
+TEST(Profiler, AThreadThatStillRecordsKeepsOthersFromIt) {
+  std::unique_ptr<Profiler> profile;
+  std::promise<void> begun, end;
+  std::thread begins([&] {
+    profile = std::make_unique<Profiler>();
+    begun.set_value();
+    end.get_future().wait();
+  });
+  begun.get_future().wait();
+  EXPECT_THAT(message_of<c10::Error>([&] { profile->stop(); }),
+              HasSubstr("in another thread than it was begun"));
+  EXPECT_THAT(message_of<c10::Error>([] { Profiler next; }), HasSubstr("goes on until that thread ends"));
+  end.set_value();
+  begins.join();
+  Profiler next;
+  torch::ones({2});
+  next.stop();
+  EXPECT_EQ(counts(next).at("aten::ones"), 1);
+}
+
+TEST(Profiler, ATraceTakesNoDevicesPlaceAndMayBeExportedElsewhere) {
+  const TemporaryFolder folder;
+  Profiler profile;
+  torch::ones({2});
+  profile.stop();
+  ASSERT_EQ(::mkfifo(folder.path("pipe").c_str(), 0600), 0);
+  EXPECT_THAT(message_of<c10::Error>([&] { profile.export_chrome_trace(folder.path("pipe")); }),
+              HasSubstr("pipe can't be written: it is no file"));
+  profile.export_chrome_trace(folder.path("trace.json"));
+  EXPECT_THAT(folder.entries(), ElementsAre("pipe", "trace.json"));
 }
 
 /// As by a full disk, of which Kineto does not tell.

@@ -70,8 +70,9 @@ struct Operations {
   std::vector<OperationParts> matched;
 };
 
-/// Those of collectives that the traces of other members lack.
-std::vector<size_t> incomplete_collectives(const Operations& operations) {
+/// Steps of which other ranks lack all collectives. A single one they may lack in the same step: what NCCL has not ended
+/// when the recording ends has no end, and is left out of a trace.
+std::set<StepProfile*> steps_of_one_rank(std::vector<FileProfile>& files, const Operations& operations) {
   std::map<std::string, std::set<int64_t>> members;  // that have traces, by group
   for (const TracedOperation& one : operations.all) members[one.group].insert(one.rank);
   std::vector<bool> complete(operations.all.size(), false);
@@ -79,12 +80,18 @@ std::vector<size_t> incomplete_collectives(const Operations& operations) {
     const size_t all = members.at(operations.all[parts.parts.front()].group).size();
     for (const size_t part : parts.parts) complete[part] = parts.parts.size() == all;
   }
-  std::vector<size_t> incomplete;
+  std::set<StepProfile*> steps, shared;
   for (size_t i = 0; i < operations.all.size(); ++i) {
     const TracedOperation& one = operations.all[i];
-    if (!complete[i] && !one.point_to_point && members.at(one.group).size() > 1) incomplete.push_back(i);
+    FileProfile& file = files[operations.file_of[i]];
+    if (one.point_to_point || members.at(one.group).size() == 1 || !file.has_step_marks) continue;
+    for (StepProfile& step : file.steps) {
+      if (step.span.begin <= one.start_ns && one.start_ns < step.span.end)
+        (complete[i] ? shared : steps).insert(&step);
+    }
   }
-  return incomplete;
+  for (StepProfile* step : shared) steps.erase(step);
+  return steps;
 }
 
 /// Leaves out steps that not all ranks have recorded, as where a signal has found them one step apart: for whom a rank has
@@ -92,15 +99,7 @@ std::vector<size_t> incomplete_collectives(const Operations& operations) {
 /// traces are Python's.
 bool leave_out_steps(std::vector<FileProfile>& files, const Operations& operations, TraceAnalysis& analysis) {
   if (operations.all.empty()) return false;
-  std::set<StepProfile*> steps;
-  for (const size_t i : incomplete_collectives(operations)) {
-    FileProfile& file = files[operations.file_of[i]];
-    const int64_t begin = operations.all[i].start_ns;
-    if (!file.has_step_marks) continue;  // a whole file is not left out for one operation
-    for (StepProfile& step : file.steps) {
-      if (step.span.begin <= begin && begin < step.span.end) steps.insert(&step);
-    }
-  }
+  const std::set<StepProfile*> steps = steps_of_one_rank(files, operations);
   std::set<int64_t> all_ranks, ranks;  // with steps, and with those that stay
   for (FileProfile& file : files) {
     for (StepProfile& step : file.steps) {
@@ -210,9 +209,9 @@ constexpr std::array<NamedPhase, 5> kOwnPhases = {{{"waiting for data", &PhaseTi
 
 /// The rank that takes longest without what it waits for others; in a synchronous job the steps of all take equally long.
 /// Where waiting is not known, communication counts as that.
-void find_slowest(TraceAnalysis& analysis, bool waiting_is_known) {
+void find_slowest(TraceAnalysis& analysis) {
   if (analysis.ranks.size() < 2) return;
-  const auto without = waiting_is_known ? &PhaseTimes::waiting : &PhaseTimes::communication;
+  const auto without = analysis.waiting_is_known ? &PhaseTimes::waiting : &PhaseTimes::communication;
   const auto own = [&](const RankProfile& rank) { return rank.mean.total() - rank.mean.*without; };
   const auto slowest =
       std::max_element(analysis.ranks.begin(), analysis.ranks.end(),
@@ -237,7 +236,7 @@ void find_slowest(TraceAnalysis& analysis, bool waiting_is_known) {
     most = &phase;
   }
   analysis.why = "it takes " + in_ms(own(*slowest)) + " a step without " +
-                 (waiting_is_known ? "waiting" : "communication") + ", the others " + in_ms(usual);
+                 (analysis.waiting_is_known ? "waiting" : "communication") + ", the others " + in_ms(usual);
   if (most != nullptr) {
     analysis.why += std::string("; most of it in ") + most->name + " (" + in_ms(slowest->mean.*most->part) +
                     " and " + in_ms(usual_part) + ")";
@@ -278,9 +277,14 @@ void advise(TraceAnalysis& analysis) {
            "the step waits for data: give the DataLoader more num_workers, or a larger prefetch_factor, or "
            "do less for "
            "each sample (the loaders' rows show what takes their time)");
-  consider((mean.communication - mean.waiting) / step, 0.05,
-           "communication is not hidden: overlap it with backward (DistributedDataParallel's bucket_cap_mb), "
-           "communicate less often (GradientAccumulation), or fewer bytes (a compression hook)");
+  const std::string slow = !analysis.waiting_is_known && analysis.slowest
+                               ? "ranks wait for rank " + std::to_string(*analysis.slowest) + ", or "
+                               : "";
+  consider(
+      (mean.communication - mean.waiting) / step, 0.05,
+      slow +
+          "communication is not hidden: overlap it with backward (DistributedDataParallel's bucket_cap_mb), "
+          "communicate less often (GradientAccumulation), or fewer bytes (a compression hook)");
   consider(mean.waiting / step, 0.05,
            analysis.slowest
                ? "ranks wait for rank " + std::to_string(*analysis.slowest) +
@@ -343,7 +347,7 @@ TraceAnalysis analyze_traces(const std::string& directory) {
   analysis.notes = internal::complete_ranks(origins);
   int64_t steps = 0;
   const Operations operations(files);
-  const bool waiting_is_known = leave_out_steps(files, operations, analysis);
+  const bool matched = leave_out_steps(files, operations, analysis);
   for (auto& [rank, sums] : sums_of(files, operations)) {
     RankProfile& profile = sums.profile;
     steps += profile.steps;
@@ -360,7 +364,8 @@ TraceAnalysis analyze_traces(const std::string& directory) {
     add(analysis.mean, sum, 1 / static_cast<double>(steps));
     add_operators(files, analysis);
   }
-  find_slowest(analysis, waiting_is_known);
+  analysis.waiting_is_known = matched || analysis.ranks.size() < 2;
+  find_slowest(analysis);
   advise(analysis);
   note_ranks(files, analysis);
   return analysis;

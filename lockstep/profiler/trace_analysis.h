@@ -56,6 +56,8 @@ struct OperatorTime {
 struct TraceAnalysis {
   std::vector<RankProfile> ranks;
   PhaseTimes mean;  ///< of a step of a rank
+  /// Else all `waiting` are 0: the traces don't tell for whom ranks have waited, as Python's don't.
+  bool waiting_is_known = true;
   /// The rank for which the others wait, if one takes clearly longer than they do, and in what.
   std::optional<int64_t> slowest;
   std::string why;

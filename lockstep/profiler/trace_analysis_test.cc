@@ -133,6 +133,33 @@ TEST(TraceAnalysis, StepsThatNotAllRanksHaveRecordedDoNotCount) {
   EXPECT_THAT(none.notes, ElementsAre(HasSubstr("different steps")));
   EXPECT_EQ(none.slowest, 1);
   EXPECT_THAT(none.why, HasSubstr("without communication"));
+  EXPECT_FALSE(none.waiting_is_known);
+  EXPECT_THAT(describe(none), HasSubstr("is waiting for other ranks is not known"));
+  EXPECT_THAT(to_json(none), HasSubstr("\"waiting\": null"));
+  EXPECT_THAT(none.advice, Contains(HasSubstr("ranks wait for rank 1, or communication is not hidden")));
+}
+
+/// As with NCCL, whose last operations have not ended when the recording does.
+TEST(TraceAnalysis, AStepOfWhichARankHasLostCollectivesCounts) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    SyntheticTrace trace({.rank = rank, .world_size = 2});
+    for (int64_t step = 0; step < 2; ++step) {
+      const int64_t begin = step * 100 * kMs;
+      trace.add_operator("aten::mm", begin, begin + 50 * kMs);
+      for (int64_t i = 0; i < 3; ++i) {
+        if (rank == 1 && step == 1 && i > 0) continue;
+        trace.add_collective("all_reduce", 3 * step + i + 1, begin + (50 + 10 * i) * kMs,
+                             begin + (60 + 10 * i) * kMs);
+      }
+      trace.add_step(step, begin, begin + 100 * kMs);
+    }
+    trace.write(folder, "");
+  }
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  EXPECT_EQ(analysis.ranks[0].steps, 2);
+  EXPECT_EQ(analysis.ranks[1].steps, 2);
+  EXPECT_THAT(analysis.notes, IsEmpty());
 }
 
 TEST(TraceAnalysis, ComparesTwoRuns) {

@@ -69,9 +69,13 @@ void describe_phases(const TraceAnalysis& analysis, std::ostream& out) {
     out << "  " << name_column(phase.words, 24) << column(number(part), 10) << " ms"
         << column(percent(part, step), 9) << "\n";
   }
-  out << "\n  of the exposed communication " << number(analysis.mean.waiting)
-      << " ms are waiting for other ranks; " << number(analysis.mean.hidden_communication)
-      << " ms more are hidden beside operators\n";
+  if (analysis.waiting_is_known) {
+    out << "\n  of the exposed communication " << number(analysis.mean.waiting)
+        << " ms are waiting for other ranks; ";
+  } else {
+    out << "\n  how much of the exposed communication is waiting for other ranks is not known; ";
+  }
+  out << number(analysis.mean.hidden_communication) << " ms more are hidden beside operators\n";
 }
 
 void describe_ranks(const TraceAnalysis& analysis, std::ostream& out) {
@@ -84,8 +88,8 @@ void describe_ranks(const TraceAnalysis& analysis, std::ostream& out) {
         << column(std::to_string(rank.steps), 9) << column(number(mean.total()), 9)
         << column(number(mean.data), 10) << column(number(mean.forward), 10)
         << column(number(mean.backward), 10) << column(number(mean.communication), 9)
-        << column(number(mean.waiting), 9) << column(number(mean.optimizer), 11)
-        << column(number(mean.idle), 9) << "\n";
+        << column(analysis.waiting_is_known ? number(mean.waiting) : "-", 9)
+        << column(number(mean.optimizer), 11) << column(number(mean.idle), 9) << "\n";
   }
   if (analysis.slowest) out << "\nSlowest is rank " << *analysis.slowest << ": " << analysis.why << ".\n";
 }
@@ -106,10 +110,10 @@ void describe_memory(const TraceAnalysis& analysis, std::ostream& out) {
   }
 }
 
-ordered_json json_of(const PhaseTimes& times) {
+ordered_json json_of(const PhaseTimes& times, bool waiting_is_known) {
   ordered_json phases;
   for (const ReportedPhase& phase : kReported) phases[phase.key] = times.*phase.part;
-  phases["waiting"] = times.waiting;
+  phases["waiting"] = waiting_is_known ? ordered_json(times.waiting) : ordered_json();
   phases["hidden_communication"] = times.hidden_communication;
   return phases;
 }
@@ -131,7 +135,7 @@ ordered_json json_of(const TraceAnalysis& analysis) {
                      {"host", rank.host},
                      {"steps", rank.steps},
                      {"step_ms", rank.mean.total()},
-                     {"phases", json_of(rank.mean)},
+                     {"phases", json_of(rank.mean, analysis.waiting_is_known)},
                      {"memory", memory}});
   }
   ordered_json operators = ordered_json::array();
@@ -142,7 +146,7 @@ ordered_json json_of(const TraceAnalysis& analysis) {
   ordered_json slowest;
   if (analysis.slowest) slowest = {{"rank", *analysis.slowest}, {"why", analysis.why}};
   return {{"step_ms", analysis.mean.total()},
-          {"phases", json_of(analysis.mean)},
+          {"phases", json_of(analysis.mean, analysis.waiting_is_known)},
           {"ranks", ranks},
           {"slowest", slowest},
           {"operators", operators},

@@ -1,5 +1,6 @@
 #include <ActivityType.h>
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <set>
 #include <unordered_map>
@@ -10,6 +11,7 @@
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 #include <lockstep/base/process/fork_guard.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/profiler/internal/kineto.h>
 
 namespace lockstep::profiler::internal {
@@ -184,6 +186,8 @@ class KinetoTraceOfProcess final : public KinetoTrace {
 
 /// This thread has begun a recording, and not ended it.
 thread_local bool records_here = false;
+/// A thread has. Another recording that began meanwhile would fail in torch when that thread ends.
+PerProcess<std::atomic<bool>> records_somewhere;
 
 /// Ends the recording with its thread, for the main one in exit(): what torch keeps of one that goes on fails in the
 /// destructors of its libraries, and the process with it.
@@ -197,6 +201,7 @@ struct EndOfThread {
       torch::autograd::profiler::disableProfiler();
     } catch (...) {
     }
+    records_somewhere.get() = false;
   }
   ForkGuard fork_guard;
 };
@@ -204,6 +209,10 @@ struct EndOfThread {
 }  // namespace
 
 void prepare_kineto(const KinetoOptions& options) {
+  TORCH_CHECK(
+      !records_somewhere.get(),
+      "Profiler: a recording that was ended in another thread than it was begun in goes on until that "
+      "thread ends; call start(), step() and stop() in one thread");
   // Else Kineto tells of each recording on standard error. It reads the variable when it is first made ready. By torch's
   // function, which keeps torch's own threads from reading the environment meanwhile.
   [[maybe_unused]] static const bool quiet =
@@ -216,13 +225,15 @@ void start_kineto(const KinetoOptions& options) {
   thread_local const EndOfThread
       end_of_thread;  // made behind what torch has in the thread, so it goes before
   records_here = true;
+  records_somewhere.get() = true;
 }
 
 std::unique_ptr<KinetoTrace> stop_kineto() {
-  TORCH_CHECK(
-      std::exchange(records_here, false),
-      "Profiler: what it recorded is lost, for it was ended in another thread than it was begun in; call "
-      "start(), step() and stop() in one thread");
+  TORCH_CHECK(std::exchange(records_here, false),
+              "Profiler: what it recorded is lost, for it was ended in another thread than it was begun in, "
+              "or behind "
+              "that thread's end, as by exit(); call start(), step() and stop() in one thread");
+  records_somewhere.get() = false;
   return std::make_unique<KinetoTraceOfProcess>(torch::autograd::profiler::disableProfiler());
 }
 
