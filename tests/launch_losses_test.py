@@ -284,7 +284,9 @@ def test_an_agent_that_is_stopped_until_its_workers_end_has_not_failed(programs)
     second.kill(signal.SIGCONT)
     second.wait_for(r"rank 1 of 2.*start [2-9]")
     first.kill(signal.SIGTERM)
-    assert (first.finish().status, second.finish().status) == (143, 143)
+    ended = second.finish()
+    assert (first.finish().status, ended.status) == (143, 143)
+    assert "failed first" not in ended.stderr
 
 
 def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back(programs, make_hosts):

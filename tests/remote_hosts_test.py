@@ -173,6 +173,18 @@ def test_a_coordinator_that_can_not_listen_ends_all_hosts_at_once(programs, clus
     programs.wait_until_gone()
 
 
+def test_a_taken_port_is_not_looked_for_at_another_address(programs, cluster):
+    """Others look for the coordinator at the address that is named, where another program has the port."""
+    assert programs.run(*cluster.net.inside(0, "ip", "address", "add", "10.99.0.1/32", "dev", "lo")).status == 0
+    taken = "import socket; s = socket.create_server(('10.99.0.1', 4000)); print('taken', flush=True); input()"
+    other = programs.start(*cluster.net.inside(0, sys.executable, "-c", taken))
+    other.wait_for("taken")
+    place = ["--nnodes", 2, "--node-rank", 0, "--master-addr", "10.99.0.1", "--master-port", 4000]
+    done = programs.start(*cluster.net.inside(0, "lockstep", "run", *place, "true")).finish()
+    assert done.status == 1 and "can't listen at 10.99.0.1:4000: Address already in use" in done.stderr, done.text
+    other.finish()
+
+
 def test_agents_end_when_the_command_that_started_them_says_nothing_any_more(programs):
     instructions = {"secret": "", "variables": [], "most_silence": 10, "end_time": 1000}
     agent = programs.start("lockstep", "run", "--started-by-shell", "--standalone", "sh", "-c", "echo up; exec sleep 1000")

@@ -76,7 +76,7 @@ void tell_user(const std::string& text) {
 }
 
 /// The agents' standard inputs. From keep_alive() on a thread of its own says there that this process lives: the one that
-/// passes on what the agents write may wait for a terminal for long. Thread-safe up to that.
+/// passes on what the agents write may wait for a terminal for long. Thread-safe.
 class AgentInputs {
  public:
   AgentInputs() = default;
@@ -87,11 +87,14 @@ class AgentInputs {
     thread_.join();
   }
 
-  void add(UniqueFd input) { inputs_.push_back(std::move(input)); }
+  void add(UniqueFd input) {
+    const std::lock_guard lock(mutex_);
+    inputs_.push_back(std::move(input));
+  }
   void keep_alive() {
     thread_.start("lockstep-alive", [this] {
       std::unique_lock lock(mutex_);
-      while (!ends_.wait_for(lock, kBetweenWords, [this] { return inputs_.empty(); })) write("\n");
+      while (!closing_.wait_for(lock, kBetweenWords, [this] { return closed_; })) write("\n");
     });
   }
   void tell(const std::string& line) {
@@ -102,7 +105,8 @@ class AgentInputs {
   void close() {
     const std::lock_guard lock(mutex_);
     inputs_.clear();
-    ends_.notify_one();
+    closed_ = true;
+    closing_.notify_one();
   }
 
  private:
@@ -111,7 +115,8 @@ class AgentInputs {
   }
 
   std::mutex mutex_;
-  std::condition_variable ends_;
+  std::condition_variable closing_;
+  bool closed_ = false;
   std::vector<UniqueFd> inputs_;
   BackgroundThread thread_;
 };
@@ -158,6 +163,7 @@ class RemoteAgents {
     TORCH_CHECK_VALUE(line.size() <= kMostInstructions, "the variables for the hosts have ", line.size(),
                       " bytes, more than the ", kMostInstructions, " that are passed on");
     const std::vector<std::string> environment = WorkerEnvironment::inherited().strings();
+    inputs_.keep_alive();  // the last of many shells may start when the first agents have run for long
     for (const RemoteRun::Agent& agent : run_.agents) {
       int ends[2] = {-1, -1};
       TORCH_CHECK_WITH(DistBackendError, ::pipe2(ends, O_CLOEXEC) == 0,
@@ -176,7 +182,6 @@ class RemoteAgents {
                                            guardian_)});
       inputs_.add(std::move(ours));
     }
-    inputs_.keep_alive();
   }
 
   bool all_ended() const {
@@ -310,17 +315,21 @@ void raise_what_comes(int fd, std::chrono::seconds most_silence, std::chrono::se
       if (*line == std::to_string(signal)) ::kill(::getpid(), signal);
     }
   }
+  if (!heard) {
+    // Where the connection is cut, what this process writes may wait for ever, and its main thread with it. The guardian
+    // ends what it leaves.
+    start_detached_thread("lockstep-end", [end_time] {
+      std::this_thread::sleep_for(end_time);
+      ::_exit(1);
+    });
+    pollfd error_output = {STDERR_FILENO, POLLOUT, 0};
+    if (::poll(&error_output, 1, 0) == 1) {
+      tell_user("ends, for the lockstep run -H that started this agent has not been heard of for " +
+                std::to_string(most_silence.count()) +
+                " s: it was stopped, or its host or the network to it is down");
+    }
+  }
   ::kill(::getpid(), SIGTERM);
-  if (heard) return;
-  // Where the connection is cut, what this process writes may wait for ever, and its main thread with it. The guardian ends
-  // what it leaves.
-  start_detached_thread("lockstep-end", [end_time] {
-    std::this_thread::sleep_for(end_time);
-    ::_exit(1);
-  });
-  tell_user("ends, for the lockstep run -H that started this agent has not been heard of for " +
-            std::to_string(most_silence.count()) +
-            " s: it was stopped, or its host or the network to it is down");
 }
 
 }  // namespace

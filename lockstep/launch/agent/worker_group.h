@@ -20,7 +20,8 @@ class WorkerControl {
   virtual int fd() const = 0;
   /// Is called for that, and now and then.
   virtual void serve(Supervisor& supervisor) = 0;
-  /// Whether the workers' guardian has killed them, or will, for want of its word: their end is no failure of theirs.
+  /// Whether the workers' guardian has killed those that still ran, or will, for want of its word: that end is no failure
+  /// of theirs.
   virtual bool has_lapsed() { return false; }
   /// That of these workers and of later ones.
   virtual std::shared_ptr<ExitStatusTable> exit_status() const = 0;

@@ -36,10 +36,11 @@ uint16_t no_store(Supervisor&) {
 /// Does one thing with the workers once they run.
 class Once : public WorkerControl {
  public:
-  explicit Once(std::function<void(Supervisor&)> act)
-      : act_(std::move(act)), event_(::eventfd(1, EFD_CLOEXEC)) {}
+  explicit Once(std::function<void(Supervisor&)> act, bool has_lapsed = false)
+      : act_(std::move(act)), event_(::eventfd(1, EFD_CLOEXEC)), has_lapsed_(has_lapsed) {}
   int fd() const override { return event_.get(); }
   std::shared_ptr<ExitStatusTable> exit_status() const override { return nullptr; }
+  bool has_lapsed() override { return has_lapsed_; }
   void serve(Supervisor& supervisor) override {
     uint64_t count = 0;
     if (act_ && ::read(event_.get(), &count, sizeof(count)) == sizeof(count))
@@ -49,6 +50,7 @@ class Once : public WorkerControl {
  private:
   std::function<void(Supervisor&)> act_;
   UniqueFd event_;
+  bool has_lapsed_;
 };
 
 TEST(WorkerGroup, TellsWorkersTheirPlaceAmongSeveralHosts) {
@@ -115,6 +117,19 @@ TEST(WorkerGroup, ItsGuardianEndsItWhenTheLeaseIsOver) {
   const GroupEnd end =
       run_workers(shell(1, "exec sleep 1000"), {.nprocs = 1, .world_size = 2}, no_store, {}, &control);
   EXPECT_THAT(end.report, HasSubstr("killed by signal 9"));
+}
+
+TEST(WorkerGroup, WhatItsGuardianKillsHasNotFailedAndWhatEndedBeforeHas) {
+  Once control([](Supervisor& supervisor) { supervisor.lease().renew(BootClock::now()); }, true);
+  GroupEnd end =
+      run_workers(shell(1, "exec sleep 1000"), {.nprocs = 1, .world_size = 2}, no_store, {}, &control);
+  EXPECT_EQ(end.report, "");
+  EXPECT_EQ(end.exit_status, 1);
+
+  Once lapsed_later({}, true);
+  end = run_workers(shell(2, "test $LOCAL_RANK = 0 || exit 3; exec sleep 1000"),
+                    {.nprocs = 2, .world_size = 4}, no_store, {}, &lapsed_later);
+  EXPECT_THAT(end.report, HasSubstr("rank 1 (pid"));
 }
 
 TEST(Guardian, KillsOnlyOnceTheLeaseIsOver) {

@@ -87,7 +87,10 @@ Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<boo
       candidates.push_back(own);
   }
   int error = 0;
+  size_t tried = 0;
   for (const PeerAddress& address : candidates) {
+    // Where the port is taken at the address that is asked for, other agents would find who has it.
+    if (tried++ == addresses.size() && error == EADDRINUSE) break;
     UniqueFd listener = listen_tcp(address.storage, address.size);
     if (!listener) {
       if (errno != EADDRNOTAVAIL || error == 0) error = errno;
