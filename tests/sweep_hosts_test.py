@@ -29,7 +29,7 @@ os.remove(folder / mine)
 print("loss:", sys.argv[2])
 """
 SHELL = """#!/bin/sh
-case $1 in a|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) touch "$FOLDER/hangs"; exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
+case $1 in a|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) read -r line; touch "$FOLDER/hangs"; exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
 mkdir -p "$FOLDER/$1"
 exec env -i PATH="$PATH" LOCKSTEP_TEST_MARK="$LOCKSTEP_TEST_MARK" TMPDIR="$FOLDER/$1" HOST="$1" sh -c "$2"
 """
