@@ -100,7 +100,9 @@ class UnattendedProfile {
   void end() {
     over_ = !settings_->on_signal;
     records_ = false;
+    internal::ends_early = true;
     profiler_.reset();
+    internal::ends_early = false;
   }
 
   std::atomic<std::thread::id> owner_{};

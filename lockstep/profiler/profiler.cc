@@ -159,7 +159,7 @@ void Profiler::stop() {
   --profiler::internal::running_profilers;
   if (recording_) recording_->step.reset();
   transit(current_, std::nullopt);
-  if (options_.on_trace_ready && !cycle_) {
+  if (options_.on_trace_ready && !cycle_ && !profiler::internal::ends_early) {
     LOCKSTEP_LOG(kWarning) << "Profiler: " << nothing_recorded();
   }
 }

@@ -154,10 +154,12 @@ def test_traces_are_as_torchs_files(traces):
             assert window["ts"] <= event["ts"] <= window["ts"] + window["dur"]
 
 
-def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(bin_dir, tmp_path):
+@pytest.mark.parametrize("wait", [0, 90], ids=["records", "waits"])
+def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(bin_dir, tmp_path, wait):
     other = tmp_path / "other"
-    done = run(bin_dir, "own", tmp_path / "own", LOCKSTEP_PROFILE=f"wait:0,warmup:0,active:100,dir={other}")
+    done = run(bin_dir, "own", tmp_path / "own", LOCKSTEP_PROFILE=f"wait:{wait},warmup:0,active:100,dir={other}")
     assert done.stderr.count("the program starts a Profiler of its own, so this one ends") == 1, done.stderr
+    assert "is its wait too long" not in done.stderr, done.stderr
     assert len(list((tmp_path / "own").iterdir())) == 1
 
 
