@@ -76,7 +76,7 @@ function(lockstep_add_test_programs)
     endif()
     lockstep_compile_in_batches(${program} tests 10 ${sources})
     add_test(NAME ${program} COMMAND ${program})
-    set(environment "LOCKSTEP_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY};TSAN_OPTIONS=halt_on_error=1 allocator_may_return_null=1 die_after_fork=0 second_deadlock_stack=1 report_mutex_bugs=0 suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp;ASAN_OPTIONS=detect_leaks=0 allocator_may_return_null=1;UBSAN_OPTIONS=halt_on_error=1 print_stacktrace=1")
+    set(environment "LOCKSTEP_BIN_DIR=${CMAKE_RUNTIME_OUTPUT_DIRECTORY};TSAN_OPTIONS=halt_on_error=1 allocator_may_return_null=1 die_after_fork=0 second_deadlock_stack=1 report_mutex_bugs=0 ignore_interceptors_accesses=1 suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp;ASAN_OPTIONS=detect_leaks=0 allocator_may_return_null=1;UBSAN_OPTIONS=halt_on_error=1 print_stacktrace=1")
     if(LOCKSTEP_SANITIZER STREQUAL "thread")
       list(APPEND environment "OMP_NUM_THREADS=1")  # ThreadSanitizer does not see how OpenMP's threads wait for each other
     endif()

@@ -1,3 +1,4 @@
+#include <mutex>
 #include <unordered_set>
 
 #include <ATen/core/Dict.h>
@@ -25,6 +26,13 @@ bool is_plain_list(const c10::IValue& value) {
 bool is_new_object(const c10::IValue& value, Objects& objects) {
   if (!objects.enabled || !value.isObject() || value.toObjectRef().type()->is_module()) return false;
   return objects.seen.insert(&value.toObjectRef()).second;
+}
+
+/// A tuple makes its type at the first call, without a lock; and replicas walk one input in threads of theirs.
+c10::TupleTypePtr type_of(const c10::ivalue::Tuple& tuple) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return tuple.type<c10::TupleType>();
 }
 
 void look(const c10::IValue& value, c10::function_ref<void(const at::Tensor&)> visit, Objects& objects) {
@@ -72,7 +80,7 @@ std::vector<c10::IValue> parts_of(const c10::IValue& value) {
 
 c10::IValue with_parts(const c10::IValue& value, std::vector<c10::IValue> parts) {
   if (value.isTuple()) {
-    const auto type = value.toTupleRef().type<c10::TupleType>();
+    const c10::TupleTypePtr type = type_of(value.toTupleRef());
     return type->schema() ? c10::ivalue::Tuple::createNamed(std::move(parts), type)
                           : c10::ivalue::Tuple::create(std::move(parts));
   }
