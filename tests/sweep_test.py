@@ -40,6 +40,15 @@ import math, sys
 for loss in losses(float(sys.argv[1]), int(sys.argv[2])):
     print("loss:", loss, flush=True)
 """
+# As where the Ctrl-C that ends a sweep has ended `tee` behind it.
+WITHOUT_READER = [sys.executable, "-c", """if True:
+    import os, signal, sys
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.dup2(writes, 1)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp(sys.argv[1], sys.argv[1:])
+"""]
 SAME = {
     "tpe": lambda: optuna.samplers.TPESampler(seed=7, n_startup_trials=4),
     "random": lambda: optuna.samplers.RandomSampler(seed=7),
@@ -158,6 +167,23 @@ def test_an_older_sweeps_trials_of_another_form_or_range_are_left_out(sweep):
         trials = sweep.study(folder).trials
         assert [trial.params["x"] for trial in trials if "origin" in trial.user_attrs] == fitting
         assert f"{2 - len(fitting)} trials are left out" in done.stderr and len(trials) == len(fitting) + 2
+    other = ["--folder", "up", "--param", "x=int:1:4", "--warm-start", "old", "--direction", "maximize"]
+    assert "judged by another metric: minimize loss" in sweep.run(*other, *words, *program, status=MISUSE).stderr
+
+
+def test_readers_may_stop_and_each_command_has_help(sweep):
+    sweep.run("--param", "x=int:1:4", "--metric", "loss", *LOSS, "--trials", 1, "--", "echo", "loss: 1")
+    for command in ("status", "best"):
+        done = sweep.start(command, before=WITHOUT_READER).finish()
+        assert done.status == 128 + signal.SIGPIPE and done.stderr == "", done.text
+    for command in ("status", "best", "plot", "resume"):
+        assert "--warm-start FOLDER" in sweep.run(command, "--help").stdout
+
+
+@needs_toml
+def test_a_files_unknown_key_is_named(sweep):
+    (sweep.folder / "sweep.toml").write_text('nonsense = 3\n')
+    assert "error: sweep.toml: unrecognized arguments: --nonsense 3\n" in sweep.run("--file", "sweep.toml", status=MISUSE).stderr
 
 
 @needs_toml
@@ -295,17 +321,6 @@ def test_running_out_of_memory_is_a_result(sweep, said):
 # ---- Drivers
 
 
-# The same Ctrl-C ends `tee` behind the sweep.
-WITHOUT_READER = [sys.executable, "-c", """if True:
-    import os, signal, sys
-    reads, writes = os.pipe()
-    os.close(reads)
-    os.dup2(writes, 1)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.execvp(sys.argv[1], sys.argv[1:])
-"""]
-
-
 @pytest.mark.parametrize("before", [(), WITHOUT_READER], ids=["read", "its reader gone"])
 def test_ctrl_c_ends_the_job_and_resume_runs_it_again(sweep, before):
     program = sweep.script("""
@@ -422,6 +437,7 @@ def check_accounts(study, many):
     ([*BOWL, "--regex", "loss=x", "--", "true"], "no group"),
     ([*BOWL, "--sampler", "grid", "--", "true"], "lr has no grid"),
     ([*BOWL, "--sampler", "genetic", "--", "true"], "'genetic'"),
+    ([*BOWL, "--sampler", "BruteForceSampler", "--", "true"], "--sampler BruteForceSampler: "),
     ([*BOWL, "--pruner", "median:patience=1", "--", "true"], "patience"),
     ([*BOWL, "--jobs", "4096", "--", "true"], "do not fit"),
     ([*BOWL, "--warm-start", "nowhere", "--", "true"], "nowhere"),

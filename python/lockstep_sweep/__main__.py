@@ -37,6 +37,9 @@ def _main(words):
     except Misuse as error:
         print(f"lockstep sweep: error: {error}\nTry: lockstep sweep --help", file=sys.stderr)
         return MISUSE
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error
         print(f"lockstep sweep: error: {what}", file=sys.stderr)
@@ -53,6 +56,8 @@ def _run(words, launcher):
     views = {"status": show.status, "best": show.best, "plot": show.plot}
     command, *rest = words or [""]
     if command in views or command == "resume":
+        if {"-h", "--help"} & set(rest):
+            options.parse(["--help"])
         folder = pathlib.Path(rest.pop(0) if rest and not rest[0].startswith("-") else "sweep").absolute()
         cwd, asked = options.begun(folder, rest)
         os.chdir(cwd)
@@ -64,7 +69,9 @@ def _run(words, launcher):
     found = study.load(study.Place(asked))
     if found is None:
         raise options.Misuse(f"there is no sweep in {folder}")
-    return views[command](found, asked)
+    status = views[command](found, asked)
+    sys.stdout.flush()
+    return status
 
 
 @contextlib.contextmanager

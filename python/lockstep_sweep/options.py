@@ -35,14 +35,16 @@ examples:
 docs/sweep.md is the guide."""
 
 
+HINT = "; the program stands behind --"
+
+
 class Misuse(Exception):
     """A command line that cannot be meant."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        hint = "; the program stands behind --" if message.startswith("unrecognized") else ""
-        raise Misuse(message + hint)
+        raise Misuse(message + (HINT if message.startswith("unrecognized") else ""))
 
 
 def _from(least):
@@ -108,6 +110,10 @@ def parse(words):
     options = _parser().parse_args(own)
     if options.file:
         file_words, file_program = _file_words(options.file)
+        try:
+            _parser().parse_args(file_words)
+        except Misuse as error:
+            raise Misuse(f"{options.file}: {str(error).removesuffix(HINT)}") from None
         own, program = [*file_words, *own, "--file", ""], program or file_program
         options = _parser().parse_args(own)
     options.program = program

@@ -140,6 +140,8 @@ def _prepare(study, options):
         source = load(Place(there))
         if source is None:
             raise Misuse(f"--warm-start {older}: its study is gone")
+        if (there.metric, there.direction) != (options.metric, options.direction):
+            raise Misuse(f"--warm-start {older}: its trials are judged by another metric: {there.direction} {there.metric}")
         skipped = 0
         for trial in source.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED)):
             origin = f"{there.folder} {trial.number}"
@@ -179,7 +181,20 @@ class _Grid(optuna.samplers.GridSampler):
 def _make_sampler(options):
     if options.grid:
         return _Grid(options.grid, seed=options.seed)
-    return _made(optuna.samplers, SAMPLERS, options.sampler, "--sampler", seed=options.seed)
+    sampler, other = (_made(optuna.samplers, SAMPLERS, options.sampler, "--sampler", seed=options.seed) for _ in range(2))
+    if options.sampler.partition(":")[0] not in SAMPLERS:
+        _try(other, options)
+    return sampler
+
+
+def _try(sampler, options):
+    """Some say only when they are asked which package they lack, or which parameters they can't do."""
+    study = optuna.create_study(sampler=sampler, direction=options.direction)
+    try:
+        for value in (0.0, 1.0):
+            study.tell(study.ask(options.space), value)
+    except Exception as error:  # of any sampler's
+        raise Misuse(f"--sampler {options.sampler}: {error}") from error
 
 
 def _made(module, kinds, text, option, **given):
@@ -188,7 +203,8 @@ def _made(module, kinds, text, option, **given):
     pairs = [entry.partition("=") for entry in rest.split(",") if entry]
     maker = getattr(module, kinds.get(kind, kind), None)
     if maker is None:
-        raise Misuse(f"{option} '{kind}' is none of {', '.join(kinds)}, and no class of {module.__name__}")
+        known = [*kinds, "grid"] if kinds is SAMPLERS else kinds
+        raise Misuse(f"{option} '{kind}' is none of {', '.join(known)}, and no class of {module.__name__}")
     try:
         return maker(**given, **{name: scalar(value) for name, _, value in pairs})
     except (TypeError, ValueError, ImportError) as error:
