@@ -115,6 +115,8 @@ void HostTransport::mark_ended(int rank) {
 
 /// The first words stay; that its end is certain after all is noted beside them.
 void HostTransport::hear_end(int rank, const std::string& end, bool certain) {
+  // Before the lock: the arena, which has one of its own, takes this one when it grows.
+  ProcessHeader& header = header_of(arena_->segment(0)->data());
   std::lock_guard lock(segments_mutex_);
   Peer& peer = *peers_[rank];
   if (!peer.end.empty() && (peer.end_is_certain || !certain)) return;
@@ -122,7 +124,7 @@ void HostTransport::hear_end(int rank, const std::string& end, bool certain) {
   peer.end_is_certain = certain;
   peer.life->end(PeerState::kEnded);
   segments_changed_.notify_all();
-  for (EndOfFarRank& free : header_of(arena_->segment(0)->data()).far_ends) {
+  for (EndOfFarRank& free : header.far_ends) {
     if (free.rank.load(std::memory_order_relaxed) >= 0) continue;
     end.copy(free.text.data(), free.text.size() - 1);
     free.certain = certain;
