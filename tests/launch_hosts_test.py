@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from agents import FAST, SECRET, TELL, Job, wait_until_ended
+from agents import FAST, SECRET, STAY, TELL, Job, wait_until_ended
 from hosts import PORT
 from ports import free_port
 
@@ -44,12 +44,14 @@ def test_a_collective_runs_over_two_agents(programs, hosts):
     ("", []),
     ("MASTER_ADDR={0} MASTER_PORT={1}", []),
     ("MASTER_ADDR={0} MASTER_PORT={1}", ["--no-tunnel"]),
+    ("MASTER_ADDR={0} MASTER_PORT={2}", []),  # the agents' own
+    ("MASTER_ADDR={0} MASTER_PORT={2}", ["--no-tunnel"]),
 ])  # fmt: skip
 def test_a_collective_runs_over_two_network_namespaces(programs, make_hosts, own_store, options):
     """Also in a program that sets a meeting point of its own, as tutorials do."""
     net = make_hosts(2)
     job = Job(programs, 2, port=PORT, host=net.addresses[0])
-    script = f"{own_store.format(net.addresses[0], PORT + 1)} exec {programs.find('all_reduce')}"
+    script = f"{own_store.format(net.addresses[0], PORT + 1, PORT)} exec {programs.find('all_reduce')}"
     first = job.start_coordinator(2, script, *options, inside=net.inside(0))
     agents = [first, job.start(1, script, *options, inside=net.inside(1))]
     check_sums([agent.finish() for agent in agents])
@@ -195,7 +197,7 @@ def test_the_coordinator_says_who_failed_on_another_host_and_why(programs):
     agents = [job.start_coordinator(2, script), job.start(1, script)]
     done = [agent.finish() for agent in agents]
     assert [result.status for result in done] == [1, 1], done
-    assert re.search(r"workers on \S+ have failed:\n.*rank 2 \(pid \d+\) failed first: exited with status 7", done[0].stderr)
+    assert re.search(r"workers on \S+ have failed:\n.*rank 2 \(pid \d+ on \S+\) failed first: exited with status 7", done[0].stderr)
     assert "    no such data\n" in done[0].stderr, done[0].text
 
 
@@ -246,3 +248,8 @@ def test_one_host_that_is_stopped_keeps_its_workers(programs):
     agent.kill(signal.SIGCONT)
     done = agent.finish()
     assert done.status == 0 and re.fullmatch(r"start 0 in process \d+\ndone\n", done.stdout), done.text
+
+
+def test_a_local_address_that_this_host_can_not_have_is_refused_before_any_start(programs):
+    done = Job(programs, 2).start(1, STAY, "--local-addr", "nowhere.invalid").finish()
+    assert done.status == 2 and "--local-addr is 'nowhere.invalid', which is no address" in done.stderr, done.text

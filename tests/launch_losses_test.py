@@ -105,8 +105,9 @@ def test_an_agent_says_at_once_that_no_coordinator_answers_and_ends_by_a_signal(
     assert agent.finish().status == 130
 
 
-def test_an_agent_waits_for_its_coordinators_name(programs):
-    agent = Job(programs, 2, host="coordinator.invalid").start(1, STAY)
+@pytest.mark.parametrize("place", [[], ["--node-rank", 0]], ids=["", "its own"])
+def test_an_agent_waits_for_its_coordinators_name(programs, place):
+    agent = Job(programs, 2, host="coordinator.invalid").start(1, STAY, *place)
     agent.wait_for("can't find the coordinator's host, and tries again: the name 'coordinator.invalid'", "stderr")
     agent.kill(signal.SIGTERM)
     assert agent.finish().status == 143

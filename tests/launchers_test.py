@@ -12,36 +12,36 @@ import pytest
 import support
 
 
-def torchrun(programs, program):
+def torchrun(programs, program, *options):
     command = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
     if not command:
         pytest.skip("no torchrun beside this Python")
-    return [programs.run(command, "--no-python", "--nproc-per-node", 2, programs.find(program))]
+    return [programs.run(command, "--no-python", "--nproc-per-node", 2, programs.find(program), *options)]
 
 
-def lockstep_run(programs, program):
-    return [programs.lockstep_run(2, program)]
+def lockstep_run(programs, program, *options):
+    return [programs.lockstep_run(2, program, *options)]
 
 
-def by_hand(programs, program):
-    return programs.run_ranks([0, 1], program)
+def by_hand(programs, program, *options):
+    return programs.run_ranks([0, 1], program, *options)
 
 
-def open_mpi(programs, program):
+def open_mpi(programs, program, *options):
     command = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
     if not command or not re.search("Open MPI|OpenRTE|PRRTE", programs.run(command, "--version").stdout):
         pytest.skip("Open MPI's mpirun is not installed")
-    return [programs.run(command, "--allow-run-as-root", "--oversubscribe", "-n", 2, programs.find(program))]
+    return [programs.run(command, "--allow-run-as-root", "--oversubscribe", "-n", 2, programs.find(program), *options)]
 
 
-def mpich(programs, program):
+def mpich(programs, program, *options):
     command = shutil.which("mpiexec.hydra")
     if not command:
         pytest.skip("MPICH's mpiexec.hydra is not installed")
-    return [programs.run(command, "-n", 2, programs.find(program))]
+    return [programs.run(command, "-n", 2, programs.find(program), *options)]
 
 
-def srun(programs, program, nodes="localhost"):
+def srun(programs, program, *options, nodes="localhost"):
     """Slurm's variables as srun sets them for a step of two tasks on one node."""
     step = {
         "SLURM_JOB_ID": random.randrange(1, 2**31),  # the port is derived from it
@@ -52,12 +52,12 @@ def srun(programs, program, nodes="localhost"):
         "SLURM_NTASKS": 8,  # the allocation's, not the step's
         "SLURM_NODEID": 0,
     }
-    children = [programs.start(program, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in range(2)]
+    children = [programs.start(program, *options, SLURM_PROCID=rank, SLURM_LOCALID=rank, **step) for rank in range(2)]
     return [child.finish() for child in children]
 
 
-def srun_by_name(programs, program):
-    return srun(programs, program, nodes=socket.gethostname())
+def srun_by_name(programs, program, *options):
+    return srun(programs, program, *options, nodes=socket.gethostname())
 
 
 LAUNCHERS = [lockstep_run, torchrun, by_hand, open_mpi, mpich, srun, srun_by_name]
@@ -162,6 +162,12 @@ def test_spawned_processes_meet_where_they_set_the_address(programs, numbered):
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2"])
 def test_under_lockstep_run_a_program_may_set_the_address(programs, host):
     assert sums_of(programs.lockstep_run(2, "meeting_driver", *own_address(host))) == SUMS
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_program_may_set_the_address_under(programs, launcher):
+    done = launcher(programs, "meeting_driver", *own_address())
+    assert [re.sub(r" \(pid \d+\)", "", line) for line in lines_of(done)] == SUMS
 
 
 def test_a_script_between_lockstep_run_and_the_program_may_set_the_address(programs):

@@ -249,9 +249,9 @@ def test_a_report_quotes_what_went_to_a_file(programs):
     assert written(log_folder(done))["attempt_0/0/stderr.log"] == "the cause\n"
 
 
-def test_no_line_is_torn_or_lost(programs):
+@pytest.mark.parametrize("lines", [200_000, pytest.param(3_000_000, marks=pytest.mark.long)], ids=["11 MB", "200 MB"])
+def test_no_line_is_torn_or_lost(programs, lines):
     """Both streams of three ranks at once, as fast as they can write."""
-    lines = 200_000
     script = f"seq 1 {lines} & seq -f 'line %.0f' 1 {lines} >&2; wait"
     run = f'exec {programs.find("lockstep")} run -n 3 --log-dir logs -t 3 sh -c "$0" > stdout 2> stderr'
     assert programs.run("sh", "-c", run, script).status == 0

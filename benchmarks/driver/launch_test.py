@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.driver import contenders, launch, report, results
+from benchmarks.driver import contenders, launch, report, results, targets
 
 hosts = contenders.hosts
 
@@ -51,6 +51,7 @@ def test_launchers_are_compared(costs):
     for cell in ("start.1x2", "start.1x8", "start.2x1", "start.2x4", "worker.2x1"):
         for program in launch.PROGRAMS:
             assert answer.median(f"launch.{cell}.{program}.vs_torchrun") == pytest.approx(4)
+    assert [target for target, *_ in targets.judge(answer)] == list(targets.LAUNCH_TARGETS)
     assert answer.median("launch.agent.2x1.cpp.lockstep") == 0.25e9
     text = report.report(answer, markdown=True)
     assert "| start, 8 workers on 1 host, C++ | 250 ms | 1000 ms | 4× " in text, text

@@ -86,6 +86,13 @@ PIPELINE_TARGETS = (
       for ranks in (2, 4) for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
       for peer, words in (("gloo", "torch's with Gloo"), ("torch_on_ours", "torch's with Lockstep"))))
 
+LAUNCH_TARGETS = (
+    *(Target(f"launch.start.{layout}.{program}.vs_torchrun", bound, f"start to the first collective, {layout}, {words}")
+      for layout in ("1x2", "1x8", "2x1", "2x4") for program, bound, words in (
+        ("cpp", 3, "C++, faster than torchrun"), ("python", 1, "Python, not slower than torchrun"))),
+    Target("launch.worker.2x1.cpp.vs_torchrun", 8, "a worker is killed, to the next collective, C++, faster than torchrun"),
+    Target("launch.worker.2x1.python.vs_torchrun", 1.5, "the same, Python, faster than torchrun"))
+
 TARGETS = (
     Target("cells.least", 1, "every operation, size and number of ranks: the slowest against Gloo"),
     Target("cells.median", 5, "every operation, size and number of ranks: the median against Gloo"),
@@ -121,6 +128,7 @@ TARGETS = (
     *SHARDING_TARGETS,
     Target("sweep.pause.of_allowed", 1, "sweep, from the end of a job to the next, of 50 ms", at_most=True),
     *PIPELINE_TARGETS,
+    *LAUNCH_TARGETS,
     Target("python_step.2.small.lockstep_ddp.vs_gloo", 2, "Python DDP, small network, faster than over Gloo"),
     Target("python_step.2.large.lockstep_ddp.vs_gloo", 1.25, "Python DDP, large network, faster than over Gloo"),
 )

@@ -19,6 +19,7 @@ using Environment = std::map<std::string, std::string>;
 
 /// Every variable with Lockstep's prefix that is read somewhere; docs/launching.md says what for.
 constexpr std::string_view kOwnVariables[] = {
+    "LOCKSTEP_AGENT_PORT",
     "LOCKSTEP_AGENT_STORE",
     "LOCKSTEP_BENCH_CHANNEL",
     "LOCKSTEP_BIN_DIR",

@@ -30,7 +30,7 @@ constexpr int64_t kMostRanks = std::numeric_limits<int>::max();
 
 class Reader {
  public:
-  explicit Reader(const Lookup& lookup) : lookup_(lookup) {}
+  Reader(const Lookup& lookup, const Lookup& at_start) : lookup_(lookup), at_start_(at_start) {}
 
   std::optional<std::string> text(const char* name) const {
     auto value = lookup_(name);
@@ -38,6 +38,10 @@ class Reader {
     return value;
   }
   bool has(const char* name) const { return text(name).has_value(); }
+  /// As text(), before the program has set it itself.
+  std::optional<std::string> launchers(const char* name) const {
+    return at_start_ ? at_start_(name) : text(name);
+  }
 
   std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) const {
     auto value = text(name);
@@ -55,6 +59,7 @@ class Reader {
 
  private:
   const Lookup& lookup_;
+  const Lookup& at_start_;
 };
 
 void read_place(const Reader& reader, const Names& names, LaunchEnvironment& environment) {
@@ -97,14 +102,29 @@ bool names_loopback(const std::string& host) {
   return host == "localhost" || host == "0.0.0.0" || host == "127.0.0.1" || host == "::1";
 }
 
+/// Where torchrun's agent serves a store is at first in the variables that the program may have set since.
+void look_for_torchruns_agent(const Reader& reader, TcpMeeting& meeting) {
+  const auto host = reader.launchers("MASTER_ADDR");
+  const auto port = reader.launchers("MASTER_PORT");
+  meeting.agent_hosts = !host || !port || *port == std::to_string(meeting.port);
+  if (meeting.agent_hosts && host && port) meeting.host = *host;
+}
+
 /// Sets agent_hosts where the launcher's agent serves the store at the meeting's address, as rendezvous.py's
 /// _torchelastic_use_agent_store; otherwise rank 0 does. Programs set MASTER_ADDR and MASTER_PORT themselves,
 /// and nothing listens there then: LOCKSTEP_AGENT_STORE, "HOST:PORT/RUN_ID", says where our launchers' agent
-/// does. With another run's id it is left over from a launcher that started the present one.
+/// does. With another run's id it is left over from a launcher that started the present one. A program that
+/// sets LOCKSTEP_AGENT_PORT, where the agents of several hosts meet, means them.
 void look_for_agent(const Reader& reader, TcpMeeting& meeting) {
   if (reader.text("TORCHELASTIC_USE_AGENT_STORE") != "True") return;
   const auto store = reader.text("LOCKSTEP_AGENT_STORE");
-  if (!store || !store->ends_with("/" + meeting.run_id)) {
+  if (!store || !store->ends_with("/" + meeting.run_id)) return look_for_torchruns_agent(reader, meeting);
+  if (reader.text("LOCKSTEP_AGENT_PORT") == std::to_string(meeting.port)) {
+    const std::string address = store->substr(0, store->size() - meeting.run_id.size() - 1);
+    const size_t colon = address.rfind(':');
+    const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
+    meeting.port = static_cast<uint16_t>(environment::parse_integer("LOCKSTEP_AGENT_STORE", port, 0, 65535));
+    meeting.host = address.substr(0, colon);
     meeting.agent_hosts = true;
     return;
   }
@@ -244,8 +264,8 @@ void read_slurm(const Reader& reader, LaunchEnvironment& environment) {
 
 }  // namespace
 
-LaunchEnvironment read_launch_environment(const Lookup& lookup) {
-  Reader reader(lookup);
+LaunchEnvironment read_launch_environment(const Lookup& lookup, const Lookup& at_start) {
+  Reader reader(lookup, at_start);
   LaunchEnvironment environment;
   // Both variables: a launcher placed this very process, perhaps torchrun, itself started by mpirun or srun.
   bool placed = reader.has("RANK") && reader.has("WORLD_SIZE");

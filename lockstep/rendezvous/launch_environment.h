@@ -53,9 +53,10 @@ using Lookup = std::function<std::optional<std::string>(const char* name)>;
 /// RANK with WORLD_SIZE comes first (lockstep run, torchrun, by hand), then Open MPI's OMPI_COMM_WORLD_*,
 /// then Slurm's (SLURM_PROCID inside of a step), then MPICH's PMI_* (Intel MPI and others use them too).
 /// MASTER_ADDR and MASTER_PORT are heeded under all of them; where they differ from the address of the
-/// launcher's store, because the program set them itself, rank 0 serves a store there. MPI launchers tell no
+/// launcher's store, because the program set them itself, rank 0 serves a store there. `at_start`: what the
+/// variables were before the program set any; empty: the same. MPI launchers tell no
 /// address: without MASTER_ADDR their processes meet at a file if they are all on one host. Throws
 /// c10::ValueError that names the variable when one is malformed or contradicts another.
-LaunchEnvironment read_launch_environment(const Lookup& lookup);
+LaunchEnvironment read_launch_environment(const Lookup& lookup, const Lookup& at_start = {});
 
 }  // namespace lockstep

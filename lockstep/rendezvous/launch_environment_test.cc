@@ -13,16 +13,19 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Variables = std::map<std::string, std::string>;
 
-LaunchEnvironment read(const Variables& variables) {
-  return read_launch_environment([&](const char* name) -> std::optional<std::string> {
+Lookup lookup_in(const Variables& variables) {
+  return [&](const char* name) -> std::optional<std::string> {
     auto found = variables.find(name);
     return found == variables.end() ? std::nullopt : std::optional(found->second);
-  });
+  };
+}
+
+LaunchEnvironment read(const Variables& variables) {
+  return read_launch_environment(lookup_in(variables));
 }
 
 /// "launcher rank/size local_rank/local_size where", to compare in one line.
-std::string summary(const Variables& variables) {
-  auto e = read(variables);
+std::string summary(const LaunchEnvironment& e) {
   std::string text = e.launcher + " " + std::to_string(e.rank) + "/" + std::to_string(e.world_size) + " " +
                      std::to_string(e.local_rank) + "/" + std::to_string(e.local_world_size) + " ";
   if (auto* tcp = std::get_if<TcpMeeting>(&e.meeting)) {
@@ -37,6 +40,10 @@ std::string summary(const Variables& variables) {
     text += "nowhere: " + none->reason;
   }
   return text;
+}
+
+std::string summary(const Variables& variables) {
+  return summary(read(variables));
 }
 
 Variables with(Variables base, const Variables& more) {
@@ -112,6 +119,29 @@ TEST(LaunchEnvironment, WhereTheProgramSetsTheAddressRankZeroHosts) {
   EXPECT_THAT(summary(with(launched, {{"MASTER_PORT", "12355"}, {"TORCHELASTIC_RUN_ID", "inner"}})),
               HasSubstr("127.0.0.1:12355 agent inner"))
       << "torchrun inside of lockstep run";
+}
+
+TEST(LaunchEnvironment, AProgramMaySetThePortAtWhichAgentsMeet) {
+  const auto launched = with(kTorchrun, {{"MASTER_ADDR", "127.0.0.1"},
+                                         {"MASTER_PORT", "40001"},
+                                         {"LOCKSTEP_AGENT_STORE", "127.0.0.1:40001/abc"},
+                                         {"LOCKSTEP_AGENT_PORT", "29500"}});
+  EXPECT_THAT(summary(launched), HasSubstr(" 127.0.0.1:40001 agent abc#3"));
+  const Variables agents = {{"MASTER_ADDR", "host-a"}, {"MASTER_PORT", "29500"}};
+  EXPECT_THAT(summary(with(launched, agents)), HasSubstr(" 127.0.0.1:40001 agent abc#3"));
+  EXPECT_THAT(summary(with(launched, {{"MASTER_ADDR", "host-a"}, {"MASTER_PORT", "29501"}})),
+              HasSubstr(" host-a:29501 abc#3"));
+}
+
+TEST(LaunchEnvironment, UnderTorchrunTheVariablesAtTheStartTellItsStore) {
+  const auto after = [](const Variables& set) {
+    const Variables now = with(kTorchrun, set);
+    return summary(read_launch_environment(lookup_in(now), lookup_in(kTorchrun)));
+  };
+  EXPECT_THAT(after({}), HasSubstr(" 10.0.0.1:29500 agent"));
+  EXPECT_THAT(after({{"MASTER_ADDR", "localhost"}}), HasSubstr(" 10.0.0.1:29500 agent"));
+  EXPECT_THAT(after({{"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "12355"}}),
+              HasSubstr(" localhost:12355 abc#3"));
 }
 
 TEST(LaunchEnvironment, OneLauncherInsideOfAnother) {

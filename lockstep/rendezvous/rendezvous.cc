@@ -215,10 +215,20 @@ void warn_of_containers(const Topology& topology, int launched_here) {
                          << "container for all ranks of a host";
 }
 
+/// As the process was started with, whatever setenv(3) has changed since; nothing where that can't be read.
+std::optional<std::string> environment_at_start(const char* name) {
+  std::ifstream file("/proc/self/environ");
+  const std::string prefix = std::string(name) + "=";
+  for (std::string entry; std::getline(file, entry, '\0');) {
+    if (entry.starts_with(prefix)) return entry.substr(prefix.size());
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 World rendezvous(const RendezvousOptions& options) {
-  auto environment = read_launch_environment(environment::text);
+  auto environment = read_launch_environment(environment::text, environment_at_start);
   auto plan = make_plan(options, environment, program_name());
   if (plan.world_size > 1) {
     const auto objection = objection_to_old_generation();

@@ -4,12 +4,14 @@
 - Rank 0 serves the store where a program sets MASTER_ADDR or MASTER_PORT itself, as most tutorials do. Under a launcher
   torch makes every rank a client of the launcher's store, whatever the address (TORCHELASTIC_USE_AGENT_STORE): at an address
   that the program chose nothing listens, and all ranks would wait there for the whole timeout. `lockstep run` says in
-  LOCKSTEP_AGENT_STORE, "HOST:PORT/RUN_ID", where its store is; rank 0 serves one at any other port.
+  LOCKSTEP_AGENT_STORE, "HOST:PORT/RUN_ID", where its store is, and torchrun in the variables with which the process was
+  started; rank 0 serves one at any other port.
 - What is wrong with the address, the port or the file is an error in the end, also where torch would read for ever.
 """
 
 import importlib
 import os
+import pathlib
 from urllib.parse import urlparse
 
 from lockstep import _C
@@ -18,26 +20,40 @@ rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.di
 _torchs_meeting_at_file = rendezvous._file_rendezvous_handler
 
 
-def _agent_host(host, port):
-    """The host at which ranks reach the launcher's store; None where rank 0 is to serve one.
+def _variables_at_start():
+    """As the process was started with, whatever it has set since."""
+    try:
+        entries = pathlib.Path("/proc/self/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def _agent_place(host, port):
+    """(host, port) at which ranks reach the launcher's store; None where rank 0 is to serve one.
 
     See look_for_agent in lockstep/rendezvous/launch_environment.cc. Here the launcher's port is always the launcher's store,
     whatever the program calls the host.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     store = os.environ.get("LOCKSTEP_AGENT_STORE", "")
-    if not store.endswith(f"/{run_id}"):  # another launcher's
-        return host
-    place = f":{port}/{run_id}"
-    return store.removesuffix(place) if store.endswith(place) else None
+    if not store.endswith(f"/{run_id}"):  # torchrun's
+        first = _variables_at_start()
+        if first.get("MASTER_PORT", str(port)) != str(port):
+            return None
+        return first.get("MASTER_ADDR", host), port
+    agent_host, _, agent_port = store.removesuffix(f"/{run_id}").rpartition(":")
+    if str(port) in (agent_port, os.environ.get("LOCKSTEP_AGENT_PORT")):
+        return agent_host, int(agent_port)
+    return None
 
 
 def _create_tcp_store(hostname, port, rank, world_size, timeout, use_libuv=True):
     if not 0 <= port < 2**16:
         raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
-    host = _agent_host(hostname, port) if rendezvous._torchelastic_use_agent_store() else None
-    if host is not None:
-        return _C.join_tcp_store(host, port, "the launcher's agent", rank, timeout)
+    agent = _agent_place(hostname, port) if rendezvous._torchelastic_use_agent_store() else None
+    if agent is not None:
+        return _C.join_tcp_store(*agent, "the launcher's agent", rank, timeout)
     if rank == 0:
         return _C.serve_tcp_store(hostname, port, world_size, use_libuv, timeout)
     return _C.join_tcp_store(hostname, port, "rank 0", rank, timeout)

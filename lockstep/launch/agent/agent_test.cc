@@ -89,6 +89,9 @@ TEST(FailureReport, NamesTheFirstThenTheOthers) {
             "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later: RuntimeError: peer died\n"
             "lockstep run: ranks 3 and 4 were then ended\n");
   EXPECT_EQ(failure_report({{0, 100, 0, false, start}}, evidence), "");
+  const std::string over_hosts = failure_report(endings, evidence, 4, "host-b");
+  EXPECT_THAT(over_hosts, HasSubstr("lockstep run: rank 5 (pid 101 on host-b) failed first: killed"));
+  EXPECT_THAT(over_hosts, HasSubstr("lockstep run: then rank 4 (pid 100 on host-b) exited"));
 }
 
 TEST(FailureReport, NamesTheCauseThoughItsProcessEndsLater) {

@@ -32,6 +32,7 @@ WorkerEnvironment described_environment(const RunOptions& options, const RankVar
               "MASTER_ADDR", "MASTER_PORT"},
              "known when the hosts have met");
     describe({"TORCHELASTIC_RESTART_COUNT"}, "from 0");
+    describe({"LOCKSTEP_AGENT_PORT"}, "the port at which the agents meet");
     if (!read_interface_wish(environment::text)) {
       describe({"LOCKSTEP_SOCKET_IFNAME"}, "this host's address for messages");
     }

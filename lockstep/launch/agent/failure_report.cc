@@ -47,9 +47,13 @@ void describe_memory(std::ostringstream& report, const Ending& ending) {
       << "\n  what helps: smaller batches, fewer ranks on this host, or a higher limit on the job's memory";
 }
 
+std::string process_of(const Ending& ending, const std::string& host) {
+  return "(pid " + std::to_string(ending.pid) + (host.empty() ? "" : " on " + host) + ") ";
+}
+
 void describe_cause(std::ostringstream& report, const Ending& cause, const RankEvidence& known,
-                    int first_rank) {
-  report << "lockstep run: rank " << first_rank + cause.local_rank << " (pid " << cause.pid << ") ";
+                    int first_rank, const std::string& host) {
+  report << "lockstep run: rank " << first_rank + cause.local_rank << ' ' << process_of(cause, host);
   if (cause.asked_to_end) {
     report << "is the cause, as the other ranks' errors say; it was still running and was ended\n";
   } else if (cause.failed()) {
@@ -76,7 +80,7 @@ std::optional<std::string> error_file_message(std::string_view json) {
 }
 
 std::string failure_report(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence,
-                           int first_rank) {
+                           int first_rank, const std::string& host) {
   const auto first = std::find_if(endings.begin(), endings.end(), [](const Ending& ending) {
     return ending.failed() && !ending.asked_to_end;
   });
@@ -85,13 +89,13 @@ std::string failure_report(const std::vector<Ending>& endings, const std::vector
   const Ending& cause = *std::find_if(endings.begin(), endings.end(),
                                       [&](const Ending& ending) { return ending.local_rank == cause_rank; });
   std::ostringstream report;
-  describe_cause(report, cause, evidence.at(static_cast<size_t>(cause_rank)), first_rank);
+  describe_cause(report, cause, evidence.at(static_cast<size_t>(cause_rank)), first_rank, host);
   std::vector<int> asked;
   for (const Ending& ending : endings) {
     if (&ending == &cause) continue;
     if (ending.asked_to_end) asked.push_back(first_rank + ending.local_rank);
     if (ending.asked_to_end || !ending.failed()) continue;
-    report << "lockstep run: then rank " << first_rank + ending.local_rank << " (pid " << ending.pid << ") "
+    report << "lockstep run: then rank " << first_rank + ending.local_rank << ' ' << process_of(ending, host)
            << describe_wait_status(ending.wait_status);
     if (!ending.out_of_memory.empty()) report << kForWantOfMemory;
     const auto later = std::chrono::duration_cast<std::chrono::milliseconds>(ending.at - cause.at);

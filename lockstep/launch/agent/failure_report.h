@@ -23,8 +23,8 @@ std::optional<std::string> error_file_message(std::string_view json);
 /// another order), with all that is known of it, then a line for each other that failed by itself, with all
 /// that is known of the first of these to end if it did so before the cause, and one for those that the
 /// launcher ended. Empty when no rank failed by itself. `endings` in order, `evidence` by local rank; `first_rank`
-/// is the rank of local rank 0. Pure.
+/// is the rank of local rank 0, `host` this one's name where there are several. Pure.
 std::string failure_report(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence,
-                           int first_rank = 0);
+                           int first_rank = 0, const std::string& host = {});
 
 }  // namespace lockstep::launch

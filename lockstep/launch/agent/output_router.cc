@@ -158,6 +158,15 @@ void OutputRouter::read_from(Source& source) {
 }
 
 void OutputRouter::Sink::write_some() {
+  constexpr int kTurns = 32;  // then others' output is read again
+  pollfd room = {fd, POLLOUT, 0};
+  for (int turn = 0; turn < kTurns && !queue.empty(); ++turn) {
+    if (turn > 0 && (::poll(&room, 1, 0) != 1 || (room.revents & POLLOUT) == 0)) return;
+    write_once();
+  }
+}
+
+void OutputRouter::Sink::write_once() {
   // poll(2) promises room for this much in a pipe; more could block.
   const size_t size = queue.size() - sent;
   const ssize_t written = broken ? static_cast<ssize_t>(size)

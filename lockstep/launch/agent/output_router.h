@@ -72,6 +72,7 @@ class OutputRouter : public Streams {
     size_t sent = 0;  // bytes of the queue that are already written
 
     void write_some();
+    void write_once();
   };
   struct Source {
     UniqueFd fd;

@@ -287,7 +287,8 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     end.exit_status = kTryAgain;
     return end;
   }
-  end.report = failure_report(endings, evidence, variables.first_rank);
+  end.report = failure_report(endings, evidence, variables.first_rank,
+                              variables.group_size > 1 ? host_name() : std::string());
   end.far_culprit = far_cause_of_failure(endings);
   say(end.report);
   if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {

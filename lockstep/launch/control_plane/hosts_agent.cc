@@ -8,6 +8,7 @@
 #include <fstream>
 #include <iterator>
 #include <mutex>
+#include <net/if.h>
 #include <poll.h>
 #include <utility>
 
@@ -23,6 +24,7 @@
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/hosts_agent.h>
+#include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/signal_catcher.h>
 #include <lockstep/launch/worker_process.h>
 #include <lockstep/rendezvous/network/network_interface.h>
@@ -124,8 +126,18 @@ class HostControl : public WorkerControl {
   std::optional<ControlPlane::Task> end_;
 };
 
-GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& task, ControlPlane& plane,
-                        HostControl& control) {
+/// --local-addr as workers take it: the address of a name, or an interface.
+std::string checked_local_address(const std::string& given) {
+  std::string why;
+  const auto addresses = given.empty() ? std::vector<PeerAddress>() : addresses_of(given, 0, why);
+  if (!addresses.empty()) return text_of_address(addresses.front());
+  TORCH_CHECK_VALUE(given.empty() || ::if_nametoindex(given.c_str()) != 0, "--local-addr is '", given,
+                    "', which is no address and no interface of this host: ", why);
+  return given;
+}
+
+GroupEnd run_generation(const HostsOptions& options, const std::string& local_address,
+                        const ControlPlane::Task& task, ControlPlane& plane, HostControl& control) {
   const Place& place = task.place;
   const RankVariables variables = {.nprocs = options.run.nprocs,
                                    .first_rank = place.first_rank,
@@ -140,8 +152,10 @@ GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& t
   const bool has_wish = read_interface_wish(environment::text).has_value();
   const auto adjust = [&](WorkerEnvironment& environment) {
     // The meeting point is on loopback, which says nothing of the interface between hosts.
-    const std::string& own = options.local_address.empty() ? task.local_address : options.local_address;
+    const std::string& own = local_address.empty() ? task.local_address : local_address;
     if (!has_wish && !own.empty()) environment.set("LOCKSTEP_SOCKET_IFNAME", own);
+    if (options.membership.max_hosts > 1)
+      environment.set("LOCKSTEP_AGENT_PORT", std::to_string(options.endpoint_port));
   };
   try {
     return run_workers(
@@ -158,7 +172,8 @@ GroupEnd run_generation(const HostsOptions& options, const ControlPlane::Task& t
   }
 }
 
-/// Waits until the coordinator's name has an address: it may get one when that host starts. The signal that ended the wait;
+/// Waits until the coordinator's name has an address: it may get one when that host starts, or, a pod of
+/// Kubernetes, has started. The signal that ended the wait;
 /// otherwise there is an address, or the time for it is over.
 std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& signals) {
   const BootTime until = BootClock::now() + options.membership.join_timeout;
@@ -211,10 +226,9 @@ int run_on_hosts(HostsOptions options) {
         "FILE");
   }
   raise_open_files_limit();  // the coordinator has three for each connection that a far worker has to the store
+  const std::string local_address = checked_local_address(options.local_address);
   const SignalCatcher signals;
-  if (options.coordinates != true) {
-    if (const auto signal = await_name(options, signals)) return 128 + *signal;
-  }
+  if (const auto signal = await_name(options, signals)) return 128 + *signal;
   LineWriter lines;
   const auto table = std::make_shared<ExitStatusTable>(ExitStatusTable::create(options.run.nprocs));
   ControlPlane plane(
@@ -250,7 +264,7 @@ int run_on_hosts(HostsOptions options) {
       continue;
     }
     HostControl control(plane, signals, options.run.grace_period, table);
-    const GroupEnd end = run_generation(options, *task, plane, control);
+    const GroupEnd end = run_generation(options, local_address, *task, plane, control);
     if (control.end()) return control.end()->exit_status;
     plane.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1));
   }

@@ -1,4 +1,4 @@
-"""(umask 077; lockstep secret > source/key); python sagemaker.py
+"""(umask 077; lockstep secret > source/key); pip install 'sagemaker<3'; python train_on_sagemaker.py
 
 The folder `source` holds the program, the key and this script, start.sh:
 
