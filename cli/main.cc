@@ -1,5 +1,6 @@
 // The `lockstep` program. Each subcommand stands in a file of its own and only translates its flags.
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
@@ -37,6 +38,14 @@ void restore_library_path() {
   ::unsetenv(kFormer);
 }
 
+/// Where LOCKSTEP_PROFILE is on_signal, the library has taken the signal for this process, before main(). It is for those
+/// that `lockstep run` starts, to which the launcher passes it on.
+void give_back_signal_of_profiles() {
+  struct sigaction action = {};
+  ::sigaction(SIGUSR2, nullptr, &action);
+  if (action.sa_handler != SIG_IGN) ::signal(SIGUSR2, SIG_DFL);
+}
+
 int report(const CLI::App& program, const std::string& message) {
   const auto chosen = program.get_subcommands();
   const std::string name = chosen.empty() ? "lockstep" : "lockstep " + chosen.front()->get_name();
@@ -53,6 +62,7 @@ int main(int argc, char** argv) {
   program.footer("\nlockstep COMMAND --help says more about each command.");
   program.require_subcommand(0, 1);  // `lockstep run bench` runs a program of that name
   int status = 0;
+  give_back_signal_of_profiles();
   lockstep::cli::add_run(program, status);
   lockstep::cli::add_secret(program);
   lockstep::cli::add_bench(program, status);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
@@ -202,11 +203,15 @@ std::unique_ptr<JobSource> open_source(Candidate job, std::unique_ptr<HostSample
   return std::make_unique<LocalSource>(std::move(sampler), *job.local);
 }
 
-/// Waits for so long, or until `other` is readable. True where a signal asks this program to end.
+/// Waits for so long, or until `other` is readable. True where a signal asks this program to end: SIGUSR1 and SIGUSR2, which
+/// may be sent to all programs of this name, are for jobs.
 bool wait_for_signal(const launch::SignalCatcher& signals, const Deadline& until, int other = -1) {
   pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {other, POLLIN, 0}};  // a negative descriptor is ignored
   ::poll(waits, 2, until.poll_milliseconds());
-  return signals.take().has_value();
+  while (const auto signal = signals.take()) {
+    if (*signal != SIGUSR1 && *signal != SIGUSR2) return true;
+  }
+  return false;
 }
 
 struct Terminal {

@@ -156,10 +156,12 @@ def test_lockstep_profile_records_a_program_that_knows_nothing_of_it(programs, t
         assert operations(trace, "gloo:all_reduce") and trace["record_shapes"] == 1
 
 
-def test_a_running_job_is_recorded_on_demand(programs):
+@pytest.mark.parametrize("given", [{}, {"LOCKSTEP_PROFILE": "on_signal,active:2,dir=log/profiler"}], ids=["", "by words"])
+def test_a_running_job_is_recorded_on_demand(programs, given):
     """Twice; then the job still runs, until it is ended."""
     folder = programs.folder / "log" / "profiler"
-    job = programs.start("lockstep", "run", "--nproc-per-node", RANKS, "accumulation", "--updates", 10**9, LOCKSTEP_LOG="info")
+    training = ["accumulation", "--updates", 10**9]
+    job = programs.start("lockstep", "run", "--nproc-per-node", RANKS, *training, LOCKSTEP_LOG="info", **given)
     job.wait_for(rf"(?s)(joined {RANKS} ranks.*){{{RANKS}}}", "stderr")
     for times in (1, 2):
         job.kill(signal.SIGUSR2)

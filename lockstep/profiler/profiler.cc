@@ -221,11 +221,12 @@ void Profiler::enter(std::optional<ProfilerAction> to) {
 
 void Profiler::prepare() {
   auto recording = std::make_unique<Recording>();
-  recording->kineto = {.cpu = activities_.contains(ProfilerActivity::kCpu),
-                       .cuda = activities_.contains(ProfilerActivity::kCuda),
-                       .record_shapes = options_.record_shapes,
-                       .profile_memory = options_.profile_memory,
-                       .with_flops = options_.with_flops};
+  recording->kineto = {
+      .cpu = activities_.contains(ProfilerActivity::kCpu),
+      .cuda = activities_.contains(ProfilerActivity::kCuda),
+      .record_shapes = options_.record_shapes || options_.with_flops,  // which are made of them
+      .profile_memory = options_.profile_memory,
+      .with_flops = options_.with_flops};
   profiler::internal::prepare_kineto(recording->kineto);
   recording_ = std::move(recording);
 }

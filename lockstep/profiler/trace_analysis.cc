@@ -317,11 +317,16 @@ void advise(TraceAnalysis& analysis) {
   }
 }
 
-void note_ranks(const std::vector<FileProfile>& files, TraceAnalysis& analysis) {
+int64_t world_of(const std::vector<FileProfile>& files) {
   int64_t world = -1;
+  for (const FileProfile& file : files) world = std::max(world, file.origin.world_size);
+  return world;
+}
+
+void note_ranks(const std::vector<FileProfile>& files, TraceAnalysis& analysis) {
+  const int64_t world = world_of(files);
   std::set<int64_t> steps;
   for (const FileProfile& file : files) {
-    world = std::max(world, file.origin.world_size);
     if (!file.has_step_marks) {
       analysis.notes.push_back(file.path + " has no marks of steps, so it is taken for one; call step()");
     }
@@ -364,7 +369,8 @@ TraceAnalysis analyze_traces(const std::string& directory) {
     add(analysis.mean, sum, 1 / static_cast<double>(steps));
     add_operators(files, analysis);
   }
-  analysis.waiting_is_known = matched || analysis.ranks.size() < 2;
+  const int64_t world = world_of(files);
+  analysis.waiting_is_known = analysis.ranks.size() < 2 ? world < 2 : matched;
   find_slowest(analysis);
   advise(analysis);
   note_ranks(files, analysis);

@@ -24,6 +24,16 @@ double upper_median(const std::vector<RankPhases>& ranks,
   return *middle;
 }
 
+/// Those that train together with it.
+std::vector<RankPhases> others_of(const RankPhases& each, const std::vector<RankPhases>& ranks) {
+  std::vector<RankPhases> others;
+  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(others), [&](const RankPhases& other) {
+    return other.rank != each.rank &&
+           std::abs(other.times.step - each.times.step) <= kSameStep * each.times.step;
+  });
+  return others;
+}
+
 std::string format_ms(double ns) {
   std::array<char, 32> text{};
   const double ms = ns / 1e6;
@@ -37,10 +47,7 @@ std::optional<Straggler> find_straggler(const std::vector<RankPhases>& ranks) {
   std::optional<Straggler> slowest;
   for (const RankPhases& each : ranks) {
     const PhaseTimes& times = each.times;
-    std::vector<RankPhases> others;
-    std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(others), [&](const RankPhases& other) {
-      return other.rank != each.rank && std::abs(other.times.step - times.step) <= kSameStep * times.step;
-    });
+    const std::vector<RankPhases> others = others_of(each, ranks);
     if (others.empty()) continue;
     const double own = upper_median(others, [](const PhaseTimes& other) { return other.own; });
     const double lead = times.own - own;
@@ -67,6 +74,11 @@ std::optional<Straggler> find_straggler(const std::vector<RankPhases>& ranks) {
 
 std::optional<StragglerWatch::Change> StragglerWatch::look(const std::vector<RankPhases>& ranks) {
   const auto found = find_straggler(ranks);
+  // Windows that began at unlike moments of an uneven run have unlike steps: that tells nothing of the rank that is slow.
+  const bool is_compared = std::any_of(ranks.begin(), ranks.end(), [&](const RankPhases& each) {
+    return said_ && each.rank == said_->first && !others_of(each, ranks).empty();
+  });
+  if (!found && said_ && !is_compared) return std::nullopt;
   Key key;
   if (found) key.emplace(found->rank, found->phase);
   if (key == next_) {

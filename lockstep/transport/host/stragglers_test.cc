@@ -107,5 +107,16 @@ TEST(StragglerWatch, SaysItOnceAndAgainWhenItHasChanged) {
   for (int i = 0; i < 10; ++i) EXPECT_FALSE(watch.look(told(kEven))) << i;
 }
 
+TEST(StragglerWatch, WhatCanNotBeComparedTakesNothingBack) {
+  const std::vector<Milliseconds> unlike = {{1, 10, 10, 50, 1}, {1, 10, 10, 0, 1}};
+  StragglerWatch watch;
+  ASSERT_TRUE(watch.look(told(kSlowForward)));
+  for (int i = 0; i < 10; ++i) EXPECT_FALSE(watch.look(told(unlike))) << i;
+  for (int i = 1; i < StragglerWatch::kWindowsToChange; ++i) EXPECT_FALSE(watch.look(told(kEven))) << i;
+  EXPECT_FALSE(watch.look(told(unlike)));
+  const auto change = watch.look(told(kEven));
+  EXPECT_TRUE(change && !change->slow);
+}
+
 }  // namespace
 }  // namespace lockstep::transport::stragglers_test
