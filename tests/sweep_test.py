@@ -187,6 +187,15 @@ def test_a_files_unknown_key_is_named(sweep):
 
 
 @needs_toml
+@pytest.mark.parametrize("wish", ["[enqueue]\nx = 3\ny = true", "[[enqueue]]\nx = 3\ny = true", 'enqueue = "x=3,y=true"'])
+def test_a_files_table_is_one_trial_to_begin_with(sweep, wish):
+    (sweep.folder / "sweep.toml").write_text(f'metric = "loss"\ntrials = 1\n{wish}\n')
+    words = ["--param", "x=int:1:4", "--param", "y=choice:true,false", *LOSS, "--file", "sweep.toml"]
+    sweep.run(*words, "--", "echo", "loss: {x}")
+    assert [trial.params for trial in sweep.study().trials] == [{"x": 3, "y": True}]
+
+
+@needs_toml
 def test_a_file_says_the_same_as_the_command_line(sweep):
     program = sweep.script(PROGRAM)
     (sweep.folder / "sweep.toml").write_text(f"""

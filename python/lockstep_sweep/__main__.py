@@ -37,6 +37,9 @@ def _main(words):
     except Misuse as error:
         print(f"lockstep sweep: error: {error}\nTry: lockstep sweep --help", file=sys.stderr)
         return MISUSE
+    except ImportError as error:  # a sampler's that is missed only after its first trials
+        print(f"lockstep sweep: error: the sampler lacks a package: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -153,8 +153,11 @@ def _file_words(path):
     program = content.pop("program", [])
     words = []
     for key, value in content.items():
-        entries = [f"{name}={form}" for name, form in value.items()] if isinstance(value, dict) else value
-        for entry in entries if isinstance(entries, list) else [entries]:
+        if isinstance(value, dict) and key != "enqueue":
+            value = [f"{name}={form}" for name, form in value.items()]
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, dict):  # a trial to begin with
+                entry = ",".join(f"{name}={text_of(setting)}" for name, setting in entry.items())
             words += [f"--{key}", str(entry)]
     return words, shlex.split(program) if isinstance(program, str) else [str(word) for word in program]
 

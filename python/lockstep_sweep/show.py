@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -133,9 +134,15 @@ def best(asked, options):
     command = ["lockstep", "run", *job.command_of(options, found)]
     if not set(options.space) <= names(options.program):
         command = ["env", f"LOCKSTEP_TRIAL={job.description_of(options, found)}", *command]
-    print(json.dumps({"trial": found.number, "value": found.value, "parameters": found.params,
-                      "metrics": found.user_attrs["metrics"], "command": shlex.join(command)}, indent=2))
+    metrics = {name: _number(value) for name, value in found.user_attrs["metrics"].items()}
+    print(json.dumps({"trial": found.number, "value": _number(found.value), "parameters": found.params, "metrics": metrics,
+                      "command": shlex.join(command)}, indent=2))
     return 0
+
+
+def _number(value):
+    """As a JsonLinesWriter has it: JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def plot(asked, options):
