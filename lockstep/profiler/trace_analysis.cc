@@ -238,8 +238,9 @@ void find_slowest(TraceAnalysis& analysis) {
   analysis.why = "it takes " + in_ms(own(*slowest)) + " a step without " +
                  (analysis.waiting_is_known ? "waiting" : "communication") + ", the others " + in_ms(usual);
   if (most != nullptr) {
-    analysis.why += std::string("; most of it in ") + most->name + " (" + in_ms(slowest->mean.*most->part) +
-                    " and " + in_ms(usual_part) + ")";
+    const bool explains = excess >= (own(*slowest) - usual) / 2;
+    analysis.why += std::string(explains ? "; most of it in " : "; in all phases, most in ") + most->name +
+                    " (" + in_ms(slowest->mean.*most->part) + " and " + in_ms(usual_part) + ")";
   }
 }
 

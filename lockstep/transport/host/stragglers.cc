@@ -10,9 +10,10 @@
 namespace lockstep::transport {
 namespace {
 
-constexpr double kLeastShare = 0.2;    // of a step, that the others lose
-constexpr double kLeastWaiting = 0.5;  // of that, that they wait longer
-constexpr double kSameStep = 0.1;      // by which steps of ranks that train together differ at most
+constexpr double kLeastShare = 0.2;      // of a step, that the others lose
+constexpr double kLeastWaiting = 0.5;    // of that, that they wait longer
+constexpr double kLeastExplained = 0.5;  // of the lead, by one phase
+constexpr double kSameStep = 0.1;        // by which steps of ranks that train together differ at most
 
 /// Of an even number the upper one, so that what is above it is above most.
 double upper_median(const std::vector<RankPhases>& ranks,
@@ -95,9 +96,13 @@ std::optional<StragglerWatch::Change> StragglerWatch::look(const std::vector<Ran
 }
 
 std::string describe(const Straggler& straggler) {
+  // A slow host is slow in all of them.
+  const bool explains = straggler.in_phase - straggler.others_in_phase >=
+                        kLeastExplained * (straggler.own - straggler.others_own);
   return "it takes " + format_ms(straggler.own) + " a step without waiting, the others " +
-         format_ms(straggler.others_own) + "; most of it in " + to_string(straggler.phase) + " (" +
-         format_ms(straggler.in_phase) + ", the others " + format_ms(straggler.others_in_phase) + ")";
+         format_ms(straggler.others_own) + (explains ? "; most of it in " : "; in all phases, most in ") +
+         to_string(straggler.phase) + " (" + format_ms(straggler.in_phase) + ", the others " +
+         format_ms(straggler.others_in_phase) + ")";
 }
 
 }  // namespace lockstep::transport

@@ -107,6 +107,15 @@ TEST(StragglerWatch, SaysItOnceAndAgainWhenItHasChanged) {
   for (int i = 0; i < 10; ++i) EXPECT_FALSE(watch.look(told(kEven))) << i;
 }
 
+TEST(Straggler, IsSlowInAllPhasesWhereNoneExplainsIt) {
+  const auto found = find_straggler(told({{6, 6, 6, 24, 6}, {12, 13, 12, 0, 12}}));
+  ASSERT_TRUE(found);
+  EXPECT_EQ(
+      describe(*found),
+      "it takes 49.0 ms a step without waiting, the others 24.0 ms; in all phases, most in forward (13.0 "
+      "ms, the others 6.00 ms)");
+}
+
 TEST(StragglerWatch, WhatCanNotBeComparedTakesNothingBack) {
   const std::vector<Milliseconds> unlike = {{1, 10, 10, 50, 1}, {1, 10, 10, 0, 1}};
   StragglerWatch watch;
