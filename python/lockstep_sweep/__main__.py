@@ -37,11 +37,13 @@ def _main(words):
     except Misuse as error:
         print(f"lockstep sweep: error: {error}\nTry: lockstep sweep --help", file=sys.stderr)
         return MISUSE
-    except ImportError as error:  # a sampler's that is missed only after its first trials
-        print(f"lockstep sweep: error: the sampler lacks a package: {error}", file=sys.stderr)
+    except ImportError as error:  # of a sampler, say, which misses it only after its first trials
+        print(f"lockstep sweep: error: a package is missing: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from lockstep_sweep.show import discard_output
+
+        discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error

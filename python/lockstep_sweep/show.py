@@ -23,6 +23,13 @@ FIGURES = ("optimization_history", "param_importances", "parallel_coordinate", "
 STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed", TrialState.RUNNING: "running"}
 
 
+def discard_output():
+    """Of standard output, whose reader has gone: what Python still holds for it, too, which it writes at its end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
+
+
 def _describe(params):
     return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={text_of(value)}"
                     for name, value in params.items())
@@ -68,7 +75,7 @@ class Progress:
             try:
                 print(text, flush=True)
             except OSError as error:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds, too
+                discard_output()
                 with contextlib.suppress(OSError):
                     print(f"lockstep sweep: standard output can't be written any more: {error.strerror}", file=sys.stderr)
 

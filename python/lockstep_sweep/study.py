@@ -181,10 +181,11 @@ class _Grid(optuna.samplers.GridSampler):
 def _make_sampler(options):
     if options.grid:
         return _Grid(options.grid, seed=options.seed)
-    sampler, other = (_made(optuna.samplers, SAMPLERS, options.sampler, "--sampler", seed=options.seed) for _ in range(2))
+    def make():
+        return _made(optuna.samplers, SAMPLERS, options.sampler, "--sampler", seed=options.seed)
     if options.sampler.partition(":")[0] not in SAMPLERS:
-        _try(other, options)
-    return sampler
+        _try(make(), options)
+    return make()
 
 
 def _try(sampler, options):
