@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 import support
+import sweeps
 
 
 @pytest.fixture
@@ -13,6 +14,12 @@ def programs(bin_dir, tmp_path):
     running = support.Programs(bin_dir, tmp_path)
     yield running
     running.close()
+
+
+@pytest.fixture
+def sweep(programs):
+    """Starts `lockstep sweep`."""
+    return sweeps.Sweep(programs)
 
 
 @pytest.fixture
