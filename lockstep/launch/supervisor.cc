@@ -36,11 +36,6 @@ bool was_killed(const Ending& ending) {
   return !ending.asked_to_end && WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) != SIGABRT;
 }
 
-/// An end of which the kernel may be the cause, for want of memory.
-bool was_ended_by_sigkill(const Ending& ending) {
-  return !ending.asked_to_end && WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) == SIGKILL;
-}
-
 /// Whether the process has a handler for the signal, which might end it otherwise.
 bool catches(pid_t pid, int signal) {
   constexpr const char* kCaught = "SigCgt:";
@@ -53,6 +48,10 @@ bool catches(pid_t pid, int signal) {
 }
 
 }  // namespace
+
+bool Ending::was_ended_by_sigkill() const {
+  return !asked_to_end && WIFSIGNALED(wait_status) && WTERMSIG(wait_status) == SIGKILL;
+}
 
 Deadline earlier(Deadline a, Deadline b) {
   return a.remaining() <= b.remaining() ? a : b;
@@ -175,7 +174,7 @@ const std::vector<Ending>& Supervisor::run(Streams& streams) {
     if (streams.finished() || drained.expired() || kill_at_.expired()) break;
   }
   for (Ending& ending : endings_) {  // while their pids are no other processes'
-    if (memory_ && was_ended_by_sigkill(ending)) ending.out_of_memory = memory_->evidence_of(ending.pid);
+    if (memory_ && ending.was_ended_by_sigkill()) ending.out_of_memory = memory_->evidence_of(ending.pid);
   }
   for (Worker& worker : workers_) worker.process.reap();
   cgroup_.reset();
@@ -215,7 +214,7 @@ void Supervisor::collect_endings() {
     exit_status_->record_end(local_rank, *status);
     fresh.push_back({local_rank, worker.process.pid(), *status, asked_to_end, now,
                      exit_status_->culprit_of(local_rank), exit_status_->far_culprit_of(local_rank)});
-    if (memory_ && was_ended_by_sigkill(fresh.back())) memory_->note_kill(worker.process.pid(), now);
+    if (memory_ && fresh.back().was_ended_by_sigkill()) memory_->note_kill(worker.process.pid(), now);
   }
   order_simultaneous(fresh);
   endings_.insert(endings_.end(), fresh.begin(), fresh.end());

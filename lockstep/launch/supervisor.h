@@ -33,6 +33,8 @@ struct Ending {
       {};  // OutOfMemoryWatch::evidence_of(); empty: it was not that, or nothing shows it
 
   bool failed() const { return wait_status != 0; }
+  /// Killed by SIGKILL, and not by the launcher: the kernel may have done it, for want of memory.
+  bool was_ended_by_sigkill() const;
 };
 
 /// The one that comes first.

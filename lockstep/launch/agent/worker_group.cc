@@ -265,10 +265,9 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     interrupted_by = supervisor.interrupted_by();
   }
   if (control != nullptr && control->has_lapsed()) {
-    for (Ending& ending :
-         endings) {  // those by the guardian's signal; others have ended by themselves before
-      const bool killed = WIFSIGNALED(ending.wait_status) && WTERMSIG(ending.wait_status) == SIGKILL;
-      if (killed && ending.out_of_memory.empty()) ending.asked_to_end = true;
+    for (Ending& ending : endings) {
+      // Those by the guardian's signal; others have ended by themselves before.
+      if (ending.was_ended_by_sigkill() && ending.out_of_memory.empty()) ending.asked_to_end = true;
     }
   }
   output.close();
