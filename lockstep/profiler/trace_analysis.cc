@@ -276,16 +276,16 @@ void advise(TraceAnalysis& analysis) {
   };
   consider(mean.data / step, 0.05,
            "the step waits for data: give the DataLoader more num_workers, or a larger prefetch_factor, or "
-           "do less for "
-           "each sample (the loaders' rows show what takes their time)");
+           "do less for each sample (the loaders' rows show what takes their time)");
   const std::string slow = !analysis.waiting_is_known && analysis.slowest
                                ? "ranks wait for rank " + std::to_string(*analysis.slowest) + ", or "
                                : "";
   consider(
       (mean.communication - mean.waiting) / step, 0.05,
       slow +
-          "communication is not hidden: overlap it with backward (DistributedDataParallel's bucket_cap_mb), "
-          "communicate less often (GradientAccumulation), or fewer bytes (a compression hook)");
+          "communication is not hidden: overlap it with backward (DistributedDataParallel's bucket_cap_mb, "
+          "smaller units of FullyShardedDataParallel, more chunks of a pipeline), communicate less often "
+          "(GradientAccumulation), or fewer bytes (a compression hook, MixedPrecision's reduce_dtype)");
   consider(mean.waiting / step, 0.05,
            analysis.slowest
                ? "ranks wait for rank " + std::to_string(*analysis.slowest) +
@@ -294,8 +294,7 @@ void advise(TraceAnalysis& analysis) {
                  "many cores as it has threads (lockstep doctor)");
   consider(mean.optimizer / step, 0.2,
            "the optimizer takes long: shard it over the ranks (ZeroRedundancyOptimizer), or let it run "
-           "beside backward "
-           "(register_fused_optim)");
+           "beside backward (register_fused_optim)");
   consider(
       mean.idle / step, 0.15,
       "for a part of the step nothing is recorded: put profiler::RecordFunction around what the program does "
@@ -307,8 +306,7 @@ void advise(TraceAnalysis& analysis) {
       consider(compute * first.share, 0.2,
                first.name + " is " + std::to_string(std::lround(first.share * 100)) +
                    " % of all operators' time: a narrower dtype (autocast), larger batches, or more threads "
-                   "for each "
-                   "rank make it faster");
+                   "for each rank make it faster");
     }
   }
   std::stable_sort(advice.begin(), advice.end(),
