@@ -33,6 +33,7 @@ struct PipelineRunner::Core : PipelineCore {
   void fail(const std::string& text) {
     failure = text;
     std::vector<ProcessGroup> groups{group};
+    for (const ProcessGroup& links : messages->link_groups()) groups.push_back(links);
     if (options.data_parallel_group) groups.push_back(*options.data_parallel_group);
     spread_failure(groups);
     messages->abort(text);  // of no effect then

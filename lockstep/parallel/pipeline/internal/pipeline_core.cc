@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <tuple>
@@ -12,6 +13,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_core.h>
 
@@ -21,12 +23,23 @@ namespace {
 /// Messages of users keep below.
 constexpr int64_t kFirstTag = int64_t{1} << 30;
 constexpr int64_t kTags = (int64_t{1} << 31) - kFirstTag;
+/// That of messages from stage 0 to itself, which there are none of.
+constexpr int kOrderedTag = static_cast<int>(kFirstTag);
 
 /// What a rank tells the others of one of its stages: its index, outputs_to, and its tied weights with their kinds.
 using ToldStage =
     std::tuple<int64_t, std::vector<std::vector<int64_t>>, std::vector<std::pair<std::string, std::string>>>;
-/// Its fault, or ""; what must agree; its stages.
-using Told = std::tuple<std::string, std::string, std::vector<ToldStage>>;
+/// Its fault, or ""; what must agree; its stages; the kind of device that all of them are on, one device, or "".
+using Told = std::tuple<std::string, std::string, std::vector<ToldStage>, std::string>;
+
+/// The device of all the stages; none where they are on several, or on the CPU.
+std::optional<c10::Device> device_of(const std::vector<PipelineStage>& stages) {
+  const c10::Device first = stages.front().device();
+  const bool is_one = !first.is_cpu() && std::ranges::all_of(stages, [&](const PipelineStage& stage) {
+    return stage.device() == first;
+  });
+  return is_one ? std::optional(first) : std::nullopt;
+}
 
 std::string kind_of(const at::Tensor& tensor) {
   std::ostringstream text;
@@ -56,8 +69,11 @@ PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOption
   rank = get_rank(group);
   ranks = get_world_size(group);
   num_stages = stages.front().num_stages();
-  messages = std::make_unique<TensorMessages>(group);
-  agree();
+  TORCH_CHECK_VALUE(lockstep_backend_of(*group), "the pipeline's group '", group->getGroupName(),
+                    "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
+  const bool has_links = agree();
+  messages =
+      std::make_unique<TensorMessages>(group, has_links ? device_of(stages) : std::nullopt, kOrderedTag);
   share_initial_values();
 }
 
@@ -93,7 +109,8 @@ std::string PipelineCore::own_fault() const {
   return "";
 }
 
-void PipelineCore::agree() {
+/// Whether each rank's stages are on one device, of the same kind everywhere.
+bool PipelineCore::agree() {
   std::vector<ToldStage> told_stages;
   std::set<std::pair<std::string, const at::TensorImpl*>> seen;
   for (const PipelineStage& one : stages) {
@@ -104,7 +121,9 @@ void PipelineCore::agree() {
     }
     told_stages.emplace_back(one.stage_index(), one.options().outputs_to, std::move(weights));
   }
-  const Told own{own_fault(), describe(options, num_stages), std::move(told_stages)};
+  const auto device = device_of(stages);
+  const Told own{own_fault(), describe(options, num_stages), std::move(told_stages),
+                 device ? c10::DeviceTypeName(device->type()) : ""};
   std::vector<c10::IValue> all(static_cast<size_t>(ranks));
   all_gather_object(all, to_object(own), group);
   std::vector<Told> told;
@@ -166,6 +185,9 @@ void PipelineCore::agree() {
   for (const auto& action : table[static_cast<size_t>(rank)]) {
     if (action) actions.push_back(*action);
   }
+  return std::ranges::all_of(told, [&](const Told& one) {
+    return !std::get<3>(one).empty() && std::get<3>(one) == std::get<3>(told[0]);
+  });
 }
 
 int PipelineCore::tag_of(int64_t from, int64_t to, int64_t micro_batch) const {

@@ -54,7 +54,7 @@ struct PipelineCore {
 
  private:
   std::string own_fault() const;
-  void agree();
+  bool agree();
   void share_initial_values();
 };
 

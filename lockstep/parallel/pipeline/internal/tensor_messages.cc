@@ -8,20 +8,22 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/device/streams.h>
 #include <lockstep/parallel/pipeline/internal/tensor_messages.h>
 
 namespace lockstep::pipeline::internal {
 namespace {
 
-/// The message in front: three words, the description unless that is too long, and the tensors' bytes if all of them fit.
+/// The message in front: four words, the description unless that is too long, and the tensors' bytes if all of them fit.
 constexpr int64_t kFrontBytes = 1024;
 constexpr int64_t kWordBytes = sizeof(int64_t);
-enum FrontWord : int64_t { kDescriptionWords, kTensors, kHasPayload, kFrontWords };
+enum FrontWord : int64_t { kTag, kDescriptionWords, kTensors, kHasPayload, kFrontWords };
 
 /// Of a tensor: one word, then its sizes and strides.
 constexpr int64_t kDefined = 1;
 constexpr int64_t kRequiresGrad = 2;
-constexpr int kTypeShift = 2;
+constexpr int64_t kByLink = 4;
+constexpr int kTypeShift = 3;
 constexpr int kTypeBits = 8;
 constexpr int kDimensionShift = kTypeShift + kTypeBits;
 
@@ -35,12 +37,13 @@ at::Tensor as_sent(const at::Tensor& tensor) {
   return plain.is_non_overlapping_and_dense() ? plain : plain.contiguous();
 }
 
-void describe_tensor(const at::Tensor& tensor, bool requires_grad, std::vector<int64_t>& words) {
+void describe_tensor(const at::Tensor& tensor, bool requires_grad, bool by_link,
+                     std::vector<int64_t>& words) {
   if (!tensor.defined()) {
     words.push_back(0);
     return;
   }
-  words.push_back(kDefined | (requires_grad ? kRequiresGrad : 0) |
+  words.push_back(kDefined | (requires_grad ? kRequiresGrad : 0) | (by_link ? kByLink : 0) |
                   static_cast<int64_t>(tensor.scalar_type()) << kTypeShift | tensor.dim() << kDimensionShift);
   words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
   words.insert(words.end(), tensor.strides().begin(), tensor.strides().end());
@@ -66,10 +69,40 @@ void copy_to(const at::Tensor& tensor, std::byte* memory) {
 
 }  // namespace
 
-TensorMessages::TensorMessages(const ProcessGroup& group)
-    : group_(group), backend_(lockstep_backend_of(*group_)) {
-  TORCH_CHECK_VALUE(backend_, "the pipeline's group '", group_->getGroupName(),
-                    "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
+/// One list on its way here.
+class TensorMessages::Arrival {
+ public:
+  Arrival(TensorMessages& messages, int from, int tag);
+  /// Goes on as far as it can without waiting, or until all is there; on a device, in the order of its current stream.
+  void advance(bool waits);
+  /// Until its tensors are being received; false if that takes waiting.
+  bool describe(bool waits);
+  int tag() const { return static_cast<int>(front()[kTag]); }
+  Tensors take(const c10::Device& device);
+
+ private:
+  enum class State { kFront, kDescription, kTensors, kDone };
+
+  const int64_t* front() const { return static_cast<const int64_t*>(front_.const_data_ptr()); }
+  bool arrived(bool waits);
+  void step();
+  void read(const int64_t* words, int64_t count);
+  void unpack(const std::byte* payload);
+
+  TensorMessages& messages_;
+  int from_;
+  int messages_tag_;
+  State state_ = State::kFront;
+  at::Tensor front_;
+  at::Tensor description_;  // where it does not fit into the message in front
+  Tensors tensors_;
+  std::vector<bool> requires_grad_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;  // of the state
+};
+
+TensorMessages::TensorMessages(const ProcessGroup& group, std::optional<c10::Device> device, int ordered_tag)
+    : group_(group), backend_(lockstep_backend_of(*group_)), ordered_tag_(ordered_tag) {
+  if (device) links_.emplace(group_, *device);
 }
 
 TensorMessages::~TensorMessages() = default;
@@ -82,7 +115,8 @@ bool TensorMessages::is_far(int rank) const {
 // Within a host the receiver needs no help of the sender's, and the sender none of its background thread, which would contend
 // with the thread that computes.
 void TensorMessages::start_send(const at::Tensor& memory, int to, int tag, int64_t bytes) {
-  auto work = backend_->message(/*is_send=*/true, memory, to, tag, /*background=*/is_far(to));
+  auto work =
+      backend_->message(/*is_send=*/true, memory, to, tag_of_messages(tag), /*background=*/is_far(to));
   sending_.push_back({std::move(work), tag, bytes});
   bytes_in_flight_ += bytes;
 }
@@ -95,11 +129,12 @@ void TensorMessages::send(const Tensors& tensors, int to, int tag) {
   const c10::NoGradGuard no_grad;
   Tensors sent;
   std::vector<int64_t> words;
-  int64_t bytes = 0;
+  const auto by_link = [this](const at::Tensor& tensor) { return links_ && links_->takes(tensor); };
+  int64_t bytes = 0;  // that pass through the host's memory
   for (const at::Tensor& tensor : tensors) {
     sent.push_back(tensor.defined() ? as_sent(tensor) : tensor);
-    describe_tensor(sent.back(), tensor.defined() && tensor.requires_grad(), words);
-    if (tensor.defined()) bytes += static_cast<int64_t>(sent.back().nbytes());
+    describe_tensor(sent.back(), tensor.defined() && tensor.requires_grad(), by_link(sent.back()), words);
+    if (tensor.defined() && !by_link(sent.back())) bytes += static_cast<int64_t>(sent.back().nbytes());
   }
   const auto count = static_cast<int64_t>(words.size());
   const bool is_short = (kFrontWords + count) * kWordBytes <= kFrontBytes;
@@ -112,11 +147,11 @@ void TensorMessages::send(const Tensors& tensors, int to, int tag) {
     if (size > 0) std::memcpy(next, data, size);
     next += size;
   };
-  const int64_t head[kFrontWords] = {count, static_cast<int64_t>(tensors.size()), has_payload ? 1 : 0};
+  const int64_t head[kFrontWords] = {tag, count, static_cast<int64_t>(tensors.size()), has_payload ? 1 : 0};
   put(head, sizeof(head));
   if (is_short) put(words.data(), words.size() * kWordBytes);
   for (const at::Tensor& tensor : sent) {
-    if (!has_payload || !has_bytes(tensor)) continue;
+    if (!has_payload || !has_bytes(tensor) || by_link(tensor)) continue;
     const at::Tensor here = tensor.cpu();
     put(here.const_data_ptr(), here.nbytes());
   }
@@ -128,8 +163,14 @@ void TensorMessages::send(const Tensors& tensors, int to, int tag) {
     start_send(description, to, tag, 0);
   }
   for (const at::Tensor& tensor : sent) {
-    if (has_payload || !has_bytes(tensor)) continue;
+    if (!has_bytes(tensor)) continue;
     const auto size = static_cast<int64_t>(tensor.nbytes());
+    if (by_link(tensor)) {
+      sending_.push_back({links_->send(tensor, to), tag, size, tensor});
+      bytes_in_flight_ += size;
+      continue;
+    }
+    if (has_payload) continue;
     if (is_far(to) && tensor.is_cpu()) {
       start_send(bytes_of(tensor), to, tag, size);
       continue;
@@ -164,6 +205,7 @@ void TensorMessages::finish_sends(int tag) {
 
 void TensorMessages::abort(const std::string& reason) {
   backend_->abort(reason);
+  if (links_) links_->abort();
 }
 
 // ---- receiving
@@ -173,11 +215,44 @@ std::shared_ptr<TensorMessages::Receipt> TensorMessages::receive(int from, int t
 }
 
 TensorMessages::Receipt::Receipt(TensorMessages& messages, int from, int tag)
-    : messages_(messages), from_(from), tag_(tag), front_(at::empty({kFrontBytes}, at::kByte)) {
-  works_.push_back(messages_.start_receive(front_, from_, tag_));
+    : messages_(messages), from_(from), tag_(tag) {
+  if (!messages_.links_) arrival_ = std::make_shared<Arrival>(messages_, from_, tag_);
 }
 
-bool TensorMessages::Receipt::arrived(bool waits) {
+void TensorMessages::Receipt::advance() {
+  if (!arrival_) arrival_ = messages_.find_arrival(from_, tag_, /*waits=*/false);
+  if (arrival_) arrival_->advance(/*waits=*/false);
+}
+
+TensorMessages::Tensors TensorMessages::Receipt::take(const c10::Device& device) {
+  if (!arrival_) arrival_ = messages_.find_arrival(from_, tag_, /*waits=*/true);
+  return arrival_->take(device);
+}
+
+/// Looks through what has come from the rank, in its order; null if it is not there without waiting. It is called for lists that
+/// are to come, so that no receive is left over when they are all there.
+std::shared_ptr<TensorMessages::Arrival> TensorMessages::find_arrival(int from, int tag, bool waits) {
+  Incoming& incoming = incoming_[from];
+  for (;;) {
+    if (const auto kept = incoming.kept.find(tag); kept != incoming.kept.end()) {
+      auto arrival = std::move(kept->second.front());
+      kept->second.pop_front();
+      if (kept->second.empty()) incoming.kept.erase(kept);
+      return arrival;
+    }
+    if (!incoming.next) incoming.next = std::make_shared<Arrival>(*this, from, ordered_tag_);
+    if (!incoming.next->describe(waits)) return nullptr;
+    const int tag_of_next = incoming.next->tag();
+    incoming.kept[tag_of_next].push_back(std::exchange(incoming.next, nullptr));
+  }
+}
+
+TensorMessages::Arrival::Arrival(TensorMessages& messages, int from, int tag)
+    : messages_(messages), from_(from), messages_tag_(tag), front_(at::empty({kFrontBytes}, at::kByte)) {
+  works_.push_back(messages_.start_receive(front_, from_, messages_tag_));
+}
+
+bool TensorMessages::Arrival::arrived(bool waits) {
   for (const auto& work : works_) {
     if (!waits && !work->isCompleted()) return false;
     work->wait();
@@ -186,69 +261,87 @@ bool TensorMessages::Receipt::arrived(bool waits) {
   return true;
 }
 
-void TensorMessages::Receipt::advance(bool waits) {
-  while (state_ != State::kDone && arrived(waits)) {
-    const auto* words = static_cast<const int64_t*>(front_.const_data_ptr());
-    const int64_t count = words[kDescriptionWords];
-    switch (state_) {
-      case State::kFront:
-        if ((kFrontWords + count) * kWordBytes <= kFrontBytes) {
-          describe(words + kFrontWords, count);
-          break;
-        }
-        description_ = at::empty({count}, at::kLong);
-        works_.push_back(messages_.start_receive(description_, from_, tag_));
-        state_ = State::kDescription;
+void TensorMessages::Arrival::advance(bool waits) {
+  while (state_ != State::kDone && arrived(waits)) step();
+}
+
+bool TensorMessages::Arrival::describe(bool waits) {
+  while (state_ < State::kTensors && arrived(waits)) step();
+  return state_ >= State::kTensors;
+}
+
+/// When what the state waits for is there.
+void TensorMessages::Arrival::step() {
+  const int64_t count = front()[kDescriptionWords];
+  switch (state_) {
+    case State::kFront:
+      if ((kFrontWords + count) * kWordBytes <= kFrontBytes) {
+        read(front() + kFrontWords, count);
         break;
-      case State::kDescription:
-        describe(static_cast<const int64_t*>(description_.const_data_ptr()), count);
-        break;
-      case State::kTensors:
-      case State::kDone:
-        state_ = State::kDone;
-        break;
-    }
+      }
+      description_ = at::empty({count}, at::kLong);
+      works_.push_back(messages_.start_receive(description_, from_, messages_tag_));
+      state_ = State::kDescription;
+      break;
+    case State::kDescription:
+      read(static_cast<const int64_t*>(description_.const_data_ptr()), count);
+      break;
+    case State::kTensors:
+    case State::kDone:
+      state_ = State::kDone;
+      break;
   }
 }
 
-void TensorMessages::Receipt::describe(const int64_t* words, int64_t count) {
-  const auto* front = static_cast<const int64_t*>(front_.const_data_ptr());
+/// Of tensors.
+void TensorMessages::Arrival::read(const int64_t* words, int64_t count) {
   const int64_t* next = words;
-  for (int64_t i = 0; i < front[kTensors]; ++i) {
+  std::vector<bool> by_link;
+  for (int64_t i = 0; i < front()[kTensors]; ++i) {
     const int64_t word = *next++;
     requires_grad_.push_back((word & kRequiresGrad) != 0);
+    by_link.push_back((word & kByLink) != 0);
     if ((word & kDefined) == 0) {
       tensors_.emplace_back();
       continue;
     }
     const auto type = static_cast<at::ScalarType>(word >> kTypeShift & ((1 << kTypeBits) - 1));
     const auto dimensions = static_cast<size_t>(word >> kDimensionShift);
+    const c10::Device device = by_link.back() ? messages_.links_->device() : c10::Device(at::kCPU);
     tensors_.push_back(at::empty_strided(at::IntArrayRef(next, dimensions),
-                                         at::IntArrayRef(next + dimensions, dimensions), type));
+                                         at::IntArrayRef(next + dimensions, dimensions),
+                                         at::TensorOptions(type).device(device)));
     next += 2 * dimensions;
   }
   TORCH_INTERNAL_ASSERT(next == words + count);
   state_ = State::kTensors;
-  if (front[kHasPayload] != 0) return unpack(reinterpret_cast<const std::byte*>(next));
-  for (const at::Tensor& tensor : tensors_) {
-    if (has_bytes(tensor)) works_.push_back(messages_.start_receive(bytes_of(tensor), from_, tag_));
+  const bool has_payload = front()[kHasPayload] != 0;
+  if (has_payload) unpack(reinterpret_cast<const std::byte*>(front() + kFrontWords + count));
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (!has_bytes(tensors_[i])) continue;
+    if (by_link[i]) {
+      works_.push_back(messages_.links_->receive(tensors_[i], from_));
+    } else if (!has_payload) {
+      works_.push_back(messages_.start_receive(bytes_of(tensors_[i]), from_, messages_tag_));
+    }
   }
 }
 
-void TensorMessages::Receipt::unpack(const std::byte* payload) {
+void TensorMessages::Arrival::unpack(const std::byte* payload) {
   for (const at::Tensor& tensor : tensors_) {
-    if (!has_bytes(tensor)) continue;
+    if (!has_bytes(tensor) || !tensor.is_cpu()) continue;
     std::memcpy(tensor.data_ptr(), payload, tensor.nbytes());
     payload += tensor.nbytes();
   }
 }
 
-TensorMessages::Tensors TensorMessages::Receipt::take(const c10::Device& device) {
+TensorMessages::Tensors TensorMessages::Arrival::take(const c10::Device& device) {
   advance(/*waits=*/true);
   Tensors taken;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     at::Tensor tensor = std::move(tensors_[i]);
-    if (tensor.defined() && !device.is_cpu()) tensor = tensor.to(device);
+    if (tensor.defined() && tensor.device() != device) tensor = tensor.to(device);
+    use_on_current_stream(tensor);
     if (requires_grad_[i]) tensor.requires_grad_();
     taken.push_back(std::move(tensor));
   }

@@ -2,7 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/parallel/pipeline/internal/device_links.h>
 
 namespace lockstep {
 class LockstepBackend;
@@ -20,7 +24,11 @@ namespace lockstep::pipeline::internal {
 
 /// Lists of tensors between the ranks of a group, whose number, shapes, dtypes and orders in memory the receiver need not
 /// know: a message in front tells them, and brings small tensors itself. Undefined tensors arrive undefined, and whether
-/// one requires a gradient is told. Tensors of devices pass through the host's memory.
+/// one requires a gradient is told.
+///
+/// Tensors on a device go by DeviceLinks where each rank has one device. Then all that a rank sends to another one comes in one order,
+/// whatever its tag is, so that the receiver can start to receive it in that order; and the receiver keeps what it has not asked for yet.
+/// Elsewhere they pass through the host's memory.
 ///
 /// Sends never wait. Within a host a tensor is copied once into shared memory, from where the receiver takes it without the
 /// sender; between hosts the group's background thread moves it. Lists of one sender with one tag arrive in order. Used by
@@ -29,8 +37,10 @@ class TensorMessages {
  public:
   using Tensors = std::vector<at::Tensor>;
 
-  /// Throws c10::ValueError when the group has no Lockstep backend for CPU tensors.
-  explicit TensorMessages(const ProcessGroup& group);
+  /// `device`: this rank's, where all ranks have one of the same kind: collective then, and `ordered_tag` is a tag that is used by
+  /// none of the lists. The group has a Lockstep backend for CPU tensors.
+  explicit TensorMessages(const ProcessGroup& group, std::optional<c10::Device> device = {},
+                          int ordered_tag = 0);
   ~TensorMessages();
 
   /// `to`: a group rank. Throws c10::ValueError for tensors that are sparse or quantized.
@@ -43,53 +53,60 @@ class TensorMessages {
   void collect_sends();
   /// Fails the group on all ranks, whose errors tell the reason.
   void abort(const std::string& reason);
+  /// The groups of the devices' messages, which fail by themselves.
+  std::vector<ProcessGroup> link_groups() const {
+    return links_ ? links_->groups() : std::vector<ProcessGroup>();
+  }
   /// Of sends that have not arrived yet, as of the last collect_sends().
   int64_t bytes_in_flight() const { return bytes_in_flight_; }
   /// Whether the rank is on another host.
   bool is_far(int rank) const;
 
+  class Arrival;
+
   /// A list that is asked for.
   class Receipt {
    public:
     /// Asks for the rest as soon as the message in front is there; does not wait.
-    void advance() { advance(/*waits=*/false); }
+    void advance();
     /// Waits for the tensors; each on `device`. Once.
     Tensors take(const c10::Device& device);
 
    private:
     friend class TensorMessages;
-    enum class State { kFront, kDescription, kTensors, kDone };
-
     Receipt(TensorMessages& messages, int from, int tag);
-    void advance(bool waits);
-    bool arrived(bool waits);
-    void describe(const int64_t* words, int64_t count);
-    void unpack(const std::byte* payload);
 
     TensorMessages& messages_;
     int from_;
     int tag_;
-    State state_ = State::kFront;
-    at::Tensor front_;
-    at::Tensor description_;  // where it does not fit into the message in front
-    Tensors tensors_;
-    std::vector<bool> requires_grad_;
-    std::vector<c10::intrusive_ptr<c10d::Work>> works_;  // of the state
+    std::shared_ptr<Arrival> arrival_;  // none while lists that were sent before are looked through
   };
   std::shared_ptr<Receipt> receive(int from, int tag);
 
  private:
+  /// What comes from a rank in one order.
+  struct Incoming {
+    std::shared_ptr<Arrival> next;
+    std::map<int, std::deque<std::shared_ptr<Arrival>>> kept;  // by tag
+  };
+
+  std::shared_ptr<Arrival> find_arrival(int from, int tag, bool waits);
   struct Sending {
     c10::intrusive_ptr<c10d::Work> work;
-    int tag;
+    int tag;  // of the list
     int64_t bytes;
+    at::Tensor on_device = {};  // which the device reads until then
   };
 
   void start_send(const at::Tensor& memory, int to, int tag, int64_t bytes);
+  int tag_of_messages(int tag) const { return links_ ? ordered_tag_ : tag; }
   c10::intrusive_ptr<c10d::Work> start_receive(const at::Tensor& memory, int from, int tag);
 
   ProcessGroup group_;
   c10::intrusive_ptr<LockstepBackend> backend_;
+  std::optional<DeviceLinks> links_;
+  const int ordered_tag_;
+  std::map<int, Incoming> incoming_;  // with links, by rank
   std::vector<Sending> sending_;
   int64_t bytes_in_flight_ = 0;
 };
