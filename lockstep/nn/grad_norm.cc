@@ -82,13 +82,15 @@ at::Tensor over_ranks(const at::Tensor& mine, double norm_type, const ProcessGro
 at::Tensor get_total_norm(Tensors tensors, double norm_type, bool error_if_nonfinite,
                           std::optional<bool> foreach, const std::optional<ProcessGroup>& sharded_over) {
   at::NoGradGuard no_grad;
+  const c10::Device device = tensors.empty() ? at::kCPU : tensors[0].device();
   // An empty piece adds nothing, but has no norm of its own: torch throws for the infinite and negative ones.
   if (sharded_over) std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
   at::Tensor total;
   if (tensors.empty()) {
     // Nothing adds nothing: for negative norms, of which −infinity is the minimum, that is infinity.
     const bool others = sharded_over && norm_type < 0;
-    total = at::full({}, others ? std::numeric_limits<double>::infinity() : 0.0, at::kFloat);
+    total = at::full({}, others ? std::numeric_limits<double>::infinity() : 0.0,
+                     at::TensorOptions(at::kFloat).device(device));
   } else {
     Tensors norms = norms_of_each(tensors, norm_type, foreach);
     for (at::Tensor& norm : norms) norm = norm.to(tensors[0].device());
