@@ -163,8 +163,9 @@ struct Training {
   /// Adds to the gradients, and gives the loss; 0 on ranks of a pipeline that don't know it.
   std::function<Tensor(const lockstep::data::Example& batch)> compute_gradients;
   std::function<Tensor(double max_norm)> clip_grad_norm_;
-  /// The scores of the character behind a text of one row; on all ranks of a pipeline.
+  /// The scores of the character behind a text of one row.
   std::function<Tensor(const Tensor& text)> score_next;
+  bool all_ranks_score;  // for each has a part of the model
 };
 
 /// Each rank has a part of the layers, and all have the same batches.
@@ -192,7 +193,8 @@ Training make_pipeline(const std::shared_ptr<Gpt>& gpt, int64_t vocabulary, cons
                 if (is_last) scores.copy_(outputs[0].select(1, -1));
                 lockstep::broadcast(scores, last);
                 return scores;
-              }};
+              },
+          .all_ranks_score = true};
 }
 
 template <class Model>
@@ -205,7 +207,8 @@ Training make_data_parallel(const std::shared_ptr<Model>& model, const std::shar
                 return loss.detach();
               },
           .clip_grad_norm_ = nullptr,
-          .score_next = [gpt](const Tensor& text) { return gpt->forward(text).select(1, -1); }};
+          .score_next = [gpt](const Tensor& text) { return gpt->forward(text).select(1, -1); },
+          .all_ranks_score = false};
 }
 
 Training make_training(const std::shared_ptr<Gpt>& gpt, int64_t vocabulary, const Settings& settings) {
@@ -221,6 +224,8 @@ Training make_training(const std::shared_ptr<Gpt>& gpt, int64_t vocabulary, cons
     training.optimizer = model->make_optimizer<torch::optim::AdamW>(
         parameter_groups(model->parameters(), settings.learning_rate), options);
     training.clip_grad_norm_ = [model](double max_norm) { return model->clip_grad_norm_(max_norm); };
+    training.all_ranks_score = model->gathers();  // on devices
+    training.score_next = [model](const Tensor& text) { return (*model)(text).select(1, -1); };
     return training;
   }
   auto model = std::make_shared<lockstep::DistributedDataParallel<Gpt>>(gpt);
@@ -238,7 +243,7 @@ std::string write(Gpt& gpt, const Training& training, const TextVocabulary& voca
                   const Settings& settings) {
   torch::NoGradGuard no_grad;
   gpt.eval();
-  torch::manual_seed(settings.seed);  // ranks of a pipeline draw the same characters
+  torch::manual_seed(settings.seed);  // ranks that write together draw the same characters
   const auto device = gpt.parameters().front().device();
   auto text = vocabulary.encode(settings.prompt).unsqueeze(0).to(device);
   for (int64_t written = 0; written < settings.sample; ++written) {
@@ -338,7 +343,7 @@ void train(const Settings& settings) {
       std::fflush(stdout);
     }
   }
-  if (world.rank() != 0 && !is_pipeline) return;
+  if (world.rank() != 0 && !training.all_ranks_score) return;
   const std::string sample = write(*gpt, training, vocabulary, settings);
   if (world.rank() == 0) std::printf("loss: %.4f\nsample:\n%s\n", loss_of_all, sample.c_str());
 }
@@ -377,9 +382,9 @@ int main(int argc, char** argv) try {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--strategy", settings.strategy,
-                 "ddp: a model for each rank; fsdp: one on the host (FullyShardedDataParallel, on CPUs); "
-                 "pipeline: a part of "
-                 "the layers on each rank")
+                 "ddp: a model for each rank; fsdp: one on each host, or over its devices "
+                 "(FullyShardedDataParallel); "
+                 "pipeline: a part of the layers on each rank")
       ->check(CLI::IsMember({"ddp", "fsdp", "pipeline"}))
       ->capture_default_str();
   positive("--micro-batches", settings.micro_batches, "parts in which a batch goes through a pipeline");

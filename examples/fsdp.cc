@@ -1,5 +1,5 @@
-// Trains a classifier of clothes on Fashion-MNIST in shards: the weights lie once in the memory of the host, and each rank keeps
-// gradients and optimizer state of the rows that it owns.
+// Trains a classifier of clothes on Fashion-MNIST in shards: the weights lie once in the memory of the host, or, on devices, each rank
+// has rows of them; gradients and optimizer state a rank keeps of the rows that it owns.
 //
 //     lockstep run --nproc-per-node 2 ./fsdp
 #include <cstdio>
@@ -10,6 +10,8 @@
 
 #include <lockstep/checkpoint/python_checkpoint.h>
 #include <lockstep/lockstep.h>
+
+#include "device_option.h"
 
 namespace {
 
@@ -22,6 +24,7 @@ struct Settings {
   int64_t batch_size = 128;
   std::string data = "/usr/share/datasets/fashion-mnist";  // where Debian's dataset-fashion-mnist puts it
   std::string precision = "float16";
+  std::string device = "auto";
   std::string save;
 };
 
@@ -42,18 +45,18 @@ fsdp::MixedPrecision mixed_precision(const std::string& name) {
 
 /// The policy puts fc1 with its 200,960 parameters into a group of its own, whose gradients are reduced while backward goes
 /// on; fc2, which is smaller than 100,000, is in the group of the whole.
-Model create_fsdp_model(const std::string& precision) {
+Model create_fsdp_model(const std::string& precision, c10::Device device) {
   return Model(std::make_shared<Net>(), {.sharding_strategy = fsdp::ShardingStrategy::FULL_SHARD,
                                          .auto_wrap_policy = fsdp::size_based_auto_wrap_policy(100'000),
                                          .mixed_precision = mixed_precision(precision),
-                                         .device_id = torch::kCPU,
+                                         .device_id = device,
                                          .sync_module_states = true});
 }
 
 /// The share of all test images that are classified right. Each rank takes every N-th image.
 double test_accuracy(Model& model, FashionMnist& test, int rank, int world_size) {
   const torch::NoGradGuard no_grad;
-  auto counts = torch::zeros({2}, torch::kLong);  // right, seen
+  auto counts = torch::zeros({2}, torch::TensorOptions(torch::kLong).device(model.device()));  // right, seen
   constexpr int64_t kBatch = 500;
   const int64_t size = test.size();
   for (int64_t begin = rank; begin < size; begin += kBatch * world_size) {
@@ -61,7 +64,7 @@ double test_accuracy(Model& model, FashionMnist& test, int rank, int world_size)
     for (int64_t i = begin; i < std::min(size, begin + kBatch * world_size); i += world_size)
       indices.push_back(i);
     const auto batch = test.get_batch(indices);
-    counts[0] += model(batch.data).argmax(1).eq(batch.target).sum();
+    counts[0] += model(batch.data).argmax(1).eq(batch.target.to(counts.device())).sum();
     counts[1] += static_cast<int64_t>(indices.size());
   }
   lockstep::all_reduce(counts);
@@ -69,14 +72,15 @@ double test_accuracy(Model& model, FashionMnist& test, int rank, int world_size)
 }
 
 void train(const Settings& settings) {
+  const auto device = use_device(settings.device);  // first of all
   auto world = lockstep::init_process_group();
   const int rank = world.rank();
   FashionMnist train_set(settings.data, /*train=*/true);
   FashionMnist test_set(settings.data, /*train=*/false);
 
-  auto model = create_fsdp_model(settings.precision);
+  auto model = create_fsdp_model(settings.precision, device);
   auto optimizer = model.make_optimizer<torch::optim::Adam>(torch::optim::AdamOptions(1e-3));
-  lockstep::GradScaler scaler({.device = at::kCPU, .enabled = settings.precision == "float16"});
+  lockstep::GradScaler scaler({.device = device.type(), .enabled = settings.precision == "float16"});
 
   lockstep::data::DistributedSampler sampler(train_set.size(), {.drop_last = true});
   lockstep::data::DataLoader loader(train_set, {.batch_size = settings.batch_size / world.size(),
@@ -88,7 +92,8 @@ void train(const Settings& settings) {
     sampler.set_epoch(epoch);
     for (auto& batch : loader) {
       optimizer->zero_grad();
-      const auto loss = nn::functional::cross_entropy(model(batch.data).to(torch::kFloat), batch.target);
+      const auto loss =
+          nn::functional::cross_entropy(model(batch.data).to(torch::kFloat), batch.target.to(device));
       scaler.scale(loss).backward();
       scaler.step(*optimizer);  // on all ranks, or on none
       scaler.update();
@@ -126,6 +131,7 @@ int main(int argc, char** argv) try {
       ->check(CLI::IsMember({"float16", "bfloat16", "float32"}))
       ->capture_default_str();
   app.add_option("--save", settings.save, "a file for the weights, which Python's torch.load() reads");
+  add_device_option(app, settings.device);
   CLI11_PARSE(app, argc, argv);
   train(settings);
 } catch (const c10::Error& error) {

@@ -95,6 +95,47 @@ TEST(TrainerOnDevice, BringsBatchesThereAndTrainsAsOnTheCpu) {
   EXPECT_TRUE(close(trained(test_device(), ahead), expected));
 }
 
+TEST(TrainerOnDevice, TrainsInShards) {
+  const testing::SharedFolder folder;
+  testing::run_ranks(2,
+                     [&](int) {
+                       auto world = init_process_group();
+                       const auto state_of = [&](std::optional<c10::Device> device, const std::string& name) {
+                         data::DistributedSampler sampler(40);
+                         Loader loader(Points{40}, {.batch_size = 8, .sampler = &sampler});
+                         TrainerOptions options{
+                             .max_epochs = 2, .clip_grad_norm = 1.0, .progress_bar = false};
+                         options.strategy = Strategy::fsdp;
+                         options.fsdp.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(9);
+                         options.fsdp.device_id = device;
+                         options.checkpoint = CheckpointManagerOptions{.directory = folder.path() / name};
+                         const auto loss_of = [](auto& model, const Example& batch) {
+                           return nn::functional::mse_loss(model.forward(batch.data), batch.target);
+                         };
+                         Trainer trainer(std::make_shared<SmallNet>(), torch::optim::AdamOptions(0.05),
+                                         loader, loss_of, options);
+                         EXPECT_EQ(trainer.options().device, device.value_or(at::kCPU));
+                         trainer.restore();
+                         trainer.train();
+                         trainer.save();
+                         return trainer.with_model([]<class Model>(Model& model) {
+                           if constexpr (ShardedModel<Model>) return model.full_state_dict();
+                           return StateDict();
+                         });
+                       };
+                       const auto expected = state_of({}, "cpu"), state = state_of(test_device(), "device");
+                       ASSERT_EQ(state.size(), expected.size());
+                       for (const auto& [name, value] : expected) {
+                         EXPECT_TRUE(torch::allclose(state.at(name).toTensor(), value.toTensor())) << name;
+                       }
+                       // What one form has saved, the other one loads.
+                       for (const auto& [name, value] : state_of(test_device(), "cpu")) {
+                         EXPECT_TRUE(at::equal(value.toTensor(), expected.at(name).toTensor())) << name;
+                       }
+                     },
+                     {.environment = folder.environment()});
+}
+
 TEST(TrainerOnDevice, GoesOnInTheMiddleOfAnEpochWithBatchesFetchedAhead) {
   const TemporaryFolder folder;
   const auto options = data::DataLoaderOptions{.batch_size = 8, .shuffle = true, .num_workers = 1, .seed = 4};

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/device/streams.h>
 #include <lockstep/parallel/fsdp/any_wrapper.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/internal/class_name.h>
@@ -58,13 +59,18 @@ void AnyWrapper::run_forward(const std::function<void()>& forward) {
 }
 
 /// What the root's and the parts' flags say is torch's.
-bool AnyWrapper::prepares_inputs() const {
+bool AnyWrapper::casts_inputs() const {
   return precision_.param_dtype &&
          (precision_.cast_forward_inputs || (!is_part() && precision_.cast_root_forward_inputs));
 }
 
+bool AnyWrapper::moves_inputs() const {
+  return !is_part() && !core_->device().is_cpu();
+}
+
 at::Tensor AnyWrapper::prepare_input(const at::Tensor& tensor) const {
-  return tensor.is_floating_point() ? tensor.to(*precision_.param_dtype) : tensor;
+  const at::Tensor there = moves_inputs() ? moved_to(tensor, core_->device()) : tensor;
+  return casts_inputs() && there.is_floating_point() ? there.to(*precision_.param_dtype) : there;
 }
 
 std::vector<Part> parts_of(const Module& module) {

@@ -39,11 +39,16 @@ class AnyWrapper {
   const std::shared_ptr<FsdpCore>& core() const;
 
   void run_forward(const std::function<void()>& forward);
-  bool prepares_inputs() const;
+  /// Whether forward gets its tensors as prepare_input() makes them: on the model's device, and with mixed precision in its
+  /// dtype.
+  bool prepares_inputs() const { return casts_inputs() || moves_inputs(); }
   at::Tensor prepare_input(const at::Tensor& tensor) const;
 
  private:
   friend class lockstep::FsdpCore;
+
+  bool casts_inputs() const;
+  bool moves_inputs() const;
 
   const MixedPrecision precision_;
   std::shared_ptr<FsdpCore> core_;  // none in a part

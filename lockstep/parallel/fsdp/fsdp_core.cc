@@ -19,6 +19,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/device/existing_device.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
 #include <lockstep/parallel/ddp/state_sync.h>
@@ -90,6 +91,7 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   std::vector<WeightDtypes> dtypes;
   std::vector<std::vector<size_t>> groups;
   run_on_all(options_.process_group, "to be wrapped", [&] {
+    device_ = choose_device();
     check_options();
     check_parts();
     take_groups_of_parts();
@@ -100,7 +102,11 @@ FsdpCore::FsdpCore(Model model, FullyShardedDataParallelOptions options)
   });
   verify_same_model(sharded_, options_.process_group);
   verify_same_layout(groups, dtypes);
-  groups_ = std::make_shared<const ShardGroups>(options_.process_group, are_to_be_gathered());
+  const bool on_each_host =
+      !are_to_be_gathered() || options_.sharding_strategy == ShardingStrategy::HYBRID_SHARD;
+  groups_ = std::make_shared<const ShardGroups>(
+      options_.process_group, on_each_host ? ShardGroups::RowsOn::kEachHost : ShardGroups::RowsOn::kAllRanks,
+      are_to_be_gathered(), device_);
   groups_->spread_failures([&] { wrap(std::move(groups), dtypes); });
   log_strategy();
 }
@@ -115,7 +121,7 @@ void FsdpCore::wrap(std::vector<std::vector<size_t>> groups, const std::vector<W
     }
     weights_ = make_weights(dtypes, directory);
   });
-  windows_ = std::make_unique<WeightWindows>(groups_->all());
+  windows_ = std::make_unique<WeightWindows>(groups_->all(), /*one_thread=*/are_to_be_gathered());
   run_on_all(groups_->all(), "to allocate memory", [&] {
     weights_->allocate_copies();
     reduction_ = std::make_shared<GradientReduction>(*weights_, *windows_, std::move(groups), options_);
@@ -124,6 +130,7 @@ void FsdpCore::wrap(std::vector<std::vector<size_t>> groups, const std::vector<W
           std::make_shared<GatheredUnits>(static_cast<GatheredWeights&>(*weights_), *reduction_, options_);
     }
   });
+  groups_->connect();
   move_values();
   place_buffers();
   cast_buffers();
@@ -137,35 +144,51 @@ FsdpCore::~FsdpCore() = default;
 void FsdpCore::check_options() const {
   TORCH_CHECK_VALUE(options_.sharding_strategy != ShardingStrategy::NO_SHARD, kClass,
                     ": NO_SHARD keeps a whole model on each rank, as DistributedDataParallel does; use that");
-  TORCH_CHECK_VALUE(!options_.gather || options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD, kClass,
-                    ": HYBRID_SHARD has the weights once on each host, where nothing is gathered; leave "
-                    "`gather` out, or choose FULL_SHARD or SHARD_GRAD_OP");
   TORCH_CHECK_VALUE(
-      !options_.cpu_offload.offload_params || !are_to_be_gathered(), kClass,
-      ": cpu_offload puts the weights that a host's ranks share into files; with ",
-      name_of(options_.sharding_strategy),
-      ", which gathers them, each rank has its rows in memory: leave it out, or choose HYBRID_SHARD");
+      !options_.gather || !device_.is_cpu() || options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD,
+      kClass,
+      ": HYBRID_SHARD has the weights once on each host, where nothing is gathered; leave "
+      "`gather` out, or choose FULL_SHARD or SHARD_GRAD_OP");
+  TORCH_CHECK_VALUE(!options_.cpu_offload.offload_params || !are_to_be_gathered(), kClass,
+                    ": cpu_offload puts the weights that a host's ranks share into files; with ",
+                    name_of(options_.sharding_strategy), " on ", device_,
+                    " they are gathered, and each rank has its rows in memory: leave it out",
+                    device_.is_cpu() ? ", or choose HYBRID_SHARD" : ", or compute on the CPU");
   if (options_.between_hosts) {
     checked_compression(*options_.between_hosts, "between_hosts");
-    TORCH_CHECK_VALUE(
-        !are_to_be_gathered(), kClass, ": between_hosts compresses the averages of HYBRID_SHARD; ",
-        name_of(options_.sharding_strategy),
-        " scatters gradients over all ranks: set mixed_precision.reduce_dtype to send fewer bytes");
+    TORCH_CHECK_VALUE(!are_to_be_gathered(), kClass,
+                      ": between_hosts compresses the averages of HYBRID_SHARD on CPUs; for ",
+                      name_of(options_.sharding_strategy), " on ", device_,
+                      " set mixed_precision.reduce_dtype to send fewer bytes");
   }
   TORCH_CHECK_VALUE(options_.gradient_buffers > 0, kClass, ": gradient_buffers is ",
                     options_.gradient_buffers, "; it must be at least 1");
   TORCH_CHECK_VALUE(options_.gradient_buffer_cap_mb > 0, kClass, ": gradient_buffer_cap_mb is ",
                     options_.gradient_buffer_cap_mb, "; it must be more than 0");
-  TORCH_CHECK_NOT_IMPLEMENTED(!options_.device_id || options_.device_id->is_cpu(), kClass, ": device_id is ",
-                              *options_.device_id,
-                              ", but weights that all ranks share lie in the host's memory, where modules "
-                              "compute on the CPU; leave it out, or use "
-                              "DistributedDataParallel on a device");
+}
+
+/// device_id; or where the first parameter on a device is. A kind of device stands for the current one of that kind.
+c10::Device FsdpCore::choose_device() const {
+  if (options_.device_id) {
+    return options_.device_id->is_cpu() ? at::kCPU : existing_device(*options_.device_id, "device_id");
+  }
+  for (const fsdp::Part& part : model_.parts) {
+    if (part.wrapper->core_ && !part.wrapper->core_->device_.is_cpu()) return part.wrapper->core_->device_;
+  }
+  std::unordered_map<std::string, at::Tensor> by_name(model_.parameters.begin(), model_.parameters.end());
+  for (const auto& group : model_.groups) {
+    for (const std::string& name : group.parameters) {
+      const at::Tensor& tensor = by_name.at(name);
+      if (!tensor.is_meta() && !tensor.is_cpu()) return tensor.device();
+    }
+  }
+  return at::kCPU;
 }
 
 bool FsdpCore::are_to_be_gathered() const {
-  return options_.gather || (options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD &&
-                             get_topology(options_.process_group).nodes() > 1);
+  return options_.gather || !device_.is_cpu() ||
+         (options_.sharding_strategy != ShardingStrategy::HYBRID_SHARD &&
+          get_topology(options_.process_group).nodes() > 1);
 }
 
 void FsdpCore::check_usable() const {
@@ -187,9 +210,9 @@ void FsdpCore::collect_parameters() {
     if (wanted.erase(tensor.unsafeGetTensorImpl()) == 0) continue;
     sharded_.push_back(parameter);
     if (of_parts.contains(tensor.unsafeGetTensorImpl())) continue;  // has been checked
-    TORCH_CHECK_VALUE(tensor.device().is_cpu() || tensor.is_meta() || options_.device_id, kClass,
-                      ": parameter '", parameter.first, "' is on ", tensor.device(),
-                      "; only models on the CPU can be sharded: with device_id CPU it is moved there");
+    TORCH_CHECK_VALUE(tensor.device() == device_ || tensor.is_meta() || options_.device_id, kClass,
+                      ": parameter '", parameter.first, "' is on ", tensor.device(), ", and others are on ",
+                      device_, "; a sharded model is on one device: with device_id all are moved there");
     TORCH_CHECK_VALUE(tensor.layout() == c10::kStrided, kClass, ": parameter '", parameter.first,
                       "' is sparse");
     TORCH_CHECK_VALUE(tensor.is_leaf(), kClass, ": parameter '", parameter.first, "' is no leaf");
@@ -214,8 +237,8 @@ void FsdpCore::log_strategy() const {
   if (units_) {
     LOCKSTEP_LOG(kInfo) << kClass << " of " << model_.name << ": " << sharded_.size() << " parameters in "
                         << model_.groups.size() << " groups are gathered from "
-                        << weights_->group()->getSize() << " ranks, each of which has its rows; "
-                        << name_of(options_.sharding_strategy);
+                        << weights_->group()->getSize() << " ranks, each of which has its rows on " << device_
+                        << "; " << name_of(options_.sharding_strategy);
     return;
   }
   const std::string strategy =
@@ -299,7 +322,9 @@ std::unique_ptr<ShardedWeights> FsdpCore::make_weights(
   if (!are_to_be_gathered()) return std::make_unique<ShardedWeights>(sharded_, dtypes, groups_, offload);
   std::vector<std::string> names;
   for (const auto& group : model_.groups) names.push_back(group.module.empty() ? model_.name : group.module);
-  return std::make_unique<GatheredWeights>(sharded_, dtypes, groups_, places_of_groups(), std::move(names));
+  return std::make_unique<GatheredWeights>(
+      sharded_, dtypes, groups_, device_, places_of_groups(), std::move(names),
+      options_.limit_all_gathers ? std::optional<size_t>(2) : std::nullopt);
 }
 
 /// Else ranks would see each other's rows at other places.
@@ -308,7 +333,8 @@ void FsdpCore::verify_same_layout(const std::vector<std::vector<size_t>>& groups
   std::string own = options_.sync_module_states ? "synced" : "own";
   if (are_to_be_gathered()) {
     own +=
-        " gathered " + std::to_string(static_cast<int>(options_.sharding_strategy)) +
+        " gathered on " + c10::DeviceTypeName(device_.type(), true) + " " +
+        std::to_string(static_cast<int>(options_.sharding_strategy)) +
         (options_.backward_prefetch ? std::to_string(static_cast<int>(*options_.backward_prefetch)) : "-") +
         (options_.forward_prefetch ? "forward" : "") + (options_.limit_all_gathers ? "limited" : "");
   }
@@ -469,7 +495,7 @@ at::Tensor FsdpCore::count_nonzero_gradients() const {
   }
   const at::Tensor flags = at::tensor(nonzero);
   all_reduce(flags, ReduceOp::MAX, weights_->group());
-  return flags.sum();
+  return flags.sum().to(device_);
 }
 
 at::Tensor FsdpCore::clip_grad_norm_(double max_norm, double norm_type) {
@@ -483,7 +509,7 @@ at::Tensor FsdpCore::clip_gradients(double max_norm, double norm_type) {
                                    : get_total_norm(gradients_of(sharded), norm_type,
                                                     /*error_if_nonfinite=*/false, {}, weights_->group());
   if (!ignored_.empty()) {
-    at::Tensor other = get_total_norm(gradients_of(ignored_), norm_type).to(norm.scalar_type());
+    at::Tensor other = get_total_norm(gradients_of(ignored_), norm_type).to(norm.options());
     // Ranks with the same rows scale them equally, or they would differ from then on.
     if (groups_->replicas()) all_reduce(other, ReduceOp::MAX, groups_->replicas());
     norm = norm_type == 0 ? norm + other : get_total_norm({norm, other}, norm_type);
@@ -511,7 +537,7 @@ void FsdpCore::summon_full_params(const std::function<void()>& action, bool writ
     std::vector<at::Tensor> memory;
     attempt([&] {
       failpoint::here("fsdp.summon.allocate");
-      for (size_t i = 0; i < sharded_.size(); ++i) memory.push_back(weights_->empty_whole(i));
+      for (size_t i = 0; i < sharded_.size(); ++i) memory.push_back(weights_->empty_whole(i, {}, device_));
     });
     failed = count_ranks(groups_->all(), error != nullptr);
     if (failed > 0) return;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/named_tensor.h>
@@ -108,10 +109,13 @@ class FsdpCore final {
   const FullyShardedDataParallelOptions& options() const { return options_; }
   /// Whether parameters are gathered for each forward and backward, so that these are collective.
   bool gathers() const { return units_ != nullptr; }
+  /// Where the module computes.
+  c10::Device device() const { return device_; }
 
  private:
   friend class fsdp::AnyWrapper;
 
+  c10::Device choose_device() const;
   void check_options() const;
   void check_parts() const;
   void check_usable() const;
@@ -163,6 +167,7 @@ class FsdpCore final {
 
   Model model_;
   FullyShardedDataParallelOptions options_;
+  c10::Device device_ = at::kCPU;
   std::vector<NamedTensor> sharded_;  // each parameter once
   std::vector<bool> without_values_;  // of these: on the meta device
   std::vector<NamedTensor> buffers_without_values_;

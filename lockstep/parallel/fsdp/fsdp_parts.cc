@@ -48,6 +48,7 @@ void FsdpCore::check_parts() const {
         "another process_group");
     check_same(options.sharding_strategy == options_.sharding_strategy, "another sharding_strategy");
     check_same(options.gather == options_.gather, "another `gather`");
+    check_same(part.device_ == device_, "another device");
     check_same(
         options.mixed_precision.keep_low_precision_grads == options_.mixed_precision.keep_low_precision_grads,
         "another mixed_precision.keep_low_precision_grads");

@@ -17,6 +17,14 @@
 
 // The states of FsdpCore: the model's and its optimizers'.
 namespace lockstep {
+namespace {
+
+/// States lie in the host's memory, wherever a model computes.
+at::Tensor copied_to_host(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+}
+
+}  // namespace
 
 using fsdp::ShardedStateDict;
 using fsdp::internal::kClass;
@@ -49,12 +57,12 @@ StateDict FsdpCore::full_state_dict(bool rank0_only) {
   }
   for (const auto& [name, parameter] : model_.parameters) {
     const auto found = whole.find(parameter.unsafeGetTensorImpl());
-    state.emplace(name, found == whole.end() ? parameter.detach().clone() : found->second);
+    state.emplace(name, found == whole.end() ? copied_to_host(parameter) : found->second);
   }
   for (const auto& [name, buffer] : model_.buffers()) {
     const auto cast = buffer_dtypes_.find(name);
     const at::ScalarType own = cast == buffer_dtypes_.end() ? buffer.scalar_type() : cast->second;
-    state.emplace(name, buffer.detach().to(own, /*non_blocking=*/false, /*copy=*/true));
+    state.emplace(name, copied_to_host(buffer).to(own));
   }
   return state;
 }
@@ -91,7 +99,7 @@ ShardedStateDict FsdpCore::sharded_state_dict() const {
   const WeightWindows::Reading reading(*windows_);
   ShardedStateDict state;
   for (const ShardedWeight& weight : weights_->all()) {
-    state.emplace_back(weight.name, fsdp::ShardedTensor{.local = weight.shard.detach().clone(),
+    state.emplace_back(weight.name, fsdp::ShardedTensor{.local = copied_to_host(weight.shard),
                                                         .row = weight.own.begin,
                                                         .global_sizes = weight.sizes});
   }
@@ -201,7 +209,7 @@ StateDict FsdpCore::sharded_optim_state_dict(const torch::optim::Optimizer& opti
       optim_state_of_rows(optimizer), [&](const PlaceInState& place, const c10::IValue& part) {
         const ShardedWeight& weight = weights_->all()[place.weight];
         return to_object(fsdp::ShardedTensor{
-            .local = part.toTensor().clone(), .row = weight.own.begin, .global_sizes = weight.sizes});
+            .local = copied_to_host(part.toTensor()), .row = weight.own.begin, .global_sizes = weight.sizes});
       });
 }
 

@@ -137,14 +137,23 @@ void FsdpCore::init(const InitUnit& unit) const {
   for (const auto& [tensor, data] : kept) tensor.set_data(data);
 }
 
-/// On the CPU, with rank 0's values where they are to be the same.
+/// Where the module computes, with rank 0's values where they are to be the same.
 void FsdpCore::place_buffers() {
+  std::unordered_set<const c10::TensorImpl*> were_without_values;
+  for (const auto& [name, buffer] : buffers_without_values_)
+    were_without_values.insert(buffer.unsafeGetTensorImpl());
+  std::unordered_set<const c10::TensorImpl*> ignored;
+  for (const auto& module : options_.ignored_modules) {
+    for (const auto& buffer : module->buffers()) ignored.insert(buffer.unsafeGetTensorImpl());
+  }
   run_on_all(groups_->all(), "to allocate memory", [&] {
     for (const auto& [name, buffer] : model_.buffers()) {
+      if (ignored.contains(buffer.unsafeGetTensorImpl())) continue;
       if (!has_values(buffer)) {
-        replace_data(buffer, at::empty_like(buffer, buffer.options().device(at::kCPU)));
-      } else if (options_.device_id && !buffer.device().is_cpu()) {
-        replace_data(buffer, buffer.detach().cpu());
+        replace_data(buffer, at::empty_like(buffer, buffer.options().device(device_)));
+      } else if (buffer.device() != device_ &&
+                 (options_.device_id || were_without_values.contains(buffer.unsafeGetTensorImpl()))) {
+        replace_data(buffer, buffer.detach().to(device_));
       }
     }
   });

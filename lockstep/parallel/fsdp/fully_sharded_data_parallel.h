@@ -191,6 +191,8 @@ class FullyShardedDataParallel : public torch::nn::Module,
   const ProcessGroup& process_group() const { return core()->process_group(); }
   /// Whether parameters are gathered for each forward and backward, which are collective then.
   bool gathers() const { return core()->gathers(); }
+  /// Where the module computes, and forward moves its inputs to.
+  c10::Device device() const { return core()->device(); }
 
   void train(bool on = true) override {
     torch::nn::Module::train(on);

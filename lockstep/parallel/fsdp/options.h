@@ -17,10 +17,10 @@
 namespace lockstep {
 namespace fsdp {
 
-/// What lies where, under torch's names. On one host each weight lies once in shared memory, whatever is chosen, so the
-/// first, the second and the last come to the same. Over several hosts HYBRID_SHARD is that on each host; with the other two a
-/// rank has its rows alone, and parameters are gathered for forward and backward: with FULL_SHARD they are freed behind each,
-/// with SHARD_GRAD_OP behind backward.
+/// What lies where, under torch's names. On the CPUs of one host each weight lies once in shared memory, whatever is chosen, so
+/// the first, the second and the last come to the same. Over several hosts HYBRID_SHARD is that on each host; with the other two, and
+/// on devices, a rank has its rows alone, and parameters are gathered for forward and backward: with FULL_SHARD they are freed behind each,
+/// with SHARD_GRAD_OP behind backward. HYBRID_SHARD on devices is FULL_SHARD over each host's ranks.
 enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
 
 /// When the next group of gathered parameters is gathered in backward: before the current one's gradients are computed, or behind,
@@ -69,8 +69,8 @@ struct FullyShardedDataParallelOptions {
   /// Sets values of modules with tensors on the meta device, on rank 0 alone, for all; without one, fsdp::reset_parameters().
   /// When it throws, the module can't be used any more.
   fsdp::ParamInitFn param_init_fn = {};
-  /// Where modules compute: the CPU, for weights lie in the host's memory. When it is given, what a module has on another device is
-  /// moved there, one parameter after the other; otherwise that is refused.
+  /// Where the module computes. What it has elsewhere is moved there, one parameter after the other, and forward's inputs are.
+  /// Otherwise it is where the parameters are. On a device they are gathered.
   std::optional<c10::Device> device_id = {};
   /// Rank 0's parameters and buffers for all; other ranks may have theirs on the meta device. Otherwise each rank gives the rows
   /// that it owns of its own values, which should be the same everywhere.
@@ -84,7 +84,7 @@ struct FullyShardedDataParallelOptions {
   /// How gradients travel between hosts with HYBRID_SHARD, on all ranks the same: as for DistributedDataParallel.
   std::optional<HostCompression> between_hosts = {};
 
-  /// FULL_SHARD and SHARD_GRAD_OP gather on one host, too, as they do over several.
+  /// FULL_SHARD and SHARD_GRAD_OP gather on one host's CPUs, too, as they do over several hosts and on devices.
   bool gather = false;
   // Where parameters are gathered:
   /// Early, in the order of the step before; none: when they are used.

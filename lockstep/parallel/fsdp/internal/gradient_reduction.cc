@@ -5,8 +5,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <lockstep/base/errors.h>
@@ -70,9 +72,13 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
   const size_t reductions = std::accumulate(parts.begin(), parts.end(), size_t{0});
   const size_t slots = std::min(reductions, static_cast<size_t>(options.gradient_buffers));
   for (size_t slot = 0; slot < slots; ++slot) {
-    ring_.push_back({.buffer = empty_shared({most_bytes}, at::kByte, weights.group()).zero_()});
+    ring_.push_back(
+        {.buffer = weights.device().is_cpu()
+                       ? empty_shared({most_bytes}, at::kByte, weights.group()).zero_()
+                       : at::zeros({most_bytes}, at::TensorOptions(at::kByte).device(weights.device()))});
   }
   schedule_ = ReductionSchedule(std::move(parts), slots);
+  streams_.note(weights.device());
 }
 
 GradientReduction::~GradientReduction() {
@@ -101,7 +107,12 @@ void GradientReduction::attach() {
 }
 
 void GradientReduction::check_ended() const {
-  TORCH_CHECK(backward_.load() != std::this_thread::get_id(),
+  const std::thread::id thread = backward_.load();
+  const bool did_not_end =
+      weights_.device().is_cpu()
+          ? thread == std::this_thread::get_id()
+          : thread != std::thread::id() && torch::autograd::get_current_graph_task_id() == -1;
+  TORCH_CHECK(!did_not_end,
               "FullyShardedDataParallel: the last backward did not end, for it or a reduction has failed; "
               "what was averaged of its gradients is lost, and the ranks may be at different places: make "
               "the model anew, from a "
@@ -125,6 +136,7 @@ void GradientReduction::on_gradient(size_t weight) {
       gradient.layout() == c10::kStrided, "FullyShardedDataParallel: the gradient of parameter '",
       weights_.all()[weight].name,
       "' is sparse; only dense ones can be sharded, so make an Embedding without sparse");
+  streams_.note(weights_.device());
   if (backward_.load() == std::thread::id()) {
     if (!synchronising_) return;
     begin();
@@ -170,7 +182,8 @@ void GradientReduction::start_what_can_start() {
 /// where backward gathers nothing (SHARD_GRAD_OP), and those of most parts where groups are larger than the ring.
 bool GradientReduction::comes_to_an_end(size_t oldest) {
   if (progress_.own - static_cast<int64_t>(ring_.size()) < progress_.all) return true;
-  const Work& work = ring_[oldest].work;
+  const Slot& slot = ring_[oldest];
+  const Work& work = slot.started_everywhere ? slot.started_everywhere : slot.work;
   if (gave_up_ || work->isCompleted()) return work->isCompleted();
   try {
     work->wait(kPatience);
@@ -185,18 +198,24 @@ void GradientReduction::take_gradients(Group& group) {
   for (const size_t weight : group.weights) {
     const at::Tensor& parameter = weights_.all()[weight].parameter;
     const at::Tensor gradient = gradient_of(parameter);
+    use_on_current_stream(gradient);
     group.gradients.push_back(gradient.defined() ? gradient.contiguous().view({-1}) : at::Tensor());
     // Also one that has added up under no_sync(), and is none of this backward's.
     if (gradient.defined()) used_[weight] = true;
     parameter.mutable_grad() = taken_gradient(parameter);
   }
-  group.averages = at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype));
+  group.averages =
+      at::empty({group.layout.piece_numel()}, at::TensorOptions(group.dtype).device(weights_.device()));
 }
 
 void GradientReduction::start(const ReductionSchedule::Start& next) {
   const at::NoGradGuard no_grad;
+  streams_.join(weights_.device());
+  streams_.note(weights_.device());
   Group& group = groups_[next.group];
   if (next.part == 0) take_gradients(group);
+  for (const at::Tensor& gradient : group.gradients) use_on_current_stream(gradient);
+  use_on_current_stream(group.averages);
   Slot& slot = ring_[next.slot];
   const int ranks = weights_.group()->getSize();
   const int64_t part_numel = group.layout.part_numel(next.part);
@@ -220,11 +239,17 @@ void GradientReduction::start(const ReductionSchedule::Start& next) {
   at::Tensor averages = group.averages.narrow(0, group.layout.part_begin(next.part), part_numel);
   ++progress_.own;
   slot.work = reduce_scatter_tensor(averages, buffer, ReduceOp::AVG, weights_.group(), /*async_op=*/true);
+  if (!weights_.device().is_cpu()) {
+    slot.started_everywhere =
+        all_reduce(at::zeros({1}, at::kByte), ReduceOp::MAX, weights_.group(), /*async_op=*/true);
+  }
 }
 
 void GradientReduction::finish(size_t slot) {
   const at::NoGradGuard no_grad;
+  if (const Work started = std::exchange(ring_[slot].started_everywhere, {})) started->wait();
   std::exchange(ring_[slot].work, {})->wait();
+  streams_.note(weights_.device());
   schedule_.finished(slot);
   const ProcessGroup& replicas = weights_.groups().replicas();
   if (!replicas || !ring_[slot].is_last_part) return;
@@ -289,7 +314,9 @@ void GradientReduction::agree_on_order() {
 void GradientReduction::give_to_shards() {
   const at::NoGradGuard no_grad;
   const int rank = weights_.group()->getRank();
+  streams_.join(weights_.device());
   for (Group& group : groups_) {
+    use_on_current_stream(group.averages);
     for (size_t i = 0; i < group.weights.size(); ++i) {
       if (!used_[group.weights[i]]) continue;
       at::Tensor shard = weights_.all()[group.weights[i]].shard;

@@ -15,6 +15,7 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/host_compression.h>
+#include <lockstep/device/streams.h>
 #include <lockstep/parallel/fsdp/internal/reduction_schedule.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
@@ -43,7 +44,7 @@ struct ReductionProgress {
 /// one: what takes the module's parameters for those of an unsharded model, as an optimizer made of them or clipping,
 /// throws then, where it would otherwise do nothing.
 ///
-/// Used by the thread that runs forward and backward.
+/// Used by the thread that runs forward and backward; on a device autograd's thread runs backward.
 class GradientReduction : public std::enable_shared_from_this<GradientReduction> {
  public:
   /// Allocates its buffers. `groups`: indices into weights.all(), of those that require gradients; within a group they are
@@ -66,8 +67,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   ReductionProgress& progress() { return progress_; }
   /// Drops what has added up for this weight.
   void drop_sum(size_t weight);
-  /// Before a forward, by any thread. Throws c10::Error when this thread's last backward did not end: a reduction has failed, or
-  /// something else has thrown.
+  /// Before a forward, by any thread. Throws c10::Error when the last backward did not end, of this thread, or on a device of any:
+  /// a reduction has failed, or something else has thrown.
   void check_ended() const;
 
  private:
@@ -87,6 +88,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
     size_t group = 0;
     bool is_last_part = false;  // of the group
     Work work = {};
+    Work started_everywhere =
+        {};  // on a device, whose host does not see by `work` whether all ranks have started it
   };
 
   void before_gradient(size_t weight);
@@ -111,6 +114,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   std::vector<size_t> group_of_;  // by weight; of those without gradients groups_.size()
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;  // on parameters, before their gradients
   std::vector<Slot> ring_;
+  WritingStreams streams_;  // that gradients and buffers were last used on
   ReductionSchedule schedule_;
   ReductionProgress progress_;
   bool gave_up_ = false;  // waiting in this backward for what ranks have perhaps not started

@@ -1,12 +1,16 @@
+#include <algorithm>
 #include <array>
 #include <exception>
 #include <numeric>
 #include <vector>
 
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
@@ -49,18 +53,21 @@ void end_group(ProcessGroup& group) {
 
 }  // namespace
 
-ShardGroups::ShardGroups(const ProcessGroup& parent, bool gathers) {
+ShardGroups::ShardGroups(const ProcessGroup& parent, RowsOn rows_on, bool gathers, c10::Device device)
+    : device_(device) {
   std::vector<int> ranks(static_cast<size_t>(parent->getSize()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const Lists hosts = gathers ? Lists{ranks} : ranks_of_hosts(get_topology(parent));
+  const Lists hosts = rows_on == RowsOn::kAllRanks ? Lists{ranks} : ranks_of_hosts(get_topology(parent));
   try {
-    if (gathers) gathers_ = split_group(parent, hosts, {}, "fsdp_gathers");
+    // It may fail on one host alone.
+    const auto make = [&](ProcessGroup& group, const char* name) {
+      run_on_all(parent, "to make their host's group", [&] { group = split_group(parent, hosts, {}, name); });
+    };
+    if (gathers) make(gathers_, "fsdp_gathers");
+    make(host_, "fsdp");
     if (hosts.size() == 1) {
-      all_ = host_ = split_group(parent, hosts, {}, "fsdp");
+      all_ = host_;
     } else {
-      // It may fail on one host alone.
-      run_on_all(parent, "to make their host's group",
-                 [&] { host_ = split_group(parent, hosts, {}, "fsdp"); });
       all_ = split_group(parent, {ranks}, {}, "fsdp_all");
       replicas_ = split_group(parent, ranks_of_places(hosts), {}, "fsdp_replicas");
     }
@@ -83,8 +90,34 @@ void ShardGroups::end() noexcept {
   end_group(gathers_);
 }
 
+void ShardGroups::connect() const {
+  if (device_.is_cpu()) return;
+  for (const ProcessGroup& group : {host_, replicas_, gathers_}) {
+    if (group)
+      all_reduce(at::zeros({1}, at::TensorOptions(at::kFloat).device(device_)), ReduceOp::SUM, group);
+  }
+}
+
+bool ShardGroups::any_has_failed() const {
+  return std::ranges::any_of(std::array{host_, all_, replicas_, gathers_}, [](const ProcessGroup& group) {
+    const auto backend = group ? lockstep_backend_of(*group) : nullptr;
+    return backend && backend->channel().failed();
+  });
+}
+
 void ShardGroups::spread_failure() const noexcept {
   if (replicas_ || gathers_) lockstep::spread_failure({host_, all_, replicas_, gathers_});
+  if (!device_.is_cpu() && any_has_failed()) abort();
+}
+
+void ShardGroups::abort() const noexcept {
+  for (const ProcessGroup& group : {host_, replicas_, gathers_}) {
+    try {
+      if (group) lockstep::abort(group);  // one that has failed keeps its cause
+    } catch (const std::exception& error) {
+      LOCKSTEP_LOG(kWarning) << "the ranks of a sharded model don't hear of a failure: " << text_of(error);
+    }
+  }
 }
 
 }  // namespace lockstep::fsdp::internal

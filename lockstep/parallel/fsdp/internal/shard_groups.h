@@ -2,30 +2,43 @@
 
 #include <utility>
 
+#include <c10/core/Device.h>
+
 #include <lockstep/collectives/process_group.h>
 
 namespace lockstep::fsdp::internal {
 
-/// The groups of a model whose weights lie once on each host; on one host all three are the same. Or of one whose weights are
-/// gathered, of all ranks as if they were on one host.
+/// The groups of a model of which each host has all rows; on one host all three are the same. Or of one whose rows lie on all
+/// ranks, as if these were on one host.
 class ShardGroups {
  public:
-  /// Cuts the ranks of `parent`; collective over them. Throws c10::ValueError on all ranks where hosts have unequal numbers
-  /// of them, and what split_group() throws.
-  explicit ShardGroups(const ProcessGroup& parent, bool gathers = false);
+  /// Which ranks have all rows among them.
+  enum class RowsOn { kEachHost, kAllRanks };
+
+  /// Cuts the ranks of `parent`; collective over them. With `gathers` ranks gather rows that others have. Throws c10::ValueError
+  /// on all ranks where hosts have unequal numbers of them but should have the same rows, and what split_group() throws.
+  /// `device`: where modules compute.
+  ShardGroups(const ProcessGroup& parent, RowsOn rows_on, bool gathers, c10::Device device);
   ShardGroups(const ShardGroups&) = delete;
   ShardGroups& operator=(const ShardGroups&) = delete;
   ~ShardGroups();
 
   /// All ranks of the parent, in its order.
   const ProcessGroup& all() const { return all_; }
-  /// Those of this host, which share the weights; all where weights are gathered.
+  /// Those that have all rows among them.
   const ProcessGroup& host() const { return host_; }
   /// Those that have the same rows as this rank, one on each host; null on one host.
   const ProcessGroup& replicas() const { return replicas_; }
-  /// All ranks again, for gathering weights beside reductions, which come in an order of their own; null where none are gathered.
+  /// The ranks of host() again, for gathering weights beside reductions, which come in an order of their own; null where none are
+  /// gathered.
   const ProcessGroup& gathers() const { return gathers_; }
 
+  /// Has the groups' backends for a device make their connections, in one order on all ranks: a backend that makes them at the
+  /// first use makes a rank wait for the others there. Collective.
+  void connect() const;
+
+  /// Fails them all on all ranks; with a cause of its own where none has failed yet. Ends what a device has still to do in them.
+  void abort() const noexcept;
   /// When an operation of one of them has failed, the others fail with its cause: ranks that wait in those may not be in
   /// that one. From any thread.
   void spread_failure() const noexcept;
@@ -42,7 +55,9 @@ class ShardGroups {
 
  private:
   void end() noexcept;
+  bool any_has_failed() const;
 
+  const c10::Device device_;
   ProcessGroup host_;
   ProcessGroup all_;
   ProcessGroup replicas_;

@@ -6,7 +6,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/parallel/fsdp/internal/offload_file.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 
 namespace lockstep::fsdp::internal {
@@ -40,18 +39,10 @@ void replace_data(const at::Tensor& tensor, const at::Tensor& data) {
   }
 }
 
-/// The rows that the optimizer sees where modules see others, in memory of this rank alone.
-struct ShardedWeights::Copies {
-  at::Tensor shared;  // one of these two
-  std::shared_ptr<OffloadFile> file;
-  std::byte* writable;
-  transport::ReadOnlyView view;
-};
-
 ShardedWeights::ShardedWeights(std::shared_ptr<const ShardGroups> groups,
                                const std::vector<NamedTensor>& parameters,
-                               const std::vector<WeightDtypes>& dtypes)
-    : groups_(std::move(groups)), scratch_(at::empty({kScratchBytes}, at::kByte)) {
+                               const std::vector<WeightDtypes>& dtypes, c10::Device device)
+    : groups_(std::move(groups)), device_(device), scratch_(at::empty({kScratchBytes}, at::kByte)) {
   const int rank = group()->getRank(), ranks = group()->getSize();
   std::vector<int64_t> own_bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -79,7 +70,7 @@ ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
                                const std::vector<WeightDtypes>& dtypes,
                                std::shared_ptr<const ShardGroups> groups,
                                const std::optional<std::filesystem::path>& offload)
-    : ShardedWeights(std::move(groups), parameters, dtypes) {
+    : ShardedWeights(std::move(groups), parameters, dtypes, at::kCPU) {
   offload_ = offload;
   std::vector<int64_t> bytes;
   for (const ShardedWeight& weight : weights_) {
@@ -101,26 +92,14 @@ std::string ShardedWeights::part_name(size_t index) const {
 void ShardedWeights::allocate_copies() {
   const auto is_copied = [](const ShardedWeight& weight) { return weight.dtypes.seen != weight.dtypes.own; };
   if (std::ranges::none_of(weights_, is_copied)) return;
-  constexpr int64_t kPage = 4096;  // a tensor that is as large lies in whole ones
-  const int64_t numel = (copy_offsets_.back() / kPage + 1) * kPage;
-  const auto bytes = static_cast<size_t>(numel);
-  at::Tensor shared;
-  std::shared_ptr<OffloadFile> file;
-  if (offload_) {
-    file = OffloadFile::create(*offload_, bytes);
-    file->unlink();
-  } else {
-    shared = empty_shared({numel}, at::kByte, group());
-  }
   std::vector<transport::ReadOnlyView::Part> parts;
   for (size_t i = 0; i < weights_.size(); ++i) {
     const int64_t end = copy_offsets_[i + 1];
     parts.push_back(
         {static_cast<size_t>(copy_offsets_[i]), static_cast<size_t>(end - copy_offsets_[i]), part_name(i)});
   }
-  auto* const begin = file ? file->data() : static_cast<std::byte*>(shared.mutable_data_ptr());
-  copies_ = std::shared_ptr<Copies>(new Copies{std::move(shared), std::move(file), begin,
-                                               transport::ReadOnlyView(begin, bytes, std::move(parts))});
+  copies_ = std::make_shared<RowMemory>(static_cast<size_t>(copy_offsets_.back()), std::move(parts), group(),
+                                        device_, offload_);
 }
 
 void ShardedWeights::make_shard(size_t index) {
@@ -129,8 +108,7 @@ void ShardedWeights::make_shard(size_t index) {
   const auto sizes = sizes_with_rows(weight.parameter, weight.own.size());
   const OwnRows place = own_rows_place(index);
   const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
-    return at::from_blob(
-        memory, sizes, [owner](void*) {}, at::TensorOptions(dtype));
+    return tensor_at(memory, sizes, at::TensorOptions(dtype).device(device_), std::move(owner));
   };
   const at::Tensor there = rows_at(place.writable, seen, place.owner);
   if (seen == own) {
@@ -138,8 +116,8 @@ void ShardedWeights::make_shard(size_t index) {
     weight.readable = rows_at(place.readable, seen, place.owner);
   } else {
     weight.published = there;
-    weight.writable = rows_at(copies_->writable + copy_offsets_[index], own, copies_);
-    weight.readable = rows_at(copies_->view.data() + copy_offsets_[index], own, copies_);
+    weight.writable = rows_at(copies_->writable() + copy_offsets_[index], own, copies_);
+    weight.readable = rows_at(copies_->view() + copy_offsets_[index], own, copies_);
   }
 }
 
@@ -322,9 +300,11 @@ void ShardedWeights::set_value(size_t index, const at::Tensor& value) {
   weights_[index].shard.copy_(part_of(index, value));
 }
 
-at::Tensor ShardedWeights::empty_whole(size_t index, std::optional<at::ScalarType> dtype) const {
+at::Tensor ShardedWeights::empty_whole(size_t index, std::optional<at::ScalarType> dtype,
+                                       c10::Device device) const {
   const ShardedWeight& weight = weights_[index];
-  return at::empty(weight.sizes, at::TensorOptions(dtype.value_or(weight.shard.scalar_type())));
+  return at::empty(weight.sizes,
+                   at::TensorOptions(dtype.value_or(weight.shard.scalar_type())).device(device));
 }
 
 void ShardedWeights::gather(size_t index, const at::Tensor& part, const at::Tensor& whole) const {

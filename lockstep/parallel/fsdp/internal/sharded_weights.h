@@ -9,8 +9,10 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <lockstep/nn/named_tensor.h>
+#include <lockstep/parallel/fsdp/internal/row_memory.h>
 #include <lockstep/parallel/fsdp/internal/shard_layout.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
 #include <lockstep/parallel/fsdp/sharded_tensor.h>
@@ -68,6 +70,8 @@ class ShardedWeights {
   const ShardGroups& groups() const { return *groups_; }
   /// The ranks that share the memory, or have the rows among them.
   const ProcessGroup& group() const { return groups().host(); }
+  /// Where modules compute, and the shards lie.
+  c10::Device device() const { return device_; }
   const std::vector<ShardedWeight>& all() const { return weights_; }
   const ShardedWeight* find(const std::string& name) const;
 
@@ -93,8 +97,9 @@ class ShardedWeights {
 
   // Operations of all ranks allocate nothing large: a rank without memory would leave the others waiting in the next one.
 
-  /// Memory for the whole value, in the shards' dtype or another one.
-  at::Tensor empty_whole(size_t index, std::optional<at::ScalarType> dtype = {}) const;
+  /// Memory for the whole value, in the shards' dtype or another one, on the CPU or device().
+  at::Tensor empty_whole(size_t index, std::optional<at::ScalarType> dtype = {},
+                         c10::Device device = at::kCPU) const;
   /// Copies the whole value into `whole`, of empty_whole(), or nowhere when it is undefined. Collective over group() where
   /// the shards are no part of shared weights (copies_by_gathering()). Not while weights are written.
   virtual void copy(size_t index, const at::Tensor& whole) const;
@@ -118,7 +123,7 @@ class ShardedWeights {
 
   /// Of a subclass that has memory of its own.
   ShardedWeights(std::shared_ptr<const ShardGroups> groups, const std::vector<NamedTensor>& parameters,
-                 const std::vector<WeightDtypes>& dtypes);
+                 const std::vector<WeightDtypes>& dtypes, c10::Device device);
 
   virtual OwnRows own_rows_place(size_t index) const;
   /// What the module's parameter is.
@@ -127,8 +132,6 @@ class ShardedWeights {
   std::string part_name(size_t index) const;
 
  private:
-  struct Copies;
-
   void make_shard(size_t index);
   void put_in_place(size_t index);
   void take_rows_of_rank_0(size_t index);
@@ -137,9 +140,10 @@ class ShardedWeights {
   void put_shards(at::Tensor ShardedWeight::*place);
 
   const std::shared_ptr<const ShardGroups> groups_;
+  const c10::Device device_;
   std::shared_ptr<WeightMemory> memory_;
   std::vector<int64_t> offsets_;  // in the memory, by weight
-  std::shared_ptr<Copies> copies_;
+  std::shared_ptr<RowMemory> copies_;
   std::vector<int64_t> copy_offsets_;  // there, by weight; only of those with another dtype there is anything
   std::optional<std::filesystem::path> offload_;
   at::Tensor scratch_;  // for what travels between ranks

@@ -38,8 +38,9 @@ void run_on_all(const ProcessGroup& group, const char* what, const std::function
 void WeightWindows::begin_read(std::thread::id thread) {
   std::unique_lock lock(mutex_);
   // One that reads already is waited for by the writer.
-  changed_.wait(lock,
-                [&] { return writer_ == std::thread::id() || writer_ == thread || readers_of(thread) > 0; });
+  changed_.wait(lock, [&] {
+    return one_thread_ || writer_ == std::thread::id() || writer_ == thread || readers_of(thread) > 0;
+  });
   machine_.begin_read();
   ++readers_[thread];
 }
@@ -58,7 +59,7 @@ int WeightWindows::readers_of(std::thread::id thread) const {
 
 void WeightWindows::enter() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return machine_.readers() == readers_of(writer_); });
+  changed_.wait(lock, [&] { return one_thread_ || machine_.readers() == readers_of(writer_); });
   machine_.enter();
 }
 

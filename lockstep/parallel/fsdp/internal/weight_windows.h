@@ -19,9 +19,13 @@ void run_on_all(const ProcessGroup& group, const char* what, const std::function
 
 /// The windows of a model's weights (WindowMachine), with the group's operations as the meetings of all ranks. Threads of a
 /// process wait for each other: one that reads for one that writes, and the other way round. Thread-safe.
+///
+/// Where one thread uses the model, autograd's threads may read on its behalf: those never wait, and what would have to is an
+/// error.
 class WeightWindows {
  public:
-  explicit WeightWindows(ProcessGroup group) : group_(std::move(group)) {}
+  explicit WeightWindows(ProcessGroup group, bool one_thread = false)
+      : group_(std::move(group)), one_thread_(one_thread) {}
 
   /// A reader for as long as it lives.
   class Reading {
@@ -59,6 +63,7 @@ class WeightWindows {
   }
 
   const ProcessGroup group_;
+  const bool one_thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
   WindowMachine machine_;

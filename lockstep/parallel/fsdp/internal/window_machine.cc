@@ -50,7 +50,7 @@ void WindowMachine::enter() {
   TORCH_CHECK(phase_ == WindowPhase::kReading, "FullyShardedDataParallel: step() within step()");
   TORCH_CHECK(readers_ == 0,
               "FullyShardedDataParallel: step() while a forward, backward or summon_full_params() is under "
-              "way in this thread; the weights that it reads would change");
+              "way, or behind a backward that has failed; the weights that it reads would change");
   phase_ = WindowPhase::kEntering;
 }
 

@@ -34,7 +34,7 @@ inline void expect_a_killed_rank_is_named(const KilledRank& job, FullyShardedDat
         job.ranks,
         [&](int rank) {
           auto world = init_process_group();
-          Net net = make_net();
+          Net net = make_net(/*has_lstm=*/!options.device_id);
           FullyShardedDataParallel model(net, options);
           EXPECT_EQ(model.gathers(), job.gathers);
           const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));

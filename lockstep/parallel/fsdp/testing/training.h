@@ -25,10 +25,20 @@ namespace optim = torch::optim;
 
 constexpr int kSteps = 20;
 
-/// Layers of sizes that no number of ranks divides, a frozen weight, a tied one, an unused one, and a number.
+/// Layers of sizes that no number of ranks divides, a frozen weight, a tied one, an unused one, and a number. Without an LSTM,
+/// which the simulated device lacks, there is a linear layer in its place.
 struct NetImpl : nn::Module {
+  explicit NetImpl(bool has_lstm = true) {
+    if (has_lstm) {
+      recurrent = register_module("recurrent", nn::LSTM(nn::LSTMOptions(7, 3).batch_first(true)));
+    } else {
+      not_recurrent = register_module("not_recurrent", nn::Linear(7, 3));
+    }
+  }
+
   nn::Linear first = register_module("first", nn::Linear(5, 7));
-  nn::LSTM recurrent = register_module("recurrent", nn::LSTM(nn::LSTMOptions(7, 3).batch_first(true)));
+  nn::LSTM recurrent{nullptr};
+  nn::Linear not_recurrent{nullptr};
   nn::Linear last = register_module("last", nn::Linear(3, 2));
   nn::Linear unused = register_module("unused", nn::Linear(2, 2));
   torch::Tensor scale = register_parameter("scale", torch::ones({}));
@@ -39,15 +49,15 @@ struct NetImpl : nn::Module {
   torch::Tensor forward(const torch::Tensor& x) {
     const auto front = [this](const torch::Tensor& input) { return torch::tanh(first(input)); };
     const auto hidden = checkpointed ? activation_checkpoint({}, front, x) : front(x);
-    const auto y = std::get<0>(recurrent(hidden)) + frozen;
+    const auto y = (recurrent ? std::get<0>(recurrent(hidden)) : torch::tanh(not_recurrent(hidden))) + frozen;
     return scale * (last(y) + torch::matmul(y, tied.t()));
   }
 };
 TORCH_MODULE(Net);
 
-inline Net make_net() {
+inline Net make_net(bool has_lstm = true) {
   torch::manual_seed(4);
-  Net net;
+  Net net(has_lstm);
   net->to(at::kDouble);
   return net;
 }
@@ -100,6 +110,7 @@ struct Recipe {
   bool accumulate = false;  // two batches a step
   double max_norm = 0;      // 0: none
   bool checkpointed = false;
+  bool lstm = true;
   fsdp::AutoWrapPolicy policy = {};
   std::function<void(FullyShardedDataParallelOptions&)> adjust = [](FullyShardedDataParallelOptions&) {};
 };
@@ -117,7 +128,7 @@ void train(Model& model, Optimizer& optimizer, const Recipe& recipe, int ranks, 
 }
 
 inline StateDict train_alone(const Recipe& recipe, int ranks) {
-  Net net = make_net();
+  Net net = make_net(recipe.lstm);
   std::vector<torch::Tensor> parameters;
   for (const auto& item : net->named_parameters()) {
     if (item.key() != "tied") parameters.push_back(item.value());  // it is there as "last.weight", too
@@ -151,7 +162,7 @@ inline fsdp::ShardingStrategy strategy_over(int hosts) {
 inline void compare(const Recipe& recipe, int ranks, int hosts = 1) {
   const auto train_sharded = [&](int rank) {
     auto world = init_process_group();
-    Net net = make_net();
+    Net net = make_net(recipe.lstm);
     net->checkpointed = recipe.checkpointed;
     FullyShardedDataParallelOptions options{.sharding_strategy = strategy_over(hosts),
                                             .auto_wrap_policy = recipe.policy};

@@ -69,8 +69,9 @@ void after_operator(const at::RecordFunction& /*function*/, at::ObserverContext*
 
 }  // namespace
 
-at::DataPtr watched_data(void* data, std::shared_ptr<const AccessListenerSlot> slot, size_t unit) {
-  return {data, new Watched{std::move(slot), unit}, &release_watched, at::kCPU};
+at::DataPtr watched_data(void* data, c10::Device device, std::shared_ptr<const AccessListenerSlot> slot,
+                         size_t unit) {
+  return {data, new Watched{std::move(slot), unit}, &release_watched, device};
 }
 
 bool is_watched(const at::DataPtr& data) {

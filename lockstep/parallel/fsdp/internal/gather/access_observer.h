@@ -5,6 +5,7 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
 
 namespace lockstep::fsdp::internal {
 
@@ -22,8 +23,9 @@ struct AccessListenerSlot {
   std::weak_ptr<AccessListener> listener;
 };
 
-/// What a storage has whose accesses are told to the slot's listener: `data` may be null, and is not freed with it.
-at::DataPtr watched_data(void* data, std::shared_ptr<const AccessListenerSlot> slot, size_t unit);
+/// What a storage on `device` has whose accesses are told to the slot's listener: `data` may be null, and is not freed with it.
+at::DataPtr watched_data(void* data, c10::Device device, std::shared_ptr<const AccessListenerSlot> slot,
+                         size_t unit);
 /// Whether a storage has such data.
 bool is_watched(const at::DataPtr& data);
 

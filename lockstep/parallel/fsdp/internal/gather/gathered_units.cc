@@ -13,6 +13,25 @@
 
 namespace lockstep::fsdp::internal {
 
+/// Ends when autograd calls it, or drops it.
+class GatheredUnits::BackwardPass {
+ public:
+  BackwardPass(std::weak_ptr<GatheredUnits> units, int graph_task)
+      : units_(std::move(units)), graph_task_(graph_task) {}
+  BackwardPass(const BackwardPass&) = delete;
+  BackwardPass& operator=(const BackwardPass&) = delete;
+  ~BackwardPass() {
+    if (const auto units = std::exchange(units_, {}).lock()) units->leave_backward(graph_task_);
+  }
+  void end() {
+    if (const auto units = std::exchange(units_, {}).lock()) units->end_backward();
+  }
+
+ private:
+  std::weak_ptr<GatheredUnits> units_;
+  const int graph_task_;
+};
+
 GatheredUnits::GatheredUnits(GatheredWeights& weights, GradientReduction& reduction,
                              const FullyShardedDataParallelOptions& options)
     : weights_(weights),
@@ -37,6 +56,11 @@ void GatheredUnits::attach() {
 
 void GatheredUnits::begin_use() {
   const auto here = std::this_thread::get_id();
+  // A backward has several threads where it computes on a device: what is computed again in it may be in another one.
+  if (graph_task_ != kNoTask && graph_task_ == torch::autograd::get_current_graph_task_id()) {
+    thread_ = here;
+    return;
+  }
   std::thread::id other;
   TORCH_CHECK(
       thread_.compare_exchange_strong(other, here) || other == here,
@@ -49,7 +73,10 @@ void GatheredUnits::run_forward(const std::function<void()>& forward) {
   const bool trains = c10::GradMode::is_enabled();
   std::exception_ptr error;
   try {
-    if (forwards_++ == 0) run(schedule_.begin(GatherPass::kForward, keeps_all_ && trains));
+    if (forwards_++ == 0) {
+      weights_.begin_pass();
+      run(schedule_.begin(GatherPass::kForward, keeps_all_ && trains));
+    }
     forward();
   } catch (...) {
     error = std::current_exception();
@@ -80,17 +107,22 @@ bool GatheredUnits::in_pass() {
 
 void GatheredUnits::begin_backward(int graph_task) {
   begin_use();
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
-    if (const auto units = self.lock()) units->end_backward();
-  });
+  // A backward that fails drops its callbacks without a call.
+  const auto pass = std::make_shared<BackwardPass>(weak_from_this(), graph_task);
+  torch::autograd::Engine::get_default_engine().queue_callback([pass] { pass->end(); });
   graph_task_ = graph_task;
   run(schedule_.begin(GatherPass::kBackward, keeps_all_));
 }
 
+void GatheredUnits::leave_backward(int graph_task) {
+  if (graph_task_ != graph_task) return;
+  graph_task_ = kNoTask;
+  if (forwards_ == 0) end_use();
+}
+
 void GatheredUnits::end_backward() {
   const auto steps = schedule_.end(GatherPass::kBackward);
-  graph_task_ = kNoTask;
-  end_use();
+  leave_backward(graph_task_);
   rethrow_failure();
   run(steps);
   if (!keeps_all_) run(schedule_.free_all());
@@ -103,6 +135,7 @@ bool GatheredUnits::before_use(size_t unit) noexcept {
     if (!in_pass()) return false;
     used = true;
     run(schedule_.use(unit));
+    weights_.use_on_current_stream(unit);
   } catch (...) {
     fail(std::current_exception(), /*others_wait=*/true);
   }
@@ -142,7 +175,8 @@ void GatheredUnits::run(const GatherSchedule::Steps& steps) {
       }
     } catch (...) {
       // What is wrong with a gather that has ended, all ranks see.
-      fail(std::current_exception(), /*others_wait=*/kind != GatherStep::Kind::kFinish);
+      const bool may_wait = kind != GatherStep::Kind::kFinish || !weights_.device().is_cpu();
+      fail(std::current_exception(), /*others_wait=*/may_wait);
       throw;
     }
   }
@@ -154,6 +188,10 @@ void GatheredUnits::fail(std::exception_ptr failure, bool others_wait) noexcept 
   try {
     weights_.refuse(text_of(failure_));
     const ShardGroups& groups = weights_.groups();
+    if (!weights_.device().is_cpu()) {
+      groups.spread_failure();
+      return groups.abort();
+    }
     if (others_wait) abort(groups.gathers());  // a group that has failed keeps its cause
     groups.spread_failure();
   } catch (const std::exception& error) {

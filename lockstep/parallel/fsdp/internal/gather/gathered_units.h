@@ -29,7 +29,7 @@ namespace lockstep::fsdp::internal {
 ///   reductions later: each gather tells how many a rank has started, and a rank waits 0.1 s
 ///   in a backward, and no longer, for a reduction that others have perhaps not started.
 ///
-/// Used by one thread at a time.
+/// Used by one thread at a time, and autograd's threads in its backward.
 class GatheredUnits final : public AccessListener, public std::enable_shared_from_this<GatheredUnits> {
  public:
   /// `weights` and `reduction` outlive it.
@@ -48,6 +48,8 @@ class GatheredUnits final : public AccessListener, public std::enable_shared_fro
   void close();
 
  private:
+  class BackwardPass;
+
   bool before_use(size_t unit) noexcept override;
   void after_use(size_t unit) noexcept override { schedule_.release(unit); }
   void gradients_are_complete(size_t weight);
@@ -56,6 +58,7 @@ class GatheredUnits final : public AccessListener, public std::enable_shared_fro
   /// Whether this thread is in a pass.
   bool in_pass();
   void begin_backward(int graph_task);
+  void leave_backward(int graph_task);
   void end_backward();
   void begin_use();
   void end_use() { thread_ = std::thread::id(); }

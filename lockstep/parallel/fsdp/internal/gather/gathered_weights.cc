@@ -4,12 +4,14 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/device/streams.h>
 #include <lockstep/parallel/fsdp/internal/gather/gathered_weights.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
 
@@ -24,7 +26,7 @@ struct ThrowsOnAccess {
 bool& throws_on_access(c10::StorageImpl& storage);
 template struct ThrowsOnAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
-at::Tensor bytes_at(void* memory, int64_t bytes) {
+at::Tensor host_bytes_at(void* memory, int64_t bytes) {
   return at::from_blob(memory, {bytes}, at::TensorOptions(at::kByte));
 }
 
@@ -56,11 +58,16 @@ bool is_gathered_parameter(const at::Tensor& parameter) {
 
 GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
                                  const std::vector<WeightDtypes>& dtypes,
-                                 std::shared_ptr<const ShardGroups> groups,
-                                 std::vector<std::vector<size_t>> units, std::vector<std::string> names)
-    : ShardedWeights(std::move(groups), parameters, dtypes),
+                                 std::shared_ptr<const ShardGroups> groups, c10::Device device,
+                                 std::vector<std::vector<size_t>> units, std::vector<std::string> names,
+                                 std::optional<size_t> most_in_use)
+    : ShardedWeights(std::move(groups), parameters, dtypes, device),
       unit_of_(parameters.size()),
-      slot_(std::make_shared<AccessListenerSlot>()) {
+      slot_(std::make_shared<AccessListenerSlot>()),
+      most_in_use_(most_in_use) {
+  if (!device.is_cpu()) {
+    stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  }
   std::vector<int64_t> own_bytes;
   for (size_t weight = 0; weight < parameters.size(); ++weight) own_bytes.push_back(most_bytes(weight));
   own_offsets_ = aligned_offsets(own_bytes);
@@ -69,7 +76,8 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
     parts.push_back({static_cast<size_t>(own_offsets_[weight]), static_cast<size_t>(own_bytes[weight]),
                      part_name(weight)});
   }
-  own_ = std::make_shared<RowMemory>(static_cast<size_t>(own_offsets_.back()), std::move(parts), group());
+  own_ = std::make_shared<RowMemory>(static_cast<size_t>(own_offsets_.back()), std::move(parts), group(),
+                                     device);
 
   const auto ranks = static_cast<size_t>(group()->getSize());
   for (size_t unit = 0; unit < units.size(); ++unit) {
@@ -84,7 +92,8 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
                       .headers = std::vector<Header>(ranks)});
   }
   for (size_t weight = 0; weight < parameters.size(); ++weight) {
-    parameters_.push_back(at::empty(all()[weight].sizes, at::TensorOptions(all()[weight].dtypes.seen)));
+    parameters_.push_back(
+        at::empty(all()[weight].sizes, at::TensorOptions(all()[weight].dtypes.seen).device(device)));
     storage_of(parameters_.back())->set_resizable(false);
     set_memory(weight, nullptr);
     refuse_access(weight, text_of_freed(all()[weight].name));
@@ -93,7 +102,10 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
 
 GatheredWeights::~GatheredWeights() {
   for (Unit& unit : units_) {
+    // What a device can't end is not waited for; it was aborted.
+    if (stream_ && !refusal_.empty()) break;
     try {
+      if (const Work work = std::exchange(unit.header_work, {})) work->wait();
       if (const Work work = std::exchange(unit.work, {})) work->wait();
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kDebug) << "a gather of a model that is gone: " << text_of(error);
@@ -127,7 +139,8 @@ ShardedWeights::OwnRows GatheredWeights::own_rows_place(size_t index) const {
 void GatheredWeights::set_memory(size_t weight, void* memory) {
   c10::StorageImpl* const storage = storage_of(parameters_[weight]);
   throws_on_access(*storage) = false;
-  storage->set_data_ptr_noswap(watched_data(memory, slot_, unit_of_[weight]));  // takes note of that, too
+  storage->set_data_ptr_noswap(
+      watched_data(memory, device(), slot_, unit_of_[weight]));  // takes note of that, too
 }
 
 void GatheredWeights::refuse_access(size_t weight, const std::string& text) {
@@ -135,15 +148,22 @@ void GatheredWeights::refuse_access(size_t weight, const std::string& text) {
   storage_of(parameters_[weight])->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
 }
 
+at::Tensor GatheredWeights::bytes_at(void* memory, int64_t bytes) const {
+  return tensor_at(memory, bytes, at::TensorOptions(at::kByte).device(device()));
+}
+
 void GatheredWeights::start(size_t unit, int64_t note, bool early) {
   Unit& started = units_[unit];
   failpoint::here("fsdp_gather");
-  started.memory = c10::GetCPUAllocator()->allocate(static_cast<size_t>(started.offsets.back()));
+  await_room();
+  const c10::OptionalStreamGuard gathering(stream_);
+  started.memory = at::empty({started.offsets.back()}, at::TensorOptions(at::kByte).device(device()));
   started.header = {static_cast<int64_t>(unit), note};
   const int64_t ranks = group()->getSize();
-  std::vector<at::Tensor> wholes{bytes_at(started.headers.data(), ranks * int64_t{sizeof(Header)})};
-  std::vector<at::Tensor> parts{bytes_at(started.header.data(), sizeof(Header))};
-  auto* const memory = static_cast<std::byte*>(started.memory.get());
+  const at::Tensor headers = host_bytes_at(started.headers.data(), ranks * int64_t{sizeof(Header)});
+  const at::Tensor header = host_bytes_at(started.header.data(), sizeof(Header));
+  std::vector<at::Tensor> wholes, parts;
+  auto* const memory = static_cast<std::byte*>(started.memory.mutable_data_ptr());
   for (size_t i = 0; i < started.weights.size(); ++i) {
     const size_t weight = started.weights[i];
     if (most_bytes(weight) == 0) continue;
@@ -151,39 +171,77 @@ void GatheredWeights::start(size_t unit, int64_t note, bool early) {
     parts.push_back(bytes_at(own_->writable() + own_offsets_[weight], most_bytes(weight)));
   }
   try {
-    started.work = all_gather_into_tensor_coalesced(wholes, parts, groups().gathers(), /*async_op=*/early);
+    if (device().is_cpu()) {
+      wholes.push_back(headers);
+      parts.push_back(header);
+      started.work = all_gather_into_tensor_coalesced(wholes, parts, groups().gathers(), /*async_op=*/early);
+    } else {
+      started.header_work = all_gather_into_tensor(headers, header, groups().gathers(), /*async_op=*/true);
+      if (wholes.empty()) return;
+      started.work = all_gather_into_tensor_coalesced(wholes, parts, groups().gathers(), /*async_op=*/true);
+    }
   } catch (...) {
     rethrow_with_context("while the parameters of '" + started.name + "' were gathered");
+  }
+}
+
+void GatheredWeights::begin_pass() {
+  if (stream_) order_streams(*current_stream(device()), *stream_);
+}
+
+/// The host frees units before the device has used them: their memory is not free until then.
+void GatheredWeights::await_room() {
+  while (most_in_use_ && freed_.size() >= *most_in_use_) {
+    freed_.front().synchronize();
+    freed_.pop_front();
+  }
+}
+
+/// Throws when a rank has gathered another unit.
+void GatheredWeights::check_headers(size_t unit) const {
+  for (size_t rank = 0; rank < units_[unit].headers.size(); ++rank) {
+    const auto other = static_cast<size_t>(units_[unit].headers[rank][0]);
+    TORCH_CHECK_WITH(DistBackendError, other == unit,
+                     "FullyShardedDataParallel: this rank needs the parameters of '", units_[unit].name,
+                     "' next, but rank ", get_global_rank(group(), static_cast<int>(rank)), " those of '",
+                     other < units_.size() ? units_[other].name : "?",
+                     "'; where parameters are gathered, all ranks must use them in the same order, in "
+                     "evaluation too");
   }
 }
 
 int64_t GatheredWeights::finish(size_t unit) {
   Unit& gathered = units_[unit];
   try {
+    if (const Work work = std::exchange(gathered.header_work, {})) {
+      work->wait();
+      check_headers(unit);  // before the device waits for what others perhaps never send
+    }
     if (const Work work = std::exchange(gathered.work, {})) work->wait();
   } catch (...) {
     rethrow_with_context("while the parameters of '" + gathered.name + "' were gathered");
   }
-  int64_t least = gathered.header[1];
-  for (size_t rank = 0; rank < gathered.headers.size(); ++rank) {
-    const auto [other, note] = gathered.headers[rank];
-    TORCH_CHECK_WITH(
-        DistBackendError, other == static_cast<int64_t>(unit),
-        "FullyShardedDataParallel: this rank needs the parameters of '", gathered.name, "' next, but rank ",
-        get_global_rank(group(), static_cast<int>(rank)), " those of '",
-        static_cast<size_t>(other) < units_.size() ? units_[static_cast<size_t>(other)].name : "?",
-        "'; where parameters are gathered, all ranks must use them in the same order, in "
-        "evaluation too");
-    least = std::min(least, note);
-  }
-  auto* const memory = static_cast<std::byte*>(gathered.memory.get());
+  check_headers(unit);
+  gathered.ready_on = current_stream(device());
+  lockstep::use_on_current_stream(gathered.memory);
+  const auto least =
+      std::ranges::min_element(gathered.headers, {}, [](const Header& header) { return header[1]; });
+  auto* const memory = static_cast<std::byte*>(gathered.memory.mutable_data_ptr());
   gathered.versions.clear();
   for (size_t i = 0; i < gathered.weights.size(); ++i) {
     const ShardedWeight& weight = all()[gathered.weights[i]];
     set_memory(gathered.weights[i], memory + gathered.offsets[i]);
     gathered.versions.push_back(version_of(weight.parameter));
   }
-  return least;
+  return (*least)[1];
+}
+
+void GatheredWeights::use_on_current_stream(size_t unit) {
+  const auto stream = current_stream(device());
+  const Unit& used = units_[unit];
+  if (!stream || !used.memory.defined() || stream == used.ready_on) return;
+  order_streams(*used.ready_on, *stream);
+  lockstep::use_on_current_stream(used.memory);
 }
 
 void GatheredWeights::free(size_t unit) {
@@ -193,7 +251,11 @@ void GatheredWeights::free(size_t unit) {
     set_memory(freed.weights[i], nullptr);
     refuse_access(freed.weights[i], refusal_.empty() ? text_of_freed(weight.name) : refusal_);
   }
-  freed.memory.clear();
+  freed.memory.reset();
+  if (stream_ && most_in_use_) {
+    freed_.emplace_back(device().type());
+    freed_.back().record(*current_stream(device()));
+  }
   for (size_t i = 0; i < freed.weights.size(); ++i) {
     const ShardedWeight& weight = all()[freed.weights[i]];
     TORCH_CHECK(version_of(weight.parameter) == freed.versions[i], "FullyShardedDataParallel: parameter '",
