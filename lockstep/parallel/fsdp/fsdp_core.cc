@@ -149,11 +149,9 @@ void FsdpCore::check_options() const {
       kClass,
       ": HYBRID_SHARD has the weights once on each host, where nothing is gathered; leave "
       "`gather` out, or choose FULL_SHARD or SHARD_GRAD_OP");
-  TORCH_CHECK_VALUE(!options_.cpu_offload.offload_params || !are_to_be_gathered(), kClass,
-                    ": cpu_offload puts the weights that a host's ranks share into files; with ",
-                    name_of(options_.sharding_strategy), " on ", device_,
-                    " they are gathered, and each rank has its rows in memory: leave it out",
-                    device_.is_cpu() ? ", or choose HYBRID_SHARD" : ", or compute on the CPU");
+  TORCH_CHECK_VALUE(!options_.cpu_offload.offload_params || device_.is_cpu(), kClass,
+                    ": cpu_offload has the weights in files of the host, and the model is on ", device_,
+                    "; leave it out, or compute on the CPU");
   if (options_.between_hosts) {
     checked_compression(*options_.between_hosts, "between_hosts");
     TORCH_CHECK_VALUE(!are_to_be_gathered(), kClass,
@@ -324,7 +322,7 @@ std::unique_ptr<ShardedWeights> FsdpCore::make_weights(
   for (const auto& group : model_.groups) names.push_back(group.module.empty() ? model_.name : group.module);
   return std::make_unique<GatheredWeights>(
       sharded_, dtypes, groups_, device_, places_of_groups(), std::move(names),
-      options_.limit_all_gathers ? std::optional<size_t>(2) : std::nullopt);
+      options_.limit_all_gathers ? std::optional<size_t>(2) : std::nullopt, offload);
 }
 
 /// Else ranks would see each other's rows at other places.

@@ -81,11 +81,6 @@ TEST(FsdpGatherMisuse, MisuseIsAnError) {
                                                  {.between_hosts = HostCompression::kBf16, .gather = true});
                 }),
                 HasSubstr("mixed_precision.reduce_dtype"));
-    EXPECT_THAT(message_of<c10::ValueError>([&] {
-                  FullyShardedDataParallel model(net,
-                                                 {.cpu_offload = {.offload_params = true}, .gather = true});
-                }),
-                HasSubstr("leave it out, or choose HYBRID_SHARD"));
     EXPECT_THAT(message_of<c10::Error>([&] { FullyShardedDataParallel model(net, {.gather = rank == 0}); }),
                 ::testing::AnyOf(HasSubstr("gathers in another way"), HasSubstr("failed to be wrapped")));
 

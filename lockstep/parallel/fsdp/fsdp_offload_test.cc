@@ -57,14 +57,16 @@ std::vector<torch::Tensor> state_tensors(const StateDict& optim_state) {
 }
 
 template <class Optimizer, class Options>
-void compare(const Options& options, const fsdp::MixedPrecision& precision, const SharedFolder& folder) {
+void compare(const Options& options, const fsdp::MixedPrecision& precision, const SharedFolder& folder,
+             bool gather = false) {
   run_ranks(3,
             [&](int rank) {
               auto world = init_process_group();
               const auto train = [&](const fsdp::CPUOffload& offload) {
                 auto net = make_net();
                 net->to(at::kFloat);
-                FullyShardedDataParallel model(net, {.mixed_precision = precision, .cpu_offload = offload});
+                FullyShardedDataParallel model(
+                    net, {.mixed_precision = precision, .cpu_offload = offload, .gather = gather});
                 auto optimizer = model.template make_optimizer<Optimizer>(options);
                 for (int step = 0; step < 6; ++step) {
                   optimizer->zero_grad();
@@ -77,7 +79,9 @@ void compare(const Options& options, const fsdp::MixedPrecision& precision, cons
                 }
                 if (offload.offload_params) {
                   const std::string prefix = (folder.path() / ".lockstep-offload-").string();
-                  EXPECT_THAT(file_of(net->first->weight), HasSubstr(prefix));
+                  if (!gather) {
+                    EXPECT_THAT(file_of(net->first->weight), HasSubstr(prefix));
+                  }
                   for (const auto& shard : model.parameters()) {
                     if (shard.numel() == 0) continue;
                     EXPECT_THAT(file_of(shard), HasSubstr(prefix)) << shard.sizes();
@@ -117,6 +121,13 @@ TEST(FsdpOffload, TrainsAsInMemory) {
   compare<optim::RMSprop>(optim::RMSpropOptions(0.01).centered(true).momentum(0.5),
                           {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}, folder);
   compare<optim::Adagrad>(optim::AdagradOptions(0.05), {}, folder);
+}
+
+TEST(FsdpOffload, RowsThatAreGatheredTrainAsInMemory) {
+  const SharedFolder folder;
+  compare<optim::AdamW>(optim::AdamWOptions(0.01), {}, folder, /*gather=*/true);
+  compare<optim::SGD>(optim::SGDOptions(0.05).momentum(0.9),
+                      {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}, folder, /*gather=*/true);
 }
 
 int64_t private_kilobytes() {

@@ -41,8 +41,12 @@ void replace_data(const at::Tensor& tensor, const at::Tensor& data) {
 
 ShardedWeights::ShardedWeights(std::shared_ptr<const ShardGroups> groups,
                                const std::vector<NamedTensor>& parameters,
-                               const std::vector<WeightDtypes>& dtypes, c10::Device device)
-    : groups_(std::move(groups)), device_(device), scratch_(at::empty({kScratchBytes}, at::kByte)) {
+                               const std::vector<WeightDtypes>& dtypes, c10::Device device,
+                               const std::optional<std::filesystem::path>& offload)
+    : groups_(std::move(groups)),
+      device_(device),
+      offload_(offload),
+      scratch_(at::empty({kScratchBytes}, at::kByte)) {
   const int rank = group()->getRank(), ranks = group()->getSize();
   std::vector<int64_t> own_bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -70,8 +74,7 @@ ShardedWeights::ShardedWeights(const std::vector<NamedTensor>& parameters,
                                const std::vector<WeightDtypes>& dtypes,
                                std::shared_ptr<const ShardGroups> groups,
                                const std::optional<std::filesystem::path>& offload)
-    : ShardedWeights(std::move(groups), parameters, dtypes, at::kCPU) {
-  offload_ = offload;
+    : ShardedWeights(std::move(groups), parameters, dtypes, at::kCPU, offload) {
   std::vector<int64_t> bytes;
   for (const ShardedWeight& weight : weights_) {
     bytes.push_back(weight.shape.numel() * static_cast<int64_t>(at::elementSize(weight.dtypes.seen)));

@@ -123,8 +123,10 @@ class ShardedWeights {
 
   /// Of a subclass that has memory of its own.
   ShardedWeights(std::shared_ptr<const ShardGroups> groups, const std::vector<NamedTensor>& parameters,
-                 const std::vector<WeightDtypes>& dtypes, c10::Device device);
+                 const std::vector<WeightDtypes>& dtypes, c10::Device device,
+                 const std::optional<std::filesystem::path>& offload);
 
+  const std::optional<std::filesystem::path>& offload() const { return offload_; }
   virtual OwnRows own_rows_place(size_t index) const;
   /// What the module's parameter is.
   virtual at::Tensor in_view(size_t index) const;
@@ -141,12 +143,12 @@ class ShardedWeights {
 
   const std::shared_ptr<const ShardGroups> groups_;
   const c10::Device device_;
+  const std::optional<std::filesystem::path> offload_;
   std::shared_ptr<WeightMemory> memory_;
   std::vector<int64_t> offsets_;  // in the memory, by weight
   std::shared_ptr<RowMemory> copies_;
   std::vector<int64_t> copy_offsets_;  // there, by weight; only of those with another dtype there is anything
-  std::optional<std::filesystem::path> offload_;
-  at::Tensor scratch_;  // for what travels between ranks
+  at::Tensor scratch_;                 // for what travels between ranks
   std::vector<ShardedWeight> weights_;
 };
 

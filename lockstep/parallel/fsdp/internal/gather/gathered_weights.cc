@@ -60,8 +60,9 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
                                  const std::vector<WeightDtypes>& dtypes,
                                  std::shared_ptr<const ShardGroups> groups, c10::Device device,
                                  std::vector<std::vector<size_t>> units, std::vector<std::string> names,
-                                 std::optional<size_t> most_in_use)
-    : ShardedWeights(std::move(groups), parameters, dtypes, device),
+                                 std::optional<size_t> most_in_use,
+                                 const std::optional<std::filesystem::path>& offload)
+    : ShardedWeights(std::move(groups), parameters, dtypes, device, offload),
       unit_of_(parameters.size()),
       slot_(std::make_shared<AccessListenerSlot>()),
       most_in_use_(most_in_use) {
@@ -77,7 +78,7 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
                      part_name(weight)});
   }
   own_ = std::make_shared<RowMemory>(static_cast<size_t>(own_offsets_.back()), std::move(parts), group(),
-                                     device);
+                                     device, offload);
 
   const auto ranks = static_cast<size_t>(group()->getSize());
   for (size_t unit = 0; unit < units.size(); ++unit) {

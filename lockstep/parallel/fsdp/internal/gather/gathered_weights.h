@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,11 +34,12 @@ namespace lockstep::fsdp::internal {
 /// the device has used so many units' memory that a next one may have it.
 class GatheredWeights final : public ShardedWeights {
  public:
-  /// `units`: indices into all(), each in one; `names` are for messages. Throws c10::OutOfMemoryError.
+  /// `units`: indices into all(), each in one; `names` are for messages; `offload`: on the CPU, the rows are in files in this
+  /// directory. Throws what RowMemory does.
   GatheredWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
                   std::shared_ptr<const ShardGroups> groups, c10::Device device,
                   std::vector<std::vector<size_t>> units, std::vector<std::string> names,
-                  std::optional<size_t> most_in_use);
+                  std::optional<size_t> most_in_use, const std::optional<std::filesystem::path>& offload);
   ~GatheredWeights() override;
 
   /// Who hears of operators that are given the parameters.
