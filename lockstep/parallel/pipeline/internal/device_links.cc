@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
@@ -34,6 +35,14 @@ DeviceLinks::~DeviceLinks() {
       // The groups are gone already, by destroy_process_group() of all of them.
       LOCKSTEP_LOG(kDebug) << "a group of a pipeline: " << text_of(error);
     }
+  }
+}
+
+void DeviceLinks::connect(const std::set<std::pair<int, int>>& pairs) const {
+  const at::Tensor number = at::zeros({1}, at::TensorOptions(at::kByte).device(device_));
+  for (const auto& [from, to] : pairs) {
+    if (from == rank_) send(number, to)->wait();
+    if (to == rank_) receive(number, from)->wait();
   }
 }
 

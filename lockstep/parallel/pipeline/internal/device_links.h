@@ -1,5 +1,7 @@
 #pragma once
 
+#include <set>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -23,6 +25,10 @@ class DeviceLinks {
   DeviceLinks(const DeviceLinks&) = delete;
   DeviceLinks& operator=(const DeviceLinks&) = delete;
   ~DeviceLinks();
+
+  /// Passes a number from the first to the second rank of each pair, in one order on all ranks: NCCL connects two ranks when both have
+  /// come there, for which a first send would wait. Collective.
+  void connect(const std::set<std::pair<int, int>>& pairs) const;
 
   c10::Device device() const { return device_; }
   /// Whether it takes this tensor; undefined ones and those without elements need no link.

@@ -74,7 +74,26 @@ PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOption
   const bool has_links = agree();
   messages =
       std::make_unique<TensorMessages>(group, has_links ? device_of(stages) : std::nullopt, kOrderedTag);
+  messages->connect(ranks_that_send());
   share_initial_values();
+}
+
+/// To which others.
+std::set<std::pair<int, int>> PipelineCore::ranks_that_send() const {
+  std::set<std::pair<int, int>> pairs;
+  const auto add = [&](int64_t one, int64_t other) {
+    const int a = rank_of(one), b = rank_of(other);
+    if (a != b) pairs.insert({{a, b}, {b, a}});
+  };
+  for (size_t from = 0; from < consumers.size(); ++from) {
+    for (const int64_t to : consumers[from]) add(static_cast<int64_t>(from), to);
+  }
+  for (const TiedWeight& weight : tied) {
+    for (const int64_t one : weight.stages) {
+      for (const int64_t other : weight.stages) add(one, other);
+    }
+  }
+  return pairs;
 }
 
 /// Of what this rank was given.

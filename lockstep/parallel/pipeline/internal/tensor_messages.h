@@ -6,7 +6,9 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -53,6 +55,10 @@ class TensorMessages {
   void collect_sends();
   /// Fails the group on all ranks, whose errors tell the reason.
   void abort(const std::string& reason);
+  /// DeviceLinks::connect() of the ranks that will send each other lists; nothing without links. Collective.
+  void connect(const std::set<std::pair<int, int>>& pairs) {
+    if (links_) links_->connect(pairs);
+  }
   /// The groups of the devices' messages, which fail by themselves.
   std::vector<ProcessGroup> link_groups() const {
     return links_ ? links_->groups() : std::vector<ProcessGroup>();
