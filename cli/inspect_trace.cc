@@ -29,19 +29,22 @@ struct TraceWishes {
   bool json = false;
 };
 
-void inspect_traces(const TraceWishes& wishes) {
+std::string report_of(const TraceWishes& wishes) {
   const auto analysis = profiler::analyze_traces(wishes.directory);
-  if (!wishes.before.empty()) {
-    const auto before = profiler::analyze_traces(wishes.before);
-    std::cout << (wishes.json ? profiler::difference_to_json(before, analysis)
-                              : profiler::describe_difference(before, analysis));
-  } else {
-    std::cout << (wishes.json ? profiler::to_json(analysis) : profiler::describe(analysis));
+  if (wishes.before.empty()) return wishes.json ? profiler::to_json(analysis) : profiler::describe(analysis);
+  const auto before = profiler::analyze_traces(wishes.before);
+  return wishes.json ? profiler::difference_to_json(before, analysis)
+                     : profiler::describe_difference(before, analysis);
+}
+
+/// The report comes last, for its reader may take some lines and end this program.
+void inspect_traces(const TraceWishes& wishes) {
+  const std::string report = report_of(wishes);
+  if (!wishes.merged.empty()) {
+    const auto merged = profiler::merge_traces(wishes.directory, wishes.merged);
+    std::cerr << wishes.merged << ": " << profiler::describe(merged) << std::flush;
   }
-  std::cout << std::flush;
-  if (wishes.merged.empty()) return;
-  const auto report = profiler::merge_traces(wishes.directory, wishes.merged);
-  std::cerr << wishes.merged << ": " << profiler::describe(report) << std::flush;
+  std::cout << report << std::flush;
 }
 
 }  // namespace
