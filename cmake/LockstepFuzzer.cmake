@@ -17,7 +17,7 @@ function(lockstep_add_fuzzers)
   get_property(libraries GLOBAL PROPERTY LOCKSTEP_FUZZ_LIBRARIES)
   add_executable(fuzz_targets ${sources})
   target_link_libraries(fuzz_targets PRIVATE lockstep lockstep_fuzz_driver lockstep_driver_main ZLIB::ZLIB ${libraries})
-  target_compile_options(fuzz_targets PRIVATE $<$<CONFIG:Release>:-O0>)  # as all tests
+  target_compile_options(fuzz_targets PRIVATE $<$<CONFIG:Release,RelWithDebInfo>:-O0>)  # as all tests
   lockstep_compile_in_batches(fuzz_targets fuzz 20 ${sources})
   lockstep_link_drivers(fuzz_targets ${sources})
   foreach(source IN LISTS sources)
