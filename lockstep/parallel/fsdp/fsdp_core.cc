@@ -149,9 +149,6 @@ void FsdpCore::check_options() const {
       kClass,
       ": HYBRID_SHARD has the weights once on each host, where nothing is gathered; leave "
       "`gather` out, or choose FULL_SHARD or SHARD_GRAD_OP");
-  TORCH_CHECK_VALUE(!options_.cpu_offload.offload_params || device_.is_cpu(), kClass,
-                    ": cpu_offload has the weights in files of the host, and the model is on ", device_,
-                    "; leave it out, or compute on the CPU");
   if (options_.between_hosts) {
     checked_compression(*options_.between_hosts, "between_hosts");
     TORCH_CHECK_VALUE(!are_to_be_gathered(), kClass,
@@ -235,8 +232,8 @@ void FsdpCore::log_strategy() const {
   if (units_) {
     LOCKSTEP_LOG(kInfo) << kClass << " of " << model_.name << ": " << sharded_.size() << " parameters in "
                         << model_.groups.size() << " groups are gathered from "
-                        << weights_->group()->getSize() << " ranks, each of which has its rows on " << device_
-                        << "; " << name_of(options_.sharding_strategy);
+                        << weights_->group()->getSize() << " ranks, each of which has its rows on "
+                        << weights_->rows_device() << "; " << name_of(options_.sharding_strategy);
     return;
   }
   const std::string strategy =

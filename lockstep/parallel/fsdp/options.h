@@ -43,7 +43,8 @@ struct MixedPrecision {
 };
 
 /// Where what outlives a step lies: the weights, the rows in full precision, and the optimizer's state. With offload_params in
-/// files that all processes map, so that the kernel writes to the disk what memory has no room for; gradients stay in memory.
+/// files that all processes map, so that the kernel writes to the disk what memory has no room for; gradients stay in memory. Of a model on a
+/// device the optimizer steps on the CPU then.
 /// torch/distributed/fsdp/api.py.
 struct CPUOffload {
   bool offload_params = false;

@@ -322,6 +322,7 @@ void GradientReduction::give_to_shards() {
       at::Tensor shard = weights_.all()[group.weights[i]].shard;
       at::Tensor average =
           group.averages.narrow(0, group.layout.offset(i), group.layout.numel(i, rank)).view(shard.sizes());
+      average = average.to(shard.device());
       if (!keep_low_precision_) average = average.to(shard.scalar_type());
       average = average.detach();  // an optimizer's zero_grad() takes no views
       if (shard.grad().defined()) {

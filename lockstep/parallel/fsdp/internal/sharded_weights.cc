@@ -102,7 +102,7 @@ void ShardedWeights::allocate_copies() {
         {static_cast<size_t>(copy_offsets_[i]), static_cast<size_t>(end - copy_offsets_[i]), part_name(i)});
   }
   copies_ = std::make_shared<RowMemory>(static_cast<size_t>(copy_offsets_.back()), std::move(parts), group(),
-                                        device_, offload_);
+                                        rows_device(), offload_);
 }
 
 void ShardedWeights::make_shard(size_t index) {
@@ -111,7 +111,7 @@ void ShardedWeights::make_shard(size_t index) {
   const auto sizes = sizes_with_rows(weight.parameter, weight.own.size());
   const OwnRows place = own_rows_place(index);
   const auto rows_at = [&](std::byte* memory, at::ScalarType dtype, std::shared_ptr<void> owner) {
-    return tensor_at(memory, sizes, at::TensorOptions(dtype).device(device_), std::move(owner));
+    return tensor_at(memory, sizes, at::TensorOptions(dtype).device(rows_device()), std::move(owner));
   };
   const at::Tensor there = rows_at(place.writable, seen, place.owner);
   if (seen == own) {

@@ -70,8 +70,10 @@ class ShardedWeights {
   const ShardGroups& groups() const { return *groups_; }
   /// The ranks that share the memory, or have the rows among them.
   const ProcessGroup& group() const { return groups().host(); }
-  /// Where modules compute, and the shards lie.
+  /// Where modules compute.
   c10::Device device() const { return device_; }
+  /// Where the shards lie: there, or in files of the host.
+  c10::Device rows_device() const { return offload_ ? c10::Device(at::kCPU) : device_; }
   const std::vector<ShardedWeight>& all() const { return weights_; }
   const ShardedWeight* find(const std::string& name) const;
 

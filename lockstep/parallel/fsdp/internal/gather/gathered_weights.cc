@@ -78,7 +78,7 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
                      part_name(weight)});
   }
   own_ = std::make_shared<RowMemory>(static_cast<size_t>(own_offsets_.back()), std::move(parts), group(),
-                                     device, offload);
+                                     rows_device(), offload);
 
   const auto ranks = static_cast<size_t>(group()->getSize());
   for (size_t unit = 0; unit < units.size(); ++unit) {
@@ -163,13 +163,17 @@ void GatheredWeights::start(size_t unit, int64_t note, bool early) {
   const int64_t ranks = group()->getSize();
   const at::Tensor headers = host_bytes_at(started.headers.data(), ranks * int64_t{sizeof(Header)});
   const at::Tensor header = host_bytes_at(started.header.data(), sizeof(Header));
-  std::vector<at::Tensor> wholes, parts;
+  std::vector<at::Tensor> wholes;
+  std::vector<at::Tensor>& parts = started.parts;
+  parts.clear();
   auto* const memory = static_cast<std::byte*>(started.memory.mutable_data_ptr());
   for (size_t i = 0; i < started.weights.size(); ++i) {
     const size_t weight = started.weights[i];
     if (most_bytes(weight) == 0) continue;
     wholes.push_back(bytes_at(memory + started.offsets[i], ranks * most_bytes(weight)));
-    parts.push_back(bytes_at(own_->writable() + own_offsets_[weight], most_bytes(weight)));
+    parts.push_back(tensor_at(own_->writable() + own_offsets_[weight], most_bytes(weight),
+                              at::TensorOptions(at::kByte).device(rows_device()))
+                        .to(device()));
   }
   try {
     if (device().is_cpu()) {
@@ -219,6 +223,7 @@ int64_t GatheredWeights::finish(size_t unit) {
       check_headers(unit);  // before the device waits for what others perhaps never send
     }
     if (const Work work = std::exchange(gathered.work, {})) work->wait();
+    gathered.parts.clear();
   } catch (...) {
     rethrow_with_context("while the parameters of '" + gathered.name + "' were gathered");
   }

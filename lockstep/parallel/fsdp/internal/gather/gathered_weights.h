@@ -34,8 +34,8 @@ namespace lockstep::fsdp::internal {
 /// the device has used so many units' memory that a next one may have it.
 class GatheredWeights final : public ShardedWeights {
  public:
-  /// `units`: indices into all(), each in one; `names` are for messages; `offload`: on the CPU, the rows are in files in this
-  /// directory. Throws what RowMemory does.
+  /// `units`: indices into all(), each in one; `names` are for messages; `offload`: the rows are in files in this directory, and are
+  /// brought to the device when they are gathered. Throws what RowMemory does.
   GatheredWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
                   std::shared_ptr<const ShardGroups> groups, c10::Device device,
                   std::vector<std::vector<size_t>> units, std::vector<std::string> names,
@@ -83,7 +83,8 @@ class GatheredWeights final : public ShardedWeights {
     std::vector<int64_t> offsets;  // in the memory, by weight; behind the last one its size
     at::Tensor memory = {};        // while it is gathered, and whole
     Header header = {};
-    std::vector<Header> headers = {};  // of all ranks
+    std::vector<Header> headers = {};    // of all ranks
+    std::vector<at::Tensor> parts = {};  // this rank's, until the work is done
     Work work = {};
     Work header_work = {};                     // on a device; otherwise they are in `work`, too
     std::optional<c10::Stream> ready_on = {};  // the stream for which it is whole, on a device
