@@ -40,7 +40,8 @@ float float_of(uint32_t bits) {
 
 /// Bit by bit.
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 // ---- The reference: the definition in wire_codec_table.h, one element at a time.

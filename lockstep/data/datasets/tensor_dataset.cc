@@ -49,6 +49,7 @@ at::Tensor gather_rows(const at::Tensor& tensor, std::span<const int64_t> indice
   auto sizes = tensor.sizes().vec();
   sizes[0] = count;
   at::Tensor rows = at::empty(sizes, tensor.options().pinned_memory(false));
+  if (rows.numel() == 0) return rows;  // there is no memory to copy
   const size_t row = size > 0 ? tensor.nbytes() / static_cast<size_t>(size) : 0;
   const auto* from = static_cast<const char*>(tensor.const_data_ptr());
   auto* to = static_cast<char*>(rows.mutable_data_ptr());

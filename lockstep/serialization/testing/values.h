@@ -19,8 +19,8 @@ inline bool same(const c10::IValue& a, const c10::IValue& b) {
     const at::Tensor& second = b.toTensor();
     if (!first.defined() || !second.defined()) return first.defined() == second.defined();
     return first.scalar_type() == second.scalar_type() && first.sizes() == second.sizes() &&
-           std::memcmp(first.contiguous().const_data_ptr(), second.contiguous().const_data_ptr(),
-                       first.nbytes()) == 0;
+           (first.numel() == 0 || std::memcmp(first.contiguous().const_data_ptr(),
+                                              second.contiguous().const_data_ptr(), first.nbytes()) == 0);
   }
   if (a.isDouble() && b.isDouble()) {
     const double first = a.toDouble();
