@@ -38,16 +38,13 @@ std::string file_around(std::string_view pickle) {
 // What Python writes lies in tests/corpus/python_checkpoint.
 std::vector<std::string> seeds() {
   // torch.save({"a": torch.zeros(2, 3), 1: (0.5, None)})'s, with storages that are there.
+  using namespace std::string_literals;
   const std::string pickle =
-      std::string("\x80\x02}q\0(X\1\0\0\0aq\1ctorch._utils\n_rebuild_tensor_v2\nq\2(", 52) +
-      std::string(
-          "(X\7\0\0\0storageq\3ctorch\nFloatStorage\nq\4X\1\0\0\0"
-          "0q\5X\3\0\0\0cpuq\6K\x18tq\7QK\0K\2K\3\x86q\x08",
-          74) +
-      std::string(
-          "K\3K\1\x86q\x09\x89"
-          "ccollections\nOrderedDict\nq\x0a)Rq\x0btq\x0cRq\x0dK\1G?\xe0\0\0\0\0\0\0N\x86q\x0eu.",
-          66);
+      "\x80\x02}q\0(X\1\0\0\0aq\1ctorch._utils\n_rebuild_tensor_v2\nq\2("
+      "(X\7\0\0\0storageq\3ctorch\nFloatStorage\nq\4X\1\0\0\0"
+      "0q\5X\3\0\0\0cpuq\6K\x18tq\7QK\0K\2K\3\x86q\x08"
+      "K\3K\1\x86q\x09\x89"
+      "ccollections\nOrderedDict\nq\x0a)Rq\x0btq\x0cRq\x0dK\1G?\xe0\0\0\0\0\0\0N\x86q\x0eu."s;
   return {std::string("\1") + pickle, std::string(1, '\0') + file_around(pickle)};
 }
 

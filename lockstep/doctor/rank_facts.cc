@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/json_value.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>
@@ -62,7 +63,7 @@ void gather_wire_facts(RankFacts& facts, const std::string& meeting_host) {
 
 template <class T>
 void read(const nlohmann::json& json, const char* name, T& value) {
-  if (auto found = json.find(name); found != json.end() && !found->is_null()) value = found->get<T>();
+  if (auto found = json.find(name); found != json.end() && !found->is_null()) value = json_value<T>(*found);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_value.h>
 #include <lockstep/monitor/host_report.h>
 #include <lockstep/monitor/internal/report_json.h>
 
@@ -20,7 +21,7 @@ void put(ordered_json& object, const char* name, const std::optional<T>& value) 
 
 template <class T>
 void take(const json& object, const char* name, std::optional<T>& value) {
-  if (const auto found = object.find(name); found != object.end()) value = found->get<T>();
+  if (const auto found = object.find(name); found != object.end()) value = json_value<T>(*found);
 }
 
 /// nlohmann's numbers that are none become null.
@@ -56,9 +57,9 @@ ordered_json json_of(const RankReport& rank) {
 
 RankReport rank_of(const json& object) {
   RankReport rank;
-  rank.rank = object.at("rank").get<int>();
-  rank.world_size = object.at("world_size").get<int>();
-  rank.pid = object.at("pid").get<pid_t>();
+  rank.rank = json_value<int>(object.at("rank"));
+  rank.world_size = json_value<int>(object.at("world_size"));
+  rank.pid = json_value<pid_t>(object.at("pid"));
   take(object, "step", rank.step);
   take(object, "step_seconds", rank.step_seconds);
   take(object, "samples_per_second", rank.samples_per_second);
@@ -66,10 +67,10 @@ RankReport rank_of(const json& object) {
   rank.phase = object.at("phase").get<std::string>();
   take(object, "phase_seconds", rank.phase_seconds);
   rank.stopped = object.at("stopped").get<bool>();
-  rank.waits_for = object.at("waits_for").get<std::vector<int>>();
+  rank.waits_for = json_value<std::vector<int>>(object.at("waits_for"));
   take(object, "cpu_percent", rank.cpu_percent);
-  rank.memory = object.at("memory").get<int64_t>();
-  rank.cards = object.at("cards").get<std::vector<int>>();
+  rank.memory = json_value<int64_t>(object.at("memory"));
+  rank.cards = json_value<std::vector<int>>(object.at("cards"));
   take(object, "card_memory", rank.card_memory);
   return rank;
 }
@@ -90,14 +91,14 @@ ordered_json json_of(const CardReport& card) {
 
 CardReport card_of(const json& object) {
   CardReport card;
-  card.index = object.at("index").get<int>();
+  card.index = json_value<int>(object.at("index"));
   card.name = object.at("name").get<std::string>();
   take(object, "used_percent", card.used_percent);
   take(object, "memory_used", card.memory_used);
   take(object, "memory_total", card.memory_total);
   for (const json& stranger : object.at("others")) {
     StrangerReport& other = card.others.emplace_back();
-    other.pid = stranger.at("pid").get<pid_t>();
+    other.pid = json_value<pid_t>(stranger.at("pid"));
     other.name = stranger.at("name").get<std::string>();
     other.user = stranger.at("user").get<std::string>();
     take(stranger, "memory", other.memory);
@@ -137,10 +138,10 @@ std::optional<HostReport> parse_host_report(std::string_view text) {
     report.job = object.at("job").get<std::string>();
     report.program = object.at("program").get<std::string>();
     report.host = object.at("host").get<std::string>();
-    report.cores = object.at("cores").get<int>();
+    report.cores = json_value<int>(object.at("cores"));
     take(object, "cpu_percent", report.cpu_percent);
-    report.memory_used = object.at("memory_used").get<int64_t>();
-    report.memory_total = object.at("memory_total").get<int64_t>();
+    report.memory_used = json_value<int64_t>(object.at("memory_used"));
+    report.memory_total = json_value<int64_t>(object.at("memory_total"));
     take(object, "received_per_second", report.received_per_second);
     take(object, "sent_per_second", report.sent_per_second);
     for (const json& card : object.at("cards")) report.cards.push_back(card_of(card));

@@ -72,7 +72,7 @@ inline std::string encode_png(const at::Tensor& image) {
 
 inline at::Tensor to_bytes(const std::string& content) {
   at::Tensor bytes = at::empty({static_cast<int64_t>(content.size())}, at::TensorOptions().dtype(at::kByte));
-  std::memcpy(bytes.mutable_data_ptr(), content.data(), content.size());
+  if (!content.empty()) std::memcpy(bytes.mutable_data_ptr(), content.data(), content.size());
   return bytes;
 }
 
