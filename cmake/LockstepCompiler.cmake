@@ -33,9 +33,16 @@ endif()
 
 if(LOCKSTEP_SANITIZER STREQUAL "address")
   add_compile_options(-fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer)
+  if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    # As GCC does. C libraries that are loaded at run time have declared their structures themselves.
+    add_compile_options(-D__SANITIZE_ADDRESS__=1 -Wno-builtin-macro-redefined -fno-sanitize=function)
+  endif()
   add_link_options(-fsanitize=address,undefined)
 elseif(LOCKSTEP_SANITIZER STREQUAL "thread")
   add_compile_options(-fsanitize=thread -fno-omit-frame-pointer)
+  if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    add_compile_options(-D__SANITIZE_THREAD__=1 -Wno-builtin-macro-redefined)  # as GCC does
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options(-Wno-tsan)  # GCC does not instrument fences; each fence of ours also has atomics that order it.
   endif()

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
+#include <vector>
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
@@ -150,7 +151,12 @@ TEST_F(SummaryWriterTest, AForkedChildWritesNothing) {
 
 TEST_F(SummaryWriterTest, ASignalThatEndsTheProcessIsToldToWhoCameLater) {
   static std::array<int, 2> told;  // a pipe, which a signal handler may write to
-  for (const int signal : {SIGSEGV, SIGTERM}) {
+#if defined(__SANITIZE_ADDRESS__)
+  const std::vector<int> signals{SIGTERM};  // its own handler of SIGSEGV exits
+#else
+  const std::vector<int> signals{SIGSEGV, SIGTERM};
+#endif
+  for (const int signal : signals) {
     ASSERT_EQ(::pipe(told.data()), 0);
     const pid_t child = ::fork();
     if (child == 0) {
