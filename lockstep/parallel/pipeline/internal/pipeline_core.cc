@@ -71,9 +71,8 @@ PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOption
   num_stages = stages.front().num_stages();
   TORCH_CHECK_VALUE(lockstep_backend_of(*group), "the pipeline's group '", group->getGroupName(),
                     "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
-  const bool has_links = agree();
-  messages =
-      std::make_unique<TensorMessages>(group, has_links ? device_of(stages) : std::nullopt, kOrderedTag);
+  const auto device = agree();
+  messages = std::make_unique<TensorMessages>(group, device, kOrderedTag);
   messages->connect(ranks_that_send());
   share_initial_values();
 }
@@ -128,8 +127,8 @@ std::string PipelineCore::own_fault() const {
   return "";
 }
 
-/// Whether each rank's stages are on one device, of the same kind everywhere.
-bool PipelineCore::agree() {
+/// This rank's device, if each rank's stages are on one, of the same kind everywhere.
+std::optional<c10::Device> PipelineCore::agree() {
   std::vector<ToldStage> told_stages;
   std::set<std::pair<std::string, const at::TensorImpl*>> seen;
   for (const PipelineStage& one : stages) {
@@ -204,9 +203,10 @@ bool PipelineCore::agree() {
   for (const auto& action : table[static_cast<size_t>(rank)]) {
     if (action) actions.push_back(*action);
   }
-  return std::ranges::all_of(told, [&](const Told& one) {
+  const bool all_have_one = std::ranges::all_of(told, [&](const Told& one) {
     return !std::get<3>(one).empty() && std::get<3>(one) == std::get<3>(told[0]);
   });
+  return all_have_one ? device : std::nullopt;
 }
 
 int PipelineCore::tag_of(int64_t from, int64_t to, int64_t micro_batch) const {

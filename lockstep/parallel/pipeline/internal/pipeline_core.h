@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -55,7 +56,7 @@ struct PipelineCore {
 
  private:
   std::string own_fault() const;
-  bool agree();
+  std::optional<c10::Device> agree();
   std::set<std::pair<int, int>> ranks_that_send() const;
   void share_initial_values();
 };
