@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -20,8 +21,9 @@ namespace lockstep {
 namespace {
 
 /// States lie in the host's memory, wherever a model computes.
-at::Tensor copied_to_host(const at::Tensor& tensor) {
-  return tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+at::Tensor copied_to_host(const at::Tensor& tensor, std::optional<at::ScalarType> dtype = {}) {
+  return tensor.detach().to(at::kCPU, dtype.value_or(tensor.scalar_type()), /*non_blocking=*/false,
+                            /*copy=*/true);
 }
 
 }  // namespace
@@ -62,7 +64,7 @@ StateDict FsdpCore::full_state_dict(bool rank0_only) {
   for (const auto& [name, buffer] : model_.buffers()) {
     const auto cast = buffer_dtypes_.find(name);
     const at::ScalarType own = cast == buffer_dtypes_.end() ? buffer.scalar_type() : cast->second;
-    state.emplace(name, copied_to_host(buffer).to(own));
+    state.emplace(name, copied_to_host(buffer, own));
   }
   return state;
 }

@@ -37,10 +37,8 @@ class ShardGroups {
   /// first use makes a rank wait for the others there. Collective.
   void connect() const;
 
-  /// Fails them all on all ranks; with a cause of its own where none has failed yet. Ends what a device has still to do in them.
-  void abort() const noexcept;
   /// When an operation of one of them has failed, the others fail with its cause: ranks that wait in those may not be in
-  /// that one. From any thread.
+  /// that one; and what a device has still to do in them ends. From any thread.
   void spread_failure() const noexcept;
   /// Runs what uses the groups; when it throws, it spreads the failure.
   template <class Action>
@@ -56,6 +54,7 @@ class ShardGroups {
  private:
   void end() noexcept;
   bool any_has_failed() const;
+  void abort() const noexcept;
 
   const c10::Device device_;
   ProcessGroup host_;

@@ -208,8 +208,7 @@ at::Tensor ShardedWeights::in_view(size_t index) const {
         .options(options)
         .make_tensor();
   }
-  return at::from_blob(
-      values, weight.sizes, [memory = memory_](void*) {}, options);
+  return tensor_at(values, weight.sizes, options, memory_);
 }
 
 const ShardedWeight* ShardedWeights::find(const std::string& name) const {

@@ -188,10 +188,6 @@ void GatheredUnits::fail(std::exception_ptr failure, bool others_wait) noexcept 
   try {
     weights_.refuse(text_of(failure_));
     const ShardGroups& groups = weights_.groups();
-    if (!weights_.device().is_cpu()) {
-      groups.spread_failure();
-      return groups.abort();
-    }
     if (others_wait) abort(groups.gathers());  // a group that has failed keeps its cause
     groups.spread_failure();
   } catch (const std::exception& error) {

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -26,8 +25,8 @@ struct ThrowsOnAccess {
 bool& throws_on_access(c10::StorageImpl& storage);
 template struct ThrowsOnAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
-at::Tensor host_bytes_at(void* memory, int64_t bytes) {
-  return at::from_blob(memory, {bytes}, at::TensorOptions(at::kByte));
+at::Tensor bytes_at(void* memory, int64_t bytes, c10::Device device) {
+  return tensor_at(memory, bytes, at::TensorOptions(at::kByte).device(device));
 }
 
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -149,10 +148,6 @@ void GatheredWeights::refuse_access(size_t weight, const std::string& text) {
   storage_of(parameters_[weight])->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
 }
 
-at::Tensor GatheredWeights::bytes_at(void* memory, int64_t bytes) const {
-  return tensor_at(memory, bytes, at::TensorOptions(at::kByte).device(device()));
-}
-
 void GatheredWeights::start(size_t unit, int64_t note, bool early) {
   Unit& started = units_[unit];
   failpoint::here("fsdp_gather");
@@ -161,8 +156,8 @@ void GatheredWeights::start(size_t unit, int64_t note, bool early) {
   started.memory = at::empty({started.offsets.back()}, at::TensorOptions(at::kByte).device(device()));
   started.header = {static_cast<int64_t>(unit), note};
   const int64_t ranks = group()->getSize();
-  const at::Tensor headers = host_bytes_at(started.headers.data(), ranks * int64_t{sizeof(Header)});
-  const at::Tensor header = host_bytes_at(started.header.data(), sizeof(Header));
+  const at::Tensor headers = bytes_at(started.headers.data(), ranks * int64_t{sizeof(Header)}, at::kCPU);
+  const at::Tensor header = bytes_at(started.header.data(), sizeof(Header), at::kCPU);
   std::vector<at::Tensor> wholes;
   std::vector<at::Tensor>& parts = started.parts;
   parts.clear();
@@ -170,10 +165,9 @@ void GatheredWeights::start(size_t unit, int64_t note, bool early) {
   for (size_t i = 0; i < started.weights.size(); ++i) {
     const size_t weight = started.weights[i];
     if (most_bytes(weight) == 0) continue;
-    wholes.push_back(bytes_at(memory + started.offsets[i], ranks * most_bytes(weight)));
-    parts.push_back(tensor_at(own_->writable() + own_offsets_[weight], most_bytes(weight),
-                              at::TensorOptions(at::kByte).device(rows_device()))
-                        .to(device()));
+    wholes.push_back(bytes_at(memory + started.offsets[i], ranks * most_bytes(weight), device()));
+    parts.push_back(
+        bytes_at(own_->writable() + own_offsets_[weight], most_bytes(weight), rows_device()).to(device()));
   }
   try {
     if (device().is_cpu()) {
@@ -217,17 +211,17 @@ void GatheredWeights::check_headers(size_t unit) const {
 
 int64_t GatheredWeights::finish(size_t unit) {
   Unit& gathered = units_[unit];
-  try {
-    if (const Work work = std::exchange(gathered.header_work, {})) {
-      work->wait();
-      check_headers(unit);  // before the device waits for what others perhaps never send
+  const auto wait = [&gathered](Work& started) {
+    try {
+      if (const Work work = std::exchange(started, {})) work->wait();
+    } catch (...) {
+      rethrow_with_context("while the parameters of '" + gathered.name + "' were gathered");
     }
-    if (const Work work = std::exchange(gathered.work, {})) work->wait();
-    gathered.parts.clear();
-  } catch (...) {
-    rethrow_with_context("while the parameters of '" + gathered.name + "' were gathered");
-  }
-  check_headers(unit);
+  };
+  wait(device().is_cpu() ? gathered.work : gathered.header_work);
+  check_headers(unit);  // before a device waits for what others perhaps never send
+  wait(gathered.work);
+  gathered.parts.clear();
   gathered.ready_on = current_stream(device());
   lockstep::use_on_current_stream(gathered.memory);
   const auto least =

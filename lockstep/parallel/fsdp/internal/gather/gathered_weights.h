@@ -93,7 +93,6 @@ class GatheredWeights final : public ShardedWeights {
 
   int64_t row_bytes(size_t weight) const;
   int64_t most_bytes(size_t weight) const;  // of a rank's rows
-  at::Tensor bytes_at(void* memory, int64_t bytes) const;
   void check_headers(size_t unit) const;
   void await_room();
   void set_memory(size_t weight, void* memory);
