@@ -44,7 +44,7 @@ TEST(SyncBatchNormOnDevice, NormalisesAsOnTheCpu) {
     auto world = init_process_group();
     for (const bool converted : {false, true}) {
       const auto expected = run(at::kCPU, rank, converted);
-      const auto actual = run(testing::test_device(rank % testing::test_device_count()), rank, converted);
+      const auto actual = run(testing::device_of_rank(rank), rank, converted);
       for (size_t i = 0; i < expected.size(); ++i) {
         EXPECT_TRUE(close(actual[i], expected[i], 1e-10)) << i << "\n" << actual[i] << expected[i];
       }

@@ -80,7 +80,7 @@ void expect_equal(const std::vector<torch::Tensor>& actual, const std::vector<to
 TEST(ShardedOptimizersOnDevice, StepAsOnTheCpu) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
-    const auto device = testing::test_device(rank % testing::test_device_count());
+    const auto device = testing::device_of_rank(rank);
     for (const bool views : {false, true}) {
       expect_equal(train_sharded(device, rank, views), train_sharded(at::kCPU, rank, views));
     }

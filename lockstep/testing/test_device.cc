@@ -73,6 +73,10 @@ int test_device_count() {
   return guard().deviceCount();
 }
 
+c10::Device device_of_rank(int rank) {
+  return test_device(rank % test_device_count());
+}
+
 void enqueue(const c10::Stream& stream, std::function<void()> host_function) {
   if (on_cuda) {
     launch_host_function(stream, std::move(host_function));

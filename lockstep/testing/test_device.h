@@ -24,6 +24,8 @@ namespace lockstep::testing {
 c10::Device test_device(int index = 0);
 /// How many there are; the simulation has 2.
 int test_device_count();
+/// A device for each rank, as far as there are devices.
+c10::Device device_of_rank(int rank);
 bool test_device_is_simulated();
 
 /// Runs `host_function` in the stream's order, in another thread, as cudaLaunchHostFunc does: a "kernel" that

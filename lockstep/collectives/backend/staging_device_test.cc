@@ -435,7 +435,7 @@ TEST(StagingOnDevice, ManyThreadsAndStreams) {
     std::vector<std::thread> threads;
     for (int i = 0; i < 3; ++i) {
       threads.emplace_back([&, i] {
-        const auto device = test_device(i % testing::test_device_count());
+        const auto device = testing::device_of_rank(i);
         const c10::StreamGuard current(other_stream(device));
         at::Tensor tensor = at::full({kLarge}, 1.0 * (rank + i)).to(device);
         std::vector<Work> works;

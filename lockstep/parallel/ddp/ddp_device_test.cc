@@ -27,6 +27,7 @@ namespace {
 namespace nn = torch::nn;
 using testing::close;
 using testing::data;
+using testing::device_of_rank;
 using testing::Gate;
 using ::testing::HasSubstr;
 using testing::make_double;
@@ -35,10 +36,6 @@ using testing::Net;
 using testing::run_ranks;
 using testing::test_device;
 using Tensors = std::vector<torch::Tensor>;
-
-c10::Device device_of_rank(int rank) {
-  return test_device(rank % testing::test_device_count());
-}
 
 Tensors on_cpu(const Tensors& tensors) {
   Tensors answer;

@@ -27,11 +27,9 @@ using namespace pipeline_test;
 using pipeline::internal::TensorMessages;
 using ::testing::ContainsRegex;
 using testing::run_ranks;
-using testing::test_device;
 
-/// A device for each rank, as far as there are devices.
 c10::Device own_device() {
-  return test_device(get_rank() % testing::test_device_count());
+  return testing::device_of_rank(get_rank());
 }
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
