@@ -1,26 +1,22 @@
 // FullyShardedDataParallel on devices, where parameters are gathered: the numbers of one process on the CPU, the order of
-// streams, memory, and what goes wrong.
+// streams, and memory.
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <gmock/gmock.h>
 #include <limits>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/failpoint.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/nn/meta_device_guard.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
-#include <lockstep/parallel/fsdp/testing/killed_rank.h>
+#include <lockstep/parallel/fsdp/testing/device_training.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
-#include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
 #include <lockstep/testing/test_device.h>
@@ -31,11 +27,17 @@ namespace {
 using fsdp::BackwardPrefetch;
 using fsdp::ShardingStrategy;
 using fsdp_test::batch;
+using fsdp_test::expect_close;
 using fsdp_test::expect_same;
+using fsdp_test::kLayerBytes;
+using fsdp_test::kLayers;
+using fsdp_test::kWidth;
 using fsdp_test::loss_of;
+using fsdp_test::make_deep_net;
+using fsdp_test::make_small_net;
+using fsdp_test::own_device;
 using fsdp_test::Pass;
-using ::testing::HasSubstr;
-using testing::message_of;
+using fsdp_test::trained;
 using testing::run_ranks;
 using testing::test_device;
 namespace nn = torch::nn;
@@ -46,11 +48,6 @@ using Options = FullyShardedDataParallelOptions;
 void compare(fsdp_test::Recipe recipe, int ranks, int hosts = 1) {
   recipe.lstm = false;
   fsdp_test::compare(recipe, ranks, hosts);
-}
-
-/// A device for each rank, as far as there are devices.
-c10::Device own_device() {
-  return test_device(get_rank() % testing::test_device_count());
 }
 
 void on_device(Options& options) {
@@ -119,45 +116,6 @@ TEST(FsdpOnDevice, TrainsOverHosts) {
   compare({.adam = true, .policy = fsdp::size_based_auto_wrap_policy(20), .adjust = over_all_hosts}, 3, 2);
 }
 
-/// In float32, with buffers.
-nn::Sequential make_net() {
-  torch::manual_seed(2);
-  nn::Sequential net;
-  net->push_back(nn::Linear(3, 5));
-  net->push_back(nn::BatchNorm1d(5));
-  net->push_back(nn::Linear(5, 2));
-  return net;
-}
-
-/// What a net has learnt in a few steps in float32.
-template <class Model>
-StateDict trained(Model& model, int rank, optim::Optimizer& optimizer) {
-  for (int step = 0; step < 3; ++step) {
-    optimizer.zero_grad();
-    const auto x = testing::random({4, 3}, static_cast<uint64_t>(10 * step + rank), at::kFloat);
-    loss_of(model->forward(x)).backward();
-    optimizer.step();
-  }
-  return model->full_state_dict();
-}
-
-StateDict trained(const Options& options, int rank) {
-  const auto model = std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(make_net(), options);
-  const auto optimizer = model->make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
-  return trained(model, rank, *optimizer);
-}
-
-void expect_close(const StateDict& actual, const StateDict& expected, double tolerance) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    EXPECT_TRUE(actual.at(name).toTensor().is_cpu()) << name;
-    EXPECT_LE(
-        testing::difference(actual.at(name).toTensor().to(at::kDouble), value.toTensor().to(at::kDouble)),
-        tolerance)
-        << name;
-  }
-}
-
 TEST(FsdpOnDevice, MixedPrecisionIsThatOfTheCpu) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
@@ -195,7 +153,7 @@ TEST(FsdpOnDevice, RowsMayLieInFilesOfTheHost) {
     options = {.mixed_precision = options.mixed_precision,
                .device_id = own_device(),
                .cpu_offload = {.offload_params = true}};
-    FullyShardedDataParallel model(make_net(), options);
+    FullyShardedDataParallel model(make_small_net(), options);
     for (const auto& parameter : model.parameters()) EXPECT_TRUE(parameter.is_cpu());
     expect_close(trained(options, rank), expected, testing::test_device_is_simulated() ? 0 : 1e-2);
   });
@@ -207,7 +165,8 @@ TEST(FsdpOnDevice, StatesGoFromOneFormToTheOthers) {
     const std::vector<Options> forms{
         {}, {.gather = true}, {.device_id = own_device()}, {.sync_module_states = true}};
     for (const Options& from : forms) {
-      const auto source = std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(make_net(), from);
+      const auto source =
+          std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(make_small_net(), from);
       const auto of_source = source->make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
       const auto full = trained(source, rank, *of_source);
       const auto sharded = source->sharded_state_dict();
@@ -216,7 +175,8 @@ TEST(FsdpOnDevice, StatesGoFromOneFormToTheOthers) {
       const auto further = trained(source, rank, *of_source);
       for (const Options& to : forms) {
         for (const bool whole : {true, false}) {
-          const auto target = std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(make_net(), to);
+          const auto target =
+              std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(make_small_net(), to);
           const auto of_target = target->make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
           target->load_full_state_dict(full);
           if (whole) {
@@ -239,7 +199,7 @@ TEST(FsdpOnDevice, ModulesOnTheMetaDeviceGetTheirValuesThere) {
     nn::Sequential net;
     {
       const MetaDeviceGuard meta;
-      net = make_net();
+      net = make_small_net();
     }
     torch::manual_seed(2);
     const Options options{.device_id = own_device()};
@@ -254,11 +214,11 @@ TEST(FsdpOnDevice, ModulesOnTheMetaDeviceGetTheirValuesThere) {
 TEST(FsdpOnDevice, SummonedParametersAreWholeOnTheDevice) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
-    auto net = make_net();
+    auto net = make_small_net();
     net->to(own_device());  // without device_id it is where its parameters are
     FullyShardedDataParallel model(net, {});
     EXPECT_TRUE(model.gathers());
-    const auto expected = make_net()->parameters();
+    const auto expected = make_small_net()->parameters();
     model.summon_full_params([&] {
       const torch::NoGradGuard no_grad;
       for (size_t i = 0; i < expected.size(); ++i) {
@@ -270,17 +230,6 @@ TEST(FsdpOnDevice, SummonedParametersAreWholeOnTheDevice) {
     const auto state = model.full_state_dict();
     EXPECT_TRUE(at::equal(state.at("0.weight").toTensor(), expected[0] + 1));
   });
-}
-
-constexpr int kLayers = 8, kWidth = 256;
-constexpr int64_t kLayerBytes = int64_t{kWidth} * kWidth * 4;
-
-nn::Sequential make_deep_net() {
-  nn::Sequential net;
-  for (int i = 0; i < kLayers; ++i) {
-    net->push_back(nn::Linear(nn::LinearOptions(kWidth, kWidth).bias(false)));
-  }
-  return net;
 }
 
 /// The most that a step takes on the device besides what lies there before it.
@@ -372,94 +321,6 @@ TEST(FsdpOnDevice, ModulesMayUseStreamsOfTheirOwn) {
   });
 }
 
-/// The n-th gather of a step: one in forward, one in backward.
-TEST(FsdpOnDevice, AFailedGatherIsThrownOnAllRanksAndNoStepIsTaken) {
-  for (const int gather_number : {2, 6}) {
-    run_ranks(2, [&](int rank) {
-      auto world = init_process_group();
-      FullyShardedDataParallel model(
-          make_deep_net(),
-          {.auto_wrap_policy = fsdp::module_wrap_policy<nn::LinearImpl>(), .device_id = own_device()});
-      const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
-      const auto x = testing::random({3, kWidth}, static_cast<uint64_t>(rank), at::kFloat);
-      const auto train = [&] {
-        optimizer->zero_grad();
-        model.forward(x).sum().backward();
-        optimizer->step();
-      };
-      train();
-      train();
-      const auto before = testing::copies(model.parameters());
-      if (rank == 1)
-        failpoint::configure("fsdp_gather=error(the device is lost)@" + std::to_string(gather_number));
-      EXPECT_THAT(message_of<c10::Error>(train), HasSubstr(rank == 1 ? "the device is lost" : "rank 1"));
-      EXPECT_THROW(optimizer->step(), c10::Error);
-      EXPECT_THROW(model.forward(x), c10::Error);
-      EXPECT_TRUE(testing::equal(model.parameters(), before));
-    });
-  }
-}
-
-TEST(FsdpOnDevice, ADeadRankIsNamedOnAll) {
-  fsdp_test::expect_a_killed_rank_is_named(
-      {.ranks = 3, .victim = 1, .last_operation = 16, .every = 5, .gathers = true, .where = ".*"},
-      {.device_id = test_device()});
-}
-
-TEST(FsdpOnDevice, AFailedBackwardIsToldToStepAndForward) {
-  run_ranks(2, [](int rank) {
-    auto world = init_process_group();
-    FullyShardedDataParallel model(make_net(), {.device_id = own_device()});
-    const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
-    auto x = testing::random({4, 3}, static_cast<uint64_t>(rank), at::kFloat).to(own_device());
-    x.requires_grad_();
-    // Behind the weights' gradients.
-    x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "of the program's own"); });
-    EXPECT_THAT(message_of<c10::Error>([&] { loss_of(model.forward(x)).backward(); }),
-                HasSubstr("of the program's own"));
-    EXPECT_THAT(message_of<c10::Error>([&] { optimizer->step(); }),
-                HasSubstr("behind a backward that has failed"));
-    EXPECT_THAT(message_of<c10::Error>([&] { model.forward(x); }),
-                HasSubstr("the last backward did not end"));
-  });
-}
-
-TEST(FsdpOnDevice, ABackwardThatFailsBeforeItsGradientsIsNoLastOne) {
-  run_ranks(2, [](int rank) {
-    auto world = init_process_group();
-    const Options options{.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(5),
-                          .device_id = own_device()};
-    const auto model = std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(make_net(), options);
-    const auto optimizer = model->make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
-    const auto output = model->forward(testing::random({4, 3}, 99, at::kFloat));
-    // Its graph is used in no other way, so that buffers alone have changed.
-    output.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "of the program's own"); });
-    EXPECT_THAT(message_of<c10::Error>([&] { loss_of(output).backward(); }),
-                HasSubstr("of the program's own"));
-    {
-      const auto no_sync = model->no_sync();
-      auto x = testing::random({4, 3}, 98, at::kFloat).to(own_device()).requires_grad_();
-      x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "under no_sync"); });
-      EXPECT_THAT(message_of<c10::Error>([&] { loss_of(model->forward(x)).backward(); }),
-                  HasSubstr("under no_sync"));
-    }
-    optimizer->zero_grad();
-    EXPECT_EQ(trained(model, rank, *optimizer).size(),
-              make_net()->named_parameters().size() + make_net()->named_buffers().size());
-  });
-}
-
-TEST(FsdpOnDevice, BackwardWithinSummonFullParamsIsAnError) {
-  run_ranks(2, [](int rank) {
-    auto world = init_process_group();
-    FullyShardedDataParallel model(make_net(), {.device_id = own_device()});
-    const auto loss =
-        loss_of(model.forward(testing::random({4, 3}, static_cast<uint64_t>(rank), at::kFloat)));
-    EXPECT_THAT(message_of<c10::Error>([&] { model.summon_full_params([&] { loss.backward(); }); }),
-                HasSubstr("FullyShardedDataParallel"));
-  });
-}
-
 /// Of two ranks the second one has no element of any parameter.
 TEST(FsdpOnDevice, ARankWithoutRowsClipsWithTheOthers) {
   run_ranks(2, [](int) {
@@ -476,7 +337,7 @@ TEST(FsdpOnDevice, ARankWithoutRowsClipsWithTheOthers) {
 TEST(FsdpOnDevice, WhatIsIgnoredStaysWhereItIs) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
-    auto net = make_net();
+    auto net = make_small_net();
     net[1]->as<nn::BatchNorm1d>()->to(own_device());
     const Options options{.ignored_modules = {net->ptr(1)}};
     {
@@ -484,7 +345,7 @@ TEST(FsdpOnDevice, WhatIsIgnoredStaysWhereItIs) {
       EXPECT_FALSE(model.gathers());
       EXPECT_EQ(net->buffers()[0].device(), own_device());
     }
-    auto other = make_net();
+    auto other = make_small_net();
     FullyShardedDataParallel model(other, {.ignored_modules = {other->ptr(1)}, .device_id = own_device()});
     EXPECT_TRUE(model.gathers());
     for (const auto& buffer : other->buffers()) EXPECT_TRUE(buffer.is_cpu());
@@ -495,7 +356,7 @@ TEST(FsdpOnDevice, DeviceIdMovesAModuleToTheCpu) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     for (const bool sync : {false, true}) {
-      auto net = make_net();
+      auto net = make_small_net();
       net->to(test_device());
       const auto expected = trained(Options(), rank);
       const auto model = std::make_unique<FullyShardedDataParallel<nn::SequentialImpl>>(
@@ -507,23 +368,6 @@ TEST(FsdpOnDevice, DeviceIdMovesAModuleToTheCpu) {
       const auto optimizer = model->make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
       expect_close(trained(model, rank, *optimizer), expected, 0);
     }
-  });
-}
-
-TEST(FsdpOnDevice, WhatCanNotBeSaysWhy) {
-  run_ranks(2, [](int rank) {
-    auto world = init_process_group();
-    const auto refused = [&](const nn::Sequential& net, const Options& options) {
-      return message_of<c10::Error>([&] { FullyShardedDataParallel model(net, options); });
-    };
-    EXPECT_THAT(refused(make_net(), {.device_id = c10::Device(test_device().type(), 100)}), HasSubstr("100"));
-    auto net = make_net();
-    net[0]->as<nn::Linear>()->to(own_device());
-    EXPECT_THAT(refused(net, {}), HasSubstr("a sharded model is on one device"));
-    Options one_alone;
-    if (rank == 0) one_alone.device_id = own_device();
-    EXPECT_THAT(refused(make_net(), one_alone),
-                ::testing::AnyOf(HasSubstr("gathers in another way"), HasSubstr("failed to be wrapped")));
   });
 }
 
