@@ -4,7 +4,6 @@
 #include <concepts>
 #include <cstdint>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -18,8 +17,10 @@
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/batch_access.h>
+#include <lockstep/train/batch_pieces.h>
 #include <lockstep/train/batches_of.h>
 #include <lockstep/train/loss_computation.h>
+#include <lockstep/train/model_access.h>
 #include <lockstep/train/strategy.h>
 #include <lockstep/train/trainer_core.h>
 
@@ -102,7 +103,7 @@ class Trainer final : public TrainerCore {
         model_(model),
         loader_(loader),
         loss_of_(std::move(loss_of)) {
-    TORCH_CHECK_VALUE(world_size() == 1 || kSynchronises<Model>,
+    TORCH_CHECK_VALUE(world_size() == 1 || train::kSynchronises<Model>,
                       "Trainer: in a job of several ranks the model must average its gradients; wrap it in a "
                       "lockstep::DistributedDataParallel");
     set_up();
@@ -215,7 +216,7 @@ class Trainer final : public TrainerCore {
             false,
             "Trainer: a FullyShardedDataParallel can't go on in another group, for the rows of the ranks "
             "that are gone are lost; start again from a checkpoint");
-      } else if constexpr (kSynchronises<Used>) {
+      } else if constexpr (train::kSynchronises<Used>) {
         // The model puts back those of its forward, the step begins before that.
         StepSnapshot random(random_devices());
         random.take({});
@@ -227,10 +228,6 @@ class Trainer final : public TrainerCore {
   }
 
  private:
-  template <class Used>
-  static constexpr bool kSynchronises = requires(Used& model) {
-    model.no_sync();
-  };
   static constexpr bool kResumes = requires(const Loader& loader) { loader.state_dict(int64_t{1}); };
 
   Trainer(const std::shared_ptr<Model>& own, Loader& loader, LossFunction loss_of, TrainerOptions options)
@@ -264,14 +261,7 @@ class Trainer final : public TrainerCore {
   }
 
   using Batches = train::BatchesOf<Loader>;
-
-  /// What is computed at once: a batch, or a part of one.
-  struct Piece {
-    const Batch* batch;
-    int64_t begin;
-    int64_t length;
-    bool whole;
-  };
+  using Piece = train::BatchPiece<Batch>;
 
   /// All steps of the epoch; false if it was left in its middle.
   bool train_steps() {
@@ -312,7 +302,7 @@ class Trainer final : public TrainerCore {
 
   /// Agrees on the step, and computes its gradients.
   StepPlan attempt(bool has_batches) {
-    const auto pieces = pieces_of(held_);
+    const auto pieces = train::pieces_of(held_, max_micro_batch_);
     const StepPlan plan = agree(note_of(pieces, has_batches));
     if (plan.stop || plan.samples == 0) return plan;
     if (!plan.begun) call(&TrainerCallbacks::before_step);
@@ -361,19 +351,6 @@ class Trainer final : public TrainerCore {
     }
   }
 
-  std::vector<Piece> pieces_of(const std::vector<Batch>& batches) const {
-    std::vector<Piece> pieces;
-    for (const Batch& batch : batches) {
-      const int64_t samples = BatchAccess<Batch>::samples(batch);
-      const int64_t most = max_micro_batch_ > 0 ? std::min(max_micro_batch_, samples) : samples;
-      for (int64_t begin = 0; begin < samples; begin += most) {
-        const int64_t length = std::min(most, samples - begin);
-        pieces.push_back({&batch, begin, length, length == samples});
-      }
-    }
-    return pieces;
-  }
-
   StepNote note_of(const std::vector<Piece>& pieces, bool has_batches) {
     StepNote note;
     note.can_stand_in = !pieces.empty();
@@ -408,7 +385,7 @@ class Trainer final : public TrainerCore {
           const Piece& piece = pieces[std::min(static_cast<size_t>(i), pieces.size() - 1)];
           auto micro = accumulation.next(counts ? static_cast<double>(piece.length) : 0.0, samples_per_rank);
           const StepOutput output =
-              with_batch_of(piece, [&](const Batch& batch) { return loss().run(loss_of_, model, batch); });
+              piece.with_batch([&](const Batch& batch) { return loss().run(loss_of_, model, batch); });
           scaler_.scale(micro.scale(output.loss)).backward();
           if (counts) note(output, piece.length);
         }
@@ -427,18 +404,12 @@ class Trainer final : public TrainerCore {
         if (counts) note(output, samples);
         return output.loss * (counts ? static_cast<double>(samples) / samples_per_rank : 0.0);
       };
-      with_batch_of(piece, [&](const Batch& batch) {
+      piece.with_batch([&](const Batch& batch) {
         model.step(step() * std::max(count, options_.accumulate_grad_batches) + i, train::inputs_of(batch),
                    piece.length, loss().of_rows(loss_of_, batch, use));
       });
     }
     share_step_loss(get_world_size(model.group()) - 1, model.group());
-  }
-
-  template <class Function, class AnyBatch, class Add>
-  void evaluate_in_pipeline(PipelinedModel& model, const AnyBatch& batch, int64_t samples, Function& function,
-                            const Add& add) const {
-    model.evaluate(train::inputs_of(batch), samples, loss().of_rows(function, batch, add));
   }
 
   /// Of pipelines alone, whose ranks compare them.
@@ -456,13 +427,6 @@ class Trainer final : public TrainerCore {
   /// Made when it is used, for the device is known when the Trainer is set up.
   train::LossComputation loss() const { return {*options_.device, options_.autocast_dtype}; }
 
-  /// Calls `action` with the piece as a batch of its own.
-  template <class Action>
-  static decltype(auto) with_batch_of(const Piece& piece, Action&& action) {
-    if (piece.whole) return action(*piece.batch);
-    return action(BatchAccess<Batch>::part(*piece.batch, piece.begin, piece.length));
-  }
-
   /// False when training is to stop.
   template <class ValidationLoader, class Function>
   bool evaluate(ValidationLoader& loader, Function& function, MetricAverages& averages) {
@@ -470,7 +434,7 @@ class Trainer final : public TrainerCore {
     torch::NoGradGuard no_grad;
     train::BatchesOf<ValidationLoader> batches(loader);
     // Where forward is collective, a rank that has no more batches goes on with its last one, which does not count.
-    const bool all_take_part = with_model([](auto& model) { return has_collective_forward(model); });
+    const bool all_take_part = with_model([](auto& model) { return train::has_collective_forward(model); });
     std::optional<ValidationBatch> last;
     while (true) {
       const ValidationBatch* batch = batches.next();
@@ -486,7 +450,7 @@ class Trainer final : public TrainerCore {
       if (samples == 0) {
         with_model([&]<class Used>(Used& model) {
           if constexpr (!std::same_as<Used, PipelinedModel>) {
-            if (all_take_part) (void)loss().run(function, evaluated(model), *last);
+            if (all_take_part) (void)loss().run(function, train::evaluated(model), *last);
           }
         });
         continue;
@@ -499,30 +463,11 @@ class Trainer final : public TrainerCore {
       };
       with_model([&]<class Used>(Used& model) {
         if constexpr (std::same_as<Used, PipelinedModel>) {
-          evaluate_in_pipeline(model, *batch, samples, function, add);
+          model.evaluate(train::inputs_of(*batch), samples, loss().of_rows(function, *batch, add));
         } else {
-          add(loss().run(function, evaluated(model), *batch), samples);
+          add(loss().run(function, train::evaluated(model), *batch), samples);
         }
       });
-    }
-  }
-
-  template <class Used>
-  static bool has_collective_forward(const Used& model) {
-    if constexpr (requires { model.gathers(); }) {
-      return model.gathers();
-    } else {
-      return false;
-    }
-  }
-
-  /// Not the wrapper, whose forward may communicate, as ranks may have unequally many batches.
-  template <class Used>
-  static auto& evaluated(Used& model) {
-    if constexpr (kSynchronises<Used> && !ShardedModel<Used> && requires { *model.module; }) {
-      return *model.module;
-    } else {
-      return model;
     }
   }
 
@@ -563,15 +508,7 @@ class Trainer final : public TrainerCore {
     }
   }
   std::vector<NamedTensor> buffers() const override {
-    std::vector<NamedTensor> buffers;
-    with_model([&]<class Used>(const Used& model) {
-      if constexpr (std::same_as<Used, PipelinedModel>) {
-        buffers = model.named_buffers();
-      } else {
-        for (const auto& item : model.named_buffers()) buffers.emplace_back(item.key(), item.value());
-      }
-    });
-    return buffers;
+    return with_model([](const auto& model) { return train::buffers_of(model); });
   }
 
   Model& model_;
