@@ -15,6 +15,7 @@
 #include <lockstep/data/collate.h>
 #include <lockstep/data/data_loader_options.h>
 #include <lockstep/data/datasets/iterable_dataset.h>
+#include <lockstep/data/internal/batch_iterator.h>
 #include <lockstep/data/internal/batch_pipeline.h>
 #include <lockstep/data/internal/dataset_handle.h>
 #include <lockstep/data/internal/epoch_planner.h>
@@ -146,33 +147,7 @@ class DataLoader {
       : DataLoader(Source{internal::hold(std::move(dataset)), std::move(collate)}, options) {}
 
   /// The current batch and those to come. Move-only; the end is std::default_sentinel.
-  class Iterator {
-   public:
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using iterator_concept = std::input_iterator_tag;
-
-    Batch& operator*() const { return *batch_; }
-    Batch* operator->() const { return batch_.get(); }
-    Iterator& operator++() {
-      batch_.reset();  // its memory may serve the next one
-      batch_ = std::static_pointer_cast<Batch>(pipeline_->next());
-      return *this;
-    }
-    void operator++(int) { ++*this; }
-    friend bool operator==(const Iterator& iterator, std::default_sentinel_t /*end*/) {
-      return !iterator.batch_;
-    }
-
-   private:
-    friend class DataLoader;
-    explicit Iterator(std::unique_ptr<internal::BatchPipeline> pipeline) : pipeline_(std::move(pipeline)) {
-      ++*this;
-    }
-
-    std::unique_ptr<internal::BatchPipeline> pipeline_;
-    std::shared_ptr<Batch> batch_;
-  };
+  using Iterator = internal::BatchIterator<Batch, internal::BatchPipeline>;
 
   /// Starts an epoch, or goes on with a loaded one, and waits for its first batch.
   Iterator begin() { return Iterator(planner_.start_epoch(recipe())); }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -13,6 +12,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/data/internal/batch_iterator.h>
 #include <lockstep/data/internal/copy_stream.h>
 #include <lockstep/data/to_device.h>
 #include <lockstep/serialization/state_dict.h>
@@ -171,33 +171,7 @@ class DeviceLoader {
   }
 
   /// The current batch and those to come. Move-only; the end is std::default_sentinel.
-  class Iterator {
-   public:
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    using iterator_concept = std::input_iterator_tag;
-
-    Batch& operator*() const { return *batch_; }
-    Batch* operator->() const { return batch_.get(); }
-    Iterator& operator++() {
-      batch_.reset();  // its memory may serve the next one
-      batch_ = epoch_->next();
-      return *this;
-    }
-    void operator++(int) { ++*this; }
-    friend bool operator==(const Iterator& iterator, std::default_sentinel_t /*end*/) {
-      return !iterator.batch_;
-    }
-
-   private:
-    friend class DeviceLoader;
-    explicit Iterator(std::unique_ptr<internal::DeviceEpoch<Loader>> epoch) : epoch_(std::move(epoch)) {
-      ++*this;
-    }
-
-    std::unique_ptr<internal::DeviceEpoch<Loader>> epoch_;
-    std::unique_ptr<Batch> batch_;
-  };
+  using Iterator = internal::BatchIterator<Batch, internal::DeviceEpoch<Loader>>;
 
   /// Starts an epoch of the other loader, and waits for its first batches.
   Iterator begin() {
