@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/json_value.h>
 #include <lockstep/collectives/algorithms/hosts/leaders.h>
 #include <lockstep/collectives/algorithms/staging.h>
 #include <lockstep/collectives/hosts/cost_model.h>
@@ -350,11 +351,12 @@ std::vector<HostMeasurement> parse_measurements(const std::string& json, const s
     TORCH_CHECK_VALUE(list.is_array(), source, ": measurements are a JSON array");
     std::vector<HostMeasurement> measurements;
     for (const auto& one : list) {
-      measurements.push_back({.algorithm = host_algorithm(one.value("algorithm", "direct")),
-                              .reduction = {.hosts = one.at("hosts").get<int>(),
-                                            .bytes = one.at("bytes").get<uint64_t>(),
-                                            .slices = one.value("ranks", 1)},
-                              .seconds = one.at("seconds").get<double>()});
+      measurements.push_back(
+          {.algorithm = host_algorithm(one.value("algorithm", "direct")),
+           .reduction = {.hosts = json_value<int>(one.at("hosts")),
+                         .bytes = json_value<uint64_t>(one.at("bytes")),
+                         .slices = one.contains("ranks") ? json_value<int>(one["ranks"]) : 1},
+           .seconds = one.at("seconds").get<double>()});
     }
     return measurements;
   });

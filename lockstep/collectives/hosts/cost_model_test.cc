@@ -241,7 +241,8 @@ TEST(CostModel, MalformedTextIsRefusedWithItsSource) {
     EXPECT_THAT(error_of([&] { parse_cost_model(text, "a.json"); }), HasSubstr("a.json")) << text;
   }
   for (const char* text :
-       {"{}", "[1]", R"([{"hosts": 2}])", R"([{"hosts": "2", "bytes": 1, "seconds": 1}])"}) {
+       {"{}", "[1]", R"([{"hosts": 2}])", R"([{"hosts": "2", "bytes": 1, "seconds": 1}])",
+        R"([{"hosts": 1e30, "bytes": 1, "seconds": 1}])", R"([{"hosts": 2, "bytes": -1e9, "seconds": 1}])"}) {
     EXPECT_THAT(error_of([&] { parse_measurements(text, "b.json"); }), HasSubstr("b.json")) << text;
   }
   EXPECT_THAT(error_of([] {
