@@ -3,9 +3,11 @@
 #include <map>
 #include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
-#include <torch/csrc/profiler/combined_traceback.h>
+#include <torch/csrc/profiler/unwind/unwind.h>
+#include <torch/csrc/utils/cpp_stacktraces.h>
 
 #include <lockstep/profiler/internal/call_stacks.h>
 #include <lockstep/profiler/internal/current_log.h>
@@ -16,9 +18,9 @@ namespace {
 CurrentLog<CallStacks::Log> current_stack_log;
 
 std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& function) {
-  auto trace = torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true);
+  auto frames = torch::unwind::unwind();
   current_stack_log.use([&](CallStacks::Log& log) {
-    log.calls.push_back({function.name(), at::RecordFunction::currentThreadId(), std::move(trace)});
+    log.calls.push_back({function.name(), at::RecordFunction::currentThreadId(), std::move(frames)});
   });
   return nullptr;
 }
@@ -50,11 +52,30 @@ std::string frame_text(const torch::unwind::Frame& frame) {
   return frame.filename + "(" + std::to_string(frame.lineno) + "): " + frame.funcname;
 }
 
+/// The texts of those frames that are of the program. Each is looked up once, and all together, for that takes long.
+std::unordered_map<void*, std::string> program_frames(const std::deque<CallStacks::Call>& calls) {
+  std::unordered_map<void*, std::string> texts;
+  for (const CallStacks::Call& call : calls) {
+    for (void* const frame : call.frames) texts.try_emplace(frame);
+  }
+  std::vector<void*> frames;
+  for (const auto& [frame, text] : texts) frames.push_back(frame);
+  const auto symbols = torch::unwind::symbolize(frames, torch::get_symbolize_mode());
+  for (size_t i = 0; i < frames.size(); ++i) {
+    if (is_of_the_program(symbols.at(i))) {
+      texts.at(frames[i]) = frame_text(symbols[i]);
+    } else {
+      texts.erase(frames[i]);
+    }
+  }
+  return texts;
+}
+
 }  // namespace
 
 CallStacks::CallStacks() : log_(std::make_shared<Log>()) {
   // The first look at a stack reads the libraries' tables, for milliseconds, which no operator shall be charged with.
-  torch::CapturedTraceback::gather(/*python=*/false, /*script=*/false, /*cpp=*/true);
+  (void)torch::unwind::unwind();
   current_stack_log.set(log_);
   handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(note_call));
 }
@@ -67,9 +88,7 @@ void CallStacks::end() {
 
 void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
   if (log_->calls.empty()) return;
-  std::vector<torch::CapturedTraceback*> traces;
-  for (const Call& call : log_->calls) traces.push_back(call.trace.get());
-  const torch::SymbolizedTracebacks symbols = torch::symbolize(traces);
+  const auto texts = program_frames(log_->calls);
   // The n-th call of a name in a thread is its n-th event.
   std::map<std::pair<std::string, uint64_t>, std::pair<std::vector<size_t>, std::vector<FunctionEvent*>>>
       by_name;
@@ -87,9 +106,9 @@ void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
       return std::make_tuple(a->start_ns, -a->end_ns) < std::make_tuple(b->start_ns, -b->end_ns);
     });
     for (size_t i = 0; i < calls.size(); ++i) {
-      for (const uint64_t index : symbols.tracebacks.at(calls[i])) {
-        const torch::unwind::Frame& frame = symbols.all_frames.at(index);
-        if (is_of_the_program(frame)) of_name[i]->stack.push_back(frame_text(frame));
+      for (void* const frame : log_->calls[calls[i]].frames) {
+        if (const auto text = texts.find(frame); text != texts.end())
+          of_name[i]->stack.push_back(text->second);
       }
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
@@ -8,10 +9,6 @@
 #include <ATen/record_function.h>
 
 #include <lockstep/profiler/event_list.h>
-
-namespace torch {
-struct CapturedTraceback;
-}  // namespace torch
 
 namespace lockstep::profiler::internal {
 
@@ -31,8 +28,8 @@ class CallStacks {
 
   struct Call {
     std::string name;
-    uint64_t thread;  // torch's number
-    std::shared_ptr<torch::CapturedTraceback> trace;
+    uint64_t thread;            // torch's number
+    std::vector<void*> frames;  // return addresses, the innermost first
   };
   /// Written by CurrentLog::use() alone, until end().
   struct Log {
