@@ -303,3 +303,20 @@ def test_a_host_that_is_cut_off_ends_its_workers_and_comes_back(programs, make_h
     second.wait_for(r"rank 1 of 2.*start [2-9]")
     first.kill(signal.SIGTERM)
     assert (first.finish().status, second.finish().status) == (143, 143)
+
+
+def test_all_end_when_the_coordinators_host_is_cut_off_for_good(programs, make_hosts):
+    net = make_hosts(3)
+    job = Job(programs, "2:3", port=PORT, host=net.addresses[0], conf=FAST.replace("rejoin_timeout=30", "rejoin_timeout=3"))
+    first = job.start_coordinator(1, STAY, inside=net.inside(0))
+    others = [job.start(1, STAY, inside=net.inside(host)) for host in (1, 2)]
+    for agent in others:
+        agent.wait_for("rank [12] of 3")
+    net.cut(0)
+    for agent in others:
+        done = agent.finish()
+        assert done.status == 1 and "no word from it; its host or the network to it is down" in done.stderr, done.text
+    done = first.finish()
+    assert done.status == 1 and "1 of at least 2 are here" in done.stderr, done.text
+    assert "3 s after the others were lost" in done.stderr, done.text
+    programs.wait_until_gone()
