@@ -6,12 +6,11 @@ Modules, in the order in which they use each other:
     job          N ranks as processes that sleep until they are commanded
     contenders   how each contender is started
     interleave   rounds in which every contender has a turn, in random order
-    collectives, training, comm_hooks, from_python   the suites: what is measured, and which figures come of it
-    several_hosts   the suite over hosts that are network namespaces
-    soak         ranks that fail in all ways, and what the others are told
+    suites       a module for each: what is measured, and which figures come of it; NAME_report has its tables where they
+                 are many
     targets      the figures that the project promises
     compare      what got slower since another run
     tables       a table, for the terminal and in Markdown
-    training_report, several_hosts_report, report   all tables of what was measured
+    report       all tables of what was measured
     machine      where it was measured
 """

@@ -8,11 +8,11 @@ import signal
 import sys
 import time
 
-from benchmarks.driver import (checkpoint, collectives, comm_hooks, compare, contenders, data, from_python, gpu, largest_model,
-                               launch, machine, pipeline, profiler, report, results, several_hosts, sharding, soak, startup,
-                               sweep, training)
+from benchmarks.driver import compare, contenders, machine, report, results
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites import (checkpoint, collectives, comm_hooks, data, from_python, gpu, largest_model, launch,
+                                      pipeline, profiler, several_hosts, sharding, soak, startup, sweep, training)
 
 SUITES = {"all_reduce": collectives.all_reduce, "four_ranks": collectives.four_ranks, "barrier": collectives.barrier,
           "latency": collectives.latency, "operations": collectives.operations, "step": training.step,

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from benchmarks.driver import collectives, contenders, several_hosts
+from benchmarks.driver import contenders
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites import collectives, several_hosts
 
 FOLDER = contenders.ROOT / "benchmarks"
 

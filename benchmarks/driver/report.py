@@ -2,11 +2,12 @@
 
 import statistics
 
-from benchmarks.driver import (checkpoint, data, from_python, gpu, largest_model, launch, pipeline, profiler,
-                               several_hosts_report, sharding_report, soak, startup, stats, sweep, targets, training_report)
-from benchmarks.driver.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
+from benchmarks.driver import stats, targets
+from benchmarks.driver.suites import (checkpoint, data, from_python, gpu, largest_model, launch, pipeline, profiler,
+                                      several_hosts_report, sharding_report, soak, startup, sweep, training_report)
+from benchmarks.driver.suites.collectives import MPI_OPERATIONS, OPERATIONS, OURS, PEERS, RANKS, SIZES, cells
+from benchmarks.driver.suites.training import NETWORKS
 from benchmarks.driver.tables import Table, as_markdown, as_text, duration, mebibytes, ratio, spaced, times
-from benchmarks.driver.training import NETWORKS
 
 TENSORS = {"lockstep": "plain tensors", "arena": "tensors in shared memory"}
 

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.driver import collectives
+from benchmarks.driver.suites import collectives
 
 # Over all cells with plain tensors; told only when the suite ran that measures all of them.
 OVER_CELLS = {"cells.least": min, "cells.median": statistics.median}

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from benchmarks.driver import (comm_hooks, contenders, interleave, report, results, several_hosts, sharding, targets, training,
-                               training_report)
-from benchmarks.driver.suites_test import run
+from benchmarks.driver import contenders, interleave, report, results, targets
+from benchmarks.driver.suites import comm_hooks, several_hosts, sharding, training, training_report
+from benchmarks.driver.suites.suites_test import run
 
 GIB = 1 << 30
 

@@ -7,11 +7,11 @@ layer sleeps.
 """
 
 from benchmarks.driver import stats
-from benchmarks.driver.collectives import leave_out, present
 from benchmarks.driver.contenders import Place, hosts
 from benchmarks.driver.interleave import Turn, run_rounds
-from benchmarks.driver.sharding import peak_memory
-from benchmarks.driver.training import add_steps
+from benchmarks.driver.suites.collectives import leave_out, present
+from benchmarks.driver.suites.sharding import peak_memory
+from benchmarks.driver.suites.training import add_steps
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 RANKS = (2, 4)

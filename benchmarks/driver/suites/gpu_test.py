@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from benchmarks.driver import contenders, gpu, report, results, startup
+from benchmarks.driver import contenders, report, results
 from benchmarks.driver.__main__ import main
 from benchmarks.driver.job import BenchmarkError
-from benchmarks.driver.suites_test import FakeFleet, FakeJob
+from benchmarks.driver.suites import gpu, startup
+from benchmarks.driver.suites.suites_test import FakeFleet, FakeJob
 
 # Milliseconds of a turn's iteration.
 TIMES = {("gpu_nccl", "ddp"): 11, ("gpu_nccl", "alone"): 10, ("gpu_python_nccl", "ddp"): 22, ("gpu_staged", "ddp"): 30,

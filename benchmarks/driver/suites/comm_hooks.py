@@ -6,9 +6,9 @@ order as the others. On one host, whose "wire" is memory, a hook that computes i
 """
 
 from benchmarks.driver import contenders
-from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.interleave import Turn, measure, run_rounds
-from benchmarks.driver.training import NETWORKS, add_facts, mean_step
+from benchmarks.driver.suites.collectives import leave_out
+from benchmarks.driver.suites.training import NETWORKS, add_facts, mean_step
 
 HOOKS = ("all_reduce", "bf16", "fp16", "int8", "power_sgd")
 RANKS = 2

@@ -10,10 +10,10 @@ The hosts share this machine's cores, so what they compute says nothing; where i
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.driver.collectives import MIB, SIZES, add_times, leave_out, present
 from benchmarks.driver.contenders import Place, hosts
 from benchmarks.driver.interleave import QUICK_ROUNDS, Turn, run_rounds
-from benchmarks.driver.training import add_steps
+from benchmarks.driver.suites.collectives import MIB, SIZES, add_times, leave_out, present
+from benchmarks.driver.suites.training import add_steps
 
 WIRES = {"1gbit": "1gbit", "unshaped": None}  # name: rate, as tc has it
 SHAPED = "1gbit"

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from benchmarks.driver import contenders, report, results, soak
+from benchmarks.driver import contenders, report, results
 from benchmarks.driver.__main__ import main, parse
-from benchmarks.driver.suites_test import FakeFleet
+from benchmarks.driver.suites import soak
+from benchmarks.driver.suites.suites_test import FakeFleet
 
 SECOND = 1_000_000_000
 ENDED = "all_reduce (sequence 4, …) failed on rank 0 of group 'default': rank 1 (pid 101) was killed by signal 9 (SIGKILL)"

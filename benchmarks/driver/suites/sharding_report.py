@@ -1,6 +1,6 @@
 """The tables of the suite `sharding`."""
 
-from benchmarks.driver.sharding import (FORMS_NETWORK, HOSTS_CELL, HOSTS_LAYOUT, HOSTS_NETWORK, NETWORKS, OPERATORS, RANKS,
+from benchmarks.driver.suites.sharding import (FORMS_NETWORK, HOSTS_CELL, HOSTS_LAYOUT, HOSTS_NETWORK, NETWORKS, OPERATORS, RANKS,
                                         memory_of)
 from benchmarks.driver.tables import Table, duration, mebibytes, ratio
 

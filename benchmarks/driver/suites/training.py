@@ -8,8 +8,8 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.driver import machine
-from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.interleave import Turn, measure, run_rounds
+from benchmarks.driver.suites.collectives import leave_out
 
 RANKS = (2, 4)
 KINDS = ("cpp", "cpp_keep", "python", "python_keep")

@@ -1,8 +1,9 @@
 """The tables of the suites `step`, `tuning` and `hooks`."""
 
-from benchmarks.driver import comm_hooks, stats
+from benchmarks.driver import stats
+from benchmarks.driver.suites import comm_hooks
+from benchmarks.driver.suites.training import LANDING, NETWORKS, PEERS, RANKS
 from benchmarks.driver.tables import Table, added, duration, mebibytes, percent, ratio, times
-from benchmarks.driver.training import LANDING, NETWORKS, PEERS, RANKS
 
 MODES = {"ddp": "DDP", "alone": "no communication", "abreast": "a barrier after each step", "single": "one process alone"}
 KINDS = {"cpp": "C++", "cpp_keep": "C++, malloc keeps pages", "python": "Python, Gloo",

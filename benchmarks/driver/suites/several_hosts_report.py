@@ -1,9 +1,9 @@
 """The tables of the suite `hosts`."""
 
-from benchmarks.driver.several_hosts import (COMPRESSIONS, LARGE, LAYOUTS, PEERS, SCALING, SCALING_NETWORK, SCALING_WHO, SHAPED,
+from benchmarks.driver.suites.several_hosts import (COMPRESSIONS, LARGE, LAYOUTS, PEERS, SCALING, SCALING_NETWORK, SCALING_WHO, SHAPED,
                                              SMALL, STEP_LAYOUT, STEP_NETWORK, STEPS, WIRES, bound)
+from benchmarks.driver.suites.training import NETWORKS
 from benchmarks.driver.tables import Table, duration, percent, ratio, spaced, times
-from benchmarks.driver.training import NETWORKS
 
 WIRE_WORDS = {"1gbit": "1 Gbit/s", "unshaped": "unshaped"}
 WHO = {"lockstep": "C++, Lockstep", "bf16": "C++, Lockstep, bf16 between hosts", "int8": "C++, Lockstep, int8 between hosts",

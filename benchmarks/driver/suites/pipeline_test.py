@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from benchmarks.driver import contenders, pipeline, report, results, targets
-from benchmarks.driver.suites_test import run
+from benchmarks.driver import contenders, report, results, targets
+from benchmarks.driver.suites import pipeline
+from benchmarks.driver.suites.suites_test import run
 
 
 def test_pipelines_are_compared_with_theory_and_with_torch():

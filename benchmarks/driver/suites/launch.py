@@ -24,9 +24,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.contenders import ONE_THREAD, PEERS, hosts, ports, without_users_environment
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites.collectives import leave_out
 
 PROGRAMS = {"cpp": "C++", "python": "Python over Gloo"}
 STARTS = {"1x2": (2,), "1x8": (8,), "2x1": (1, 1), "2x4": (4, 4)}  # workers on each host

@@ -5,9 +5,9 @@ same interpreter, on the same cores, with the same buffer. Training is one scrip
 as a user's would be, and so has processes of its own for each.
 """
 
-from benchmarks.driver.collectives import KIB, MIB, RANKS, TURN_SECONDS, add_times, present, sizes_that_fit
 from benchmarks.driver.interleave import Turn, run_rounds
-from benchmarks.driver.training import NETWORKS, mean_step
+from benchmarks.driver.suites.collectives import KIB, MIB, RANKS, TURN_SECONDS, add_times, present, sizes_that_fit
+from benchmarks.driver.suites.training import NETWORKS, mean_step
 
 BACKENDS = ("lockstep", "gloo")
 FORMS = ("all_reduce", "all_reduce_async")

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
-from benchmarks.driver import contenders, job, report, results, sharding, targets
+from benchmarks.driver import contenders, job, report, results, targets
 from benchmarks.driver.contenders import hosts
-from benchmarks.driver.suites_test import MEMORY, FakeFleet, run
-from benchmarks.driver.training import Network
+from benchmarks.driver.suites import sharding
+from benchmarks.driver.suites.suites_test import MEMORY, FakeFleet, run
+from benchmarks.driver.suites.training import Network
 
 GIB = 1 << 30
 

@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from benchmarks.driver import contenders, report, results, several_hosts, targets
+from benchmarks.driver import contenders, report, results, targets
 from benchmarks.driver.contenders import hosts
 from benchmarks.driver.interleave import QUICK_ROUNDS
 from benchmarks.driver.job import Job
-from benchmarks.driver.suites_test import FakeFleet, FakeJob
+from benchmarks.driver.suites import several_hosts
+from benchmarks.driver.suites.suites_test import FakeFleet, FakeJob
 
 # Milliseconds for 25 MiB; small operations take as many microseconds.
 TIMES = {("lockstep", "all_reduce"): 240, ("lockstep", "all_reduce_bf16"): 120, ("lockstep", "all_reduce_int8"): 80,

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from benchmarks.driver import (checkpoint, collectives, data, interleave, pipeline, profiler, report, results, sweep, tables,
-                               targets)
+from benchmarks.driver import interleave, report, results, tables, targets
 from benchmarks.driver.__main__ import SUITES
+from benchmarks.driver.suites import checkpoint, collectives, data, pipeline, profiler, sweep
 
 FAST = {"lockstep": 1_000, "gloo": 100_000, "mpi": 4_000, "bare": 80}  # nanoseconds
 # Milliseconds; processor time is twice as much.

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from benchmarks.driver import report, results, sweep, targets
+from benchmarks.driver import report, results, targets
+from benchmarks.driver.suites import sweep
 
 
 class SweepFleet:

@@ -12,11 +12,11 @@ import statistics
 import threading
 
 from benchmarks.driver import machine
-from benchmarks.driver.collectives import leave_out, present
 from benchmarks.driver.contenders import Place, hosts
 from benchmarks.driver.interleave import QUICK_ROUNDS, Turn, measure, run_rounds
-from benchmarks.driver.training import NETWORKS as MULTILAYER
-from benchmarks.driver.training import Network, add_steps, fewer
+from benchmarks.driver.suites.collectives import leave_out, present
+from benchmarks.driver.suites.training import NETWORKS as MULTILAYER
+from benchmarks.driver.suites.training import Network, add_steps, fewer
 
 RANKS = (2, 4)
 NETWORKS = {"transformer_25m": Network(24_165_888, 4, seconds=1.5, least=2), "huge": MULTILAYER["huge"]}

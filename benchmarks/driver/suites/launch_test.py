@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.driver import contenders, launch, report, results, targets
+from benchmarks.driver import contenders, report, results, targets
+from benchmarks.driver.suites import launch
 
 hosts = contenders.hosts
 

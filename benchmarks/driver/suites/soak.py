@@ -34,9 +34,9 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 
-from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.contenders import DEFAULT_ENVIRONMENT, ONE_THREAD, hosts, ports
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites.collectives import leave_out
 
 # What is told together: {row: failures of soak_plan.h}
 ROWS = {"kill": ("kill",), "stop": ("stop",), "abort": ("abort", "exception"), "mismatch": ("operation", "shape", "dtype"),

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.contenders import PEERS
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites.collectives import leave_out
 
 CONTENDERS = {"lockstep": "lockstep sweep", "optuna": "Optuna's loop without Lockstep"}
 TRIALS = 200  # of each contender, in all rounds together

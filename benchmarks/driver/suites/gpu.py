@@ -9,9 +9,9 @@ The device cpu takes the place of a card (and staging, Gloo that of NCCL) where 
 
 import pathlib
 
-from benchmarks.driver.collectives import MIB, add_times, leave_out
 from benchmarks.driver.interleave import Turn, run_rounds
-from benchmarks.driver.training import NETWORKS, add_steps
+from benchmarks.driver.suites.collectives import MIB, add_times, leave_out
+from benchmarks.driver.suites.training import NETWORKS, add_steps
 
 # Of NVIDIA's driver, on Linux, WSL and Tegra.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu")

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks.driver import contenders, from_python, report, results, targets
+from benchmarks.driver import contenders, report, results, targets
 from benchmarks.driver.job import BenchmarkError, Job
-from benchmarks.driver.suites_test import FakeFleet
+from benchmarks.driver.suites import from_python
+from benchmarks.driver.suites.suites_test import FakeFleet
 
 STEPS = {"python_step.2.small.lockstep_ddp.vs_gloo": (80 / 60, False),
          "python_step.2.large.lockstep_ddp.vs_gloo": (80 / 60, True)}
@@ -85,7 +86,7 @@ def test_without_the_package_the_suite_is_left_out():
 
 
 def test_sizes_that_memory_does_not_hold_are_left_out(monkeypatch):
-    monkeypatch.setattr("benchmarks.driver.collectives.machine.available_memory", lambda: 2 << 30)
+    monkeypatch.setattr("benchmarks.driver.suites.collectives.machine.available_memory", lambda: 2 << 30)
     answer, _ = run()
     # 2 ranks x 4 tensors x 100 MiB are 0.8 GiB, less than half; 4 ranks' are 1.6 GiB.
     assert "python_all_reduce.2.100MiB.vs_gloo" in answer.figures

@@ -1,7 +1,7 @@
 """The suite `profiler`: what recording costs each operator, against torch.profiler; its file; and merging the ranks' traces."""
 
-from benchmarks.driver.collectives import present
 from benchmarks.driver.interleave import Turn, run_rounds
+from benchmarks.driver.suites.collectives import present
 
 OPERATORS = 10_000  # in a turn's iteration
 SECONDS, MOST = 1, 12  # of a turn, and iterations in it

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.driver import largest_model, results
+from benchmarks.driver import results
+from benchmarks.driver.suites import largest_model
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 100, 1000])

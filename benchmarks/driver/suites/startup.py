@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 
-from benchmarks.driver.collectives import leave_out
 from benchmarks.driver.contenders import DEFAULT_ENVIRONMENT, ONE_THREAD, PEERS
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites.collectives import leave_out
 
 # Who: (program, what it is in words)
 PROGRAMS = {"lockstep": ("bench_startup", "C++, links Lockstep::lockstep"),

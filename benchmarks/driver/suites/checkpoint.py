@@ -9,9 +9,9 @@ import os
 import statistics
 import tempfile
 
-from benchmarks.driver.collectives import present
 from benchmarks.driver.interleave import Turn, run_rounds
-from benchmarks.driver.training import add_facts
+from benchmarks.driver.suites.collectives import present
+from benchmarks.driver.suites.training import add_facts
 
 MEBIBYTES = 1024
 SECONDS = 2

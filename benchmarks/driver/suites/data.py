@@ -11,10 +11,10 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from benchmarks.driver.collectives import present
 from benchmarks.driver.contenders import PEERS
 from benchmarks.driver.interleave import Turn, run_rounds
 from benchmarks.driver.job import BenchmarkError
+from benchmarks.driver.suites.collectives import present
 
 CONTENDERS = {"lockstep": "data", "python": "python_data"}
 
