@@ -1,4 +1,4 @@
-"""The accounts of a sweep, whenever its drivers are killed. What it does as a whole, tests/sweep_test.py tests."""
+"""The accounts of a sweep, whenever its drivers are killed. What it does as a whole, tests/launch/sweep_test.py tests."""
 
 import json
 import os

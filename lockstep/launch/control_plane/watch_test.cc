@@ -31,7 +31,7 @@
 #include <lockstep/launch/control_plane/watch_greeting.h>
 #include <lockstep/launch/control_plane/watch_server.h>
 
-// How a program on an agent's host hears the reports of all hosts; that they come is in tests/top_test.py.
+// How a program on an agent's host hears the reports of all hosts; that they come is in tests/launch/top_test.py.
 namespace lockstep::launch::watch_test {
 namespace {
 

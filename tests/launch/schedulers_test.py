@@ -35,7 +35,7 @@ NodeName={names[1]} NodeAddr={addresses[1]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES
 """
 CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # with cgroup/v2 slurmd wants systemd
-JOB_FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "jobs" / "slurm.sbatch"
+JOB_FILE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "jobs" / "slurm.sbatch"
 REQUEUE_SECONDS = 120
 LOST_AFTER = 15  # seconds without a word of slurmd
 

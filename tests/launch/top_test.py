@@ -21,7 +21,7 @@ from agents import Job
 from ports import free_port
 from support import HANG
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 OK, NO_JOB, MISUSE = 0, 1, 2
 FOREVER = 1_000_000
 GIB = 1 << 30

@@ -168,7 +168,7 @@ def test_rank_0_alone_is_heard(sweep):
 @needs_toml
 def test_a_trainer_reports_by_itself(sweep, small_data):
     """examples/sweep.toml, with less to do."""
-    example = pathlib.Path(__file__).resolve().parents[1] / "examples" / "sweep.toml"
+    example = pathlib.Path(__file__).resolve().parents[2] / "examples" / "sweep.toml"
     sweep.run("--file", example, "--trials", 2, "--pruner", "none", "-n", 2, "--jobs", 1, "--", sweep.find("trainer"),
               "--data", small_data, "--run", "{folder}", "--epochs", 3, "--batch-size", "{batch}",
               "--learning-rate", "{lr}")  # fmt: skip
