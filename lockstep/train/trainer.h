@@ -412,6 +412,13 @@ class Trainer final : public TrainerCore {
     share_step_loss(get_world_size(model.group()) - 1, model.group());
   }
 
+  /// A template of the model, so that it is compiled for pipelines alone: other batches need not fit them.
+  template <std::same_as<PipelinedModel> Used, class AnyBatch, class Function, class Add>
+  void evaluate_in_pipeline(Used& model, const AnyBatch& batch, int64_t samples, Function& function,
+                            const Add& add) const {
+    model.evaluate(train::inputs_of(batch), samples, loss().of_rows(function, batch, add));
+  }
+
   /// Of pipelines alone, whose ranks compare them.
   template <class AnyBatch>
   int64_t fingerprint(const AnyBatch& batch) const {
@@ -463,7 +470,7 @@ class Trainer final : public TrainerCore {
       };
       with_model([&]<class Used>(Used& model) {
         if constexpr (std::same_as<Used, PipelinedModel>) {
-          model.evaluate(train::inputs_of(*batch), samples, loss().of_rows(function, *batch, add));
+          evaluate_in_pipeline(model, *batch, samples, function, add);
         } else {
           add(loss().run(function, train::evaluated(model), *batch), samples);
         }
