@@ -140,6 +140,14 @@ def test_the_affinity_mask_is_seen(programs):
     assert done.status == 0 and "1 of " in findings(done, "note", "cores"), done.text
 
 
+def test_variables_that_are_read_are_known():
+    sources = [path for folder in ("lockstep", "cli") for path in (ROOT / folder).rglob("*.cc") if not path.stem.endswith("_test")]
+    named = {path: set(re.findall(r'"(LOCKSTEP_[A-Z_]+)"', path.read_text())) for path in sources}
+    (known,) = (names for path, names in named.items() if path.name == "judge_environment.cc")
+    of_tests = {name for names in named.values() for name in names if name.startswith("LOCKSTEP_TEST_")}
+    assert set.union(*named.values()) - of_tests <= known
+
+
 def test_variables_that_the_documents_name_are_known(programs):
     text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     named = set(re.findall(r"`(LOCKSTEP_[A-Z_]+)`", text)) - {"LOCKSTEP_FAILPOINTS"}  # an odd value ends the program
