@@ -240,6 +240,25 @@ TEST(PostLocalSgd, AveragesOverEverybodyThenOverTheSubgroup) {
   });
 }
 
+TEST(PostLocalSgd, AveragesOverTheHostWithoutASubgroup) {
+  if (!testing::has_wire()) GTEST_SKIP() << "needs UCX";
+  const auto body = [](int rank) {
+    auto world = init_process_group();
+    const PostLocalSGDState state(nullptr, nullptr, 1);
+    const auto step = [&] {
+      GradBucket bucket(0, data(rank, {20}), {torch::zeros({20})}, /*is_last=*/true);
+      auto future = post_localSGD_hook(state, bucket);
+      future->waitAndThrow();
+      return future->value().toTensor();
+    };
+    // Three ranks on the first host, two on the second.
+    const auto local = rank < 3 ? mean(3, {20}) : (data(3, {20}) + data(4, {20})) / 2;
+    EXPECT_LE(largest_error(step(), mean(5, {20})), 1e-15);
+    for (int iteration = 0; iteration < 3; ++iteration) EXPECT_LE(largest_error(step(), local), 1e-15);
+  };
+  run_ranks(5, body, {.hosts = 2});
+}
+
 TEST(BucketOrder, LetsCallbacksStartCollectivesInOneOrder) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();

@@ -1,11 +1,26 @@
 #include <atomic>
+#include <mutex>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include <lockstep/base/log.h>
+#include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/ddp/hooks/internal/tools.h>
 #include <lockstep/parallel/ddp/hooks/post_local_sgd_hook.h>
 
 namespace lockstep {
+namespace {
+
+ProcessGroup group_of_host(const ProcessGroup& group) {
+  const Topology topology = get_topology(group);
+  if (!topology.spans_hosts()) return group;
+  std::vector<std::vector<int>> hosts;
+  for (const auto& host : topology.hosts) hosts.push_back(host.ranks);
+  return split_group(group ? group : default_group(), hosts);
+}
+
+}  // namespace
 
 struct PostLocalSGDState::Data {
   const ProcessGroup process_group;
@@ -13,6 +28,8 @@ struct PostLocalSGDState::Data {
   const int64_t start_localSGD_iter;
   const bool post_local_gradient_allreduce;
   std::atomic<int64_t> iter{0};
+  std::mutex mutex = {};
+  std::optional<ProcessGroup> local = {};  // guarded by mutex: over what gradients are averaged at the end
 };
 
 PostLocalSGDState::PostLocalSGDState(ProcessGroup process_group, ProcessGroup subgroup,
@@ -47,7 +64,9 @@ HookFuture post_localSGD_hook(const PostLocalSGDState& state, GradBucket& bucket
     return hooks::average(data.process_group, bucket.buffer());
   }
   if (!data.post_local_gradient_allreduce) return completed_future(bucket.buffer());
-  return hooks::average(data.subgroup, bucket.buffer());
+  const std::lock_guard lock(data.mutex);
+  if (!data.local) data.local = data.subgroup ? data.subgroup : group_of_host(data.process_group);
+  return hooks::average(*data.local, bucket.buffer());
 }
 
 }  // namespace lockstep

@@ -15,9 +15,9 @@ namespace lockstep {
 /// count. Thread-safe.
 class PostLocalSGDState {
  public:
-  /// `process_group`: all ranks; empty means the default group. `subgroup`: empty means the ranks on this
-  /// host, which are those of the default group. Gradients are averaged over `subgroup` from iteration
-  /// `start_localSGD_iter` on, or with post_local_gradient_allreduce = false left as they are.
+  /// `process_group`: all ranks; empty means the default group. `subgroup`: empty means those of them that are on
+  /// this host, for which the hook makes a group when it first needs one. Gradients are averaged over it from
+  /// iteration `start_localSGD_iter` on, or with post_local_gradient_allreduce = false left as they are.
   PostLocalSGDState(ProcessGroup process_group, ProcessGroup subgroup, int64_t start_localSGD_iter,
                     bool post_local_gradient_allreduce = true);
 
@@ -35,7 +35,7 @@ class PostLocalSGDState {
 };
 
 /// Averages the bucket over the process group or the subgroup. It is the future's value. Throws what
-/// all_reduce throws.
+/// all_reduce and split_group throw.
 HookFuture post_localSGD_hook(const PostLocalSGDState& state, GradBucket& bucket);
 
 }  // namespace lockstep
