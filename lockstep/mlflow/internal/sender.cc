@@ -89,17 +89,22 @@ Sender::~Sender() {
   stop(Clock::now());
 }
 
+void Sender::end_idleness() {
+  if (phase_ == Phase::kIdle) phase_ = Phase::kSending;
+}
+
 void Sender::wake() {
   std::unique_lock lock(mutex_);
-  const bool wake = std::exchange(idle_, false);
+  const bool is_idle = phase_ == Phase::kIdle;
+  end_idleness();
   lock.unlock();
-  if (wake) work_.notify_one();
+  if (is_idle) work_.notify_one();
 }
 
 void Sender::hurry() {
   const std::lock_guard lock(mutex_);
   hurry_ = true;
-  idle_ = false;
+  end_idleness();
   work_.notify_one();
 }
 
@@ -107,11 +112,12 @@ bool Sender::wait(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
   const int64_t failures = counts_.failures;
   ++waiters_;
-  idle_ = false;
+  end_idleness();
   work_.notify_one();
   // What others append meanwhile is waited for, too; they are few.
-  done_.wait_until(lock, deadline,
-                   [&] { return stopped_ || journal_has_nothing() || counts_.failures > failures; });
+  done_.wait_until(lock, deadline, [&] {
+    return phase_ == Phase::kStopped || journal_has_nothing() || counts_.failures > failures;
+  });
   --waiters_;
   return journal_has_nothing();
 }
@@ -122,12 +128,11 @@ bool Sender::journal_has_nothing() const {
 
 bool Sender::stop(Clock::time_point deadline) {
   std::unique_lock lock(mutex_);
-  if (!stopping_) {
-    stopping_ = true;
+  if (!is_stopping()) {
+    phase_ = Phase::kStopping;
     was_away_ = failures_in_a_row_ > 0;
     stop_at_ = deadline;
     client_.cancel_at(deadline);
-    idle_ = false;
     work_.notify_one();
     lock.unlock();
     thread_.join();
@@ -159,22 +164,22 @@ void Sender::run() {
     if (journal_has_nothing()) {
       hurry_ = false;
       done_.notify_all();
-      if (stopping_) break;
-      idle_ = true;
-      work_.wait(lock, [&] { return !idle_; });
+      if (is_stopping()) break;
+      phase_ = Phase::kIdle;
+      work_.wait(lock, [&] { return phase_ != Phase::kIdle; });
       if (journal_has_nothing()) continue;
       next = std::max(next, Clock::now() + options_.send_interval);
     }
-    if (!stopping_) {
+    if (!is_stopping()) {
       // Waits for more to send together, or after a failure. hurry() and wait() cut the first short, stop()
       // both.
-      work_.wait_until(lock, next,
-                       [&] { return stopping_ || ((hurry_ || waiters_ > 0) && failures_in_a_row_ == 0); });
+      work_.wait_until(
+          lock, next, [&] { return is_stopping() || ((hurry_ || waiters_ > 0) && failures_in_a_row_ == 0); });
     } else if (failures_in_a_row_ > 0) {
       work_.wait_until(lock, std::min(next, stop_at_), [] { return false; });
     }
-    if (stopping_ && Clock::now() >= stop_at_) break;
-    const bool is_last_chance = stopping_ && was_away_;
+    if (is_stopping() && Clock::now() >= stop_at_) break;
+    const bool is_last_chance = is_stopping() && was_away_;
     const bool hurried = std::exchange(hurry_, false);  // a later hurry() means later lines, too
     const int64_t there = journal_->size();
     lock.unlock();
@@ -190,7 +195,7 @@ void Sender::run() {
     hurry_ = hurry_ || (hurried && !all_were_sent);
     if (result.outcome == Outcome::kNotNow) {
       ++counts_.failures;
-      if (failures_in_a_row_++ == 0 && !(stopping_ && Clock::now() >= stop_at_)) {
+      if (failures_in_a_row_++ == 0 && !(is_stopping() && Clock::now() >= stop_at_)) {
         LOCKSTEP_LOG(kWarning) << "MlflowWriter: " << options_.http.base_url
                                << " cannot be written to: " << result.error
                                << "; the program goes on, and what is logged waits in "
@@ -211,7 +216,7 @@ void Sender::run() {
     }
     done_.notify_all();
   }
-  stopped_ = true;
+  phase_ = Phase::kStopped;
   done_.notify_all();
 }
 

@@ -53,7 +53,16 @@ class Sender {
 
  private:
   struct Refusal;
+  enum class Phase : uint8_t {
+    kSending,
+    kIdle,      // the thread sleeps until something is appended, or asked for
+    kStopping,  // stop() has been called
+    kStopped,   // the thread sends nothing any more
+  };
 
+  bool is_stopping() const { return phase_ == Phase::kStopping || phase_ == Phase::kStopped; }
+  /// Lets a thread that is idle look again.
+  void end_idleness();
   void run();
   bool journal_has_nothing() const;
   /// Sends some lines from the front of the journal.
@@ -71,12 +80,10 @@ class Sender {
   mutable std::mutex mutex_;
   std::condition_variable work_;  // for the thread
   std::condition_variable done_;  // for wait()
-  bool idle_ = false;             // the thread sleeps until something is appended
-  bool hurry_ = false;            // what there is goes at once
-  int64_t waiters_ = 0;           // in wait()
-  bool stopping_ = false;
-  bool was_away_ = false;  // when stopping began
-  bool stopped_ = false;
+  Phase phase_ = Phase::kSending;
+  bool hurry_ = false;     // what there is goes at once
+  int64_t waiters_ = 0;    // in wait()
+  bool was_away_ = false;  // the server, when stopping began
   std::chrono::steady_clock::time_point stop_at_ = std::chrono::steady_clock::time_point::max();
   SenderCounts counts_;
   int64_t failures_in_a_row_ = 0;
