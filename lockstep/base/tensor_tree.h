@@ -59,7 +59,7 @@ enum class Holds {
   kOrderedDict,
   kList,  // c10::List: copies share the elements
   kDict,  // c10::Dict: the same
-  kView,  // a range of somebody else's elements: at::ArrayRef, std::span
+  kView,  // a range of elements that it does not own: at::ArrayRef, std::span
   kRange,
   kTuple,
   kUnknown,
@@ -268,7 +268,7 @@ void for_each_part(T& value, const Visit& visit) {
       value.visit_tensors(part);
     } else if constexpr (IsVisited<T>) {
       visit_tensors(value, part);
-    } else if constexpr (VisitsItself<Plain>) {  // const, and its visit_tensors() is not; nobody changes it
+    } else if constexpr (VisitsItself<Plain>) {  // const, and its visit_tensors() is not; it is not changed
       const_cast<Plain&>(value).visit_tensors(const_part);
     } else {
       visit_tensors(const_cast<Plain&>(value), const_part);

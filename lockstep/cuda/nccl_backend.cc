@@ -182,7 +182,7 @@ class NcclBackend final : public ProcessGroupNCCL {
   }
   WorkPtr recvAnysource(Tensors& /*tensors*/, int /*tag*/) override {
     TORCH_CHECK_VALUE(false,
-                      "recv: NCCL can't receive from whoever sends first; name the source, or receive into a "
+                      "recv: NCCL can't receive from any source; name the source, or receive into a "
                       "CPU tensor, which goes over \"lockstep\"");
   }
 

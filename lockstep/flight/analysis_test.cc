@@ -267,7 +267,7 @@ const std::vector<Situation> kSituations = {
       [](Rank& rank) { rank.done(all_reduce()); }},
      Kind::kMissing,
      {1},
-     {"In the end everybody waits for rank 2", "rank 2 has no collective of this group in its record"}},
+     {"In the end all wait for rank 2", "rank 2 has no collective of this group in its record"}},
     {"SendWithoutReceive",
      2,
      {[](Rank& rank) { rank.waits(send(1, 5)); }, [](Rank& rank) { rank.waits(recv(0, 6)); }},

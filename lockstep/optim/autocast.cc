@@ -103,7 +103,7 @@ Autocast custom_fwd(AutogradContext* context, DeviceType device_type) {
 Autocast custom_bwd(AutogradContext* context, DeviceType device_type) {
   const auto& saved = context->saved_data;
   TORCH_CHECK(saved.count(kEnabledKey) == 1,
-              "custom_bwd: forward() did not call custom_fwd(), so nobody knows whether it used autocast");
+              "custom_bwd: forward() did not call custom_fwd(), so it is not known whether it used autocast");
   return Autocast(device_type, {.dtype = static_cast<ScalarType>(saved.at(kDtypeKey).toInt()),
                                 .enabled = saved.at(kEnabledKey).toBool()});
 }

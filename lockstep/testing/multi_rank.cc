@@ -40,8 +40,8 @@ class CallCounter : public ::testing::EmptyTestEventListener {
   int calls = 0;
 };
 
-/// While one lives, failed assertions are gathered here, whoever else would have liked to have them (the body
-/// may stand inside EXPECT_NONFATAL_FAILURE), and printed at once, in case that the rank never gets to its
+/// While one lives, failed assertions are gathered here, also those that an EXPECT_NONFATAL_FAILURE around the
+/// body would take, and printed at once, in case that the rank never gets to its
 /// end.
 class AssertionCollector {
  public:

@@ -71,7 +71,7 @@ class GroupChannel {
   // the n-th receive from a rank takes its n-th send, which may be shorter.
   /// The data must stay until await() has returned or thrown.
   wire::Handle send(int to, const void* data, size_t bytes);
-  /// Into memory that no one but this operation uses: after an error nothing is written into it any more.
+  /// Into memory that this operation alone uses: after an error nothing is written into it any more.
   wire::Handle receive(int from, void* data, size_t bytes);
   /// Waits until all are done. Throws ChannelError as HostChannel's waits do, on all members: a peer that ended or left,
   /// the deadline, a failure on another host. All requests of the operation are over then.

@@ -8,8 +8,8 @@
 namespace lockstep {
 
 /// A thread of the library's own beside the program's. Takes no signals (they are the program's business),
-/// has a name in debuggers and top, and copes with fork(): in the child the thread does not exist, and nobody
-/// tries to join it. Not thread-safe itself.
+/// has a name in debuggers and top, and copes with fork(): in the child the thread does not exist, and is not
+/// joined. Not thread-safe itself.
 class BackgroundThread {
  public:
   BackgroundThread() = default;

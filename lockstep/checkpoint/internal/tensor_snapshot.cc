@@ -44,7 +44,7 @@ void copy_parts(const std::vector<Copy>& copies, int64_t bytes) {
   });
 }
 
-/// For destructors: what copies write into is somebody else's soon. A device that fails copies nothing more.
+/// For destructors: the memory that copies write into is about to be reused. A device that fails copies nothing more.
 void await_events(const std::vector<c10::Event>& events) noexcept {
   try {
     for (const auto& event : events) event.synchronize();

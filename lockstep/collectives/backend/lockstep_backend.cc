@@ -171,7 +171,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
       const bool earlier = channel->sequence() == before && channel->failed();
       // An operation that this rank's device has kept from beginning is one that the others wait for.
       if (!channel->failed()) channel->abort();
-      // A peer that is only late may still write into these tensors' memory: nobody else may get it.
+      // A peer that is only late may still write into these tensors' memory: it must not be reused.
       if (!earlier && operands) channel->release_after_close([operands] {});
       auto text = describe_failure(error, *channel, signature, identity->number, group->name, earlier);
       flight::failed(identity->record, text);

@@ -153,7 +153,7 @@ class LockstepBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
-  /// send(), recv() and recvAnysource() in one; `background`: it must advance even if nobody waits for it.
+  /// send(), recv() and recvAnysource() in one; `background`: it must advance even if no thread waits for it.
   c10::intrusive_ptr<c10d::Work> message(bool is_send, const at::Tensor& tensor, int peer, int tag,
                                          bool background);
 

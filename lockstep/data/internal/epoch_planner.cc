@@ -43,7 +43,7 @@ void check(const DataLoaderOptions& options, bool iterable) {
   TORCH_CHECK_VALUE(!options.persistent_workers, "persistent_workers option needs num_workers > 0");
   TORCH_CHECK_VALUE(options.timeout.count() == 0,
                     "timeout option needs num_workers > 0: without workers batches are made in the calling "
-                    "thread, and there is nobody who could stop waiting");
+                    "thread, which can't stop waiting for itself");
 }
 
 /// Tells two orders apart (FNV-1a over the numbers), so that a resumed epoch never goes on in another.

@@ -97,8 +97,8 @@ void find_circle_or_root(const Picture& picture, const std::vector<Wait>& waits,
   Finding finding;
   finding.kind = Finding::Kind::kRoot;
   finding.ranks.assign(roots.begin(), roots.end());
-  finding.text = "In the end everybody waits for " + picture.who(finding.ranks) + ", which " +
-                 number(finding.ranks, "waits", "wait") + " for nobody: begin there";
+  finding.text = "In the end all wait for " + picture.who(finding.ranks) + ", which " +
+                 number(finding.ranks, "waits", "wait") + " for no other rank: begin there";
   findings.push_back(std::move(finding));
 }
 

@@ -39,7 +39,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr int kMostSlots = 65536;
-// A pipe takes them at once, also where no one reads.
+// A pipe takes them at once, also where no process reads.
 constexpr size_t kMostInstructions = 60000;
 // Beyond the grace period that the agents have themselves.
 constexpr std::chrono::seconds kAgentsTime{10};

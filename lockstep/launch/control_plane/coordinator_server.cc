@@ -17,8 +17,8 @@
 
 namespace lockstep::launch {
 
-/// One connection that came: first of no one, then of an agent. Of a stream it becomes a Forwarding, and so does one of a
-/// worker that uses no tunnel.
+/// A connection that was accepted. Its first message says whether it is an agent's, or a stream. A stream becomes a Forwarding,
+/// and so does the connection of a worker that uses no tunnel.
 class CoordinatorServer::Peer : public EventHandler {
  public:
   enum class Phase { kUnknown, kAgent, kStream, kPlain, kClosed };

@@ -87,7 +87,7 @@ AgentState::Action AgentState::advance(BootTime now) {
       enter(Phase::kRunning);
       return Action::kStart;
     } else if ((was_refused_ || !lease_valid(now)) && self_.leaving != 0) {
-      end(128 + self_.leaving, "ended by a signal");  // there is no one to tell
+      end(128 + self_.leaving, "ended by a signal");  // no coordinator listens
     } else if (!lease_valid(now)) {
       const auto silence = now - (order_ ? lease_until_ : born_at_);
       if (order_ && was_refused_) {

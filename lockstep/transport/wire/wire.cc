@@ -25,7 +25,7 @@ constexpr int kStandbyMilliseconds = 1;
 //     descriptor was watched, and leaves the engine to them. It only looks each millisecond whether they still
 //     do, for one may have gone away to compute.
 //   - A waiter goes to sleep: before_sleep() watches the descriptor. The thread need not wake for that.
-//   - No one drives: the thread does, and watches the descriptor before it sleeps.
+//   - No caller drives: the thread does, and watches the descriptor before it sleeps.
 
 Wire::Wire(std::unique_ptr<Engine> engine, OnPeerLost on_peer_lost)
     : on_peer_lost_(std::move(on_peer_lost)),

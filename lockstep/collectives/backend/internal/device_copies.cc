@@ -189,7 +189,7 @@ void StagingArea::keep(std::shared_ptr<DeviceCopies> copies) noexcept {
     std::lock_guard lock(mutex_);
     kept_.push_back(std::move(copies));
   } catch (...) {
-    // No memory for the list's element. Better lost than written to by a device when it is somebody else's.
+    // There is no memory for the list's element. The buffers are leaked, for a device may still write to them.
     DeviceCopies& lost = *copies;
     lost.itself_ = std::move(copies);
   }
@@ -213,7 +213,7 @@ void StagingArea::close(const Deadline& deadline) {
       std::lock_guard lock(mutex_);
       if (kept_.empty() || closed_) return;
       if (deadline.expired()) {
-        closed_ = true;  // the second time nobody waits
+        closed_ = true;  // a second call does not wait
         LOCKSTEP_LOG(kWarning) << "a device has not finished the copies of " << kept_.size()
                                << " operations of a group that ends; their memory is not given back";
         return;

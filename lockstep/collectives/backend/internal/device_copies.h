@@ -64,7 +64,7 @@ class DeviceResults {
   void block(const c10::Stream& stream) const { copied_.block(stream); }
   /// The same for the calling thread's current stream.
   void order_current_stream() const;
-  /// Completes a future, made for this device, with what `value` returns. Whoever takes it from there is
+  /// Completes a future, made for this device, with what `value` returns. Streams that take it from there are
   /// ordered in the same way.
   void complete(c10::ivalue::Future& future, const std::function<c10::IValue()>& value) const;
 

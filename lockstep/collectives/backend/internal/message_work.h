@@ -36,7 +36,7 @@ class MessageWork final : public c10d::Work {
     bool gloos_words = false;  // in errors
   };
 
-  /// Starts the message; `background`: it must advance even if nobody waits. `area`: the group's, for tensors
+  /// Starts the message; `background`: it must advance even if no thread waits. `area`: the group's, for tensors
   /// on devices.
   static c10::intrusive_ptr<MessageWork> start(std::shared_ptr<transport::GroupChannel> channel,
                                                const std::shared_ptr<StagingArea>& area, Message message,

@@ -51,14 +51,14 @@ std::string duration_text(std::chrono::milliseconds timeout) {
   return std::to_string(timeout.count()) + " ms";
 }
 
-/// Rank 0's part: who is missing, in words; empty if nobody.
+/// Rank 0's part: which ranks are missing, in words; empty if none are.
 std::string await_all(GroupChannel& channel, std::chrono::milliseconds timeout, bool wait_all_ranks,
                       uint64_t round) {
   MessageChannel& messages = channel.messages();
   const Deadline deadline = Deadline::after(timeout);
   std::vector<MessageChannel::Handle> arrivals;
   for (int rank = 1; rank < channel.size(); ++rank) {
-    // Whoever waits for this rank learns that it is there and how long it will wait.
+    // Ranks that wait for this one learn that it is there and how long it will wait.
     messages.send(nullptr, kSignal, rank, tag_of(round, kPresence), deadline);
     arrivals.push_back(messages.receive(nullptr, kSignal, rank, tag_of(round, kArrival), deadline));
   }

@@ -16,7 +16,7 @@ namespace lockstep {
 /// they are contiguous CPU tensors, else copies. Keeps both alive.
 ///
 /// Tensors on a device, all on one, have their copies in shared memory; these hold the values once start()
-/// has returned, and nobody may look at them before.
+/// has returned, and must not be read before.
 class Operands {
  public:
   /// `area`, of the group, must outlive the calls that follow up to submission.

@@ -84,7 +84,7 @@ class OperationWork final : public c10d::Work {
 /// A group's operations in strict order of submission.
 ///
 /// A caller that waits runs the queue's head itself, again and again until its own operation is done, so a
-/// synchronous call costs no thread. Operations that nobody waits for are run by a communication thread,
+/// synchronous call costs no thread. Operations that no thread waits for are run by a communication thread,
 /// which the queue borrows while there are such. At most one operation runs at a time. Callbacks of futures
 /// run on communication threads, beside the next operations, so they may wait for these. Thread-safe.
 class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
@@ -95,7 +95,7 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   ~OperationQueue();
 
   /// Adds an operation; `numbered` is told its number (from 1) before it can run. `asynchronous`: the caller
-  /// will go on to other things, so a communication thread takes it unless somebody waits for it first.
+  /// will go on to other things, so a communication thread takes it unless a thread waits for it first.
   void submit(const c10::intrusive_ptr<OperationWork>& work, bool asynchronous,
               const std::function<void(uint64_t number)>& numbered);
   /// Whether anything submitted is not done yet.
@@ -118,8 +118,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   /// thread has taken over.
   std::exception_ptr run_head(std::unique_lock<std::mutex>& lock, bool* serving);
   std::exception_ptr run_or_await_all(std::unique_lock<std::mutex>& lock);
-  void start_thread();  // under the lock; whoever does not run the queue itself, but waits for it to advance,
-                        // calls it
+  void start_thread();  // under the lock; called by a thread that waits for the queue to advance, and does
+                        // not run it itself
   void serve();
   void tell_future(std::unique_lock<std::mutex>& lock, const c10::intrusive_ptr<OperationWork>& work,
                    bool* serving);

@@ -32,8 +32,8 @@ void check_list_like(const std::vector<at::Tensor>& list, const at::Tensor& tens
 /// Throws unless `whole` has `parts` times the elements of `part`; both are checked as inputs.
 void check_parts(const at::Tensor& whole, const char* whole_name, const at::Tensor& part,
                  const char* part_name, int parts, const char* operation);
-/// Throws unless what a rank gives to itself is what it takes from itself: known before anybody is waited
-/// for.
+/// Throws unless what a rank gives to itself is what it takes from itself: known before any rank is
+/// waited for.
 void check_own_part(size_t given, size_t taken, const char* operation);
 /// Throws unless the list has one tensor for each of `ranks` ranks.
 void check_list_size(const std::vector<at::Tensor>& list, int ranks, const char* operation, const char* name);

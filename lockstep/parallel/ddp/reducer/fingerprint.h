@@ -15,8 +15,8 @@ namespace lockstep::internal {
 /// one thread at a time.
 class Fingerprint {
  public:
-  /// Some 10 ns for each tensor. What lies on a device is copied there, in the order of its current stream;
-  /// nobody waits. The memory of a parameter on a device is held until the next take().
+  /// Some 10 ns for each tensor. What lies on a device is copied there, in the order of its current stream,
+  /// without waiting. The memory of a parameter on a device is held until the next take().
   void take(const std::vector<at::Tensor>& tensors);
   /// Whether they look otherwise now. Waits for devices. Where a device had no memory left for the copy,
   /// versions alone tell.

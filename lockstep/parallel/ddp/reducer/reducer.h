@@ -71,7 +71,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer>, public Gradi
   /// After a forward: whether the backward passes to come are to reduce. `outputs`: forward's tensors, where
   /// they could be found; they tell when backward begins.
   void prepare_backward(bool synchronise, const std::vector<at::Tensor>& outputs);
-  /// Leaves the round unfinished: what was launched is awaited, its results are nobody's.
+  /// Leaves the round unfinished: what was launched is awaited, and its results are dropped.
   void reset();
   /// reset(), and the same parameters over another group, as new. A registered hook stays, with whatever
   /// group it has; register_comm_hook() replaces it.

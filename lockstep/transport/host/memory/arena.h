@@ -57,8 +57,8 @@ class Arena {
   /// where the system can't.
   void give_back_pages(std::byte* memory, size_t bytes);
   /// Page-locks the segment that `memory`, of allocate(), lies in for copies of this kind of device
-  /// (device/host_memory.h): once for each segment and kind, until the arena goes. Does nothing where nobody
-  /// has installed a registrar; where it refuses, copies are slower but right.
+  /// (device/host_memory.h): once for each segment and kind, until the arena goes. Does nothing where no registrar
+  /// is installed; where it refuses, copies are slower but right.
   void page_lock(const void* memory, c10::DeviceType device);
   /// The reference of `bytes` at `memory` if peers can read them there: they lie wholly in this arena and are
   /// not detached. Lock-free while nothing is detached.
