@@ -48,7 +48,7 @@ EpochPlan::Slice EpochPlan::slice(int64_t batch) const {
 }
 
 BatchPipeline::BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe recipe,
-                             PipelineOptions options, std::shared_ptr<EpochProgress> progress,
+                             BatchPipelineOptions options, std::shared_ptr<EpochProgress> progress,
                              std::shared_ptr<std::atomic<int64_t>> waited, std::shared_ptr<WorkerPool> pool)
     : plan_(std::move(plan)),
       recipe_(std::move(recipe)),

@@ -67,7 +67,7 @@ struct EpochProgress {
 };
 
 /// How an epoch is run.
-struct PipelineOptions {
+struct BatchPipelineOptions {
   int64_t prefetch_factor = 2;          // batches that a worker may have ready or in the making
   std::chrono::nanoseconds timeout{0};  // 0: none
   std::function<void(int)> worker_init_fn = {};
@@ -92,7 +92,7 @@ struct PipelineOptions {
 class BatchPipeline {
  public:
   /// No pool: no background threads. `progress` is under way.
-  BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe recipe, PipelineOptions options,
+  BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe recipe, BatchPipelineOptions options,
                 std::shared_ptr<EpochProgress> progress, std::shared_ptr<std::atomic<int64_t>> waited,
                 std::shared_ptr<WorkerPool> pool);
   /// Stops the workers; waits for the batches that they are making.
@@ -129,7 +129,7 @@ class BatchPipeline {
 
   const std::shared_ptr<const EpochPlan> plan_;
   const BatchRecipe recipe_;
-  const PipelineOptions options_;
+  const BatchPipelineOptions options_;
   const std::shared_ptr<EpochProgress> progress_;
   const std::shared_ptr<std::atomic<int64_t>> waited_;  // nanoseconds
   const std::shared_ptr<WorkerPool> pool_;

@@ -151,7 +151,7 @@ std::unique_ptr<BatchPipeline> EpochPlanner::start_epoch(BatchRecipe recipe) {
   }
   return std::make_unique<BatchPipeline>(
       std::move(plan), std::move(recipe),
-      PipelineOptions{options_.prefetch_factor, options_.timeout, options_.worker_init_fn},
+      BatchPipelineOptions{options_.prefetch_factor, options_.timeout, options_.worker_init_fn},
       std::move(progress), waited_, std::move(pool));
 }
 
