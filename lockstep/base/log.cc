@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <mutex>
 #include <optional>
 #include <unistd.h>
 
@@ -17,33 +19,40 @@ constexpr std::array<const char*, 4> kNames = {"error", "warning", "info", "debu
 std::atomic<int> process_rank{-1};
 std::atomic<Writer> chosen_writer{nullptr};
 
-std::optional<Level> level_from_environment() {
-  auto wanted = environment::text("LOCKSTEP_LOG");
-  if (!wanted) return std::nullopt;
-  for (size_t i = 0; i < kNames.size(); ++i) {
-    if (*wanted == kNames[i]) return static_cast<Level>(i);
+/// What the environment says.
+struct Choice {
+  std::optional<Level> level;  ///< of LOCKSTEP_LOG, if that is set
+  std::string problem;         ///< of a variable with a value that it does not take
+};
+
+Choice read_environment() {
+  Choice choice;
+  // Python reads the variable when it imports torch.distributed; in C++ it has not been read yet. What the program has set by
+  // c10d::setDebugLevel() stays.
+  const auto debug = environment::text("TORCH_DISTRIBUTED_DEBUG");
+  if (debug && c10d::debug_level() == c10d::DebugLevel::Off) {
+    try {
+      c10d::setDebugLevelFromEnvironment();
+    } catch (const std::exception&) {
+      choice.problem =
+          "environment variable TORCH_DISTRIBUTED_DEBUG is '" + *debug + "'; it must be OFF, INFO, or DETAIL";
+    }
   }
-  C10_THROW_ERROR(ValueError, "environment variable LOCKSTEP_LOG is '" + *wanted +
-                                  "'; it takes error, warning, info or debug");
+  if (const auto wanted = environment::text("LOCKSTEP_LOG")) {
+    const auto found = std::find(kNames.begin(), kNames.end(), *wanted);
+    if (found == kNames.end()) {
+      choice.problem =
+          "environment variable LOCKSTEP_LOG is '" + *wanted + "'; it takes error, warning, info or debug";
+    } else {
+      choice.level = static_cast<Level>(found - kNames.begin());
+    }
+  }
+  return choice;
 }
 
-/// Python reads the variable when it imports torch.distributed; in C++ it has not been read yet. What the
-/// program has set by c10d::setDebugLevel() stays.
-void load_torch_debug_level() {
-  const auto wanted = environment::text("TORCH_DISTRIBUTED_DEBUG");
-  if (!wanted || c10d::debug_level() != c10d::DebugLevel::Off) return;
-  try {
-    c10d::setDebugLevelFromEnvironment();
-  } catch (const std::exception&) {
-    C10_THROW_ERROR(ValueError, "environment variable TORCH_DISTRIBUTED_DEBUG is '" + *wanted +
-                                    "'; it must be OFF, INFO, or DETAIL");
-  }
-}
-
-/// What LOCKSTEP_LOG says, if it says anything.
-std::optional<Level> read_environment() {
-  load_torch_debug_level();
-  return level_from_environment();
+const Choice& choice() {
+  static const Choice read = read_environment();
+  return read;
 }
 
 Level level_of(c10d::DebugLevel level) {
@@ -61,8 +70,16 @@ Level level_of(c10d::DebugLevel level) {
 }  // namespace
 
 bool enabled(Level level) {
-  static const std::optional<Level> chosen = read_environment();
-  return level <= (chosen ? *chosen : level_of(c10d::debug_level()));
+  const Choice& chosen = choice();
+  if (!chosen.problem.empty()) {
+    static std::once_flag told;
+    std::call_once(told, [&] { Line(Level::kWarning).stream() << chosen.problem; });
+  }
+  return level <= chosen.level.value_or(level_of(c10d::debug_level()));
+}
+
+void check_environment() {
+  TORCH_CHECK_VALUE(choice().problem.empty(), choice().problem);
 }
 
 void set_rank(int rank) {

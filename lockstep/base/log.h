@@ -14,9 +14,12 @@ namespace lockstep::log {
 
 enum class Level { kError = 0, kWarning = 1, kInfo = 2, kDebug = 3 };
 
-/// Whether lines of this level are written. The first call reads the environment; throws c10::ValueError when
-/// one of the two variables has a value it does not take.
+/// Whether lines of this level are written. The first call reads the environment. A variable with a value that it does not take
+/// counts as not set, which a line says once: what logs may stand in a destructor, or in a thread that ends the process by
+/// throwing.
 bool enabled(Level level);
+/// Throws c10::ValueError when one of the two variables has a value it does not take.
+void check_environment();
 /// Puts "rank N" into the prefix of this process's lines; called once the rank is known.
 void set_rank(int rank);
 

@@ -255,7 +255,7 @@ int get_pg_count() {
 }
 
 c10d::DebugLevel get_debug_level() {
-  log::enabled(log::Level::kError);  // reads the environment at its first call
+  log::check_environment();  // which reads the environment at its first call
   return c10d::debug_level();
 }
 

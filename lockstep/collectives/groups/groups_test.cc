@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -450,6 +451,22 @@ TEST_P(GroupsLog, FollowsTorchsDebugLevelUnlessToldOtherwise) {
   } else {
     EXPECT_THAT(output, Not(HasSubstr("info:")));
   }
+}
+
+TEST(Log, AVariableThatIsWrongIsToldOnceToAProgramWithoutGroups) {
+  const auto outcomes = run_ranks_collect(1,
+                                          [](int) {
+                                            LOCKSTEP_LOG(kWarning) << "one";
+                                            LOCKSTEP_LOG(kInfo) << "two";
+                                            LOCKSTEP_LOG(kWarning) << "three";
+                                          },
+                                          {.environment = {{"LOCKSTEP_LOG", "loud"}}});
+  ASSERT_EQ(outcomes.size(), 1u);
+  EXPECT_EQ(outcomes[0].exception.value_or(""), "");
+  EXPECT_EQ(outcomes[0].output,
+            "lockstep warning: environment variable LOCKSTEP_LOG is 'loud'; it takes error, warning, info or "
+            "debug\n"
+            "lockstep warning: one\nlockstep warning: three\n");
 }
 
 INSTANTIATE_TEST_SUITE_P(
