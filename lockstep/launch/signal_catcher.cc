@@ -8,6 +8,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/signal_of_child.h>
 #include <lockstep/launch/signal_catcher.h>
 
 namespace lockstep::launch {
@@ -24,11 +25,13 @@ struct Slot {
   int pipe[2] = {-1, -1};
 };
 std::array<Slot, SignalCatcher::kMost> slots;
+std::atomic<pid_t> owner{0};
 std::mutex mutex;  // over everything but the write ends
 int living = 0;
 std::array<struct sigaction, kSignals.size()> former;
 
 void pass_on(int signal) {
+  if (leave_signal_to_child(owner.load(), signal)) return;  // whose pipes are the same ones
   const int saved = errno;
   const auto byte = static_cast<unsigned char>(signal);
   for (const Slot& slot : slots) {
@@ -55,6 +58,7 @@ SignalCatcher::SignalCatcher() {
   }
   slot.write_end.store(slot.pipe[1], std::memory_order_release);
   if (living++ > 0) return;
+  owner = ::getpid();
   struct sigaction ours = {};
   ours.sa_handler = pass_on;
   ours.sa_flags = SA_RESTART;

@@ -8,6 +8,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/signal_of_child.h>
 #include <lockstep/train/internal/stop_signals.h>
 
 namespace lockstep::train {
@@ -17,6 +18,7 @@ namespace {
 std::atomic<bool> in_use{false};
 std::atomic<int> first_signal{0};
 std::atomic<int> notify_fd{-1};
+std::atomic<pid_t> owner{0};
 static_assert(std::atomic<int>::is_always_lock_free);
 
 void write_one(int fd) {
@@ -25,6 +27,7 @@ void write_one(int fd) {
 }
 
 void on_signal(int signal) {
+  if (leave_signal_to_child(owner.load(), signal)) return;  // whose eventfd is the same one
   const int error = errno;
   int none = 0;
   first_signal.compare_exchange_strong(none, signal);
@@ -45,6 +48,7 @@ StopSignals::StopSignals(std::vector<int> signals, std::chrono::nanoseconds dead
     : came_(make_eventfd()), done_(make_eventfd()) {
   TORCH_CHECK(!in_use.exchange(true), "RobustLoop: another one runs in this process; run them one by one");
   first_signal = 0;
+  owner = ::getpid();
   notify_fd = came_.get();
   try {
     watchdog_.start("lockstep-stop",
