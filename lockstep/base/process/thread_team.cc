@@ -29,12 +29,19 @@ struct ThreadTeam::Members {
   };
 
   Members(int count, const char* name) : threads(static_cast<size_t>(count)) {
-    for (int i = 0; i < count; ++i) {
-      threads[static_cast<size_t>(i)].start(name, [this, i] { serve(i); });
+    try {
+      for (int i = 0; i < count; ++i) {
+        threads[static_cast<size_t>(i)].start(name, [this, i] { serve(i); });
+      }
+    } catch (...) {  // the system gives no more threads
+      end();
+      throw;
     }
   }
 
-  ~Members() {
+  ~Members() { end(); }
+
+  void end() {
     {
       const std::lock_guard<std::mutex> lock(mutex);
       stop = true;

@@ -12,7 +12,7 @@ namespace lockstep {
 /// In a forked child the threads are made anew.
 class ThreadTeam {
  public:
-  /// `name`: of each thread, at most 15 characters; a literal.
+  /// `name`: of each thread, at most 15 characters; a literal. Throws std::system_error where the system gives no more threads.
   ThreadTeam(int count, const char* name);
   ~ThreadTeam();
 
