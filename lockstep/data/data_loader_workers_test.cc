@@ -1,10 +1,15 @@
 // What only background threads do: their number, seeds, lives and failures.
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <future>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
@@ -44,6 +49,38 @@ auto epoch(Loader& loader) {
   std::vector<typename Loader::Batch> batches;
   for (auto& batch : loader) batches.push_back(batch);
   return batches;
+}
+
+/// Runs `action` in a child, which has none of this process's threads, and is ended should it wait for one.
+void expect_ends_in_forked_child(const std::function<void()>& action) {
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::alarm(30);
+    action();
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+TEST(DataLoaderWorkers, AreNotWaitedForInAForkedChild) {
+  const Batches dataset{64, kIndices};
+  for (const bool persistent : {true, false}) {
+    auto loader = std::make_unique<DataLoader<std::decay_t<decltype(dataset)>>>(
+        dataset, DataLoaderOptions{.batch_size = 1, .num_workers = 2, .persistent_workers = persistent});
+    EXPECT_EQ(epoch(*loader).size(), 64u);
+    expect_ends_in_forked_child([&] { loader.reset(); });  // its workers rest
+    auto iterator = std::make_unique<decltype(loader->begin())>(loader->begin());
+    expect_ends_in_forked_child([&] {  // they are ahead as far as they may
+      iterator.reset();
+      loader.reset();
+    });
+    EXPECT_EQ(**iterator, Indices{0});
+    iterator.reset();
+    EXPECT_EQ(epoch(*loader).size(), 64u);
+  }
 }
 
 TEST(DataLoaderWorkers, MakeBatchesAtTheSameTime) {

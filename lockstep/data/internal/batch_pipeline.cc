@@ -74,13 +74,13 @@ void BatchPipeline::stop() {
       const std::lock_guard<std::mutex> lock(lane.mutex);
       lane.stop = true;
     }
-    lane.changed.notify_all();
+    lane.changed->notify_all();
   }
   {
     const std::lock_guard<std::mutex> lock(turn_mutex_);
     turns_over_ = true;
   }
-  turn_changed_.notify_all();
+  turn_changed_->notify_all();
 }
 
 BatchPipeline::Outcome BatchPipeline::make(int64_t batch) noexcept {
@@ -121,7 +121,7 @@ void BatchPipeline::make_from_stream(int64_t batch, Outcome& outcome) {
   int64_t position = 0;
   {
     std::unique_lock<std::mutex> lock(turn_mutex_);
-    turn_changed_.wait(lock, [&] { return turns_over_ || turn_ == batch; });
+    turn_changed_->wait(lock, [&] { return turns_over_ || turn_ == batch; });
     if (turns_over_) return;
     position = drawn_;
   }
@@ -142,7 +142,7 @@ void BatchPipeline::make_from_stream(int64_t batch, Outcome& outcome) {
     if (failure != nullptr || taken < plan_->batch_size) turns_over_ = true;
     ++turn_;
   }
-  turn_changed_.notify_all();
+  turn_changed_->notify_all();
   try {
     if (failure) std::rethrow_exception(failure);
     if (taken == 0 || (plan_->drop_last && taken < plan_->batch_size)) return;
@@ -179,7 +179,7 @@ void BatchPipeline::run(Worker& worker) {
     {
       RECORD_USER_SCOPE("DataLoader worker: wait for room");
       std::unique_lock<std::mutex> lock(lane.mutex);
-      lane.changed.wait(lock, [&] {
+      lane.changed->wait(lock, [&] {
         return lane.stop || static_cast<int64_t>(lane.ready.size()) < options_.prefetch_factor;
       });
       if (lane.stop) return;
@@ -190,7 +190,7 @@ void BatchPipeline::run(Worker& worker) {
       const std::lock_guard<std::mutex> lock(lane.mutex);
       lane.ready.push_back(std::move(outcome));
     }
-    lane.changed.notify_one();
+    lane.changed->notify_one();
     if (!more) return;
   }
 }
@@ -201,8 +201,8 @@ BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
     const auto since = Clock::now();
     const auto there = [&] { return !lane.ready.empty() || lane.stop; };
     if (options_.timeout.count() == 0) {
-      lane.changed.wait(lock, there);
-    } else if (!lane.changed.wait_for(lock, options_.timeout, there)) {
+      lane.changed->wait(lock, there);
+    } else if (!lane.changed->wait_for(lock, options_.timeout, there)) {
       waited_->fetch_add((Clock::now() - since).count(), std::memory_order_relaxed);
       TORCH_CHECK(false, "DataLoader timed out after ", format_duration(options_.timeout), " waiting for ",
                   name_of(*plan_, next_batch_), ", which worker ",
@@ -217,7 +217,7 @@ BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
   Outcome outcome = std::move(lane.ready.front());
   lane.ready.pop_front();
   lock.unlock();
-  lane.changed.notify_one();
+  lane.changed->notify_one();
   return outcome;
 }
 

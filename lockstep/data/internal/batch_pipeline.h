@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/data/internal/worker_pool.h>
 
 /// The parts of DataLoader that don't depend on the data set's type.
@@ -114,7 +115,7 @@ class BatchPipeline {
   };
   struct alignas(64) Lane {
     std::mutex mutex;
-    std::condition_variable changed;
+    LeakedInChild<std::condition_variable> changed;
     std::deque<Outcome> ready;  // guarded by mutex
     bool stop = false;          // guarded by mutex
   };
@@ -140,7 +141,7 @@ class BatchPipeline {
   int64_t job_ = 0;
 
   std::mutex turn_mutex_;
-  std::condition_variable turn_changed_;
+  LeakedInChild<std::condition_variable> turn_changed_;
   int64_t turn_ = 0;         // the batch whose worker may draw; guarded by turn_mutex_, as all below
   int64_t drawn_ = 0;        // samples of the epoch that were drawn
   bool turns_over_ = false;  // no thread shall draw any more: stop() was called, or the stream is at its end

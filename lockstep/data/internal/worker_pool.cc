@@ -30,7 +30,7 @@ WorkerPool::WorkerPool(int workers) : threads_(static_cast<size_t>(workers)) {
       const std::lock_guard<std::mutex> lock(mutex_);
       over_ = true;
     }
-    changed_.notify_all();
+    changed_->notify_all();
     for (auto& thread : threads_) thread.join();
     throw;
   }
@@ -43,7 +43,7 @@ WorkerPool::~WorkerPool() {
     const std::lock_guard<std::mutex> lock(mutex_);
     over_ = true;
   }
-  changed_.notify_all();
+  changed_->notify_all();
   for (auto& thread : threads_) thread.join();
 }
 
@@ -52,7 +52,7 @@ int64_t WorkerPool::start(Job job) {
   const std::lock_guard<std::mutex> lock(mutex_);
   job_ = std::make_shared<const Job>(std::move(job));
   busy_ = size();
-  changed_.notify_all();
+  changed_->notify_all();
   return ++number_;
 }
 
@@ -65,7 +65,7 @@ void WorkerPool::end(int64_t number) {
     lock.unlock();
     job->stop();
     lock.lock();
-    changed_.wait(lock, [this] { return busy_ == 0; });
+    changed_->wait(lock, [this] { return busy_ == 0; });
   }
   job_.reset();
 }
@@ -80,7 +80,7 @@ void WorkerPool::work(int id) {
     std::shared_ptr<const Job> job;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return over_ || number_ != done; });
+      changed_->wait(lock, [&] { return over_ || number_ != done; });
       if (over_) return;
       done = number_;
       job = job_;
@@ -88,7 +88,7 @@ void WorkerPool::work(int id) {
     job->run(worker);
     job.reset();
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (--busy_ == 0) changed_.notify_all();
+    if (--busy_ == 0) changed_->notify_all();
   }
 }
 

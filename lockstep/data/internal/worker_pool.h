@@ -9,6 +9,7 @@
 
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
+#include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/data/worker_info.h>
 
 namespace lockstep::data::internal {
@@ -48,7 +49,7 @@ class WorkerPool {
 
   ForkGuard fork_guard_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  LeakedInChild<std::condition_variable> changed_;
   std::shared_ptr<const Job> job_;  // guarded by mutex_, as all below
   int64_t number_ = 0;              // of the latest job; 0: none yet
   int busy_ = 0;                    // workers that have not returned from it

@@ -21,11 +21,12 @@ RowGroupQueue::RowGroupQueue(ParquetDataset dataset, std::vector<int64_t> order,
 }
 
 RowGroupQueue::~RowGroupQueue() {
+  if (fork_guard_.in_forked_child()) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
   }
-  changed_.notify_all();
+  changed_->notify_all();
   thread_.join();
   counter_->add(-in_flight_);
 }
@@ -57,7 +58,8 @@ void RowGroupQueue::run() {
     const int64_t expected = expect(row_group);
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return stop_ || in_flight_ == 0 || in_flight_ + expected <= memory_limit_; });
+      changed_->wait(lock,
+                     [&] { return stop_ || in_flight_ == 0 || in_flight_ + expected <= memory_limit_; });
       if (stop_) return;
       in_flight_ += expected;
     }
@@ -68,7 +70,7 @@ void RowGroupQueue::run() {
       const std::lock_guard<std::mutex> lock(mutex_);
       ready_.push_back(std::move(outcome));
     }
-    changed_.notify_all();
+    changed_->notify_all();
     if (failed) return;
   }
 }
@@ -79,7 +81,7 @@ std::optional<Table> RowGroupQueue::next() {
   Outcome outcome;
   if (thread_.running()) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return !ready_.empty(); });
+    changed_->wait(lock, [&] { return !ready_.empty(); });
     outcome = std::move(ready_.front());
     ready_.pop_front();
   } else {
@@ -100,7 +102,7 @@ void RowGroupQueue::release() {
   }
   counter_->add(-held_);
   held_ = 0;
-  changed_.notify_all();
+  changed_->notify_all();
 }
 
 }  // namespace lockstep::data::internal

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/fork_guard.h>
+#include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/parquet/parquet_dataset.h>
 #include <lockstep/parquet/table.h>
 
@@ -40,7 +42,7 @@ class RowGroupQueue {
  public:
   RowGroupQueue(ParquetDataset dataset, std::vector<int64_t> order, int64_t memory_limit, bool background,
                 std::shared_ptr<BytesInFlight> bytes);
-  /// Waits for the row group that is being read.
+  /// Waits for the row group that is being read; not in a forked child, which has no such thread.
   ~RowGroupQueue();
   RowGroupQueue(const RowGroupQueue&) = delete;
   RowGroupQueue& operator=(const RowGroupQueue&) = delete;
@@ -70,10 +72,11 @@ class RowGroupQueue {
   int64_t held_ = 0;                              // bytes of what next() gave
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  LeakedInChild<std::condition_variable> changed_;
   int64_t in_flight_ = 0;      // guarded by mutex_: this queue's bytes
   std::deque<Outcome> ready_;  // guarded by mutex_
   bool stop_ = false;          // guarded by mutex_
+  ForkGuard fork_guard_;
   BackgroundThread thread_;
 };
 
