@@ -132,10 +132,12 @@ GuardianLease Guardian::lease() const {
 }
 
 void GuardianLease::renew(BootTime until) {
-  if (std::exchange(until_, until) == until) return;
+  if (until == until_) return;
   const int64_t lease = until.time_since_epoch().count();
   while (::send(line_.get(), &lease, sizeof(lease), MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && errno == EINTR) {
   }
+  // Else this process may have been stopped before, and the guardian have killed.
+  if (BootClock::now() < until_) until_ = until;
 }
 
 }  // namespace lockstep::launch

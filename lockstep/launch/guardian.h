@@ -21,7 +21,7 @@ class GuardianLease {
 
   /// The guardian kills the process groups, and goes on, should `until` come before the next call. BootTime::max(): never.
   void renew(BootTime until);
-  /// As the guardian was told last.
+  /// As the guardian was told last, or when the lease was over before that: it may have killed.
   BootTime until() const { return until_; }
 
  private:
