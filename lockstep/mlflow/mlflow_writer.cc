@@ -182,7 +182,7 @@ class MlflowWriter::Impl {
       return;
     }
     journal_->append(dump(line));
-    sender_->wake();
+    if (sender_) sender_->wake();  // which may have failed to start: the journal keeps the line
   }
 
   void flush() {
