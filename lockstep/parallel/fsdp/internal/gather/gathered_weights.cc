@@ -102,10 +102,11 @@ GatheredWeights::GatheredWeights(const std::vector<NamedTensor>& parameters,
 
 GatheredWeights::~GatheredWeights() {
   for (Unit& unit : units_) {
-    // What a device can't end is not waited for; it was aborted.
-    if (stream_ && !refusal_.empty()) break;
     try {
+      // Headers lie in the unit. Of an aborted group waiting returns at once.
       if (const Work work = std::exchange(unit.header_work, {})) work->wait();
+      // What a device can't end is not waited for; it was aborted.
+      if (stream_ && !refusal_.empty()) continue;
       if (const Work work = std::exchange(unit.work, {})) work->wait();
     } catch (const std::exception& error) {
       LOCKSTEP_LOG(kDebug) << "a gather of a model that is gone: " << text_of(error);
