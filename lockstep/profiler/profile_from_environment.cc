@@ -81,7 +81,9 @@ class UnattendedProfile {
   }
 
   /// At the end of the process Kineto can't be ended any more: what belongs to the thread is gone.
-  void at_exit(bool wanted_at_once) const {
+  void at_exit(bool wanted_at_once) {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return;  // another thread makes steps, or writes a trace
     if (!settings_ && wanted_at_once) {
       LOCKSTEP_LOG(kWarning)
           << "LOCKSTEP_PROFILE: nothing was recorded, for the program has made no step that "
