@@ -2,8 +2,8 @@
 
 /// What most training programs use. Include <torch/torch.h> beside it for modules and optimizers. Headers of
 /// their own have, among others, communication hooks, DataParallel, Pipe, IDX and CSV files, TorchSampler,
-/// state_dict() and load_state_dict(), files of torch.save, and the components (image, parquet, mlflow, cuda).
-/// docs/headers.md has all.
+/// state_dict() and load_state_dict(), files of torch.save, and the components (image, parquet, mlflow,
+/// cuda); docs/headers.md has all.
 
 #include <lockstep/base/errors.h>
 #include <lockstep/checkpoint/checkpoint.h>
