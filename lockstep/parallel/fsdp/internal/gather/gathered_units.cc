@@ -56,16 +56,24 @@ void GatheredUnits::attach() {
 
 void GatheredUnits::begin_use() {
   const auto here = std::this_thread::get_id();
+  const int task = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard lock(transitions_);
   // A backward has several threads where it computes on a device: what is computed again in it may be in another one.
-  if (graph_task_ != kNoTask && graph_task_ == torch::autograd::get_current_graph_task_id()) {
+  if (graph_task_ != kNoTask && graph_task_ == task) {
     thread_ = here;
     return;
+  }
+  // A backward that fails on a device is over for its caller before the device's thread drops the callbacks.
+  if (graph_task_ != kNoTask && task == kNoTask && here == forward_thread_) {
+    graph_task_ = kNoTask;
+    end_use();
   }
   std::thread::id other;
   TORCH_CHECK(
       thread_.compare_exchange_strong(other, here) || other == here,
       "FullyShardedDataParallel: another thread is in forward or backward of this model; where parameters "
       "are gathered, one thread at a time uses it");
+  if (task == kNoTask) forward_thread_ = here;
 }
 
 void GatheredUnits::run_forward(const std::function<void()>& forward) {
@@ -115,7 +123,8 @@ void GatheredUnits::begin_backward(int graph_task) {
 }
 
 void GatheredUnits::leave_backward(int graph_task) {
-  if (graph_task_ != graph_task) return;
+  const std::lock_guard lock(transitions_);
+  if (graph_task_ != graph_task) return;  // this thread is late: the next pass has begun
   graph_task_ = kNoTask;
   if (forwards_ == 0) end_use();
 }

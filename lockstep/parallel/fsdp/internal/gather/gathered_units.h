@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -70,9 +71,11 @@ class GatheredUnits final : public AccessListener, public std::enable_shared_fro
   const bool keeps_all_;  // between forward and backward
   GatherSchedule schedule_;
   std::optional<AccessObserver> observer_;
+  std::mutex transitions_;                                   // held where a pass begins or a backward ends
   std::atomic<std::thread::id> thread_ = std::thread::id();  // of the pass
-  int forwards_ = 0;                                         // within each other
-  int graph_task_ = kNoTask;
+  std::thread::id forward_thread_;  // of the last forward outside of a backward; guarded by transitions_
+  int forwards_ = 0;                // within each other
+  std::atomic<int> graph_task_ = kNoTask;
   std::exception_ptr failure_;
 
   static constexpr int kNoTask = -1;
