@@ -1,7 +1,6 @@
 #include "hosts_arguments.h"
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <iostream>
@@ -15,6 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/launch/agent/dry_run.h>
 #include <lockstep/launch/agent/host_roles.h>
@@ -230,12 +230,10 @@ std::string print_hosts(const HostsArguments& arguments, const launch::RunOption
 }  // namespace
 
 int parse_number(const std::string& option, const std::string& text, int low, int high) {
-  int number = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == end && number >= low && number <= high, option, " has '",
-                    text, "', and takes a number from ", low, " to ", high);
-  return number;
+  const auto number = lockstep::parse_number<int>(text);
+  TORCH_CHECK_VALUE(number && *number >= low && *number <= high, option, " has '", text,
+                    "', and takes a number from ", low, " to ", high);
+  return *number;
 }
 
 void add_hosts_arguments(CLI::App& command, HostsArguments& arguments) {

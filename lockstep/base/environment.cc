@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/parse_number.h>
 
 namespace lockstep::environment {
 
@@ -15,14 +15,12 @@ std::optional<std::string> text(const char* name) {
 }
 
 int64_t parse_integer(const char* name, const std::string& value, int64_t low, int64_t high) {
-  int64_t number = 0;
-  const char* end = value.data() + value.size();
-  auto [stop, error] = std::from_chars(value.data(), end, number);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == end, "environment variable ", name, " is '", value,
+  const auto number = parse_number<int64_t>(value);
+  TORCH_CHECK_VALUE(number, "environment variable ", name, " is '", value,
                     "', which is not a whole number; set it to a number or unset it");
-  TORCH_CHECK_VALUE(number >= low && number <= high, "environment variable ", name, " is ", number,
+  TORCH_CHECK_VALUE(*number >= low && *number <= high, "environment variable ", name, " is ", *number,
                     ", which is outside ", low, " to ", high);
-  return number;
+  return *number;
 }
 
 std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) {

@@ -1,4 +1,3 @@
-#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -13,6 +12,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/parse_number.h>
 
 namespace lockstep::failpoint {
 namespace {
@@ -28,11 +28,9 @@ std::mutex mutex;
 std::map<std::string, Action, std::less<>> actions;
 
 int64_t number_of(std::string_view text, std::string_view whole) {
-  int64_t number = 0;
-  auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == text.data() + text.size(), "LOCKSTEP_FAILPOINTS: '",
-                    whole, "' needs a number");
-  return number;
+  const auto number = parse_number<int64_t>(text);
+  TORCH_CHECK_VALUE(number, "LOCKSTEP_FAILPOINTS: '", whole, "' needs a number");
+  return *number;
 }
 
 Action parse_action(std::string_view text) {

@@ -5,6 +5,7 @@
 #include <sys/statvfs.h>
 #include <system_error>
 
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/device/nvidia_devices.h>
@@ -109,7 +110,7 @@ Limit limit_of(const std::string& text, const std::string& name) {
     std::string soft;
     std::string hard;
     words >> soft >> hard;
-    return {parse_integer(soft), parse_integer(hard)};
+    return {parse_number<int64_t>(soft), parse_number<int64_t>(hard)};
   }
   return {};
 }

@@ -6,7 +6,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/doctor/internal/files.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/doctor/judge.h>
 #include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/rendezvous/network/network_interface.h>
@@ -88,7 +88,7 @@ void judge_number(const Environment& environment, const std::string& name, int64
                   Findings& findings) {
   const std::string* value = value_of(environment, name);
   if (value == nullptr) return;
-  const auto number = parse_integer(*value);
+  const auto number = parse_number<int64_t>(*value);
   if (number && *number >= low && *number <= high) return;
   findings.push_back(problem(
       "variables", quoted(name, *value),
@@ -187,7 +187,8 @@ void judge_threads(const Facts& facts, Findings& findings) {
              "divided by ranks"));
     return;
   }
-  const auto threads = parse_integer(value->substr(0, value->find(',')));  // a list is for nested regions
+  const auto threads =
+      parse_number<int64_t>(value->substr(0, value->find(',')));  // a list is for nested regions
   if (!threads || *threads < 1) {
     findings.push_back(
         warning("threads", quoted("OMP_NUM_THREADS", *value), "set it to a number from 1 on, or unset it"));

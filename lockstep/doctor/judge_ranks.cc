@@ -5,6 +5,7 @@
 #include <set>
 #include <sstream>
 
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/internal/median.h>
@@ -132,7 +133,7 @@ void judge_versions(const Ranks& ranks, Findings& findings) {
 size_t threads_of(const RankFacts& facts) {
   const auto set = facts.environment.find("OMP_NUM_THREADS");
   if (set != facts.environment.end()) {
-    const auto number = parse_integer(set->second.substr(0, set->second.find(',')));
+    const auto number = parse_number<int64_t>(set->second.substr(0, set->second.find(',')));
     if (number.value_or(0) > 0) return static_cast<size_t>(*number);
   }
   return std::max<size_t>(1, facts.cores.size());
@@ -221,7 +222,7 @@ void judge_devices(const Ranks& ranks, Findings& findings) {
   for (const auto& [device, there] : devices) {
     if (device.empty()) continue;
     any = true;
-    const auto number = parse_integer(device);
+    const auto number = parse_number<int64_t>(device);
     const bool exists = device != "none" && (!number || *number < there.front()->gpus);
     if (exists && there.size() == 1) continue;
     good = false;

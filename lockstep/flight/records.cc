@@ -14,6 +14,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/flight/records.h>
 
@@ -304,11 +305,9 @@ std::optional<int> rank_in(const std::string& name) {
   constexpr std::string_view kStart = "rank_";
   constexpr std::string_view kEnd = ".json";
   if (!name.starts_with(kStart) || !name.ends_with(kEnd)) return std::nullopt;
-  int rank = 0;
-  const char* end = name.data() + name.size() - kEnd.size();
-  const auto [stop, error] = std::from_chars(name.data() + kStart.size(), end, rank);
-  if (error != std::errc() || stop != end || rank < 0) return std::nullopt;
-  return rank;
+  const auto rank = parse_number<int>(
+      std::string_view(name).substr(kStart.size(), name.size() - kStart.size() - kEnd.size()));
+  return rank && *rank >= 0 ? rank : std::nullopt;
 }
 
 /// The records' files of a directory, by rank.

@@ -1,4 +1,3 @@
-#include <charconv>
 #include <chrono>
 
 #include <c10/util/StringUtil.h>
@@ -6,6 +5,7 @@
 #include <lockstep/base/boot_clock.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/format_duration.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/generation.h>
 
@@ -28,10 +28,9 @@ Generation Generation::read(const Lookup& lookup) {
   const std::string run_id = lookup("TORCHELASTIC_RUN_ID").value_or("");
   const std::string count = lookup("TORCHELASTIC_RESTART_COUNT").value_or("");
   if (!lookup("LOCKSTEP_AGENT_STORE").value_or("").ends_with("/" + run_id)) return {};
-  uint64_t restarts = 0;
-  const auto [stop, error] = std::from_chars(count.data(), count.data() + count.size(), restarts);
-  if (run_id.empty() || error != std::errc() || stop != count.data() + count.size()) return {};
-  return {.number = restarts + 1, .run = fingerprint(run_id)};
+  const auto restarts = parse_number<uint64_t>(count);
+  if (run_id.empty() || !restarts) return {};
+  return {.number = *restarts + 1, .run = fingerprint(run_id)};
 }
 
 std::string describe_difference(const std::string& own_name, const Generation& own,

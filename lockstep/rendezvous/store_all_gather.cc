@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -17,6 +16,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/internal/call_by.h>
@@ -231,12 +231,9 @@ class StoreAllGather {
   /// takes an exclusive lock and appends a record.
   int64_t count() {
     const std::string key = prefix_ + "count";
-    const std::string text = get(key);
-    int64_t number = 0;
-    const char* end = text.data() + text.size();
-    const auto [stop, error] = std::from_chars(text.data(), end, number);
-    if (error != std::errc() || stop != end) throw_no_number(key);
-    return number;
+    const auto number = parse_number<int64_t>(get(key));
+    if (!number) throw_no_number(key);
+    return *number;
   }
 
   [[noreturn]] static void throw_no_number(const std::string& key) {

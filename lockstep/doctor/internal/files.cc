@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <fcntl.h>
 #include <filesystem>
 #include <fstream>
@@ -9,6 +8,7 @@
 #include <zlib.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/internal/files.h>
 
@@ -30,7 +30,7 @@ std::optional<std::string> read_file(const std::string& path) {
 
 std::optional<int64_t> read_integer(const std::string& path) {
   const auto text = read_file(path);
-  return text ? parse_integer(*text) : std::nullopt;
+  return text ? parse_number<int64_t>(*text) : std::nullopt;
 }
 
 std::vector<std::string> list_folder(const std::string& path) {
@@ -44,22 +44,14 @@ std::vector<std::string> list_folder(const std::string& path) {
   return names;
 }
 
-std::optional<int64_t> parse_integer(const std::string& text) {
-  int64_t number = 0;
-  const char* end = text.data() + text.size();
-  auto [stop, error] = std::from_chars(text.data(), end, number);
-  if (error != std::errc() || stop != end) return std::nullopt;
-  return number;
-}
-
 std::vector<int> parse_cpu_list(const std::string& text) {
   constexpr int64_t kMost = 1 << 20;
   std::vector<int> cores;
   std::istringstream entries(text);
   for (std::string entry; std::getline(entries, entry, ',');) {
     const auto dash = entry.find('-', 1);
-    const auto first = parse_integer(entry.substr(0, dash));
-    const auto last = dash == std::string::npos ? first : parse_integer(entry.substr(dash + 1));
+    const auto first = parse_number<int64_t>(entry.substr(0, dash));
+    const auto last = dash == std::string::npos ? first : parse_number<int64_t>(entry.substr(dash + 1));
     if (!first || !last || *first < 0 || *last < *first || *last >= kMost) return {};
     for (int64_t core = *first; core <= *last; ++core) cores.push_back(static_cast<int>(core));
   }

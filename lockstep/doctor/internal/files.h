@@ -14,8 +14,6 @@ std::optional<int64_t> read_integer(const std::string& path);
 /// Names in a folder, sorted; none when it can't be read.
 std::vector<std::string> list_folder(const std::string& path);
 
-/// A whole decimal number and nothing else.
-std::optional<int64_t> parse_integer(const std::string& text);
 /// "0-3,8" as the kernel writes sets of cores → {0, 1, 2, 3, 8}. Empty for text of another form, and for
 /// numbers beyond 2^20, which no kernel has.
 std::vector<int> parse_cpu_list(const std::string& text);

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <lockstep/base/parse_number.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/internal/wire_test.h>
@@ -136,8 +137,8 @@ TcpSegments read_tcp_segments() {
     std::istringstream name_words(names);
     std::istringstream value_words(line);
     for (std::string name, value; name_words >> name && value_words >> value;) {
-      if (name == "OutSegs") segments.sent = parse_integer(value).value_or(0);
-      if (name == "RetransSegs") segments.resent = parse_integer(value).value_or(0);
+      if (name == "OutSegs") segments.sent = parse_number<int64_t>(value).value_or(0);
+      if (name == "RetransSegs") segments.resent = parse_number<int64_t>(value).value_or(0);
     }
     return segments;
   }

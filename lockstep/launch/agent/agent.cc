@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <optional>
@@ -11,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/device/nvidia_devices.h>
 #include <lockstep/launch/agent/agent.h>
@@ -42,26 +42,20 @@ int parse_nprocs(const std::string& text) {
                       "--nproc-per-node gpu: no CUDA device is visible here; use a number, ", "cpu or auto");
     return gpus > 0 ? gpus : usable_cores();
   }
-  int number = 0;
-  const char* end = text.data() + text.size();
-  auto [stop, error] = std::from_chars(text.data(), end, number);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == end, "--nproc-per-node is '", text,
-                    "'; it takes a number, auto, cpu or gpu");
-  TORCH_CHECK_VALUE(number >= 1 && number <= kMostProcesses, "--nproc-per-node is ", number,
+  const auto number = parse_number<int>(text);
+  TORCH_CHECK_VALUE(number, "--nproc-per-node is '", text, "'; it takes a number, auto, cpu or gpu");
+  TORCH_CHECK_VALUE(*number >= 1 && *number <= kMostProcesses, "--nproc-per-node is ", *number,
                     "; it takes a number from 1 to ", kMostProcesses, ", auto, cpu or gpu");
-  return number;
+  return *number;
 }
 
 StreamChoice StreamChoice::parse(const std::string& option, const std::string& text) {
   const auto number = [&](const std::string& digits, int most) {
-    int value = -1;
-    const char* end = digits.data() + digits.size();
-    const auto [stop, error] = std::from_chars(digits.data(), end, value);
-    TORCH_CHECK_VALUE(error == std::errc() && stop == end && value >= 0 && value <= most, option, " is '",
-                      text,
+    const auto value = parse_number<int>(digits);
+    TORCH_CHECK_VALUE(value && *value >= 0 && *value <= most, option, " is '", text,
                       "'; it takes 0 to 3 (1: standard output, 2: standard error, 3: both), or "
                       "RANK:STREAMS,… for local ranks");
-    return value;
+    return *value;
   };
   StreamChoice choice;
   if (text.find(':') == std::string::npos) {

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <condition_variable>
 #include <cstring>
 #include <fcntl.h>
@@ -23,6 +22,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/files/write_all.h>
 #include <lockstep/base/host_name.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent/output_router.h>
@@ -56,11 +56,10 @@ RemoteHost parse_host(const std::string& text, const std::string& all) {
   const size_t bracket = text.rfind(']');
   if (colon != std::string::npos && (bracket == std::string::npos || colon > bracket)) {
     host.name = text.substr(0, colon);
-    const char* end = text.data() + text.size();
-    const auto [stop, error] = std::from_chars(text.data() + colon + 1, end, host.processes);
-    TORCH_CHECK_VALUE(
-        error == std::errc() && stop == end && host.processes >= 1 && host.processes <= kMostSlots,
-        "-H has '", text, "'; it takes HOST or HOST:SLOTS");
+    const auto slots = parse_number<int>(std::string_view(text).substr(colon + 1));
+    TORCH_CHECK_VALUE(slots && *slots >= 1 && *slots <= kMostSlots, "-H has '", text,
+                      "'; it takes HOST or HOST:SLOTS");
+    host.processes = *slots;
   }
   const bool in_brackets = host.name.starts_with('[') && host.name.ends_with(']');
   if (in_brackets) host.name = host.name.substr(1, host.name.size() - 2);

@@ -1,9 +1,9 @@
 #include <algorithm>
-#include <charconv>
 #include <optional>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/parse_number.h>
 #include <lockstep/rendezvous/internal/hostlist.h>
 
 namespace lockstep::rendezvous_internal {
@@ -17,10 +17,8 @@ constexpr ptrdiff_t kMostBrackets = 16;  // in one name
 
 std::optional<long> whole_number(std::string_view text) {
   if (text.size() > kMostDigits) return std::nullopt;
-  long number = 0;
-  auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || stop != text.data() + text.size() || number < 0) return std::nullopt;
-  return number;
+  const auto number = parse_number<long>(text);
+  return number && *number >= 0 ? number : std::nullopt;
 }
 
 /// Splits at commas that stand outside of brackets; nothing when the brackets do not match.

@@ -1,8 +1,8 @@
-#include <charconv>
 #include <limits>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/parse_number.h>
 #include <lockstep/rendezvous/internal/plan.h>
 
 namespace lockstep::rendezvous_internal {
@@ -10,12 +10,10 @@ namespace {
 
 /// A number from an init_method.
 int number(const std::string& method, const std::string& what, const std::string& text, int high) {
-  int value = 0;
-  const char* end = text.data() + text.size();
-  auto [stop, error] = std::from_chars(text.data(), end, value);
-  TORCH_CHECK_VALUE(error == std::errc() && stop == end && value >= 0 && value <= high, "init_method '",
-                    method, "': ", what, " '", text, "' is not a whole number from 0 to ", high);
-  return value;
+  const auto value = parse_number<int>(text);
+  TORCH_CHECK_VALUE(value && *value >= 0 && *value <= high, "init_method '", method, "': ", what, " '", text,
+                    "' is not a whole number from 0 to ", high);
+  return *value;
 }
 
 void parse_query(const std::string& method, const std::string& query, InitMethod& parsed) {

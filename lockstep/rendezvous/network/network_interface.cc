@@ -2,7 +2,6 @@
 #include <arpa/inet.h>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <ifaddrs.h>
 #include <memory>
@@ -13,6 +12,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
 #include <lockstep/rendezvous/network/network_interface.h>
@@ -112,14 +112,12 @@ Pattern parse_item(const InterfaceWish& wish, const std::string& item, bool exac
   pattern.network = *network;
   pattern.prefix_bits = network->count;
   if (slash == std::string::npos) return pattern;
-  const char* const end = item.data() + item.size();
-  const auto [stop, error] = std::from_chars(item.data() + slash + 1, end, pattern.prefix_bits);
-  const bool good = error == std::errc() && stop == end && pattern.prefix_bits >= 0 &&
-                    pattern.prefix_bits <= network->count;
-  if (!good) {
+  const auto bits = parse_number<int>(std::string_view(item).substr(slash + 1));
+  if (!bits || *bits < 0 || *bits > network->count) {
     refuse_item(wish, "'" + item + "' has no number from 0 to " + std::to_string(network->count) +
                           " behind its slash");
   }
+  pattern.prefix_bits = *bits;
   return pattern;
 }
 

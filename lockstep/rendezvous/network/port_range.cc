@@ -1,5 +1,4 @@
 #include <cerrno>
-#include <charconv>
 #include <chrono>
 #include <cstddef>
 #include <netinet/in.h>
@@ -12,6 +11,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
 #include <lockstep/rendezvous/network/port_range.h>
@@ -48,23 +48,13 @@ UniqueFd listen_at_port(sockaddr_storage address, socklen_t size, uint16_t port)
 }  // namespace
 
 PortRange PortRange::parse(const std::string& text) {
-  int first = 0;
-  int last = 0;
-  const char* const end = text.data() + text.size();
-  auto [at, error] = std::from_chars(text.data(), end, first);
-  bool good = error == std::errc();
-  last = first;
-  if (good && at != end) {
-    good = *at == '-';
-    if (good) {
-      const auto [stop, failed] = std::from_chars(at + 1, end, last);
-      good = failed == std::errc() && stop == end;
-    }
-  }
-  good = good && first >= 1 && first <= last && last <= 65535;
-  TORCH_CHECK_VALUE(good, "environment variable LOCKSTEP_PORT_RANGE is '", text,
+  const size_t dash = text.find('-');
+  const auto first = parse_number<uint16_t>(text.substr(0, dash));
+  const auto last = dash == std::string::npos ? first : parse_number<uint16_t>(text.substr(dash + 1));
+  TORCH_CHECK_VALUE(first && last && *first >= 1 && *first <= *last,
+                    "environment variable LOCKSTEP_PORT_RANGE is '", text,
                     "'; write FIRST-LAST, two numbers from 1 to 65535, as in 20000-20100");
-  return {.first = static_cast<uint16_t>(first), .last = static_cast<uint16_t>(last)};
+  return {.first = *first, .last = *last};
 }
 
 std::optional<PortRange> port_range() {

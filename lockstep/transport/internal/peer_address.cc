@@ -1,11 +1,11 @@
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 #include <sys/un.h>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/hex.h>
+#include <lockstep/base/parse_number.h>
 #include <lockstep/transport/internal/peer_address.h>
 
 namespace lockstep::transport {
@@ -21,14 +21,6 @@ std::string_view take_word(std::string_view& rest) {
   const std::string_view word = rest.substr(0, space);
   rest.remove_prefix(space + 1);
   return word;
-}
-
-/// The whole word as a number of the type; false if it is none or does not fit.
-template <class T>
-bool read_number(std::string_view word, T& number) {
-  const char* end = word.data() + word.size();
-  const auto [stop, error] = std::from_chars(word.data(), end, number);
-  return error == std::errc() && stop == end;
 }
 
 bool read_token(std::string_view word, Token& token) {
@@ -57,15 +49,18 @@ std::string PeerAddress::to_string() const {
 PeerAddress PeerAddress::parse(const std::string& text) {
   PeerAddress address;
   std::string_view rest = text;
-  const bool user = read_number(take_word(rest), address.uid);
+  const auto uid = parse_number<uid_t>(take_word(rest));
   address.socket_name = take_word(rest);
   const bool name = !address.socket_name.empty() && address.socket_name.size() <= kLongestSocketName;
-  const bool good = user && name && read_token(take_word(rest), address.token) &&
-                    read_number(take_word(rest), address.generation.number) &&
-                    read_number(take_word(rest), address.generation.run) &&
-                    read_process_identity(std::string(rest), address.process);
+  const bool token = read_token(take_word(rest), address.token);
+  const auto generation = parse_number<uint64_t>(take_word(rest));
+  const auto run = parse_number<uint64_t>(take_word(rest));
+  const bool good =
+      uid && name && token && generation && run && read_process_identity(std::string(rest), address.process);
   TORCH_CHECK_WITH(DistBackendError, good, "malformed peer address '", text,
                    "'; do all ranks run the same version of Lockstep?");
+  address.uid = *uid;
+  address.generation = {.number = *generation, .run = *run};
   return address;
 }
 
