@@ -15,9 +15,9 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/bench/internal/output_file.h>
-#include <lockstep/bench/internal/print.h>
 #include <lockstep/bench/internal/scaling_report.h>
 #include <lockstep/bench/scaling.h>
 #include <lockstep/launch/agent/agent.h>
@@ -109,7 +109,7 @@ class ScalingMeasurement {
         return 1;
       }
       runs.runs.push_back({.seconds = took.count(), .marked = log.marked(), .trainer = log.trainer()});
-      say_scaling(in_ranks(ranks) + print(": %.2f s", took.count()));
+      say_scaling(in_ranks(ranks) + formatted(": %.2f s", took.count()));
     }
     all_.push_back(std::move(runs));
     return 0;

@@ -1,9 +1,7 @@
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cinttypes>
 #include <condition_variable>
-#include <cstdio>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -12,6 +10,7 @@
 #include <utility>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
@@ -65,10 +64,7 @@ void check(const CheckpointManagerOptions& options) {
 
 /// step-00000100, step-00000100-emergency
 std::string name_of(const CheckpointInfo& info) {
-  std::array<char, 64> name{};
-  std::snprintf(name.data(), name.size(), "step-%08" PRId64 "%s", info.step,
-                info.emergency.empty() ? "" : "-emergency");
-  return name.data();
+  return formatted("step-%08" PRId64 "%s", info.step, info.emergency.empty() ? "" : "-emergency");
 }
 
 void check_is_there(const std::filesystem::path& directory) {

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/doctor/internal/peer_watch.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/doctor/job.h>
@@ -85,10 +86,9 @@ class JobExamination {
       const auto state = board_.state(rank);
       if (state == ReportBoard::State::kPresent || job_.gone.contains(rank)) continue;
       const bool ended = state == ReportBoard::State::kEnded;
-      char seconds[32];
-      std::snprintf(seconds, sizeof seconds, "%g s", std::chrono::duration<double>(options_.timeout).count());
-      job_.gone[rank] = ended ? "ended during " + step
-                              : "did not answer within " + std::string(seconds) + " during " + step;
+      const double seconds = std::chrono::duration<double>(options_.timeout).count();
+      job_.gone[rank] =
+          ended ? "ended during " + step : formatted("did not answer within %g s during ", seconds) + step;
     }
     return reports;
   }

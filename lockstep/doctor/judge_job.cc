@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <cstdio>
 #include <functional>
 #include <optional>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/doctor/internal/judge_text.h>
 #include <lockstep/doctor/internal/median.h>
@@ -66,10 +66,8 @@ std::string tell_slowness(const PairResult& pair, const Typical& typical) {
   const bool by_transfer = exceeds(transfer_of(pair), typical.transfer);
   const double value = by_transfer ? transfer_of(pair) : latency_of(pair);
   const double usual = by_transfer ? typical.transfer : typical.latency;
-  char factor[32];
-  std::snprintf(factor, sizeof factor, "%.3g", value / std::max(usual, 1e-9));
   return std::string("all_reduce of ") + (by_transfer ? "1 MiB" : "4 B") + " takes " + duration(value) +
-         ", " + factor + " times the median of all pairs, " + duration(usual);
+         formatted(", %.3g times the median of all pairs, ", value / std::max(usual, 1e-9)) + duration(usual);
 }
 
 /// The rank that is the cause of all pairs for which `is_bad`.

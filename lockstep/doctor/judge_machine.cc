@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/judge.h>
@@ -10,12 +10,6 @@ namespace lockstep::doctor {
 namespace {
 
 using namespace thresholds;
-
-std::string decimal(double number) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g", number);
-  return text;
-}
 
 std::string joined(const std::vector<std::string>& parts) {
   std::string text;
@@ -62,7 +56,7 @@ void judge_cores(const Cores& cores, Findings& findings) {
   } else if (cores.quota && *cores.quota < allowed) {
     findings.push_back(
         warning("cores",
-                text + ", but the control group's quota is " + decimal(*cores.quota) +
+                text + ", but the control group's quota is " + formatted("%.4g", *cores.quota) +
                     ": more ranks and threads than that are stopped for the rest of each period",
                 "raise the quota (docker --cpus, Kubernetes limits.cpu), or start at most " +
                     std::to_string(std::max(1, static_cast<int>(std::floor(*cores.quota)))) +

@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <cstdio>
 #include <functional>
 #include <limits>
 #include <set>
 #include <sstream>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/parse_number.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/doctor/internal/files.h>
@@ -301,15 +301,14 @@ void judge_clocks(const JobObservations& job, Findings& findings) {
   const auto [earliest, latest] = std::minmax_element(
       offsets.begin(), offsets.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   const double spread = latest->second - earliest->second;
-  char apart[32];
-  std::snprintf(apart, sizeof apart, "%.1f ms", spread * 1e3);
+  const std::string apart = formatted("%.1f ms", spread * 1e3);
   if (spread > thresholds::kClockSeconds) {
     findings.push_back(
         warning("clocks", latest->first + "'s clock is " + apart + " ahead of " + earliest->first + "'s",
                 "run chrony or systemd-timesyncd on all hosts: times in logs and traces do not "
                 "compare"));
   } else {
-    findings.push_back(ok("clocks", std::string("within ") + apart));
+    findings.push_back(ok("clocks", "within " + apart));
   }
 }
 

@@ -1,7 +1,7 @@
 #include <algorithm>
-#include <cstdio>
 #include <functional>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/doctor/internal/judge_text.h>
 #include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>
@@ -13,17 +13,9 @@ constexpr size_t kMostWiresNamed = 12;
 
 /// "19.2 Mbit/s", as interfaces are named.
 std::string bit_rate(double bytes_a_second) {
-  char text[32];
   const double bits = bytes_a_second * 8;
   const bool giga = bits >= 1e9;
-  std::snprintf(text, sizeof text, "%.3g %s", bits / (giga ? 1e9 : 1e6), giga ? "Gbit/s" : "Mbit/s");
-  return text;
-}
-
-std::string times_text(double factor) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g", factor);
-  return text;
+  return formatted("%.3g %s", bits / (giga ? 1e9 : 1e6), giga ? "Gbit/s" : "Mbit/s");
 }
 
 bool broken(const WireResult& wire) {
@@ -92,7 +84,7 @@ class WireJudge {
       const double expected = compared ? usual_.rate : back;
       if (rate * thresholds::kSlowFactor >= expected) continue;
       text += (text.empty() ? "" : "; ") + bit_rate(rate) + " " + from_to(wire, direction) + ", " +
-              times_text(expected / std::max(rate, 1.0)) + " times less than " +
+              formatted("%.3g times less than ", expected / std::max(rate, 1.0)) +
               (compared ? "the median of all wires, " : "the other way, ") + bit_rate(expected);
       if (compared && back * thresholds::kSlowFactor >= expected)
         text += " (" + bit_rate(back) + " the other way)";
@@ -101,7 +93,7 @@ class WireJudge {
     if (compared && latency > usual_.latency * thresholds::kSlowFactor &&
         latency > usual_.latency + thresholds::kSlowSeconds) {
       text += (text.empty() ? "" : "; ") + ("a message takes " + duration(latency)) + ", " +
-              times_text(latency / std::max(usual_.latency, 1e-9)) + " times the median of all wires, " +
+              formatted("%.3g times the median of all wires, ", latency / std::max(usual_.latency, 1e-9)) +
               duration(usual_.latency);
     }
     return text;
@@ -114,9 +106,7 @@ class WireJudge {
       const auto segments = static_cast<double>(std::max<int64_t>(wire.segments[direction], 1));
       const double share = static_cast<double>(resent) / segments;
       if (resent < thresholds::kResentSegments || share < thresholds::kResentShare) continue;
-      char percent[32];
-      std::snprintf(percent, sizeof percent, "%.2g %%", share * 100);
-      text += (text.empty() ? "" : "; ") + std::string(percent) + " of what was sent " +
+      text += (text.empty() ? "" : "; ") + formatted("%.2g %% of what was sent ", share * 100) +
               from_to(wire, direction) + " was lost and sent again (" + std::to_string(resent) +
               " TCP segments)";
     }

@@ -1,12 +1,11 @@
 #include <algorithm>
-#include <array>
 #include <cstddef>
-#include <cstdio>
 #include <map>
 #include <set>
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/monitor/internal/report_json.h>
@@ -24,16 +23,12 @@ using Line = std::vector<std::string>;
 constexpr int kLeastRows = 8;
 
 std::string number_text(double value, int digits) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%.*f", digits, value);
-  return text.data();
+  return formatted("%.*f", digits, value);
 }
 
 /// "9.60", "123", "1.2e+09": as much as a column has room for.
 std::string short_number(double value) {
-  std::array<char, 64> text{};
-  std::snprintf(text.data(), text.size(), "%.4g", value);
-  return text.data();
+  return formatted("%.4g", value);
 }
 
 template <class T, class Text>

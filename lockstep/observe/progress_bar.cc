@@ -2,12 +2,12 @@
 #include <array>
 #include <cctype>
 #include <cmath>
-#include <cstdio>
 #include <sys/ioctl.h>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/observe/internal/terminal_line.h>
 #include <lockstep/observe/progress_bar.h>
 
@@ -54,25 +54,18 @@ std::string without_control_characters(std::string text) {
   return text;
 }
 
-template <class... Arguments>
-std::string print(const char* format, Arguments... arguments) {
-  std::array<char, 64> text{};
-  const int length = std::snprintf(text.data(), text.size(), format, arguments...);
-  return {text.data(), static_cast<size_t>(std::clamp(length, 0, static_cast<int>(text.size()) - 1))};
-}
-
 /// 02:05, or 1:02:05.
 std::string format_time(double time) {
   constexpr double kTooLong = 1e9;
   if (!(time >= 0 && time < kTooLong)) return "?";
   const auto whole = static_cast<long>(time);
-  if (whole < 3600) return print("%02ld:%02ld", whole / 60, whole % 60);
-  return print("%ld:%02ld:%02ld", whole / 3600, whole / 60 % 60, whole % 60);
+  if (whole < 3600) return formatted("%02ld:%02ld", whole / 60, whole % 60);
+  return formatted("%ld:%02ld:%02ld", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
 std::string format_rate(double rate) {
   if (!(rate > 0) || !std::isfinite(rate)) return "?";
-  return rate >= 100 ? print("%.0f", rate) : print("%.3g", rate);
+  return rate >= 100 ? formatted("%.0f", rate) : formatted("%.3g", rate);
 }
 
 std::string draw_bar(double fraction, int width, bool ascii) {
@@ -110,7 +103,7 @@ std::string format_progress(const ProgressState& state, int width) {
 
   const std::string description =
       state.description.empty() ? "" : without_control_characters(state.description) + ": ";
-  const std::string percent = known ? print("%3d%%", static_cast<int>(fraction * 100)) : "";
+  const std::string percent = known ? formatted("%3d%%", static_cast<int>(fraction * 100)) : "";
   const std::string unit = without_control_characters(state.unit);
   std::string timing = "[" + format_time(state.elapsed);
   if (known) {
@@ -121,7 +114,7 @@ std::string format_progress(const ProgressState& state, int width) {
   timing += ", " + format_rate(state.rate * state.rate_scale) + " " + rate_unit + "/s";
   std::string postfix;
   if (state.waiting && std::isfinite(*state.waiting)) {
-    postfix += print(", %.0f%% waiting for data", 100 * std::clamp(*state.waiting, 0.0, 1.0));
+    postfix += formatted(", %.0f%% waiting for data", 100 * std::clamp(*state.waiting, 0.0, 1.0));
   }
   if (!state.postfix.empty()) postfix += ", " + without_control_characters(state.postfix);
   const std::string count = known ? std::to_string(state.done) + "/" + std::to_string(state.total)
@@ -233,7 +226,7 @@ void ProgressBar::write(std::string_view line) {
 }
 
 void ProgressBar::set_postfix(std::string_view key, double value) {
-  set_postfix(key, print("%.4g", value));
+  set_postfix(key, formatted("%.4g", value));
 }
 
 void ProgressBar::set_postfix(std::string_view key, std::string_view value) {

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdio>
 #include <ctime>
 #include <mutex>
 #include <unistd.h>
@@ -11,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/files/append_file.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/observe/internal/event_queue.h>
@@ -45,10 +45,8 @@ std::filesystem::path default_log_dir(const std::string& comment) {
 /// tensorboard/summary/writer/event_file_writer.py; the last number sets files of one process apart.
 std::string event_file_name(const std::string& suffix) {
   static std::atomic<int64_t> next{0};
-  std::array<char, 32> seconds{};
-  std::snprintf(seconds.data(), seconds.size(), "%010lld", static_cast<long long>(std::time(nullptr)));
-  return std::string("events.out.tfevents.") + seconds.data() + "." + host_or_localhost() + "." +
-         std::to_string(::getpid()) + "." + std::to_string(next++) + suffix;
+  return formatted("events.out.tfevents.%010lld.", static_cast<long long>(std::time(nullptr))) +
+         host_or_localhost() + "." + std::to_string(::getpid()) + "." + std::to_string(next++) + suffix;
 }
 
 void check_domains(const Hyperparameters& values, const SummaryWriter::DiscreteDomains& domains) {

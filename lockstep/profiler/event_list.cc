@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdarg>
-#include <cstdio>
 #include <map>
 #include <numeric>
 #include <tuple>
@@ -11,6 +9,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/profiler/event_list.h>
 
 namespace lockstep::profiler {
@@ -112,15 +111,6 @@ std::string text_of_shapes(const std::vector<std::vector<int64_t>>& shapes) {
 }
 
 // --- the table
-
-[[gnu::format(printf, 1, 2)]] std::string formatted(const char* format, ...) {
-  std::array<char, 64> text{};
-  std::va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(text.data(), text.size(), format, arguments);
-  va_end(arguments);
-  return text.data();
-}
 
 std::string text_of_time(double us, const std::string& unit) {
   if (unit == "s" || (unit.empty() && us >= 1e6)) return formatted("%.3fs", us / 1e6);

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdio>
 #include <exception>
 #include <fstream>
 #include <functional>
@@ -15,6 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/accelerator.h>
@@ -276,14 +276,11 @@ BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& s
 std::string BatchSizeReport::table() const {
   std::string text = "batch size    samples/s    memory\n";
   for (const auto& trial : trials) {
-    char line[160];
+    text += formatted("%10lld", static_cast<long long>(trial.batch_size));
     if (trial.fits) {
-      std::snprintf(line, sizeof line, "%10lld %12.0f    %s\n", static_cast<long long>(trial.batch_size),
-                    trial.samples_per_second, format_bytes(trial.bytes).c_str());
-      text += line;
+      text += formatted(" %12.0f    %s\n", trial.samples_per_second, format_bytes(trial.bytes).c_str());
     } else {
-      std::snprintf(line, sizeof line, "%10lld            -    ", static_cast<long long>(trial.batch_size));
-      text += line + trial.reason + "\n";
+      text += "            -    " + trial.reason + "\n";
     }
   }
   return text;

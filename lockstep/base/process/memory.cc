@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <fstream>
 #include <sstream>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
 
@@ -81,9 +81,7 @@ std::string format_bytes(int64_t bytes) {
   double value = static_cast<double>(bytes);
   size_t unit = 0;
   for (; value >= 1024 && unit + 1 < kUnits.size(); ++unit) value /= 1024;
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.1f %s", value, kUnits[unit]);
-  return text.data();
+  return formatted(unit == 0 ? "%.0f %s" : "%.1f %s", value, kUnits[unit]);
 }
 
 }  // namespace lockstep

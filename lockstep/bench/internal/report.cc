@@ -1,9 +1,9 @@
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
-#include <lockstep/bench/internal/print.h>
 #include <lockstep/bench/internal/report.h>
 
 namespace lockstep::benchmark {
@@ -17,22 +17,22 @@ const char* memory_name(const Plan& plan) {
 
 /// Eight characters, with as many decimals as the size deserves.
 std::string format_time(double microseconds) {
-  return print(microseconds >= 10000 ? "%8.0f" : microseconds >= 100 ? "%8.1f" : "%8.2f", microseconds);
+  return formatted(microseconds >= 10000 ? "%8.0f" : microseconds >= 100 ? "%8.1f" : "%8.2f", microseconds);
 }
 
 std::string format_bandwidth(std::optional<double> gigabytes) {
-  return gigabytes ? print("%7.2f", *gigabytes) : "      -";
+  return gigabytes ? formatted("%7.2f", *gigabytes) : "      -";
 }
 
 std::string format_columns_of(const std::optional<Measurement>& measured) {
-  if (!measured) return print("  %8s %7s %7s %6s", "-", "-", "-", "-");
+  if (!measured) return formatted("  %8s %7s %7s %6s", "-", "-", "-", "-");
   const auto algbw = measured->busbw ? std::optional(measured->algbw) : std::nullopt;
   return "  " + format_time(measured->time.mean) + " " + format_bandwidth(algbw) + " " +
-         format_bandwidth(measured->busbw) + print(" %6lld", static_cast<long long>(measured->wrong));
+         format_bandwidth(measured->busbw) + formatted(" %6lld", static_cast<long long>(measured->wrong));
 }
 
 std::string format_percentiles(const std::optional<Measurement>& measured) {
-  if (!measured) return print("  %8s %8s", "-", "-");
+  if (!measured) return formatted("  %8s %8s", "-", "-");
   return "  " + format_time(measured->time.p50) + " " + format_time(measured->time.p99);
 }
 
@@ -74,45 +74,45 @@ std::string format_header(const Plan& plan, const Machine& machine) {
   std::string text =
       "# lockstep bench " + machine.lockstep_version + ", torch " + machine.torch_version + "\n";
   const bool several = machine.topology.spans_hosts();
-  text += print("# ranks %d, ", plan.ranks);
+  text += formatted("# ranks %d, ", plan.ranks);
   text += several ? machine.topology.describe() + ", usable cores of the first one"
                   : "host " + machine.host + ", usable cores";
-  text += print(" %d\n", machine.cores);
-  text +=
-      print("# memory %s: %s\n", memory_name(plan),
-            plan.memory == MemoryKind::kArena ? "tensors in shared memory (empty_shared); --staged for others"
-                                              : "tensors from anywhere; --arena for those in shared memory");
-  text +=
-      print("# minBytes %lld maxBytes %lld step: %lld(factor) warmup iters: %lld iters: %lld validation: 1\n",
-            static_cast<long long>(plan.min_bytes), static_cast<long long>(plan.max_bytes),
-            static_cast<long long>(plan.step_factor), static_cast<long long>(plan.warmup),
-            static_cast<long long>(plan.iterations));
+  text += formatted(" %d\n", machine.cores);
+  text += formatted("# memory %s: %s\n", memory_name(plan),
+                    plan.memory == MemoryKind::kArena
+                        ? "tensors in shared memory (empty_shared); --staged for others"
+                        : "tensors from anywhere; --arena for those in shared memory");
+  text += formatted(
+      "# minBytes %lld maxBytes %lld step: %lld(factor) warmup iters: %lld iters: %lld validation: 1\n",
+      static_cast<long long>(plan.min_bytes), static_cast<long long>(plan.max_bytes),
+      static_cast<long long>(plan.step_factor), static_cast<long long>(plan.warmup),
+      static_cast<long long>(plan.iterations));
   const int ranks = several ? machine.topology.local_world_size() : plan.ranks;
   if (ranks > machine.cores) {
-    text +=
-        print("# note: %d ranks share %d cores, so times include waiting for a core\n", ranks, machine.cores);
+    text += formatted("# note: %d ranks share %d cores, so times include waiting for a core\n", ranks,
+                      machine.cores);
   }
   return text;
 }
 
 std::string format_columns(const CollectiveInfo& info) {
-  std::string text = print("#\n# %s\n", info.name);
-  text += print("# %68s %32s %18s %18s\n", "out-of-place", "in-place", "out-of-place", "in-place");
-  text += print("# %12s %12s %9s %7s %5s", "size", "count", "type", "redop", "root");
-  for (int i = 0; i < 2; ++i) text += print("  %8s %7s %7s %6s", "time", "algbw", "busbw", "#wrong");
-  for (int i = 0; i < 2; ++i) text += print("  %8s %8s", "p50", "p99");
-  text += print("\n# %12s %12s %9s %7s %5s", "(B)", "(elements)", "", "", "");
-  for (int i = 0; i < 2; ++i) text += print("  %8s %7s %7s %6s", "(us)", "(GB/s)", "(GB/s)", "");
-  for (int i = 0; i < 2; ++i) text += print("  %8s %8s", "(us)", "(us)");
+  std::string text = formatted("#\n# %s\n", info.name);
+  text += formatted("# %68s %32s %18s %18s\n", "out-of-place", "in-place", "out-of-place", "in-place");
+  text += formatted("# %12s %12s %9s %7s %5s", "size", "count", "type", "redop", "root");
+  for (int i = 0; i < 2; ++i) text += formatted("  %8s %7s %7s %6s", "time", "algbw", "busbw", "#wrong");
+  for (int i = 0; i < 2; ++i) text += formatted("  %8s %8s", "p50", "p99");
+  text += formatted("\n# %12s %12s %9s %7s %5s", "(B)", "(elements)", "", "", "");
+  for (int i = 0; i < 2; ++i) text += formatted("  %8s %7s %7s %6s", "(us)", "(GB/s)", "(GB/s)", "");
+  for (int i = 0; i < 2; ++i) text += formatted("  %8s %8s", "(us)", "(us)");
   return text + "\n";
 }
 
 std::string format_row(const Plan& plan, const Row& row) {
   const bool has_data = row.info->collective != Collective::kBarrier;
   std::string text =
-      print("  %12lld %12lld %9s %7s %5d", static_cast<long long>(row.bytes),
-            static_cast<long long>(row.count), has_data ? plan.dtype_name.c_str() : "none",
-            row.info->reduces ? plan.op_name.c_str() : "none", row.info->rooted ? plan.root : -1);
+      formatted("  %12lld %12lld %9s %7s %5d", static_cast<long long>(row.bytes),
+                static_cast<long long>(row.count), has_data ? plan.dtype_name.c_str() : "none",
+                row.info->reduces ? plan.op_name.c_str() : "none", row.info->rooted ? plan.root : -1);
   text += format_columns_of(row.out_of_place) + format_columns_of(row.in_place);
   return text + format_percentiles(row.out_of_place) + format_percentiles(row.in_place) + "\n";
 }
@@ -140,9 +140,9 @@ std::optional<double> average_busbw(const std::vector<Row>& rows) {
 
 std::string format_footer(const std::vector<Row>& rows) {
   const int64_t wrong = count_wrong(rows);
-  std::string text = print("# Out of bounds values : %lld %s\n", static_cast<long long>(wrong),
-                           wrong == 0 ? "OK" : "FAILED");
-  if (const auto average = average_busbw(rows)) text += print("# Avg bus bandwidth    : %g\n", *average);
+  std::string text = formatted("# Out of bounds values : %lld %s\n", static_cast<long long>(wrong),
+                               wrong == 0 ? "OK" : "FAILED");
+  if (const auto average = average_busbw(rows)) text += formatted("# Avg bus bandwidth    : %g\n", *average);
   return text;
 }
 

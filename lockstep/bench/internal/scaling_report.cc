@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/bench/internal/print.h>
+#include <lockstep/base/formatted.h>
 #include <lockstep/bench/internal/scaling_report.h>
 
 namespace lockstep::benchmark {
@@ -89,7 +89,7 @@ std::string format_bars(const ScalingReport& report) {
     const auto ideal = static_cast<size_t>(std::lround(point.ranks * columns));
     if (bar.size() < ideal) bar.resize(ideal, ' ');
     bar.insert(ideal, "|");
-    text += print("# %6d %s\n", point.ranks, bar.c_str());
+    text += formatted("# %6d %s\n", point.ranks, bar.c_str());
   }
   return text;
 }
@@ -124,16 +124,16 @@ ScalingReport make_scaling_report(const std::vector<ScalingRuns>& all, Scaling s
 std::string format_scaling(const ScalingReport& report, const Machine& machine,
                            const std::vector<std::string>& command) {
   std::string text = "# lockstep scaling " + machine.lockstep_version + ", torch " + machine.torch_version +
-                     ", host " + machine.host + print(", usable cores %d\n", machine.cores);
+                     ", host " + machine.host + formatted(", usable cores %d\n", machine.cores);
   text += "# " + joined(command) + "\n# throughput in " + report.unit + ", " + describe_source(report) + "\n";
   if (report.points.back().ranks > machine.cores) {
-    text += print("# note: %d ranks share %d cores\n", report.points.back().ranks, machine.cores);
+    text += formatted("# note: %d ranks share %d cores\n", report.points.back().ranks, machine.cores);
   }
   text += "#  ranks    time(s)   throughput  speedup  efficiency  barrier(us)\n";
   for (const ScalingPoint& point : report.points) {
-    text += print("  %6d %10.2f %12.5g %8.2f %9.1f %% ", point.ranks, point.seconds, point.throughput,
-                  point.speedup, 100 * point.efficiency);
-    text += point.barrier_us ? print(" %11.2f\n", *point.barrier_us) : print(" %11s\n", "-");
+    text += formatted("  %6d %10.2f %12.5g %8.2f %9.1f %% ", point.ranks, point.seconds, point.throughput,
+                      point.speedup, 100 * point.efficiency);
+    text += point.barrier_us ? formatted(" %11.2f\n", *point.barrier_us) : formatted(" %11s\n", "-");
   }
   return text + format_bars(report);
 }
@@ -174,24 +174,24 @@ std::string scaling_svg(const ScalingReport& report, const std::vector<std::stri
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"440\" height=\"420\" font-family=\"sans-serif\" "
       "font-size=\"12\">\n<rect width=\"440\" height=\"420\" fill=\"white\"/>\n";
   text += "<text x=\"60\" y=\"24\">" + escaped(joined(command)) + "</text>\n";
-  text += print("<path d=\"M%g %gV%gH%g\" fill=\"none\" stroke=\"black\"/>\n", kLeft, kTop, y(0), x(end));
-  text += print("<path d=\"M%g %gL%g %g\" stroke=\"gray\" stroke-dasharray=\"4\"/>\n", x(0), y(0), x(end),
-                y(end));
+  text += formatted("<path d=\"M%g %gV%gH%g\" fill=\"none\" stroke=\"black\"/>\n", kLeft, kTop, y(0), x(end));
+  text += formatted("<path d=\"M%g %gL%g %g\" stroke=\"gray\" stroke-dasharray=\"4\"/>\n", x(0), y(0), x(end),
+                    y(end));
   std::string line;
   for (const ScalingPoint& point : report.points) {
-    line += print("%c%g %g", line.empty() ? 'M' : 'L', x(point.ranks), y(point.speedup));
-    text +=
-        print("<circle cx=\"%g\" cy=\"%g\" r=\"3\" fill=\"#1f77b4\"/>\n", x(point.ranks), y(point.speedup));
-    text += print("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">%d</text>\n", x(point.ranks), y(0) + 16,
-                  point.ranks);
-    text += print("<text x=\"%g\" y=\"%g\" text-anchor=\"end\">%.2f</text>\n", x(point.ranks) - 6,
-                  y(point.speedup) - 6, point.speedup);
+    line += formatted("%c%g %g", line.empty() ? 'M' : 'L', x(point.ranks), y(point.speedup));
+    text += formatted("<circle cx=\"%g\" cy=\"%g\" r=\"3\" fill=\"#1f77b4\"/>\n", x(point.ranks),
+                      y(point.speedup));
+    text += formatted("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">%d</text>\n", x(point.ranks), y(0) + 16,
+                      point.ranks);
+    text += formatted("<text x=\"%g\" y=\"%g\" text-anchor=\"end\">%.2f</text>\n", x(point.ranks) - 6,
+                      y(point.speedup) - 6, point.speedup);
   }
   text += "<path d=\"" + line + "\" fill=\"none\" stroke=\"#1f77b4\" stroke-width=\"2\"/>\n";
-  text += print("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">ranks</text>\n", x(end / 2), y(0) + 34);
-  text +=
-      print("<text x=\"20\" y=\"%g\" text-anchor=\"middle\" transform=\"rotate(-90 20 %g)\">speedup</text>\n",
-            y(end / 2), y(end / 2));
+  text += formatted("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">ranks</text>\n", x(end / 2), y(0) + 34);
+  text += formatted(
+      "<text x=\"20\" y=\"%g\" text-anchor=\"middle\" transform=\"rotate(-90 20 %g)\">speedup</text>\n",
+      y(end / 2), y(end / 2));
   return text + "</svg>\n";
 }
 

@@ -1,7 +1,5 @@
-#include <array>
 #include <cinttypes>
 #include <cmath>
-#include <cstdio>
 #include <ctime>
 #include <limits>
 #include <set>
@@ -9,6 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
@@ -202,9 +201,7 @@ TensorRecord parse_tensor(const Value& value, const std::map<std::string, int64_
 }  // namespace
 
 std::string rank_name(int64_t rank) {
-  std::array<char, 32> name{};
-  std::snprintf(name.data(), name.size(), "rank%05" PRId64, rank);
-  return name.data();
+  return formatted("rank%05" PRId64, rank);
 }
 
 std::string to_text(const Manifest& manifest) {

@@ -1,13 +1,12 @@
 #include <algorithm>
-#include <array>
 #include <cctype>
-#include <cstdio>
 #include <map>
 #include <set>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
 
@@ -29,9 +28,7 @@ std::string file_stem(const std::string& part) {
     if (std::isalnum(byte) != 0 || c == '_' || c == '-' || (c == '.' && !stem.empty())) {
       stem += c;
     } else {
-      std::array<char, 4> code{};
-      std::snprintf(code.data(), code.size(), "%%%02X", byte);
-      stem += code.data();
+      stem += formatted("%%%02X", byte);
     }
   }
   TORCH_CHECK_VALUE(!stem.empty() && stem.size() <= 200, "a part of a checkpoint is called '",
@@ -74,11 +71,7 @@ std::vector<std::vector<FileTask>> assign_files(const std::vector<std::vector<Te
     size_t number = 0;
     for (auto& [rank, indices] : writers) {
       std::string file = file_stem(part);
-      if (writers.size() > 1) {
-        std::array<char, 64> suffix{};
-        std::snprintf(suffix.data(), suffix.size(), "-%05zu-of-%05zu", ++number, writers.size());
-        file += suffix.data();
-      }
+      if (writers.size() > 1) file += formatted("-%05zu-of-%05zu", ++number, writers.size());
       file += ".safetensors";
       TORCH_CHECK_VALUE(files.insert(file).second, "part '", printable(part),
                         "' of the checkpoint would be written to ", file, ", as another part is; rename it");

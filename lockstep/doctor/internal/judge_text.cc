@@ -1,16 +1,14 @@
 #include <algorithm>
-#include <cstdio>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/doctor/internal/judge_text.h>
 
 namespace lockstep::doctor {
 
 std::string duration(double seconds) {
-  char text[32];
   const bool micro = seconds < 1e-3;
-  std::snprintf(text, sizeof text, "%.3g %s", seconds * (micro ? 1e6 : 1e3), micro ? "µs" : "ms");
-  return text;
+  return formatted("%.3g %s", seconds * (micro ? 1e6 : 1e3), micro ? "µs" : "ms");
 }
 
 std::string tell_errors(const std::map<int, std::string>& errors) {

@@ -1,9 +1,8 @@
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <filesystem>
 #include <iterator>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/flight/internal/picture.h>
 
@@ -202,9 +201,7 @@ std::string site_of(const Entry& entry) {
 }
 
 std::string seconds(int64_t ns) {
-  std::array<char, 64> text{};
-  const int length = std::snprintf(text.data(), text.size(), "%.1f s", static_cast<double>(ns) / 1e9);
-  return {text.data(), static_cast<size_t>(length)};
+  return formatted("%.1f s", static_cast<double>(ns) / 1e9);
 }
 
 std::string first_line(const std::string& text) {

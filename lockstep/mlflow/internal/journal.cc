@@ -1,7 +1,5 @@
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <fcntl.h>
 #include <sys/file.h>
@@ -12,6 +10,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/mlflow/internal/journal.h>
 
@@ -38,13 +37,10 @@ std::string without_blanks_behind(std::string text) {
 }  // namespace
 
 std::string Journal::mark() const {
-  std::array<char, 160> line{};
-  const int length = std::snprintf(line.data(), line.size(),
-                                   R"({"sent":%20lld,"create_tried":%d,"run_id":"%-*s"})"
-                                   "\n",
-                                   static_cast<long long>(sent_), create_tried_ ? 1 : 0,
-                                   static_cast<int>(kRunIdWidth), run_id_.c_str());
-  return {line.data(), static_cast<size_t>(length)};
+  return formatted(R"({"sent":%20lld,"create_tried":%d,"run_id":"%-*s"})"
+                   "\n",
+                   static_cast<long long>(sent_), create_tried_ ? 1 : 0, static_cast<int>(kRunIdWidth),
+                   run_id_.c_str());
 }
 
 Journal::Journal(std::filesystem::path path, const std::string& run)

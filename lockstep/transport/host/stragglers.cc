@@ -1,10 +1,9 @@
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include <functional>
 #include <iterator>
 
+#include <lockstep/base/formatted.h>
 #include <lockstep/transport/host/stragglers.h>
 
 namespace lockstep::transport {
@@ -36,10 +35,8 @@ std::vector<RankPhases> others_of(const RankPhases& each, const std::vector<Rank
 }
 
 std::string format_ms(double ns) {
-  std::array<char, 32> text{};
   const double ms = ns / 1e6;
-  std::snprintf(text.data(), text.size(), ms < 10 ? "%.2f ms" : ms < 100 ? "%.1f ms" : "%.0f ms", ms);
-  return text.data();
+  return formatted(ms < 10 ? "%.2f ms" : ms < 100 ? "%.1f ms" : "%.0f ms", ms);
 }
 
 }  // namespace
