@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/parse_number.h>
 #include <lockstep/doctor/judge.h>
@@ -78,10 +79,8 @@ void judge_word(const Environment& environment, const std::string& name,
   if (value == nullptr) return;
   const std::string text = name.starts_with("TORCH_") ? lower_case(*value) : *value;
   if (std::find(words.begin(), words.end(), text) != words.end()) return;
-  std::string list;
-  for (std::string_view word : words) list += (list.empty() ? "" : ", ") + std::string(word);
-  findings.push_back(
-      problem("variables", quoted(name, *value), "set it to one of " + list + ", or unset it"));
+  findings.push_back(problem("variables", quoted(name, *value),
+                             "set it to one of " + c10::Join(", ", words) + ", or unset it"));
 }
 
 void judge_number(const Environment& environment, const std::string& name, int64_t low, int64_t high,

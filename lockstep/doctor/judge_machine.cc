@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include <c10/util/StringUtil.h>
+
 #include <lockstep/base/formatted.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/doctor/internal/files.h>
@@ -10,12 +12,6 @@ namespace lockstep::doctor {
 namespace {
 
 using namespace thresholds;
-
-std::string joined(const std::vector<std::string>& parts) {
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return text;
-}
 
 void judge_kernel(const Kernel& kernel, Findings& findings) {
   const bool old =
@@ -77,7 +73,7 @@ void judge_topology(const Cores& cores, Findings& findings) {
   if (nodes > 1) {
     std::vector<std::string> lists;
     for (const auto& node : cores.numa_nodes) lists.push_back(format_cpu_list(node));
-    findings.push_back(note("numa", std::to_string(nodes) + " nodes with cores " + joined(lists),
+    findings.push_back(note("numa", std::to_string(nodes) + " nodes with cores " + c10::Join(", ", lists),
                             "keep each rank on one node, say with numactl --cpunodebind=N --localalloc"));
   } else {
     findings.push_back(ok("numa", nodes == 1 ? "one node" : "not told by the system: one node"));
@@ -221,8 +217,8 @@ void judge_interfaces(const Network& network, Findings& findings) {
     (each.up ? up : down).push_back(text);
     reachable = reachable || (each.up && !each.loopback && !each.addresses.empty());
   }
-  std::string text = up.empty() ? "none is up" : "up: " + joined(up);
-  if (!down.empty()) text += "; down: " + joined(down);
+  std::string text = up.empty() ? "none is up" : "up: " + c10::Join(", ", up);
+  if (!down.empty()) text += "; down: " + c10::Join(", ", down);
   if (reachable) {
     if (!network.between_hosts.empty()) text += "; between hosts: " + network.between_hosts;
     findings.push_back(ok("interfaces", text));
@@ -256,11 +252,11 @@ void judge_network(const Network& network, Findings& findings) {
   } else if (loopback_only) {
     findings.push_back(
         note("hostname",
-             "'" + network.hostname + "' is " + joined(network.resolved) +
+             "'" + network.hostname + "' is " + c10::Join(", ", network.resolved) +
                  ", which other machines take for themselves",
              "nothing on one machine; else give MASTER_ADDR as an address, or mend /etc/hosts"));
   } else {
-    findings.push_back(ok("hostname", "'" + network.hostname + "' is " + joined(network.resolved)));
+    findings.push_back(ok("hostname", "'" + network.hostname + "' is " + c10::Join(", ", network.resolved)));
   }
 }
 

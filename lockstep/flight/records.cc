@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/parse_number.h>
@@ -325,12 +326,6 @@ void add_files(const std::string& path, std::map<int, std::string>& files) {
                     "; give the directory that the program named when it wrote its flight record");
 }
 
-std::string joined(const std::vector<std::string>& paths) {
-  std::string text;
-  for (const std::string& path : paths) text += (text.empty() ? "" : ", ") + path;
-  return text;
-}
-
 }  // namespace
 
 const char* to_string(State state) {
@@ -406,7 +401,7 @@ RankRecord read_file(const std::string& path) {
 std::vector<RankRecord> read_directories(const std::vector<std::string>& paths) {
   std::map<int, std::string> files;
   for (const std::string& path : paths) add_files(path, files);
-  TORCH_CHECK_VALUE(!files.empty(), joined(paths), paths.size() == 1 ? " holds" : " hold",
+  TORCH_CHECK_VALUE(!files.empty(), c10::Join(", ", paths), paths.size() == 1 ? " holds" : " hold",
                     " no flight records (rank_0.json, …); they are written on a timeout, on abort and on "
                     "SIGUSR1, and the program's log says where");
   std::vector<RankRecord> records;

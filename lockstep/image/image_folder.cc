@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/mix_bits.h>
 #include <lockstep/base/rethrow_with_context.h>
@@ -77,12 +78,6 @@ bool has_extension(std::string name, const std::vector<std::string>& extensions)
                      [&](const std::string& extension) { return name.ends_with(extension); });
 }
 
-std::string joined(const std::vector<std::string>& words) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
-  return text;
-}
-
 at::Generator sample_generator(uint64_t seed, int64_t epoch, int64_t index) {
   uint64_t mixed = mix_bits(seed);
   mixed = mix_bits(mixed + static_cast<uint64_t>(epoch));
@@ -127,9 +122,9 @@ ImageFolder::ImageFolder(const std::string& root, ImageFolderOptions options) : 
     }
     if (samples_.size() == before) empty.push_back(name);
   }
-  TORCH_CHECK(empty.empty() || options_.allow_empty, "Found no valid file for the classes ", joined(empty),
-              " in ", root, ". ",
-              by_extension ? "Supported extensions are: " + joined(options_.extensions)
+  TORCH_CHECK(empty.empty() || options_.allow_empty, "Found no valid file for the classes ",
+              c10::Join(", ", empty), " in ", root, ". ",
+              by_extension ? "Supported extensions are: " + c10::Join(", ", options_.extensions)
                            : std::string("is_valid_file refused all"),
               "; allow_empty permits such classes");
 }

@@ -3,6 +3,7 @@
 #include <map>
 #include <set>
 
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/formatted.h>
@@ -252,8 +253,7 @@ std::vector<std::string> rank_lines(const std::vector<HostReport>& hosts,
                  or_dash(rank->cpu_percent, percent_text),
                  format_bytes(rank->memory)};
     if (on_cards) {
-      std::string cards;
-      for (const int card : rank->cards) cards += (cards.empty() ? "" : ", ") + std::to_string(card);
+      std::string cards = c10::Join(", ", rank->cards);
       if (rank->card_memory) cards += ": " + format_bytes(*rank->card_memory);
       line.push_back(cards.empty() ? "-" : cards);
     }

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/formatted.h>
@@ -48,12 +49,6 @@ std::string describe_source(const ScalingReport& report) {
   return report.scaling == Scaling::kStrong
              ? "by the time of a whole run, whose work is the same for all (--work fixed)"
              : "by the time of a whole run, with as much work on each rank (--work per-rank)";
-}
-
-std::string joined(const std::vector<std::string>& command) {
-  std::string text;
-  for (const std::string& word : command) text += (text.empty() ? "" : " ") + word;
-  return text;
 }
 
 std::string escaped(const std::string& text) {
@@ -125,7 +120,8 @@ std::string format_scaling(const ScalingReport& report, const Machine& machine,
                            const std::vector<std::string>& command) {
   std::string text = "# lockstep scaling " + machine.lockstep_version + ", torch " + machine.torch_version +
                      ", host " + machine.host + formatted(", usable cores %d\n", machine.cores);
-  text += "# " + joined(command) + "\n# throughput in " + report.unit + ", " + describe_source(report) + "\n";
+  text += "# " + c10::Join(" ", command) + "\n# throughput in " + report.unit + ", " +
+          describe_source(report) + "\n";
   if (report.points.back().ranks > machine.cores) {
     text += formatted("# note: %d ranks share %d cores\n", report.points.back().ranks, machine.cores);
   }
@@ -173,7 +169,7 @@ std::string scaling_svg(const ScalingReport& report, const std::vector<std::stri
   std::string text =
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"440\" height=\"420\" font-family=\"sans-serif\" "
       "font-size=\"12\">\n<rect width=\"440\" height=\"420\" fill=\"white\"/>\n";
-  text += "<text x=\"60\" y=\"24\">" + escaped(joined(command)) + "</text>\n";
+  text += "<text x=\"60\" y=\"24\">" + escaped(c10::Join(" ", command)) + "</text>\n";
   text += formatted("<path d=\"M%g %gV%gH%g\" fill=\"none\" stroke=\"black\"/>\n", kLeft, kTop, y(0), x(end));
   text += formatted("<path d=\"M%g %gL%g %g\" stroke=\"gray\" stroke-dasharray=\"4\"/>\n", x(0), y(0), x(end),
                     y(end));

@@ -2,6 +2,8 @@
 #include <filesystem>
 #include <iterator>
 
+#include <c10/util/StringUtil.h>
+
 #include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/flight/internal/picture.h>
@@ -16,9 +18,7 @@ bool contains(const std::string& text, const char* part) {
 }
 
 std::string shape_text(const std::string& dtype, const std::vector<int64_t>& sizes) {
-  std::string text = dtype + " [";
-  for (size_t i = 0; i < sizes.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
-  return text + "]";
+  return dtype + " [" + c10::Join(", ", sizes) + "]";
 }
 
 /// The tensors that all ranks must agree on: a scatter's inputs exist on its source only.
@@ -47,12 +47,6 @@ std::string peer_text(const Entry& entry, const GroupRecord& group) {
   if (entry.point_to_point) return (contains(entry.operation, "send") ? "to " : "from ") + name;
   const bool source = contains(entry.operation, "broadcast") || contains(entry.operation, "scatter");
   return (source ? "src " : "dst ") + name;
-}
-
-std::string join(const std::vector<std::string>& parts) {
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return text;
 }
 
 }  // namespace
@@ -188,7 +182,8 @@ Terms terms_of(const Entry& entry, const GroupRecord& group) {
     shown.push_back(peer);
   }
   if (entry.point_to_point && entry.tag != 0) shown.push_back("tag " + std::to_string(entry.tag));
-  return {entry.operation + "(" + join(shown) + ")", entry.operation + "(" + join(parts) + ")"};
+  return {entry.operation + "(" + c10::Join(", ", shown) + ")",
+          entry.operation + "(" + c10::Join(", ", parts) + ")"};
 }
 
 std::string call_of(const Entry& entry, const GroupRecord& group) {

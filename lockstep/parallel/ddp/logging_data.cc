@@ -1,29 +1,15 @@
 // DistributedDataParallel's logging data, under the names of torch/csrc/distributed/c10d/logger.cpp.
 #include <set>
-#include <sstream>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 
 namespace lockstep {
-namespace {
-
-template <class Values>
-std::string join(const Values& values) {
-  std::ostringstream text;
-  const char* separator = "";
-  for (const auto& value : values) {
-    text << separator << value;
-    separator = ", ";
-  }
-  return text.str();
-}
-
-}  // namespace
 
 c10::DDPLoggingData DdpCore::logging_data() const {
   c10::DDPLoggingData data;
@@ -40,7 +26,7 @@ c10::DDPLoggingData DdpCore::logging_data() const {
     ++tensors;
   }
   text["module_name"] = model_.name;
-  text["dtypes"] = join(dtypes);
+  text["dtypes"] = c10::Join(", ", dtypes);
   text["backend_name"] = get_backend(group);
   text["device_ids"] = input_device_ ? std::to_string(input_device_->index()) : "";
   number["world_size"] = group->getSize();
@@ -55,14 +41,14 @@ c10::DDPLoggingData DdpCore::logging_data() const {
   number["gradient_as_bucket_view"] = options_.gradient_as_bucket_view;
   if (!reducer_) return data;
   const auto report = reducer_->report();
-  text["initial_bucket_sizes"] = join(report.initial_bucket_bytes);
-  text["bucket_sizes"] = join(report.bucket_bytes);
+  text["initial_bucket_sizes"] = c10::Join(", ", report.initial_bucket_bytes);
+  text["bucket_sizes"] = c10::Join(", ", report.bucket_bytes);
   text["comm_hook"] = report.hook;
-  text["prev_iteration_grad_ready_order_indices"] = join(report.arrival_order);
+  text["prev_iteration_grad_ready_order_indices"] = c10::Join(", ", report.arrival_order);
   number["has_rebuilt_buckets"] = report.rebuilt;
   if (report.rebuilt) {
-    text["rebuilt_bucket_sizes"] = join(report.bucket_bytes);
-    text["rebuilt_per_bucket_param_counts"] = join(report.bucket_parameters);
+    text["rebuilt_bucket_sizes"] = c10::Join(", ", report.bucket_bytes);
+    text["rebuilt_per_bucket_param_counts"] = c10::Join(", ", report.bucket_parameters);
   }
   number["num_buckets_reduced"] = static_cast<int64_t>(report.bucket_bytes.size());
   number["static_graph"] = report.static_graph;
