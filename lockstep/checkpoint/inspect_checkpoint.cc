@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/checkpoint/checkpoint.h>
@@ -34,7 +35,7 @@ using checkpoint::internal::TensorRecord;
 using nlohmann::ordered_json;
 
 std::string dump(const ordered_json& value) {
-  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return json_text(value, 2) + "\n";
 }
 
 std::string time_text(std::chrono::system_clock::time_point time) {

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/doctor/cuda_probe.h>
@@ -82,7 +83,7 @@ void print_cuda_probe(std::ostream& out) {
   } catch (const std::exception& error) {
     answer["error"] = text_of(error);
   }
-  out << kMark << answer.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
+  out << kMark << json_text(answer) << std::endl;
 }
 
 CudaPart parse_cuda_probe(const std::string& text) {

@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/doctor/finding.h>
 
 namespace lockstep::doctor {
@@ -82,7 +83,7 @@ std::string to_json(const Findings& findings, const std::string& version, bool s
                                 {"message", finding.message},
                                 {"remedy", finding.remedy}});
   }
-  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  return json_text(json, 2) + "\n";
 }
 
 }  // namespace lockstep::doctor

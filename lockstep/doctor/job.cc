@@ -10,6 +10,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/formatted.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/doctor/internal/peer_watch.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/doctor/job.h>
@@ -43,11 +44,6 @@ nlohmann::json to_json(const WireMeasurement& measured) {
   return {{"error", measured.error},       {"rate", measured.rate},
           {"segments", measured.segments}, {"resent_segments", measured.resent_segments},
           {"latency", measured.latency},   {"clock_offset", measured.clock_offset}};
-}
-
-/// A report's text. Bytes that are no UTF-8, of an error for example, are replaced.
-std::string text_of_report(const nlohmann::json& report) {
-  return report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 std::string tell_round(const std::vector<Pair>& pairs) {
@@ -133,7 +129,7 @@ class JobExamination {
       offset = probe_.clock_offset();
       wire = probe_.wire();
     });
-    const auto reports = gather(text_of_report({{"error", error}, {"offset", offset}, {"wire", wire}}),
+    const auto reports = gather(json_text({{"error", error}, {"offset", offset}, {"wire", wire}}),
                                 "operations over all ranks");
     for (int rank = 0; rank < world_.world_size; ++rank) {
       const auto& report = reports[static_cast<size_t>(rank)];
@@ -173,7 +169,7 @@ class JobExamination {
       }
       if (pairs.empty()) continue;
       begin("wires between hosts", number, all);
-      const auto reports = gather(text_of_report(to_json(probe_.test_wires(pairs))),
+      const auto reports = gather(json_text(to_json(probe_.test_wires(pairs))),
                                   "the test of the wires between the hosts of ranks " + tell_round(pairs));
       for (const Pair& pair : pairs) keep_wire(pair, reports);
     }
@@ -233,8 +229,8 @@ class JobExamination {
   }
 
   void test_round(const std::vector<Pair>& pairs) {
-    const auto reports = gather(text_of_report(to_json(probe_.test_pairs(pairs))),
-                                "the test of the pairs " + tell_round(pairs));
+    const auto reports =
+        gather(json_text(to_json(probe_.test_pairs(pairs))), "the test of the pairs " + tell_round(pairs));
     for (const Pair& pair : pairs) keep_measurements(pair, reports);
   }
 
@@ -328,7 +324,7 @@ std::string job_json(const Findings& findings, const JobObservations& job, bool 
     }
     json["wires"].push_back(std::move(entry));
   }
-  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  return json_text(json, 2) + "\n";
 }
 
 void check_options(const JobOptions& options) {

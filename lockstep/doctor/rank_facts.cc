@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/json_value.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
@@ -132,7 +133,7 @@ std::string to_json(const RankFacts& facts) {
   if (facts.core_quota) json["core_quota"] = *facts.core_quota;
   if (facts.ports) json["ports"] = *facts.ports;
   if (facts.open_files) json["open_files"] = *facts.open_files;
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return json_text(json);
 }
 
 std::optional<RankFacts> parse_rank_facts(const std::string& text) {

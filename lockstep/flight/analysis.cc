@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/flight/analysis.h>
 #include <lockstep/flight/internal/picture.h>
@@ -263,7 +264,7 @@ std::string to_json(const Analysis& analysis) {
                                   {"site", finding.site},
                                   {"text", finding.text}});
   }
-  return result.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return json_text(result, 2) + "\n";
 }
 
 }  // namespace lockstep::flight

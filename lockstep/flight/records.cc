@@ -15,6 +15,7 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/parse_number.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/flight/records.h>
@@ -94,10 +95,6 @@ ordered_json header_of(const RankRecord& record) {
   }
   header["pg_config"] = std::move(groups);
   return header;
-}
-
-std::string text_of(const ordered_json& value) {
-  return value.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
 }
 
 // --- reading
@@ -340,11 +337,11 @@ std::string to_json(const RankRecord& record) {
   const ordered_json header = header_of(record);
   std::string text = "{\n";
   for (const auto& [field, value] : header.items()) {
-    text += text_of(field) + ": " + text_of(value) + ",\n";
+    text += json_text<json>(field) + ": " + json_text(value) + ",\n";
   }
   text += "\"entries\": [";
   for (size_t i = 0; i < record.entries.size(); ++i) {
-    text += (i > 0 ? ",\n" : "\n") + text_of(to_json(record, record.entries[i]));
+    text += (i > 0 ? ",\n" : "\n") + json_text(to_json(record, record.entries[i]));
   }
   return text + "\n]\n}\n";
 }

@@ -13,6 +13,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/hex.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/random_bytes.h>
@@ -58,11 +59,6 @@ std::string param_text(const Hyperparameters::mapped_type& value) {
   if (std::isnan(number)) return "nan";
   if (std::isinf(number)) return number > 0 ? "inf" : "-inf";
   return json(number).dump();
-}
-
-/// Names are bytes, JSON is UTF-8: what is none becomes U+FFFD, for a name must not stop a training.
-std::string dump(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 std::string program_name() {
@@ -181,7 +177,7 @@ class MlflowWriter::Impl {
       ++lost_;
       return;
     }
-    journal_->append(dump(line));
+    journal_->append(json_text(line));
     if (sender_) sender_->wake();  // which may have failed to start: the journal keeps the line
   }
 
@@ -204,7 +200,7 @@ class MlflowWriter::Impl {
     const std::lock_guard lock(mutex_);
     if (std::exchange(finalized_, true) || !sender_) return;
     const std::string known = status == "finished" ? "FINISHED" : status == "killed" ? "KILLED" : "FAILED";
-    journal_->append(dump({{"status", {known, milliseconds_since_1970()}}}));
+    journal_->append(json_text({{"status", {known, milliseconds_since_1970()}}}));
     sender_->wake();
     if (sender_->stop(std::chrono::steady_clock::now() + options_.close_timeout)) {
       journal_->remove();
@@ -244,7 +240,7 @@ class MlflowWriter::Impl {
     started_ = true;
     journal_ = open_journal(options_, options_.run_id, describe(options_));
     if (!journal_) return;
-    if (!options_.run_id.empty()) journal_->append(dump({{"status", {"RUNNING", 0}}}));
+    if (!options_.run_id.empty()) journal_->append(json_text({{"status", {"RUNNING", 0}}}));
     sender_ = std::make_shared<Sender>(journal_, sender_options_);
   }
 

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/json_value.h>
 #include <lockstep/monitor/host_report.h>
 #include <lockstep/monitor/internal/report_json.h>
@@ -128,7 +129,7 @@ ordered_json internal::json_of(const HostReport& report) {
 }
 
 std::string to_json(const HostReport& report) {
-  return internal::json_of(report).dump(-1, ' ', false, json::error_handler_t::replace);
+  return json_text(internal::json_of(report));
 }
 
 std::optional<HostReport> parse_host_report(std::string_view text) {

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/observe/internal/wall_time.h>
 #include <lockstep/observe/json_lines_writer.h>
 
@@ -31,7 +32,7 @@ json to_json(const std::string& value) {
 std::string to_line(json object) {
   object["wall_time"] = observe::internal::wall_time();
   // Bytes that are no UTF-8 become U+FFFD: a name must not stop a training.
-  return object.dump(-1, ' ', false, json::error_handler_t::replace) + "\n";
+  return json_text(object) + "\n";
 }
 
 constexpr size_t kMostShown = 200;  // of a line that is none of ours

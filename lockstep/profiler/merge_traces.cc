@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/profiler/internal/trace_operations.h>
 #include <lockstep/profiler/internal/trace_output.h>
@@ -40,10 +41,6 @@ struct MergePlan {
   std::vector<int64_t> waited_ns;  // of each operation; -1: not known
   std::vector<OperationParts> matched;
 };
-
-std::string dumped_event(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
 
 MergePlan read_all(const std::string& directory, int64_t& events) {
   MergePlan plan;
@@ -146,11 +143,11 @@ class MergedTrace {
   void begin(const json& header) {
     out_.write("{\n");
     for (const auto& [key, value] : header.items())
-      out_.write(dumped_event(key) + ": " + dumped_event(value) + ",\n");
+      out_.write(json_text<json>(key) + ": " + json_text(value) + ",\n");
     out_.write("\"traceEvents\": [");
   }
   void add(const json& event) {
-    out_.write((any_ ? ",\n" : "\n") + dumped_event(event));
+    out_.write((any_ ? ",\n" : "\n") + json_text(event));
     any_ = true;
   }
   void end() {

@@ -16,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/world_defaults.h>
@@ -71,8 +72,7 @@ std::string distributed_info(const WorldDefaults& world, const std::vector<fligh
 
 std::string process_info() {
   const HostIdentity host = this_host();
-  return ordered_json{{"pid", ::getpid()}, {"host", host.hostname}, {"boot_id", host.boot_id}}.dump(
-      -1, ' ', false, ordered_json::error_handler_t::replace);
+  return json_text<ordered_json>({{"pid", ::getpid()}, {"host", host.hostname}, {"boot_id", host.boot_id}});
 }
 
 bool records_in(std::optional<ProfilerAction> action) {
@@ -330,7 +330,7 @@ void Profiler::export_chrome_trace(const std::string& path) {
 }
 
 void Profiler::add_metadata(const std::string& key, const std::string& value) {
-  add_metadata_json(key, ordered_json(value).dump(-1, ' ', false, ordered_json::error_handler_t::replace));
+  add_metadata_json(key, json_text<ordered_json>(value));
 }
 
 void Profiler::add_metadata_json(const std::string& key, const std::string& value) {

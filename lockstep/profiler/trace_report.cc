@@ -10,6 +10,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/profiler/trace_analysis.h>
 
@@ -155,7 +156,7 @@ ordered_json json_of(const TraceAnalysis& analysis) {
 }
 
 std::string text_of_json(const ordered_json& value) {
-  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return json_text(value, 2) + "\n";
 }
 
 struct OperatorChange {

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/formatted.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/bench/internal/scaling_report.h>
 
 namespace lockstep::benchmark {
@@ -158,7 +159,7 @@ std::string scaling_json(const ScalingReport& report, const Machine& machine,
     json["results"].push_back(std::move(entry));
   }
   // Words of a command line need not be UTF-8.
-  return json.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  return json_text(json, 2) + "\n";
 }
 
 std::string scaling_svg(const ScalingReport& report, const std::vector<std::string>& command) {

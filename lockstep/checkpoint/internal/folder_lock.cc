@@ -21,6 +21,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/host_name.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/interrupt.h>
@@ -118,7 +119,7 @@ std::string write_lease(const UniqueFd& file, const FolderOwner& owner) {
                                 {"since", now_text()},
                                 {"job", owner.job},
                                 {"generation", owner.generation}};
-  const std::string text = lease.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  const std::string text = json_text(lease) + "\n";
   if (::ftruncate(file.get(), 0) != 0 ||
       ::pwrite(file.get(), text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
     LOCKSTEP_LOG(kInfo) << "cannot say in " << kLockName << " who has the lock: " << std::strerror(errno);

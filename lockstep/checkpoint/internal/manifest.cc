@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/formatted.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
@@ -29,10 +30,6 @@ constexpr size_t kChecksumDigits = 32;
 constexpr int kMaxDepth = 5;
 
 // --- writing
-
-std::string quoted(const std::string& text) {
-  return json(text).dump(-1, ' ', false, json::error_handler_t::replace);
-}
 
 ordered_json metric_to_json(double value) {
   if (std::isfinite(value)) return value;
@@ -175,7 +172,8 @@ serialization::TensorPart parse_part(const Value& value, const std::vector<int64
 std::string part_text(const std::optional<serialization::TensorPart>& part) {
   if (!part) return "";
   return ", \"global_shape\": " + json(part->global_shape).dump() +
-         ", \"offsets\": " + json(part->offsets).dump() + ", \"mesh_dim\": " + quoted(part->mesh_dim);
+         ", \"offsets\": " + json(part->offsets).dump() +
+         ", \"mesh_dim\": " + json_text<json>(part->mesh_dim);
 }
 
 TensorRecord parse_tensor(const Value& value, const std::map<std::string, int64_t>& files) {
@@ -209,20 +207,21 @@ std::string to_text(const Manifest& manifest) {
   ordered_json metrics = ordered_json::object();
   for (const auto& [name, value] : info.metrics) metrics[name] = metric_to_json(value);
   std::string text = "{\n" + std::string(kFormatMember) + ",\n\"version\": " + std::to_string(kVersion);
-  text +=
-      ",\n\"info\": {\"step\": " + std::to_string(info.step) + ", \"epoch\": " + std::to_string(info.epoch) +
-      ", \"metrics\": " + metrics.dump(-1, ' ', false, ordered_json::error_handler_t::replace) +
-      ", \"emergency\": " + quoted(info.emergency) + ", \"world_size\": " + std::to_string(info.world_size) +
-      ", \"saved_at_us\": " + std::to_string(to_microseconds(info.saved_at)) + "}";
+  text += ",\n\"info\": {\"step\": " + std::to_string(info.step) +
+          ", \"epoch\": " + std::to_string(info.epoch) + ", \"metrics\": " + json_text(metrics) +
+          ", \"emergency\": " + json_text<json>(info.emergency) +
+          ", \"world_size\": " + std::to_string(info.world_size) +
+          ", \"saved_at_us\": " + std::to_string(to_microseconds(info.saved_at)) + "}";
   text += std::string(",\n\"managed\": ") + (manifest.managed ? "true" : "false");
   text += ",\n\"ranks\": " + json(manifest.ranks).dump();
   text += ",\n\"files\": " + lines(manifest.files, [](const FileRecord& file) {
-            return "{\"name\": " + quoted(file.name) + ", \"bytes\": " + std::to_string(file.bytes) +
+            return "{\"name\": " + json_text<json>(file.name) + ", \"bytes\": " + std::to_string(file.bytes) +
                    ", \"xxh3_128\": \"" + file.checksum + "\"}";
           });
   text += ",\n\"tensors\": " + lines(manifest.tensors, [](const TensorRecord& tensor) {
-            return "{\"part\": " + quoted(tensor.part) + ", \"name\": " + quoted(tensor.name) +
-                   ", \"file\": " + quoted(tensor.file) + ", \"dtype\": \"" + tensor.dtype +
+            return "{\"part\": " + json_text<json>(tensor.part) +
+                   ", \"name\": " + json_text<json>(tensor.name) +
+                   ", \"file\": " + json_text<json>(tensor.file) + ", \"dtype\": \"" + tensor.dtype +
                    "\", \"shape\": " + json(tensor.shape).dump() +
                    ", \"offset\": " + std::to_string(tensor.offset) +
                    ", \"bytes\": " + std::to_string(tensor.bytes) + ", \"xxh3_128\": \"" + tensor.checksum +

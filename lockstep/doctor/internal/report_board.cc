@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/rendezvous/bounded_store.h>
 
@@ -81,7 +82,7 @@ ReportBoard::Reports ReportBoard::gather(const std::string& mine, const Deadline
         all.push_back(has_ended(rank));
       }
     }
-    store_->set(key("all", -1), to_bytes(all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)));
+    store_->set(key("all", -1), to_bytes(json_text(all)));
   }
   const auto all = nlohmann::json::parse(await_rank_0(deadline), nullptr, /*allow_exceptions=*/false);
   TORCH_CHECK_WITH(DistStoreError, all.is_array() && all.size() == states_.size(),

@@ -8,6 +8,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/files/append_file.h>
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/mlflow/internal/sender.h>
 
@@ -327,11 +328,10 @@ void Sender::reject(const json& entry, const std::string& error) {
   const json line = {{"entry", entry}, {"error", error}};
   AppendFile file("MlflowWriter", path, AppendFile::Kind::kLines);
   file.take_over();
-  file.append(line.dump(-1, ' ', false, json::error_handler_t::replace) + "\n");
+  file.append(json_text(line) + "\n");
   const std::lock_guard lock(mutex_);
   if (counts_.rejected++ > 0) return;
-  LOCKSTEP_LOG(kWarning) << "MlflowWriter: the server refuses "
-                         << entry.dump(-1, ' ', false, json::error_handler_t::replace) << ": " << error
+  LOCKSTEP_LOG(kWarning) << "MlflowWriter: the server refuses " << json_text(entry) << ": " << error
                          << "; this and whatever else it refuses is in " << path.string();
 }
 

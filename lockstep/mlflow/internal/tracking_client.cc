@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/mlflow/internal/tracking_client.h>
 
@@ -17,11 +18,6 @@ constexpr const char* kApi = "/api/2.0/mlflow/";
 constexpr const char* kArtifacts = "/api/2.0/mlflow-artifacts/artifacts";
 constexpr const char* kTokenTag = "lockstep.token";
 constexpr size_t kLongestError = 500;
-
-/// Names are bytes, JSON is UTF-8: what is none becomes U+FFFD, for a name must not stop a training.
-std::string dump(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
 
 /// No object when the body is no JSON, or nested deeper than any answer, which would take much memory.
 json parse(const HttpAnswer& answer) {
@@ -108,14 +104,14 @@ bool remove_prefix(std::string_view& text, std::string_view prefix) {
 }  // namespace
 
 std::string RunDescription::to_json() const {
-  return dump({{"run",
-                {{"server", server},
-                 {"experiment_name", experiment_name},
-                 {"experiment_id", experiment_id},
-                 {"run_name", run_name},
-                 {"tags", tags},
-                 {"start_time", start_time},
-                 {"token", token}}}});
+  return json_text({{"run",
+                     {{"server", server},
+                      {"experiment_name", experiment_name},
+                      {"experiment_id", experiment_id},
+                      {"run_name", run_name},
+                      {"tags", tags},
+                      {"start_time", start_time},
+                      {"token", token}}}});
 }
 
 RunDescription RunDescription::from_json(const std::string& text) {
@@ -147,7 +143,8 @@ Result TrackingClient::find_experiment(const RunDescription& run) {
         found.status == 404 && text_at(parse(found), "/error_code") == "RESOURCE_DOES_NOT_EXIST";
     if (found.ok()) return strange(found);
     if (!is_missing) return judge(found);
-    const HttpAnswer made = http_.post_json(api("experiments/create"), dump({{"name", run.experiment_name}}));
+    const HttpAnswer made =
+        http_.post_json(api("experiments/create"), json_text({{"name", run.experiment_name}}));
     experiment_id_ = made.ok() ? text_at(parse(made), "/experiment_id") : "";
     if (!experiment_id_.empty()) return {};
     if (text_at(parse(made), "/error_code") != "RESOURCE_ALREADY_EXISTS")
@@ -161,10 +158,11 @@ Result TrackingClient::create_run(const RunDescription& run, bool search_first, 
     if (Result result = find_experiment(run); result.outcome != Outcome::kDone) return result;
   }
   if (search_first) {
-    const HttpAnswer found = http_.post_json(
-        api("runs/search"), dump({{"experiment_ids", {experiment_id_}},
-                                  {"filter", std::string("tags.`") + kTokenTag + "` = '" + run.token + "'"},
-                                  {"max_results", 1}}));
+    const HttpAnswer found =
+        http_.post_json(api("runs/search"),
+                        json_text({{"experiment_ids", {experiment_id_}},
+                                   {"filter", std::string("tags.`") + kTokenTag + "` = '" + run.token + "'"},
+                                   {"max_results", 1}}));
     if (!found.ok()) return judge(found);
     run_id = text_at(parse(found), "/runs/0/info/run_id");
     if (!run_id.empty()) return {};
@@ -173,7 +171,7 @@ Result TrackingClient::create_run(const RunDescription& run, bool search_first, 
   tags.push_back({{"key", kTokenTag}, {"value", run.token}});
   json request = {{"experiment_id", experiment_id_}, {"start_time", run.start_time}, {"tags", tags}};
   if (!run.run_name.empty()) request["run_name"] = run.run_name;
-  const HttpAnswer made = http_.post_json(api("runs/create"), dump(request), /*once=*/true);
+  const HttpAnswer made = http_.post_json(api("runs/create"), json_text(request), /*once=*/true);
   if (!made.ok()) return judge(made);
   run_id = text_at(parse(made), "/run/info/run_id");
   return run_id.empty() ? strange(made) : Result{};
@@ -181,15 +179,15 @@ Result TrackingClient::create_run(const RunDescription& run, bool search_first, 
 
 Result TrackingClient::log_batch(const std::string& run_id, const json& metrics, const json& params,
                                  const json& tags) {
-  return judge(
-      http_.post_json(api("runs/log-batch"),
-                      dump({{"run_id", run_id}, {"metrics", metrics}, {"params", params}, {"tags", tags}})));
+  return judge(http_.post_json(
+      api("runs/log-batch"),
+      json_text({{"run_id", run_id}, {"metrics", metrics}, {"params", params}, {"tags", tags}})));
 }
 
 Result TrackingClient::update_run(const std::string& run_id, const std::string& status, int64_t end_time) {
   json request = {{"run_id", run_id}, {"status", status}};
   if (end_time != 0) request["end_time"] = end_time;
-  return judge(http_.post_json(api("runs/update"), dump(request)));
+  return judge(http_.post_json(api("runs/update"), json_text(request)));
 }
 
 Result TrackingClient::log_artifact(const std::string& run_id, const std::filesystem::path& file,

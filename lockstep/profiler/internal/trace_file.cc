@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/json_text.h>
 #include <lockstep/profiler/internal/trace_file.h>
 #include <lockstep/profiler/internal/trace_names.h>
 #include <lockstep/profiler/internal/trace_output.h>
@@ -22,10 +23,6 @@ using nlohmann::ordered_json;
 
 /// Rows of group operations are no threads; Linux has no thread with such a number.
 constexpr int64_t kFirstLane = 1'000'000'000;
-
-std::string dumped(const ordered_json& value) {
-  return value.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
-}
 
 /// Events as text, each with a comma behind it.
 class EventWriter {
@@ -57,7 +54,7 @@ class EventWriter {
   static double microseconds(int64_t ns) { return static_cast<double>(ns) / 1000; }
 
  private:
-  void add(const ordered_json& event) { text_ += dumped(event) + ",\n"; }
+  void add(const ordered_json& event) { text_ += json_text(event) + ",\n"; }
 
   int64_t base_ns_;
   std::string text_;
@@ -85,7 +82,7 @@ ordered_json arguments_of(const flight::Group& group, const LoggedOperation& ope
       {"Group size", group.ranks.size()},
       {"Process Group Name", group.name},
       {kGroupKeyArgument, group.key.empty() ? group.name : group.key},
-      {"Process Group Ranks", dumped(group.ranks)},
+      {"Process Group Ranks", json_text<ordered_json>(group.ranks)},
       {"Rank", group.ranks.at(static_cast<size_t>(group.rank))},
       {"Seq", operation.sequence},
       {"Is P2P", operation.point_to_point},
@@ -186,7 +183,8 @@ void copy_events_with_stacks(std::istream& in, const std::unordered_map<uint64_t
       uint64_t id = 0;
       std::from_chars(line.data() + at + kNumber.size(), line.data() + line.size(), id);
       const auto found = stacks.find(id);
-      if (found != stacks.end()) line.insert(at, "\"Call stack\": " + dumped(found->second) + ", ");
+      if (found != stacks.end())
+        line.insert(at, "\"Call stack\": " + json_text<ordered_json>(found->second) + ", ");
     }
     out.write(line + "\n");
   }
@@ -204,7 +202,8 @@ void write_trace(const std::string& from, const std::string& to, const TraceAddi
   add_operations(additions.operations, additions.collectives_as, events);
   TraceOutput out(to);
   out.write(header.fields);
-  for (const auto& [key, value] : additions.metadata) out.write(dumped(key) + ": " + value + ",\n    ");
+  for (const auto& [key, value] : additions.metadata)
+    out.write(json_text<ordered_json>(key) + ": " + value + ",\n    ");
   out.write("\"traceEvents\": [\n" + events.text());
   if (additions.stacks.empty()) {
     copy_events(in, out);
