@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 
 #include <lockstep/base/ranks.h>
 
@@ -11,6 +12,12 @@ void sort_and_drop_doubles(std::vector<int>& ranks) {
 }
 
 }  // namespace
+
+std::vector<int> all_ranks(int world_size) {
+  std::vector<int> ranks(static_cast<size_t>(world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
 
 std::string format_ranks(std::vector<int> ranks, int at_most) {
   sort_and_drop_doubles(ranks);

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include <c10/util/accumulate.h>
@@ -71,8 +70,7 @@ std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline de
   auto to_connect = transport_options(world->world.topology, world->world.meeting_host);
   to_connect.met_at = world->world.met_at;
   world->transport = HostTransport::connect(*world->world.store, rank, size, deadline, to_connect);
-  world->members.resize(size);
-  std::iota(world->members.begin(), world->members.end(), 0);
+  world->members = all_ranks(size);
   world->control = group_making::open_control(*world, options.between_hosts, deadline);
   const auto gather = group_making::over_control(*world, "init_process_group", deadline);
   if (over_hosts) world->wire_model = group_making::agree_on_wire_model(gather, world->wire_model);
@@ -90,8 +88,7 @@ void open_default_group(DefaultWorld& world, const InitOptions& options, Deadlin
   plan.nccl = options.nccl;
   plan.between_hosts = options.between_hosts;
   plan.device_id = options.device_id;
-  plan.ranks.resize(world.world.world_size);
-  std::iota(plan.ranks.begin(), plan.ranks.end(), 0);
+  plan.ranks = all_ranks(world.world.world_size);
   const auto gather = group_making::over_control(world, "init_process_group", deadline);
   registry::add(world, group_making::open_together(world, plan, gather, plan.ranks, deadline),
                 /*is_default=*/true);

@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <exception>
-#include <numeric>
 
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/ranks.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/doctor/internal/exercise.h>
@@ -25,12 +25,6 @@ constexpr int kLatencyRounds = 51;
 constexpr int kTransferRounds = 7;
 constexpr int kClockRounds = 5;
 constexpr int64_t kTransferElements = 262144;  // 1 MiB
-
-std::vector<int> everybody(const World& world) {
-  std::vector<int> ranks(static_cast<size_t>(world.world_size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
 
 /// Stands before each operation of two ranks: a failpoint, "PREFIX_A_B", and the end of the time for new ones.
 class StepGuard {
@@ -132,7 +126,7 @@ void LockstepProbe::test_all() {
   if (world_.world_size > 1) roots.push_back(world_.world_size - 1);
   for (int64_t numel : kExerciseSizes) {
     for (Placement placement : {Placement::kStaged, Placement::kArena}) {
-      exercise_collectives(numel, placement, everybody(world_), world_.rank, roots, {});
+      exercise_collectives(numel, placement, all_ranks(world_.world_size), world_.rank, roots, {});
     }
   }
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -56,11 +55,7 @@ std::string compression_of(const Plan& plan) {
 }
 
 std::vector<int> checked_ranks(std::vector<int> ranks, const GroupOptions& options, int world_size) {
-  if (ranks.empty()) {
-    ranks.resize(world_size);
-    std::iota(ranks.begin(), ranks.end(), 0);
-    return ranks;
-  }
+  if (ranks.empty()) return all_ranks(world_size);
   std::vector<int> sorted = ranks;
   std::sort(sorted.begin(), sorted.end());
   for (int rank : sorted) {
@@ -219,9 +214,7 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   if (contains(plan.ranks, rank)) request.refusal = refusal_of(*world, plan.name);
   const Deadline deadline = Deadline::after(world->timeout());
   const Gather gather = group_making::over_control(*world, request.text, deadline);
-  std::vector<int> everybody(world->world.world_size);
-  std::iota(everybody.begin(), everybody.end(), 0);
-  group_making::agree(gather, request, everybody);
+  group_making::agree(gather, request, all_ranks(world->world.world_size));
   if (backend_names::uses_nccl(plan.backend_name)) {
     device_backends::agree(gather, request.text, rank, plan.backend_name, {plan.ranks});
   }

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -16,6 +15,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/ranks.h>
 #include <lockstep/collectives/groups/internal/group_making.h>
 #include <lockstep/collectives/groups/internal/shrinking.h>
 #include <lockstep/collectives/groups/internal/transport_options.h>
@@ -140,8 +140,7 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
   transport_options.job_ranks = options.global_ranks;
   transport_options.met_at = kMeeting;
   made.transport = HostTransport::connect(store, rank, size, deadline, transport_options);
-  made.members.resize(size);
-  std::iota(made.members.begin(), made.members.end(), 0);
+  made.members = all_ranks(size);
   // A number, and behind rank 0's over hosts the cost model.
   std::string token = std::to_string(std::bit_cast<uint64_t>(random_bytes<sizeof(uint64_t)>()));
   if (topology.spans_hosts() && rank == 0) token += ' ' + hosts::to_json(made.wire_model);

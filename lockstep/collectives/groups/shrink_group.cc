@@ -1,7 +1,6 @@
 // shrink_group() of process_group.h.
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -95,8 +94,7 @@ ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<Gro
   const auto successor = successor_of(world, channels);
   Plan plan = plan_shrunk(*old, options);
   plan.description = "default:shrunken";
-  plan.ranks.resize(channels.survivors.size());
-  std::iota(plan.ranks.begin(), plan.ranks.end(), 0);
+  plan.ranks = all_ranks(static_cast<int>(channels.survivors.size()));
   successor->timeout_ms = plan.timeout.count();
   const auto group = shrunk_group_of(*successor, plan, *old, channels);
   registry::add(*successor, group, /*is_default=*/true);

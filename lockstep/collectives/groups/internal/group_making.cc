@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -289,12 +288,11 @@ std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan&
 
 std::shared_ptr<GroupChannel> open_control(const DefaultWorld& world, HostCompression between_hosts,
                                            Deadline deadline) {
-  std::vector<int> everybody(world.world.world_size);
-  std::iota(everybody.begin(), everybody.end(), 0);
+  const std::vector<int> members = all_ranks(world.world.world_size);
   const auto exchange = exchange_through_store(
-      world.world.store, world.transport, everybody, "lockstep/control", "init_process_group",
+      world.world.store, world.transport, members, "lockstep/control", "init_process_group",
       c10::str("init_process_group(between_hosts ", to_string(between_hosts), ')'), deadline);
-  return GroupChannel::open(world.transport, everybody, exchange, deadline);
+  return GroupChannel::open(world.transport, members, exchange, deadline);
 }
 
 }  // namespace lockstep::group_making

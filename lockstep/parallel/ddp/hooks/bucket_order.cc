@@ -1,10 +1,10 @@
 #include <condition_variable>
 #include <mutex>
-#include <numeric>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/ranks.h>
 #include <lockstep/parallel/ddp/hooks/bucket_order.h>
 
 namespace lockstep {
@@ -38,12 +38,10 @@ BucketOrder::BucketOrder() : open_(std::make_shared<Open>()) {}
 std::shared_ptr<BucketOrder::Turn> BucketOrder::take_turn(const ProcessGroup& group) {
   const ProcessGroup parent = group ? group : default_group();
   if (parent != parent_) {
-    std::vector<int> everybody(parent->getSize());
-    std::iota(everybody.begin(), everybody.end(), 0);
     // Alone there is no order to keep.
-    own_ = everybody.size() == 1
-               ? parent
-               : split_group(parent, {everybody}, {}, "communication hook of " + parent->getGroupDesc());
+    own_ = parent->getSize() == 1 ? parent
+                                  : split_group(parent, {all_ranks(parent->getSize())}, {},
+                                                "communication hook of " + parent->getGroupDesc());
     parent_ = parent;
   }
   return std::make_shared<Turn>(own_, open_, taken_++);

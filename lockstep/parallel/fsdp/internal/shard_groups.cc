@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <exception>
-#include <numeric>
 #include <vector>
 
 #include <ATen/ops/zeros.h>
@@ -9,6 +8,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/groups/spread_failure.h>
@@ -55,8 +55,7 @@ void end_group(ProcessGroup& group) {
 
 ShardGroups::ShardGroups(const ProcessGroup& parent, RowsOn rows_on, bool gathers, c10::Device device)
     : device_(device) {
-  std::vector<int> ranks(static_cast<size_t>(parent->getSize()));
-  std::iota(ranks.begin(), ranks.end(), 0);
+  const std::vector<int> ranks = all_ranks(parent->getSize());
   const Lists hosts = rows_on == RowsOn::kAllRanks ? Lists{ranks} : ranks_of_hosts(get_topology(parent));
   try {
     // It may fail on one host alone.

@@ -1,5 +1,4 @@
 #include <exception>
-#include <numeric>
 #include <utility>
 
 #include <ATen/ops/as_strided.h>
@@ -7,6 +6,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/ranks.h>
 #include <lockstep/parallel/pipeline/internal/device_links.h>
 
 namespace lockstep::pipeline::internal {
@@ -21,8 +21,7 @@ at::Tensor bytes_in_memory(const at::Tensor& tensor) {
 
 DeviceLinks::DeviceLinks(const ProcessGroup& group, c10::Device device)
     : device_(device), rank_(group->getRank()) {
-  std::vector<int> ranks(static_cast<size_t>(group->getSize()));
-  std::iota(ranks.begin(), ranks.end(), 0);
+  const std::vector<int> ranks = all_ranks(group->getSize());
   up_ = split_group(group, {ranks}, {}, "pipeline_up");
   down_ = split_group(group, {ranks}, {}, "pipeline_down");
 }
