@@ -1,9 +1,9 @@
-#include <algorithm>
 #include <cstdlib>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/lower_case.h>
 #include <lockstep/base/parse_number.h>
 
 namespace lockstep::environment {
@@ -30,13 +30,10 @@ std::optional<int64_t> integer(const char* name, int64_t low, int64_t high) {
 }
 
 bool flag(const char* name) {
-  auto value = text(name);
-  if (!value) return false;
-  std::transform(value->begin(), value->end(), value->begin(),
-                 [](unsigned char c) { return std::tolower(c); });
-  if (*value == "1" || *value == "true" || *value == "yes" || *value == "on") return true;
-  TORCH_CHECK_VALUE(*value == "0" || *value == "false" || *value == "no" || *value == "off",
-                    "environment variable ", name, " is '", *value, "'; it takes 1 or 0");
+  const std::string value = lower_case(text(name).value_or("0"));
+  if (value == "1" || value == "true" || value == "yes" || value == "on") return true;
+  TORCH_CHECK_VALUE(value == "0" || value == "false" || value == "no" || value == "off",
+                    "environment variable ", name, " is '", value, "'; it takes 1 or 0");
   return false;
 }
 

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <lockstep/base/lower_case.h>
 #include <lockstep/base/parse_number.h>
 #include <lockstep/doctor/judge.h>
 #include <lockstep/rendezvous/launch_environment.h>
@@ -65,11 +66,6 @@ constexpr std::string_view kOwnVariables[] = {
 
 std::string quoted(const std::string& name, const std::string& value) {
   return name + " is '" + value + "'";
-}
-
-std::string lower_case(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return text;
 }
 
 /// A variable that takes one of some words, in any case where torch does so too. Others end a program.

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cctype>
 #include <filesystem>
 #include <string_view>
 #include <sys/stat.h>
@@ -9,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <lockstep/base/lower_case.h>
 #include <lockstep/base/mix_bits.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/image/image_folder.h>
@@ -71,9 +71,8 @@ class Walk {
   std::vector<std::pair<uint64_t, uint64_t>> above_;  // the folders on the way down: device and inode
 };
 
-bool has_extension(std::string name, const std::vector<std::string>& extensions) {
-  std::transform(name.begin(), name.end(), name.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+bool has_extension(const std::string& file, const std::vector<std::string>& extensions) {
+  const std::string name = lower_case(file);
   return std::any_of(extensions.begin(), extensions.end(),
                      [&](const std::string& extension) { return name.ends_with(extension); });
 }

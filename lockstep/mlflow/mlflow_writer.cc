@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cctype>
 #include <cmath>
 #include <exception>
 #include <mutex>
@@ -15,6 +14,7 @@
 #include <lockstep/base/hex.h>
 #include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/lower_case.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/mlflow/internal/sender.h>
@@ -66,8 +66,8 @@ std::string program_name() {
   return std::filesystem::read_symlink("/proc/self/exe", error).filename().string();
 }
 
-bool is_true(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+bool is_true(const std::string& value) {
+  const std::string text = lower_case(value);
   return text == "true" || text == "1";
 }
 

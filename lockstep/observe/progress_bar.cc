@@ -8,6 +8,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/formatted.h>
+#include <lockstep/base/lower_case.h>
 #include <lockstep/observe/internal/terminal_line.h>
 #include <lockstep/observe/progress_bar.h>
 
@@ -80,10 +81,9 @@ std::string draw_bar(double fraction, int width, bool ascii) {
 
 bool locale_is_utf8() {
   for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
-    if (auto value = environment::text(name)) {
-      std::transform(value->begin(), value->end(), value->begin(),
-                     [](unsigned char c) { return std::tolower(c); });
-      return value->find("utf-8") != std::string::npos || value->find("utf8") != std::string::npos;
+    if (const auto value = environment::text(name)) {
+      const std::string locale = lower_case(*value);
+      return locale.find("utf-8") != std::string::npos || locale.find("utf8") != std::string::npos;
     }
   }
   return false;

@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <charconv>
 #include <limits>
 #include <string_view>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/lower_case.h>
 #include <lockstep/bench/internal/plan.h>
 
 namespace lockstep::benchmark {
@@ -48,17 +48,12 @@ constexpr std::array<NamedOp, 8> kOps = {{{"sum", "sum", RedOpType::SUM},
                                           {"bor", "bor", RedOpType::BOR},
                                           {"bxor", "bxor", RedOpType::BXOR}}};
 
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return text;
-}
-
 /// The entry of that name or alias, in any case; `what` is the option for the error.
 template <class Table>
 const auto& find_named(const Table& table, const std::string& text, const char* what) {
   std::string known;
   for (const auto& entry : table) {
-    if (lower(text) == entry.name || lower(text) == entry.alias) return entry;
+    if (lower_case(text) == entry.name || lower_case(text) == entry.alias) return entry;
     known += (known.empty() ? "" : ", ") + std::string(entry.name);
   }
   TORCH_CHECK_VALUE(false, what, " is '", text, "'; known are ", known);
@@ -163,7 +158,7 @@ void add_steps(const Options& options, Plan& plan) {
 int64_t parse_size(const std::string& text, const std::string& option) {
   int64_t number = 0;
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const int exponent = exponent_of(lower(std::string(stop, text.data() + text.size())));
+  const int exponent = exponent_of(lower_case(std::string(stop, text.data() + text.size())));
   TORCH_CHECK_VALUE(error == std::errc() && exponent >= 0, option, " is '", text,
                     "'; it takes a number of bytes such as 4096, 4K or 100M");
   TORCH_CHECK_VALUE(number >= 1, option, " is '", text, "'; it takes at least 1 byte");

@@ -1,11 +1,11 @@
 #include <algorithm>
-#include <cctype>
 #include <mutex>
 #include <sstream>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
+#include <lockstep/base/lower_case.h>
 #include <lockstep/collectives/groups/internal/backend_names.h>
 #include <lockstep/device/cuda_library.h>
 
@@ -14,11 +14,6 @@ namespace {
 
 /// Device and backend, by name.
 using Pairs = std::vector<std::pair<std::string, std::string>>;
-
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return text;
-}
 
 std::string without_gloo(const std::string& name) {
   return name == kGloo ? kLockstep : name;
@@ -75,7 +70,7 @@ bool serves(const std::string& backend, const std::string& device) {
 }  // namespace
 
 std::string check(const std::string& backend) {
-  const std::string name = lower(backend);
+  const std::string name = lower_case(backend);
   if (name.empty()) return name;
   const Pairs pairs = parse(name);
   for (const auto& [device, one] : pairs) {
@@ -100,7 +95,7 @@ std::string check(const std::string& backend) {
 }
 
 bool is_available(const std::string& backend) {
-  const Pairs pairs = parse(lower(backend));
+  const Pairs pairs = parse(lower_case(backend));
   return std::all_of(pairs.begin(), pairs.end(), [](const auto& pair) {
     return serves(pair.second, pair.first) && (pair.second != kNccl || nccl_is_built());
   });
