@@ -23,6 +23,7 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/files/write_all.h>
 #include <lockstep/base/printable.h>
@@ -166,8 +167,7 @@ std::string describe(const Candidate& job) {
     return "\n  " + std::to_string(job.agent) + ": an agent of lockstep run that has no ranks now";
   const HostReport& report = job.local->report;
   const size_t ranks = report.ranks.size();
-  return "\n  " + printable(report.job, 80) + ": " + std::to_string(ranks) +
-         (ranks == 1 ? " rank" : " ranks") + " here, the first is process " +
+  return "\n  " + printable(report.job, 80) + ": " + counted(ranks, "rank") + " here, the first is process " +
          std::to_string(report.ranks.front().pid) + ", " + printable(report.program, 100);
 }
 

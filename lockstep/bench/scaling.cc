@@ -14,6 +14,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/formatted.h>
 #include <lockstep/base/unique_fd.h>
@@ -31,10 +32,6 @@ void say_scaling(const std::string& text) {
 
 bool was_interrupted(int status) {
   return status > 128;  // see launch::run()
-}
-
-std::string in_ranks(int ranks) {
-  return std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks");
 }
 
 /// p50 of the report that `lockstep bench barrier --json -` wrote; nothing where it is none.
@@ -105,11 +102,11 @@ class ScalingMeasurement {
       log.finish();
       if (was_interrupted(status)) return status;
       if (status != 0) {
-        say_scaling("error: the program failed with " + in_ranks(ranks));
+        say_scaling("error: the program failed with " + counted(ranks, "rank"));
         return 1;
       }
       runs.runs.push_back({.seconds = took.count(), .marked = log.marked(), .trainer = log.trainer()});
-      say_scaling(in_ranks(ranks) + formatted(": %.2f s", took.count()));
+      say_scaling(counted(ranks, "rank") + formatted(": %.2f s", took.count()));
     }
     all_.push_back(std::move(runs));
     return 0;

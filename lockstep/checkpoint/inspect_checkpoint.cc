@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
@@ -80,9 +81,8 @@ std::string info_to_text(const Manifest& manifest) {
   const CheckpointInfo& info = manifest.info;
   std::ostringstream text;
   text << "step " << info.step << ", epoch " << info.epoch << ", saved " << time_text(info.saved_at) << " by "
-       << info.world_size << (info.world_size == 1 ? " rank, " : " ranks, ")
-       << format_bytes(bytes_of(manifest)) << " in " << manifest.files.size() << " files, "
-       << manifest.tensors.size() << " tensors";
+       << counted(info.world_size, "rank") << ", " << format_bytes(bytes_of(manifest)) << " in "
+       << manifest.files.size() << " files, " << manifest.tensors.size() << " tensors";
   for (const auto& [name, value] : info.metrics) text << ", " << printable(name) << " " << value;
   if (!info.emergency.empty()) text << "; in an emergency: " << printable(info.emergency);
   return text.str();

@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/json_text.h>
 #include <lockstep/doctor/finding.h>
 
@@ -20,10 +21,6 @@ std::string on_one_line(const std::string& text) {
   std::istringstream words(text);
   for (std::string word; words >> word;) line += (line.empty() ? "" : " ") + word;
   return line;
-}
-
-std::string counted(int number, const char* noun) {
-  return std::to_string(number) + " " + noun + (number == 1 ? "" : "s");
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/formatted.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
@@ -35,11 +36,6 @@ std::string short_number(double value) {
 template <class T, class Text>
 std::string or_dash(const std::optional<T>& value, Text&& text) {
   return value ? text(*value) : "-";
-}
-
-/// "1 rank", "2 ranks"
-std::string counted(size_t count, const std::string& what) {
-  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
 }
 
 /// The line in place of those that are left out.
@@ -204,8 +200,7 @@ std::vector<std::string> host_lines(const std::vector<HostReport>& hosts, size_t
   for (const HostReport& host : hosts) {
     const auto rate = [](const std::optional<double>& bytes) { return or_dash(bytes, megabytes); };
     lines.push_back({printable(host.host, 60),
-                     or_dash(host.cpu_percent, percent_text) + " of " + std::to_string(host.cores) +
-                         (host.cores == 1 ? " core" : " cores"),
+                     or_dash(host.cpu_percent, percent_text) + " of " + counted(host.cores, "core"),
                      format_bytes(host.memory_used) + " of " + format_bytes(host.memory_total),
                      rate(host.received_per_second) + ", " + rate(host.sent_per_second)});
   }

@@ -10,6 +10,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/json_text.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/profiler/trace_analysis.h>
@@ -63,8 +64,8 @@ std::string mebibytes(int64_t bytes) {
 
 void describe_phases(const TraceAnalysis& analysis, std::ostream& out) {
   const double step = analysis.mean.total();
-  out << "A step takes " << number(step) << " ms, the mean over the steps of " << analysis.ranks.size()
-      << (analysis.ranks.size() == 1 ? " rank" : " ranks") << ":\n\n";
+  out << "A step takes " << number(step) << " ms, the mean over the steps of "
+      << counted(analysis.ranks.size(), "rank") << ":\n\n";
   for (const ReportedPhase& phase : kReported) {
     const double part = analysis.mean.*phase.part;
     out << "  " << name_column(phase.words, 24) << column(number(part), 10) << " ms"

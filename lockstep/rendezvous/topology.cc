@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <map>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/topology.h>
 
@@ -46,7 +47,7 @@ int Topology::local_rank() const {
 
 std::string Topology::describe() const {
   constexpr size_t kMost = 8;
-  std::string text = std::to_string(hosts.size()) + (hosts.size() == 1 ? " host: " : " hosts: ");
+  std::string text = counted(hosts.size(), "host") + ": ";
   for (size_t i = 0; i < std::min(hosts.size(), kMost); ++i) {
     text += (i == 0 ? "" : ", ") + hosts[i].name + " (" + name_ranks(hosts[i].ranks) + ")";
   }

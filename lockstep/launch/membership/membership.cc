@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/launch/membership/membership.h>
 
 namespace lockstep::launch {
@@ -32,10 +33,6 @@ std::string names_of(const Pointers& members) {
 
 std::string seconds_text(nanoseconds duration) {
   return std::to_string(std::chrono::round<std::chrono::seconds>(duration).count()) + " s";
-}
-
-std::string counted(size_t hosts) {
-  return std::to_string(hosts) + (hosts == 1 ? " host" : " hosts");
 }
 
 bool belongs(const World& world, const Member& member) {
@@ -99,7 +96,7 @@ class Judgement {
     if (world_.generation == 0 && count < static_cast<size_t>(options_.max_hosts)) {
       const BootTime last_call = reached_at(enough) + options_.last_call;
       if (now_ < last_call) {
-        return wait(counted(count) + " of " + std::to_string(options_.max_hosts) +
+        return wait(counted(count, "host") + " of " + std::to_string(options_.max_hosts) +
                         " are here; more may come for " + seconds_text(options_.last_call) +
                         " after the first " + std::to_string(enough),
                     last_call);
@@ -114,7 +111,8 @@ class Judgement {
     std::vector<Member> chosen;
     for (size_t i = 0; i < count; ++i) chosen.push_back(*ready_[i]);
     return {.action = Action::kStart,
-            .reason = "generation " + std::to_string(world_.generation + 1) + " starts on " + counted(count),
+            .reason = "generation " + std::to_string(world_.generation + 1) + " starts on " +
+                      counted(count, "host"),
             .hosts = assign_places(std::move(chosen))};
   }
 
@@ -150,8 +148,9 @@ class Judgement {
         in_world([&](const Member& member) { return ended(member, HostPhase::kFinished); });
     if (finished.size() == world_.hosts.size()) return end(0, "all workers have ended with status 0");
     if (!finished.empty()) {
-      return wait(counted(finished.size()) + " of " + std::to_string(hosts_.size()) + " have finished",
-                  look_at_losses(hosts_));
+      return wait(
+          counted(finished.size(), "host") + " of " + std::to_string(hosts_.size()) + " have finished",
+          look_at_losses(hosts_));
     }
     return late_hosts();
   }
@@ -222,7 +221,7 @@ class Judgement {
   Decision wait_for_hosts() const {
     const bool first = world_.generation == 0;
     const nanoseconds limit = first ? options_.join_timeout : options_.rejoin_timeout;
-    std::string text = counted(ready_.size()) + " of at least " + std::to_string(options_.min_hosts) +
+    std::string text = counted(ready_.size(), "host") + " of at least " + std::to_string(options_.min_hosts) +
                        (ready_.empty() ? " are here" : " are here: " + names_of(ready_));
     if (!repeated_.empty())
       text += "; not " + names_of(repeated_) + ", for another host has that --node-rank";
@@ -302,7 +301,7 @@ class Judgement {
   Decision late_hosts() const {
     const BootTime next_loss = look_at_losses(hosts_);
     const std::string runs =
-        "generation " + std::to_string(world_.generation) + " runs on " + counted(hosts_.size());
+        "generation " + std::to_string(world_.generation) + " runs on " + counted(hosts_.size(), "host");
     if (world_.hosts.size() >= static_cast<size_t>(options_.max_hosts)) return wait(runs, next_loss);
     // None while one of the world is silent: its loss would end a second generation right after the first.
     if (!in_world([&](const Member& member) { return suspected(member); }).empty())

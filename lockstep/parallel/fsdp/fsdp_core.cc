@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
@@ -224,7 +225,7 @@ void FsdpCore::summon_full_params(const std::function<void()>& action, bool writ
     if (failed == 0) weights_->write_private_values_back();
   });
   if (error) std::rethrow_exception(error);
-  TORCH_CHECK_WITH(DistBackendError, failed == 0, kClass, ": ", failed, failed == 1 ? " rank" : " ranks",
+  TORCH_CHECK_WITH(DistBackendError, failed == 0, kClass, ": ", counted(failed, "rank"),
                    " of the group failed in summon_full_params(); the weights are as they were");
 }
 

@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/parallel/pipeline/schedule_times.h>
 #include <lockstep/parallel/pipeline/schedule_view.h>
 
@@ -74,7 +75,7 @@ std::string describe(PipelineSchedule schedule, const PipelineShape& shape) {
     }
     fill(view.times.end, ".");
     const int64_t peak = peak_activations(view.table, static_cast<int64_t>(rank));
-    text << " keeps " << peak << (peak == 1 ? " activation\n" : " activations\n");
+    text << " keeps " << counted(peak, "activation") << "\n";
   }
   return text.str();
 }

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/collectives/groups/internal/backend_names.h>
 #include <lockstep/collectives/groups/internal/device_agreement.h>
@@ -82,8 +83,7 @@ std::string too_few_cards(const std::vector<RankDevice>& members) {
   for (const auto& [name, host] : hosts) {
     if (static_cast<int>(host.ranks.size()) <= host.visible) continue;
     all += (all.empty() ? "" : "; ") + name_ranks(host.ranks) + " on host " + name.second + " see " +
-           std::to_string(host.visible) + (host.visible == 1 ? " card" : " cards") +
-           ", and have not chosen one";
+           counted(host.visible, "card") + ", and have not chosen one";
   }
   return all;
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
@@ -11,8 +12,8 @@ namespace {
 
 void throw_failure(const std::exception_ptr& own, int failed, const char* text) {
   if (own) std::rethrow_exception(own);
-  TORCH_CHECK_WITH(DistBackendError, failed == 0, "FullyShardedDataParallel: ", failed,
-                   failed == 1 ? " rank" : " ranks", " of the group failed ", text);
+  TORCH_CHECK_WITH(DistBackendError, failed == 0, "FullyShardedDataParallel: ", counted(failed, "rank"),
+                   " of the group failed ", text);
 }
 
 }  // namespace

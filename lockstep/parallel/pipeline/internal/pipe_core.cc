@@ -13,6 +13,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 
+#include <lockstep/base/counted.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/existing_device.h>
 #include <lockstep/device/generator_state.h>
@@ -27,11 +28,6 @@ namespace {
 
 using torch::nn::AnyModule;
 using torch::nn::AnyValue;
-
-/// "1 partition", "3 partitions"
-std::string counted(size_t count, const std::string& what) {
-  return std::to_string(count) + ' ' + what + (count == 1 ? "" : "s");
-}
 
 void check_balance(const std::vector<int64_t>& balance, size_t layers, size_t devices) {
   std::vector<std::string> faults;
@@ -57,7 +53,7 @@ void check_balance(const std::vector<int64_t>& balance, size_t layers, size_t de
           "named several "
           "times): "
        << at::IntArrayRef(balance_cost(std::vector<double>(layers, 1.0), partitions)) << " would go on "
-       << counted(static_cast<size_t>(partitions), "device");
+       << counted(partitions, "device");
   C10_THROW_ERROR(ValueError, text.str());
 }
 
