@@ -1,17 +1,13 @@
 #include <algorithm>
-#include <chrono>
 #include <thread>
 
+#include <lockstep/base/monotonic_ns.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
 
 namespace lockstep {
 namespace {
-
-int64_t monotonic_ns() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 /// Of this process: which thread trains, and what it does.
 class PhaseClock {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include <lockstep/base/format_duration.h>
+#include <lockstep/base/monotonic_ns.h>
 #include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/host_transport.h>
 

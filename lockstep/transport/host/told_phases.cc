@@ -1,10 +1,10 @@
-#include <chrono>
 #include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
 
 #include <lockstep/base/log.h>
+#include <lockstep/base/monotonic_ns.h>
 #include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/host_transport.h>
 
@@ -14,8 +14,7 @@ namespace {
 
 /// The ranks' windows don't end together. Of a rank that has told nothing for longer nothing is known.
 bool is_recent(const PhaseTimes& times) {
-  const auto now = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-  return now - times.ended_ns <= 2 * times.span_ns;
+  return monotonic_ns() - times.ended_ns <= 2 * times.span_ns;
 }
 
 }  // namespace
@@ -68,7 +67,7 @@ void HostTransport::hear_phases(int rank, const std::string& text) {
   for (double& phase : times.phases) words >> phase;
   if (words.fail() || times.span_ns < 0) return;
   // By this host's clock.
-  times.ended_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  times.ended_ns = monotonic_ns();
   std::lock_guard lock(segments_mutex_);
   peers_[rank]->phases = times;
 }

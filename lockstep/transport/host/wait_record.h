@@ -2,18 +2,12 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <optional>
 
 #include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep::transport {
-
-/// The host's monotonic clock, which its processes share.
-inline int64_t monotonic_ns() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 /// What one thread of a rank waits for, where its peers read it to find out which rank keeps all of them
 /// waiting. Ranks are the transport's. One writer at a time. Readers may see a record change: they judge by a

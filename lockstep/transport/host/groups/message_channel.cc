@@ -8,6 +8,7 @@
 
 #include <lockstep/base/format_duration.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/monotonic_ns.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/thread_cache.h>
