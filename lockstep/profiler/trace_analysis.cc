@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/upper_median.h>
 #include <lockstep/profiler/internal/trace_profile.h>
 #include <lockstep/profiler/trace_analysis.h>
 
@@ -184,12 +185,6 @@ std::map<int64_t, RankSums> sums_of(const std::vector<FileProfile>& files, const
   return ranks;
 }
 
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 std::string in_ms(double value) {
   std::ostringstream text;
   text.precision(value < 10 ? 2 : 1);
@@ -221,7 +216,7 @@ void find_slowest(TraceAnalysis& analysis) {
     for (const RankProfile& rank : analysis.ranks) {
       if (&rank != &*slowest) values.push_back(value(rank));
     }
-    return median(std::move(values));
+    return upper_median(std::move(values));
   };
   const double usual = others(own);
   if (own(*slowest) <= (1 + kSlow) * usual) return;

@@ -2,8 +2,10 @@
 #include <cmath>
 #include <functional>
 #include <iterator>
+#include <utility>
 
 #include <lockstep/base/formatted.h>
+#include <lockstep/base/upper_median.h>
 #include <lockstep/transport/host/stragglers.h>
 
 namespace lockstep::transport {
@@ -15,13 +17,11 @@ constexpr double kLeastExplained = 0.5;  // of the lead, by one phase
 constexpr double kSameStep = 0.1;        // by which steps of ranks that train together differ at most
 
 /// Of an even number the upper one, so that what is above it is above most.
-double upper_median(const std::vector<RankPhases>& ranks,
-                    const std::function<double(const PhaseTimes&)>& get) {
+double upper_median_of(const std::vector<RankPhases>& ranks,
+                       const std::function<double(const PhaseTimes&)>& get) {
   std::vector<double> values;
   for (const RankPhases& each : ranks) values.push_back(get(each.times));
-  const auto middle = values.begin() + static_cast<ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
+  return upper_median(std::move(values));
 }
 
 /// Those that train together with it.
@@ -47,16 +47,17 @@ std::optional<Straggler> find_straggler(const std::vector<RankPhases>& ranks) {
     const PhaseTimes& times = each.times;
     const std::vector<RankPhases> others = others_of(each, ranks);
     if (others.empty()) continue;
-    const double own = upper_median(others, [](const PhaseTimes& other) { return other.own; });
+    const double own = upper_median_of(others, [](const PhaseTimes& other) { return other.own; });
     const double lead = times.own - own;
     const double waiting =
-        -upper_median(others, [](const PhaseTimes& other) { return -other.of(TrainingPhase::kWaiting); });
+        -upper_median_of(others, [](const PhaseTimes& other) { return -other.of(TrainingPhase::kWaiting); });
     const bool awaited = waiting - times.of(TrainingPhase::kWaiting) >= kLeastWaiting * lead;
     if (lead <= kLeastShare * times.step || !awaited || (slowest && times.own <= slowest->own)) continue;
     Straggler found{.rank = each.rank, .step = times.step, .own = times.own, .others_own = own};
     for (const auto phase : {TrainingPhase::kData, TrainingPhase::kForward, TrainingPhase::kBackward,
                              TrainingPhase::kOptimizer}) {
-      const double of_others = upper_median(others, [&](const PhaseTimes& other) { return other.of(phase); });
+      const double of_others =
+          upper_median_of(others, [&](const PhaseTimes& other) { return other.of(phase); });
       if (found.phase != TrainingPhase::kNone &&
           times.of(phase) - of_others <= found.in_phase - found.others_in_phase) {
         continue;

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/base/upper_median.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/bucket_sizes.h>
 
@@ -20,12 +21,6 @@ constexpr int64_t kMeasuredRounds = 8;
 
 size_t bytes_of(double mib) {
   return static_cast<size_t>(mib * (1 << 20));
-}
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 /// What a group's place tells of its reductions.
@@ -115,7 +110,7 @@ BackwardProfile BucketSizes::profile() const {
   for (size_t index = 0; index < settings_.size(); ++index) {
     std::vector<double> seconds;
     for (const auto& round : arrivals_) seconds.push_back(round[index]);
-    arrivals.emplace_back(median(std::move(seconds)), index);
+    arrivals.emplace_back(upper_median(std::move(seconds)), index);
   }
   std::sort(arrivals.begin(), arrivals.end());
   for (const auto& [seconds, index] : arrivals) {
