@@ -10,6 +10,7 @@
 #include <lockstep/base/formatted.h>
 #include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/terminal_text.h>
 #include <lockstep/monitor/internal/report_json.h>
 #include <lockstep/monitor/job_table.h>
 
@@ -51,32 +52,17 @@ std::string megabytes(double bytes) {
   return number_text(bytes / 1e6, 1);
 }
 
-/// How many characters a terminal shows, for text without control characters and wide letters.
-size_t length_of(const std::string& text) {
-  return static_cast<size_t>(std::count_if(
-      text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xc0) != 0x80; }));
-}
-
-std::string cut(const std::string& line, int columns) {
-  if (columns <= 0 || length_of(line) <= static_cast<size_t>(columns)) return line;
-  size_t bytes = 0;
-  for (int shown = 0; bytes < line.size(); ++bytes) {
-    if ((static_cast<unsigned char>(line[bytes]) & 0xc0) != 0x80 && ++shown > columns) break;
-  }
-  return line.substr(0, bytes);
-}
-
 /// Columns that stand in `left` begin at the left, others end at the right.
 std::vector<std::string> aligned(const std::vector<Line>& lines, const std::set<size_t>& left) {
-  std::vector<size_t> widths(lines.front().size());
+  std::vector<int> widths(lines.front().size());
   for (const Line& line : lines) {
-    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], length_of(line[i]));
+    for (size_t i = 0; i < line.size(); ++i) widths[i] = std::max(widths[i], terminal_text::columns(line[i]));
   }
   std::vector<std::string> result;
   for (const Line& line : lines) {
     std::string text;
     for (size_t i = 0; i < line.size(); ++i) {
-      const std::string blank(widths[i] - length_of(line[i]), ' ');
+      const std::string blank(static_cast<size_t>(widths[i] - terminal_text::columns(line[i])), ' ');
       text += (i == 0 ? "" : "  ") + (left.count(i) != 0 ? line[i] + blank : blank + line[i]);
     }
     text.erase(text.find_last_not_of(' ') + 1);
@@ -307,7 +293,9 @@ std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions&
   lines.emplace_back();
   lines.insert(lines.end(), of_ranks.begin(), of_ranks.end());
   std::string text;
-  for (const std::string& line : lines) text += cut(line, options.columns) + "\n";
+  for (const std::string& line : lines) {
+    text += (options.columns > 0 ? terminal_text::cut(line, options.columns) : line) + "\n";
+  }
   return text;
 }
 

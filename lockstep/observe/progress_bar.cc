@@ -9,6 +9,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/formatted.h>
 #include <lockstep/base/lower_case.h>
+#include <lockstep/base/terminal_text.h>
 #include <lockstep/observe/internal/terminal_line.h>
 #include <lockstep/observe/progress_bar.h>
 
@@ -25,27 +26,6 @@ constexpr int kDefaultWidth = 80;
 
 double seconds(std::chrono::steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
-}
-
-bool continues_code_point(char byte) {
-  return (static_cast<unsigned char>(byte) & 0xc0) == 0x80;
-}
-
-int columns(std::string_view text) {
-  return static_cast<int>(
-      std::count_if(text.begin(), text.end(), [](char c) { return !continues_code_point(c); }));
-}
-
-/// The first `width` code points.
-std::string cut(std::string text, int width) {
-  int seen = 0;
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (!continues_code_point(text[i]) && seen++ == width) {
-      text.resize(i);
-      break;
-    }
-  }
-  return text;
 }
 
 /// Line breaks and escape sequences of a description or a postfix would tear the line.
@@ -76,7 +56,7 @@ std::string draw_bar(double fraction, int width, bool ascii) {
   std::string bar;
   for (int i = 0; i < filled / parts; ++i) bar += ascii ? "#" : "█";
   bar += kEighths[static_cast<size_t>(filled % parts)];
-  return bar + std::string(static_cast<size_t>(width - columns(bar)), ' ');
+  return bar + std::string(static_cast<size_t>(width - terminal_text::columns(bar)), ' ');
 }
 
 bool locale_is_utf8() {
@@ -126,15 +106,15 @@ std::string format_progress(const ProgressState& state, int width) {
   if (width <= 0) return full;
   if (known) {
     // "45%| tail" is as wide as the text without bar plus the two rules; a blank stands behind the second.
-    const int bar = width - columns(full) - 2;
+    const int bar = width - terminal_text::columns(full) - 2;
     if (bar >= kShortestBar) {
       return description + percent + "|" + draw_bar(fraction, bar, state.ascii) + "| " + tail + postfix + "]";
     }
   }
   for (const std::string& shorter : {full, description + head + tail + "]", head + tail + "]"}) {
-    if (columns(shorter) <= width) return shorter;
+    if (terminal_text::columns(shorter) <= width) return shorter;
   }
-  return cut(head + tail + "]", width);
+  return terminal_text::cut(head + tail + "]", width);
 }
 
 ProgressBar::ProgressBar(int64_t total, std::string description, ProgressBarOptions options)
