@@ -200,7 +200,7 @@ class NcclBackend final : public ProcessGroupNCCL {
     flight::dump("abort");
     const auto written = write_nccl_trace(global_rank_);
     ProcessGroupNCCL::abort();  // waits for the communicators' end, but no longer than the group's timeout
-    records_.fail_all("the group was aborted");
+    records_.fail_all();
     written.wait_for(std::chrono::seconds(5));
   }
   void shutdown() override {

@@ -205,13 +205,13 @@ void OperationRecords::poll() {
   }
 }
 
-void OperationRecords::fail_all(const std::string& why) {
+void OperationRecords::fail_all() {
   std::map<uint64_t, Pending> taken;
   {
     std::lock_guard lock(state_->mutex);
     taken = std::exchange(state_->pending, {});
   }
-  for (const auto& [key, one] : taken) state_->record_failure(one, why);
+  for (const auto& [key, one] : taken) state_->record_failure(one, "the group was aborted");
 }
 
 }  // namespace lockstep

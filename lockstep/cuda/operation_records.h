@@ -37,8 +37,8 @@ class OperationRecords {
 
   /// Asks the works whose end is not told.
   void poll();
-  /// All operations that are not done have failed, and why; for abort().
-  void fail_all(const std::string& why);
+  /// All operations that are not done have failed, for the group was aborted.
+  void fail_all();
 
  private:
   struct State;  // shared with the futures, which may outlive this

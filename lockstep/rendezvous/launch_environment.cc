@@ -49,9 +49,9 @@ class Reader {
     return environment::parse_integer(name, *value, low, high);
   }
 
-  /// A variable that its launcher always sets together with `because`.
-  int64_t needed(const char* name, const char* because, int64_t low, int64_t high) const {
-    auto value = integer(name, low, high);
+  /// A number of ranks that its launcher always sets together with `because`.
+  int64_t needed(const char* name, const char* because) const {
+    auto value = integer(name, 1, kMostRanks);
     TORCH_CHECK_VALUE(value, "environment variable ", because, " is set, but ", name,
                       " is not; set both or neither");
     return *value;
@@ -194,7 +194,7 @@ Meeting mpi_meeting(const Reader& reader, const LaunchEnvironment& environment) 
 void read_mpi(const Reader& reader, const Names& names, const char* launcher,
               LaunchEnvironment& environment) {
   environment.launcher = launcher;
-  reader.needed(names.world_size, names.rank, 1, kMostRanks);
+  reader.needed(names.world_size, names.rank);
   read_place(reader, names, environment);
   check_place(names, environment);
   check_leftovers(reader, names, environment);
@@ -246,7 +246,7 @@ void read_slurm(const Reader& reader, LaunchEnvironment& environment) {
   bool step_size = reader.has("SLURM_STEP_NUM_TASKS");
   Names names{"SLURM_PROCID", step_size ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", "SLURM_LOCALID",
               "SLURM_STEP_TASKS_PER_NODE"};
-  environment.world_size = static_cast<int>(reader.needed(names.world_size, names.rank, 1, kMostRanks));
+  environment.world_size = static_cast<int>(reader.needed(names.world_size, names.rank));
   environment.rank = static_cast<int>(*reader.integer(names.rank, 0, kMostRanks));
   environment.local_rank = static_cast<int>(reader.integer(names.local_rank, 0, kMostRanks).value_or(-1));
   auto node = reader.integer("SLURM_NODEID", 0, kMostRanks);

@@ -62,7 +62,6 @@ class InputFile {
   /// Throws CheckpointError unless there are so many bytes at `offset`.
   void read(void* data, size_t bytes, int64_t offset) const;
   int64_t size() const { return size_; }
-  int descriptor() const { return fd_.get(); }
   const std::filesystem::path& path() const { return path_; }
 
  private:

@@ -173,13 +173,13 @@ std::string strangers(const Scene& scene) {
   return text;
 }
 
-/// Whether `rank` called from `sequence` on what `other` called from `sequence` + `shift` on.
-bool shifted(const GroupPicture& picture, int rank, int other, uint64_t sequence, uint64_t shift) {
+/// Whether `rank` called from `sequence` on what `other` called from `sequence` + 1 on.
+bool shifted(const GroupPicture& picture, int rank, int other, uint64_t sequence) {
   const auto& own = picture.views.at(rank).collectives;
   const auto& theirs = picture.views.at(other).collectives;
   bool compared = false;
   for (auto each = own.find(sequence); each != own.end(); ++each) {
-    const auto counterpart = theirs.find(each->first + shift);
+    const auto counterpart = theirs.find(each->first + 1);
     if (counterpart == theirs.end()) break;
     compared = true;
     if (terms_of(*each->second, picture.group).full != terms_of(*counterpart->second, picture.group).full) {
@@ -193,11 +193,11 @@ bool shifted(const GroupPicture& picture, int rank, int other, uint64_t sequence
 std::string shift_hint(const Scene& scene, const std::vector<Party>& parties) {
   const int many = parties.front().ranks.front();
   const int few = parties.back().ranks.front();
-  if (shifted(*scene.picture, few, many, scene.sequence, 1)) {
+  if (shifted(*scene.picture, few, many, scene.sequence)) {
     return "\n  " + scene.all->who({few}) + " seems to have left out " + parties.front().terms.shown +
            ": what it calls is what rank " + std::to_string(many) + " calls next";
   }
-  if (shifted(*scene.picture, many, few, scene.sequence, 1)) {
+  if (shifted(*scene.picture, many, few, scene.sequence)) {
     return "\n  " + scene.all->who({few}) + " seems to have called " + parties.back().terms.shown +
            " in addition: what it calls next is what rank " + std::to_string(many) + " calls";
   }

@@ -34,9 +34,9 @@ void add_foreign_options(StateDict& options, std::initializer_list<const char*> 
   for (const char* key : off) options[key] = false;
 }
 
-/// Takes each option of `from` that Python's older versions may lack, or `otherwise`.
-double number_or(const StateDict& from, const std::string& key, double otherwise) {
-  return has(from, key) ? number_at(from, key) : otherwise;
+/// An option that Python's older versions may lack; then 0.
+double number_or_zero(const StateDict& from, const std::string& key) {
+  return has(from, key) ? number_at(from, key) : 0;
 }
 
 /// The dynamic type's members; formats are found by the optimizer's type, so it is the right one.
@@ -71,7 +71,7 @@ class SgdFormat final : public OptimizerFormat {
     for (const char* key : {"maximize", "differentiable"}) refuse_true(from, key, "SGD");
     const double lr = number_at(from, "lr"), momentum = number_at(from, "momentum");
     const double dampening = number_at(from, "dampening"), decay = number_at(from, "weight_decay");
-    const bool nesterov = number_or(from, "nesterov", 0) != 0;
+    const bool nesterov = number_or_zero(from, "nesterov") != 0;
     as<torch::optim::SGDOptions>(options)
         .lr(lr)
         .momentum(momentum)
@@ -121,7 +121,7 @@ class AdamFormat final : public OptimizerFormat {
     const double lr = number_at(from, "lr"), eps = number_at(from, "eps");
     const double decay = number_at(from, "weight_decay");
     const auto betas = betas_at(from);
-    const bool amsgrad = number_or(from, "amsgrad", 0) != 0;
+    const bool amsgrad = number_or_zero(from, "amsgrad") != 0;
     as<Options>(options).lr(lr).betas(betas).eps(eps).weight_decay(decay).amsgrad(amsgrad);
   }
 
@@ -173,8 +173,8 @@ class RmspropFormat final : public OptimizerFormat {
   void set_options(const StateDict& from, OptimizerOptions& options) const override {
     for (const char* key : {"maximize", "differentiable"}) refuse_true(from, key, "RMSprop");
     const double lr = number_at(from, "lr"), alpha = number_at(from, "alpha"), eps = number_at(from, "eps");
-    const double decay = number_at(from, "weight_decay"), momentum = number_or(from, "momentum", 0);
-    const bool centered = number_or(from, "centered", 0) != 0;
+    const double decay = number_at(from, "weight_decay"), momentum = number_or_zero(from, "momentum");
+    const bool centered = number_or_zero(from, "centered") != 0;
     as<torch::optim::RMSpropOptions>(options)
         .lr(lr)
         .alpha(alpha)
@@ -228,7 +228,7 @@ class AdagradFormat final : public OptimizerFormat {
     for (const char* key : {"maximize", "differentiable"}) refuse_true(from, key, "Adagrad");
     const double lr = number_at(from, "lr"), lr_decay = number_at(from, "lr_decay");
     const double eps = number_at(from, "eps"), decay = number_at(from, "weight_decay");
-    const double initial = number_or(from, "initial_accumulator_value", 0);
+    const double initial = number_or_zero(from, "initial_accumulator_value");
     as<torch::optim::AdagradOptions>(options)
         .lr(lr)
         .lr_decay(lr_decay)

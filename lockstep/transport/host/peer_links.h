@@ -49,8 +49,8 @@ struct OtherHosts {
 /// DistTimeoutError at the deadline, naming the missing ranks. Processes of different generations of a job (Generation) never
 /// join each other: DistBackendError, with both.
 std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size, const Segment& own,
-                                    const Deadline& deadline, const std::string& met_at = {},
-                                    const OtherHosts& others = {});
+                                    const Deadline& deadline, const std::string& met_at,
+                                    const OtherHosts& others);
 
 /// Sends a further segment to a peer. False if the peer is gone or has not read for ten seconds.
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment);

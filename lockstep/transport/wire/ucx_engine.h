@@ -18,7 +18,7 @@ struct UcxOptions {
 /// The library is loaded at the first call, which sets environment variables (see UcxLibrary::load()), so it
 /// comes before the process's threads where that can be had. Throws c10::DistBackendError: there is no UCX
 /// (the message says which package to install), this build is without, or UCX can't use the interface.
-std::unique_ptr<Engine> make_ucx_engine(int rank, const UcxOptions& options = {});
+std::unique_ptr<Engine> make_ucx_engine(int rank, const UcxOptions& options);
 
 /// Why make_ucx_engine() throws for want of UCX, without throwing; empty when it is there. Loads it.
 std::string why_no_ucx();
