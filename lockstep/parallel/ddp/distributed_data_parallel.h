@@ -15,6 +15,7 @@
 #include <lockstep/nn/output_sink.h>
 #include <lockstep/nn/wrapped_module.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
+#include <lockstep/parallel/ddp/no_sync_scope.h>
 #include <lockstep/parallel/ddp/options.h>
 #include <lockstep/parallel/ddp/recovery.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
@@ -82,24 +83,8 @@ class DistributedDataParallel : public torch::nn::Module,
   ///
   ///     std::optional<decltype(model.no_sync())> guard;
   ///     if (is_not_last) guard = model.no_sync();
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(DdpCore& core) : core_(&core) { core.enter_no_sync(); }
-    NoSync(NoSync&& other) noexcept : core_(std::exchange(other.core_, nullptr)) {}
-    /// Ends the scope that it had.
-    NoSync& operator=(NoSync&& other) noexcept {
-      NoSync taken(std::move(other));
-      std::swap(core_, taken.core_);
-      return *this;
-    }
-    ~NoSync() {
-      if (core_ != nullptr) core_->leave_no_sync();
-    }
-
-   private:
-    DdpCore* core_;  // none when it was moved from
-  };
-  NoSync no_sync() { return NoSync(core_); }
+  using NoSync = NoSyncScope<DdpCore*>;
+  NoSync no_sync() { return NoSync(&core_); }
 
   /// For ranks with unequal numbers of batches: while it lives, ranks that have run out stand in for
   /// themselves in the others' collectives; its end waits for all, and leaves the last one's model

@@ -13,6 +13,7 @@
 #include <lockstep/base/tensor_tree.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/wrapped_module.h>
+#include <lockstep/parallel/ddp/no_sync_scope.h>
 #include <lockstep/parallel/fsdp/any_wrapper.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/options.h>
@@ -114,22 +115,7 @@ class FullyShardedDataParallel : public torch::nn::Module,
   /// While it lives, backwards are not reduced, whenever their forwards were: gradients add up in those of the module's
   /// parameters, whole on each rank, and the next synchronised backward reduces the sum, or the optimizer's zero_grad() drops it.
   /// Several may live at once. Movable.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(std::shared_ptr<FsdpCore> core) : core_(std::move(core)) { core_->enter_no_sync(); }
-    NoSync(NoSync&&) noexcept = default;
-    NoSync& operator=(NoSync&& other) noexcept {
-      NoSync taken(std::move(other));
-      std::swap(core_, taken.core_);
-      return *this;
-    }
-    ~NoSync() {
-      if (core_) core_->leave_no_sync();
-    }
-
-   private:
-    std::shared_ptr<FsdpCore> core_;  // none when it was moved from
-  };
+  using NoSync = NoSyncScope<std::shared_ptr<FsdpCore>>;
   NoSync no_sync() { return NoSync(core()); }
 
   /// Scales the gradients so that the norm of them all, over all ranks, is at most max_norm; returns the norm before. Those of
