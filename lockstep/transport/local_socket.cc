@@ -109,15 +109,6 @@ std::string no_descriptor_left() {
          "; raise it, or close files), ";
 }
 
-ucred credentials_of(int socket) {
-  ucred credentials{};
-  socklen_t length = sizeof credentials;
-  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
-    credentials = {.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
-  }
-  return credentials;
-}
-
 UniqueFd pidfd_of_peer(int socket) {
   int fd = -1;
   socklen_t length = sizeof fd;

@@ -30,9 +30,6 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags = 0);
 /// The beginning of a message; the operation follows.
 std::string no_descriptor_left();
 
-/// The process at the other end, as it was when the connection was made; user -1 where it is not known.
-ucred credentials_of(int socket);
-
 /// None on kernels before 6.5.
 UniqueFd pidfd_of_peer(int socket);
 

@@ -10,6 +10,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/credentials_of.h>
 #include <lockstep/launch/control_plane/job_watch.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/watch_server.h>
@@ -39,7 +40,7 @@ std::map<pid_t, UniqueFd> JobWatch::agents() {
     UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const PeerAddress address = abstract_address(name);
     if (!socket || ::connect(socket.get(), address.raw(), address.size) != 0) continue;
-    const ucred agent = process_at_other_end(socket.get());
+    const ucred agent = credentials_of(socket.get());
     const bool may_watch = agent.uid == ::geteuid() || ::geteuid() == 0;
     if (agent.pid > 0 && may_watch) connections.emplace(agent.pid, std::move(socket));
   }

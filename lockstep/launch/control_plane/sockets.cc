@@ -60,13 +60,6 @@ PeerAddress abstract_address(const std::string& name) {
   return address;
 }
 
-ucred process_at_other_end(int socket) {
-  ucred credentials = {};
-  socklen_t size = sizeof(credentials);
-  const bool known = ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) == 0;
-  return known ? credentials : ucred{.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
-}
-
 UniqueFd begin_connect(const PeerAddress& address) {
   UniqueFd socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) return {};

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <string>
 #include <sys/socket.h>
-#include <sys/types.h>
 #include <vector>
 
 #include <lockstep/base/unique_fd.h>
@@ -29,11 +28,6 @@ std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, st
 
 /// Of a local socket whose name begins with a zero byte and needs no file: `name` behind it, at most 100 bytes.
 PeerAddress abstract_address(const std::string& name);
-
-/// The process and the user at the other end of a local socket, when the connection was made or the other end began to listen,
-/// as this process's namespaces have them. The pid is 0 for a process that this pid namespace does not see; the uid is -1 where
-/// nothing is known.
-ucred process_at_other_end(int socket);
 
 /// Begins a connection that does not block. None, and errno, where it failed at once.
 UniqueFd begin_connect(const PeerAddress& address);

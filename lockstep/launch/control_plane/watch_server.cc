@@ -8,6 +8,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include <lockstep/base/process/credentials_of.h>
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/watch_greeting.h>
@@ -81,7 +82,7 @@ void WatchServer::accept_some() {
   for (int i = 0; i < kAtOnce; ++i) {
     UniqueFd socket = listener_->accept([this] { return refuse_silent(); });
     if (!socket) return;
-    const uid_t user = process_at_other_end(socket.get()).uid;
+    const uid_t user = credentials_of(socket.get()).uid;
     if (user != ::geteuid() && user != 0) continue;
     const bool has_place = watchers_.size() < kMostWatchers || refuse_silent();
     watchers_.push_back({.socket = std::move(socket), .out = encode(own_watch_greeting())});

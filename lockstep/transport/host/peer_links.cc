@@ -18,6 +18,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/credentials_of.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/ranks.h>
