@@ -14,6 +14,7 @@
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/parallel/data_parallel/data_parallel.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

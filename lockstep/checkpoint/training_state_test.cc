@@ -13,6 +13,7 @@
 #include <lockstep/optim/averaged_model.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::training_state_test {

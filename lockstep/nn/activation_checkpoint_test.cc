@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/nn/activation_checkpoint.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/tensors.h>
 
@@ -53,9 +54,7 @@ std::vector<at::Tensor> gradients(std::vector<Block>& blocks, bool checkpointed)
 TEST(ActivationCheckpoint, GradientsAreThoseWithoutIt) {
   std::vector<Block> blocks(3);
   const auto expected = gradients(blocks, false);
-  const auto actual = gradients(blocks, true);
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(at::equal(actual[i], expected[i])) << i;
+  testing::expect_equal(gradients(blocks, true), expected);
   for (const Block& block : blocks)
     EXPECT_EQ(block.runs, 3) << "one without it, forward, and once again in backward";
 }

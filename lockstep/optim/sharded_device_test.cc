@@ -10,14 +10,17 @@
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 #include <lockstep/testing/test_device.h>
 
 namespace lockstep::sharded_device_test {
 namespace {
 
 namespace nn = torch::nn;
+using testing::expect_equal;
 using ::testing::HasSubstr;
 using testing::run_ranks;
 
@@ -31,12 +34,6 @@ nn::Sequential make_net(c10::Device device) {
   nn::Sequential net(nn::Linear(6, 5), nn::Tanh(), nn::Linear(5, 2));
   net->to(device);
   return net;
-}
-
-std::vector<torch::Tensor> parameters_of(const nn::Sequential& net) {
-  std::vector<torch::Tensor> answer;
-  for (const auto& parameter : net->parameters()) answer.push_back(parameter.detach().cpu());
-  return answer;
 }
 
 std::vector<torch::Tensor> train_sharded(c10::Device device, int rank, bool bucket_views) {
@@ -57,7 +54,7 @@ std::vector<torch::Tensor> train_sharded(c10::Device device, int rank, bool buck
     torch::save(optimizer, stream);
     torch::load(optimizer, stream, device);
   }
-  return parameters_of(net);
+  return testing::on_cpu(net->parameters());
 }
 
 std::vector<torch::Tensor> train_averaged(c10::Device device, int rank) {
@@ -69,12 +66,7 @@ std::vector<torch::Tensor> train_averaged(c10::Device device, int rank) {
     net->forward(random(rank, step, device)).square().mean().backward();
     optimizer.step();
   }
-  return parameters_of(net);
-}
-
-void expect_equal(const std::vector<torch::Tensor>& actual, const std::vector<torch::Tensor>& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(at::equal(actual[i], expected[i])) << i;
+  return testing::on_cpu(net->parameters());
 }
 
 TEST(ShardedOptimizersOnDevice, StepAsOnTheCpu) {

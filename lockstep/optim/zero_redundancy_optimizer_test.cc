@@ -8,6 +8,7 @@
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/ddp/join.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
@@ -52,10 +53,7 @@ std::vector<OptimizerParamGroup> two_groups(const Tensors& parameters, const Opt
 }
 
 void expect_equal(const Tensors& actual, const Tensors& expected, const std::string& where) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_TRUE(at::allclose(actual[i], expected[i], 1e-12, 1e-12)) << where << ", parameter " << i;
-  }
+  testing::expect_equal(actual, expected, where, /*tolerance=*/1e-12);
 }
 
 template <class Optimizer, class Options>

@@ -26,10 +26,19 @@ inline std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
   return answer;
 }
 
-/// Whether the tensors hold the same values.
+/// Copies on the CPU.
+inline std::vector<at::Tensor> on_cpu(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> answer;
+  for (const auto& tensor : tensors)
+    answer.push_back(tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  return answer;
+}
+
+/// Whether the tensors hold the same values, and are undefined where the others are.
 inline bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& x, const auto& y) { return at::equal(x, y); });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    return x.defined() == y.defined() && (!x.defined() || at::equal(x, y));
+  });
 }
 
 /// The largest difference of two elements.

@@ -16,6 +16,7 @@
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/simulated_device/simulated_device.h>
 #include <lockstep/testing/temporary_folder.h>
+#include <lockstep/testing/tensors.h>
 #include <lockstep/testing/test_device.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>
@@ -30,17 +31,12 @@ namespace nn = torch::nn;
 using data::Example;
 using ::testing::HasSubstr;
 using testing::Loader;
+using testing::on_cpu;
 using testing::Points;
 using testing::SmallNet;
 using testing::TemporaryFolder;
 using testing::test_device;
 namespace simulated = testing::simulated;
-
-std::vector<torch::Tensor> on_cpu(const std::vector<torch::Tensor>& tensors) {
-  std::vector<torch::Tensor> answer;
-  for (const auto& tensor : tensors) answer.push_back(tensor.detach().cpu().clone());
-  return answer;
-}
 
 bool close(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),

@@ -25,6 +25,7 @@
 #include <lockstep/optim/lr_scheduler/decay.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/profiler/profiler.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
@@ -36,6 +37,7 @@ namespace lockstep::trainer_fsdp_test {
 namespace {
 
 using data::DistributedSampler;
+using testing::expect_close;
 using testing::Loader;
 using testing::loss_of;
 using testing::message_of;
@@ -81,13 +83,6 @@ Trained train_sharded(const TrainerOptions& options, bool gather = false) {
   Trained trained = train_with(model, *optimizer, options);
   trained.state = model.full_state_dict();
   return trained;
-}
-
-void expect_close(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    EXPECT_LT(testing::difference(actual.at(name).toTensor(), value.toTensor()), 1e-10) << name;
-  }
 }
 
 TEST(TrainerFsdp, TrainsAsDistributedDataParallel) {

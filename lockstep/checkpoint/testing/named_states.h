@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <lockstep/serialization/state_dict.h>
@@ -48,14 +47,6 @@ void train(Model& model, torch::optim::Optimizer& optimizer, int64_t begin, int6
 /// A copy that shares no memory, as after a file.
 inline StateDict copied(const StateDict& state) {
   return from_object<StateDict>(to_object(state).deepcopy());
-}
-
-inline void expect_equal(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    ASSERT_TRUE(actual.contains(name)) << name;
-    EXPECT_TRUE(at::equal(actual.at(name).toTensor(), value.toTensor())) << name;
-  }
 }
 
 inline std::vector<std::string> keys_of(const StateDict& state) {

@@ -16,49 +16,34 @@
 #include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
 #include <lockstep/parallel/ddp/hooks/quantization_hooks.h>
 #include <lockstep/parallel/ddp/reducer/fingerprint.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/simulated_device/simulated_device.h>
+#include <lockstep/testing/tensors.h>
 #include <lockstep/testing/test_device.h>
 
 namespace lockstep::ddp_device_test {
 namespace {
 
 namespace nn = torch::nn;
-using testing::close;
 using testing::data;
 using testing::device_of_rank;
+using testing::expect_equal;
 using testing::Gate;
 using ::testing::HasSubstr;
 using testing::make_double;
 using testing::message_of;
 using testing::Net;
+using testing::on_cpu;
 using testing::run_ranks;
 using testing::test_device;
 using Tensors = std::vector<torch::Tensor>;
-
-Tensors on_cpu(const Tensors& tensors) {
-  Tensors answer;
-  for (const auto& tensor : tensors)
-    answer.push_back(tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
-  return answer;
-}
 
 Tensors state_of(const nn::Module& module) {
   Tensors state = module.parameters();
   for (const auto& buffer : module.buffers()) state.push_back(buffer);
   return on_cpu(state);
-}
-
-void expect_equal(const Tensors& actual, const Tensors& expected, const std::string& what,
-                  double tolerance = 0) {
-  ASSERT_EQ(actual.size(), expected.size()) << what;
-  for (size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_TRUE(tolerance == 0 ? at::equal(actual[i], expected[i]) : close(actual[i], expected[i], tolerance))
-        << what << ", tensor " << i << ":\n"
-        << actual[i] << "\ninstead of\n"
-        << expected[i];
-  }
 }
 
 using Model = DistributedDataParallel<Net>;

@@ -14,6 +14,7 @@
 #include <lockstep/nn/meta_device_guard.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
@@ -23,7 +24,7 @@ namespace {
 
 namespace nn = torch::nn;
 namespace optim = torch::optim;
-using fsdp_test::expect_same;
+using testing::expect_equal;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
@@ -71,13 +72,6 @@ StateDict state_of(const nn::Module& module) {
   for (const auto& item : module.named_parameters()) state.emplace(item.key(), item.value().detach().clone());
   for (const auto& item : module.named_buffers()) state.emplace(item.key(), item.value().detach().clone());
   return state;
-}
-
-void expect_equal(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    EXPECT_TRUE(at::equal(actual.at(name).toTensor(), value.toTensor())) << name;
-  }
 }
 
 TEST(FsdpConstruction, ValuesAreThoseOfAModelBuiltWholeOnRank0) {

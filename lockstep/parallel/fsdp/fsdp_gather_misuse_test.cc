@@ -13,6 +13,7 @@
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/fsdp/testing/killed_rank.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
@@ -188,15 +189,13 @@ TEST(FsdpGatherMisuse, AGatherThatFailsIsThrownOnAllRanksAndNoStepIsTaken) {
       };
       train();
       train();
-      std::vector<torch::Tensor> before;
-      for (const auto& shard : model.parameters()) before.push_back(shard.detach().clone());
+      const auto before = testing::copies(model.parameters());
       if (rank == 1)
         failpoint::configure("fsdp_gather=error(no memory left)@" + std::to_string(gather_number));
       EXPECT_THAT(message_of<c10::Error>(train), HasSubstr(rank == 1 ? "no memory left" : "rank 1"));
       EXPECT_THROW(optimizer->step(), c10::Error);
       EXPECT_THROW(model(x), c10::Error);
-      const auto shards = model.parameters();
-      for (size_t i = 0; i < shards.size(); ++i) EXPECT_TRUE(at::equal(shards[i], before[i]));
+      testing::expect_equal(model.parameters(), before);
     });
   }
 }

@@ -11,6 +11,7 @@
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/fsdp/testing/killed_rank.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
@@ -73,8 +74,7 @@ TEST_F(FsdpHosts, SyncModuleStatesGivesRank0s) {
               FullyShardedDataParallel model(net, {.sharding_strategy = kHybrid, .sync_module_states = true});
               torch::manual_seed(0);
               const nn::Sequential expected(nn::Linear(5, 7), nn::BatchNorm1d(7));
-              const auto actual = net->parameters(), wanted = expected->parameters();
-              for (size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(at::equal(actual[i], wanted[i])) << i;
+              testing::expect_equal(net->parameters(), expected->parameters());
               EXPECT_EQ(net->buffers()[0].max().item<float>(), 0);
             },
             {.hosts = 2});
@@ -95,12 +95,12 @@ TEST_F(FsdpHosts, WhatFailsOnOneHostIsWrittenOnNone) {
                 });
               });
               EXPECT_THAT(text, HasSubstr(rank == 3 ? "not on rank 3" : "1 rank of the group failed"));
-              expect_same(model.full_state_dict(), before);
+              testing::expect_close(model.full_state_dict(), before);
               // What has a wrong size on a rank of one host is loaded by none.
               auto state = before;
               if (rank == 2) state["scale"] = torch::ones({2});
               EXPECT_THROW(model.load_full_state_dict(state), c10::Error);
-              expect_same(model.full_state_dict(), before);
+              testing::expect_close(model.full_state_dict(), before);
               // The state of rank 0 alone is that of the job's.
               EXPECT_EQ(model.full_state_dict(/*rank0_only=*/true).empty(), rank != 0);
             },

@@ -15,6 +15,7 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
@@ -24,6 +25,7 @@ namespace {
 
 namespace nn = torch::nn;
 namespace optim = torch::optim;
+using testing::expect_equal;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::random;
@@ -57,13 +59,6 @@ torch::Tensor batch(int rank) {
 
 std::unique_ptr<ShardedOptimizer<optim::SGD>> sgd_of(FullyShardedDataParallel<NetImpl>& model) {
   return model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
-}
-
-void expect_equal(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    EXPECT_TRUE(at::equal(actual.at(name).toTensor(), value.toTensor())) << name;
-  }
 }
 
 TEST(FsdpMisuse, APlainOptimizerOfTheShardsEndsTheRankWithTheParametersName) {

@@ -13,6 +13,7 @@
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/fsdp/internal/offloaded_tensors.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
@@ -106,10 +107,7 @@ void compare(const Options& options, const fsdp::MixedPrecision& precision, cons
               };
               const auto expected = train({});
               const auto actual = train({.offload_params = true, .directory = folder.path()});
-              ASSERT_EQ(actual.size(), expected.size());
-              for (const auto& [name, value] : expected) {
-                EXPECT_TRUE(at::equal(actual.at(name).toTensor(), value.toTensor())) << name;
-              }
+              testing::expect_equal(actual, expected);
             },
             {.environment = folder.environment()});
 }

@@ -12,6 +12,7 @@
 #include <lockstep/parallel/pipeline/testing/pipe_fixtures.h>
 #include <lockstep/testing/meeting.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::pipe_backward_test {
 namespace {
@@ -21,6 +22,7 @@ using ::testing::AllOf;
 using testing::Calls;
 using testing::CallsBackward;
 using testing::copy_of;
+using testing::equal;
 using testing::gradients_of;
 using ::testing::HasSubstr;
 using testing::loss_of;
@@ -28,7 +30,6 @@ using testing::Meeting;
 using testing::message_of;
 using testing::on_micro_batches;
 using testing::random;
-using testing::same_bits;
 using torch::Tensor;
 
 PipeOptions on_two_cpus(int64_t chunks) {
@@ -94,7 +95,7 @@ TEST(PipeBackward, RunsAgainIfTheGraphIsRetained) {
     actual.backward({}, retain);
     expected.backward({}, retain);
   }
-  EXPECT_TRUE(same_bits(gradients_of(*net), gradients_of(*alone)));
+  EXPECT_TRUE(equal(gradients_of(*net), gradients_of(*alone)));
   EXPECT_THAT(message_of<c10::Error>([&] { actual.backward(); }), HasSubstr("a second time"));
 }
 
@@ -105,8 +106,8 @@ TEST(PipeBackward, GivesTheGradientsThatAreAskedFor) {
   const auto grad = [&](const Tensor& y, const Tensor& parameter) {
     return torch::autograd::grad({loss_of(y)}, {x, parameter});
   };
-  EXPECT_TRUE(same_bits(grad(pipe(x), net->parameters()[0]),
-                        grad(on_micro_batches(alone, x, 2), alone->parameters()[0])));
+  EXPECT_TRUE(equal(grad(pipe(x), net->parameters()[0]),
+                    grad(on_micro_batches(alone, x, 2), alone->parameters()[0])));
   // Two forwards before a backward.
   const auto both = pipe(x) + pipe(x * 2),
              expected = on_micro_batches(alone, x, 2) + on_micro_batches(alone, x * 2, 2);
@@ -124,7 +125,7 @@ TEST(PipeBackward, OutlivesThePipeInAnotherThread) {
   }
   std::thread([&] { loss.backward(); }).join();
   loss_of(on_micro_batches(alone, random({4, 3}), 2)).backward();
-  EXPECT_TRUE(same_bits(gradients_of(*net), gradients_of(*alone)));
+  EXPECT_TRUE(equal(gradients_of(*net), gradients_of(*alone)));
 }
 
 TEST(PipeBackward, LeavesFrozenAndUnusedParametersWithoutGradients) {

@@ -10,19 +10,21 @@
 #include <lockstep/parallel/pipeline/pipe.h>
 #include <lockstep/parallel/pipeline/testing/pipe_fixtures.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/tensors.h>
 #include <lockstep/testing/test_device.h>
 
 namespace lockstep::pipe_device_test {
 namespace {
 
 namespace nn = torch::nn;
+using testing::equal;
 using testing::gradients_of;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::message_of;
+using testing::on_cpu;
 using testing::on_micro_batches;
 using testing::random;
-using testing::same_bits;
 using testing::test_device;
 using torch::Tensor;
 
@@ -42,11 +44,6 @@ nn::Sequential net_of(bool with_batch_norm = true, bool with_noise = false) {
   net->push_back(nn::Linear(5, 2));
   net->to(at::kDouble);
   return net;
-}
-
-std::vector<Tensor> on_cpu(std::vector<Tensor> tensors) {
-  for (auto& tensor : tensors) tensor = tensor.detach().cpu();
-  return tensors;
 }
 
 /// Parameters and buffers after some steps.
@@ -86,7 +83,7 @@ TEST(PipeOnDevice, TrainsAsTheModuleAlone) {
       EXPECT_EQ(net->parameters()[0].device(), devices.front());
       const auto actual =
           train(net, devices.front(), devices.back(), [&](const Tensor& x) { return pipe(x); });
-      EXPECT_TRUE(same_bits(actual, expected)) << devices << ' ' << static_cast<int>(checkpoint);
+      EXPECT_TRUE(equal(actual, expected)) << devices << ' ' << static_cast<int>(checkpoint);
     }
   }
 }
@@ -114,8 +111,8 @@ TEST(PipeOnDevice, DrawsTheSameRandomNumbersAgain) {
     return on_cpu(gradients_of(*net));
   };
   const auto kept = gradients(PipeCheckpoint::kNever, test_device(1));
-  EXPECT_TRUE(same_bits(gradients(PipeCheckpoint::kAlways, test_device(1)), kept));
-  EXPECT_TRUE(same_bits(gradients(PipeCheckpoint::kExceptLast, test_device(1)), kept));
+  EXPECT_TRUE(equal(gradients(PipeCheckpoint::kAlways, test_device(1)), kept));
+  EXPECT_TRUE(equal(gradients(PipeCheckpoint::kExceptLast, test_device(1)), kept));
   EXPECT_THAT(message_of<c10::Error>([&] { gradients(PipeCheckpoint::kAlways, test_device(0)); }),
               HasSubstr("set checkpoint to kNever"));
 }

@@ -14,6 +14,7 @@
 #include <lockstep/parallel/pipeline/pipe.h>
 #include <lockstep/parallel/pipeline/testing/pipe_fixtures.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/tensors.h>
 
 namespace lockstep::pipe_test {
 namespace {
@@ -22,13 +23,13 @@ namespace nn = torch::nn;
 using ::testing::AllOf;
 using testing::Calls;
 using testing::copy_of;
+using testing::equal;
 using testing::gradients_of;
 using ::testing::HasSubstr;
 using testing::loss_of;
 using testing::message_of;
 using testing::on_micro_batches;
 using testing::random;
-using testing::same_bits;
 using torch::Tensor;
 
 PipeOptions on_cpus(size_t partitions, int64_t chunks, PipeCheckpoint checkpoint = PipeCheckpoint::kNever) {
@@ -110,9 +111,9 @@ TEST(Pipe, ComputesTheBitsOfTheModuleOnTheMicroBatches) {
       if (!expected.requires_grad()) continue;
       loss_of(actual).backward();
       loss_of(expected).backward();
-      ASSERT_TRUE(same_bits(gradients_of(*net), gradients_of(*alone)));
-      ASSERT_TRUE(same_bits({x.grad()}, {y.grad()}));
-      ASSERT_TRUE(same_bits(net->buffers(), alone->buffers()));
+      ASSERT_TRUE(equal(gradients_of(*net), gradients_of(*alone)));
+      ASSERT_TRUE(equal({x.grad()}, {y.grad()}));
+      ASSERT_TRUE(equal(net->buffers(), alone->buffers()));
     }
   }
 }
@@ -135,7 +136,7 @@ TEST(Pipe, AddsTheGradientsOfSharedParameters) {
   };
   for (const auto& balance : std::vector<std::vector<int64_t>>{{5}, {2, 1, 2}, {1, 1, 1, 1, 1}}) {
     const auto [actual, expected] = compare(balance);
-    EXPECT_TRUE(same_bits(actual, expected)) << at::IntArrayRef(balance);
+    EXPECT_TRUE(equal(actual, expected)) << at::IntArrayRef(balance);
   }
   const auto [actual, expected] = compare({3, 2});  // twice in one, once in the other: rounded otherwise
   for (size_t i = 0; i < actual.size(); ++i) EXPECT_TRUE(torch::allclose(actual[i], expected[i], 1e-12));
@@ -197,7 +198,7 @@ TEST(Pipe, PassesTensorsInPairsTuplesAndVectors) {
     EXPECT_FALSE(actual[1].requires_grad());
     loss_of(actual[0]).backward();
     loss_of(expected).backward();
-    EXPECT_TRUE(same_bits(gradients_of(*net), gradients_of(*alone)));
+    EXPECT_TRUE(equal(gradients_of(*net), gradients_of(*alone)));
   }
   Pipe pipe(net, {1, 2}, on_cpus(2, 2));
   EXPECT_THAT(message_of<c10::Error>([&] { pipe(x, indices, int64_t{3}); }),
@@ -289,7 +290,7 @@ TEST(Pipe, HasTheNamesAndStatesOfTheSequential) {
   nn::Sequential other(
       {{"first", nn::Linear(3, 4)}, {"norm", nn::BatchNorm1d(4)}, {"last", nn::Linear(4, 2)}});
   torch::load(other, file);
-  EXPECT_TRUE(same_bits(other->parameters(), net->parameters()));
+  EXPECT_TRUE(equal(other->parameters(), net->parameters()));
 }
 
 TEST(Pipe, WorksWithoutGradients) {
@@ -354,7 +355,7 @@ TEST(Pipe, RefusesToComputeRandomActivationsAgainInThreads) {
     loss_of(one(x)).backward();
     return testing::copies(gradients_of(*net));
   };
-  EXPECT_TRUE(same_bits(gradients(PipeCheckpoint::kAlways), gradients(PipeCheckpoint::kNever)));
+  EXPECT_TRUE(equal(gradients(PipeCheckpoint::kAlways), gradients(PipeCheckpoint::kNever)));
 }
 
 /// bfloat16 on the CPU, in the calling thread.

@@ -8,6 +8,7 @@
 #include <lockstep/parallel/ddp/hooks/default_hooks.h>
 #include <lockstep/parallel/ddp/hooks/internal/numpy_random.h>
 #include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
@@ -215,7 +216,7 @@ TEST(PowerSgd, SavesAndLoadsEverything) {
         for (int iteration = 4; iteration < 7; ++iteration) {
           const auto expected = kModel.reduce(state, hook, rank, iteration);
           const auto actual = kModel.reduce(loaded, hook, rank, iteration);
-          for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(actual[i], expected[i])) << i;
+          testing::expect_equal(actual, expected);
         }
         EXPECT_EQ(loaded.compression_stats().numel_after_compression,
                   state.compression_stats().numel_after_compression);

@@ -8,6 +8,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/tensors.h>
 #include <lockstep/testing/test_device.h>
 
@@ -47,15 +48,10 @@ inline StateDict trained(const FullyShardedDataParallelOptions& options, int ran
   return trained(model, rank, *optimizer);
 }
 
-inline void expect_close(const StateDict& actual, const StateDict& expected, double tolerance) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    EXPECT_TRUE(actual.at(name).toTensor().is_cpu()) << name;
-    EXPECT_LE(
-        testing::difference(actual.at(name).toTensor().to(at::kDouble), value.toTensor().to(at::kDouble)),
-        tolerance)
-        << name;
-  }
+/// As testing::expect_close(), and that the state is on the CPU.
+inline void expect_close(const StateDict& actual, const StateDict& expected, double tolerance = 1e-10) {
+  for (const auto& [name, value] : actual) EXPECT_TRUE(value.toTensor().is_cpu()) << name;
+  testing::expect_close(actual, expected, tolerance);
 }
 
 constexpr int kLayers = 8, kWidth = 256;

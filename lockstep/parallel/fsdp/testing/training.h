@@ -14,6 +14,7 @@
 #include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
+#include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
 
@@ -147,13 +148,6 @@ inline StateDict train_alone(const Recipe& recipe, int ranks) {
   return state;
 }
 
-inline void expect_same(const StateDict& actual, const StateDict& expected) {
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, value] : expected) {
-    EXPECT_LT(testing::difference(actual.at(name).toTensor(), value.toTensor()), 1e-10) << name;
-  }
-}
-
 inline fsdp::ShardingStrategy strategy_over(int hosts) {
   return hosts > 1 ? fsdp::ShardingStrategy::HYBRID_SHARD : fsdp::ShardingStrategy::FULL_SHARD;
 }
@@ -183,7 +177,7 @@ inline void compare(const Recipe& recipe, int ranks, int hosts = 1) {
       run(*model.make_optimizer<optim::SGD>(optim::SGDOptions(0.05).momentum(0.9)));
     }
     const auto state = model.full_state_dict();
-    expect_same(state, train_alone(recipe, ranks));
+    testing::expect_close(state, train_alone(recipe, ranks));
     for (const auto& [name, value] : state) EXPECT_TRUE(testing::same_everywhere(value.toTensor())) << name;
   };
   testing::run_ranks(ranks, train_sharded, {.hosts = hosts});

@@ -8,6 +8,7 @@
 
 #include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/parallel/pipeline/internal/split_backward.h>
+#include <lockstep/testing/expect_equal.h>
 
 namespace lockstep::split_backward_test {
 namespace {
@@ -54,21 +55,11 @@ Gradients compute(bool split, const Forward& forward, const Tensors& weights, co
   return result;
 }
 
-void expect_same(const Tensors& actual, const Tensors& wanted, const std::string& what) {
-  ASSERT_EQ(actual.size(), wanted.size()) << what;
-  for (size_t i = 0; i < actual.size(); ++i) {
-    ASSERT_EQ(actual[i].defined(), wanted[i].defined()) << what << ' ' << i;
-    if (actual[i].defined()) {
-      EXPECT_TRUE(at::equal(actual[i], wanted[i])) << what << ' ' << i;
-    }
-  }
-}
-
 void expect_bits_of_whole_backward(const Forward& forward, const Tensors& weights, const Tensors& inputs) {
   const Gradients whole = compute(false, forward, weights, inputs);
   const Gradients halves = compute(true, forward, weights, inputs);
-  expect_same(halves.of_inputs, whole.of_inputs, "input");
-  expect_same(halves.of_weights, whole.of_weights, "weight");
+  testing::expect_equal(halves.of_inputs, whole.of_inputs, "input");
+  testing::expect_equal(halves.of_weights, whole.of_weights, "weight");
   bool any = weights.empty();
   for (const auto& gradient : whole.of_weights) any = any || gradient.defined();
   EXPECT_TRUE(any) << "nothing was compared";

@@ -40,13 +40,6 @@ inline std::vector<torch::Tensor> gradients_of(const torch::nn::Module& module) 
   return answer;
 }
 
-/// The same bits, and undefined where the other is.
-inline bool same_bits(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-    return x.defined() == y.defined() && (!x.defined() || torch::equal(x, y));
-  });
-}
-
 /// A loss that weighs all elements differently.
 inline torch::Tensor loss_of(const torch::Tensor& output) {
   return (output * random(output.sizes(), 17, output.scalar_type()).to(output.device())).sum();
