@@ -79,7 +79,7 @@ TEST(FolderLock, OfADeadProcessIsFree) {
                                             [&](int) {
                                               if (!locks) failpoint::configure(kNoLocks);
                                               const auto lock = FolderLock::acquire(folder);
-                                              ::raise(SIGKILL);
+                                              testing::die();
                                             },
                                             {.environment = scratch.environment()});
     if (Scratch::in_rank()) continue;
@@ -122,7 +122,7 @@ TEST(FolderLock, WaitsForAProcessThatIsJustEnding) {
                                                 const auto lock = FolderLock::acquire(scratch.path() / name);
                                                 held.give();
                                                 waited_for.await();
-                                                ::raise(SIGKILL);
+                                                testing::die();
                                               }
                                               held.await();
                                               on_first_check = [&] { waited_for.give(); };

@@ -21,22 +21,12 @@ namespace lockstep::failure_test {
 namespace {
 
 using namespace std::chrono_literals;
+using testing::expect_survivors;
 using ::testing::HasSubstr;
 using testing::message_of;
-using testing::RankOutcome;
 using testing::run_ranks;
 using testing::run_ranks_collect;
-
-/// That this rank, and no other, was killed by signal 9; the others have ended well.
-void expect_killed(const std::vector<RankOutcome>& outcomes, int victim) {
-  for (const RankOutcome& outcome : outcomes) {
-    if (outcome.rank == victim) {
-      EXPECT_EQ(outcome.signal.value_or(0), 9);
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-    }
-  }
-}
+using testing::run_survivors;
 
 struct Death {
   const char* where;  // the failpoint at which rank 1 dies
@@ -48,22 +38,18 @@ class DeathInAllReduce : public ::testing::TestWithParam<Death> {};
 
 TEST_P(DeathInAllReduce, IsToldToAllOthersWithRankOperationAndCause) {
   const auto [where, numel, shared] = GetParam();
-  auto outcomes = run_ranks_collect(
-      3,
-      [&](int rank) {
-        auto world = init_process_group();
-        at::Tensor tensor = shared ? empty_shared({numel}).fill_(1) : at::ones({numel});
-        for (int i = 0; i < 3; ++i) all_reduce(tensor);
-        if (rank == 1) failpoint::configure(std::string(where) + "=kill(9)");
-        const auto text = message_of([&] { all_reduce(tensor); });
-        EXPECT_THAT(text, HasSubstr("all_reduce (sequence 4"));
-        EXPECT_TRUE(std::regex_search(text, std::regex("rank 1 \\(pid [0-9]+\\) (was )?killed by signal 9")))
-            << text;
-        // The group stays failed, with the first cause, at once.
-        EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
-      },
-      {.expected_failures = {1}});
-  expect_killed(outcomes, 1);
+  run_survivors(3, {1}, [&](int rank) {
+    auto world = init_process_group();
+    at::Tensor tensor = shared ? empty_shared({numel}).fill_(1) : at::ones({numel});
+    for (int i = 0; i < 3; ++i) all_reduce(tensor);
+    if (rank == 1) failpoint::configure(std::string(where) + "=kill(9)");
+    const auto text = message_of([&] { all_reduce(tensor); });
+    EXPECT_THAT(text, HasSubstr("all_reduce (sequence 4"));
+    EXPECT_TRUE(std::regex_search(text, std::regex("rank 1 \\(pid [0-9]+\\) (was )?killed by signal 9")))
+        << text;
+    // The group stays failed, with the first cause, at once.
+    EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, DeathInAllReduce,
@@ -76,20 +62,18 @@ class DeathBeforeItsMemoryCame : public ::testing::TestWithParam<int> {};
 TEST_P(DeathBeforeItsMemoryCame, IsToldToAllOthers) {
   const int hosts = GetParam();
   if (hosts > 1 && !testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
-  const auto outcomes = run_ranks_collect(
-      4,
-      [](int rank) {
-        auto world = init_process_group();
-        if (rank == 3) failpoint::configure("send_segment=errno(32);reduce=kill(9)");
-        at::Tensor tensor = empty_shared({1'000'000}).fill_(1);  // more than a segment holds
-        const auto text = message_of([&] { all_reduce(tensor); });
-        EXPECT_TRUE(std::regex_search(
-            text, std::regex("rank 3 \\(pid [0-9]+( on host-1)?\\) (was )?killed by signal 9")))
-            << text;
-        EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
-      },
-      {.expected_failures = {3}, .hosts = hosts, .environment = {{"LOCKSTEP_SEGMENT_MB", "1"}}});
-  expect_killed(outcomes, 3);
+  run_survivors(4, {3},
+                [](int rank) {
+                  auto world = init_process_group();
+                  if (rank == 3) failpoint::configure("send_segment=errno(32);reduce=kill(9)");
+                  at::Tensor tensor = empty_shared({1'000'000}).fill_(1);  // more than a segment holds
+                  const auto text = message_of([&] { all_reduce(tensor); });
+                  EXPECT_TRUE(std::regex_search(
+                      text, std::regex("rank 3 \\(pid [0-9]+( on host-1)?\\) (was )?killed by signal 9")))
+                      << text;
+                  EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr("signal 9"));
+                },
+                {.hosts = hosts, .environment = {{"LOCKSTEP_SEGMENT_MB", "1"}}});
 }
 
 INSTANTIATE_TEST_SUITE_P(On, DeathBeforeItsMemoryCame, ::testing::Values(1, 2),
@@ -101,28 +85,26 @@ class DeathBehindItsAnnouncement : public ::testing::TestWithParam<int> {};
 TEST_P(DeathBehindItsAnnouncement, EndsTheOperationOnceAnotherRankComes) {
   const int hosts = GetParam();
   if (hosts > 1 && !testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
-  const auto outcomes = run_ranks_collect(
-      4,
-      [](int rank) {
-        auto world = init_process_group();
-        at::Tensor tensor = at::ones({100'000});
-        if (rank == 3) failpoint::configure("announced=kill(9)");
-        if (rank == 2) {
-          EXPECT_THAT(message_of([&] { recv(tensor); }), HasSubstr("signal 9"));
-        }
-        const auto text = message_of([&] {
-          if (rank == 0) {
-            recv(tensor, 2);
-          } else {
-            barrier();
-          }
-        });
-        EXPECT_TRUE(std::regex_search(
-            text, std::regex("rank 3 \\(pid [0-9]+( on host-1)?\\) (was )?killed by signal 9")))
-            << text;
-      },
-      {.expected_failures = {3}, .hosts = hosts});
-  expect_killed(outcomes, 3);
+  run_survivors(4, {3},
+                [](int rank) {
+                  auto world = init_process_group();
+                  at::Tensor tensor = at::ones({100'000});
+                  if (rank == 3) failpoint::configure("announced=kill(9)");
+                  if (rank == 2) {
+                    EXPECT_THAT(message_of([&] { recv(tensor); }), HasSubstr("signal 9"));
+                  }
+                  const auto text = message_of([&] {
+                    if (rank == 0) {
+                      recv(tensor, 2);
+                    } else {
+                      barrier();
+                    }
+                  });
+                  EXPECT_TRUE(std::regex_search(
+                      text, std::regex("rank 3 \\(pid [0-9]+( on host-1)?\\) (was )?killed by signal 9")))
+                      << text;
+                },
+                {.hosts = hosts});
 }
 
 INSTANTIATE_TEST_SUITE_P(On, DeathBehindItsAnnouncement, ::testing::Values(1, 2),
@@ -143,11 +125,7 @@ TEST(Failure, EndsInOtherWaysAreNamedToo) {
                                         EXPECT_THAT(message_of([&] { barrier(); }), HasSubstr(end.words));
                                       },
                                       {.expected_failures = {1}});
-    for (const auto& outcome : outcomes) {
-      if (outcome.rank == 0) {
-        EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-      }
-    }
+    expect_survivors(outcomes, {1});
   }
 }
 
@@ -160,11 +138,7 @@ TEST(Failure, ExceptionThatEndsARankIsNoticed) {
                                       EXPECT_THAT(text, HasSubstr("rank 1"));
                                     },
                                     {.expected_failures = {1}});
-  for (const auto& outcome : outcomes) {
-    if (outcome.rank == 0) {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("");
-    }
-  }
+  expect_survivors(outcomes, {1});
 }
 
 TEST(Failure, StoppedRankIsNamedAtTheTimeout) {
@@ -206,9 +180,7 @@ TEST(Failure, SigstoppedProcessTimesOutAndIsNamed) {
     }
     if (rank == 0) ::kill(static_cast<pid_t>(pids[1].item<int64_t>()), SIGCONT);
   });
-  for (const auto& outcome : outcomes) {
-    EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-  }
+  expect_survivors(outcomes);
 }
 
 struct Mismatch {

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -36,8 +35,6 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::OperationStream;
 using testing::Random;
-using testing::RankOutcome;
-using testing::run_ranks_collect;
 using testing::SharedFolder;
 
 constexpr int kRanks = 8;  // each run kills all but one, one after the other
@@ -84,7 +81,7 @@ class Killer {
           std::atomic<int64_t> left{spins};
           while (left.fetch_sub(1, std::memory_order_relaxed) > 0) {
           }
-          ::kill(::getpid(), SIGKILL);
+          testing::die();
         }) {
     thread_.detach();
   }
@@ -217,23 +214,11 @@ TEST(Kill, IsNamedToAllOthersWhoWereToldNothingWrongAndGoOn) {
     const auto order = order_of_death(run_seed);
     auto environment = testing::seed_environment(seed);
     for (const auto& variable : folder.environment()) environment.push_back(variable);
-    std::vector<int> all(kRanks);
-    std::iota(all.begin(), all.end(), 0);
-    const auto outcomes =
-        run_ranks_collect(kRanks, [&](int rank) { live(rank, order, run_seed, folder.path()); },
-                          {.deadline = 100s, .expected_failures = all, .environment = environment});
+    SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed) + ", run " + std::to_string(run));
+    testing::run_survivors(kRanks, {order.begin(), order.end() - 1},
+                           [&](int rank) { live(rank, order, run_seed, folder.path()); },
+                           {.deadline = 100s, .environment = environment});
     if (SharedFolder::in_rank()) continue;  // in a rank of a later run
-    for (const RankOutcome& outcome : outcomes) {
-      SCOPED_TRACE("LOCKSTEP_TEST_SEED=" + std::to_string(seed) + ", run " + std::to_string(run) + ", rank " +
-                   std::to_string(outcome.rank));
-      const auto why = outcome.exception.value_or("no exception") + "\n" + outcome.output;
-      EXPECT_FALSE(outcome.timed_out) << "hangs\n" << why;
-      if (outcome.rank == order.back()) {
-        EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << why;
-      } else {
-        EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << why;
-      }
-    }
     testing::stop_rank_server();
     EXPECT_TRUE(::waitpid(-1, nullptr, WNOHANG) == -1 && errno == ECHILD) << "a process is left";
     if (HasFailure()) break;

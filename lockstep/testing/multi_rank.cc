@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
 #include <iostream>
@@ -7,6 +9,7 @@
 #include <stdexcept>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 
 #include <gtest/gtest-spi.h>
@@ -211,6 +214,43 @@ std::vector<RankOutcome> run_ranks_collect(int nprocs, const std::function<void(
     to.timed_out = result->deadline_passed && from.asked_to_end;
   }
   return outcomes;
+}
+
+void expect_survivors(const std::vector<RankOutcome>& outcomes, const std::vector<int>& victims) {
+  for (const RankOutcome& outcome : outcomes) {
+    if (outcome.pid == 0) continue;  // in a rank of another run the outcome has no content
+    if (std::find(victims.begin(), victims.end(), outcome.rank) != victims.end()) continue;
+    const std::string why = outcome.exception.value_or("no exception") + "\n" + outcome.output;
+    EXPECT_FALSE(outcome.timed_out) << "rank " << outcome.rank << " hangs\n" << why;
+    EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << "rank " << outcome.rank << ": " << why;
+  }
+}
+
+void run_survivors(int nprocs, const std::vector<int>& victims, const std::function<void(int rank)>& body,
+                   RunRanksOptions options) {
+  options.expected_failures = victims;
+  const auto outcomes = run_ranks_collect(nprocs, body, options);
+  expect_survivors(outcomes, victims);
+  for (const int victim : victims) {
+    const RankOutcome& outcome = outcomes.at(static_cast<size_t>(victim));
+    if (outcome.pid == 0) continue;
+    const std::string why = outcome.exception.value_or("no exception") + "\n" + outcome.output;
+    EXPECT_FALSE(outcome.timed_out) << "rank " << victim << " hangs\n" << why;
+    EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << "rank " << victim << ": " << why;
+  }
+}
+
+void die() {
+  ::kill(::getpid(), SIGKILL);
+  std::abort();
+}
+
+void die_after(std::chrono::nanoseconds delay) {
+  std::thread([until = std::chrono::steady_clock::now() + delay] {
+    while (std::chrono::steady_clock::now() < until) {  // sleeping is too coarse
+    }
+    die();
+  }).detach();
 }
 
 }  // namespace lockstep::testing

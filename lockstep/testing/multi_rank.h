@@ -66,4 +66,15 @@ bool has_wire();
 std::vector<RankOutcome> run_ranks_collect(int nprocs, const std::function<void(int rank)>& body,
                                            const RunRanksOptions& options = {});
 
+/// Fails the test for each rank but the `victims` that did not return from the body.
+void expect_survivors(const std::vector<RankOutcome>& outcomes, const std::vector<int>& victims = {});
+
+/// Runs a body in which `victims` are killed by SIGKILL and all others must return.
+void run_survivors(int nprocs, const std::vector<int>& victims, const std::function<void(int rank)>& body,
+                   RunRanksOptions options = {});
+
+/// Ends this process by SIGKILL: at once, or after that time, in the midst of what it does then.
+[[noreturn]] void die();
+void die_after(std::chrono::nanoseconds delay);
+
 }  // namespace lockstep::testing

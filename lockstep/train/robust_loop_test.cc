@@ -257,8 +257,7 @@ TEST(RobustLoop, TheLowestSurvivorSavesWhatWasDone) {
           // Without dropout's random numbers, of which the dead rank takes its own with it.
           Job job(folder.path() / name,
                   {.dropout = 0, .every_steps = 2, .callbacks = {.before_step = [&](TrainerCore& core) {
-                                                     if (rank == victim && core.step() == 3)
-                                                       ::kill(::getpid(), SIGKILL);
+                                                     if (rank == victim && core.step() == 3) testing::die();
                                                    }}});
           RobustLoop(job.trainer).run();
         },
@@ -327,7 +326,7 @@ TEST(RobustLoop, WithoutAHostTheLowestSurvivorSavesWhatWasDone) {
                                         .dropout = 0,
                                         .every_steps = 2,
                                         .callbacks = {.before_step = [&](TrainerCore& core) {
-                                          if (rank >= 2 && core.step() == 3) ::kill(::getpid(), SIGKILL);
+                                          if (rank >= 2 && core.step() == 3) testing::die();
                                         }}});
         RobustLoop(job.trainer).run();
       },
@@ -362,7 +361,7 @@ TEST(RobustLoop, AShardedOptimizerIsNotSavedInPart) {
                         {.checkpoint = CheckpointManagerOptions{.directory = folder.path() / "run"},
                          .progress_bar = false,
                          .callbacks = {{.before_step = [&](TrainerCore& core) {
-                           if (rank == 1 && core.step() == 2) ::kill(::getpid(), SIGKILL);
+                           if (rank == 1 && core.step() == 2) testing::die();
                          }}}});
         RobustLoop(trainer).run();
       },

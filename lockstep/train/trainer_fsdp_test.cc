@@ -1,6 +1,5 @@
 // A Trainer of a FullyShardedDataParallel against one of a DistributedDataParallel, and its checkpoints.
 #include <algorithm>
-#include <csignal>
 #include <cstdint>
 #include <exception>
 #include <filesystem>
@@ -8,7 +7,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -487,7 +485,7 @@ TEST(TrainerFsdp, RobustLoopSavesNothingAfterAFailure) {
                 options_for(2, CheckpointManagerOptions{.directory = path, .every_steps = 2, .async = false});
             options.callbacks = {{.before_step = [&](TrainerCore& core) {
               if (rank != failing || core.step() != 3) return;
-              if (dies) ::kill(::getpid(), SIGKILL);
+              if (dies) testing::die();
               TORCH_CHECK(false, "a bad sample");
             }}};
             Trainer trainer(model, *optimizer, loader, loss_of, options);

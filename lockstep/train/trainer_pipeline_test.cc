@@ -1,5 +1,4 @@
 // A Trainer of a pipeline against one of the whole model in one process, and its checkpoints.
-#include <csignal>
 #include <cstdint>
 #include <filesystem>
 #include <gmock/gmock.h>
@@ -257,7 +256,7 @@ TEST(TrainerPipeline, GoesOnAfterARankWasKilled) {
                                    auto world = init_process_group();
                                    (void)train_robustly(true, {.before_step = [&](TrainerCore& core) {
                                                           if (rank == 1 && core.step() == kKilledAt)
-                                                            ::kill(::getpid(), SIGKILL);
+                                                            testing::die();
                                                         }});
                                  },
                                  {.expected_failures = {0, 1, 2, 3}, .environment = folder.environment()});

@@ -27,7 +27,7 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::other_stream;
 using testing::run_ranks;
-using testing::run_ranks_collect;
+using testing::run_survivors;
 using testing::test_device;
 
 constexpr int64_t kLarge = 30001;  // floats: more than fits into an announcement
@@ -405,26 +405,19 @@ TEST(StagingOnDevice, AbortEndsWaitsForADevice) {
 }
 
 TEST(StagingOnDevice, PeersEndsAreToldAsEver) {
-  auto outcomes =
-      run_ranks_collect(3,
-                        [](int rank) {
-                          auto world = init_process_group();
-                          at::Tensor tensor = rank == 2 ? at::ones({kLarge}) : on_device(1);
-                          for (int i = 0; i < 2; ++i) all_reduce(tensor);
-                          if (rank == 1) failpoint::configure("reduce=kill(9)");
-                          const auto text = message_of([&] { all_reduce(tensor); });
-                          EXPECT_THAT(text, HasSubstr("all_reduce (sequence 3"));
-                          EXPECT_THAT(text, HasSubstr("killed by signal 9"));
-                          EXPECT_THAT(message_of([&] { all_reduce(tensor); }), HasSubstr("signal 9"));
-                          if (rank == 0) {  // results of a failed operation are not brought
-                            EXPECT_TRUE(all_are(tensor, 9));
-                          }
-                        },
-                        {.expected_failures = {1}});
-  for (const auto& outcome : outcomes) {
-    if (outcome.rank == 1) continue;
-    EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-  }
+  run_survivors(3, {1}, [](int rank) {
+    auto world = init_process_group();
+    at::Tensor tensor = rank == 2 ? at::ones({kLarge}) : on_device(1);
+    for (int i = 0; i < 2; ++i) all_reduce(tensor);
+    if (rank == 1) failpoint::configure("reduce=kill(9)");
+    const auto text = message_of([&] { all_reduce(tensor); });
+    EXPECT_THAT(text, HasSubstr("all_reduce (sequence 3"));
+    EXPECT_THAT(text, HasSubstr("killed by signal 9"));
+    EXPECT_THAT(message_of([&] { all_reduce(tensor); }), HasSubstr("signal 9"));
+    if (rank == 0) {  // results of a failed operation are not brought
+      EXPECT_TRUE(all_are(tensor, 9));
+    }
+  });
 }
 
 TEST(StagingOnDevice, ManyThreadsAndStreams) {

@@ -22,7 +22,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
-using testing::run_ranks_collect;
+using testing::run_survivors;
 
 int64_t sum_of_ranks(const ProcessGroup& group) {
   at::Tensor tensor = at::full({1}, get_rank(), at::kLong);
@@ -194,30 +194,20 @@ class DeathWhileMaking : public ::testing::TestWithParam<std::tuple<const char*,
 
 TEST_P(DeathWhileMaking, IsToldToTheOthersWhoGoOn) {
   const auto [where, local] = GetParam();
-  auto outcomes =
-      run_ranks_collect(3,
-                        [&](int rank) {
-                          auto world = init_process_group();
-                          auto survivors = new_group({0, 2});
-                          GroupOptions options;
-                          options.use_local_synchronization = local;
-                          if (rank == 1) failpoint::configure(std::string(where) + "=kill(9)");
-                          const auto text = message_of([&] { new_group({0, 1, 2}, {}, options); });
-                          EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid"), HasSubstr("signal 9")));
-                          EXPECT_EQ(sum_of_ranks(survivors), 2);
-                          // All ranks can't meet any more, but those that live can.
-                          options.use_local_synchronization = true;
-                          EXPECT_EQ(sum_of_ranks(new_group({0, 2}, {}, options)), 2);
-                          EXPECT_THAT(message_of([] { new_group({0, 2}); }), HasSubstr("rank 1 (pid"));
-                        },
-                        {.expected_failures = {1}});
-  for (const auto& outcome : outcomes) {
-    if (outcome.rank == 1) {
-      EXPECT_EQ(outcome.signal.value_or(0), 9);
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+  run_survivors(3, {1}, [&](int rank) {
+    auto world = init_process_group();
+    auto survivors = new_group({0, 2});
+    GroupOptions options;
+    options.use_local_synchronization = local;
+    if (rank == 1) failpoint::configure(std::string(where) + "=kill(9)");
+    const auto text = message_of([&] { new_group({0, 1, 2}, {}, options); });
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid"), HasSubstr("signal 9")));
+    EXPECT_EQ(sum_of_ranks(survivors), 2);
+    // All ranks can't meet any more, but those that live can.
+    options.use_local_synchronization = true;
+    EXPECT_EQ(sum_of_ranks(new_group({0, 2}, {}, options)), 2);
+    EXPECT_THAT(message_of([] { new_group({0, 2}); }), HasSubstr("rank 1 (pid"));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, DeathWhileMaking,

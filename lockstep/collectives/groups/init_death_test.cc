@@ -16,10 +16,11 @@ namespace lockstep::init_death_test {
 namespace {
 
 using namespace std::chrono_literals;
+using testing::expect_survivors;
 using ::testing::HasSubstr;
 using testing::message_of;
-using testing::RankOutcome;
 using testing::run_ranks_collect;
+using testing::run_survivors;
 
 /// A failpoint, at a pass of it. Each init_process_group() holds four exchanges: that all are there, where
 /// they are, that all are connected, and where their first group lies.
@@ -42,8 +43,8 @@ bool passes(const Place& place, int rank, int ranks) {
 
 void kill_there(const Place& place, int victim, int ranks) {
   SCOPED_TRACE("rank " + std::to_string(victim) + " of " + std::to_string(ranks));
-  const auto outcomes = run_ranks_collect(
-      ranks,
+  run_survivors(
+      ranks, {victim},
       [&](int rank) {
         if (rank == victim) {
           failpoint::configure(std::string(place.failpoint) + "=kill(9)@" + std::to_string(place.pass));
@@ -55,14 +56,7 @@ void kill_there(const Place& place, int victim, int ranks) {
         }
         EXPECT_THAT(text, HasSubstr(") killed by signal 9"));
       },
-      {.deadline = 40s, .expected_failures = {victim}});
-  for (const RankOutcome& outcome : outcomes) {
-    if (outcome.rank == victim) {
-      EXPECT_EQ(outcome.signal.value_or(0), 9) << outcome.exception.value_or("") << outcome.output;
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-    }
-  }
+      {.deadline = 40s});
 }
 
 class DeathInInit : public ::testing::TestWithParam<Place> {};
@@ -102,9 +96,7 @@ TEST(FailureInInit, OfOneRankIsTheErrorOfAll) {
                               "no luck"));
       },
       {.deadline = 40s});
-  for (const RankOutcome& outcome : outcomes) {
-    EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
-  }
+  expect_survivors(outcomes);
 }
 
 }  // namespace

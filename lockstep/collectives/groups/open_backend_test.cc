@@ -1,4 +1,3 @@
-#include <csignal>
 #include <gmock/gmock.h>
 #include <numeric>
 
@@ -74,7 +73,7 @@ TEST(OpenBackend, MessagesNameRanksOfTheJob) {
                                           [](int rank) {
                                             const World world = rendezvous();
                                             const Backend part = open(world, "part", {1, 2});
-                                            if (rank == 2) ::raise(SIGKILL);
+                                            if (rank == 2) testing::die();
                                             if (rank == 1) sum_over(part, 1);
                                           },
                                           {.expected_failures = {1, 2}});

@@ -1,10 +1,7 @@
 // A rank dies in the middle of training; the others go on from the same step, in the same processes.
 #include <chrono>
-#include <csignal>
 #include <gmock/gmock.h>
 #include <random>
-#include <thread>
-#include <unistd.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -69,18 +66,10 @@ void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds d
   auto net = make_double<Noisy>();
   DistributedDataParallel model(net, {.bucket_cap_mb = 0.01, .restore_buffers_on_failure = true});
   torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
-  std::thread killer;
   ProcessGroup group = default_group();
   int64_t step = 0, steps_after = 0;
   while (steps_after < 6) {
-    if (rank == victim && step == 3) {
-      killer = std::thread([delay] {
-        const auto until = std::chrono::steady_clock::now() + delay;
-        while (std::chrono::steady_clock::now() < until) {
-        }
-        ::kill(::getpid(), SIGKILL);
-      });
-    }
+    if (rank == victim && step == 3) testing::die_after(delay);
     optimizer.zero_grad();
     const auto parameters = copies(net->parameters()), buffers = copies(net->buffers());
     const auto momenta = copies(momentum(optimizer));
@@ -116,17 +105,10 @@ void expect_the_others_go_on(int moments, int hosts) {
   for (int i = 0; i < moments; ++i) {
     const int victim = i % 3;
     const std::chrono::microseconds delay(random() % 8000);
-    const auto outcomes = testing::run_ranks_collect(
-        3, [&](int rank) { train_until_somebody_dies(rank, victim, delay, hosts > 1); },
-        {.expected_failures = {victim}, .hosts = hosts});
-    for (const auto& outcome : outcomes) {
-      if (outcome.rank == victim) {
-        EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
-      } else {
-        EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << "moment " << i << " rank " << outcome.rank << ": "
-                                                       << outcome.exception.value_or("") << outcome.output;
-      }
-    }
+    SCOPED_TRACE("moment " + std::to_string(i));
+    testing::run_survivors(3, {victim},
+                           [&](int rank) { train_until_somebody_dies(rank, victim, delay, hosts > 1); },
+                           {.hosts = hosts});
   }
 }
 
@@ -193,43 +175,33 @@ TEST(DdpFailure, ARankWithoutMemoryForAnothersStateFailsTheOthersToo) {
 }
 
 TEST(DdpFailure, ASenderThatEndsInTheMiddleLeavesTheOthersAsTheyWere) {
-  const auto outcomes = testing::run_ranks_collect(
-      3,
-      [](int rank) {
-        auto world = init_process_group();
-        torch::manual_seed(1);
-        auto net = make_double<Noisy>();
-        DistributedDataParallel model(net);
-        torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
-        for (int step = 0; step < 3; ++step) {
-          optimizer.zero_grad();
-          model(data(rank, {16, 32}, step)).square().mean().backward();
-          if (step < 2 || rank == 0) optimizer.step();
-        }
-        const auto before = copies(net->parameters());
-        // Behind the parameters, before this state.
-        const Recoverable deadly(
-            [] {
-              ::kill(::getpid(), SIGKILL);
-              return std::string();
-            },
-            [](const std::string&) {});
-        message_of<c10::DistBackendError>([&] { model.update_process_group(new_group(), {deadly}); });
-        EXPECT_TRUE(equal(before, net->parameters()));
-        const auto group = shrink_group();
-        EXPECT_EQ(model.update_process_group(group, {optimizer}), 2);
-        EXPECT_TRUE(equal(before, net->parameters()));
-        expect_same_everywhere(net->parameters(), group);
-        expect_same_everywhere(momentum(optimizer), group);
-      },
-      {.expected_failures = {0}});
-  for (const auto& outcome : outcomes) {
-    if (outcome.rank == 0) {
-      EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << outcome.exception.value_or("") << outcome.output;
+  testing::run_survivors(3, {0}, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(1);
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net);
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      model(data(rank, {16, 32}, step)).square().mean().backward();
+      if (step < 2 || rank == 0) optimizer.step();
     }
-  }
+    const auto before = copies(net->parameters());
+    // Behind the parameters, before this state.
+    const Recoverable deadly(
+        [] {
+          testing::die();
+          return std::string();
+        },
+        [](const std::string&) {});
+    message_of<c10::DistBackendError>([&] { model.update_process_group(new_group(), {deadly}); });
+    EXPECT_TRUE(equal(before, net->parameters()));
+    const auto group = shrink_group();
+    EXPECT_EQ(model.update_process_group(group, {optimizer}), 2);
+    EXPECT_TRUE(equal(before, net->parameters()));
+    expect_same_everywhere(net->parameters(), group);
+    expect_same_everywhere(momentum(optimizer), group);
+  });
 }
 
 TEST(DdpFailure, AFinishedStepIsNotUndone) {

@@ -229,7 +229,7 @@ TEST(FsdpOffload, WhatAKilledJobHasLeftIsRemoved) {
                                  [&](int) {
                                    auto world = init_process_group();
                                    const auto model = wrap();
-                                   ::raise(SIGKILL);
+                                   testing::die();
                                  },
                                  {.expected_failures = {0}, .environment = folder.environment()});
   if (killed[0].pid != 0) {

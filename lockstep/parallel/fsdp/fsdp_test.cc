@@ -8,8 +8,6 @@
 #include <optional>
 #include <random>
 #include <string>
-#include <thread>
-#include <unistd.h>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -297,17 +295,9 @@ void train_until_a_rank_dies(int rank, int victim, std::chrono::microseconds del
   FullyShardedDataParallel model(net, {.auto_wrap_policy = fsdp::size_based_auto_wrap_policy(20)});
   const auto optimizer = model.make_optimizer<optim::AdamW>(optim::AdamWOptions(0.01));
   auto last = model.full_state_dict();
-  std::thread killer;
   try {
     for (int step = 0;; ++step) {
-      if (rank == victim && step == 3) {
-        killer = std::thread([delay] {
-          const auto until = std::chrono::steady_clock::now() + delay;
-          while (std::chrono::steady_clock::now() < until) {
-          }
-          ::kill(::getpid(), SIGKILL);
-        });
-      }
+      if (rank == victim && step == 3) testing::die_after(delay);
       optimizer->zero_grad();
       loss_of(model(batch(step, 3, rank))).backward();
       optimizer->step();
@@ -333,41 +323,25 @@ TEST(FullyShardedDataParallel, ARankThatDiesLeavesWholeWeightsOrAnError) {
   for (int moment = 0; moment < 20; ++moment) {
     const int victim = moment % 3;
     const std::chrono::microseconds delay(generator() % 6000);
-    const auto outcomes = testing::run_ranks_collect(
-        3, [&](int rank) { train_until_a_rank_dies(rank, victim, delay); }, {.expected_failures = {victim}});
-    for (const auto& outcome : outcomes) {
-      if (outcome.rank == victim) {
-        EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << outcome.exception.value_or("") << outcome.output;
-      } else {
-        EXPECT_EQ(outcome.exit_status.value_or(-1), 0)
-            << "moment " << moment << " rank " << outcome.rank << ": " << outcome.exception.value_or("")
-            << outcome.output;
-      }
-    }
+    SCOPED_TRACE("moment " + std::to_string(moment));
+    testing::run_survivors(3, {victim}, [&](int rank) { train_until_a_rank_dies(rank, victim, delay); });
   }
 }
 
 TEST(FullyShardedDataParallel, ARankThatDiesWhileWeightsAreWrittenIsAnErrorFromThenOn) {
-  const auto outcomes = testing::run_ranks_collect(
-      3,
-      [](int rank) {
-        auto world = init_process_group();
-        Net net = make_net();
-        FullyShardedDataParallel model(net);
-        const auto die = [rank] {
-          if (rank == 1) ::kill(::getpid(), SIGKILL);
-        };
-        EXPECT_THAT(message_of<c10::Error>([&] { model.summon_full_params(die); }), HasSubstr("rank 1"));
-        EXPECT_THAT(message_of<c10::Error>([&] { model(batch(0, 1)); }),
-                    HasSubstr("an earlier step() has failed"));
-        EXPECT_THAT(message_of<c10::Error>([&] { model.full_state_dict(); }),
-                    HasSubstr("an earlier step() has failed"));
-      },
-      {.expected_failures = {1}});
-  for (const int rank : {0, 2}) {
-    EXPECT_EQ(outcomes[rank].exit_status.value_or(-1), 0)
-        << outcomes[rank].exception.value_or("") << outcomes[rank].output;
-  }
+  testing::run_survivors(3, {1}, [](int rank) {
+    auto world = init_process_group();
+    Net net = make_net();
+    FullyShardedDataParallel model(net);
+    const auto maybe_die = [rank] {
+      if (rank == 1) testing::die();
+    };
+    EXPECT_THAT(message_of<c10::Error>([&] { model.summon_full_params(maybe_die); }), HasSubstr("rank 1"));
+    EXPECT_THAT(message_of<c10::Error>([&] { model(batch(0, 1)); }),
+                HasSubstr("an earlier step() has failed"));
+    EXPECT_THAT(message_of<c10::Error>([&] { model.full_state_dict(); }),
+                HasSubstr("an earlier step() has failed"));
+  });
 }
 
 TEST(FullyShardedDataParallel, ARankEvaluatesAlone) {

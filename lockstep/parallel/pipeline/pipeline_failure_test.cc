@@ -25,10 +25,12 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::AllOf;
+using testing::die;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
 using testing::run_ranks_collect;
+using testing::run_survivors;
 
 /// What a stage does in the backward of the micro-batch with that number.
 struct InBackward : torch::autograd::Function<InBackward> {
@@ -76,32 +78,16 @@ void run_two_pipelines(int rank, const Plan& plan) {
   run_pipeline(rank, mesh.get_group("pp"), plan, 1, mesh.get_group("dp"));
 }
 
-void expect_all_passed_but(int culprit, const std::vector<testing::RankOutcome>& outcomes) {
-  for (const auto& outcome : outcomes) {
-    if (outcome.rank == culprit) {
-      EXPECT_EQ(outcome.signal, SIGKILL);
-    } else {
-      EXPECT_EQ(outcome.exit_status, 0)
-          << outcome.rank << ": " << outcome.exception.value_or("") << outcome.output;
-    }
-  }
-}
-
 void expect_killed_is_named(int ranks, int hosts, const Plan& plan, const std::string& action) {
-  const auto outcomes = run_ranks_collect(
-      ranks,
+  run_survivors(
+      ranks, {plan.culprit},
       [&](int rank) {
         auto world = init_process_group();
         const std::string text = message_of<c10::Error>([&] { run_pipeline(rank, default_group(), plan); });
         EXPECT_THAT(text, AllOf(HasSubstr("rank " + std::to_string(plan.culprit) + " (pid "),
                                 HasSubstr("signal 9 (SIGKILL) in " + action), HasSubstr("of the pipeline")));
       },
-      {.expected_failures = {plan.culprit}, .hosts = hosts});
-  expect_all_passed_but(plan.culprit, outcomes);
-}
-
-void die() {
-  ::kill(::getpid(), SIGKILL);
+      {.hosts = hosts});
 }
 
 TEST(PipelineFailure, AKilledStageIsNamedWithItsAction) {
@@ -167,15 +153,11 @@ TEST(PipelineFailure, AnExceptionIsToldInTheOtherPipelines) {
 
 TEST(PipelineFailure, AKilledStageIsNamedInTheOtherPipelines) {
   const Plan plan{.culprit = 1, .backward = 3, .action = die};
-  const auto outcomes = run_ranks_collect(
-      4,
-      [&](int rank) {
-        auto world = init_process_group();
-        const std::string text = message_of<c10::Error>([&] { run_two_pipelines(rank, plan); });
-        EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 9 (SIGKILL) in 1B3")));
-      },
-      {.expected_failures = {plan.culprit}});
-  expect_all_passed_but(plan.culprit, outcomes);
+  run_survivors(4, {plan.culprit}, [&](int rank) {
+    auto world = init_process_group();
+    const std::string text = message_of<c10::Error>([&] { run_two_pipelines(rank, plan); });
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 9 (SIGKILL) in 1B3")));
+  });
 }
 
 TEST(PipelineFailure, AStoppedStageIsNamedWithItsAction) {
@@ -198,10 +180,7 @@ TEST(PipelineFailure, AStoppedStageIsNamedWithItsAction) {
                           ::kill(static_cast<pid_t>(pid.item<int64_t>()), SIGKILL);
                         },
                         {.expected_failures = {1}});
-  for (const int rank : {0, 2}) {
-    const auto& outcome = outcomes[static_cast<size_t>(rank)];
-    EXPECT_EQ(outcome.exit_status, 0) << rank << ": " << outcome.exception.value_or("") << outcome.output;
-  }
+  testing::expect_survivors(outcomes, {1});
 }
 
 TEST(PipelineFailure, ARankThatLeavesIsNamed) {

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <chrono>
-#include <csignal>
 #include <cstdlib>
 #include <netinet/in.h>
 #include <numeric>
@@ -9,7 +8,6 @@
 #include <string>
 #include <sys/socket.h>
 #include <thread>
-#include <unistd.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
@@ -21,31 +19,9 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/groups/testing/survivors.h>
 #include <lockstep/collectives/objects.h>
+#include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::testing {
-
-void run_survivors(int ranks, const std::vector<int>& victims, const std::function<void(int rank)>& body,
-                   RunRanksOptions options) {
-  options.expected_failures = victims;
-  for (const auto& outcome : run_ranks_collect(ranks, body, options)) {
-    SCOPED_TRACE("rank " + std::to_string(outcome.rank));
-    const std::string why = outcome.exception.value_or("no exception") + "\n" + outcome.output;
-    EXPECT_FALSE(outcome.timed_out) << "hangs\n" << why;
-    // In a rank of another run the outcome has no content.
-    if (!outcome.exit_status && !outcome.signal) continue;
-    const auto found = std::find(victims.begin(), victims.end(), outcome.rank);
-    if (found != victims.end()) {
-      EXPECT_EQ(outcome.signal.value_or(0), SIGKILL) << why;
-    } else {
-      EXPECT_EQ(outcome.exit_status.value_or(-1), 0) << why;
-    }
-  }
-}
-
-[[noreturn]] void die() {
-  ::kill(::getpid(), SIGKILL);
-  std::abort();
-}
 
 c10::intrusive_ptr<c10d::Store> launcher_store() {
   c10d::TCPStoreOptions options;

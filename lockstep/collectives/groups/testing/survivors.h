@@ -1,22 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <lockstep/testing/multi_rank.h>
-
 // Jobs some of whose ranks are killed, and what those that are left must be able to do.
 namespace lockstep::testing {
-
-/// Runs a body in which `victims` are killed and all others must return.
-void run_survivors(int ranks, const std::vector<int>& victims, const std::function<void(int rank)>& body,
-                   RunRanksOptions options = {});
-
-[[noreturn]] void die();
 
 /// Kills its own process after a random while.
 void die_soon(uint64_t seed);
