@@ -11,17 +11,19 @@ import warnings
 import pytest
 import torch
 
-TIMEOUT = 240
+TIMEOUT = 300
 ATTEMPTS = 3
 CRASH = re.compile(r"terminated with signal (SIG\w+)")
 
 
-def run(command, environment):
+def run(command, environment, given=None):
+    """The ended process, which has got `given` as its input; without, this process's."""
     command = [str(part) for part in command]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    stdin = None if given is None else subprocess.PIPE
+    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
                           env={**os.environ, **environment}) as process:  # fmt: skip
         try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT)
+            stdout, stderr = process.communicate(given, timeout=TIMEOUT)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks, too, which hold its output open
             raise
@@ -31,6 +33,30 @@ def run(command, environment):
 def results(output, world_size):
     """What the ranks saved in OUTPUT.rank."""
     return [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="session")
+def run_driver(bin_dir):
+    """run_driver(name, *arguments, given=None, **environment): the process, which has succeeded with `given` as its input."""
+
+    def start(name, *arguments, given=None, **environment):
+        done = run([bin_dir / name, *arguments], environment, given)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def ask_driver(run_driver):
+    """ask_driver(name, lines, *arguments): the driver's answer to each line, a line."""
+
+    def ask(name, lines, *arguments):
+        got = run_driver(name, *arguments, given="".join(f"{line}\n" for line in lines)).stdout.split("\n")[:-1]
+        assert len(got) == len(lines), got
+        return got
+
+    return ask
 
 
 @pytest.fixture(scope="session")

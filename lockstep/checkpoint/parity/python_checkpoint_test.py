@@ -115,12 +115,6 @@ class Training:
         )
 
 
-def drive(bin_dir, *arguments):
-    command = [str(part) for part in (bin_dir / "python_checkpoint_driver", *arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     before = torch.get_num_threads()
@@ -130,7 +124,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def runs(bin_dir, tmp_path_factory):
+def runs(run_driver, tmp_path_factory):
     """{case: (all losses and learning rates, files of the three parts, uninterrupted training)}"""
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(5)
@@ -138,7 +132,7 @@ def runs(bin_dir, tmp_path_factory):
     y = torch.randint(4, (3 * STEPS, 16))
     initial = Net().state_dict()
     torch.save({"initial": initial, "x": x, "y": y, "steps": STEPS}, folder / "input.pt")
-    drive(bin_dir, "start", folder / "input.pt", folder)
+    run_driver("python_checkpoint_driver", "start", folder / "input.pt", folder)
     middles = {}
     for name in CASES:
         middle = middles[name] = Training(name, initial)
@@ -149,7 +143,7 @@ def runs(bin_dir, tmp_path_factory):
         for step in range(first["epoch"], 2 * STEPS):
             middle.step(x[step], y[step])
         middle.save(folder / f"{name}.2.pt", 2 * STEPS)
-    drive(bin_dir, "finish", folder / "input.pt", folder)
+    run_driver("python_checkpoint_driver", "finish", folder / "input.pt", folder)
     answer = {}
     for name in CASES:
         whole = Training(name, initial)
@@ -230,9 +224,9 @@ def test_random_numbers_go_on(runs):
             assert torch.equal(files[last]["draw"], files["2"]["draw"]), "Python to C++"
 
 
-def test_objects_of_all_kinds(bin_dir, tmp_path):
-    drive(bin_dir, "write", tmp_path / "ours.pt")
-    drive(bin_dir, "copy", tmp_path / "ours.pt", tmp_path / "copy.pt")
+def test_objects_of_all_kinds(run_driver, tmp_path):
+    run_driver("python_checkpoint_driver", "write", tmp_path / "ours.pt")
+    run_driver("python_checkpoint_driver", "copy", tmp_path / "ours.pt", tmp_path / "copy.pt")
     matrix = torch.arange(12.0).view(3, 4)
     for path in ("ours.pt", "copy.pt"):
         read = torch.load(tmp_path / path, weights_only=True)
@@ -258,15 +252,15 @@ def test_objects_of_all_kinds(bin_dir, tmp_path):
     # The size on disk is that of the tensors, and not of what they were cut from.
     big = torch.zeros(100_000)
     torch.save({"view": big[:10]}, tmp_path / "view.pt")
-    drive(bin_dir, "copy", tmp_path / "view.pt", tmp_path / "small.pt")
+    run_driver("python_checkpoint_driver", "copy", tmp_path / "view.pt", tmp_path / "small.pt")
     assert (tmp_path / "small.pt").stat().st_size < 3000
 
 
-def test_attributes_of_tensors_are_left_out_and_bytes_may_be_empty(bin_dir, tmp_path):
+def test_attributes_of_tensors_are_left_out_and_bytes_may_be_empty(run_driver, tmp_path):
     tensor, parameter, small = torch.arange(3.0), torch.nn.Parameter(torch.ones(2)), torch.ones(2).to(torch.float8_e5m2)
     tensor.note, parameter.axes, small.scale = "of Python", ("in", "out"), 2.0
     torch.save({"tensor": tensor, "parameter": parameter, "small": small, "empty": b""}, tmp_path / "python.pt")
-    drive(bin_dir, "copy", tmp_path / "python.pt", tmp_path / "ours.pt")
+    run_driver("python_checkpoint_driver", "copy", tmp_path / "python.pt", tmp_path / "ours.pt")
     read = torch.load(tmp_path / "ours.pt", weights_only=True)
     assert torch.equal(read["tensor"], tensor) and torch.equal(read["parameter"], parameter)
     assert read["small"].dtype == small.dtype and torch.equal(read["small"].float(), small.float())

@@ -3,7 +3,6 @@
 import json
 import random
 import struct
-import subprocess
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,15 +11,6 @@ from safetensors.torch import load_file, save_file
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
           torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
           torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # fmt: skip
-
-
-def answers(bin_dir, lines):
-    """The driver's answer to each line."""
-    done = subprocess.run([bin_dir / "safetensors_driver"], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    got = done.stdout.split("\n")[:-1]
-    assert len(got) == len(lines)
-    return got
 
 
 def random_tensor(rng, dtype):
@@ -35,7 +25,7 @@ def raw(tensor):
     return b"" if tensor.numel() == 0 else bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
 
 
-def test_reads_and_writes_what_python_does(bin_dir, tmp_path):
+def test_reads_and_writes_what_python_does(ask_driver, tmp_path):
     rng = random.Random(8)
     lines, expected = [], []
     for number in range(60):
@@ -46,7 +36,7 @@ def test_reads_and_writes_what_python_does(bin_dir, tmp_path):
         save_file(tensors, tmp_path / f"{number}.python", metadata)
         lines.append(f"copy\t{tmp_path}/{number}.python\t{tmp_path}/{number}.ours")
         expected.append((tensors, metadata))
-    assert set(answers(bin_dir, lines)) == {"ok"}
+    assert set(ask_driver("safetensors_driver", lines)) == {"ok"}
     for number, (tensors, metadata) in enumerate(expected):
         path = tmp_path / f"{number}.ours"
         loaded = load_file(path)
@@ -83,7 +73,7 @@ def random_header(rng):
     return header.encode(), max(at, 0) + rng.choice([0] * 12 + [1])
 
 
-def test_refuses_what_python_refuses(bin_dir, tmp_path):
+def test_refuses_what_python_refuses(ask_driver, tmp_path):
     rng = random.Random(21)
     lines, verdicts = [], []
     for number in range(500):
@@ -99,13 +89,13 @@ def test_refuses_what_python_refuses(bin_dir, tmp_path):
             verdicts.append(f"error: {error}")
         lines.append(f"check\t{path}")
     assert 100 < sum(verdict == "ok" for verdict in verdicts) < 400
-    for line, ours, theirs in zip(lines, answers(bin_dir, lines), verdicts, strict=True):
+    for line, ours, theirs in zip(lines, ask_driver("safetensors_driver", lines), verdicts, strict=True):
         assert (ours == "ok") == (theirs == "ok"), (line, ours, theirs)
 
 
-def test_python_reads_a_checkpoint(bin_dir, tmp_path):
+def test_python_reads_a_checkpoint(ask_driver, tmp_path):
     directory = tmp_path / "step-3"
-    assert answers(bin_dir, [f"checkpoint\t{directory}"]) == ["ok"]
+    assert ask_driver("safetensors_driver", [f"checkpoint\t{directory}"]) == ["ok"]
     model = load_file(directory / "model.safetensors")
     assert model.keys() == {"fc1.weight", "fc1.bias"}
     assert torch.equal(model["fc1.weight"], torch.arange(6.0).view(2, 3).t())

@@ -7,7 +7,6 @@ import math
 import pickle
 import random
 import struct
-import subprocess
 
 import pytest
 import torch
@@ -30,17 +29,16 @@ def loads(data: bytes):
 
 
 @pytest.fixture
-def driver(bin_dir, tmp_path):
+def driver(run_driver, tmp_path):
     """driver("echo", pickles) or driver("samples"): [(ok, content)]"""
 
     def run(command, pickles=None):
         out = tmp_path / "out"
-        arguments = [bin_dir / "objects_driver", command]
+        arguments = [command]
         if pickles is not None:
             (tmp_path / "in").write_bytes(b"".join(struct.pack("<Q", len(data)) + data for data in pickles))
             arguments.append(tmp_path / "in")
-        done = subprocess.run([*arguments, out], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        run_driver("objects_driver", *arguments, out)
         stream, records = io.BytesIO(out.read_bytes()), []
         while kind := stream.read(1):
             (size,) = struct.unpack("<Q", stream.read(8))

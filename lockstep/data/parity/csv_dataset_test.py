@@ -4,18 +4,8 @@ import csv
 import gzip
 import math
 import random
-import subprocess
 
 FILES = 120
-
-
-def answers(bin_dir, lines):
-    """The driver's answer to each line."""
-    done = subprocess.run([bin_dir / "csv_driver"], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    got = done.stdout.split("\n")[:-1]
-    assert len(got) == len(lines)
-    return got
 
 
 def numbers(text):
@@ -37,7 +27,7 @@ def random_word(rng):
     return rng.choice(["red", "green", "a,b", 'he said "no"', "two\nlines", "cr\rlf\r\n", "", "é", " blank ", "; |\t"])
 
 
-def test_reads_what_csv_writer_wrote(bin_dir, tmp_path):
+def test_reads_what_csv_writer_wrote(ask_driver, tmp_path):
     rng = random.Random(71)
     lines, expected = [], []
     for number in range(FILES):
@@ -63,14 +53,14 @@ def test_reads_what_csv_writer_wrote(bin_dir, tmp_path):
         used = [c for c in categories if c == target or c in features]
         target_word = "" if target is None else target
         lines.append(f"{path}\t{delimiter}\t{int(header)}\t{target_word}\t{','.join(map(str, features))}\t{','.join(map(str, used))}")
-    for line, got, (features, targets) in zip(lines, answers(bin_dir, lines), expected, strict=True):
+    for line, got, (features, targets) in zip(lines, ask_driver("csv_driver", lines), expected, strict=True):
         assert not got.startswith("error"), (line, got)
         ours = [numbers(part) for part in got.split("|")]
         assert [len(part) for part in ours] == [len(features), len(targets)], line
         assert all(same(*pair) for pair in zip(ours[0] + ours[1], features + targets, strict=True)), line
 
 
-def test_refuses_what_a_strict_csv_reader_refuses(bin_dir, tmp_path):
+def test_refuses_what_a_strict_csv_reader_refuses(ask_driver, tmp_path):
     """Short texts of the characters that matter: both read the same rows, or both refuse."""
     rng = random.Random(5)
     lines, texts = [], []
@@ -81,7 +71,7 @@ def test_refuses_what_a_strict_csv_reader_refuses(bin_dir, tmp_path):
         texts.append(text)
         lines.append(f"{path}\t,\t0\t\t\t")
     refused = 0
-    for text, got in zip(texts, answers(bin_dir, lines), strict=True):
+    for text, got in zip(texts, ask_driver("csv_driver", lines), strict=True):
         try:
             rows = [row for row in csv.reader(text.splitlines(keepends=True), strict=True) if row]
             want = [float(field) for row in rows for field in row]

@@ -1,7 +1,6 @@
 """Samplers and loader against PyTorch's own, over random configurations: the same indices, in the same order."""
 
 import random
-import subprocess
 import warnings
 
 import pytest
@@ -9,16 +8,6 @@ import torch
 import torch.utils.data
 
 CONFIGURATIONS = 400
-
-
-def answers(bin_dir, lines):
-    """The driver's answer to each line."""
-    driver = bin_dir / "data_sampler_driver"
-    done = subprocess.run([driver], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    got = done.stdout.splitlines()
-    assert len(got) == len(lines)
-    return got
 
 
 def python_indices(size, num_replicas, rank, shuffle, seed, drop_last, epoch):
@@ -37,26 +26,26 @@ def random_configuration(rng):
     return size, num_replicas, rng.randrange(num_replicas), rng.random() < 0.7, seed, rng.random() < 0.5, epoch
 
 
-def test_distributed_sampler_gives_pythons_indices(bin_dir):
+def test_distributed_sampler_gives_pythons_indices(ask_driver):
     rng = random.Random(20240917)
     configurations = [random_configuration(rng) for _ in range(CONFIGURATIONS)]
     lines = ["distributed " + " ".join(str(int(value)) for value in c) for c in configurations]
-    for configuration, answer in zip(configurations, answers(bin_dir, lines), strict=True):
+    for configuration, answer in zip(configurations, ask_driver("data_sampler_driver", lines), strict=True):
         assert not answer.startswith("error"), (configuration, answer)
         assert [int(word) for word in answer.split()] == python_indices(*configuration), configuration
 
 
-def test_ranks_share_the_counter_sample(bin_dir):
+def test_ranks_share_the_counter_sample(ask_driver):
     """Two ranks, no shuffle: even and odd numbers."""
-    got = answers(bin_dir, ["distributed 6 2 0 0 0 0 0", "distributed 6 2 1 0 0 0 0"])
+    got = ask_driver("data_sampler_driver", ["distributed 6 2 0 0 0 0 0", "distributed 6 2 1 0 0 0 0"])
     assert [line.split() for line in got] == [["0", "2", "4"], ["1", "3", "5"]]
 
 
 @pytest.mark.parametrize("num_replicas, rank", [(4, 4), (4, -1), (1, 7)])
-def test_a_rank_outside_is_refused_in_pythons_words(bin_dir, num_replicas, rank):
+def test_a_rank_outside_is_refused_in_pythons_words(ask_driver, num_replicas, rank):
     with pytest.raises(ValueError) as python:
         python_indices(10, num_replicas, rank, True, 0, False, 0)
-    (answer,) = answers(bin_dir, [f"distributed 10 {num_replicas} {rank} 1 0 0 0"])
+    (answer,) = ask_driver("data_sampler_driver", [f"distributed 10 {num_replicas} {rank} 1 0 0 0"])
     assert answer == f"error: {python.value}"
 
 
@@ -72,7 +61,7 @@ def python_batches(size, batch_size, shuffle, seed, drop_last, epochs, manual_se
     return batches, torch.empty((), dtype=torch.int64).random_().item()
 
 
-def test_data_loader_gives_pythons_order_and_leaves_the_generators_alike(bin_dir):
+def test_data_loader_gives_pythons_order_and_leaves_the_generators_alike(ask_driver):
     rng = random.Random(7)
     configurations = []
     for _ in range(CONFIGURATIONS // 4):
@@ -90,7 +79,7 @@ def test_data_loader_gives_pythons_order_and_leaves_the_generators_alike(bin_dir
         )
     # Of persistent workers Python draws the seed once.
     lines += ["loader 50 4 1 none 0 2 1 3 5", "loader 50 4 1 8 0 2 1 3 5"]
-    *got, persistent, seeded = answers(bin_dir, lines)
+    *got, persistent, seeded = ask_driver("data_sampler_driver", lines)
     for line, configuration, answer in zip(lines, configurations, got):
         assert parse_batches(answer) == python_batches(*configuration), line
     options = {"num_workers": 1, "persistent_workers": True}
@@ -147,7 +136,7 @@ def parse_epochs(answer):
     return [[int(n) for n in epoch.split()] for epoch in epochs]
 
 
-def test_samplers_give_pythons_indices(bin_dir):
+def test_samplers_give_pythons_indices(ask_driver):
     rng = random.Random(99)
     cases = []
     for _ in range(60):
@@ -164,7 +153,7 @@ def test_samplers_give_pythons_indices(bin_dir):
     lines = [" ".join([kind, *map(word, arguments), "17"]) for _, kind, arguments in cases]
     batches = [(rng.choice([1, 10, 64]), rng.choice([1, 3, 10, 64]), rng.random() < 0.5, 5) for _ in range(20)]
     lines += ["batch " + " ".join(map(word, arguments)) for arguments in batches]
-    got = answers(bin_dir, lines)
+    got = ask_driver("data_sampler_driver", lines)
     for (make, _, arguments), line, answer in zip(cases, lines, got):
         torch.manual_seed(17)
         expected = outcome(lambda: make(*arguments))
@@ -174,13 +163,13 @@ def test_samplers_give_pythons_indices(bin_dir):
         assert parse_epochs(answer) == expected, arguments
 
 
-def test_random_split_gives_pythons_parts(bin_dir):
+def test_random_split_gives_pythons_parts(ask_driver):
     fractions = [[0.5, 0.5], [0.3, 0.3, 0.4], [0.1] * 10, [1.0], [0.999, 0.001], [0.7, 0.2, 0.1], [0.25, 0.75, 0.0]]
     cases = [(size, lengths, seed) for size in (0, 1, 9, 10, 101) for lengths in fractions for seed in (None, 3)]
     cases += [(10, [3, 7], None), (10, [10], 5), (10, [0, 10, 0], 5), (30, [10, 11, 9], 1), (9, [1], 1), (9, [0, 1], 1)]
     lines = [f"split {size} {word(seed)} 23 " + " ".join(map(str, lengths)) for size, lengths, seed in cases]
     lines += ["split 10 none 23 3 8", "split 10 none 23 1.5 -0.5"]
-    *got, wrong_sum, wrong_fraction = answers(bin_dir, lines)
+    *got, wrong_sum, wrong_fraction = ask_driver("data_sampler_driver", lines)
     for (size, lengths, seed), answer in zip(cases, got, strict=True):
         torch.manual_seed(23)
         with warnings.catch_warnings():

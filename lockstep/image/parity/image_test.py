@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 
 import pytest
 import torch
@@ -24,13 +23,10 @@ def component(bin_dir):
         pytest.skip("built without libjpeg and libpng")
 
 
-def ask(bin_dir, folder, cases):
+def ask(run_driver, folder, cases):
     """The driver's answer to each case: a tensor, or an error's text."""
     torch.save(cases, folder / "cases")
-    done = subprocess.run(
-        [bin_dir / "image_driver", folder / "cases", folder / "answers"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run_driver("image_driver", folder / "cases", folder / "answers")
     answers = torch.load(folder / "answers", weights_only=False)
     assert len(answers) == len(cases)
     return answers
@@ -94,18 +90,18 @@ def jpeg_files():
     yield encode(picture(70, 65), "JPEG", quality=80, restart_marker_blocks=3), "restart markers"
 
 
-def test_jpeg_pixels_are_torchvisions(bin_dir, tmp_path):
+def test_jpeg_pixels_are_torchvisions(run_driver, tmp_path):
     modes = (ImageReadMode.UNCHANGED, ImageReadMode.GRAY, ImageReadMode.RGB)
     files = [(encoded, about, mode) for encoded, about in jpeg_files() for mode in modes]
-    answers = ask(bin_dir, tmp_path, [decoding(encoded, mode) for encoded, _, mode in files])
+    answers = ask(run_driver, tmp_path, [decoding(encoded, mode) for encoded, _, mode in files])
     for (encoded, about, mode), got in zip(files, answers, strict=True):
         assert largest_difference(got, decode_image(as_tensor(encoded), mode)) == 0, (about, mode)
 
 
-def test_smaller_jpegs_are_those_of_pillows_draft(bin_dir, tmp_path):
+def test_smaller_jpegs_are_those_of_pillows_draft(run_driver, tmp_path):
     encoded = encode(picture(301, 427), "JPEG", quality=90)
     sizes = [1, 37, 38, 75, 76, 150, 151, 301, 400]
-    for size, got in zip(sizes, ask(bin_dir, tmp_path, [decoding(encoded, minimum_size=s) for s in sizes]), strict=True):
+    for size, got in zip(sizes, ask(run_driver, tmp_path, [decoding(encoded, minimum_size=s) for s in sizes]), strict=True):
         image = Image.open(io.BytesIO(encoded))
         image.draft("RGB", (size, size))
         assert largest_difference(got, from_pillow(image)) == 0, size
@@ -128,7 +124,7 @@ def palette_file(colors, **options):
     return buffer.getvalue()
 
 
-def test_png_pixels_are_torchvisions(bin_dir, tmp_path):
+def test_png_pixels_are_torchvisions(run_driver, tmp_path):
     files = [(encoded, about, mode) for encoded, about in png_files() for mode in ImageReadMode]
     # Alpha of an image with 1 bit a pixel: torchvision adds the value 1, where 255 is opaque.
     files = [f for f in files if not (f[1] == "1 bit" and f[2] in (ImageReadMode.GRAY_ALPHA, ImageReadMode.RGB_ALPHA))]
@@ -136,7 +132,7 @@ def test_png_pixels_are_torchvisions(bin_dir, tmp_path):
     palettes += [(palette_file(5, bits=4), "palette", mode) for mode in (ImageReadMode.RGB, ImageReadMode.GRAY)]
     palettes += [(palette_file(9, transparency=3), "with alpha", mode) for mode in list(ImageReadMode)[1:]]
     files += palettes
-    answers = ask(bin_dir, tmp_path, [decoding(encoded, mode) for encoded, _, mode in files])
+    answers = ask(run_driver, tmp_path, [decoding(encoded, mode) for encoded, _, mode in files])
     for (encoded, about, mode), got in zip(files, answers, strict=True):
         assert isinstance(got, torch.Tensor), (about, mode, got)
         want = decode_image(as_tensor(encoded), mode)
@@ -144,20 +140,20 @@ def test_png_pixels_are_torchvisions(bin_dir, tmp_path):
         assert torch.equal(got, want.int() if about == "16 bits" else want), (about, mode)
 
 
-def test_png_where_torchvision_is_no_oracle(bin_dir, tmp_path):
+def test_png_where_torchvision_is_no_oracle(run_driver, tmp_path):
     """Indices of less than 8 bits, opaque alpha, the high 8 of 16 bits, and interlaced files."""
     four_bits, one_bit = palette_file(5, bits=4), encode(picture(9, 14, 1)[..., 0] > 127, "PNG")
     wide = numpy.random.default_rng(2).integers(0, 1 << 16, (20, 11), dtype=numpy.uint16)
     cases = [decoding(four_bits), decoding(palette_file(5), ImageReadMode.RGB_ALPHA)]
     cases += [decoding(one_bit, ImageReadMode.RGB_ALPHA), decoding(encode(wide, "PNG"), eight_bit=True)]
-    indices, opaque, one, eight = ask(bin_dir, tmp_path, cases)
+    indices, opaque, one, eight = ask(run_driver, tmp_path, cases)
     assert torch.equal(indices, from_pillow(Image.open(io.BytesIO(four_bits))))
     assert opaque.shape == (4, 31, 45) and (opaque[3] == 255).all()
     assert (one[3] == 255).all() and set(one[:3].unique().tolist()) == {0, 255}
     assert torch.equal(eight[0], torch.from_numpy((wide >> 8).astype(numpy.uint8)))
 
 
-def test_exif_orientation_turns_as_torchvision(bin_dir, tmp_path):
+def test_exif_orientation_turns_as_torchvision(run_driver, tmp_path):
     files = []
     for orientation in range(10):
         exif = Image.Exif()
@@ -165,7 +161,7 @@ def test_exif_orientation_turns_as_torchvision(bin_dir, tmp_path):
         exif[0x010E] = "another entry before it"
         files += [encode(picture(24, 40), format, exif=exif) for format in ("JPEG", "PNG")]
     for apply in (False, True):
-        for encoded, got in zip(files, ask(bin_dir, tmp_path, [decoding(f, exif=apply) for f in files]), strict=True):
+        for encoded, got in zip(files, ask(run_driver, tmp_path, [decoding(f, exif=apply) for f in files]), strict=True):
             assert torch.equal(got, decode_image(as_tensor(encoded), apply_exif_orientation=apply))
 
 
@@ -177,7 +173,7 @@ def planar(pixels):
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def test_resize_is_close_to_pillows(bin_dir, tmp_path):
+def test_resize_is_close_to_pillows(run_driver, tmp_path):
     cases, expected, widest = [], [], 0
     for height, width in [(33, 47), (301, 427), (64, 64), (200, 7)]:
         pixels = picture(height, width)
@@ -185,14 +181,14 @@ def test_resize_is_close_to_pillows(bin_dir, tmp_path):
             for interpolation, number in [(T.InterpolationMode.BILINEAR, 2), (T.InterpolationMode.BICUBIC, 3)]:
                 cases.append(transformed(planar(pixels), f"Resize size={text} interpolation={number}"))
                 expected.append(from_pillow(T.Resize(size, interpolation)(Image.fromarray(pixels))))
-    for case, got, want in zip(cases, ask(bin_dir, tmp_path, cases), expected, strict=True):
+    for case, got, want in zip(cases, ask(run_driver, tmp_path, cases), expected, strict=True):
         widest = max(widest, largest_difference(got, want))
         limit = CLOSE_BICUBIC if case["transforms"].endswith("3") else CLOSE
         assert largest_difference(got, want) <= limit, case["transforms"]
     assert widest > 0 or torch.backends.cpu.get_cpu_capability() == "DEFAULT", "the bound could be 0"
 
 
-def test_transforms_without_chance_are_torchvisions(bin_dir, tmp_path):
+def test_transforms_without_chance_are_torchvisions(run_driver, tmp_path):
     tensor = planar(picture(53, 38, 3, seed=3))
     floats = tensor.float() / 255
     modes = ["constant", "edge", "reflect", "symmetric"]
@@ -221,7 +217,7 @@ def test_transforms_without_chance_are_torchvisions(bin_dir, tmp_path):
         for target, number in types.items():
             start = floats.to(source) if source.is_floating_point else (tensor // 2).to(source)
             pairs.append((start, f"ConvertImageDtype dtype={number}", T.ConvertImageDtype(target)))
-    answers = ask(bin_dir, tmp_path, [transformed(given, ours) for given, ours, _ in pairs])
+    answers = ask(run_driver, tmp_path, [transformed(given, ours) for given, ours, _ in pairs])
     for (given, ours, theirs), got in zip(pairs, answers, strict=True):
         try:
             want = theirs(given)
@@ -231,7 +227,7 @@ def test_transforms_without_chance_are_torchvisions(bin_dir, tmp_path):
         assert isinstance(got, torch.Tensor) and torch.equal(got, want), (ours, given.dtype)
 
 
-def test_random_transforms_draw_as_torchvision(bin_dir, tmp_path):
+def test_random_transforms_draw_as_torchvision(run_driver, tmp_path):
     image = planar(picture(60, 83, 3, seed=5)).float() / 255
     pairs = [
         ("RandomCrop size=32", T.RandomCrop(32)),
@@ -248,13 +244,13 @@ def test_random_transforms_draw_as_torchvision(bin_dir, tmp_path):
          T.Compose([T.RandomResizedCrop(40), T.RandomHorizontalFlip(), T.RandomVerticalFlip(), T.RandomCrop(31)])),
     ]  # fmt: skip
     cases = [(ours, theirs, seed) for ours, theirs in pairs for seed in range(12)]
-    answers = ask(bin_dir, tmp_path, [transformed(image, ours, seed) for ours, _, seed in cases])
+    answers = ask(run_driver, tmp_path, [transformed(image, ours, seed) for ours, _, seed in cases])
     for (ours, theirs, seed), got in zip(cases, answers, strict=True):
         torch.manual_seed(seed)
         assert isinstance(got, torch.Tensor) and torch.equal(got, theirs(image)), (ours, seed)
 
 
-def test_misuse_is_refused(bin_dir, tmp_path):
+def test_misuse_is_refused(run_driver, tmp_path):
     image = planar(picture(12, 10))
     pairs = [
         ("RandomCrop size=11", "Required crop size (11, 11) is larger than input image size (12, 10)"),
@@ -269,7 +265,7 @@ def test_misuse_is_refused(bin_dir, tmp_path):
         ("RandomResizedCrop size=8 scale=0.5,0.1", "scale is (0.5, 0.1)"),
         ("Pad padding=-1", "negative"),
     ]
-    for (ours, words), got in zip(pairs, ask(bin_dir, tmp_path, [transformed(image, ours) for ours, _ in pairs]), strict=True):
+    for (ours, words), got in zip(pairs, ask(run_driver, tmp_path, [transformed(image, ours) for ours, _ in pairs]), strict=True):
         assert isinstance(got, str) and words in got, (ours, got)
 
 
@@ -290,33 +286,33 @@ def root(tmp_path):
     return root
 
 
-def test_image_folder_finds_torchvisions_samples(bin_dir, tmp_path, root):
-    (got,) = ask(bin_dir, tmp_path, [{"folder": str(root), "transforms": "listing"}])
+def test_image_folder_finds_torchvisions_samples(run_driver, tmp_path, root):
+    (got,) = ask(run_driver, tmp_path, [{"folder": str(root), "transforms": "listing"}])
     folder = ImageFolder(root)
     lines = [f"{name}={index}" for name, index in folder.class_to_idx.items()]
     assert got.splitlines() == lines + [f"{path} {target}" for path, target in folder.samples]
     assert len(folder) == 9 and folder.classes == ["Ape", "cat", "dog", "linked"]
 
 
-def test_image_folder_gives_torchvisions_images(bin_dir, tmp_path, root):
+def test_image_folder_gives_torchvisions_images(run_driver, tmp_path, root):
     specifications = [
         ("Resize size=40; CenterCrop size=36; ToTensor", [T.Resize(40), T.CenterCrop(36), T.ToTensor()]),
         ("CenterCrop size=70; ToTensor", [T.CenterCrop(70), T.ToTensor()]),
     ]
-    answers = ask(bin_dir, tmp_path, [{"folder": str(root), "transforms": ours} for ours, _ in specifications])
+    answers = ask(run_driver, tmp_path, [{"folder": str(root), "transforms": ours} for ours, _ in specifications])
     for (ours, theirs), got in zip(specifications, answers, strict=True):
         want = torch.stack([image for image, _ in ImageFolder(root, T.Compose(theirs))])
         limit = CLOSE / 255 + 1e-6 if "Resize" in ours else 0
         assert largest_difference(got, want) <= limit, ours
 
 
-def test_image_folder_refuses_what_torchvision_refuses(bin_dir, tmp_path, root):
+def test_image_folder_refuses_what_torchvision_refuses(run_driver, tmp_path, root):
     (tmp_path / "no classes").mkdir()
     (root / "empty").mkdir()
     (tmp_path / "endless/class").mkdir(parents=True)
     os.symlink(tmp_path / "endless/class", tmp_path / "endless/class/again")
     folders = [tmp_path / "absent", tmp_path / "no classes", root, tmp_path / "endless"]
-    answers = ask(bin_dir, tmp_path, [{"folder": str(folder), "transforms": "listing"} for folder in folders])
+    answers = ask(run_driver, tmp_path, [{"folder": str(folder), "transforms": "listing"} for folder in folders])
     for folder, got in zip(folders[:3], answers, strict=False):
         with pytest.raises(FileNotFoundError) as python:
             ImageFolder(folder)

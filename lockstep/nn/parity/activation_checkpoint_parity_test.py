@@ -1,7 +1,5 @@
 """activation_checkpoint() against torch.utils.checkpoint: the same gradients, bit for bit, and the same parts run again."""
 
-import os
-import subprocess
 
 import pytest
 import torch
@@ -60,11 +58,9 @@ def run(name):
 
 
 @pytest.fixture(scope="module")
-def ours(bin_dir, tmp_path_factory):
+def ours(run_driver, tmp_path_factory):
     output = tmp_path_factory.mktemp("parity") / "ours.pt"
-    done = subprocess.run([bin_dir / "activation_checkpoint_parity_driver", output], capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_driver("activation_checkpoint_parity_driver", output, OMP_NUM_THREADS="1")
     return torch.load(output, weights_only=False)
 
 

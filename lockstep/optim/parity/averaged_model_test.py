@@ -1,6 +1,5 @@
 """Averaged models against torch.optim.swa_utils: the same weights and buffers after every update."""
 
-import subprocess
 
 import pytest
 import torch
@@ -62,14 +61,12 @@ def python_answer(job):
 
 
 @pytest.fixture(scope="module")
-def answers(bin_dir, tmp_path_factory):
+def answers(run_driver, tmp_path_factory):
     """(jobs, our answers)"""
     folder = tmp_path_factory.mktemp("averages")
     jobs = make_jobs()
     torch.save(jobs, folder / "jobs.pt")
-    done = subprocess.run([bin_dir / "averaged_model_driver", folder / "jobs.pt", folder / "answers.pt"],
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_driver("averaged_model_driver", folder / "jobs.pt", folder / "answers.pt")
     return jobs, torch.load(folder / "answers.pt", weights_only=False)
 
 

@@ -1,9 +1,7 @@
 """GradScaler and clip_grad_value_ against PyTorch's: the same sequences of finite and infinite gradients, the same
 scales, growth trackers, skipped steps, gradients and errors. grad_scaler_driver.cc runs them all at once."""
 
-import os
 import random
-import subprocess
 
 import pytest
 import torch
@@ -168,14 +166,12 @@ def run_in_pytorch(job):
 
 
 @pytest.fixture(scope="module")
-def results(bin_dir, tmp_path_factory):
+def results(run_driver, tmp_path_factory):
     """(jobs, our results, PyTorch's)"""
     folder = tmp_path_factory.mktemp("scaler")
     jobs = make_jobs()
     torch.save(jobs, folder / "jobs.pt")
-    command = [bin_dir / "grad_scaler_driver", folder / "jobs.pt", folder / "ours.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ, OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stderr
+    run_driver("grad_scaler_driver", folder / "jobs.pt", folder / "ours.pt", OMP_NUM_THREADS="1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     theirs = {name: run_in_pytorch(job) for name, job in jobs.items()}

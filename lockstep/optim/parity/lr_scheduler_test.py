@@ -3,7 +3,6 @@
 import collections
 import copy
 import math
-import subprocess
 import warnings
 
 import pytest
@@ -186,7 +185,7 @@ def picklable(state):
 
 
 @pytest.fixture(scope="module")
-def outcomes(bin_dir, tmp_path_factory):
+def outcomes(run_driver, tmp_path_factory):
     """{job name: (job, Python's results, ours)}"""
     folder = tmp_path_factory.mktemp("schedulers")
     jobs = make_jobs()
@@ -207,9 +206,7 @@ def outcomes(bin_dir, tmp_path_factory):
                 "end_state": picklable(scheduler.state_dict()),
             }
     torch.save(jobs, folder / "jobs.pt")
-    done = subprocess.run([bin_dir / "lr_scheduler_driver", folder / "jobs.pt", folder / "answers.pt"],
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_driver("lr_scheduler_driver", folder / "jobs.pt", folder / "answers.pt")
     answers = torch.load(folder / "answers.pt", weights_only=False)
     for name, answer in answers.items():
         assert "error" not in answer, (name, answer)

@@ -3,9 +3,9 @@
 import base64
 import datetime
 import decimal
+import functools
 import json
 import math
-import subprocess
 
 import pytest
 import torch
@@ -25,21 +25,17 @@ TIMES = {"date32": (pa.date32(), pa.int32()), "date64": (pa.date64(), pa.int64()
 
 
 @pytest.fixture(scope="module")
-def driver(bin_dir):
+def driver(bin_dir, ask_driver):
     path = bin_dir / "parquet_driver"
     if not path.exists():
         pytest.fail(f"there is no {path}, though pyarrow is here; do: build again, and read what cmake says of Arrow")
-    return path
+    return functools.partial(ask_driver, path.name)
 
 
 def ask(driver, *commands):
     """The driver's answers, and the tables of each: lists of {column: {part: tensor}}."""
     lines = [json.dumps(command | {"files": [str(file) for file in command["files"]]}) for command in commands]
-    done = subprocess.run([driver], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(commands), done.stdout
-    return answers
+    return [json.loads(line) for line in driver(lines)]
 
 
 def tables_of(path):

@@ -1,9 +1,7 @@
 """Schedules, operators and tables against torch.profiler's, and what reads its traces on ours."""
 
 import json
-import os
 import random
-import subprocess
 import warnings
 
 import pytest
@@ -16,19 +14,6 @@ SCHEDULES = 10_000
 STEPS = 60
 
 
-def run(bin_dir, *arguments, lines=(), **environment):
-    done = subprocess.run(
-        [bin_dir / "profiler_driver", *map(str, arguments)], env={**os.environ, **environment},
-        input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def ask(bin_dir, *arguments, lines=()):
-    return run(bin_dir, *arguments, lines=lines).stdout
-
-
 def torchs_actions(wait, warmup, active, repeat, skip_first, skip_first_wait):
     try:
         when = schedule(
@@ -39,14 +24,14 @@ def torchs_actions(wait, warmup, active, repeat, skip_first, skip_first_wait):
     return "".join(str(when(step).value) for step in range(STEPS))
 
 
-def test_schedules_are_torchs(bin_dir):
+def test_schedules_are_torchs(ask_driver):
     rng = random.Random(20261123)
     most = (5, 5, 6, 4, 9)
     wanted = []
     for _ in range(SCHEDULES):
         low = -1 if rng.random() < 0.05 else 0
         wanted.append((*(rng.randint(low, high) for high in most), rng.randint(0, 1)))
-    answers = ask(bin_dir, "schedule", lines=[" ".join(map(str, (*one, STEPS))) for one in wanted]).splitlines()
+    answers = ask_driver("profiler_driver", [" ".join(map(str, (*one, STEPS))) for one in wanted], "schedule")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a schedule without a warm-up
         for arguments, answer in zip(wanted, answers, strict=True):
@@ -100,8 +85,8 @@ def torchs_averages():
 
 
 @pytest.fixture(scope="module")
-def our_averages(bin_dir):
-    return json.loads(ask(bin_dir, "model"))
+def our_averages(run_driver):
+    return json.loads(run_driver("profiler_driver", "model").stdout)
 
 
 @pytest.mark.parametrize("kind", ["by name", "by shape"])
@@ -130,10 +115,10 @@ def test_tables_are_torchs(our_averages, kind):
 
 
 @pytest.fixture(scope="module")
-def traces(bin_dir, tmp_path_factory):
+def traces(run_driver, tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     for rank in range(RANKS):
-        ask(bin_dir, "traces", folder, rank)
+        run_driver("profiler_driver", "traces", folder, rank)
     return folder
 
 
@@ -155,9 +140,9 @@ def test_traces_are_as_torchs_files(traces):
 
 
 @pytest.mark.parametrize("wait", [0, 90], ids=["records", "waits"])
-def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(bin_dir, tmp_path, wait):
+def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(run_driver, tmp_path, wait):
     other = tmp_path / "other"
-    done = run(bin_dir, "own", tmp_path / "own", LOCKSTEP_PROFILE=f"wait:{wait},warmup:0,active:100,dir={other}")
+    done = run_driver("profiler_driver", "own", tmp_path / "own", LOCKSTEP_PROFILE=f"wait:{wait},warmup:0,active:100,dir={other}")
     assert done.stderr.count("the program starts a Profiler of its own, so this one ends") == 1, done.stderr
     assert "is its wait too long" not in done.stderr, done.stderr
     assert len(list((tmp_path / "own").iterdir())) == 1

@@ -1,7 +1,6 @@
 """The groups that policies make of a model against those of PyTorch's FullyShardedDataParallel, by name."""
 
 import functools
-import subprocess
 
 import pytest
 import torch
@@ -59,10 +58,9 @@ POLICIES = {
 
 
 @pytest.fixture(scope="module")
-def ours(bin_dir, tmp_path_factory):
+def ours(run_driver, tmp_path_factory):
     output = tmp_path_factory.mktemp("parity") / "ours.pt"
-    done = subprocess.run([bin_dir / "wrap_policy_parity_driver", output], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_driver("wrap_policy_parity_driver", output)
     return torch.load(output, weights_only=False)
 
 

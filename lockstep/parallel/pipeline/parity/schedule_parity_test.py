@@ -13,14 +13,12 @@ MULTI = {"Interleaved1F1B": torchs.ScheduleInterleaved1F1B, "InterleavedZeroBubb
 
 
 @pytest.fixture(scope="module")
-def ours(bin_dir):
+def ours(run_driver):
     """ours([(schedule, ranks, stages per rank, micro-batches)]): their tables, rows of actions in torch's words, "-" is idle."""
 
     def ask(shapes):
         lines = "".join(" ".join(map(str, shape)) + "\n" for shape in shapes)
-        done = subprocess.run([bin_dir / "schedule_parity_driver"], input=lines, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        tables = done.stdout.split("\n\n")[:-1]
+        tables = run_driver("schedule_parity_driver", given=lines).stdout.split("\n\n")[:-1]
         assert len(tables) == len(shapes)
         return [[line.split() for line in table.split("\n")] for table in tables]
 
