@@ -1,4 +1,5 @@
 // The main() of programs that hold drivers.
+#include <exception>
 #include <iostream>
 #include <map>
 #include <string_view>
@@ -31,7 +32,14 @@ bool add_driver(const char* name, DriverMain run) {
 
 int main(int argc, char** argv) {
   using namespace lockstep::testing;
-  if (const DriverMain run = find_driver(argv[0])) return run(argc, argv);
+  if (const DriverMain run = find_driver(argv[0])) {
+    try {
+      return run(argc, argv);
+    } catch (const std::exception& error) {
+      std::cerr << argv[0] << ": " << error.what() << std::endl;
+      return 1;
+    }
+  }
   std::cerr << argv[0] << ": start it by a link that has the name of one of its drivers:\n";
   for (const auto& [name, run] : drivers()) std::cerr << "  " << name << '\n';
   return 2;

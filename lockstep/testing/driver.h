@@ -10,6 +10,8 @@
 ///       …
 ///       return 0;
 ///     }
+///
+/// A std::exception that leaves it is printed, and is exit status 1.
 #define LOCKSTEP_DRIVER(name)                                                                         \
   static int run_##name(int argc, char** argv);                                                       \
   [[maybe_unused]] static const bool has_##name = ::lockstep::testing::add_driver(#name, run_##name); \

@@ -188,7 +188,8 @@ std::vector<std::string> read_corpus(const FuzzTarget& target, const Options& op
 }
 
 /// Runs the target on a copy of exact size, so that AddressSanitizer sees what reads beyond its end.
-void run_target(const FuzzTarget& target, const std::string& input) {
+/// An exception ends the process by a signal, as it does in a program without a driver's main().
+void run_target(const FuzzTarget& target, const std::string& input) noexcept {
   const std::vector<uint8_t> copy(input.begin(), input.end());
   target.run(copy.data(), copy.size());
 }

@@ -243,9 +243,6 @@ LOCKSTEP_DRIVER(python_checkpoint_driver) try {
 } catch (const c10::Error& error) {
   std::cerr << "python_checkpoint_driver: " << error.what_without_backtrace() << std::endl;
   return 1;
-} catch (const std::exception& error) {
-  std::cerr << "python_checkpoint_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace python_checkpoint_driver

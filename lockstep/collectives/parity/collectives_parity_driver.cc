@@ -6,7 +6,6 @@
 // JOBS: pickled by torch.save, as gloo_parity_cases.py describes it. OUTPUT: rank r writes {"blob": its
 // memory after all cases, "errors": a text for each case, empty when it succeeded, "returned": numbers} to
 // OUTPUT.r. The last argument says where the tensors lie: in private memory or in empty_shared()'s.
-#include <iostream>
 #include <map>
 
 #include <torch/torch.h>
@@ -293,14 +292,11 @@ void run(const std::string& jobs_path, const std::string& output, const std::str
 
 }  // namespace
 
-LOCKSTEP_DRIVER(collectives_parity_driver) try {
+LOCKSTEP_DRIVER(collectives_parity_driver) {
   TORCH_CHECK(argc == 4, "usage: collectives_parity_driver JOBS OUTPUT private|shared");
   const auto world = lockstep::init_process_group();
   run(argv[1], argv[2], argv[3]);
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "collectives_parity_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace collectives_parity_driver

@@ -77,7 +77,7 @@ IValue samples() {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(objects_driver) try {
+LOCKSTEP_DRIVER(objects_driver) {
   const std::string command = argc > 1 ? argv[1] : "";
   if (command == "echo" && argc == 4) {
     std::ifstream in(argv[2], std::ios::binary);
@@ -91,9 +91,6 @@ LOCKSTEP_DRIVER(objects_driver) try {
     return 2;
   }
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "objects_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace objects_driver

@@ -3,7 +3,6 @@
 //     activation_checkpoint_parity_driver OUTPUT
 //
 // OUTPUT: a pickled ({case: [gradients]}, {case: [what ran]}).
-#include <iostream>
 
 #include <torch/torch.h>
 
@@ -89,7 +88,7 @@ Result run(const std::string& name) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(activation_checkpoint_parity_driver) try {
+LOCKSTEP_DRIVER(activation_checkpoint_parity_driver) {
   TORCH_CHECK(argc == 2, "usage: activation_checkpoint_parity_driver OUTPUT");
   c10::Dict<std::string, c10::List<at::Tensor>> gradients;
   c10::Dict<std::string, c10::List<std::string>> events;
@@ -101,9 +100,6 @@ LOCKSTEP_DRIVER(activation_checkpoint_parity_driver) try {
   }
   lockstep::testing::write_pickle(argv[1], c10::ivalue::Tuple::create(gradients, events));
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "activation_checkpoint_parity_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace activation_checkpoint_parity_driver

@@ -5,7 +5,6 @@
 // JOBS: a pickled {job name: {"average": swa|swa multi|ema|ema multi|none, "decay": …, "use_buffers": …,
 // "states": [the model's {name: tensor} at each update], "batches": [inputs for update_bn]}}. OUTPUT: {job
 // name: {"averages": [the average's {name: tensor} after each update], "after update_bn": {…}}}.
-#include <iostream>
 
 #include <torch/torch.h>
 
@@ -74,7 +73,7 @@ StateDict answer(const StateDict& job) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(averaged_model_driver) try {
+LOCKSTEP_DRIVER(averaged_model_driver) {
   TORCH_CHECK(argc == 3, "usage: averaged_model_driver JOBS OUTPUT");
   // Not by to(), which in LibTorch takes integer buffers along.
   torch::set_default_dtype(caffe2::TypeMeta::Make<double>());
@@ -84,9 +83,6 @@ LOCKSTEP_DRIVER(averaged_model_driver) try {
   }
   lockstep::testing::write_pickle(argv[2], to_object(results));
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "averaged_model_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace averaged_model_driver

@@ -5,7 +5,6 @@
 // JOB: {"weights": [tensors in parameters()' order], "inputs": steps × samples × 6, "targets": the same × 3,
 // "half": train with autocast to float16 and a GradScaler}. Each rank takes its share of the samples and
 // writes its weights, in the same order, and losses into OUTPUT.rank.
-#include <iostream>
 #include <string>
 
 #include <torch/torch.h>
@@ -81,13 +80,10 @@ void run(const std::string& job_path, const std::string& output, c10::Device dev
 
 }  // namespace
 
-LOCKSTEP_DRIVER(device_parity_driver) try {
+LOCKSTEP_DRIVER(device_parity_driver) {
   TORCH_CHECK(argc == 5, "usage: device_parity_driver JOB OUTPUT DEVICE BACKEND");
   run(argv[1], argv[2], c10::Device(argv[3]), argv[4]);
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "device_parity_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace device_parity_driver

@@ -9,7 +9,6 @@
 // weights; none for weights without elements. Those with one dimension more than their parameter are of a
 // sparse embedding. OUTPUT: {job: {"errors", "scales", "trackers": one for each word, "gradients",
 // "parameters": those of all parameters after each word}}.
-#include <iostream>
 
 #include <torch/torch.h>
 
@@ -154,7 +153,7 @@ c10::IValue run(const c10::IValue& job) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(grad_scaler_driver) try {
+LOCKSTEP_DRIVER(grad_scaler_driver) {
   TORCH_CHECK(argc == 3, "usage: grad_scaler_driver JOBS OUTPUT");
   lockstep::StateDict results;
   for (const auto& entry : lockstep::testing::read_pickle(argv[1]).toGenericDict()) {
@@ -162,9 +161,6 @@ LOCKSTEP_DRIVER(grad_scaler_driver) try {
   }
   lockstep::testing::write_pickle(argv[2], lockstep::to_object(results));
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "grad_scaler_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace grad_scaler_driver

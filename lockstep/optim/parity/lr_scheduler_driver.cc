@@ -9,7 +9,6 @@
 // "resumed": learning rates behind "middle" of another process that loads the checkpoint, "from_python":
 // those of one that loads Python's, "end_state": …}}.
 #include <cmath>
-#include <iostream>
 #include <sstream>
 
 #include <torch/torch.h>
@@ -337,7 +336,7 @@ StateDict answer(const Spec& job) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(lr_scheduler_driver) try {
+LOCKSTEP_DRIVER(lr_scheduler_driver) {
   TORCH_CHECK(argc == 3, "usage: lr_scheduler_driver JOBS OUTPUT");
   StateDict results;
   for (const auto& [name, job] : from_object<StateDict>(lockstep::testing::read_pickle(argv[1]))) {
@@ -349,9 +348,6 @@ LOCKSTEP_DRIVER(lr_scheduler_driver) try {
   }
   lockstep::testing::write_pickle(argv[2], to_object(results));
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "lr_scheduler_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace lr_scheduler_driver

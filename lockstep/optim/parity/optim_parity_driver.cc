@@ -6,7 +6,6 @@
 // JOBS: a pickled {job name: {"kind": …, "optimizer": sgd|adam, "initial": [N×…], "gradients": [steps×N×…]}},
 // a tensor for each parameter, with every rank's values. OUTPUT: rank r writes {job name: {index: parameter,
 // "owners": by parameter}} to OUTPUT.r.
-#include <iostream>
 
 #include <torch/torch.h>
 
@@ -86,19 +85,8 @@ Tensors train(const c10::IValue& job, int rank) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(optim_parity_driver) try {
-  TORCH_CHECK(argc == 3, "usage: optim_parity_driver JOBS OUTPUT");
-  auto world = lockstep::init_process_group();
-  const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
-  c10::Dict<std::string, Tensors> results;
-  for (const auto& entry : jobs) {
-    results.insert(entry.key().toStringRef(), train(entry.value(), world.rank()));
-  }
-  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
-  return 0;
-} catch (const std::exception& error) {
-  std::cerr << "optim_parity_driver: " << error.what() << std::endl;
-  return 1;
+LOCKSTEP_DRIVER(optim_parity_driver) {
+  return lockstep::testing::run_jobs(argc, argv, train);
 }
 
 }  // namespace optim_parity_driver

@@ -5,7 +5,6 @@
 // INPUT, of torch.save: {case: {"model": state_dict(), "optimizer": get_optimizer_state_dict(), "x": batches of all ranks}}.
 // OUTPUT.r: {case: {"model", "optimizer"}}, whole on rank 0, whose weights are in OUTPUT.CASE.safetensors, too.
 #include <cstdint>
-#include <iostream>
 #include <map>
 #include <memory>
 #include <string>
@@ -65,7 +64,7 @@ StateDict go_on(const std::string& name, const StateDict& begun, const lockstep:
 
 }  // namespace
 
-LOCKSTEP_DRIVER(fsdp_state_driver) try {
+LOCKSTEP_DRIVER(fsdp_state_driver) {
   TORCH_CHECK(argc == 3, "usage: fsdp_state_driver INPUT OUTPUT");
   auto world = lockstep::init_process_group();
   const std::string output = argv[2];
@@ -82,9 +81,6 @@ LOCKSTEP_DRIVER(fsdp_state_driver) try {
   }
   lockstep::save_python_checkpoint(done, output + "." + std::to_string(world.rank()));
   return 0;
-} catch (const std::exception& error) {
-  std::cerr << "fsdp_state_driver: " << error.what() << std::endl;
-  return 1;
 }
 
 }  // namespace fsdp_state_driver

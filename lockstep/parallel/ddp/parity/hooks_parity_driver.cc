@@ -6,7 +6,6 @@
 // JOBS: a pickled {job name: {"hook": its name, "settings": of its state, "shapes": of the parameters, a list
 // for each bucket, "gradients": steps×N×numel, a tensor for each bucket}}. OUTPUT: rank r writes {job name:
 // {"results": steps×numel, a tensor for each bucket; for PowerSGD "state", "stats"}} to OUTPUT.r.
-#include <iostream>
 
 #include <torch/torch.h>
 
@@ -146,19 +145,8 @@ Dictionary run(const c10::IValue& job, int rank) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(hooks_parity_driver) try {
-  TORCH_CHECK(argc == 3, "usage: hooks_parity_driver JOBS OUTPUT");
-  auto world = lockstep::init_process_group();
-  const auto jobs = lockstep::testing::read_pickle(argv[1]).toGenericDict();
-  Dictionary results(c10::StringType::get(), c10::AnyType::get());
-  for (const auto& entry : jobs) {
-    results.insert(entry.key().toStringRef(), run(entry.value(), world.rank()));
-  }
-  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
-  return 0;
-} catch (const std::exception& error) {
-  std::cerr << "hooks_parity_driver: " << error.what() << std::endl;
-  return 1;
+LOCKSTEP_DRIVER(hooks_parity_driver) {
+  return lockstep::testing::run_jobs(argc, argv, run);
 }
 
 }  // namespace hooks_parity_driver

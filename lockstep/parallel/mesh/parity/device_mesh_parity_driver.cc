@@ -4,7 +4,6 @@
 //
 // JOBS: a pickled {name: {"mesh": ranks or [] for init_device_mesh, "shape": […], "names": […],
 // "slices": [[names]…], "flatten": [[names, name]…]}}. OUTPUT: rank r writes {name: {mesh: [texts]}} to OUTPUT.r.
-#include <iostream>
 
 #include <torch/torch.h>
 
@@ -88,18 +87,9 @@ c10::Dict<std::string, Texts> run(const c10::IValue& job) {
 
 }  // namespace
 
-LOCKSTEP_DRIVER(device_mesh_parity_driver) try {
-  TORCH_CHECK(argc == 3, "usage: device_mesh_parity_driver JOBS OUTPUT");
-  auto world = lockstep::init_process_group();
-  c10::Dict<std::string, c10::Dict<std::string, Texts>> results;
-  for (const auto& entry : lockstep::testing::read_pickle(argv[1]).toGenericDict()) {
-    results.insert(entry.key().toStringRef(), run(entry.value()));
-  }
-  lockstep::testing::write_pickle(std::string(argv[2]) + "." + std::to_string(world.rank()), results);
-  return 0;
-} catch (const std::exception& error) {
-  std::cerr << "device_mesh_parity_driver: " << error.what() << std::endl;
-  return 1;
+LOCKSTEP_DRIVER(device_mesh_parity_driver) {
+  return lockstep::testing::run_jobs(argc, argv,
+                                     [](const c10::IValue& job, int /*rank*/) { return run(job); });
 }
 
 }  // namespace device_mesh_parity_driver
