@@ -5,14 +5,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <sys/mman.h>
-#include <unistd.h>
 #include <vector>
 
-#include <lockstep/base/unique_fd.h>
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/serialization/safetensors_header.h>
 #include <lockstep/testing/fuzz_driver.h>
+#include <lockstep/testing/memory_file.h>
 
 namespace lockstep::safetensors_fuzz {
 namespace {
@@ -32,15 +30,11 @@ std::vector<std::string> seeds() {
 }  // namespace
 
 LOCKSTEP_FUZZ_TARGET(safetensors, seeds) {
-  // A file without a disk; each reader opens it anew.
-  static const UniqueFd file(::memfd_create("safetensors", MFD_CLOEXEC));
-  static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
-  if (::ftruncate(file.get(), 0) != 0 || ::pwrite(file.get(), data, size, 0) != static_cast<ssize_t>(size)) {
-    std::abort();
-  }
+  static const lockstep::testing::MemoryFile file;
+  file.replace(data, size);
   try {
-    const auto tensors = safetensors::load_file(path);
-    const safetensors::SafeOpen open(path);
+    const auto tensors = safetensors::load_file(file.path());
+    const safetensors::SafeOpen open(file.path());
     serialization::SafetensorsHeader again{{}, open.metadata()};
     size_t bytes = 0;
     for (const std::string& name : open.keys()) {

@@ -319,7 +319,7 @@ TEST(PointToPoint, MessagesToOneselfNeedNotWait) {
 TEST(PointToPoint, ThreadsOfOneProcessHaveTheirOwnTags) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int tag = 0; tag < 3; ++tag) {
       threads.emplace_back([rank, tag] {
         for (int i = 0; i < 100; ++i) {
@@ -334,7 +334,6 @@ TEST(PointToPoint, ThreadsOfOneProcessHaveTheirOwnTags) {
         }
       });
     }
-    for (auto& thread : threads) thread.join();
   });
 }
 

@@ -96,14 +96,13 @@ TEST_F(SummaryWriterTest, FlushedEventsAreInTheFileAndCloseBeginsAnotherOne) {
 TEST_F(SummaryWriterTest, ManyThreadsAndAShortQueueLoseNothing) {
   {
     SummaryWriter writer(folder_, {.max_queue = 2, .flush_secs = 0.001});
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int i = 0; i < 4; ++i) {
       threads.emplace_back([&] {
         for (int64_t step = 0; step < 500; ++step) writer.add_scalars("a", {{"b", 1}, {"c", 2}}, step);
         writer.flush();
       });
     }
-    for (auto& thread : threads) thread.join();
   }
   EXPECT_EQ(records(), 2 * (4 * 500 + 1));
 }

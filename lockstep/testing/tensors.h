@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/randn.h>
 
 #include <lockstep/collectives/functional.h>
@@ -44,6 +45,13 @@ inline bool equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor
 /// The largest difference of two elements.
 inline double difference(const at::Tensor& a, const at::Tensor& b) {
   return (a.detach() - b.detach()).abs().max().item<double>();
+}
+
+/// Of the members' ranks in the default group. Collective.
+inline int64_t sum_of_ranks(const ProcessGroup& group) {
+  at::Tensor tensor = at::full({1}, get_rank(), at::kLong);
+  all_reduce(tensor, ReduceOp::SUM, group);
+  return tensor.item<int64_t>();
 }
 
 /// Whether all ranks of the group hold the same values. Collective.

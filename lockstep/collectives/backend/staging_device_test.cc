@@ -425,7 +425,7 @@ TEST(StagingOnDevice, ManyThreadsAndStreams) {
     auto world = init_process_group();
     std::vector<ProcessGroup> groups;
     for (int i = 0; i < 3; ++i) groups.push_back(new_group());
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int i = 0; i < 3; ++i) {
       threads.emplace_back([&, i] {
         const auto device = testing::device_of_rank(i);
@@ -440,7 +440,6 @@ TEST(StagingOnDevice, ManyThreadsAndStreams) {
         EXPECT_TRUE(all_are(tensor, 0.5 + i + 10)) << i;
       });
     }
-    for (auto& thread : threads) thread.join();
   });
 }
 

@@ -12,6 +12,7 @@
 #include <lockstep/collectives/groups/internal/group_registry.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 // What groups cost, how they end, and what becomes of them when something goes wrong while they are made.
 namespace lockstep::group_life_test {
@@ -23,12 +24,7 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
 using testing::run_survivors;
-
-int64_t sum_of_ranks(const ProcessGroup& group) {
-  at::Tensor tensor = at::full({1}, get_rank(), at::kLong);
-  all_reduce(tensor, ReduceOp::SUM, group);
-  return tensor.item<int64_t>();
-}
+using testing::sum_of_ranks;
 
 // ---- Cost
 
@@ -236,7 +232,7 @@ TEST(GroupLife, OverlappingGroupsInTwoThreads) {
     auto world = init_process_group();
     // Each rank is in two of them, and uses each in a thread of its own.
     std::vector<ProcessGroup> pairs{new_group({0, 1}), new_group({1, 2}), new_group({2, 0})};
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int i = 0; i < 3; ++i) {
       if (!is_member(pairs[i])) continue;
       threads.emplace_back([i, pair = pairs[i]] {
@@ -249,7 +245,6 @@ TEST(GroupLife, OverlappingGroupsInTwoThreads) {
       });
     }
     ASSERT_EQ(threads.size(), 2u) << "on rank " << rank;
-    for (auto& thread : threads) thread.join();
   });
 }
 

@@ -10,6 +10,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 // Making groups and asking about them. What is expected of names, counts and errors was read from
 // torch/distributed/distributed_c10d.py.
@@ -24,12 +25,7 @@ using testing::message_of;
 using ::testing::Not;
 using testing::run_ranks;
 using testing::run_ranks_collect;
-
-int64_t sum_of_ranks(const ProcessGroup& group) {
-  at::Tensor tensor = at::full({1}, get_rank(), at::kLong);
-  all_reduce(tensor, ReduceOp::SUM, group);
-  return tensor.item<int64_t>();
-}
+using testing::sum_of_ranks;
 
 /// Keys in the store behind the default group.
 int64_t keys_in_store() {

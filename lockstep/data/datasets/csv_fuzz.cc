@@ -4,15 +4,13 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/unique_fd.h>
 #include <lockstep/data/datasets/csv_dataset.h>
 #include <lockstep/data/testing/test_files.h>
 #include <lockstep/testing/fuzz_driver.h>
+#include <lockstep/testing/memory_file.h>
 
 namespace lockstep::csv_fuzz {
 namespace {
@@ -34,17 +32,14 @@ std::vector<std::string> seeds() {
 }  // namespace
 
 LOCKSTEP_FUZZ_TARGET(csv, seeds) {
-  // A file without a disk; each CsvDataset opens it anew, at its beginning.
-  static const lockstep::UniqueFd file(::memfd_create("csv", MFD_CLOEXEC));
-  static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
   if (size == 0) return 0;
-  const auto content = static_cast<ssize_t>(size - 1);
-  if (::ftruncate(file.get(), 0) != 0 || ::pwrite(file.get(), data + 1, size - 1, 0) != content) std::abort();
+  static const lockstep::testing::MemoryFile file;
+  file.replace(data + 1, size - 1);
   lockstep::data::CsvOptions options{.header = (data[0] & 1) == 0};
   if ((data[0] & 2) != 0) options.fill_value = 0;
   if ((data[0] & 1) == 0) options.categories = {int64_t{1}};
   try {
-    const lockstep::data::CsvDataset rows(path, options);
+    const lockstep::data::CsvDataset rows(file.path(), options);
     // deflate's best ratio; a row takes a byte and a line's end, but for the last
     if (rows.size() < 1 || static_cast<size_t>(rows.size()) > 1032 * size) std::abort();
     if (rows.features().size(1) != static_cast<int64_t>(rows.feature_names().size())) std::abort();

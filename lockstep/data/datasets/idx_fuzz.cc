@@ -4,15 +4,13 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/unique_fd.h>
 #include <lockstep/data/datasets/idx.h>
 #include <lockstep/data/testing/test_files.h>
 #include <lockstep/testing/fuzz_driver.h>
+#include <lockstep/testing/memory_file.h>
 
 namespace lockstep::idx_fuzz {
 namespace {
@@ -34,14 +32,10 @@ std::vector<std::string> seeds() {
 }  // namespace
 
 LOCKSTEP_FUZZ_TARGET(idx, seeds) {
-  // A file without a disk; each read_idx() opens it anew, at its beginning.
-  static const lockstep::UniqueFd file(::memfd_create("idx", MFD_CLOEXEC));
-  static const std::string path = "/proc/self/fd/" + std::to_string(file.get());
-  if (::ftruncate(file.get(), 0) != 0 || ::pwrite(file.get(), data, size, 0) != static_cast<ssize_t>(size)) {
-    std::abort();
-  }
+  static const lockstep::testing::MemoryFile file;
+  file.replace(data, size);
   try {
-    const at::Tensor tensor = lockstep::data::read_idx(path);
+    const at::Tensor tensor = lockstep::data::read_idx(file.path());
     // deflate's best ratio; a plain file holds less
     if (tensor.nbytes() > 1032 * size || !tensor.is_contiguous()) std::abort();
   } catch (const c10::OutOfMemoryError&) {

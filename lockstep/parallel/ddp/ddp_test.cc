@@ -298,7 +298,7 @@ TEST(DistributedDataParallel, SeveralModelsInSeveralThreads) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     std::vector<ProcessGroup> groups{new_group(), new_group()};
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int which = 0; which < 2; ++which) {
       threads.emplace_back([&, which] {
         auto net = std::make_shared<nn::LinearImpl>(20, 30);
@@ -315,7 +315,6 @@ TEST(DistributedDataParallel, SeveralModelsInSeveralThreads) {
         }
       });
     }
-    for (auto& thread : threads) thread.join();
   });
 }
 

@@ -8,6 +8,7 @@
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/tensors.h>
 
 // parity/device_mesh_parity_test.py compares groups, slices and coordinates with PyTorch's.
 namespace lockstep::device_mesh_test {
@@ -17,12 +18,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
-
-int64_t sum_of_ranks(const ProcessGroup& group) {
-  at::Tensor tensor = at::full({1}, get_rank(), at::kLong);
-  all_reduce(tensor, ReduceOp::SUM, group);
-  return tensor.item<int64_t>();
-}
+using testing::sum_of_ranks;
 
 TEST(DeviceMesh, NeedsADefaultGroup) {
   EXPECT_THAT(message_of<c10::ValueError>([] { init_device_mesh("cpu", {1}); }),

@@ -22,7 +22,7 @@ int name_of_address(const char* numeric) {
 }
 
 TEST(NoReverseLookups, AnAddressHasNoName) {
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (int i = 0; i < 8; ++i) {
     threads.emplace_back([] {
       const NoReverseLookups guard;
@@ -31,7 +31,6 @@ TEST(NoReverseLookups, AnAddressHasNoName) {
       EXPECT_EQ(name_of_address("2001:db8::1"), EAI_NONAME);
     });
   }
-  for (auto& thread : threads) thread.join();
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ class Job {
     options.heartbeat_timeout = heartbeat_timeout;
     options.host_names = {"node-a", "node-b", "node-c"};
     options.make_engine = [hub](int rank) { return hub->make_engine(rank); };
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (size_t rank = 0; rank < host_of.size(); ++rank) {
       threads.emplace_back([&, rank] {
         try {
@@ -94,7 +94,6 @@ class Job {
         }
       });
     }
-    for (auto& thread : threads) thread.join();
   }
 
   std::vector<std::shared_ptr<HostTransport>> transports;

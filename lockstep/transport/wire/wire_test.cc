@@ -141,7 +141,7 @@ TEST_P(Wires, MessagesMoveWithoutAnyWaiter) {
 TEST_P(Wires, SeveralThreadsUseOneWire) {
   constexpr int kThreads = 4;
   const auto places = make(2);
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (int thread = 0; thread < kThreads; ++thread) {
     for (int rank = 0; rank < 2; ++rank) {
       threads.emplace_back([&, thread, rank] {
@@ -170,7 +170,6 @@ TEST_P(Wires, SeveralThreadsUseOneWire) {
       });
     }
   }
-  for (auto& thread : threads) thread.join();
 }
 
 TEST_P(Wires, MessageLongerThanItsReceiveFails) {

@@ -393,7 +393,7 @@ TEST(Hooks, OfTwoModelsWorkInTwoThreads) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     std::vector<ProcessGroup> groups{new_group(), new_group()};
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int model = 0; model < 2; ++model) {
       threads.emplace_back([&, model] {
         for (int step = 0; step < 40; ++step) {
@@ -409,7 +409,6 @@ TEST(Hooks, OfTwoModelsWorkInTwoThreads) {
         }
       });
     }
-    for (auto& thread : threads) thread.join();
   });
 }
 

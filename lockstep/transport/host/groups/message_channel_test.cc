@@ -204,7 +204,7 @@ TEST_P(Messages, AWaiterTakesOverFromTheBackground) {
 TEST_P(Messages, SeveralThreadsOfARankWaitAtOnce) {
   constexpr int kThreads = 4;
   on_ranks(2, [](const Channel& channel) {
-    std::vector<std::thread> threads;
+    std::vector<std::jthread> threads;
     for (int tag = 0; tag < kThreads; ++tag) {
       threads.emplace_back([&, tag] {
         MessageChannel& messages = channel->messages();
@@ -221,7 +221,6 @@ TEST_P(Messages, SeveralThreadsOfARankWaitAtOnce) {
         }
       });
     }
-    for (auto& thread : threads) thread.join();
   });
 }
 
