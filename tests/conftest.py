@@ -27,8 +27,7 @@ def agents_are_built(programs):
     """Skips the test where `lockstep run` is for one host only."""
     done = programs.run("lockstep", "run", "--nnodes", 2, "--rdzv-backend", "c10d", "true")
     assert done.status == 2, done.text
-    if "built without OpenSSL" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 
+import pytest
 from hosts import torchrun_environments
 from ports import free_port
 
@@ -35,6 +36,14 @@ class Result:
     @property
     def text(self) -> str:
         return f"status {self.status}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+    def skip_without_openssl(self):
+        if "built without OpenSSL" in self.stderr:
+            pytest.skip("lockstep was built without OpenSSL")
+
+    def skip_without_ucx(self):
+        if "needs UCX" in self.stderr:
+            pytest.skip("ranks on several hosts need UCX")
 
 
 class Child:

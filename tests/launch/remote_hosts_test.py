@@ -48,15 +48,13 @@ class Cluster:
 @pytest.fixture
 def cluster(programs, make_hosts):
     done = programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true")
-    if "built without OpenSSL" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     return Cluster(programs, make_hosts(2))
 
 
 def test_one_command_runs_a_job_on_two_hosts(programs, cluster):
     done = cluster.run("host-a:2,host-b:1", programs.find("all_reduce"))
-    if "needs UCX" in done.stderr:
-        pytest.skip("ranks on several hosts need UCX")
+    done.skip_without_ucx()
     assert done.status == 0, done.text
     sums = sorted(line for line in done.stdout.splitlines() if "now has" in line)
     assert sums == [f"[rank {rank}] rank {rank} now has [3, 3]" for rank in range(3)], done.text
@@ -260,8 +258,7 @@ def test_all_hosts_start_again(programs, cluster):
 def test_a_dry_run_shows_what_each_host_would_run(programs):
     options = ["--dry-run", "--rsh", "ssh -p 22", "-H", "host-a:2,me@host-b:1", "--master-port", 4000, "--log-dir", "a b"]
     done = programs.run("lockstep", "run", *options, "./train", "--name", "x y", LOCKSTEP_JOB_SECRET=SECRET, UCX_TLS="tcp")
-    if "built without OpenSSL" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     assert done.status == 0, done.text
     lockstep = programs.find("lockstep")
     common = f"{os.path.realpath(lockstep)} run '--log-dir=a b' --started-by-shell --master-addr=host-a --master-port=4000 --nnodes=2"
@@ -291,6 +288,5 @@ def test_a_dry_run_shows_what_each_host_would_run(programs):
 )
 def test_wrong_options_start_nothing(programs, words, error):
     done = programs.run("lockstep", "run", *words, "true")
-    if "built without OpenSSL" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     assert done.status == 2 and error in done.stderr, done.text

@@ -55,8 +55,7 @@ def one_host(programs, request):
 
     def run(options, script, **variables):
         done = programs.run("lockstep", "run", *request.param, *options, "sh", "-c", script, **variables)
-        if "built without" in done.stderr:
-            pytest.skip("lockstep was built without OpenSSL")
+        done.skip_without_openssl()
         assert done.status == 0, done.text
         return done.stdout.strip()
 
@@ -87,8 +86,7 @@ def test_workers_that_start_again_meet_at_the_same_port(programs):
     port = free_port()
     script = "echo $MASTER_PORT $TORCHELASTIC_RESTART_COUNT; test $TORCHELASTIC_RESTART_COUNT = 1"
     done = programs.run("lockstep", "run", "--max-restarts", 1, "--master-port", port, "sh", "-c", script)
-    if "built without" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     assert done.status == 0 and done.stdout == f"{port} 0\n{port} 1\n", done.text
 
 
@@ -107,8 +105,7 @@ def test_the_agents_limit_on_open_files_is_not_the_workers(programs):
     script = "ulimit -Sn; grep 'Max open files' /proc/$PPID/limits"
     run = f"ulimit -Sn 200; exec {programs.find('lockstep')} run --max-restarts 1 sh -c \"$0\""
     done = programs.run("sh", "-c", run, script)
-    if "built without" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     assert done.status == 0, done.text
     worker, agent = done.stdout.splitlines()
     soft, hard = agent.split()[3:5]
@@ -175,8 +172,7 @@ def test_what_a_dry_run_says_is_what_processes_get(programs):
 def test_a_dry_run_over_hosts_says_the_roles_and_no_secret(programs):
     hosts = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "node-a", "--max-restarts", 3]
     done = programs.run("lockstep", "run", "--dry-run", *hosts, "env", LOCKSTEP_JOB_SECRET="0123456789abcdef" * 4)
-    if "built without" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     assert done.stdout.startswith(
         "hosts: 2\nrestarts: 3\nthis host: number 1\nendpoint: node-a port 29500\nsecret: given\nprocesses: 1\ncommand: env\n"
     ), done.text
@@ -233,8 +229,7 @@ def test_output_goes_to_files_and_is_shown(programs, options, files, stdout, std
 def test_each_attempt_has_files_of_its_own(programs):
     script = 'echo start $TORCHELASTIC_RESTART_COUNT; echo "{}" > $TORCHELASTIC_ERROR_FILE; test $TORCHELASTIC_RESTART_COUNT = 1'
     done = programs.run("lockstep", "run", "--max-restarts", 1, "--log-dir", "logs", "-t", "1", "sh", "-c", script)
-    if "built without" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     assert done.status == 0, done.text
     expected = {}
     for attempt in range(2):

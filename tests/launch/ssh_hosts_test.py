@@ -75,8 +75,7 @@ def hosts(programs, make_hosts):
     sshd = shutil.which("sshd", path=os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"]))
     if not sshd or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
         pytest.skip("hosts to reach by ssh need sshd and ssh (Debian: openssh-server, openssh-client)")
-    if "built without OpenSSL" in programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true").stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true").skip_without_openssl()
     made = SshHosts(programs, make_hosts(2), os.path.abspath(sshd))
     made.start_server(1)
     yield made
@@ -85,8 +84,7 @@ def hosts(programs, make_hosts):
 
 def test_ranks_of_two_hosts_sum_up(programs, hosts):
     done = hosts.start("host-a:2,host-b:1", programs.find("all_reduce")).finish()
-    if "needs UCX" in done.stderr:
-        pytest.skip("ranks on several hosts need UCX")
+    done.skip_without_ucx()
     assert done.status == 0, done.text
     sums = sorted(line for line in done.stdout.splitlines() if "now has" in line)
     assert sums == [f"[rank {rank}] rank {rank} now has [3, 3]" for rank in range(3)], done.text

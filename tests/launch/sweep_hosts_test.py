@@ -202,8 +202,7 @@ exec sleep 1000
 
 @pytest.fixture
 def net(programs, make_hosts):
-    if "built without OpenSSL" in programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true").stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true").skip_without_openssl()
     return make_hosts(2)
 
 

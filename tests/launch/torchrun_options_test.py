@@ -57,8 +57,7 @@ def reads_variable(action):
 
 def dry_run(programs, *words, program="true", **variables):
     done = programs.run("lockstep", "run", "--dry-run", *words, program, LOCKSTEP_JOB_SECRET="0" * 32, **variables)
-    if "built without" in done.stderr:
-        pytest.skip("lockstep was built without OpenSSL")
+    done.skip_without_openssl()
     return done
 
 
