@@ -121,6 +121,23 @@ TEST(RunRanksCollect, MarksTheRanksThatTheDeadlineKilled) {
   EXPECT_EQ(outcomes[1].signal, SIGKILL);
 }
 
+TEST(RunSurvivors, FailsForAVictimThatLivesAndForASurvivorThatThrows) {
+  run_survivors(2, {0}, [](int rank) {
+    if (rank == 0) die();
+  });
+  run_survivors(1, {0}, [](int) {
+    die_after(1ms);
+    ::pause();
+  });
+  EXPECT_NONFATAL_FAILURE(run_survivors(2, {0}, [](int) {}), "rank 0: no exception");
+  EXPECT_NONFATAL_FAILURE(run_survivors(2, {0},
+                                        [](int rank) {
+                                          if (rank == 0) die();
+                                          throw std::runtime_error("boom");
+                                        }),
+                          "rank 1: std::runtime_error: boom");
+}
+
 class Parametrised : public ::testing::TestWithParam<int> {};
 TEST_P(Parametrised, RunsItsOwnParameterOnly) {
   const int parameter = GetParam();
