@@ -3,17 +3,18 @@
 python optim_parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r's results go to OUTPUT.r.
 """
 
-import os
+import pathlib
 import sys
-import tempfile
 from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "testing"))
+import gloo_peer  # noqa: E402
 
 OPTIMIZERS = {"adam": (torch.optim.Adam, {"lr": 0.01}), "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})}
 
@@ -45,17 +46,5 @@ def train(job, rank):
     return result | {str(i): parameter.detach().clone() for i, parameter in enumerate(parameters)}
 
 
-def work(rank, world_size, meeting, jobs_path, output):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-    jobs = torch.load(jobs_path)
-    torch.save({name: train(job, rank) for name, job in jobs.items()}, f"{output}.{rank}")
-    # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
-    dist.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    jobs_path, output, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (world_size, f"{folder}/meeting", jobs_path, output), nprocs=world_size)
+    gloo_peer.run(lambda jobs, rank, world_size: {name: train(job, rank) for name, job in jobs.items()})

@@ -4,13 +4,11 @@ python hooks_parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r writes {job name: {"r
 to OUTPUT.r.
 """
 
-import os
+import pathlib
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -18,6 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "testing"))
+import gloo_peer  # noqa: E402
 
 
 class Bucket:
@@ -121,17 +122,5 @@ def run(job, rank, world_size):
     return answer
 
 
-def work(rank, world_size, meeting, jobs_path, output):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-    jobs = torch.load(jobs_path)
-    torch.save({name: run(job, rank, world_size) for name, job in jobs.items()}, f"{output}.{rank}")
-    # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
-    dist.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    jobs_path, output, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (world_size, f"{folder}/meeting", jobs_path, output), nprocs=world_size)
+    gloo_peer.run(lambda jobs, rank, world_size: {name: run(job, rank, world_size) for name, job in jobs.items()})

@@ -4,17 +4,14 @@ python parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r's results go to OUTPUT.r. T
 """
 
 import contextlib
-import os
 import pathlib
 import sys
-import tempfile
 import warnings
 
 import torch
 import torch._dynamo  # which DDP imports later, in each rank
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks  # noqa: F401 (before its streams are replaced)
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -22,7 +19,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp_module
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "testing")]
+import gloo_peer  # noqa: E402
 import parity_jobs  # noqa: E402
 import parity_models  # noqa: E402
 
@@ -271,8 +270,7 @@ def train(job, rank, world_size, pairs=None):
     return result
 
 
-def work(rank, world_size, meeting, jobs, output):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+def results_of(jobs, rank, world_size):
     firsts = range(0, world_size, 2)
     pairs, _ = dist.new_subgroups_by_enumeration([parity_jobs.pair_of(first, world_size) for first in firsts])
     results = {}
@@ -283,20 +281,11 @@ def work(rank, world_size, meeting, jobs, output):
             results[name] = train(job, rank, world_size, pairs)
         except BaseException as error:
             raise RuntimeError(f"job '{name}'") from error
-    torch.save(results, f"{output}.{rank}")
-    # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
-    dist.barrier()
-    os._exit(0)
+    return results
 
 
 if __name__ == "__main__":
-    jobs_path, output, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     complete_pytorch()
-    jobs = torch.load(jobs_path)
-    with tempfile.TemporaryDirectory() as folder:
-        # Forked, so that torch is imported once.
-        mp.start_processes(
-            work, (world_size, f"{folder}/meeting", jobs, output), nprocs=world_size, start_method="fork"
-        )
+    gloo_peer.run(results_of)

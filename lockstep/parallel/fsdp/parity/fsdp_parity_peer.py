@@ -6,21 +6,21 @@ Of nested jobs also, under "JOB, groups", the number of each parameter's group, 
 """
 
 import contextlib
+import copy
 import functools
-import os
 import pathlib
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "ddp" / "parity"))
+LOCKSTEP = pathlib.Path(__file__).parents[3]
+sys.path[:0] = [str(LOCKSTEP / "parallel" / "ddp" / "parity"), str(LOCKSTEP / "testing")]
+import gloo_peer  # noqa: E402
 import parity_models  # noqa: E402
 
 
@@ -104,12 +104,10 @@ def train(sharded, job, rank, world_size):
     return result | {"norms": torch.tensor(norms, dtype=torch.float64), "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
-def work(rank, world_size, meeting, jobs_path, output):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+def results_of(all_jobs, rank, world_size):
     results = {}
     for kind, sharded in {"fsdp1": Fsdp1, "fsdp2": Fsdp2}.items():
-        jobs = torch.load(jobs_path)
+        jobs = copy.deepcopy(all_jobs)
         if kind == "fsdp1":
             # It can't clip in float64, for it asks for norms in float32; and where a parameter has no gradient, while others of
             # its group have one, it makes zeros of it, which momentum turns into a step.
@@ -118,14 +116,8 @@ def work(rank, world_size, meeting, jobs_path, output):
         if kind == "fsdp1":
             results["groups"] = {name: Fsdp1(parity_models.MODELS[job["model"]](), job).groups()
                                  for name, job in jobs.items() if job["nested"]}  # fmt: skip
-    torch.save(results, f"{output}.{rank}")
-    # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
-    dist.barrier()
-    os._exit(0)
+    return results
 
 
 if __name__ == "__main__":
-    jobs_path, output, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with tempfile.TemporaryDirectory() as folder:
-        # Forked, so that torch is imported once.
-        mp.start_processes(work, (world_size, f"{folder}/meeting", jobs_path, output), nprocs=world_size, start_method="fork")
+    gloo_peer.run(results_of)

@@ -3,14 +3,15 @@
 python device_mesh_parity_peer.py JOBS OUTPUT WORLD_SIZE; rank r's results go to OUTPUT.r.
 """
 
-import os
+import pathlib
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "testing"))
+import gloo_peer  # noqa: E402
 
 
 def text_of(numbers):
@@ -49,16 +50,5 @@ def run(job):
     return result
 
 
-def work(rank, world_size, meeting, jobs_path, output):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-    torch.save({name: run(job) for name, job in torch.load(jobs_path).items()}, f"{output}.{rank}")
-    # Not destroy_process_group() and a return: now and then Gloo's threads abort the process on its way out.
-    dist.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    jobs_path, output, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (world_size, f"{folder}/meeting", jobs_path, output), nprocs=world_size)
+    gloo_peer.run(lambda jobs, rank, world_size: {name: run(job) for name, job in jobs.items()})
