@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kScratchBytes = 1 << 20;
 
 std::vector<int64_t> sizes_with_rows(const at::Tensor& whole, int64_t rows) {
-  auto sizes = whole.sizes().vec();
-  if (sizes.empty()) sizes.push_back(rows);  // a number is one row
-  sizes[0] = rows;
+  std::vector<int64_t> sizes = {rows};
+  const at::IntArrayRef own = whole.sizes();
+  if (!own.empty()) sizes.insert(sizes.end(), own.begin() + 1, own.end());  // a number is one row
   return sizes;
 }
 
