@@ -32,6 +32,19 @@ def test_pictures_are_what_the_script_draws(tmp_path):
     assert drawn and drawn == {name: (ROOT / "docs/images" / name).read_text() for name in drawn}
 
 
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_all_scripts_say_how_they_are_used(name, option, tmp_path):
+    """From whatever folder."""
+    done = subprocess.run(
+        [ROOT / "scripts" / name, option], cwd=tmp_path, text=True, capture_output=True, stdin=subprocess.DEVNULL
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "usage: " in done.stdout, done
+
+
 def test_shell_scripts():
     names = ("scripts/quickstart", "scripts/test", "scripts/bench", "scripts/check-format", "scripts/offline-kit",
              "scripts/oldest-torch", ".ci/run")
