@@ -1,6 +1,5 @@
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,7 +16,7 @@ ProcessGroup group_of_host(const ProcessGroup& group) {
   if (!topology.spans_hosts()) return group;
   std::vector<std::vector<int>> hosts;
   for (const auto& host : topology.hosts) hosts.push_back(host.ranks);
-  return split_group(group ? group : default_group(), hosts);
+  return split_group(group, hosts);
 }
 
 }  // namespace
@@ -29,7 +28,8 @@ struct PostLocalSGDState::Data {
   const bool post_local_gradient_allreduce;
   std::atomic<int64_t> iter{0};
   std::mutex mutex = {};
-  std::optional<ProcessGroup> local = {};  // guarded by mutex: over what gradients are averaged at the end
+  ProcessGroup parent = {};  // guarded by mutex, as the next: that group_of_host() was asked for
+  ProcessGroup of_host = {};
 };
 
 PostLocalSGDState::PostLocalSGDState(ProcessGroup process_group, ProcessGroup subgroup,
@@ -64,9 +64,18 @@ HookFuture post_localSGD_hook(const PostLocalSGDState& state, GradBucket& bucket
     return hooks::average(data.process_group, bucket.buffer());
   }
   if (!data.post_local_gradient_allreduce) return completed_future(bucket.buffer());
-  const std::lock_guard lock(data.mutex);
-  if (!data.local) data.local = data.subgroup ? data.subgroup : group_of_host(data.process_group);
-  return hooks::average(*data.local, bucket.buffer());
+  if (data.subgroup) return hooks::average(data.subgroup, bucket.buffer());
+  const ProcessGroup parent = data.process_group ? data.process_group : default_group();
+  ProcessGroup of_host;
+  {
+    const std::lock_guard lock(data.mutex);
+    if (parent != data.parent) {  // the default group may be another one by now
+      data.of_host = group_of_host(parent);
+      data.parent = parent;
+    }
+    of_host = data.of_host;
+  }
+  return hooks::average(of_host, bucket.buffer());
 }
 
 }  // namespace lockstep
