@@ -1,5 +1,6 @@
 // What goes wrong where parameters are gathered, and what is refused there.
 #include <functional>
+#include <future>
 #include <gmock/gmock.h>
 #include <memory>
 #include <string>
@@ -104,6 +105,20 @@ TEST(FsdpGatherMisuse, MisuseIsAnError) {
     };
     outer(x);
     EXPECT_THAT(of_other_thread, HasSubstr("one thread at a time uses it"));
+    {
+      auto input = batch(0, 2, rank).requires_grad_();
+      std::promise<void> is_in_backward, may_go_on;
+      input.register_hook([&](const torch::Tensor&) {
+        is_in_backward.set_value();
+        may_go_on.get_future().wait();
+      });
+      const auto loss = loss_of(model(input));
+      auto backward = std::async(std::launch::async, [&] { loss.backward(); });
+      is_in_backward.get_future().wait();
+      EXPECT_THAT(message_of<c10::Error>([&] { model(x); }), HasSubstr("one thread at a time uses it"));
+      may_go_on.set_value();
+      backward.get();
+    }
     auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
     EXPECT_THAT(message_of<c10::Error>([&] { net->to(at::kFloat); }), HasSubstr("has no values here"));
     const auto old = loss_of(model(x));

@@ -64,7 +64,7 @@ void GatheredUnits::begin_use() {
     return;
   }
   // A backward that fails on a device is over for its caller before the device's thread drops the callbacks.
-  if (graph_task_ != kNoTask && task == kNoTask && here == forward_thread_) {
+  if (!weights_.device().is_cpu() && graph_task_ != kNoTask && task == kNoTask && here == forward_thread_) {
     graph_task_ = kNoTask;
     end_use();
   }
