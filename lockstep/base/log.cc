@@ -41,8 +41,9 @@ Choice read_environment() {
   if (const auto wanted = environment::text("LOCKSTEP_LOG")) {
     const auto found = std::find(kNames.begin(), kNames.end(), *wanted);
     if (found == kNames.end()) {
-      choice.problem =
-          "environment variable LOCKSTEP_LOG is '" + *wanted + "'; it takes error, warning, info or debug";
+      if (choice.problem.empty())
+        choice.problem =
+            "environment variable LOCKSTEP_LOG is '" + *wanted + "'; it takes error, warning, info or debug";
     } else {
       choice.level = static_cast<Level>(found - kNames.begin());
     }
@@ -51,7 +52,7 @@ Choice read_environment() {
 }
 
 const Choice& choice() {
-  static const Choice read = read_environment();
+  static const Choice& read = *new Choice(read_environment());  // never destroyed: exits log, too
   return read;
 }
 

@@ -227,8 +227,8 @@ std::string get_default_backend_for_device(const at::Device& device);
 /// called, whether this process is in it or not, and whether it still lives (PyTorch counts so too).
 int get_pg_count();
 
-/// TORCH_DISTRIBUTED_DEBUG, or what c10d::setDebugLevel() said since. Throws c10::Error when the variable is
-/// not OFF, INFO or DETAIL.
+/// TORCH_DISTRIBUTED_DEBUG, or what c10d::setDebugLevel() said since. Throws c10::ValueError when the variable is
+/// not OFF, INFO or DETAIL, and for a LOCKSTEP_LOG with another word than it takes.
 c10d::DebugLevel get_debug_level();
 
 // ---- Changing

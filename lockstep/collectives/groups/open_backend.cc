@@ -158,6 +158,7 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
 
 c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                  int size, const OpenBackendOptions& options) {
+  log::check_environment();
   TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size, "lockstep: rank ", rank, " of ", size,
                     " ranks; it takes a rank from 0 to the number of ranks less one");
   TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "lockstep: the timeout is ",
