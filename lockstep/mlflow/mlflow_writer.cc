@@ -198,11 +198,11 @@ class MlflowWriter::Impl {
 
   void finalize(std::string_view status) {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(finalized_, true) || !sender_) return;
+    if (std::exchange(finalized_, true) || !journal_) return;
     const std::string known = status == "finished" ? "FINISHED" : status == "killed" ? "KILLED" : "FAILED";
     journal_->append(json_text({{"status", {known, milliseconds_since_1970()}}}));
-    sender_->wake();
-    if (sender_->stop(std::chrono::steady_clock::now() + options_.close_timeout)) {
+    if (sender_) sender_->wake();
+    if (sender_ && sender_->stop(std::chrono::steady_clock::now() + options_.close_timeout)) {
       journal_->remove();
     } else {
       LOCKSTEP_LOG(kWarning) << "MlflowWriter: what could not be sent to " << sender_options_.http.base_url
