@@ -10,6 +10,7 @@
 #include <signal.h>
 #include <sstream>
 #include <stdlib.h>
+#include <string_view>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>

@@ -1,3 +1,4 @@
+#include <chrono>
 #include <functional>
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -149,6 +150,14 @@ TEST(Guardian, KillsOnlyOnceTheLeaseIsOver) {
   int status = 0;
   EXPECT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+TEST(GuardianLease, StaysOverWhereItIsRenewedTooLate) {
+  GuardianLease lease{UniqueFd()};
+  const BootTime over = BootClock::now();
+  lease.renew(over);
+  lease.renew(over + std::chrono::hours(1));
+  EXPECT_EQ(lease.until(), over) << "the guardian may have killed before it got the second one";
 }
 
 }  // namespace
