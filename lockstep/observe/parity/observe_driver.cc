@@ -85,8 +85,8 @@ void resume(const std::string& folder) {
   second.finalize("failed");
 }
 
-/// Logs and ends as told, without any clean-up.
-void end(const std::string& folder, const std::string& how, int64_t count) {
+/// Logs and ends as told, without any clean-up: an exception ends the process, as in a program that does not catch it.
+void end(const std::string& folder, const std::string& how, int64_t count) noexcept {
   auto* writer = new SummaryWriter(folder, {.max_queue = count + 1});
   for (int64_t step = 0; step < count; ++step) writer->add_scalar("loss", 1, step);
   if (how == "exit") std::exit(0);
