@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/equal.h>
+#include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
 
 #include <lockstep/serialization/state_dict.h>

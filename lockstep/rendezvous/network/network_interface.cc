@@ -6,6 +6,7 @@
 #include <ifaddrs.h>
 #include <memory>
 #include <net/if.h>
+#include <string_view>
 #include <tuple>
 
 #include <c10/util/Exception.h>
