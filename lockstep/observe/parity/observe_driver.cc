@@ -85,8 +85,8 @@ void resume(const std::string& folder) {
   second.finalize("failed");
 }
 
-/// Logs and ends as told, without any clean-up: an exception ends the process, as in a program that does not catch it.
-void end(const std::string& folder, const std::string& how, int64_t count) noexcept {
+/// Logs and ends as told, without any clean-up.
+void end(const std::string& folder, const std::string& how, int64_t count) {
   auto* writer = new SummaryWriter(folder, {.max_queue = count + 1});
   for (int64_t step = 0; step < count; ++step) writer->add_scalar("loss", 1, step);
   if (how == "exit") std::exit(0);
@@ -183,7 +183,8 @@ LOCKSTEP_DRIVER(observe_driver) {
   } else if (command == "runs") {
     train_runs(argv[2]);
   } else if (command == "end" && argc == 5) {
-    end(argv[2], argv[3], std::stoll(argv[4]));
+    // An exception ends the process, as in a program that does not catch it.
+    [&]() noexcept { end(argv[2], argv[3], std::stoll(argv[4])); }();
   } else if (command == "cost" && argc == 4) {
     cost(argv[2], std::stoll(argv[3]));
   } else {
