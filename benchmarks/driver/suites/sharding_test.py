@@ -14,14 +14,7 @@ from benchmarks.driver.suites.suites_test import MEMORY, FakeFleet, run
 from benchmarks.driver.suites.training import Network
 
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    """As much as is wanted, whatever machine this runs on."""
-    free = [64 * GIB]
-    monkeypatch.setattr(sharding.machine, "available_memory", lambda: free[0])
-    return free
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 def test_steps_and_memory_are_compared_within_a_run():

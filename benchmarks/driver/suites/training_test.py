@@ -9,14 +9,7 @@ from benchmarks.driver.suites import comm_hooks, several_hosts, sharding, traini
 from benchmarks.driver.suites.suites_test import run
 
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    """As much as is wanted, whatever machine this runs on."""
-    free = [64 * GIB]
-    monkeypatch.setattr(training.machine, "available_memory", lambda: free[0])
-    return free
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 def test_overhead_is_counted_against_the_better_baseline():
