@@ -40,12 +40,11 @@ Choice read_environment() {
   }
   if (const auto wanted = environment::text("LOCKSTEP_LOG")) {
     const auto found = std::find(kNames.begin(), kNames.end(), *wanted);
-    if (found == kNames.end()) {
-      if (choice.problem.empty())
-        choice.problem =
-            "environment variable LOCKSTEP_LOG is '" + *wanted + "'; it takes error, warning, info or debug";
-    } else {
+    if (found != kNames.end()) {
       choice.level = static_cast<Level>(found - kNames.begin());
+    } else if (choice.problem.empty()) {
+      choice.problem =
+          "environment variable LOCKSTEP_LOG is '" + *wanted + "'; it takes error, warning, info or debug";
     }
   }
   return choice;
