@@ -36,6 +36,13 @@ void remove_cgroups_below(int folder) {
   }
 }
 
+// It follows processes that fork(3) starts, and no others.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kUnderThreadSanitizer = true;
+#else
+constexpr bool kUnderThreadSanitizer = false;
+#endif
+
 constexpr std::string_view kPrefix = "lockstep_";
 
 /// "PID_START_NAMESPACE_" of a process, which no later process of this boot has: cgroups do not outlive it, either.
@@ -94,9 +101,7 @@ void remove_cgroup(const char* folder) {
 }
 
 std::optional<WorkerCgroup> WorkerCgroup::make() {
-#if defined(__SANITIZE_THREAD__)
-  return std::nullopt;  // ThreadSanitizer follows processes that fork(3) starts, and no others
-#else
+  if (kUnderThreadSanitizer) return std::nullopt;
   const std::vector<std::string> parents = own_cgroup_folders("memory").version_2;
   const ino_t pid_namespace = own_pid_namespace();
   const auto mark = mark_of_process(::getpid(), pid_namespace);
@@ -109,7 +114,6 @@ std::optional<WorkerCgroup> WorkerCgroup::make() {
   const bool can_kill = ::access((folder + "/cgroup.kill").c_str(), W_OK) == 0;
   if (!cgroup.fd_ || !can_kill) return std::nullopt;
   return cgroup;
-#endif
 }
 
 WorkerCgroup::WorkerCgroup(WorkerCgroup&& other) noexcept
