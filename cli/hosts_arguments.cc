@@ -14,8 +14,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/parse_number.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/launch/agent/dry_run.h>
 #include <lockstep/launch/agent/host_roles.h>
 #include <lockstep/launch/worker_environment.h>

@@ -23,10 +23,10 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/counted.h>
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/files/write_all.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/base/unique_fd.h>
 #ifdef LOCKSTEP_CLI_HOSTS
 #include <lockstep/launch/control_plane/job_watch.h>

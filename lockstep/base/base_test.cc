@@ -8,7 +8,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/hex.h>
+#include <lockstep/base/text/hex.h>
 
 namespace lockstep::base_test {
 namespace {

@@ -3,8 +3,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/lower_case.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/lower_case.h>
+#include <lockstep/base/text/parse_number.h>
 
 namespace lockstep::environment {
 

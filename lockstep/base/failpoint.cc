@@ -12,7 +12,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/parse_number.h>
 
 namespace lockstep::failpoint {
 namespace {

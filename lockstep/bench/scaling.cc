@@ -14,9 +14,9 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/formatted.h>
+#include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/bench/internal/output_file.h>
 #include <lockstep/bench/internal/scaling_report.h>

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <set>
 
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>

@@ -10,12 +10,12 @@
 #include <utility>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>

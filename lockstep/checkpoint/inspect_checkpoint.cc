@@ -15,10 +15,10 @@
 #include <ATen/ops/zeros_like.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/inspect_checkpoint.h>
 #include <lockstep/checkpoint/internal/file_io.h>

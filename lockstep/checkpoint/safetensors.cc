@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <lockstep/base/files/file_replacement.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>
 #include <lockstep/checkpoint/safetensors.h>

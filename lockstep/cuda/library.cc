@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/NCCLUtils.hpp>
 
-#include <lockstep/base/hex.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/cuda/host_memory.h>
 #include <lockstep/cuda/nccl_backend.h>
 #include <lockstep/device/cuda_library.h>

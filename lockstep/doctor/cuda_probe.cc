@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/device/cuda_library.h>
 #include <lockstep/doctor/cuda_probe.h>

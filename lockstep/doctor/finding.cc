@@ -5,8 +5,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/doctor/finding.h>
 
 namespace lockstep::doctor {

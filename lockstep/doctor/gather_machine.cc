@@ -5,9 +5,9 @@
 #include <sys/statvfs.h>
 #include <system_error>
 
-#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/device/nvidia_devices.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>

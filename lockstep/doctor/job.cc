@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/doctor/internal/peer_watch.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/doctor/job.h>

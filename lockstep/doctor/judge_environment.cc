@@ -7,8 +7,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <lockstep/base/lower_case.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/lower_case.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/doctor/judge.h>
 #include <lockstep/rendezvous/launch_environment.h>
 #include <lockstep/rendezvous/network/network_interface.h>

@@ -2,8 +2,8 @@
 #include <functional>
 #include <optional>
 
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/doctor/internal/judge_text.h>
 #include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>

@@ -3,8 +3,8 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/judge.h>
 

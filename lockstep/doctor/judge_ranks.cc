@@ -4,9 +4,9 @@
 #include <set>
 #include <sstream>
 
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/parse_number.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <functional>
 
-#include <lockstep/base/formatted.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/doctor/internal/judge_text.h>
 #include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>

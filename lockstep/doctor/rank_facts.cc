@@ -10,8 +10,8 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/json_value.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/json_value.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/files.h>

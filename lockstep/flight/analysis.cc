@@ -5,8 +5,8 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/flight/analysis.h>
 #include <lockstep/flight/internal/picture.h>
 

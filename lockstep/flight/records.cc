@@ -15,8 +15,8 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/flight/records.h>
 

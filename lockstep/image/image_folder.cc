@@ -8,9 +8,9 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include <lockstep/base/lower_case.h>
 #include <lockstep/base/mix_bits.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/base/text/lower_case.h>
 #include <lockstep/image/image_folder.h>
 #include <lockstep/image/read_image.h>
 

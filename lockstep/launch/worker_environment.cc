@@ -7,8 +7,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 

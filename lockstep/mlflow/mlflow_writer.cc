@@ -11,12 +11,12 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/hex.h>
-#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/lower_case.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/hex.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/lower_case.h>
 #include <lockstep/mlflow/internal/sender.h>
 #include <lockstep/mlflow/mlflow_writer.h>
 #include <lockstep/observe/writing_rank.h>

@@ -4,8 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/json_value.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/json_value.h>
 #include <lockstep/monitor/host_report.h>
 #include <lockstep/monitor/internal/report_json.h>
 

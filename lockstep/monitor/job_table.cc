@@ -6,11 +6,11 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/printable.h>
 #include <lockstep/base/process/memory.h>
-#include <lockstep/base/terminal_text.h>
+#include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/printable.h>
+#include <lockstep/base/text/terminal_text.h>
 #include <lockstep/monitor/internal/report_json.h>
 #include <lockstep/monitor/job_table.h>
 

@@ -5,7 +5,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/observe/internal/wall_time.h>
 #include <lockstep/observe/json_lines_writer.h>
 

@@ -7,9 +7,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/lower_case.h>
-#include <lockstep/base/terminal_text.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/lower_case.h>
+#include <lockstep/base/text/terminal_text.h>
 #include <lockstep/observe/internal/terminal_line.h>
 #include <lockstep/observe/progress_bar.h>
 

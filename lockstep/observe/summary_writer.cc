@@ -10,9 +10,9 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/files/append_file.h>
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/fork_guard.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/observe/internal/event_queue.h>
 #include <lockstep/observe/internal/image_layout.h>
 #include <lockstep/observe/internal/make_histogram.h>

@@ -9,7 +9,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/formatted.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/profiler/event_list.h>
 
 namespace lockstep::profiler {

@@ -8,8 +8,8 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/profiler/internal/trace_operations.h>
 #include <lockstep/profiler/internal/trace_output.h>
 #include <lockstep/profiler/internal/trace_reader.h>

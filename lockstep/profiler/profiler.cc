@@ -16,9 +16,9 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/per_process.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/profiler/internal/call_stacks.h>

@@ -10,9 +10,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/profiler/trace_analysis.h>
 
 namespace lockstep::profiler {

@@ -4,8 +4,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/rendezvous/bounded_store.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/call_thread.h>

@@ -4,8 +4,8 @@
 
 #include <lockstep/base/boot_clock.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/format_duration.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/format_duration.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/generation.h>
 

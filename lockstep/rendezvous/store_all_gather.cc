@@ -16,9 +16,9 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/internal/call_by.h>
 #include <lockstep/rendezvous/internal/call_thread.h>
 #include <lockstep/rendezvous/internal/file_store.h>

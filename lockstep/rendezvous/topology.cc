@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <map>
 
-#include <lockstep/base/counted.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/rendezvous/topology.h>
 
 namespace lockstep {

@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/serialization/safetensors_header.h>
 
 namespace lockstep::serialization {

@@ -13,8 +13,8 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/hex.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/hex.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/serialization/pickle/dict.h>
 #include <lockstep/serialization/safetensors_header.h>
 #include <lockstep/serialization/state_json.h>

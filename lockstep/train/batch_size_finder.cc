@@ -14,8 +14,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>

@@ -5,9 +5,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/formatted.h>
 
 namespace lockstep {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/lower_case.h>
+#include <lockstep/base/text/lower_case.h>
 #include <lockstep/bench/internal/plan.h>
 
 namespace lockstep::benchmark {

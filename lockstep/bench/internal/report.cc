@@ -1,9 +1,9 @@
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/bench/internal/report.h>
 
 namespace lockstep::benchmark {

@@ -5,8 +5,8 @@
 #include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/bench/internal/scaling_report.h>
 
 namespace lockstep::benchmark {

@@ -2,7 +2,7 @@
 #include <utility>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 

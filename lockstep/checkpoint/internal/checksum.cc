@@ -6,7 +6,7 @@
 #include <xxhash.h>
 #endif
 
-#include <lockstep/base/hex.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 
 namespace lockstep::checkpoint::internal {

@@ -14,9 +14,9 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/files/file_size_signal.h>
 #include <lockstep/base/files/write_all.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/rendezvous/generation.h>
 

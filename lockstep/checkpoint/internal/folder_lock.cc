@@ -21,11 +21,11 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/host_name.h>
-#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
-#include <lockstep/base/printable.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/per_process.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/folder_lock.h>

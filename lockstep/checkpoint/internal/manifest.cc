@@ -7,9 +7,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>

@@ -6,7 +6,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/host_name.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/save_job.h>

@@ -6,8 +6,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/save_plan.h>
 
 namespace lockstep::checkpoint::internal {

@@ -2,8 +2,8 @@
 #include <utility>
 
 #include <lockstep/base/deadline.h>
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/checkpoint/internal/save_schedule.h>
 
 namespace lockstep::checkpoint::internal {

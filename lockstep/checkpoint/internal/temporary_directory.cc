@@ -10,9 +10,9 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/manifest.h>

@@ -8,7 +8,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
 #include <lockstep/checkpoint/internal/pages.h>
 #include <lockstep/checkpoint/internal/tensor_file.h>

@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/json_value.h>
+#include <lockstep/base/text/json_value.h>
 #include <lockstep/collectives/algorithms/hosts/leaders.h>
 #include <lockstep/collectives/algorithms/staging.h>
 #include <lockstep/collectives/hosts/cost_model.h>

@@ -6,8 +6,8 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/data/internal/batch_pipeline.h>

@@ -8,7 +8,7 @@
 #include <zlib.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/internal/files.h>
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/doctor/internal/judge_text.h>
 
 namespace lockstep::doctor {

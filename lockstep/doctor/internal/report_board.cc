@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/doctor/internal/report_board.h>
 #include <lockstep/rendezvous/bounded_store.h>
 

@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/internal/wire_test.h>

@@ -4,8 +4,8 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <lockstep/base/formatted.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/flight/internal/picture.h>
 
 namespace lockstep::flight::internal {

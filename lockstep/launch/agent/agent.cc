@@ -10,8 +10,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/device/nvidia_devices.h>
 #include <lockstep/launch/agent/agent.h>
 #include <lockstep/launch/agent/worker_group.h>

@@ -3,7 +3,7 @@
 #include <ctime>
 #include <utility>
 
-#include <lockstep/base/format_duration.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/launch/agent/worker_watch.h>
 
 namespace lockstep::launch {

@@ -17,10 +17,10 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/files/write_all.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/hosts_agent.h>

@@ -2,7 +2,7 @@
 #include <filesystem>
 #include <system_error>
 
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/control_plane/watch_greeting.h>
 

@@ -4,7 +4,7 @@
 #include <tuple>
 #include <utility>
 
-#include <lockstep/base/counted.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/launch/membership/membership.h>
 
 namespace lockstep::launch {

@@ -10,8 +10,8 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/formatted.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/mlflow/internal/journal.h>
 
 namespace lockstep::mlflow::internal {

@@ -8,8 +8,8 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/files/append_file.h>
-#include <lockstep/base/json_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/mlflow/internal/sender.h>
 
 namespace lockstep::mlflow::internal {

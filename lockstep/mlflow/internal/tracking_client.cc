@@ -5,8 +5,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
-#include <lockstep/base/printable.h>
+#include <lockstep/base/text/json_text.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/mlflow/internal/tracking_client.h>
 
 namespace lockstep::mlflow::internal {

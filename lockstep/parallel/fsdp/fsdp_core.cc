@@ -10,8 +10,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/base/counted.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>

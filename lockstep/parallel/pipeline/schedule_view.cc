@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/parallel/pipeline/schedule_times.h>
 #include <lockstep/parallel/pipeline/schedule_view.h>
 

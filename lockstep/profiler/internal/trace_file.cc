@@ -11,7 +11,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/json_text.h>
+#include <lockstep/base/text/json_text.h>
 #include <lockstep/profiler/internal/trace_file.h>
 #include <lockstep/profiler/internal/trace_names.h>
 #include <lockstep/profiler/internal/trace_output.h>

@@ -3,7 +3,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/internal/hostlist.h>
 
 namespace lockstep::rendezvous_internal {

@@ -2,7 +2,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/internal/plan.h>
 
 namespace lockstep::rendezvous_internal {

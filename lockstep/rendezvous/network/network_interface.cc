@@ -13,7 +13,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
 #include <lockstep/rendezvous/network/network_interface.h>

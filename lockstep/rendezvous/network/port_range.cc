@@ -11,8 +11,8 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/parse_number.h>
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/internal/socket_address.h>
 #include <lockstep/rendezvous/network/port_range.h>
 

@@ -6,9 +6,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/transport/host/host_transport.h>
 
 // Of HostTransport: whether the ranks of other hosts live.

@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/format_duration.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/waiting.h>
 

@@ -3,8 +3,8 @@
 #include <optional>
 #include <string>
 
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/monotonic_ns.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/host_transport.h>
 

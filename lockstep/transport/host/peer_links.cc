@@ -16,12 +16,12 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/credentials_of.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/transport/host/memory/arena.h>

@@ -4,7 +4,7 @@
 #include <iterator>
 #include <utility>
 
-#include <lockstep/base/formatted.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/base/upper_median.h>
 #include <lockstep/transport/host/stragglers.h>
 

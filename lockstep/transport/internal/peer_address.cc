@@ -4,8 +4,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/hex.h>
-#include <lockstep/base/parse_number.h>
+#include <lockstep/base/text/hex.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/transport/internal/peer_address.h>
 
 namespace lockstep::transport {

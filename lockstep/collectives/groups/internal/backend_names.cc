@@ -5,7 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/base/lower_case.h>
+#include <lockstep/base/text/lower_case.h>
 #include <lockstep/collectives/groups/internal/backend_names.h>
 #include <lockstep/device/cuda_library.h>
 

@@ -5,8 +5,8 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
-#include <lockstep/base/counted.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/collectives/groups/internal/backend_names.h>
 #include <lockstep/collectives/groups/internal/device_agreement.h>
 #include <lockstep/device/cuda_library.h>

@@ -9,9 +9,9 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/collectives/groups/internal/store_membership.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/transport/control_message.h>

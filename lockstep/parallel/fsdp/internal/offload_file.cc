@@ -13,10 +13,10 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/hex.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/hex.h>
 #include <lockstep/parallel/fsdp/internal/offload_file.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 

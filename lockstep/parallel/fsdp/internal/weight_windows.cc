@@ -3,8 +3,8 @@
 
 #include <ATen/ops/empty.h>
 
-#include <lockstep/base/counted.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
 namespace lockstep::fsdp::internal {

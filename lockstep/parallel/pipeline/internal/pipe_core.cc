@@ -13,7 +13,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/StreamGuard.h>
 
-#include <lockstep/base/counted.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/device/existing_device.h>
 #include <lockstep/device/generator_state.h>

@@ -6,8 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/monotonic_ns.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/groups/membership_agreement.h>

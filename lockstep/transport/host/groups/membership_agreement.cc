@@ -1,6 +1,6 @@
 #include <lockstep/base/failpoint.h>
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/process/cpu.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/transport/host/groups/membership_agreement.h>
 #include <lockstep/transport/waiting.h>
 

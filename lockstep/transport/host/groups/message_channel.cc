@@ -6,12 +6,12 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
-#include <lockstep/base/format_duration.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/monotonic_ns.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/thread_cache.h>
+#include <lockstep/base/text/format_duration.h>
 #include <lockstep/transport/host/groups/message_channel.h>
 
 namespace lockstep::transport {

@@ -1,7 +1,7 @@
 #include <charconv>
 #include <system_error>
 
-#include <lockstep/base/hex.h>
+#include <lockstep/base/text/hex.h>
 
 namespace lockstep {
 
