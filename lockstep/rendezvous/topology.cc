@@ -45,6 +45,12 @@ int Topology::local_rank() const {
   return static_cast<int>(std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
+std::vector<std::vector<int>> Topology::ranks_by_host() const {
+  std::vector<std::vector<int>> lists;
+  for (const Host& host : hosts) lists.push_back(host.ranks);
+  return lists;
+}
+
 std::string Topology::describe() const {
   constexpr size_t kMost = 8;
   std::string text = counted(hosts.size(), "host") + ": ";

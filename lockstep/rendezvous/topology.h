@@ -30,6 +30,7 @@ struct Topology {
   const std::vector<int>& neighbours() const { return hosts[static_cast<size_t>(node_rank())].ranks; }
   int local_rank() const;  ///< this process's place among neighbours()
   int local_world_size() const { return static_cast<int>(neighbours().size()); }
+  std::vector<std::vector<int>> ranks_by_host() const;  ///< of each host, in the order of hosts
   const std::string& host_name(int rank) const {
     return hosts[static_cast<size_t>(host_of.at(static_cast<size_t>(rank)))].name;
   }

@@ -27,8 +27,7 @@ TEST(Topology, HostsStandInTheOrderOfTheirFirstRanks) {
   const auto topology = Topology::make({b, a, a, b, a}, 4);
   ASSERT_EQ(topology.nodes(), 2);
   EXPECT_TRUE(topology.spans_hosts());
-  EXPECT_THAT(topology.hosts[0].ranks, ElementsAre(0, 3));
-  EXPECT_THAT(topology.hosts[1].ranks, ElementsAre(1, 2, 4));
+  EXPECT_THAT(topology.ranks_by_host(), ElementsAre(ElementsAre(0, 3), ElementsAre(1, 2, 4)));
   EXPECT_THAT(topology.host_of, ElementsAre(0, 1, 1, 0, 1));
   EXPECT_EQ(topology.node_rank(), 1);
   EXPECT_EQ(topology.local_rank(), 2);

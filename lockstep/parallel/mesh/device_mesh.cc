@@ -119,14 +119,6 @@ at::Tensor as_tensor(const std::vector<int>& ranks, at::IntArrayRef sizes) {
   return tensor;
 }
 
-/// All ranks, those of the first host first, and so on.
-std::vector<int> ranks_by_host() {
-  std::vector<int> ranks;
-  for (const auto& host : get_topology().hosts)
-    ranks.insert(ranks.end(), host.ranks.begin(), host.ranks.end());
-  return ranks;
-}
-
 }  // namespace
 
 DeviceMesh::DeviceMesh(std::string device_type, const at::Tensor& mesh,
@@ -337,7 +329,8 @@ DeviceMesh init_device_mesh(const std::string& device_type, const std::vector<in
                             std::vector<std::string> mesh_dim_names) {
   check_names(mesh_dim_names, mesh_shape.size());
   check_device_type(device_type);
-  std::vector<int> ranks = ranks_by_host();
+  std::vector<int> ranks;  // all, those of the first host first, and so on
+  for (const auto& host : get_topology().ranks_by_host()) ranks.insert(ranks.end(), host.begin(), host.end());
   int64_t total = 1;
   for (const int64_t size : mesh_shape) {
     TORCH_CHECK(size > 0, "the mesh of shape ", tuple_of(mesh_shape), " has no ranks");

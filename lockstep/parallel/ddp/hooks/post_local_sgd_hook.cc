@@ -1,7 +1,6 @@
 #include <atomic>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
@@ -13,10 +12,7 @@ namespace {
 
 ProcessGroup group_of_host(const ProcessGroup& group) {
   const Topology topology = get_topology(group);
-  if (!topology.spans_hosts()) return group;
-  std::vector<std::vector<int>> hosts;
-  for (const auto& host : topology.hosts) hosts.push_back(host.ranks);
-  return split_group(group, hosts);
+  return topology.spans_hosts() ? split_group(group, topology.ranks_by_host()) : group;
 }
 
 }  // namespace

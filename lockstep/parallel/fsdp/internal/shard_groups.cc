@@ -21,8 +21,7 @@ namespace {
 using Lists = std::vector<std::vector<int>>;
 
 Lists ranks_of_hosts(const Topology& topology) {
-  Lists hosts;
-  for (const auto& host : topology.hosts) hosts.push_back(host.ranks);
+  Lists hosts = topology.ranks_by_host();
   for (size_t host = 1; host < hosts.size(); ++host) {
     TORCH_CHECK_VALUE(hosts[host].size() == hosts[0].size(), "FullyShardedDataParallel: host ",
                       topology.hosts[host].name, " has ", hosts[host].size(),
