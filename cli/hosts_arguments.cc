@@ -41,7 +41,7 @@ struct HostRange {
 HostRange parse_nnodes(const std::string& text) {
   const size_t colon = text.find(':');
   const auto number = [](const std::string& digits) {
-    return parse_number("--nnodes", digits, 1, kMostHosts);
+    return checked_number("--nnodes", digits, 1, kMostHosts);
   };
   HostRange range;
   range.least = number(text.substr(0, colon));
@@ -77,7 +77,7 @@ HostAndPort parse_endpoint(const std::string& text, int default_port) {
   HostAndPort result = {.host = numeric_v6 ? text.substr(1, bracket - 1) : text.substr(0, colon),
                         .port = default_port};
   if (colon != std::string::npos) {
-    result.port = parse_number("--rdzv-endpoint", text.substr(colon + 1), 0, 65535);
+    result.port = checked_number("--rdzv-endpoint", text.substr(colon + 1), 0, 65535);
   }
   TORCH_CHECK_VALUE(!result.host.empty(), "--rdzv-endpoint is '", text, "', and lacks the host");
   return result;
@@ -136,7 +136,7 @@ void apply_conf(const std::string& text, launch::HostsOptions& options) {
     }
   }
   const auto attempts = given.find("keep_alive_max_attempt");
-  const int number = attempts == given.end() ? 3 : parse_number("--rdzv-conf", attempts->second, 1, 100);
+  const int number = attempts == given.end() ? 3 : checked_number("--rdzv-conf", attempts->second, 1, 100);
   const auto longest = membership.heartbeat_interval * std::max(number, 3);
   if (given.count("lease") == 0) {
     membership.lease = attempts == given.end() ? std::max(membership.lease, longest) : longest;
@@ -229,8 +229,8 @@ std::string print_hosts(const HostsArguments& arguments, const launch::RunOption
 
 }  // namespace
 
-int parse_number(const std::string& option, const std::string& text, int low, int high) {
-  const auto number = lockstep::parse_number<int>(text);
+int checked_number(const std::string& option, const std::string& text, int low, int high) {
+  const auto number = parse_number<int>(text);
   TORCH_CHECK_VALUE(number && *number >= low && *number <= high, option, " has '", text,
                     "', and takes a number from ", low, " to ", high);
   return *number;

@@ -31,8 +31,8 @@ struct HostsArguments {
   bool no_tunnel = false;
 };
 
-/// The number that is, or is a part of, this option's value. Throws c10::ValueError.
-int parse_number(const std::string& option, const std::string& text, int low, int high);
+/// The number that is, or is a part of, this option's value. Throws c10::ValueError unless it is from `low` to `high`.
+int checked_number(const std::string& option, const std::string& text, int low, int high);
 
 void add_hosts_arguments(CLI::App& command, HostsArguments& arguments);
 

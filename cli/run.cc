@@ -106,7 +106,7 @@ void stay_on_cores(const std::string& list) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
   const auto number = [](const std::string& digits) {
-    return parse_number("--cpu-list", digits, 0, CPU_SETSIZE - 1);
+    return checked_number("--cpu-list", digits, 0, CPU_SETSIZE - 1);
   };
   std::istringstream ranges(list);
   for (std::string range; std::getline(ranges, range, ',');) {
@@ -167,7 +167,7 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   std::istringstream shown(arguments.shown_ranks);
   for (std::string rank; std::getline(shown, rank, ',');) {
     options.shown_ranks.insert(
-        parse_number("--local-ranks-filter", rank, 0, std::numeric_limits<int>::max()));
+        checked_number("--local-ranks-filter", rank, 0, std::numeric_limits<int>::max()));
   }
   options.master_port = arguments.hosts.master_port;
   options.prefix = !arguments.no_prefix;
@@ -244,7 +244,7 @@ std::vector<std::string> lists_of_hosts(const CLI::App& command, const std::stri
 launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& arguments,
                              const std::vector<std::string>& program) {
   const bool all_slots = command.get_option("--nproc-per-node")->count() == 0;
-  const int processes = all_slots ? 0 : parse_number("-n with -H", arguments.nproc_per_node, 1, 1 << 20);
+  const int processes = all_slots ? 0 : checked_number("-n with -H", arguments.nproc_per_node, 1, 1 << 20);
   const auto hosts = launch::parse_remote_hosts(arguments.remote_hosts, processes);
   launch::RemoteRun run;
   run.variables = passed_variables(arguments.passed_on);
