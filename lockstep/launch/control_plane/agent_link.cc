@@ -10,7 +10,7 @@
 
 namespace lockstep::launch {
 
-AgentLink::AgentLink(EventLoop& loop, TlsKey key, std::vector<PeerAddress> addresses,
+AgentLink::AgentLink(EventLoop& loop, TlsKey key, std::vector<SocketAddress> addresses,
                      const MembershipOptions& options, AgentState& state)
     : loop_(loop), key_(std::move(key)), addresses_(std::move(addresses)), options_(options), state_(state) {}
 
@@ -37,8 +37,7 @@ void AgentLink::close(const std::string& why, const std::string& question) {
   out_.clear();
   phase_ = Phase::kNone;
   if (why.empty()) return;
-  trouble_ = why + " at " + text_of_address(coordinator()) + " port " +
-             std::to_string(port_of_address(coordinator())) + question;
+  trouble_ = why + " at " + coordinator().text() + " port " + std::to_string(coordinator().port()) + question;
   if (!answered_) ++attempt_;
 }
 

@@ -24,8 +24,8 @@ class AgentLink : public EventHandler {
 
   /// `addresses` are tried in turn, and again, until the coordinator has answered at one. `state` lives as long as this
   /// object.
-  AgentLink(EventLoop& loop, TlsKey key, std::vector<PeerAddress> addresses, const MembershipOptions& options,
-            AgentState& state);
+  AgentLink(EventLoop& loop, TlsKey key, std::vector<SocketAddress> addresses,
+            const MembershipOptions& options, AgentState& state);
   ~AgentLink() override;
 
   void on_events(int fd, short events) override;
@@ -40,7 +40,7 @@ class AgentLink : public EventHandler {
   /// This host's address, as it speaks to the coordinator; empty without a connection.
   const std::string& local_address() const { return local_address_; }
   /// The coordinator's address that the connection was made to.
-  const PeerAddress& coordinator() const { return addresses_[attempt_ % addresses_.size()]; }
+  const SocketAddress& coordinator() const { return addresses_[attempt_ % addresses_.size()]; }
   /// Why the last connection failed; empty where none has.
   const std::string& trouble() const { return trouble_; }
 
@@ -58,7 +58,7 @@ class AgentLink : public EventHandler {
 
   EventLoop& loop_;
   TlsKey key_;
-  std::vector<PeerAddress> addresses_;
+  std::vector<SocketAddress> addresses_;
   MembershipOptions options_;
   AgentState& state_;
   Phase phase_ = Phase::kNone;

@@ -2,8 +2,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
-#include <netdb.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <set>
 #include <sys/eventfd.h>
@@ -29,13 +27,6 @@ namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
 
-bool is_loopback(const PeerAddress& address) {
-  if (address.storage.ss_family == AF_INET) {
-    return ntohl(reinterpret_cast<const sockaddr_in&>(address.storage).sin_addr.s_addr) >> 24 == 127;
-  }
-  return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr) != 0;
-}
-
 /// The same for all hosts, as they understand it: no name that a host maps to loopback for itself alone.
 bool means_loopback(const std::string& host) {
   return host == "localhost" || host.starts_with("127.") || host == "::1";
@@ -58,13 +49,13 @@ UniqueFd make_event() {
 }
 
 /// Of a coordinator that listens here; `named`: where the user wants it, if that is elsewhere.
-std::string caution_of(const PeerAddress& bound, const std::string& named) {
-  const std::string place = text_of_address(bound) + " port " + std::to_string(port_of_address(bound));
+std::string caution_of(const SocketAddress& bound, const std::string& named) {
+  const std::string place = bound.text() + " port " + std::to_string(bound.port());
   if (!named.empty()) {
     return "this host has no address of " + named + ", and awaits the others at " + place +
            ": right where that one is forwarded to it; otherwise another host is to have --node-rank 0";
   }
-  if (!is_loopback(bound)) return "";
+  if (!bound.is_loopback()) return "";
   return "only agents of this host reach the coordinator at " + place +
          "; for other hosts name an address of this one, by --master-addr or --rdzv-endpoint";
 }
@@ -73,22 +64,22 @@ std::string caution_of(const PeerAddress& bound, const std::string& named) {
 
 Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<bool> here) {
   std::string why;
-  std::vector<PeerAddress> addresses = addresses_of(host, port, why);
+  std::vector<SocketAddress> addresses = addresses_of(host, port, why);
   TORCH_CHECK_WITH(DistNetworkError, !addresses.empty(), "can't find the coordinator's host: ", why);
-  if (is_loopback(addresses.front()) && !means_loopback(host)) {
+  if (addresses.front().is_loopback() && !means_loopback(host)) {
     // Debian's 127.0.1.1: it is this host's own name, under which the others find another address.
     addresses = addresses_of(interface_between_hosts("").address, port, why);
   }
   if (here == false) return {std::move(addresses), {}};
-  std::vector<PeerAddress> candidates = addresses;
-  if (here == true && !is_loopback(addresses.front())) {
+  std::vector<SocketAddress> candidates = addresses;
+  if (here == true && !addresses.front().is_loopback()) {
     // Behind a forwarding address it listens where it reaches the other hosts.
-    for (const PeerAddress& own : addresses_of(interface_between_hosts("").address, port, why))
+    for (const SocketAddress& own : addresses_of(interface_between_hosts("").address, port, why))
       candidates.push_back(own);
   }
   int error = 0;
   size_t tried = 0;
-  for (const PeerAddress& address : candidates) {
+  for (const SocketAddress& address : candidates) {
     // Where the port is taken at the address that is asked for, other agents would find who has it.
     if (tried++ == addresses.size() && error == EADDRINUSE) break;
     UniqueFd listener = listen_tcp(address.storage, address.size);
@@ -96,16 +87,13 @@ Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<boo
       if (errno != EADDRNOTAVAIL || error == 0) error = errno;
       continue;
     }
-    PeerAddress bound;
+    SocketAddress bound;
     bound.size = sizeof(bound.storage);
-    TORCH_CHECK_WITH(
-        DistNetworkError,
-        ::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound.storage), &bound.size) == 0 &&
-            ::fcntl(listener.get(), F_SETFL, O_NONBLOCK) == 0,
-        "can't listen at ", host, ":", port, ": ", std::strerror(errno));
-    const auto is_same = [&](const PeerAddress& one) {
-      return text_of_address(one) == text_of_address(bound);
-    };
+    TORCH_CHECK_WITH(DistNetworkError,
+                     ::getsockname(listener.get(), bound.raw(), &bound.size) == 0 &&
+                         ::fcntl(listener.get(), F_SETFL, O_NONBLOCK) == 0,
+                     "can't listen at ", host, ":", port, ": ", std::strerror(errno));
+    const auto is_same = [&](const SocketAddress& one) { return one.text() == bound.text(); };
     const bool named = std::any_of(addresses.begin(), addresses.end(), is_same);
     return {{bound}, std::move(listener), caution_of(bound, named ? "" : host)};
   }
@@ -125,7 +113,7 @@ class ControlPlane::Thread : public EventHandler {
     if (options_.endpoint.listener) {
       CoordinatorServer::Options server = {
           .membership = options_.membership, .job = random_bytes<16>(), .own = options_.self.id};
-      if (!options_.tunnel) server.open_port = port_of_address(options_.endpoint.addresses.front());
+      if (!options_.tunnel) server.open_port = options_.endpoint.addresses.front().port();
       server.start_store = [this](uint64_t) {
         store_.reset();
         return store_.emplace(options_.store_port, [this] { return plane_.stop_.load(); }).port();
@@ -268,7 +256,7 @@ class ControlPlane::Thread : public EventHandler {
       if (!means_loopback(link_->local_address())) task.local_address = link_->local_address();
       task.store_host = kLoopback;
       if (task.place.store_port != 0) {
-        task.store_host = text_of_address(link_->coordinator());
+        task.store_host = link_->coordinator().text();
         task.store_port = task.place.store_port;
       } else if (server_) {
         task.store_port = server_->store_port();

@@ -26,9 +26,9 @@ namespace lockstep::launch {
 
 /// Where the coordinator is, and its socket where it is here.
 struct Endpoint {
-  std::vector<PeerAddress> addresses;  // to connect to
-  UniqueFd listener;                   // of the coordinator: listens, and does not block
-  std::string caution = {};            // what the user is to know of where it listens; empty: nothing
+  std::vector<SocketAddress> addresses;  // to connect to
+  UniqueFd listener;                     // of the coordinator: listens, and does not block
+  std::string caution = {};              // what the user is to know of where it listens; empty: nothing
 };
 
 /// Looks for the coordinator's place: this host is it where it can listen at host:port, an address of its own. `here`:

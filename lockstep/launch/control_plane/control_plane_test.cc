@@ -202,7 +202,7 @@ TEST(ControlPlane, GoesOnWhereReportsCantBeMade) {
   const UniqueFd top(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   {
     const FewDescriptors one(1);  // for the connection, and none for what tells of reports
-    const PeerAddress address = abstract_address(WatchServer::own_name());
+    const SocketAddress address = abstract_address(WatchServer::own_name());
     ASSERT_EQ(::connect(top.get(), address.raw(), address.size), 0);
     const std::string greeting = encode(own_watch_greeting());
     ASSERT_EQ(::send(top.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL),

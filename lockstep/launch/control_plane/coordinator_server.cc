@@ -273,7 +273,7 @@ void CoordinatorServer::begin_stream(Peer& peer) {
   const bool plain = peer.phase() == Peer::Phase::kPlain;
   const bool allowed = plain ? streams_.size() < kMostOpenStreams : peer.generation() == world.generation;
   if (world.phase != WorldPhase::kRunning || !allowed) return peer.close();
-  PeerAddress store;
+  SocketAddress store;
   auto& address = reinterpret_cast<sockaddr_in&>(store.storage);
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);

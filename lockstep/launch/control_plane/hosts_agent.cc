@@ -129,8 +129,8 @@ class HostControl : public WorkerControl {
 /// --local-addr as workers take it: the address of a name, or an interface.
 std::string checked_local_address(const std::string& given) {
   std::string why;
-  const auto addresses = given.empty() ? std::vector<PeerAddress>() : addresses_of(given, 0, why);
-  if (!addresses.empty()) return text_of_address(addresses.front());
+  const auto addresses = given.empty() ? std::vector<SocketAddress>() : addresses_of(given, 0, why);
+  if (!addresses.empty()) return addresses.front().text();
   TORCH_CHECK_VALUE(given.empty() || ::if_nametoindex(given.c_str()) != 0, "--local-addr is '", given,
                     "', which is no address and no interface of this host: ", why);
   return given;

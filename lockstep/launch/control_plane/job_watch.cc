@@ -38,7 +38,7 @@ std::map<pid_t, UniqueFd> JobWatch::agents() {
   for (const std::string& name : agents_sockets()) {
     // Waits for none that is stopped.
     UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    const PeerAddress address = abstract_address(name);
+    const SocketAddress address = abstract_address(name);
     if (!socket || ::connect(socket.get(), address.raw(), address.size) != 0) continue;
     const ucred agent = credentials_of(socket.get());
     const bool may_watch = agent.uid == ::geteuid() || ::geteuid() == 0;

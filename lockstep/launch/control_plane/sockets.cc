@@ -25,7 +25,7 @@ void set_no_delay(int socket) {
 
 }  // namespace
 
-std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, std::string& why) {
+std::vector<SocketAddress> addresses_of(const std::string& host, uint16_t port, std::string& why) {
   addrinfo wish = {};
   wish.ai_socktype = SOCK_STREAM;
   addrinfo* first = nullptr;
@@ -36,11 +36,11 @@ std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, st
           "' has no address: " + (result == EAI_SYSTEM ? std::strerror(errno) : ::gai_strerror(result));
     return {};
   }
-  std::vector<PeerAddress> addresses;
+  std::vector<SocketAddress> addresses;
   for (const int family : {AF_INET, AF_INET6}) {
     for (const addrinfo* entry = first; entry != nullptr; entry = entry->ai_next) {
       if (entry->ai_family != family) continue;
-      PeerAddress address;
+      SocketAddress address;
       std::memcpy(&address.storage, entry->ai_addr, entry->ai_addrlen);
       address.size = entry->ai_addrlen;
       addresses.push_back(address);
@@ -50,8 +50,8 @@ std::vector<PeerAddress> addresses_of(const std::string& host, uint16_t port, st
   return addresses;
 }
 
-PeerAddress abstract_address(const std::string& name) {
-  PeerAddress address;
+SocketAddress abstract_address(const std::string& name) {
+  SocketAddress address;
   auto& local = reinterpret_cast<sockaddr_un&>(address.storage);
   local.sun_family = AF_UNIX;
   TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof(local.sun_path));
@@ -60,7 +60,7 @@ PeerAddress abstract_address(const std::string& name) {
   return address;
 }
 
-UniqueFd begin_connect(const PeerAddress& address) {
+UniqueFd begin_connect(const SocketAddress& address) {
   UniqueFd socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) return {};
   set_no_delay(socket.get());
@@ -97,24 +97,10 @@ UniqueFd listen_on_loopback(uint16_t& port) {
   return listener;
 }
 
-std::string text_of_address(const PeerAddress& address) {
-  char text[NI_MAXHOST] = "";
-  const bool good =
-      ::getnameinfo(address.raw(), address.size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0;
-  return good ? text : "";
-}
-
-uint16_t port_of_address(const PeerAddress& address) {
-  return ntohs(address.storage.ss_family == AF_INET
-                   ? reinterpret_cast<const sockaddr_in&>(address.storage).sin_port
-                   : reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_port);
-}
-
 std::string local_address_of(int socket) {
-  PeerAddress address;
+  SocketAddress address;
   address.size = sizeof(address.storage);
-  const bool good = ::getsockname(socket, reinterpret_cast<sockaddr*>(&address.storage), &address.size) == 0;
-  return good ? text_of_address(address) : "";
+  return ::getsockname(socket, address.raw(), &address.size) == 0 ? address.text() : "";
 }
 
 }  // namespace lockstep::launch

@@ -6,7 +6,7 @@
 
 namespace lockstep::launch {
 
-TunnelEntrance::TunnelEntrance(EventLoop& loop, TlsKey key, const PeerAddress& coordinator,
+TunnelEntrance::TunnelEntrance(EventLoop& loop, TlsKey key, const SocketAddress& coordinator,
                                uint64_t generation)
     : loop_(loop),
       key_(std::move(key)),

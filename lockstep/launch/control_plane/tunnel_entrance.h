@@ -19,7 +19,7 @@ class TunnelEntrance : public EventHandler {
  public:
   static constexpr size_t kMostStreams = 4096;
 
-  TunnelEntrance(EventLoop& loop, TlsKey key, const PeerAddress& coordinator, uint64_t generation);
+  TunnelEntrance(EventLoop& loop, TlsKey key, const SocketAddress& coordinator, uint64_t generation);
 
   uint16_t port() const { return port_; }
   void on_events(int fd, short events) override;
@@ -29,7 +29,7 @@ class TunnelEntrance : public EventHandler {
  private:
   EventLoop& loop_;
   TlsKey key_;
-  PeerAddress coordinator_;
+  SocketAddress coordinator_;
   uint64_t generation_;
   uint16_t port_ = 0;
   Listener listener_;

@@ -25,7 +25,7 @@ std::string WatchServer::own_name() {
 WatchServer::WatchServer(EventLoop& loop, std::function<void(const std::string&)> say)
     : loop_(loop), say_(std::move(say)) {
   UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const PeerAddress address = abstract_address(own_name());
+  const SocketAddress address = abstract_address(own_name());
   if (!socket || ::bind(socket.get(), address.raw(), address.size) != 0 ||
       ::listen(socket.get(), SOMAXCONN) != 0)
     return;

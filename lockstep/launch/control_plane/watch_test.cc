@@ -176,7 +176,7 @@ class OtherRelease {
  public:
   /// Connects to the agent that is this process.
   OtherRelease() : socket_(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    const PeerAddress address = abstract_address(WatchServer::own_name());
+    const SocketAddress address = abstract_address(WatchServer::own_name());
     EXPECT_EQ(::connect(socket_.get(), address.raw(), address.size), 0);
   }
   /// Takes the connection of a JobWatch.
@@ -245,7 +245,7 @@ TEST(WatchServer, SaysThatAWatchersVersionDiffersAndTellsItNothing) {
 }
 
 TEST(JobWatch, SaysThatTheAgentsVersionDiffers) {
-  const PeerAddress address = abstract_address(WatchServer::own_name());
+  const SocketAddress address = abstract_address(WatchServer::own_name());
   const UniqueFd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   ASSERT_EQ(::bind(listener.get(), address.raw(), address.size), 0);
   ASSERT_EQ(::listen(listener.get(), 4), 0);

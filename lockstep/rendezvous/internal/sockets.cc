@@ -12,10 +12,11 @@
 #include <c10/util/StringUtil.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/rendezvous/internal/socket_address.h>
+#include <lockstep/rendezvous/internal/resolve.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 #include <lockstep/rendezvous/network/port_range.h>
+#include <lockstep/rendezvous/network/socket_address.h>
 
 namespace lockstep::rendezvous_internal {
 namespace {

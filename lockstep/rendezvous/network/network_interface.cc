@@ -15,15 +15,15 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/rendezvous/host_identity.h>
-#include <lockstep/rendezvous/internal/socket_address.h>
+#include <lockstep/rendezvous/internal/resolve.h>
 #include <lockstep/rendezvous/network/network_interface.h>
+#include <lockstep/rendezvous/network/socket_address.h>
 
 namespace lockstep {
 namespace {
 
 using rendezvous_internal::is_numeric_or_localhost;
 using rendezvous_internal::resolve;
-using rendezvous_internal::SocketAddress;
 using rendezvous_internal::source_address_for;
 
 /// The bits of an address, 32 or 128.

@@ -13,7 +13,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/text/parse_number.h>
-#include <lockstep/rendezvous/internal/socket_address.h>
+#include <lockstep/rendezvous/internal/resolve.h>
 #include <lockstep/rendezvous/network/port_range.h>
 
 namespace lockstep {

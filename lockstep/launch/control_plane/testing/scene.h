@@ -28,7 +28,7 @@ namespace lockstep::launch::testing {
 
 inline constexpr const char* kTestSecret = "0123456789abcdef0123456789abcdef";
 
-inline PeerAddress loopback(uint16_t port) {
+inline SocketAddress loopback(uint16_t port) {
   std::string why;
   return addresses_of("127.0.0.1", port, why).at(0);
 }

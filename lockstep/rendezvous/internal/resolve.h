@@ -1,26 +1,12 @@
 #pragma once
 
 #include <cstdint>
-#include <netinet/in.h>
 #include <string>
-#include <sys/socket.h>
 #include <vector>
 
+#include <lockstep/rendezvous/network/socket_address.h>
+
 namespace lockstep::rendezvous_internal {
-
-/// An IPv4 or IPv6 address with port.
-struct SocketAddress {
-  sockaddr_storage storage{};
-  socklen_t size = 0;
-
-  sockaddr* raw() { return reinterpret_cast<sockaddr*>(&storage); }
-  const sockaddr* raw() const { return reinterpret_cast<const sockaddr*>(&storage); }
-  bool is_v4() const { return storage.ss_family == AF_INET; }
-  bool is_loopback() const;
-  bool is_link_local() const;  ///< of IPv6
-  uint16_t port() const;
-  std::string text() const;  ///< numeric, without the port
-};
 
 /// All addresses of a name, or of a numeric address: first 127.x ("localhost" has two, and a store listens at
 /// one), then IPv4's (a host may lack IPv6), then IPv6's. An unspecified address (0.0.0.0, ::) is loopback,

@@ -5,17 +5,10 @@
 #include <netdb.h>
 
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/rendezvous/internal/socket_address.h>
+#include <lockstep/rendezvous/internal/resolve.h>
 
 namespace lockstep::rendezvous_internal {
 namespace {
-
-const sockaddr_in& v4_of(const SocketAddress& address) {
-  return reinterpret_cast<const sockaddr_in&>(address.storage);
-}
-const sockaddr_in6& v6_of(const SocketAddress& address) {
-  return reinterpret_cast<const sockaddr_in6&>(address.storage);
-}
 
 void make_specified(SocketAddress& address) {
   if (address.is_v4()) {
@@ -33,25 +26,6 @@ int order_of(const SocketAddress& address) {
 }
 
 }  // namespace
-
-bool SocketAddress::is_loopback() const {
-  return is_v4() ? ntohl(v4_of(*this).sin_addr.s_addr) >> 24 == 127
-                 : IN6_IS_ADDR_LOOPBACK(&v6_of(*this).sin6_addr) != 0;
-}
-
-bool SocketAddress::is_link_local() const {
-  return !is_v4() && IN6_IS_ADDR_LINKLOCAL(&v6_of(*this).sin6_addr) != 0;
-}
-
-uint16_t SocketAddress::port() const {
-  return ntohs(is_v4() ? v4_of(*this).sin_port : v6_of(*this).sin6_port);
-}
-
-std::string SocketAddress::text() const {
-  char host[NI_MAXHOST] = "?";
-  ::getnameinfo(raw(), size, host, sizeof(host), nullptr, 0, NI_NUMERICHOST);
-  return host;
-}
 
 std::vector<SocketAddress> resolve(const std::string& host, uint16_t port, std::string& why) {
   addrinfo hints{};
