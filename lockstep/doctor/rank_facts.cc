@@ -62,9 +62,54 @@ void gather_wire_facts(RankFacts& facts, const std::string& meeting_host) {
   }
 }
 
+/// Each field, with its name in JSON.
+template <class Facts, class Visit>
+void visit_fields(Facts& facts, const Visit& visit) {
+  visit("rank", facts.rank);
+  visit("pid", facts.pid);
+  visit("hostname", facts.hostname);
+  visit("host", facts.host);
+  visit("user", facts.user);
+  visit("local_rank", facts.local_rank);
+  visit("cores", facts.cores);
+  visit("core_quota", facts.core_quota);
+  visit("host_cores", facts.host_cores);
+  visit("gpus", facts.gpus);
+  visit("cpu", facts.cpu);
+  visit("executable", facts.executable);
+  visit("executable_fingerprint", facts.executable_fingerprint);
+  visit("lockstep_version", facts.lockstep_version);
+  visit("lockstep_fingerprint", facts.lockstep_fingerprint);
+  visit("torch_version", facts.torch_version);
+  visit("torch_fingerprint", facts.torch_fingerprint);
+  visit("program", facts.program);
+  visit("program_fingerprint", facts.program_fingerprint);
+  visit("environment", facts.environment);
+  visit("kernel", facts.kernel);
+  visit("interface", facts.interface);
+  visit("address", facts.address);
+  visit("mtu", facts.mtu);
+  visit("ports", facts.ports);
+  visit("memory", facts.memory);
+  visit("open_files", facts.open_files);
+}
+
+template <class T>
+void write(nlohmann::json& json, const char* name, const T& value) {
+  json[name] = value;
+}
+template <class T>
+void write(nlohmann::json& json, const char* name, const std::optional<T>& value) {
+  if (value) json[name] = *value;
+}
+
 template <class T>
 void read(const nlohmann::json& json, const char* name, T& value) {
   if (auto found = json.find(name); found != json.end() && !found->is_null()) value = json_value<T>(*found);
+}
+template <class T>
+void read(const nlohmann::json& json, const char* name, std::optional<T>& value) {
+  if (json.contains(name)) read(json, name, value.emplace());
 }
 
 }  // namespace
@@ -106,33 +151,8 @@ RankFacts gather_rank_facts(int rank, const std::string& program, const std::str
 }
 
 std::string to_json(const RankFacts& facts) {
-  nlohmann::json json = {{"rank", facts.rank},
-                         {"pid", facts.pid},
-                         {"hostname", facts.hostname},
-                         {"host", facts.host},
-                         {"user", facts.user},
-                         {"local_rank", facts.local_rank},
-                         {"cores", facts.cores},
-                         {"host_cores", facts.host_cores},
-                         {"gpus", facts.gpus},
-                         {"cpu", facts.cpu},
-                         {"executable", facts.executable},
-                         {"executable_fingerprint", facts.executable_fingerprint},
-                         {"lockstep_version", facts.lockstep_version},
-                         {"lockstep_fingerprint", facts.lockstep_fingerprint},
-                         {"torch_version", facts.torch_version},
-                         {"torch_fingerprint", facts.torch_fingerprint},
-                         {"program", facts.program},
-                         {"program_fingerprint", facts.program_fingerprint},
-                         {"environment", facts.environment},
-                         {"kernel", facts.kernel},
-                         {"interface", facts.interface},
-                         {"address", facts.address},
-                         {"mtu", facts.mtu},
-                         {"memory", facts.memory}};
-  if (facts.core_quota) json["core_quota"] = *facts.core_quota;
-  if (facts.ports) json["ports"] = *facts.ports;
-  if (facts.open_files) json["open_files"] = *facts.open_files;
+  nlohmann::json json;
+  visit_fields(facts, [&](const char* name, const auto& value) { write(json, name, value); });
   return json_text(json);
 }
 
@@ -141,35 +161,8 @@ std::optional<RankFacts> parse_rank_facts(const std::string& text) {
     const auto json = nlohmann::json::parse(text);
     if (!json.is_object()) return std::nullopt;
     RankFacts facts;
-    read(json, "rank", facts.rank);
-    read(json, "pid", facts.pid);
-    read(json, "hostname", facts.hostname);
-    read(json, "host", facts.host);
-    read(json, "user", facts.user);
-    read(json, "local_rank", facts.local_rank);
-    read(json, "cores", facts.cores);
-    read(json, "host_cores", facts.host_cores);
-    read(json, "gpus", facts.gpus);
-    read(json, "cpu", facts.cpu);
-    read(json, "executable", facts.executable);
-    read(json, "executable_fingerprint", facts.executable_fingerprint);
-    read(json, "lockstep_version", facts.lockstep_version);
-    read(json, "lockstep_fingerprint", facts.lockstep_fingerprint);
-    read(json, "torch_version", facts.torch_version);
-    read(json, "torch_fingerprint", facts.torch_fingerprint);
-    read(json, "program", facts.program);
-    read(json, "program_fingerprint", facts.program_fingerprint);
-    read(json, "environment", facts.environment);
-    read(json, "kernel", facts.kernel);
-    read(json, "interface", facts.interface);
-    read(json, "address", facts.address);
-    read(json, "mtu", facts.mtu);
-    read(json, "memory", facts.memory);
-    if (json.contains("ports")) read(json, "ports", facts.ports.emplace());
-    if (json.contains("open_files")) read(json, "open_files", facts.open_files.emplace());
-    double quota = 0;
-    read(json, "core_quota", quota);
-    if (quota > 0) facts.core_quota = quota;
+    visit_fields(facts, [&](const char* name, auto& value) { read(json, name, value); });
+    if (facts.core_quota && *facts.core_quota <= 0) facts.core_quota.reset();
     return facts;
   } catch (const nlohmann::json::exception&) {
     return std::nullopt;
