@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/training/where_lead_lies.h>
 #include <lockstep/base/upper_median.h>
 #include <lockstep/profiler/internal/trace_profile.h>
 #include <lockstep/profiler/trace_analysis.h>
@@ -233,9 +234,8 @@ void find_slowest(TraceAnalysis& analysis) {
   analysis.why = "it takes " + in_ms(own(*slowest)) + " a step without " +
                  (analysis.waiting_is_known ? "waiting" : "communication") + ", the others " + in_ms(usual);
   if (most != nullptr) {
-    const bool explains = excess >= (own(*slowest) - usual) / 2;
-    analysis.why += std::string(explains ? "; most of it in " : "; in all phases, most in ") + most->name +
-                    " (" + in_ms(slowest->mean.*most->part) + " and " + in_ms(usual_part) + ")";
+    analysis.why += where_lead_lies(excess, own(*slowest) - usual) + most->name + " (" +
+                    in_ms(slowest->mean.*most->part) + " and " + in_ms(usual_part) + ")";
   }
 }
 

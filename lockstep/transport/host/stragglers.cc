@@ -5,16 +5,16 @@
 #include <utility>
 
 #include <lockstep/base/text/formatted.h>
+#include <lockstep/base/training/where_lead_lies.h>
 #include <lockstep/base/upper_median.h>
 #include <lockstep/transport/host/stragglers.h>
 
 namespace lockstep::transport {
 namespace {
 
-constexpr double kLeastShare = 0.2;      // of a step, that the others lose
-constexpr double kLeastWaiting = 0.5;    // of that, that they wait longer
-constexpr double kLeastExplained = 0.5;  // of the lead, by one phase
-constexpr double kSameStep = 0.1;        // by which steps of ranks that train together differ at most
+constexpr double kLeastShare = 0.2;    // of a step, that the others lose
+constexpr double kLeastWaiting = 0.5;  // of that, that they wait longer
+constexpr double kSameStep = 0.1;      // by which steps of ranks that train together differ at most
 
 /// Of an even number the upper one, so that what is above it is above most.
 double upper_median_of(const std::vector<RankPhases>& ranks,
@@ -94,11 +94,10 @@ std::optional<StragglerWatch::Change> StragglerWatch::look(const std::vector<Ran
 }
 
 std::string describe(const Straggler& straggler) {
-  // A slow host is slow in all of them.
-  const bool explains = straggler.in_phase - straggler.others_in_phase >=
-                        kLeastExplained * (straggler.own - straggler.others_own);
   return "it takes " + format_ms(straggler.own) + " a step without waiting, the others " +
-         format_ms(straggler.others_own) + (explains ? "; most of it in " : "; in all phases, most in ") +
+         format_ms(straggler.others_own) +
+         where_lead_lies(straggler.in_phase - straggler.others_in_phase,
+                         straggler.own - straggler.others_own) +
          to_string(straggler.phase) + " (" + format_ms(straggler.in_phase) + ", the others " +
          format_ms(straggler.others_in_phase) + ")";
 }
