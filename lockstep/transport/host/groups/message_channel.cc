@@ -29,6 +29,11 @@ constexpr auto kGrace = std::chrono::microseconds(100);
 
 }  // namespace
 
+void MessageChannel::Request::enter(Stage next) {
+  TORCH_INTERNAL_ASSERT(next > stage);
+  stage = next;
+}
+
 MessageChannel::MessageChannel(std::shared_ptr<GroupMembers> members,
                                std::optional<WireMessages::Members> members_on_hosts)
     : members_(std::move(members)), rank_(members_on_hosts ? members_on_hosts->rank : members_->rank()) {
@@ -95,7 +100,7 @@ MessageChannel::Handle MessageChannel::start(Handle request) {
   if (!request->is_send) {
     for (Peer& peer : peers_) peer.unreadable = nullptr;
     // Among the messages that came before; matched messages leave the list.
-    for (auto arrived = arrived_.begin(); arrived != arrived_.end() && !request->posted;) {
+    for (auto arrived = arrived_.begin(); arrived != arrived_.end() && request->stage == Stage::kStarted;) {
       arrived = match(*request, *arrived) ? arrived_.erase(arrived) : std::next(arrived);
     }
   }
@@ -113,7 +118,7 @@ bool MessageChannel::wait(const Handle& request, const Deadline& until) {
     --waiters_;
     changed_.notify_all();
   });
-  while (!request->done && !until.expired()) {
+  while (!request->done() && !until.expired()) {
     if (!driving_) {
       drive(lock, request.get(), until);
     } else {
@@ -122,16 +127,16 @@ bool MessageChannel::wait(const Handle& request, const Deadline& until) {
       wait_interruptibly(changed_, lock, until);
     }
   }
-  return request->done;
+  return request->done();
 }
 
 bool MessageChannel::is_done(const Handle& request) {
   Lock lock(mutex_);
-  if (!request->done && !driving_) {
+  if (!request->done() && !driving_) {
     advance();
     run_callbacks(lock);
   }
-  return request->done;
+  return request->done();
 }
 
 std::exception_ptr MessageChannel::error(const Handle& request) {
@@ -218,7 +223,7 @@ void MessageChannel::drive(Lock& lock, const Request* request, const Deadline& u
   while (true) {
     const bool moved = advance();
     run_callbacks(lock);
-    if (request != nullptr ? request->done || until.expired() : !busy() || waiters_ > 0 || closed_) break;
+    if (request != nullptr ? request->done() || until.expired() : !busy() || waiters_ > 0 || closed_) break;
     if (!moved) sleep(lock, until, request, began_ns);
   }
 }
@@ -290,7 +295,7 @@ bool MessageChannel::advance() {
   for (Peer& peer : peers_) peer.full = false;
   bool moved = take_arrivals();
   for (const Handle& request : requests_) {
-    if (!request->done) moved |= advance(*request);
+    if (!request->done()) moved |= advance(*request);
   }
   if (!moved) moved = end_hopeless();
   remove_done();
@@ -308,7 +313,7 @@ bool MessageChannel::advance(Request& request) {
 }
 
 void MessageChannel::remove_done() {
-  requests_.remove_if([](const Handle& request) { return request->done; });
+  requests_.remove_if([](const Handle& request) { return request->done(); });
   given_up_.remove_if([this](Transfer* transfer) {
     if (transfer->state.load(std::memory_order_acquire) != TransferState::kDropped) return false;
     members_->transport().arena().deallocate(transfer);
@@ -317,7 +322,7 @@ void MessageChannel::remove_done() {
 }
 
 void MessageChannel::finish(Request& request, std::exception_ptr error) {
-  request.done = true;
+  request.enter(Stage::kDone);
   request.error = std::move(error);
   if (request.on_done) {
     auto same = std::find_if(requests_.begin(), requests_.end(),
@@ -397,7 +402,7 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request,
   if (request.peer != kAnySource) {
     const bool is_other = request.peer != rank_;
     if (is_other && (has_left(request.peer) || has_ended(request.peer))) return gone(request, request.peer);
-    if (!request.is_send && !request.posted && peers_[request.peer].unreadable) {
+    if (!request.is_send && request.stage == Stage::kStarted && peers_[request.peer].unreadable) {
       return {peers_[request.peer].unreadable};
     }
   } else {
@@ -410,7 +415,7 @@ MessageChannel::Hopeless MessageChannel::why_hopeless(const Request& request,
         left = peer;
       } else if (has_ended(peer)) {
         return gone(request, peer);
-      } else if (!request.posted && peers_[peer].unreadable) {
+      } else if (request.stage == Stage::kStarted && peers_[peer].unreadable) {
         return {peers_[peer].unreadable};
       } else {
         senders.push_back(peer);
@@ -439,14 +444,14 @@ bool MessageChannel::end_hopeless() {
   bool ended = false;
   std::optional<int> stopped_member;  // asking for it takes time: once for all requests
   for (const Handle& request : requests_) {
-    if (request->done) continue;
+    if (request->done()) continue;
     const auto [error, culprit] = why_hopeless(*request, stopped_member);
     if (!error) continue;
     // Look again: its part may have come just before the peer went.
     take_all_arrivals();
-    if (!request->done) {
-      const bool moved = (!request->is_send || request->posted) && advance(*request);
-      if (!moved && !request->done) {
+    if (!request->done()) {
+      const bool moved = (!request->is_send || request->stage == Stage::kPosted) && advance(*request);
+      if (!moved && !request->done()) {
         if (culprit >= 0) members_->transport().note_culprit(culprit);
         give_up(*request, error);
       }
@@ -457,7 +462,7 @@ bool MessageChannel::end_hopeless() {
 }
 
 void MessageChannel::give_up(Request& request, const std::exception_ptr& error) {
-  if (request.done) return;
+  if (request.done()) return;
   if (request.crossing) {
     // Where the group has failed the peer hears of that, which says more.
     wire_->give_up(*request.crossing, /*tell=*/!members_->failed());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <list>
@@ -46,6 +47,13 @@ class MessageChannel {
   /// Told the error of a request that is done, or null, by whichever thread has advanced it; must not wait.
   using Callback = std::function<void(const std::exception_ptr& error)>;
 
+  /// In the order in which they follow each other; a request that fails may leave the second one out.
+  enum class Stage : uint8_t {
+    kStarted,  // sends: there was no room in the mailbox yet; receives: no message has matched
+    kPosted,   // sends: in the mailbox; receives: matched
+    kDone,
+  };
+
   /// A send or receive in progress.
   struct Request {
     const bool is_send;
@@ -56,14 +64,17 @@ class MessageChannel {
     const std::chrono::nanoseconds timeout;
     Callback on_done;
     // Under the channel's mutex:
-    int peer;                              // of a receive from any source: kAnySource until it has matched
-    bool posted = false;                   // sends: in the mailbox; receives: matched
+    int peer;  // of a receive from any source: kAnySource until it has matched
+    Stage stage = Stage::kStarted;
     layout::Transfer* transfer = nullptr;  // in the sender's arena, for messages that are not in the mailbox
     std::shared_ptr<WireTransfer> crossing = {};  // the same of a peer on another host
     std::byte* memory = nullptr;                  // of the data or of the ring, as mapped here
     size_t moved = 0;                             // bytes copied so far
-    bool done = false;
-    std::exception_ptr error = nullptr;
+    std::exception_ptr error = nullptr;           // of one that is done
+
+    bool done() const { return stage == Stage::kDone; }
+    /// The one place where the stage changes, which never goes back.
+    void enter(Stage next);
   };
   using Handle = std::shared_ptr<Request>;
 

@@ -41,7 +41,7 @@ bool MessageChannel::post(Request& request) {
     } else {
       request.crossing = wire_->offer(request.peer, request.tag, request.kind, request.data);
     }
-    request.posted = true;
+    request.enter(Stage::kPosted);
     if (!request.crossing) finish(request);
     return true;
   }
@@ -80,13 +80,13 @@ bool MessageChannel::post(Request& request) {
   // Release: a rank that sees the count sees the message, and the data in this rank's arena.
   mailbox.sent.store(sent + 1, std::memory_order_release);
   notify(request.peer);
-  request.posted = true;
+  request.enter(Stage::kPosted);
   if (request.transfer == nullptr) finish(request);
   return true;
 }
 
 bool MessageChannel::advance_send(Request& request) {
-  if (!request.posted) return post(request);
+  if (request.stage == Stage::kStarted) return post(request);
   if (request.crossing) return advance_crossing(request);
   Transfer& transfer = *request.transfer;
   switch (transfer.state.load(std::memory_order_acquire)) {
@@ -220,7 +220,7 @@ bool MessageChannel::take_remote_arrivals(int from) {
 /// Gives a message to the first receive that waits for such a one.
 bool MessageChannel::offer(Arrived& arrived) {
   for (const Handle& request : requests_) {
-    if (!request->is_send && !request->posted && !request->done && match(*request, arrived)) return true;
+    if (!request->is_send && request->stage == Stage::kStarted && match(*request, arrived)) return true;
   }
   return false;
 }
@@ -238,7 +238,7 @@ bool MessageChannel::match(Request& request, Arrived& arrived) {
     copy_bytes(request.data, arrived.inline_data != nullptr ? arrived.inline_data : arrived.payload.data(),
                arrived.kind.bytes);
   }
-  request.posted = true;
+  request.enter(Stage::kPosted);
   request.peer = arrived.from;
   if (!fits) {
     finish(request, std::make_exception_ptr(MessageMismatch(arrived.from, arrived.kind, request.kind)));
