@@ -18,19 +18,31 @@ class BatchesOf {
   /// Null at the end.
   auto* next() {
     do {
-      if (std::exchange(begun_, true) && !ended_) ++iterator_;
-      ended_ = ended_ || iterator_ == loader_.end();
-      if (!ended_ && taken_ != nullptr) ++*taken_;
-    } while (!ended_ && BatchAccess<typename Loader::Batch>::samples(*iterator_) == 0);
-    return ended_ ? nullptr : &*iterator_;
+      take();
+    } while (stands_ == Stands::kAtTaken && BatchAccess<typename Loader::Batch>::samples(*iterator_) == 0);
+    return stands_ == Stands::kAtEnd ? nullptr : &*iterator_;
   }
 
  private:
+  /// Where the loader's iterator stands.
+  enum class Stands : uint8_t {
+    kAtFirst,  // batch, which begin() has made and nobody has asked for
+    kAtTaken,  // batch, which was taken; ++ leads to the next, also where the loader failed to make one
+    kAtEnd,
+  };
+
+  /// The one place where it moves.
+  void take() {
+    if (stands_ == Stands::kAtEnd) return;
+    if (stands_ == Stands::kAtTaken) ++iterator_;
+    stands_ = iterator_ == loader_.end() ? Stands::kAtEnd : Stands::kAtTaken;
+    if (stands_ == Stands::kAtTaken && taken_ != nullptr) ++*taken_;
+  }
+
   Loader& loader_;
   decltype(std::declval<Loader&>().begin()) iterator_;
   int64_t* taken_;
-  bool begun_ = false;
-  bool ended_ = false;
+  Stands stands_ = Stands::kAtFirst;
 };
 
 }  // namespace lockstep::train
