@@ -1,12 +1,14 @@
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
@@ -40,25 +42,24 @@ class UnattendedProfile {
   void on_mark(StepMark mark, const void* source) {
     if (!is_owner(mark)) return;
     const std::lock_guard lock(mutex_);
-    if (over_ || !is_owner(mark)) return;
+    if (phase_ == Phase::kOver || !is_owner(mark)) return;
     owner_ = std::this_thread::get_id();
     owners_mark_ = std::max(owners_mark_.load(), static_cast<int>(mark));
     if (!settings_) settings_ = settings_from_environment();
     if (!counter_.begins(mark, source)) return;
-    if (!profiler_ && settings_->on_signal && !asked_by_signal.exchange(false, std::memory_order_relaxed))
-      return;
-    if (!profiler_ && internal::running_profilers > 0) {
+    const bool waits = phase_ == Phase::kWaiting;
+    if (waits && settings_->on_signal && !asked_by_signal.exchange(false, std::memory_order_relaxed)) return;
+    if (waits && internal::running_profilers > 0) {
       LOCKSTEP_LOG(kWarning)
           << "LOCKSTEP_PROFILE: the program runs a Profiler of its own, so this one records nothing";
-      over_ = !settings_->on_signal;
-      return;
+      return end();
     }
     try {
-      if (profiler_) {
-        profiler_->step();
-      } else {
+      if (waits) {
         profiler_ = std::make_unique<Profiler>(settings_->options());
-        records_ = true;
+        phase_ = Phase::kRecording;
+      } else {
+        profiler_->step();
       }
       if (settings_->is_done(profiler_->step_num())) {
         LOCKSTEP_LOG(kWarning)
@@ -74,7 +75,7 @@ class UnattendedProfile {
 
   /// Before another Profiler starts, in the same thread: a process has one that records.
   void give_way() {
-    if (!records_ || owner_.load() != std::this_thread::get_id()) return;
+    if (phase_ != Phase::kRecording || owner_.load() != std::this_thread::get_id()) return;
     const std::lock_guard lock(mutex_);
     LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program starts a Profiler of its own, so this one ends";
     end();
@@ -89,32 +90,35 @@ class UnattendedProfile {
           << "LOCKSTEP_PROFILE: nothing was recorded, for the program has made no step that "
              "is known: no DistributedDataParallel was trained, and no DataLoader read";
     }
-    if (over_ || !profiler_ || settings_->schedule.repeat == 0) return;
+    if (phase_ != Phase::kRecording || settings_->schedule.repeat == 0) return;
     LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program has ended in step " << profiler_->step_num()
                            << ", in the middle of a cycle, which is not written; ask for fewer steps";
   }
 
  private:
+  enum class Phase : uint8_t {
+    kWaiting,    // for a step, or for a signal
+    kRecording,  // with profiler_
+    kOver,
+  };
+
   bool is_owner(StepMark mark) const {
     return owner_.load() == std::this_thread::get_id() ||
-           (!records_ && static_cast<int>(mark) > owners_mark_);
+           (phase_ != Phase::kRecording && static_cast<int>(mark) > owners_mark_);
   }
+  /// For a reason that the log has.
   void end() {
-    over_ = !settings_->on_signal;
-    records_ = false;
-    internal::ends_early = true;
-    profiler_.reset();
-    internal::ends_early = false;
+    phase_ = settings_->on_signal ? Phase::kWaiting : Phase::kOver;
+    internal::end_explained(std::move(profiler_));
   }
 
   std::atomic<std::thread::id> owner_{};
-  std::atomic<int> owners_mark_{-1};  // the most telling it has made, as a StepMark
-  std::atomic<bool> records_{false};  // profiler_ is there
+  std::atomic<int> owners_mark_{-1};           // the most telling it has made, as a StepMark
+  std::atomic<Phase> phase_{Phase::kWaiting};  // changed with mutex_ held
   std::mutex mutex_;
   std::optional<ProfileSettings> settings_;  // this and what follows: guarded by mutex_
   StepCounter counter_;
   std::unique_ptr<Profiler> profiler_;
-  bool over_ = false;
 };
 
 PerProcess<UnattendedProfile> unattended_profile;

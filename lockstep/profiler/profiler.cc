@@ -134,8 +134,16 @@ Profiler::Profiler(ProfilerOptions options)
 }
 
 Profiler::~Profiler() {
+  stop_at_last(Reason::kUnknown);
+}
+
+void profiler::internal::end_explained(std::unique_ptr<Profiler> profiler) {
+  if (profiler) profiler->stop_at_last(Profiler::Reason::kInLog);
+}
+
+void Profiler::stop_at_last(Reason reason) noexcept {
   try {
-    stop();
+    stop(reason);
   } catch (const std::exception& error) {
     LOCKSTEP_LOG(kError) << "the profile could not be written: " << text_of(error);
   }
@@ -154,12 +162,16 @@ void Profiler::start() {
 }
 
 void Profiler::stop() {
+  stop(Reason::kUnknown);
+}
+
+void Profiler::stop(Reason reason) {
   if (!running_) return;
   running_ = false;
   --profiler::internal::running_profilers;
   if (recording_) recording_->step.reset();
   transit(current_, std::nullopt);
-  if (options_.on_trace_ready && !cycle_ && !profiler::internal::ends_early) {
+  if (options_.on_trace_ready && !cycle_ && reason == Reason::kUnknown) {
     LOCKSTEP_LOG(kWarning) << "Profiler: " << nothing_recorded();
   }
 }

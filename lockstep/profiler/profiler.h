@@ -33,6 +33,10 @@ using TraceHandler = std::function<void(Profiler&)>;
 TraceHandler tensorboard_trace_handler(std::string dir_name, std::string worker_name = {},
                                        bool use_gzip = false);
 
+namespace internal {
+void end_explained(std::unique_ptr<Profiler> profiler);
+}
+
 }  // namespace profiler
 
 /// torch.profiler.profile's.
@@ -109,9 +113,14 @@ class Profiler {
   const ProfilerOptions& options() const { return options_; }
 
  private:
+  friend void profiler::internal::end_explained(std::unique_ptr<Profiler> profiler);
+  /// Whether the log has already why it stops; else it is told that nothing was recorded.
+  enum class Reason : uint8_t { kUnknown, kInLog };
   struct Recording;
   struct Cycle;
 
+  void stop(Reason reason);
+  void stop_at_last(Reason reason) noexcept;
   profiler::ProfilerAction action(int64_t step) const;
   void transit(profiler::ProfilerAction from, std::optional<profiler::ProfilerAction> to);
   void leave(profiler::ProfilerAction from, std::optional<profiler::ProfilerAction> to);
