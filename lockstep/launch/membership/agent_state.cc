@@ -7,11 +7,9 @@ namespace lockstep::launch {
 AgentState::AgentState(const Status& self, const MembershipOptions& options, BootTime now)
     : self_(self), options_(options), born_at_(now), lease_until_(now) {}
 
-void AgentState::enter(Phase phase) {
-  phase_ = phase;
-  if (phase == Phase::kStopping) return;
-  killed_ = false;
-  lapsed_ = false;
+void AgentState::enter(Phase next) {
+  if (phase_ == Phase::kKilled && next == Phase::kLapsed) return;  // not a second time
+  phase_ = next;
 }
 
 void AgentState::end(int exit_status, const std::string& reason) {
@@ -31,7 +29,7 @@ void AgentState::receive(const Order& order, BootTime now) {
   asked_ = asked_ || order.asks;
   // The answer to a status, which the coordinator got later than it was sent: so it counts this host as alive for
   // longer than the lease lasts.
-  if (has_workers() && !lease_valid(now)) lapsed_ = true;
+  if (!lease_valid(now)) lapse();
   const BootTime sent_at{BootClock::duration(order.status_sent_at)};
   lease_until_ = std::max(lease_until_, std::min(sent_at, now) + options_.lease);
   newest_generation_ = std::max(newest_generation_, order.generation);
@@ -44,17 +42,17 @@ void AgentState::refused(BootTime) {
 }
 
 void AgentState::lapse() {
-  if (has_workers()) lapsed_ = true;
+  if (has_workers()) enter(Phase::kLapsed);
 }
 
 void AgentState::workers_ended(int exit_status, const std::string& failure, BootTime now, int culprit) {
-  const bool by_themselves = phase_ == Phase::kRunning && !lapsed_ && lease_valid(now);
+  const bool killed = lost_lease(now);
+  const bool by_themselves = phase_ == Phase::kRunning && !killed;
   self_.phase = !by_themselves     ? HostPhase::kIdle
                 : exit_status == 0 ? HostPhase::kFinished
                                    : HostPhase::kFailed;
   self_.exit_status = by_themselves ? exit_status : 0;
   // Also of those that failed before the order to stop came, for it may be the cause of what other hosts have told.
-  const bool killed = lapsed_ || !lease_valid(now);
   self_.failure = killed ? std::string() : failure;
   self_.culprit = killed ? -1 : culprit;
   enter(Phase::kIdle);
@@ -107,10 +105,9 @@ AgentState::Action AgentState::advance(BootTime now) {
     return Action::kNothing;
   }
   const bool wanted = order_->command == Command::kRun && order_->place.generation == started_.generation;
-  if (lapsed_ || !lease_valid(now)) {
-    if (killed_) return Action::kNothing;
-    enter(Phase::kStopping);
-    killed_ = true;
+  if (phase_ == Phase::kKilled) return Action::kNothing;
+  if (lost_lease(now)) {
+    enter(Phase::kKilled);
     reason_ = "no word from the coordinator";
     return Action::kKill;
   }
@@ -129,7 +126,7 @@ Status AgentState::status(BootTime now) {
 
 BootTime AgentState::look_again_at() const {
   if (phase_ == Phase::kEnded) return BootTime::max();
-  if (has_workers()) return killed_ ? BootTime::max() : lease_until_;
+  if (has_workers()) return phase_ == Phase::kKilled ? BootTime::max() : lease_until_;
   return order_ ? lease_until_ + (was_refused_ ? std::chrono::nanoseconds(0) : options_.rejoin_timeout)
                 : born_at_ + options_.join_timeout;
 }

@@ -19,7 +19,9 @@ class AgentState {
   enum class Phase : uint8_t {
     kIdle,      // no workers; the coordinator may not have answered yet
     kRunning,   // workers run
-    kStopping,  // they were asked to end, and kill_at() is set
+    kStopping,  // they were asked to end
+    kLapsed,    // the lease was over while they ran: they are to be killed
+    kKilled,    // they were
     kEnded,     // the agent is to end with exit_status(); there are no workers
   };
   enum class Action : uint8_t { kNothing, kStart, kStop, kKill };
@@ -71,9 +73,12 @@ class AgentState {
 
  private:
   bool lease_valid(BootTime now) const { return now < lease_until_; }
-  bool has_workers() const { return phase_ == Phase::kRunning || phase_ == Phase::kStopping; }
+  bool has_workers() const { return phase_ != Phase::kIdle && phase_ != Phase::kEnded; }
+  bool lost_lease(BootTime now) const {
+    return phase_ == Phase::kLapsed || phase_ == Phase::kKilled || !lease_valid(now);
+  }
   /// The one place where the phase changes.
-  void enter(Phase phase);
+  void enter(Phase next);
   void end(int exit_status, const std::string& reason);
 
   Status self_;
@@ -87,8 +92,6 @@ class AgentState {
   BootTime leaving_since_;  // with self_.leaving
   bool asked_ = false;
   bool was_refused_ = false;
-  bool killed_ = false;  // in kStopping
-  bool lapsed_ = false;  // the lease was over while workers ran
   int exit_status_ = 0;
   std::string reason_;
 };

@@ -216,7 +216,7 @@ TEST(AgentState, LeavesAtOnceWhileNoCoordinatorAnswers) {
   EXPECT_EQ(cut_off.state.advance(cut_off.now), Action::kKill);
   cut_off.state.leave(15, cut_off.now);
   EXPECT_EQ(cut_off.state.advance(cut_off.now), Action::kNothing);
-  EXPECT_EQ(cut_off.state.phase(), Phase::kStopping) << "its workers have not ended yet";
+  EXPECT_EQ(cut_off.state.phase(), Phase::kKilled) << "its workers have not ended yet";
   cut_off.state.workers_ended(137, "", cut_off.now);
   cut_off.state.advance(cut_off.now);
   EXPECT_EQ(cut_off.state.phase(), Phase::kEnded);
