@@ -61,10 +61,10 @@ GradientAccumulation::MicroBatch GradientAccumulation::begin(double share) {
               options_.micro_batches.value_or(0),
               " micro-batches of the epoch are done; call reset() before the next epoch, or correct the "
               "number in the options");
-  TORCH_CHECK(!alive_,
+  TORCH_CHECK(phase_ != Phase::kWithin,
               "GradientAccumulation: next() while the micro-batch before is alive; let it end first, at the "
               "end of the loop's body");
-  TORCH_CHECK(!incomplete_, "GradientAccumulation: micro-batch ", done_ - 1,
+  TORCH_CHECK(phase_ != Phase::kIncomplete, "GradientAccumulation: micro-batch ", done_ - 1,
               " of this epoch ended without backward(), so its gradients are missing in its group; drop what "
               "there is by zero_grad(), and call reset()");
   return MicroBatch(*this, done_ % options_.steps, group_size(), share);
@@ -82,9 +82,10 @@ GradientAccumulation::MicroBatch GradientAccumulation::next(double samples, doub
 }
 
 void GradientAccumulation::reset() {
-  TORCH_CHECK(!alive_, "GradientAccumulation: reset() while a micro-batch is alive; let it end first");
+  TORCH_CHECK(phase_ != Phase::kWithin,
+              "GradientAccumulation: reset() while a micro-batch is alive; let it end first");
   done_ = 0;
-  incomplete_ = false;
+  phase_ = Phase::kReady;
 }
 
 GradientAccumulation::MicroBatch::MicroBatch(GradientAccumulation& owner, int64_t index, int64_t group_size,
@@ -95,13 +96,12 @@ GradientAccumulation::MicroBatch::MicroBatch(GradientAccumulation& owner, int64_
       share_(share),
       first_sequence_(at::sequence_number::peek()) {
   if (!is_last() && owner_.make_no_sync_) no_sync_ = owner_.make_no_sync_();
-  owner_.alive_ = true;
+  owner_.phase_ = Phase::kWithin;
   ++owner_.done_;
 }
 
 GradientAccumulation::MicroBatch::~MicroBatch() {
-  owner_.alive_ = false;
-  if (!scaled_) owner_.incomplete_ = true;
+  owner_.phase_ = scaled_ ? Phase::kReady : Phase::kIncomplete;
 }
 
 at::Tensor GradientAccumulation::MicroBatch::scale(const at::Tensor& loss) {

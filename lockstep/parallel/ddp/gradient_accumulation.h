@@ -91,6 +91,12 @@ class GradientAccumulation {
     Guard guard;
   };
 
+  enum class Phase : uint8_t {
+    kReady,       // for the next micro-batch
+    kWithin,      // one: it is alive
+    kIncomplete,  // the last one ended without backward()
+  };
+
   explicit GradientAccumulation(GradientAccumulationOptions options);
   int64_t group_size() const;
   double share() const;
@@ -99,8 +105,7 @@ class GradientAccumulation {
   GradientAccumulationOptions options_;
   std::function<std::shared_ptr<void>()> make_no_sync_;  // empty for a model without
   int64_t done_ = 0;                                     // micro-batches of this epoch that began
-  bool alive_ = false;                                   // a micro-batch is
-  bool incomplete_ = false;                              // the last one ended without backward()
+  Phase phase_ = Phase::kReady;
 };
 
 /// One micro-batch, in the scope of its forward and backward. While it lives, and is not the last of its
