@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -32,7 +34,7 @@ struct HostReporter::Shared {
   void run() {
     std::string told;
     std::unique_lock lock(mutex);
-    while (!stops) {
+    while (phase == Phase::kRunning) {
       lock.unlock();
       std::optional<std::string> text;
       try {
@@ -44,15 +46,22 @@ struct HostReporter::Shared {
         }
       }
       lock.lock();
-      if (text && !stops) {
+      if (text && phase == Phase::kRunning) {
         newest = std::move(text);
         ::eventfd_write(event.get(), 1);
       }
-      changed.wait_for(lock, kBetweenReports, [this] { return stops; });
+      changed.wait_for(lock, kBetweenReports, [this] { return phase != Phase::kRunning; });
     }
-    ended = true;
-    changed.notify_all();
+    enter(Phase::kEnded);
     ::eventfd_write(event.get(), 1);
+  }
+
+  /// In the order in which they follow each other.
+  enum class Phase : uint8_t { kRunning, kStopping, kEnded };
+  /// The one place where the phase changes, which never goes back. With the mutex held.
+  void enter(Phase next) {
+    phase = std::max(phase, next);
+    changed.notify_all();
   }
 
   const std::function<std::string()> report;
@@ -60,8 +69,7 @@ struct HostReporter::Shared {
   std::mutex mutex;  // for all that follows
   std::condition_variable changed;
   std::optional<std::string> newest;
-  bool stops = false;
-  bool ended = false;
+  Phase phase = Phase::kRunning;
 };
 
 HostReporter::HostReporter(std::function<std::string()> report)
@@ -72,18 +80,18 @@ HostReporter::HostReporter(std::function<std::string()> report)
 HostReporter::~HostReporter() {
   stop();
   std::unique_lock lock(shared_->mutex);
-  shared_->changed.wait_for(lock, kPatienceWithReport, [this] { return shared_->ended; });
+  shared_->changed.wait_for(lock, kPatienceWithReport,
+                            [this] { return shared_->phase == Shared::Phase::kEnded; });
 }
 
 void HostReporter::stop() {
   const std::lock_guard lock(shared_->mutex);
-  shared_->stops = true;
-  shared_->changed.notify_all();
+  shared_->enter(Shared::Phase::kStopping);
 }
 
 bool HostReporter::is_over() const {
   const std::lock_guard lock(shared_->mutex);
-  return shared_->ended;
+  return shared_->phase == Shared::Phase::kEnded;
 }
 
 int HostReporter::fd() const {
