@@ -61,10 +61,16 @@ EventQueue::~EventQueue() {
   if (fork_guard_.in_forked_child()) return;
   {
     const std::lock_guard lock(mutex_);
-    stopping_ = true;
+    phase_ = Phase::kStopping;
   }
   work_.notify_one();
   thread_.join();
+}
+
+bool EventQueue::end_idleness() {
+  if (phase_ != Phase::kIdle) return false;
+  phase_ = Phase::kWriting;
+  return true;
 }
 
 void EventQueue::add(AppendFile& file, std::string event) {
@@ -78,7 +84,7 @@ void EventQueue::add(AppendFile& file, std::string event) {
   waiting_bytes_ += event.size();
   waiting_.push_back({&file, std::move(event)});
   ++added_;
-  const bool wake = std::exchange(idle_, false);
+  const bool wake = end_idleness();
   lock.unlock();
   if (wake) work_.notify_one();
 }
@@ -88,7 +94,7 @@ void EventQueue::flush() {
   std::unique_lock lock(mutex_);
   const int64_t wanted = added_;
   sync_up_to_ = std::max(sync_up_to_, wanted);
-  idle_ = false;
+  end_idleness();
   work_.notify_one();
   done_.wait(lock, [&] { return synced_ >= wanted; });
 }
@@ -111,23 +117,23 @@ void EventQueue::run() {
   std::vector<Item> items;
   std::unique_lock lock(mutex_);
   while (true) {
-    const auto urgent = [&] { return stopping_ || sync_up_to_ > synced_ || is_full(); };
-    if (waiting_.empty() && quiet_ticks >= kQuietTicks) {
-      idle_ = true;
-      const auto woken = [&] { return !idle_ || urgent(); };
+    const auto urgent = [&] { return phase_ == Phase::kStopping || sync_up_to_ > synced_ || is_full(); };
+    if (waiting_.empty() && quiet_ticks >= kQuietTicks && phase_ != Phase::kStopping) {
+      phase_ = Phase::kIdle;
+      const auto woken = [&] { return phase_ != Phase::kIdle || urgent(); };
       if (unsynced_.empty()) {
         work_.wait(lock, woken);
       } else {
         work_.wait_until(lock, next_sync, woken);
       }
-      idle_ = false;
+      end_idleness();
     } else {
       work_.wait_for(lock, kTick, urgent);
     }
     quiet_ticks = waiting_.empty() ? quiet_ticks + 1 : 0;
     items.swap(waiting_);
     waiting_bytes_ = 0;
-    const bool last = stopping_;
+    const bool last = phase_ == Phase::kStopping;
     const bool sync =
         last || sync_up_to_ > synced_ || (Clock::now() >= next_sync && !(unsynced_.empty() && items.empty()));
     lock.unlock();

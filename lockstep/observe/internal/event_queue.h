@@ -44,6 +44,14 @@ class EventQueue {
     std::string event;
   };
 
+  enum class Phase : uint8_t {
+    kWriting,
+    kIdle,      // the thread sleeps, so it must be woken
+    kStopping,  // the destructor has been called
+  };
+
+  /// Lets a thread that is idle look again. Whether it was.
+  bool end_idleness();
   void run();
   bool is_full() const;
   void write(const std::vector<Item>& items);
@@ -61,8 +69,7 @@ class EventQueue {
   int64_t synced_ = 0;  // how many of the written are on the disk
   int64_t sync_up_to_ = 0;
   int64_t lost_ = 0;
-  bool idle_ = false;  // the thread sleeps, so it must be woken
-  bool stopping_ = false;
+  Phase phase_ = Phase::kWriting;
   // The thread's own: what to sync. Files of a writer are few.
   std::vector<AppendFile*> unsynced_;
   BackgroundThread thread_;
