@@ -4,7 +4,9 @@
 #include <cstring>
 #include <fcntl.h>
 #include <mutex>
+#include <optional>
 #include <unistd.h>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -29,6 +31,11 @@ std::atomic<pid_t> owner{0};
 std::mutex mutex;  // over everything but the write ends
 int living = 0;
 std::array<struct sigaction, kSignals.size()> former;
+std::optional<struct sigaction> former_of_children;  // SIGCHLD's, where it was ignored
+
+bool is_ignored(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_IGN;
+}
 
 void pass_on(int signal) {
   if (leave_signal_to_child(owner.load(), signal)) return;  // whose pipes are the same ones
@@ -65,11 +72,17 @@ SignalCatcher::SignalCatcher() {
   ::sigfillset(&ours.sa_mask);
   for (size_t i = 0; i < kSignals.size(); ++i) {
     ::sigaction(kSignals[i], nullptr, &former[i]);
-    const bool ignored = (former[i].sa_flags & SA_SIGINFO) == 0 && former[i].sa_handler == SIG_IGN;
     // SIGUSR1 and SIGUSR2 belong to programs; only where they would end this one, they are for the workers.
     const bool own = (kSignals[i] == SIGUSR1 || kSignals[i] == SIGUSR2) &&
                      ((former[i].sa_flags & SA_SIGINFO) != 0 || former[i].sa_handler != SIG_DFL);
-    if (!ignored && !own) ::sigaction(kSignals[i], &ours, nullptr);
+    if (!is_ignored(former[i]) && !own) ::sigaction(kSignals[i], &ours, nullptr);
+  }
+  struct sigaction of_children = {};
+  ::sigaction(SIGCHLD, nullptr, &of_children);
+  if (is_ignored(of_children)) {
+    former_of_children = of_children;
+    of_children = {};  // SIG_DFL
+    ::sigaction(SIGCHLD, &of_children, nullptr);
   }
 }
 
@@ -77,6 +90,9 @@ SignalCatcher::~SignalCatcher() {
   std::lock_guard lock(mutex);
   if (--living == 0) {
     for (size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &former[i], nullptr);
+    if (const auto ignored = std::exchange(former_of_children, std::nullopt)) {
+      ::sigaction(SIGCHLD, &*ignored, nullptr);
+    }
   }
   Slot& slot = slots[static_cast<size_t>(slot_)];
   slot.write_end.store(-1, std::memory_order_release);

@@ -7,9 +7,10 @@ namespace lockstep::launch {
 
 /// While one lives, SIGINT, SIGTERM, SIGHUP, SIGQUIT, and SIGUSR1 and SIGUSR2 where the program has no handler for
 /// them, no longer do what the program had set for them but can be read here, by poll(2) on fd() and take(). Signals
-/// that the program ignores (under nohup, say) stay ignored. Afterwards the former dispositions are back. A
-/// handler and a pipe rather than a signalfd: the program may have threads that have these signals unblocked.
-/// Several may live at once, each sees every signal; at most kMost.
+/// that the program ignores (under nohup, say) stay ignored. Nor is SIGCHLD ignored meanwhile: the kernel would throw the
+/// workers' exit statuses away. After the last one's end the former dispositions are back. A handler and a pipe rather
+/// than a signalfd: the program may have threads that have these signals unblocked. Several may live at once, each sees
+/// every signal; at most kMost.
 class SignalCatcher {
  public:
   static constexpr int kMost = 16;

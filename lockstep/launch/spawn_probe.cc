@@ -1,12 +1,16 @@
 // A small program that calls spawn() as users do; spawn_test.cc runs it. The first argument says which case.
 #include <cstdio>
 #include <cstdlib>
+#include <fcntl.h>
+#include <functional>
+#include <future>
 #include <signal.h>
 #include <stdexcept>
 #include <string>
 #include <unistd.h>
 #include <vector>
 
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/spawn.h>
 
 namespace {
@@ -48,6 +52,56 @@ void failing(const std::string& how) {
         ::raise(SIGKILL);
       },
       2);
+}
+
+/// A pipe whose ends children open by paths, for spawn() closes what it does not know.
+struct Pipe {
+  Pipe() {
+    int ends[2] = {-1, -1};
+    if (::pipe2(ends, O_CLOEXEC) != 0) throw std::runtime_error("no pipe");
+    out.reset(ends[0]);
+    in.reset(ends[1]);
+  }
+  static std::string path(const lockstep::UniqueFd& end) {
+    return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(end.get());
+  }
+  lockstep::UniqueFd out, in;
+};
+
+void tell(int fd) {
+  if (::write(fd, "!", 1) != 1) throw std::runtime_error("nothing can be told");
+}
+
+void await(int fd) {
+  char byte = 0;
+  if (::read(fd, &byte, 1) != 1) throw std::runtime_error("nothing is told");
+}
+
+/// The call that began first ends while the other one's child still runs.
+void calls_at_once_with_children_ignored() {
+  ::signal(SIGCHLD, SIG_IGN);
+  const bool is_child = variable("LOCKSTEP_SPAWN") != "-";
+  std::future<void> first, second;  // their ends wait for the calls, which end with the pipes
+  Pipe begun, go_first, go_second;
+  const auto call = [&](const std::string& label, const Pipe& go) {
+    lockstep::SpawnOptions options;
+    options.label = label;
+    options.environment = {{"PROBE_BEGUN", Pipe::path(begun.in)}, {"PROBE_GO", Pipe::path(go.out)}};
+    const auto wait = [](int) {
+      tell(lockstep::UniqueFd(::open(variable("PROBE_BEGUN").c_str(), O_WRONLY)).get());
+      await(lockstep::UniqueFd(::open(variable("PROBE_GO").c_str(), O_RDONLY)).get());
+    };
+    lockstep::spawn(options, wait, 1);
+  };
+  first = std::async(std::launch::async, call, "first", std::cref(go_first));
+  is_child ? first.wait() : await(begun.out.get());
+  second = std::async(std::launch::async, call, "second", std::cref(go_second));
+  if (!is_child) await(begun.out.get());
+  tell(go_first.in.get());
+  first.get();
+  tell(go_second.in.get());
+  second.get();
+  say(::signal(SIGCHLD, SIG_DFL) == SIG_IGN ? "ignored again" : "not ignored any more");
 }
 
 int run(const std::string& name) {
@@ -93,6 +147,8 @@ int run(const std::string& name) {
           while (true) ::pause();
         },
         2);
+  } else if (name == "ignored") {
+    calls_at_once_with_children_ignored();
   } else if (name == "descendants") {
     // A program that the function starts is no child of spawn(), though it inherits the environment.
     lockstep::spawn(

@@ -99,6 +99,12 @@ TEST(Spawn, MisuseIsAClearError) {
   }
 }
 
+TEST(Spawn, CallsAtOnceGetTheStatusesOfChildrenThatTheProgramIgnores) {
+  Probe probe("ignored");
+  EXPECT_EQ(probe.finish(), 0);
+  EXPECT_EQ(probe.lines(), (Lines{"ignored again"}));
+}
+
 TEST(Spawn, AProgramStartedByTheFunctionIsNoChildOfSpawn) {
   Probe probe("descendants");
   EXPECT_EQ(probe.finish(), 0);

@@ -115,15 +115,6 @@ Supervisor::Supervisor(int nprocs, Options options)
       cgroup_(options_.owns_job ? WorkerCgroup::make() : std::nullopt),
       guardian_(nprocs, options_.temporary, cgroup_ ? cgroup_->folder() : std::string()) {
   if (options_.owns_job) memory_.emplace(cgroup_ ? cgroup_->folder() : std::string());
-  // With SIGCHLD ignored the kernel throws exit statuses away.
-  struct sigaction present = {};
-  ::sigaction(SIGCHLD, nullptr, &present);
-  if ((present.sa_flags & SA_SIGINFO) == 0 && present.sa_handler == SIG_IGN) {
-    former_child_action_ = present;
-    struct sigaction standard = {};
-    standard.sa_handler = SIG_DFL;
-    ::sigaction(SIGCHLD, &standard, nullptr);
-  }
   workers_.reserve(static_cast<size_t>(nprocs));
 }
 
@@ -131,7 +122,6 @@ Supervisor::~Supervisor() {
   for (Worker& worker : workers_) worker.process.signal_group(SIGKILL);  // all before the first is waited for
   workers_.clear();
   cgroup_.reset();
-  if (former_child_action_) ::sigaction(SIGCHLD, &*former_child_action_, nullptr);
 }
 
 void Supervisor::start(WorkerSpec spec) {

@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 #include <poll.h>
-#include <signal.h>
 #include <string>
+#include <sys/types.h>
 #include <utility>
 #include <vector>
 
@@ -157,7 +157,6 @@ class Supervisor {
   bool all_ended() const { return endings_.size() == workers_.size(); }
 
   Options options_;
-  std::optional<struct sigaction> former_child_action_;  // when ours replaced it
   SignalCatcher signals_;
   std::shared_ptr<ExitStatusTable> exit_status_;
   std::optional<WorkerCgroup> cgroup_;
