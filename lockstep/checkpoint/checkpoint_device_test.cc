@@ -1,6 +1,8 @@
 // That checkpoints hold what the device's streams will have made, and that the program need not wait for it.
 #include <gmock/gmock.h>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
@@ -10,6 +12,7 @@
 #include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/testing/scratch.h>
+#include <lockstep/checkpoint/testing/states.h>
 #include <lockstep/checkpoint/training_state.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/simulated_device/simulated_device.h>
@@ -25,6 +28,7 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::other_stream;
 using testing::Scratch;
+using testing::StateHolder;
 using testing::synchronize;
 using testing::test_device;
 
@@ -99,6 +103,32 @@ TEST(CheckpointOnDevice, CopiesLaterWithoutWaiting) {
   overwrite_later(tensors.large, 3);  // the optimizer's step
   job.write(ranks);
   EXPECT_TRUE(holds(scratch.path() / "a", 2));
+}
+
+TEST(CheckpointOnDevice, AForkedChildDoesNotWaitForItsParentsCopies) {
+  const Scratch scratch;
+  Tensors tensors;
+  synchronize(test_device());
+  StateHolder training;
+  training.state["model"] = to_object(tensors.state());
+  CheckpointManager manager({.directory = scratch.path(), .copy_later = true});
+  Gate gate;
+  enqueue(current_stream(test_device()), [&] { gate.wait(); });
+  manager.save(training, {.step = 1});
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::alarm(30);
+    manager.finish_copy();
+    ::_exit(0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  gate.open();
+  manager.finish_copy();
+  manager.wait();
+  EXPECT_TRUE(holds(manager.last_saved()->directory, 1));
 }
 
 TEST(CheckpointOnDevice, ATensorThatIsChangedMeanwhileFailsTheCheckpoint) {

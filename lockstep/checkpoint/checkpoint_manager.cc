@@ -11,7 +11,9 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/text/formatted.h>
@@ -198,10 +200,10 @@ class CheckpointManager::Implementation {
   }
 
   void finish_copy() {
-    if (!copying_.load(std::memory_order_acquire)) return;
+    if (!copying_.load(std::memory_order_acquire) || fork_guard_.in_forked_child()) return;
     const auto begin = Clock::now();
     std::unique_lock lock(mutex_);
-    while (copying_) wait_interruptibly(copied_, lock);
+    while (copying_) wait_interruptibly(*copied_, lock);
     schedule_.also_held_up(Clock::now() - begin);
   }
 
@@ -279,6 +281,7 @@ class CheckpointManager::Implementation {
   }
 
   std::exception_ptr take_error() {
+    if (fork_guard_.in_forked_child()) return nullptr;  // the thread may have held the mutex
     const std::lock_guard lock(mutex_);
     return std::exchange(error_, nullptr);
   }
@@ -302,7 +305,7 @@ class CheckpointManager::Implementation {
       const std::lock_guard lock(mutex_);
       copying_.store(false, std::memory_order_release);
     }
-    copied_.notify_all();
+    copied_->notify_all();
     try {
       const CheckpointInfo info = job.write(writing_ranks_, &writer_.cancelled());
       {
@@ -438,8 +441,9 @@ class CheckpointManager::Implementation {
   const MemberRanks writing_ranks_;
   SaveSchedule schedule_;
   checkpoint::internal::Pages memory_;
+  ForkGuard fork_guard_;      // in a child there is no thread that copies
   mutable std::mutex mutex_;  // of what the thread writes
-  std::condition_variable copied_;
+  LeakedInChild<std::condition_variable> copied_;
   std::atomic<bool> copying_ = false;
   std::exception_ptr error_;
   std::optional<CheckpointInfo> last_saved_;

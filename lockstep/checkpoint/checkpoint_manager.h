@@ -126,7 +126,8 @@ class CheckpointManager {
   bool save_state_alone(const StateDict& state, const StateDict& rank_state, CheckpointInfo info);
 
   /// Waits until the tensors of the last save() are copied, and may change; nothing without `copy_later`.
-  /// Costs nothing when they are. torch.distributed.checkpoint's synchronize_staging().
+  /// Costs nothing when they are. A forked child does not wait: what is copied is its parent's.
+  /// torch.distributed.checkpoint's synchronize_staging().
   void finish_copy();
 
   /// Loads the latest good checkpoint into `training_state`: load_state_dict(), then load_rank_state_dict()

@@ -18,6 +18,7 @@ class LeakedInChild {
     if (fork_guard_.in_forked_child()) (void)value_.release();
   }
 
+  T& operator*() const { return *value_; }
   T* operator->() const { return value_.get(); }
 
  private:
