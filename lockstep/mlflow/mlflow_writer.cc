@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <exception>
 #include <mutex>
 #include <unistd.h>
@@ -198,7 +199,7 @@ class MlflowWriter::Impl {
 
   void finalize(std::string_view status) {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(finalized_, true) || !journal_) return;
+    if (std::exchange(phase_, Phase::kFinalized) == Phase::kFinalized || !journal_) return;
     const std::string known = status == "finished" ? "FINISHED" : status == "killed" ? "KILLED" : "FAILED";
     journal_->append(json_text({{"status", {known, milliseconds_since_1970()}}}));
     if (sender_) sender_->wake();
@@ -232,12 +233,17 @@ class MlflowWriter::Impl {
   }
 
  private:
+  enum class Phase : uint8_t {
+    kNew,        // nothing was logged
+    kLogging,    // with journal_ and sender_; without a journal where none could be opened
+    kFinalized,  // with what there was; nothing more is logged
+  };
+
   void start() {
-    TORCH_CHECK(!finalized_,
+    TORCH_CHECK(phase_ != Phase::kFinalized,
                 "MlflowWriter: the run has ended by finalize(); make another writer with its run_id to go on "
                 "with it");
-    if (started_) return;
-    started_ = true;
+    if (std::exchange(phase_, Phase::kLogging) == Phase::kLogging) return;
     journal_ = open_journal(options_, options_.run_id, describe(options_));
     if (!journal_) return;
     if (!options_.run_id.empty()) journal_->append(json_text({{"status", {"RUNNING", 0}}}));
@@ -249,8 +255,7 @@ class MlflowWriter::Impl {
   ForkGuard fork_guard_;  // in a child the mutex may be locked for ever, and the thread is not there
   WritingRank rank_;
   mutable std::mutex mutex_;
-  bool started_ = false;
-  bool finalized_ = false;
+  Phase phase_ = Phase::kNew;
   int64_t lost_ = 0;  // without a journal
   std::shared_ptr<Journal> journal_;
   std::shared_ptr<Sender> sender_;
