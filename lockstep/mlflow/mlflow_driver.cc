@@ -1,5 +1,6 @@
 // Logs to MLflow as the tests tell it: a JSON object a line on standard input, an answer a line on
 // standard output.
+#include <future>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -59,6 +60,8 @@ lockstep::Hyperparameters hyperparameters_of(const json& values) {
   return result;
 }
 
+std::future<void> finalizing;  // in a thread, beside further commands
+
 json answer(std::map<std::string, std::unique_ptr<MlflowWriter>>& writers, const json& command) {
   const std::string what = command.at("do");
   if (what == "send_spooled") {
@@ -86,6 +89,10 @@ json answer(std::map<std::string, std::unique_ptr<MlflowWriter>>& writers, const
     return {{"sent", writer->wait_until_sent(milliseconds(60'000))}, {"run_id", writer->run_id()}};
   } else if (what == "finalize") {
     writer->finalize(command.value("status", "finished"));
+  } else if (what == "begin_to_finalize") {
+    finalizing = std::async(std::launch::async, [&writer = *writer] { writer.finalize("finished"); });
+  } else if (what == "await_finalize") {
+    finalizing.get();
   } else if (what == "close") {
     writer.reset();
   } else if (what == "state") {

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import ipaddress
 import json
+import pathlib
 import socket
 import ssl
 import threading
@@ -26,6 +27,28 @@ def test_a_slow_server_does_not_slow_the_training(start):
         driver("finalize")
         assert not proxy.released.is_set() and len(proxy.requests) == 1
         assert len(driver.spooled()) == 1
+
+
+def test_other_calls_return_while_finalize_waits(start):
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
+
+    with Server(fault=lambda number, path: "hold") as server:
+        driver = start(MLFLOW_TRACKING_URI=server.url)
+        driver("open", timeout=DEADLINE * 1000, close_timeout=DEADLINE * 1000)
+        driver("metrics", metrics={"loss": 1}, step=1)
+        assert server.held.wait(DEADLINE)
+        spool_file = pathlib.Path(driver("state")["spool_file"])
+        driver("begin_to_finalize")
+        wait_for("the end of the run", lambda: "FINISHED" in spool_file.read_text())
+        assert driver("state")["spool_file"] == str(spool_file)
+        with pytest.raises(AssertionError, match="has ended by finalize"):
+            driver("metrics", metrics={"loss": 1}, step=2)
+        assert "could not be sent" not in driver.stderr(), "finalize() has given up, and these calls have waited for that"
+        server.released.set()
+        driver("await_finalize")
+        assert driver.spooled() == []
 
 
 def test_a_refusal_that_is_interrupted_is_noted_once(start, tmp_path):

@@ -198,11 +198,15 @@ class MlflowWriter::Impl {
   }
 
   void finalize(std::string_view status) {
-    const std::lock_guard lock(mutex_);
-    if (std::exchange(phase_, Phase::kFinalized) == Phase::kFinalized || !journal_) return;
-    const std::string known = status == "finished" ? "FINISHED" : status == "killed" ? "KILLED" : "FAILED";
-    journal_->append(json_text({{"status", {known, milliseconds_since_1970()}}}));
-    if (sender_) sender_->wake();
+    const std::lock_guard ending(ending_);  // a second call returns when the first one has sent all
+    {
+      const std::lock_guard lock(mutex_);
+      if (std::exchange(phase_, Phase::kFinalized) == Phase::kFinalized || !journal_) return;
+      const std::string known = status == "finished" ? "FINISHED" : status == "killed" ? "KILLED" : "FAILED";
+      journal_->append(json_text({{"status", {known, milliseconds_since_1970()}}}));
+      if (sender_) sender_->wake();
+    }
+    // Other calls need not wait for this one: neither pointer changes any more.
     if (sender_ && sender_->stop(std::chrono::steady_clock::now() + options_.close_timeout)) {
       journal_->remove();
     } else {
@@ -254,6 +258,7 @@ class MlflowWriter::Impl {
   SenderOptions sender_options_;
   ForkGuard fork_guard_;  // in a child the mutex may be locked for ever, and the thread is not there
   WritingRank rank_;
+  std::mutex ending_;  // taken before mutex_
   mutable std::mutex mutex_;
   Phase phase_ = Phase::kNew;
   int64_t lost_ = 0;  // without a journal

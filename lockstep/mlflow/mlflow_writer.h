@@ -99,7 +99,8 @@ class MlflowWriter : public MetricsWriter {
   /// Waits until all is sent; false when an attempt fails, or at the end of `timeout`.
   bool wait_until_sent(std::chrono::milliseconds timeout);
   /// Sets the run's status and its end, and sends what is left, for close_timeout at most; a server that is
-  /// away already is tried once more. What is left then waits in the file, and a warning names it.
+  /// away already is tried once more. What is left then waits in the file, and a warning names it. Other
+  /// threads' calls return meanwhile.
   void finalize(std::string_view status) override;
 
   /// The run's id, to go on with; empty until the server has told it.
