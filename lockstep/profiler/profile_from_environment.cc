@@ -16,6 +16,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/training/step_mark.h>
+#include <lockstep/profiler/internal/kineto.h>
 #include <lockstep/profiler/internal/running_profilers.h>
 #include <lockstep/profiler/profile_settings.h>
 
@@ -151,6 +152,7 @@ void listen_to_signal() {
   // Launchers and their children that don't train have the variable, too, but no rank.
   static const ForkGuard fork_guard;
   if (!environment::text("RANK")) records_at_once = false;
+  if (records_at_once) internal::quieten_kineto();  // while the program has no threads yet
   std::atexit([] {
     if (!fork_guard.in_forked_child()) unattended_profile.get().at_exit(records_at_once);
   });

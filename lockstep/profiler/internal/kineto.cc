@@ -208,15 +208,18 @@ struct EndOfThread {
 
 }  // namespace
 
+void quieten_kineto() {
+  // By torch's function, which keeps torch's own threads from reading the environment meanwhile.
+  [[maybe_unused]] static const bool quiet =
+      (c10::utils::set_env("KINETO_LOG_LEVEL", "99", /*overwrite=*/false), true);
+}
+
 void prepare_kineto(const KinetoOptions& options) {
   TORCH_CHECK(
       !records_somewhere.get(),
       "Profiler: a recording that was ended in another thread than it was begun in goes on until that "
       "thread ends; call start(), step() and stop() in one thread");
-  // Else Kineto tells of each recording on standard error. It reads the variable when it is first made ready. By torch's
-  // function, which keeps torch's own threads from reading the environment meanwhile.
-  [[maybe_unused]] static const bool quiet =
-      (c10::utils::set_env("KINETO_LOG_LEVEL", "99", /*overwrite=*/false), true);
+  quieten_kineto();
   torch::autograd::profiler::prepareProfiler(config_of(options), activities_of(options));
 }
 

@@ -4,6 +4,7 @@
 //                     with the number of the action of each step, or "error"
 //   model             a small training, as profiler_test.py does it: its averages and their tables, as JSON
 //   traces DIR RANK   two cycles of it, as the handler for TensorBoard writes them, with operations of a group
+//   level             the environment variable that keeps Kineto quiet, as main() finds it
 //   own DIR           steps of it, the later ones with a Profiler, whatever LOCKSTEP_PROFILE has begun before
 #include <cstdint>
 #include <iostream>
@@ -16,6 +17,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
+#include <lockstep/base/environment.h>
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/operation_observer.h>
@@ -178,6 +180,8 @@ LOCKSTEP_DRIVER(profiler_driver) {
     profile_model();
   } else if (what == "traces" && argc > 3) {
     write_traces(argv[2], std::stoi(argv[3]));
+  } else if (what == "level") {
+    std::cout << lockstep::environment::text("KINETO_LOG_LEVEL").value_or("none") << "\n";
   } else if (what == "own" && argc > 2) {
     profile_later_steps(argv[2]);
   } else {

@@ -139,6 +139,13 @@ def test_traces_are_as_torchs_files(traces):
             assert window["ts"] <= event["ts"] <= window["ts"] + window["dur"]
 
 
+@pytest.mark.parametrize("environment, level", [
+    ({"RANK": "0", "LOCKSTEP_PROFILE": "1"}, "99"), ({"RANK": "0", "LOCKSTEP_PROFILE": "1", "KINETO_LOG_LEVEL": "0"}, "0"),
+    ({"LOCKSTEP_PROFILE": "1"}, "none"), ({"RANK": "0", "LOCKSTEP_PROFILE": "on_signal"}, "none")])
+def test_kineto_is_quietened_before_the_program_has_threads(run_driver, environment, level):
+    assert run_driver("profiler_driver", "level", **environment).stdout == f"{level}\n"
+
+
 @pytest.mark.parametrize("wait", [0, 90], ids=["records", "waits"])
 def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(run_driver, tmp_path, wait):
     other = tmp_path / "other"
