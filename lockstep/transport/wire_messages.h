@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include <lockstep/transport/host/groups/channel_layout.h>
 #include <lockstep/transport/host/groups/message_layout.h>
 #include <lockstep/transport/host/host_transport.h>
 #include <lockstep/transport/wire/wire.h>

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/world_defaults.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/data/samplers/torch_sampler.h>
 #include <lockstep/testing/message_of.h>

@@ -9,7 +9,6 @@
 #include <lockstep/parallel/fsdp/testing/killed_rank.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
 #include <lockstep/testing/multi_rank.h>
-#include <lockstep/testing/tensors.h>
 
 namespace lockstep::fsdp_gather_hosts_test {
 namespace {

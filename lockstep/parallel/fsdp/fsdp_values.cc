@@ -14,7 +14,6 @@
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/internal/class_name.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
-#include <lockstep/parallel/fsdp/internal/offloaded_tensors.h>
 #include <lockstep/parallel/fsdp/internal/shard_groups.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>

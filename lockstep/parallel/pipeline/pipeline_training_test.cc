@@ -10,7 +10,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/errors.h>
 #include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/mesh/device_mesh.h>

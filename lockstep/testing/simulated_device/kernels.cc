@@ -221,7 +221,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups, std::array<bool, 3> wanted) {
   InKernel kernel;
-  c10::OptionalArray<c10::SymInt> bias_sizes;
   int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
   auto [input_gradient, weight_gradient, bias_gradient] =
       at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), at::IntArrayRef{channels}, stride,

@@ -10,6 +10,7 @@
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/message_work.h>
+#include <lockstep/flight/recorder.h>
 
 namespace lockstep {
 

@@ -6,7 +6,6 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <lockstep/collectives/backend/internal/work_record.h>
-#include <lockstep/flight/recorder.h>
 #include <lockstep/transport/group_channel.h>
 
 namespace lockstep {

@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include <lockstep/transport/host/groups/channel_layout.h>
-
 namespace lockstep::transport {
 
 /// What the layer above says of a message; sender and receiver must agree. Tags match messages to receives.
