@@ -2,7 +2,6 @@
 #include <cstddef>
 #include <set>
 
-#include <lockstep/base/ranks.h>
 #include <lockstep/flight/internal/picture.h>
 
 namespace lockstep::flight::internal {

@@ -2,7 +2,6 @@
 #include <limits>
 #include <utility>
 
-#include <lockstep/base/ranks.h>
 #include <lockstep/flight/internal/picture.h>
 
 // Collectives of a group complete in the order of their sequence numbers, on all members or on none. So the

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <iterator>
 
-#include <lockstep/base/ranks.h>
 #include <lockstep/flight/internal/picture.h>
 
 // Sends and receives meet by (sender, receiver, tag), in order; so the first open one of each way is what
