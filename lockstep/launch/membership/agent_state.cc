@@ -55,13 +55,14 @@ void AgentState::workers_ended(int exit_status, const std::string& failure, Boot
   // Also of those that failed before the order to stop came, for it may be the cause of what other hosts have told.
   self_.failure = killed ? std::string() : failure;
   self_.culprit = killed ? -1 : culprit;
+  if (self_.leaving != 0) tell_from_ = now;
   enter(Phase::kIdle);
 }
 
 void AgentState::leave(int signal, BootTime now) {
   if (self_.leaving != 0) return;
   self_.leaving = signal;
-  leaving_since_ = now;
+  tell_from_ = now;
 }
 
 AgentState::Action AgentState::advance(BootTime now) {
@@ -98,9 +99,12 @@ AgentState::Action AgentState::advance(BootTime now) {
       self_.order = order_->number;
       reason_ = order_->reason;
       // Once the coordinator knows, and counts no longer on this host: where the job ends with it, it says so first.
-      const bool told = BootTime(BootClock::duration(order_->status_sent_at)) > leaving_since_;
-      if (self_.leaving != 0 && told && order_->command == Command::kIdle)
-        end(128 + self_.leaving, "ended by a signal");
+      // The others need nothing more of one whose workers have all finished.
+      const bool told = BootTime(BootClock::duration(order_->status_sent_at)) > tell_from_;
+      const bool has_finished =
+          self_.phase == HostPhase::kFinished && order_->place.generation == started_.generation;
+      const bool dispensable = order_->command == Command::kIdle || has_finished;
+      if (self_.leaving != 0 && told && dispensable) end(128 + self_.leaving, "ended by a signal");
     }
     return Action::kNothing;
   }

@@ -88,8 +88,8 @@ class AgentState {
   BootTime lease_until_;  // before the first order: in the past
   std::optional<Order> order_;
   uint64_t newest_generation_ = 0;
-  Place started_;           // where the last workers were started
-  BootTime leaving_since_;  // with self_.leaving
+  Place started_;       // where the last workers were started
+  BootTime tell_from_;  // with self_.leaving: what is told after this says all that matters of it
   bool asked_ = false;
   bool was_refused_ = false;
   int exit_status_ = 0;

@@ -203,6 +203,22 @@ TEST(AgentState, LeavesOnceTheCoordinatorKnows) {
   EXPECT_EQ(agent.state.exit_status(), 143);
 }
 
+TEST(AgentState, LeavesWhereItsWorkersHaveFinishedOnceTheCoordinatorKnowsBoth) {
+  Agent agent;
+  agent.run();
+  agent.state.leave(15, agent.now);
+  agent.now += seconds(1);
+  const Order early = agent.order(Command::kRun, 1);
+  agent.now += seconds(1);
+  agent.state.workers_ended(0, "", agent.now);
+  EXPECT_EQ(agent.obey(early), Action::kNothing);
+  EXPECT_EQ(agent.state.phase(), Phase::kIdle) << "for the coordinator they still run";
+  agent.now += seconds(1);
+  EXPECT_EQ(agent.obey(agent.order(Command::kRun, 1)), Action::kNothing);
+  EXPECT_EQ(agent.state.phase(), Phase::kEnded);
+  EXPECT_EQ(agent.state.exit_status(), 143);
+}
+
 TEST(AgentState, LeavesAtOnceWhileNoCoordinatorAnswers) {
   Agent early;
   early.state.leave(2, early.now);

@@ -117,8 +117,9 @@ class Judgement {
   }
 
   Decision running() {
-    // Losses come before failures: the workers of a host fail because those of another have gone.
-    const Pointers gone = in_world([&](const Member& member) { return lost(member); });
+    // Losses come before failures: the workers of a host fail because those of another have gone. Not those of a host
+    // that has finished: nothing more is wanted of it, and its last word stands.
+    const Pointers gone = in_world([&](const Member& member) { return lost(member) && !finished(member); });
     if (!gone.empty()) {
       return stop("no word from " + names_of(gone) + " for " + seconds_text(options_.lost_after) +
                   (enough_stay() ? "; the others go on without"
@@ -126,8 +127,9 @@ class Judgement {
                                        seconds_text(options_.rejoin_timeout)));
     }
     // Not before its workers have ended: they got the signal too, and may stop all others in an orderly way.
-    const Pointers leaving = in_world([](const Member& member) {
-      return member.status.leaving != 0 && has_stopped(member) && member.status.exit_status != kTryAgain;
+    const Pointers leaving = in_world([&](const Member& member) {
+      return member.status.leaving != 0 && has_stopped(member) && member.status.exit_status != kTryAgain &&
+             !finished(member);
     });
     if (!leaving.empty()) {
       const std::string what = names_of(leaving) + " was asked to end by signal " +
@@ -144,13 +146,12 @@ class Judgement {
     }
     const Pointers failed = in_world([&](const Member& member) { return ended(member, HostPhase::kFailed); });
     if (!failed.empty()) return failure(failed);
-    const Pointers finished =
-        in_world([&](const Member& member) { return ended(member, HostPhase::kFinished); });
-    if (finished.size() == world_.hosts.size()) return end(0, "all workers have ended with status 0");
-    if (!finished.empty()) {
-      return wait(
-          counted(finished.size(), "host") + " of " + std::to_string(hosts_.size()) + " have finished",
-          look_at_losses(hosts_));
+    const Pointers busy = in_world([&](const Member& member) { return !finished(member); });
+    const size_t done = hosts_.size() - busy.size();
+    if (done == world_.hosts.size()) return end(0, "all workers have ended with status 0");
+    if (done > 0) {
+      return wait(counted(done, "host") + " of " + std::to_string(hosts_.size()) + " have finished",
+                  look_at_losses(busy));
     }
     return late_hosts();
   }
@@ -168,6 +169,7 @@ class Judgement {
   bool ended(const Member& member, HostPhase phase) const {
     return member.status.phase == phase && member.status.generation == world_.generation;
   }
+  bool finished(const Member& member) const { return ended(member, HostPhase::kFinished); }
   /// What happened to its workers may not be known yet.
   bool suspected(const Member& member) const {
     return is_silent(member, options_, now_) || now_ < heard_out_at(member) ||
@@ -268,7 +270,7 @@ class Judgement {
     for (const Member* member : failed) first = std::min(first, member->phase_since);
     const Pointers silent = in_world([&](const Member& member) {
       const bool has_failed = std::find(failed.begin(), failed.end(), &member) != failed.end();
-      return suspected(member) || (!has_failed && member.heard_at <= first);
+      return !finished(member) && (suspected(member) || (!has_failed && member.heard_at <= first));
     });
     if (!silent.empty()) {
       Decision decision =
@@ -280,13 +282,12 @@ class Judgement {
         select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
     if (try_again.size() == failed.size()) {
       if (failed.size() == world_.hosts.size()) return end(kTryAgain, "all workers ask to be started again");
-      const bool awaited = std::any_of(hosts_.begin(), hosts_.end(), [&](const Member* member) {
-        return !ended(*member, HostPhase::kFailed) && !ended(*member, HostPhase::kFinished);
-      });
-      if (awaited) {
+      const Pointers awaited = in_world(
+          [&](const Member& member) { return !ended(member, HostPhase::kFailed) && !finished(member); });
+      if (!awaited.empty()) {
         return wait("workers on " + names_of(failed) +
                         " have stopped and ask to be started again; the others are awaited",
-                    look_at_losses(hosts_));
+                    look_at_losses(in_world([&](const Member& member) { return !finished(member); })));
       }
     }
     if (world_.restarts >= options_.max_restarts) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,7 +68,10 @@ struct Scene {
   bool coordinator_dies = false;
   TrueTime chaos{seconds(150)};
   TrueTime work{seconds(100000)};  // until the workers of a complete world finish
+  TrueTime spread{seconds(2)};     // within which they do
   double asks_again = 0;           // how often those of a host ask to be started again instead
+  bool finished_hosts_go = false;  // hosts that have finished are lost or leave while others still work
+  TrueTime calm{seconds(60)};      // in which nothing more happens, at the end
 };
 
 class Simulation {
@@ -102,7 +106,7 @@ class Simulation {
     }
     heal();
     const TrueTime calm_end =
-        now_ + (coordinator_ ? seconds(60) : 2 * scene_.options.rejoin_timeout + scene_.options.join_timeout);
+        now_ + (coordinator_ ? scene_.calm : 2 * scene_.options.rejoin_timeout + scene_.options.join_timeout);
     while (now_ < calm_end && !over() && problem_.empty()) {
       tick();
       if (coordinator_ && coordinator_->world().phase != WorldPhase::kEnding)
@@ -167,7 +171,32 @@ class Simulation {
     deliver();
     coordinate();
     for (int i = 0; i < scene_.hosts; ++i) step_host(i);
+    if (scene_.finished_hosts_go) lose_finished_hosts();
     check();
+  }
+
+  /// Each host of which the coordinator knows that its workers have finished, but its own, is killed, cut off or asked
+  /// to end.
+  void lose_finished_hosts() {
+    const World& world = coordinator_->world();
+    for (const Member& member : coordinator_->members()) {
+      const int index = member.status.id[0];
+      const bool has_finished = world.phase == WorldPhase::kRunning &&
+                                member.status.phase == HostPhase::kFinished &&
+                                member.status.generation == world.generation;
+      Host& host = hosts_[static_cast<size_t>(index)];
+      if (!has_finished || index == 0 || !host.agent || !gone_.insert(member.status.id).second) continue;
+      switch (random_() % 3) {
+        case 0:
+          host.agent.reset();
+          break;
+        case 1:
+          host.cut_until = now_ + seconds(100);
+          break;
+        default:
+          host.agent->leave(15, host.clock(now_));
+      }
+    }
   }
 
   void deliver() {
@@ -232,6 +261,7 @@ class Simulation {
   void note_start(const Decision& decision) {
     const uint64_t generation = coordinator_->world().generation;
     places_[generation] = decision.hosts;
+    if (!gone_.empty()) fail("hosts that have finished stop the others");
     const auto size = static_cast<int>(decision.hosts.size());
     if (size < scene_.options.min_hosts || size > scene_.options.max_hosts)
       fail("a world of " + std::to_string(size));
@@ -346,8 +376,8 @@ class Simulation {
       started_whole_[whole[0]] = true;
       if (now_ >= scene_.work) {
         for (Host& host : hosts_) {
-          if (host.workers && host.place.generation == whole[0])
-            end_workers_by(host, now_ + up_to(seconds(2)), chance(scene_.asks_again) ? 75 : 0);
+          if (host.workers && host.place.generation == whole[0] && host.end_at == TrueTime::max())
+            end_workers_by(host, now_ + up_to(scene_.spread), chance(scene_.asks_again) ? 75 : 0);
         }
       }
     }
@@ -462,6 +492,7 @@ class Simulation {
   std::vector<Message> messages_;
   std::map<uint64_t, std::vector<AgentId>> places_;  // by generation
   std::map<uint64_t, bool> started_whole_;
+  std::set<AgentId> gone_;  // of hosts that have finished
   TrueTime now_{0};
   TrueTime last_whole_{0};
   TrueTime longest_outage_{0};
@@ -522,6 +553,21 @@ TEST(MembershipSimulation, EndsWithSuccessWhenAllHaveFinished) {
     scene.harmless_only = true;
     scene.work = seconds(40);
     scene.chaos = seconds(400);
+    Simulation simulation(scene, seed);
+    ASSERT_TRUE(simulation.run()) << simulation.problem() << ", seed " << seed;
+    EXPECT_EQ(simulation.exit_status(), 0) << "seed " << seed;
+  }
+}
+
+TEST(MembershipSimulation, HostsThatHaveFinishedAreNotNeeded) {
+  for (uint64_t seed = 1; seed <= histories() / 5; ++seed) {
+    Scene scene = random_scene(seed);
+    scene.harmless_only = true;
+    scene.finished_hosts_go = true;
+    scene.chaos = seconds(40);
+    scene.work = seconds(80);  // when what the chaos has left is over
+    scene.spread = seconds(30);
+    scene.calm = seconds(300);
     Simulation simulation(scene, seed);
     ASSERT_TRUE(simulation.run()) << simulation.problem() << ", seed " << seed;
     EXPECT_EQ(simulation.exit_status(), 0) << "seed " << seed;

@@ -346,6 +346,34 @@ TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
   EXPECT_EQ(job.decide_once().action, Action::kDone);
 }
 
+TEST(Membership, AHostThatHasFinishedMayBeLostOrLeave) {
+  for (const bool leaves : {false, true}) {
+    Job job = running_job(options(1, 2), 2);
+    job.set(1, HostPhase::kFinished);
+    job.say(1).leaving = leaves ? 15 : 0;
+    job.hear(1);
+    job.coordinator.disconnected(id(1));
+    job.pass(seconds(20), {0});
+    const Decision decision = job.decide_once();
+    EXPECT_EQ(decision.action, Action::kWait) << decision.reason;
+    EXPECT_GT(decision.look_again_at, job.now) << "nothing changes by its loss";
+    job.set(0, HostPhase::kFinished);
+    EXPECT_EQ(job.decide_once().exit_status, 0);
+    EXPECT_EQ(job.coordinator.world().phase, WorldPhase::kEnding);
+    job.obey({0});
+    EXPECT_EQ(job.decide_once().action, Action::kDone);
+  }
+}
+
+TEST(Membership, AHostThatHasFinishedAndIsLostIsNotTheCauseOfAFailure) {
+  Job job = running_job(options(2, 2, 1), 2);
+  job.set(1, HostPhase::kFinished);
+  job.coordinator.disconnected(id(1));
+  job.pass(seconds(20), {0});
+  job.set(0, HostPhase::kFailed);
+  EXPECT_EQ(job.decide_once().reason, "workers on node-0 have failed; restart 1 of 1");
+}
+
 TEST(Membership, PassesOnThatAllAskToBeStartedAgain) {
   Job job = running_job(options(2, 2, 5), 2);
   job.say(0).exit_status = 75;
