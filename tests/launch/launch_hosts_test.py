@@ -191,6 +191,15 @@ def test_a_failure_without_restarts_ends_all_hosts(programs):
     programs.wait_until_gone()
 
 
+def test_a_host_that_alone_asks_to_be_started_again_stops_the_others(programs):
+    job = Job(programs, 2)
+    script = 'trap "exit 75" TERM; test $RANK = 1 && exit 75; sleep 1000 & wait'
+    agents = [job.start_coordinator(1, script), job.start(1, script)]
+    done = [agent.finish() for agent in agents]
+    assert [result.status for result in done] == [75, 75], done
+    assert re.search(r"have stopped and ask to be started again; those on \S+ are asked to stop, too\n", done[0].stderr), done[0].text
+
+
 def test_the_coordinator_says_who_failed_on_another_host_and_why(programs):
     job = Job(programs, 2)
     script = 'test $RANK = 2 || exec sleep 1000; echo "no such data" >&2; exit 7'

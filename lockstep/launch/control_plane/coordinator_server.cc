@@ -272,7 +272,8 @@ void CoordinatorServer::begin_stream(Peer& peer) {
   const World& world = coordinator_.world();
   const bool plain = peer.phase() == Peer::Phase::kPlain;
   const bool allowed = plain ? streams_.size() < kMostOpenStreams : peer.generation() == world.generation;
-  if (world.phase != WorldPhase::kRunning || !allowed) return peer.close();
+  const bool runs = world.phase == WorldPhase::kRunning || world.phase == WorldPhase::kYielding;
+  if (!runs || !allowed) return peer.close();
   SocketAddress store;
   auto& address = reinterpret_cast<sockaddr_in&>(store.storage);
   address.sin_family = AF_INET;

@@ -26,6 +26,7 @@
 #include <lockstep/launch/control_plane/hosts_agent.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/signal_catcher.h>
+#include <lockstep/launch/supervisor.h>
 #include <lockstep/launch/worker_process.h>
 #include <lockstep/rendezvous/network/network_interface.h>
 
@@ -225,6 +226,8 @@ int run_on_hosts(HostsOptions options) {
         "and change it; make one by `lockstep secret > FILE`, and give it on all hosts by --secret-file "
         "FILE");
   }
+  options.membership.reaction_time =
+      std::min<std::chrono::nanoseconds>(Supervisor::kReactionTime, options.run.grace_period);
   raise_open_files_limit();  // the coordinator has three for each connection that a far worker has to the store
   const std::string local_address = checked_local_address(options.local_address);
   const SignalCatcher signals;

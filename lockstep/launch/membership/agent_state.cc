@@ -47,7 +47,7 @@ void AgentState::lapse() {
 
 void AgentState::workers_ended(int exit_status, const std::string& failure, BootTime now, int culprit) {
   const bool killed = lost_lease(now);
-  const bool by_themselves = phase_ == Phase::kRunning && !killed;
+  const bool by_themselves = (phase_ == Phase::kRunning || phase_ == Phase::kYielding) && !killed;
   self_.phase = !by_themselves     ? HostPhase::kIdle
                 : exit_status == 0 ? HostPhase::kFinished
                                    : HostPhase::kFailed;
@@ -108,7 +108,9 @@ AgentState::Action AgentState::advance(BootTime now) {
     }
     return Action::kNothing;
   }
-  const bool wanted = order_->command == Command::kRun && order_->place.generation == started_.generation;
+  const bool present = order_->place.generation == started_.generation;
+  const bool yields = present && order_->command == Command::kYield;
+  const bool wanted = present && order_->command == Command::kRun;
   if (phase_ == Phase::kKilled) return Action::kNothing;
   if (lost_lease(now)) {
     enter(Phase::kKilled);
@@ -116,10 +118,11 @@ AgentState::Action AgentState::advance(BootTime now) {
     return Action::kKill;
   }
   if (phase_ == Phase::kRunning && !wanted) {
-    enter(Phase::kStopping);
+    enter(yields ? Phase::kYielding : Phase::kStopping);
     reason_ = order_->reason;
     return Action::kStop;
   }
+  if (phase_ == Phase::kYielding && !yields) enter(Phase::kStopping);
   return Action::kNothing;
 }
 

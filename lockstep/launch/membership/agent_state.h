@@ -19,6 +19,7 @@ class AgentState {
   enum class Phase : uint8_t {
     kIdle,      // no workers; the coordinator may not have answered yet
     kRunning,   // workers run
+    kYielding,  // they were asked to stop, and how they end is told
     kStopping,  // they were asked to end
     kLapsed,    // the lease was over while they ran: they are to be killed
     kKilled,    // they were

@@ -76,6 +76,25 @@ TEST(AgentState, TellsHowItsWorkersEnded) {
   EXPECT_EQ(status.failure, "");
 }
 
+TEST(AgentState, TellsHowWorkersEndThatYield) {
+  for (const int exit_status : {0, 1, 75}) {
+    Agent agent;
+    agent.run();
+    EXPECT_EQ(agent.obey(agent.order(Command::kYield, 2)), Action::kStop);
+    EXPECT_EQ(agent.obey(agent.order(Command::kYield, 2)), Action::kNothing);
+    agent.state.workers_ended(exit_status, "", agent.now);
+    const Status status = agent.state.status(agent.now);
+    EXPECT_EQ(status.phase, exit_status == 0 ? HostPhase::kFinished : HostPhase::kFailed);
+    EXPECT_EQ(status.exit_status, exit_status);
+  }
+  Agent agent;
+  agent.run();
+  EXPECT_EQ(agent.obey(agent.order(Command::kYield, 2)), Action::kStop);
+  EXPECT_EQ(agent.obey(agent.order(Command::kIdle, 3)), Action::kNothing) << "it has stopped them already";
+  agent.state.workers_ended(1, "", agent.now);
+  EXPECT_EQ(agent.state.status(agent.now).phase, HostPhase::kIdle);
+}
+
 TEST(AgentState, KillsItsWorkersWhenTheLeaseIsOver) {
   Agent agent;
   agent.run();

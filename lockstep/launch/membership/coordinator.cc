@@ -76,6 +76,9 @@ Decision Coordinator::advance(BootTime now) {
       enter(WorldPhase::kRunning, decision.reason, now);
       start(decision);
       break;
+    case Decision::Action::kYield:
+      enter(WorldPhase::kYielding, decision.reason, now);
+      break;
     case Decision::Action::kStop:
       enter(WorldPhase::kForming, decision.reason, now);
       world_.after_failure = decision.counts_as_restart;
@@ -125,8 +128,9 @@ Order Coordinator::order_for(const AgentId& agent) const {
     return order;
   }
   const auto host = std::find(world_.hosts.begin(), world_.hosts.end(), agent);
-  if (world_.phase == WorldPhase::kRunning && host != world_.hosts.end()) {
-    order.command = Command::kRun;
+  const bool runs = world_.phase == WorldPhase::kRunning || world_.phase == WorldPhase::kYielding;
+  if (runs && host != world_.hosts.end()) {
+    order.command = world_.phase == WorldPhase::kRunning ? Command::kRun : Command::kYield;
     order.place = places_[static_cast<size_t>(host - world_.hosts.begin())];
   } else if (world_.phase == WorldPhase::kForming) {
     order.reason = reason_ + (reason_.empty() || waiting_for_.empty() ? "" : "; ") + waiting_for_;

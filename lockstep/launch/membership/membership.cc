@@ -131,12 +131,7 @@ class Judgement {
       return member.status.leaving != 0 && has_stopped(member) && member.status.exit_status != kTryAgain &&
              !finished(member);
     });
-    if (!leaving.empty()) {
-      const std::string what = names_of(leaving) + " was asked to end by signal " +
-                               std::to_string(leaving.front()->status.leaving);
-      if (enough_stay()) return stop(what + "; the others go on without");
-      return end(128 + leaving.front()->status.leaving, what + ", and too few hosts are left");
-    }
+    if (!leaving.empty()) return without(leaving);
     const Pointers broken = in_world([&](const Member& member) {
       return has_stopped(member) &&
              (member.status.phase == HostPhase::kIdle || member.status.generation != world_.generation);
@@ -263,8 +258,21 @@ class Judgement {
     return "";
   }
 
+  /// A signal has asked these to end.
+  Decision without(const Pointers& leaving) const {
+    const int signal = leaving.front()->status.leaving;
+    const std::string what = names_of(leaving) + " was asked to end by signal " + std::to_string(signal);
+    if (enough_stay()) return stop(what + "; the others go on without");
+    return end(128 + signal, what + ", and too few hosts are left");
+  }
+
   Decision failure(const Pointers& failed) const {
-    const std::string what = "workers on " + names_of(failed) + " have failed" + cause_of(failed);
+    const bool yielding = world_.phase == WorldPhase::kYielding;
+    const Pointers try_again =
+        select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
+    const std::string what =
+        yielding ? "workers on " + names_of(try_again) + " ask to be started again, and not all others do"
+                 : "workers on " + names_of(failed) + " have failed" + cause_of(failed);
     // A host that has said something since was not lost before.
     BootTime first = BootTime::max();
     for (const Member* member : failed) first = std::min(first, member->phase_since);
@@ -278,18 +286,27 @@ class Judgement {
       decision.asks = true;
       return decision;
     }
-    const Pointers try_again =
-        select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
     if (try_again.size() == failed.size()) {
       if (failed.size() == world_.hosts.size()) return end(kTryAgain, "all workers ask to be started again");
       const Pointers awaited = in_world(
           [&](const Member& member) { return !ended(member, HostPhase::kFailed) && !finished(member); });
+      // As on one host: what has not stopped by then gets a signal, to which a RobustLoop answers with the same status.
+      const BootTime react_until = first + options_.reaction_time;
+      const std::string asks =
+          "workers on " + names_of(failed) + " have stopped and ask to be started again; ";
+      if (!awaited.empty() && !yielding && now_ >= react_until) {
+        return {.action = Action::kYield,
+                .reason = asks + "those on " + names_of(awaited) + " are asked to stop, too"};
+      }
       if (!awaited.empty()) {
-        return wait("workers on " + names_of(failed) +
-                        " have stopped and ask to be started again; the others are awaited",
-                    look_at_losses(in_world([&](const Member& member) { return !finished(member); })));
+        const BootTime loss =
+            look_at_losses(in_world([&](const Member& member) { return !finished(member); }));
+        return wait(asks + "the others are awaited", yielding ? loss : std::min(loss, react_until));
       }
     }
+    const Pointers leaving =
+        select(try_again, [](const Member& member) { return member.status.leaving != 0; });
+    if (yielding && !leaving.empty()) return without(leaving);
     if (world_.restarts >= options_.max_restarts) {
       return end(1, what + (options_.max_restarts == 0 ? "" : ", and all restarts are used up"));
     }
@@ -367,7 +384,7 @@ Decision decide(const World& world, const Members& members, const MembershipOpti
   Judgement judgement(world, members, options, now);
   if (world.phase == WorldPhase::kEnding) return judgement.ending();
   for (const Member& member : members) {
-    const bool asks_again = world.phase == WorldPhase::kRunning && member.status.exit_status == kTryAgain;
+    const bool asks_again = world.phase != WorldPhase::kForming && member.status.exit_status == kTryAgain;
     if (member.is_coordinator && member.status.leaving != 0 && has_stopped(member) && !asks_again) {
       return {.action = Action::kEnd,
               .reason = "the coordinator, " + name_of(member) + ", was asked to end by signal " +

@@ -37,6 +37,8 @@ struct MembershipOptions {
   std::chrono::nanoseconds settling =
       std::chrono::seconds(1);  // a late host's, before the others stop for it
   std::chrono::nanoseconds rejoin_timeout = std::chrono::minutes(1);  // for lost hosts, when too few are left
+  std::chrono::nanoseconds reaction_time =
+      std::chrono::seconds(1);  // for the others to notice by themselves that workers have ended
 };
 
 /// What is wrong with the options, with the remedy; nothing where they make sense.
@@ -65,9 +67,10 @@ bool is_silent(const Member& member, const MembershipOptions& options, BootTime 
 bool has_stopped(const Member& member);
 
 enum class WorldPhase : uint8_t {
-  kForming,  // the workers of the last generation end, and hosts for the next are awaited
-  kRunning,  // generation `generation` runs
-  kEnding,   // all agents are told to end
+  kForming,   // the workers of the last generation end, and hosts for the next are awaited
+  kRunning,   // generation `generation` runs
+  kYielding,  // it does, but its workers are asked to stop, for some have stopped and ask to be started again
+  kEnding,    // all agents are told to end
 };
 
 /// The world as the last decision left it.
@@ -85,6 +88,7 @@ struct Decision {
   enum class Action : uint8_t {
     kWait,   // nothing changes until a message comes or it is `look_again_at`
     kStart,  // the next generation, of `hosts`
+    kYield,  // the workers that still run are asked to stop, and how they end decides
     kStop,   // all workers; a next generation is formed
     kEnd,    // the job, with `exit_status`
     kDone,   // in kEnding: no host has workers any more

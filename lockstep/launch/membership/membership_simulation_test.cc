@@ -70,6 +70,8 @@ struct Scene {
   TrueTime work{seconds(100000)};  // until the workers of a complete world finish
   TrueTime spread{seconds(2)};     // within which they do
   double asks_again = 0;           // how often those of a host ask to be started again instead
+  bool one_asks_again =
+      false;  // those of one host ask at once, and others answer a signal so; otherwise they hang
   bool finished_hosts_go = false;  // hosts that have finished are lost or leave while others still work
   TrueTime calm{seconds(60)};      // in which nothing more happens, at the end
 };
@@ -310,7 +312,8 @@ class Simulation {
         host.end_at = TrueTime::max();
         break;
       case AgentState::Action::kStop:
-        end_workers_by(host, now_ + up_to(kStopTime), 143);
+        end_workers_by(host, now_ + up_to(kStopTime),
+                       scene_.one_asks_again && chance(scene_.asks_again) ? 75 : 143);
         break;
       case AgentState::Action::kKill:
         end_workers_by(host, now_ + up_to(kKillTime), 137);
@@ -375,9 +378,15 @@ class Simulation {
     if (whole.size() == 1) {
       started_whole_[whole[0]] = true;
       if (now_ >= scene_.work) {
+        const std::vector<AgentId>& world = places_.at(whole[0]);
+        const Host& asking = hosts_[world[whole[0] % world.size()][0]];
         for (Host& host : hosts_) {
-          if (host.workers && host.place.generation == whole[0] && host.end_at == TrueTime::max())
+          if (!host.workers || host.place.generation != whole[0] || host.end_at != TrueTime::max()) continue;
+          if (!scene_.one_asks_again) {
             end_workers_by(host, now_ + up_to(scene_.spread), chance(scene_.asks_again) ? 75 : 0);
+          } else if (&host == &asking) {
+            end_workers_by(host, now_ + up_to(scene_.spread), 75);
+          }
         }
       }
     }
@@ -466,7 +475,7 @@ class Simulation {
       for (const Host& host : hosts_) {
         if (host.workers && !host.was_suspended) return fail("the job has ended, and workers run on");
       }
-      if (scene_.harmless_only && scene_.asks_again == 0 && coordinator_exit_ != 0)
+      if (scene_.harmless_only && scene_.asks_again == 0 && !scene_.one_asks_again && coordinator_exit_ != 0)
         return fail("a job that had all it needs has ended");
       return;
     }
@@ -584,6 +593,24 @@ TEST(MembershipSimulation, EndsWhenSomeAskToBeStartedAgain) {
     Simulation simulation(scene, seed);
     ASSERT_TRUE(simulation.run()) << simulation.problem() << ", seed " << seed;
     EXPECT_GE(simulation.exit_status(), 0) << "the job goes on, seed " << seed;
+  }
+}
+
+TEST(MembershipSimulation, EndsWhenThoseOfOneHostAloneAskToBeStartedAgain) {
+  for (uint64_t seed = 1; seed <= histories() / 5; ++seed) {
+    Scene scene = random_scene(seed);
+    scene.harmless_only = true;
+    scene.chaos = seconds(40);
+    scene.work = seconds(80);  // when what the chaos has left is over
+    scene.calm = seconds(300);
+    scene.one_asks_again = true;
+    scene.asks_again = static_cast<double>(seed % 2);  // of the others, once they get a signal
+    Simulation simulation(scene, seed);
+    ASSERT_TRUE(simulation.run()) << simulation.problem() << ", seed " << seed;
+    ASSERT_GE(simulation.exit_status(), 0) << "the job goes on, seed " << seed;
+    if (scene.asks_again > 0) {
+      EXPECT_EQ(simulation.exit_status(), 75) << "seed " << seed;
+    }
   }
 }
 

@@ -387,6 +387,48 @@ TEST(Membership, PassesOnThatAllAskToBeStartedAgain) {
   EXPECT_EQ(decision.exit_status, 75);
 }
 
+/// Of two hosts the first has ended with 75, and the second one does not notice it.
+Job yielding_job(const MembershipOptions& chosen, int leaving) {
+  Job job = running_job(chosen, 2);
+  job.say(1).leaving = leaving;
+  job.say(1).exit_status = 75;
+  job.set(1, HostPhase::kFailed);
+  job.hear(0);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  job.pass(std::chrono::milliseconds(1), {0, 1});
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait) << "it may be about to stop";
+  job.pass(decision.look_again_at - job.now, {0, 1});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kYield);
+  EXPECT_EQ(decision.reason,
+            "workers on node-1 have stopped and ask to be started again; those on node-0 are asked to stop, "
+            "too");
+  EXPECT_EQ(job.coordinator.order_for(id(0)).command, Command::kYield);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  job.pass(seconds(20), {0, 1});
+  EXPECT_EQ(job.decide_once().action, Action::kWait) << "it has its grace period";
+  return job;
+}
+
+TEST(Membership, AHostThatAsksToBeStartedAgainStopsTheOthers) {
+  Job job = yielding_job(options(2, 2, 5), 0);
+  job.say(0).exit_status = 75;
+  job.set(0, HostPhase::kFailed);
+  EXPECT_EQ(job.decide_once().exit_status, 75);
+
+  Job mixed = yielding_job(options(2, 2, 5), 0);
+  mixed.say(0).exit_status = 1;
+  mixed.set(0, HostPhase::kFailed);
+  EXPECT_EQ(mixed.decide_once().reason,
+            "workers on node-1 ask to be started again, and not all others do; restart 1 of 5");
+
+  Job drained = yielding_job(options(1, 2), 15);
+  drained.say(0).exit_status = 1;
+  drained.set(0, HostPhase::kFailed);
+  EXPECT_EQ(drained.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
+}
+
 TEST(Membership, AHostThatAsksToBeStartedAgainHasFailedWhereAnotherHasFinished) {
   for (const int restarts : {0, 1}) {
     Job job = running_job(options(2, 2, restarts), 2);

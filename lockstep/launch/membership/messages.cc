@@ -176,7 +176,7 @@ std::optional<Order> decode_order(std::string_view bytes) {
   order.job = reader.name();
   order.number = reader.number<uint64_t>();
   order.status_sent_at = reader.number<int64_t>();
-  order.command = reader.choice(Command::kEnd);
+  order.command = reader.choice(Command::kYield);
   order.asks = reader.choice(Flag::kYes) == Flag::kYes;
   order.watched = reader.choice(Flag::kYes) == Flag::kYes;
   order.place.generation = reader.number<uint64_t>();

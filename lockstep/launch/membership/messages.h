@@ -57,9 +57,10 @@ struct Place {
 };
 
 enum class Command : uint8_t {
-  kIdle,  // run no workers
-  kRun,   // run those of `place`
-  kEnd,   // run no workers, and end with `exit_status`
+  kIdle,   // run no workers
+  kRun,    // run those of `place`
+  kEnd,    // run no workers, and end with `exit_status`
+  kYield,  // those of `place` are asked to stop as by a signal, and how they end counts as before
 };
 
 /// From the coordinator to an agent: the answer to each status, and whenever it changes.
@@ -70,7 +71,7 @@ struct Order {
   Command command = Command::kIdle;
   bool asks = false;        // for a status at once
   bool watched = false;     // some host watches: a Report every second, please
-  Place place = {};         // with kRun
+  Place place = {};         // with kRun and kYield
   uint64_t generation = 0;  // the last one that was started, on whichever hosts
   int32_t exit_status = 0;  // with kEnd
   std::string reason = {};  // of the decision, for people

@@ -34,6 +34,11 @@ const Order kOrder = {.job = {9},
 TEST(Messages, CanBeReadAgain) {
   EXPECT_EQ(decode_status(encode(kStatus)), kStatus);
   EXPECT_EQ(decode_order(encode(kOrder)), kOrder);
+  for (const Command command : {Command::kIdle, Command::kEnd, Command::kYield}) {
+    Order order = kOrder;
+    order.command = command;
+    EXPECT_EQ(decode_order(encode(order)), order);
+  }
   EXPECT_EQ(decode_status(encode(kOrder)), std::nullopt);
   EXPECT_EQ(decode_order(encode(kStatus)), std::nullopt);
 }
