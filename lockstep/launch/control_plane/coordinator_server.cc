@@ -310,11 +310,11 @@ void CoordinatorServer::decide(BootTime now) {
     const Decision decision = coordinator_.advance(now);
     look_again_at_ = decision.look_again_at;
     again = decision.action != Decision::Action::kWait;
-    if (decision.action == Decision::Action::kStop || decision.action == Decision::Action::kEnd)
-      streams_.clear();
+    done_ = decision.action == Decision::Action::kDone;
+    // Not before all hosts have stopped: workers need their store to save and end together.
+    if (done_ || decision.action == Decision::Action::kStart) streams_.clear();
     if (decision.action == Decision::Action::kStart)
       store_port_ = options_.start_store(coordinator_.world().generation);
-    done_ = decision.action == Decision::Action::kDone;
     if (options_.observe && decision.reason != std::exchange(last_reason_, decision.reason))
       options_.observe(decision);
     const bool watched = coordinator_.watched();

@@ -25,8 +25,9 @@ namespace lockstep::launch {
 /// - in size: messages up to kMostMessageBytes, an agent's up to kMostReportBytes, streams up to Forwarding::kMostBytes
 ///   each way;
 /// - in rate: an agent that sends more than kMostStatuses messages a second is cut off.
-/// A stream of another generation than the one that runs is closed. One without the tunnel tells no generation, and is closed
-/// with the one in which it came.
+/// A stream of another generation than the one that runs is closed, and so is one that comes once its workers have to end.
+/// Those that are there last until its hosts have stopped. One without the tunnel tells no generation, and is closed with the
+/// one in which it came.
 class CoordinatorServer : public EventHandler {
  public:
   static constexpr int kMostStatuses = 200;
@@ -78,7 +79,7 @@ class CoordinatorServer : public EventHandler {
   Coordinator coordinator_;
   std::list<std::unique_ptr<Peer>> pending_;  // in the order in which they came
   std::list<std::unique_ptr<Peer>> agents_;
-  std::list<std::unique_ptr<Forwarding>> streams_;  // of the generation that runs
+  std::list<std::unique_ptr<Forwarding>> streams_;  // of the last generation
   std::map<AgentId, std::string> reports_;          // the newest of each that have come, encoded
   uint16_t store_port_ = 0;
   bool news_ = true;      // since the last decision

@@ -115,6 +115,31 @@ TEST(Tunnel, AStreamOfAnotherGenerationDoesNotReachTheStore) {
   expect_plain_closed(scene, store.get());
 }
 
+TEST(Tunnel, AStreamLastsUntilTheHostsOfItsGenerationHaveStopped) {
+  MembershipOptions options = Scene::two_hosts();
+  options.max_restarts = 1;
+  options.reaction_time = seconds(0);
+  Scene scene(seconds(30), options);
+  scene.run_world();
+  TunnelEntrance entrance(scene.loop, scene.key, loopback(scene.port), 1);
+  const UniqueFd worker = begin_connect(loopback(entrance.port()));
+  const UniqueFd store = scene.accept_at_store();
+  AgentState& saving = scene.agents[1]->state;
+  scene.agents[0]->state.workers_ended(1, "failed", BootClock::now());
+  scene.until([&] { return saving.phase() == AgentState::Phase::kStopping; }, "the other host has to stop");
+  send_plain(scene, worker.get(), "saved?");
+  EXPECT_EQ(receive_plain(scene, store.get(), 6), "saved?");
+  send_plain(scene, store.get(), "saved");
+  EXPECT_EQ(receive_plain(scene, worker.get(), 5), "saved");
+  const UniqueFd late = begin_connect(loopback(entrance.port()));
+  expect_plain_closed(scene, late.get());
+  EXPECT_EQ(scene.server->coordinator().world().generation, 1U);
+  saving.workers_ended(143, "", BootClock::now());
+  expect_plain_closed(scene, worker.get());
+  expect_plain_closed(scene, store.get());
+  EXPECT_EQ(scene.server->coordinator().world().generation, 2U);
+}
+
 TEST(Tunnel, WithoutTheTunnelTheStoreIsAtTheSamePort) {
   Scene scene(seconds(30), Scene::two_hosts(), /*is_open=*/true);
   const UniqueFd early = begin_connect(loopback(scene.port));

@@ -258,6 +258,18 @@ class Judgement {
     return "";
   }
 
+  /// Of hosts with workers that have failed: those that were the first to, for the others follow from it.
+  std::string cause_among(const Pointers& failed) const {
+    const auto is_failure = [](const Member& member) { return member.status.exit_status != kTryAgain; };
+    const Pointers failures = select(failed, is_failure);
+    BootTime first = BootTime::max();
+    for (const Member* member : failures) first = std::min(first, member->phase_since);
+    const Pointers earliest = failures.empty() ? failed : select(failures, [&](const Member& member) {
+      return member.phase_since == first;
+    });
+    return "workers on " + names_of(earliest) + " have failed" + cause_of(earliest);
+  }
+
   /// A signal has asked these to end.
   Decision without(const Pointers& leaving) const {
     const int signal = leaving.front()->status.leaving;
@@ -270,12 +282,12 @@ class Judgement {
     const bool yielding = world_.phase == WorldPhase::kYielding;
     const Pointers try_again =
         select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
-    const std::string what =
-        yielding ? "workers on " + names_of(try_again) + " ask to be started again, and not all others do"
-                 : "workers on " + names_of(failed) + " have failed" + cause_of(failed);
-    // A host that has said something since was not lost before.
     BootTime first = BootTime::max();
     for (const Member* member : failed) first = std::min(first, member->phase_since);
+    const std::string what =
+        yielding ? "workers on " + names_of(try_again) + " ask to be started again, and not all others do"
+                 : cause_among(failed);
+    // A host that has said something since was not lost before.
     const Pointers silent = in_world([&](const Member& member) {
       const bool has_failed = std::find(failed.begin(), failed.end(), &member) != failed.end();
       return !finished(member) && (suspected(member) || (!has_failed && member.heard_at <= first));
@@ -286,24 +298,24 @@ class Judgement {
       decision.asks = true;
       return decision;
     }
-    if (try_again.size() == failed.size()) {
-      if (failed.size() == world_.hosts.size()) return end(kTryAgain, "all workers ask to be started again");
-      const Pointers awaited = in_world(
-          [&](const Member& member) { return !ended(member, HostPhase::kFailed) && !finished(member); });
-      // As on one host: what has not stopped by then gets a signal, to which a RobustLoop answers with the same status.
-      const BootTime react_until = first + options_.reaction_time;
-      const std::string asks =
-          "workers on " + names_of(failed) + " have stopped and ask to be started again; ";
-      if (!awaited.empty() && !yielding && now_ >= react_until) {
-        return {.action = Action::kYield,
-                .reason = asks + "those on " + names_of(awaited) + " are asked to stop, too"};
-      }
-      if (!awaited.empty()) {
-        const BootTime loss =
-            look_at_losses(in_world([&](const Member& member) { return !finished(member); }));
-        return wait(asks + "the others are awaited", yielding ? loss : std::min(loss, react_until));
-      }
+    const bool all_ask = try_again.size() == failed.size();
+    if (all_ask && failed.size() == world_.hosts.size())
+      return end(kTryAgain, "all workers ask to be started again");
+    const Pointers awaited = in_world(
+        [&](const Member& member) { return !ended(member, HostPhase::kFailed) && !finished(member); });
+    const std::string asks =
+        "workers on " + names_of(try_again) + " have stopped and ask to be started again";
+    const BootTime loss = look_at_losses(in_world([&](const Member& member) { return !finished(member); }));
+    // As on one host: the others notice it by themselves, say so and stop, or get a signal.
+    const BootTime react_until = first + options_.reaction_time;
+    if (!awaited.empty() && !yielding && now_ < react_until)
+      return wait((all_ask ? asks : what) + "; the others are awaited", std::min(loss, react_until));
+    // A RobustLoop answers it with the same status.
+    if (!awaited.empty() && !yielding && all_ask) {
+      return {.action = Action::kYield,
+              .reason = asks + "; those on " + names_of(awaited) + " are asked to stop, too"};
     }
+    if (!awaited.empty() && all_ask) return wait(asks + "; the others are awaited", loss);
     const Pointers leaving =
         select(try_again, [](const Member& member) { return member.status.leaving != 0; });
     if (yielding && !leaving.empty()) return without(leaving);

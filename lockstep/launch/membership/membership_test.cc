@@ -218,7 +218,7 @@ TEST(Membership, DoesNotCountAnIdleStatusThatIsOlderThanTheOrderToRun) {
   ASSERT_EQ(job.decide_once().action, Action::kStart);
   job.obey({0});
   job.set(0, HostPhase::kFailed);
-  job.pass(std::chrono::milliseconds(1), {1});  // it has not yet heard of the generation
+  job.pass(seconds(1), {0, 1});  // node-1 has not yet heard of the generation
   EXPECT_EQ(job.decide_once().action, Action::kStop);
   job.obey({0});
   job.hear(1);
@@ -237,7 +237,7 @@ TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
     EXPECT_EQ(decision.action, Action::kWait);
     EXPECT_TRUE(decision.asks) << "node-0 may be the cause, and dead";
     EXPECT_FALSE(job.decide_once().asks);
-    job.pass(std::chrono::milliseconds(1), {0});
+    job.pass(seconds(1), {0, 1});
     decision = job.decide_once();
     EXPECT_EQ(decision.action, Action::kStop);
     EXPECT_EQ(decision.reason, "workers on node-1 have failed; restart " + std::to_string(restart) + " of 2");
@@ -252,11 +252,26 @@ TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
     job.obey({0, 1});
   }
   job.set(0, HostPhase::kFailed);
-  job.pass(std::chrono::milliseconds(1), {1});
+  job.pass(seconds(1), {0, 1});
   const Decision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 1);
   EXPECT_EQ(decision.reason, "workers on node-0 have failed, and all restarts are used up");
+}
+
+TEST(Membership, GivesTheOthersTimeToNoticeAFailureByThemselves) {
+  Job job = running_job(options(2, 2), 2);
+  job.set(1, HostPhase::kFailed);
+  const BootTime failed_at = job.now;
+  job.pass(std::chrono::milliseconds(1), {0, 1});
+  Decision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.reason, "workers on node-1 have failed; the others are awaited");
+  EXPECT_EQ(decision.look_again_at, failed_at + seconds(1));
+  job.set(0, HostPhase::kFailed);
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kEnd);
+  EXPECT_EQ(decision.reason, "workers on node-1 have failed") << "that of node-0 follows from it";
 }
 
 TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
@@ -264,7 +279,7 @@ TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
   job.say(0).culprit = 1;
   job.say(0).failure = "rank 0 failed first";
   job.set(0, HostPhase::kFailed);
-  job.pass(std::chrono::milliseconds(1), {1, 2});
+  job.pass(seconds(1), {0, 1, 2});
   const Decision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.reason,
