@@ -18,7 +18,19 @@ AgentLink::~AgentLink() {
   close("");
 }
 
+void AgentLink::look_up(BootTime now) {
+  if (!lookup_ || answered_) return;
+  if (auto found = lookup_->take()) {
+    addresses_ = *std::move(found);
+    attempt_ = 0;
+  } else if (attempt_ > 0 && attempt_ % addresses_.size() == 0 && now >= look_up_at_) {
+    look_up_at_ = now + kBetweenLookups;
+    lookup_->begin();
+  }
+}
+
 void AgentLink::connect(BootTime now) {
+  look_up(now);
   heard_at_ = now;
   connect_at_ = now + kPause;
   socket_ = begin_connect(coordinator());

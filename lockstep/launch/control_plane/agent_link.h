@@ -5,11 +5,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <lockstep/launch/control_plane/event_loop.h>
 #include <lockstep/launch/control_plane/frames.h>
+#include <lockstep/launch/control_plane/name_lookup.h>
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/tls.h>
 #include <lockstep/launch/membership/agent_state.h>
@@ -21,6 +24,7 @@ namespace lockstep::launch {
 class AgentLink : public EventHandler {
  public:
   static constexpr std::chrono::milliseconds kPause{200};  // between two attempts
+  static constexpr std::chrono::seconds kBetweenLookups{2};
 
   /// `addresses` are tried in turn, and again, until the coordinator has answered at one. `state` lives as long as this
   /// object.
@@ -32,6 +36,9 @@ class AgentLink : public EventHandler {
   /// Connects, sends a status where one is due, or where `news` says that it has changed. Returns when to call again
   /// at the latest. To be called after each turn of the loop.
   BootTime serve(BootTime now, bool news);
+  /// How to look the coordinator's addresses up again, which may block, on another thread: a name may have an old address
+  /// when the job starts. It is done after each round of attempts until the coordinator has answered.
+  void set_lookup(std::function<std::vector<SocketAddress>()> find) { lookup_.emplace(std::move(find)); }
   /// What is told of hosts' reports, on the loop's thread; none: nothing is.
   void set_listener(std::function<void(const Report&)> listener) { listener_ = std::move(listener); }
   /// Sends this host's, in place of one that has not been sent yet, with the next serve(). Those of more than
@@ -51,6 +58,7 @@ class AgentLink : public EventHandler {
     return std::max<std::chrono::nanoseconds>(std::chrono::seconds(3), options_.heartbeat_interval * 3);
   }
   void connect(BootTime now);
+  void look_up(BootTime now);
   /// `why` and the coordinator's address, with the question behind it, become trouble(); "": none.
   void close(const std::string& why, const std::string& question = "");
   void take_orders();
@@ -59,6 +67,8 @@ class AgentLink : public EventHandler {
   EventLoop& loop_;
   TlsKey key_;
   std::vector<SocketAddress> addresses_;
+  std::optional<NameLookup> lookup_;
+  BootTime look_up_at_ = {};  // at the earliest
   MembershipOptions options_;
   AgentState& state_;
   Phase phase_ = Phase::kNone;

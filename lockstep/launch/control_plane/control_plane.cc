@@ -60,17 +60,32 @@ std::string caution_of(const SocketAddress& bound, const std::string& named) {
          "; for other hosts name an address of this one, by --master-addr or --rdzv-endpoint";
 }
 
+/// As the other hosts find them. Empty, and why, where there are none.
+std::vector<SocketAddress> coordinators_addresses(const std::string& host, uint16_t port, std::string& why) {
+  std::vector<SocketAddress> addresses = addresses_of(host, port, why);
+  if (!addresses.empty() && addresses.front().is_loopback() && !means_loopback(host)) {
+    // Debian's 127.0.1.1: it is this host's own name, under which the others find another address.
+    addresses = addresses_of(interface_between_hosts("").address, port, why);
+  }
+  return addresses;
+}
+
+Endpoint on_another_host(std::vector<SocketAddress> addresses, const std::string& host, uint16_t port) {
+  Endpoint endpoint = {.addresses = std::move(addresses), .listener = {}};
+  endpoint.find = [host, port] {
+    std::string ignored;
+    return coordinators_addresses(host, port, ignored);
+  };
+  return endpoint;
+}
+
 }  // namespace
 
 Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<bool> here) {
   std::string why;
-  std::vector<SocketAddress> addresses = addresses_of(host, port, why);
+  std::vector<SocketAddress> addresses = coordinators_addresses(host, port, why);
   TORCH_CHECK_WITH(DistNetworkError, !addresses.empty(), "can't find the coordinator's host: ", why);
-  if (addresses.front().is_loopback() && !means_loopback(host)) {
-    // Debian's 127.0.1.1: it is this host's own name, under which the others find another address.
-    addresses = addresses_of(interface_between_hosts("").address, port, why);
-  }
-  if (here == false) return {std::move(addresses), {}};
+  if (here == false) return on_another_host(std::move(addresses), host, port);
   std::vector<SocketAddress> candidates = addresses;
   if (here == true && !addresses.front().is_loopback()) {
     // Behind a forwarding address it listens where it reaches the other hosts.
@@ -100,7 +115,7 @@ Endpoint find_endpoint(const std::string& host, uint16_t port, std::optional<boo
   const bool elsewhere = error == EADDRNOTAVAIL || error == EADDRINUSE || error == EAFNOSUPPORT;
   TORCH_CHECK_WITH(DistNetworkError, here != true && elsewhere, "can't listen at ", host, ":", port, ": ",
                    std::strerror(error), error == EADDRINUSE ? "; choose another port for all hosts" : "");
-  return {std::move(addresses), {}};
+  return on_another_host(std::move(addresses), host, port);
 }
 
 /// All that lives on the thread.
@@ -133,6 +148,7 @@ class ControlPlane::Thread : public EventHandler {
       options_.say(options_.endpoint.caution);
     link_ = std::make_unique<AgentLink>(loop_, options_.key, options_.endpoint.addresses, options_.membership,
                                         state_);
+    if (options_.endpoint.find) link_->set_lookup(options_.endpoint.find);
     link_->set_listener([this](const Report& report) { watchers_.send(report); });
     loop_.watch(plane_.wake_event_.get(), POLLIN, *this);
   }

@@ -29,6 +29,7 @@ struct Endpoint {
   std::vector<SocketAddress> addresses;  // to connect to
   UniqueFd listener;                     // of the coordinator: listens, and does not block
   std::string caution = {};              // what the user is to know of where it listens; empty: nothing
+  std::function<std::vector<SocketAddress>()> find = {};  // of another host: looks the addresses up again
 };
 
 /// Looks for the coordinator's place: this host is it where it can listen at host:port, an address of its own. `here`:

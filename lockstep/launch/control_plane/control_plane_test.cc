@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <gmock/gmock.h>
+#include <memory>
 #include <netinet/in.h>
 #include <optional>
 #include <poll.h>
@@ -133,6 +135,30 @@ TEST(ControlPlane, ALinkStaysWithTheAddressThatHasAnswered) {
   link.serve(later, false);  // as after a long silence
   EXPECT_EQ(link.trouble(), "no word on the connection at 127.0.0.1 port " + std::to_string(scene.port));
   EXPECT_EQ(reinterpret_cast<const sockaddr_in&>(link.coordinator().storage).sin_port, htons(scene.port));
+}
+
+TEST(ControlPlane, ALinkLooksForOtherAddressesUntilTheCoordinatorHasAnswered) {
+  Scene scene;
+  scene.run_world();
+  uint16_t deaf = 0;
+  listen_on_loopback(deaf);  // and closed again: connections are refused
+  AgentState state({.id = {9}, .host = "node-9"}, scene.membership, BootClock::now());
+  AgentLink link(scene.loop, scene.key, {loopback(deaf)}, scene.membership, state);
+  const auto looks = std::make_shared<std::atomic<int>>(0);
+  link.set_lookup([looks, port = scene.port] {
+    ++*looks;
+    return std::vector<SocketAddress>{loopback(port)};
+  });
+  const auto is_heard = [&] {
+    return link.serve(BootClock::now(), false), state.lease_until() > BootClock::now();
+  };
+  scene.until(is_heard, "the agent is answered at the new address");
+  const int before = *looks;
+  EXPECT_GE(before, 1);
+  link.serve(BootClock::now() + seconds(60), false);  // as after a long silence: it connects again
+  const BootTime heard_until = state.lease_until();
+  scene.until([&] { return is_heard() && state.lease_until() > heard_until; }, "the agent is answered again");
+  EXPECT_EQ(*looks, before);
 }
 
 TEST(ControlPlane, ALinkThatIsFullAsksForNoTurnsToSendItsHeartbeat) {
