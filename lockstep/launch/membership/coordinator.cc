@@ -17,19 +17,50 @@ Member* Coordinator::find(const AgentId& agent) {
   return found == members_.end() ? nullptr : &*found;
 }
 
+namespace {
+
+bool are_of_one_host(const Status& a, const Status& b) {
+  return a.host == b.host && a.node_rank == b.node_rank;
+}
+
+}  // namespace
+
+/// Gone for good, by its silence; a place in the last generation is still needed.
+bool Coordinator::may_be_dropped(const Member& member, BootTime now) const {
+  const auto& hosts = world_.hosts;
+  return is_lost(member, options_, now) &&
+         std::find(hosts.begin(), hosts.end(), member.status.id) == hosts.end();
+}
+
+/// A host mostly comes back with a new process for an agent, be it started again or the host itself. How often this one
+/// has, if the newcomer takes the place of an agent that says nothing any more.
+int Coordinator::losses_before(const Status& newcomer, BootTime now) const {
+  int losses = 0;
+  bool comes_back = false;
+  for (const Member& member : members_) {
+    if (!are_of_one_host(member.status, newcomer)) continue;
+    losses = std::max(losses, member.losses);
+    comes_back = comes_back || is_silent(member, options_, now);
+  }
+  return losses + (comes_back ? 1 : 0);
+}
+
+/// Those of its host, so that they do not add up. While a connection is open it may still bring an old word of theirs.
+void Coordinator::drop_predecessors(const Status& newcomer, BootTime now) {
+  std::erase_if(members_, [&](const Member& member) {
+    return are_of_one_host(member.status, newcomer) && !member.connected && may_be_dropped(member, now);
+  });
+}
+
 bool Coordinator::receive(const Status& status, BootTime now) {
   Member* member = find(status.id);
   if (member == nullptr) {
-    if (members_.size() >= kMostMembers) {
-      // Those that are gone for good make room; a place in the last generation is still needed.
-      std::erase_if(members_, [&](const Member& one) {
-        const auto& hosts = world_.hosts;
-        return is_lost(one, options_, now) &&
-               std::find(hosts.begin(), hosts.end(), one.status.id) == hosts.end();
-      });
-    }
+    const int losses = losses_before(status, now);
+    drop_predecessors(status, now);
+    if (members_.size() >= kMostMembers)
+      std::erase_if(members_, [&](const Member& one) { return may_be_dropped(one, now); });
     if (members_.size() >= kMostMembers) return false;
-    members_.push_back({.joined_at = now, .is_coordinator = status.id == own_});
+    members_.push_back({.joined_at = now, .is_coordinator = status.id == own_, .losses = losses});
     member = &members_.back();
   } else if (status.sent_at <= member->status.sent_at) {
     return true;  // came twice, or was overtaken on the way by one over a newer connection

@@ -45,6 +45,9 @@ class Coordinator {
  private:
   void enter(WorldPhase phase, const std::string& reason, BootTime now);
   void start(const Decision& decision);
+  int losses_before(const Status& newcomer, BootTime now) const;
+  void drop_predecessors(const Status& newcomer, BootTime now);
+  bool may_be_dropped(const Member& member, BootTime now) const;
   Member* find(const AgentId& agent);
   const Member* find(const AgentId& agent) const { return const_cast<Coordinator*>(this)->find(agent); }
 

@@ -53,7 +53,7 @@ struct Member {
   BootTime joined_at = {};      // when it was first heard, or heard again after it was lost
   bool is_coordinator = false;  // the coordinator's own agent
   bool connected = true;        // its connection is open; a closed one alone says nothing of its workers
-  int losses = 0;               // how often it was lost and came back
+  int losses = 0;               // how often its host was lost and came back, by this agent or another
   uint64_t run_order = 0;       // the number of the last order to run that was made for it; 0: none
   uint64_t reported = 0;        // the last generation of which a failure of its workers was reported
   int32_t last_place = -1;      // its group rank in the last generation that it belonged to

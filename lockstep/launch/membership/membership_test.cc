@@ -34,10 +34,17 @@ class Job {
  public:
   explicit Job(const MembershipOptions& options) : coordinator(options, {1}, id(0), now) {}
 
+  /// Another process is the agent of that host, and knows nothing yet.
+  void replace(uint8_t number) {
+    coordinator.disconnected(statuses_[number].id);
+    statuses_[number] = {};
+    ++lives_[number];
+  }
+  AgentId id_of(uint8_t number) { return {number, lives_[number]}; }
   /// What this agent says next.
   Status& say(uint8_t number) {
     Status& status = statuses_[number];
-    status.id = id(number);
+    status.id = id_of(number);
     status.host = "node-" + std::to_string(number);
     return status;
   }
@@ -49,7 +56,7 @@ class Job {
   /// Those agents carry their orders out, and say so.
   void obey(std::initializer_list<uint8_t> numbers) {
     for (const uint8_t number : numbers) {
-      const Order order = coordinator.order_for(id(number));
+      const Order order = coordinator.order_for(id_of(number));
       Status& status = say(number);
       status.order = order.number;
       if (order.command == Command::kRun && status.generation != order.place.generation) {
@@ -79,6 +86,7 @@ class Job {
 
  private:
   std::map<uint8_t, Status> statuses_;
+  std::map<uint8_t, uint8_t> lives_;
   int64_t sent_ = 0;
 };
 
@@ -345,6 +353,35 @@ TEST(Membership, WaitsLongerForAHostThatComesAndGoes) {
     ASSERT_EQ(job.decide_once().action, Action::kStart);
     job.obey({0, 1});
   }
+}
+
+TEST(Membership, WaitsLongerForAHostWhoseAgentsComeAndGo) {
+  Job job = running_job(options(1, 2), 2);
+  for (int loss = 1; loss <= 3; ++loss) {
+    job.replace(1);
+    job.pass(seconds(10), {0});
+    ASSERT_EQ(job.decide_once().action, Action::kStop);
+    job.obey({0});
+    ASSERT_EQ(job.decide_once().action, Action::kStart);
+    job.obey({0, 1});
+    EXPECT_EQ(job.coordinator.members().size(), 2U) << "the one before has made room";
+    EXPECT_EQ(job.coordinator.members().back().losses, loss);
+    job.pass(seconds(1 << loss) - std::chrono::milliseconds(1), {0, 1});
+    EXPECT_EQ(job.decide_once().action, Action::kWait);
+    job.pass(std::chrono::milliseconds(1), {0, 1});
+    ASSERT_EQ(job.decide_once().action, Action::kStop);
+    job.obey({0, 1});
+    ASSERT_EQ(job.decide_once().action, Action::kStart);
+    job.obey({0, 1});
+  }
+}
+
+TEST(Membership, AgentsBesideEachOtherOnOneHostAreNoLosses) {
+  Job job(options(1, 4));
+  for (uint8_t number = 0; number < 3; ++number) {
+    EXPECT_TRUE(job.coordinator.receive({.id = id(number), .sent_at = 1, .host = "node-0"}, job.now));
+  }
+  for (const Member& member : job.coordinator.members()) EXPECT_EQ(member.losses, 0);
 }
 
 TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
