@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
 
@@ -20,6 +21,7 @@
 #include <lockstep/base/host_name.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
+#include <lockstep/launch/agent/orphans.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/agent/worker_watch.h>
@@ -166,8 +168,14 @@ std::vector<WorkerWatch::Worker> look_at(const Supervisor& supervisor, int first
 /// The workers' output, what is said of them while they run, and who else decides on them.
 class ControlledStreams : public Streams {
  public:
-  ControlledStreams(OutputRouter& output, Supervisor& supervisor, int first_rank, WorkerControl* control)
-      : output_(output), supervisor_(supervisor), first_rank_(first_rank), control_(control) {}
+  /// `pids`: of all workers, also of those that have ended.
+  ControlledStreams(OutputRouter& output, Supervisor& supervisor, std::vector<pid_t> pids, int first_rank,
+                    WorkerControl* control)
+      : output_(output),
+        supervisor_(supervisor),
+        pids_(std::move(pids)),
+        first_rank_(first_rank),
+        control_(control) {}
 
   void add_to(std::vector<pollfd>& waits) override {
     if (control_ != nullptr) waits.push_back({control_->fd(), POLLIN, 0});
@@ -180,6 +188,7 @@ class ControlledStreams : public Streams {
     }
     if (look_at_.expired()) {
       look_at_ = Deadline::after(WorkerWatch::kInterval);
+      if (::getpid() == 1) reap_orphans(pids_);
       for (const std::string& line :
            watch_.look(look_at(supervisor_, first_rank_), std::chrono::steady_clock::now())) {
         output_.say(line);
@@ -193,6 +202,7 @@ class ControlledStreams : public Streams {
  private:
   OutputRouter& output_;
   Supervisor& supervisor_;
+  const std::vector<pid_t> pids_;
   int first_rank_;
   WorkerControl* control_;
   WorkerWatch watch_{host_name()};
@@ -243,6 +253,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
           " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine\n");
     }
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
+    std::vector<pid_t> pids;
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
       auto ends = output.open_next(routes_of(options, files, copies, rank));
       WorkerEnvironment mine = common;
@@ -259,8 +270,9 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                         .environment = mine.strings(),
                         .standard = {input, ends[0].get(), ends[1].get()},
                         .inherited = {}});
+      pids.push_back(supervisor.running().back().second);
     }
-    ControlledStreams streams(output, supervisor, variables.first_rank, control);
+    ControlledStreams streams(output, supervisor, std::move(pids), variables.first_rank, control);
     endings = supervisor.run(streams);
     interrupted_by = supervisor.interrupted_by();
   }

@@ -1,0 +1,23 @@
+#include <algorithm>
+#include <fstream>
+#include <string>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <lockstep/launch/agent/orphans.h>
+
+namespace lockstep::launch {
+
+size_t reap_orphans(const std::vector<pid_t>& own) {
+  size_t reaped = 0;
+  // Of the main thread, which gets the orphans. waitid(P_ALL) would find nothing behind a worker that has ended, and which
+  // is to stay until all have.
+  std::ifstream children("/proc/self/task/" + std::to_string(::getpid()) + "/children");
+  for (pid_t pid = 0; children >> pid;) {
+    if (std::find(own.begin(), own.end(), pid) == own.end() && ::waitpid(pid, nullptr, WNOHANG) == pid)
+      ++reaped;
+  }
+  return reaped;
+}
+
+}  // namespace lockstep::launch
