@@ -16,7 +16,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::milliseconds kIdleTime{200};  // after which an unfinished line is shown
+constexpr std::chrono::milliseconds kIdleTime{200};  // after which a terminal shows an unfinished line
 constexpr size_t kFullQueue = 1 << 20;  // bytes; the workers behind a slower reader wait from here on
 
 size_t terminal_columns(int fd) {
@@ -154,7 +154,9 @@ void OutputRouter::read_from(Source& source) {
     return;
   }
   sink.queue += sink.lines.feed(source.index, bytes);
-  source.idle_at = sink.lines.holds_back(source.index) ? Deadline::after(kIdleTime) : Deadline::never();
+  // Where no terminal shows it, as in a file, another rank would end its row, and tear what a program reads there.
+  source.idle_at =
+      sink.terminal && sink.lines.holds_back(source.index) ? Deadline::after(kIdleTime) : Deadline::never();
 }
 
 void OutputRouter::Sink::write_some() {
