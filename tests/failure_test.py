@@ -275,6 +275,30 @@ def test_a_signal_while_a_firewall_drops_the_launchers_packets_ends_it(programs)
     programs.wait_until_gone()
 
 
+def test_a_terminal_that_closes_signals_twice_and_takes_no_grace_period(programs):
+    script = "trap 'echo told' HUP; echo up; while ! [ -e go ]; do sleep 0.05; done; echo saved"
+    launcher = programs.start("lockstep", "run", "sh", "-c", script)
+    launcher.wait_for("up")
+    launcher.kill(signal.SIGHUP)
+    launcher.wait_for("told")
+    launcher.kill(signal.SIGHUP)
+    launcher.kill(signal.SIGUSR2)  # it takes the signals in the order of their numbers
+    launcher.wait_for("SIGUSR2: no process has a handler for it")
+    (programs.folder / "go").touch()
+    done = launcher.finish()
+    assert done.status == 128 + signal.SIGHUP and "saved" in done.stdout, done.text
+    programs.wait_until_gone()
+
+
+def test_lines_are_whole_where_no_terminal_shows_them(programs):
+    # The first rank's line is finished when the other has written one, and an idle line would have been shown to a person.
+    script = ("await() { while ! [ -e $1 ]; do sleep 0.05; done; }\n"
+              "if [ $RANK = 0 ]; then printf 'loss: 8.765'; touch begun; await other; echo 43e-05\n"
+              "else await begun; sleep 0.5; echo other; touch other; fi")
+    done = programs.run("lockstep", "run", "-n", "2", "sh", "-c", script)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] loss: 8.76543e-05", "[rank 1] other"], done.text
+
+
 def test_a_loopback_interface_that_is_down_is_said_in_one_line(programs):
     if programs.run("sh", "-c", '"$@" true', "sh", *ALONE).status != 0:
         pytest.skip("no network namespaces here")

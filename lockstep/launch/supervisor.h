@@ -20,6 +20,9 @@
 
 namespace lockstep::launch {
 
+/// EX_TEMPFAIL: of workers that were stopped and ask for another start of the whole job (RobustLoop).
+inline constexpr int kTryAgain = 75;
+
 /// How one worker ended.
 struct Ending {
   int local_rank = 0;
@@ -81,7 +84,7 @@ class Streams {
 /// - The first failure gives the others kReactionTime to notice it by themselves and say so, then SIGTERM,
 ///   and SIGKILL when the grace period, counted from the failure, is over.
 /// - SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to the launcher are passed on; SIGKILL follows when the
-///   grace period is over or at the second signal.
+///   grace period is over or at the second signal, but for SIGHUP, which a terminal that closes sends twice.
 /// - SIGUSR2 to the launcher asks for profiles, and ends nothing: those workers get it that have a handler for it.
 /// - At the deadline: SIGKILL.
 /// - What workers left running in their process groups, or in their cgroup, is killed at the end, after kDrainTime for

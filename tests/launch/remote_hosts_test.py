@@ -114,6 +114,14 @@ def test_signals_end_all_hosts(programs, cluster, number):
     programs.wait_until_gone()
 
 
+def test_agents_that_all_ask_for_another_start_ask_for_it_together_also_after_a_signal(programs, cluster):
+    job = cluster.start("host-a,host-b", "sh", "-c", f"trap 'exit 75' TERM; {TELL}; sleep 1000 & wait $!")
+    job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
+    job.kill(signal.SIGTERM)
+    assert job.finish().status == 75
+    programs.wait_until_gone()
+
+
 def test_a_second_signal_kills(programs, cluster):
     script = f"trap 'echo told' INT; {TELL}; sleep 1000; sleep 1000"
     job = cluster.start("host-a,host-b", "sh", "-c", script)

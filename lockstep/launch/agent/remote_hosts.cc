@@ -147,6 +147,7 @@ class RemoteAgents {
     for (Shell& shell : shells_) shell.process.reap();
     output_.close();
     if (first_failed_) report(*first_failed_);
+    if (all_try_again()) return kTryAgain;  // to a signal, too, which the agents passed on
     if (signal_ != 0) return 128 + signal_;
     return first_failed_ ? exit_status(*first_failed_) : 0;
   }
@@ -189,6 +190,12 @@ class RemoteAgents {
                        [](const Shell& shell) { return shell.status.has_value(); });
   }
 
+  bool all_try_again() const {
+    return std::all_of(shells_.begin(), shells_.end(), [](const Shell& shell) {
+      return WIFEXITED(*shell.status) && WEXITSTATUS(*shell.status) == kTryAgain;
+    });
+  }
+
   void wait_once(Deadline until) {
     std::vector<pollfd> waits = {{signals_.fd(), POLLIN, 0}};
     for (const Shell& shell : shells_)
@@ -222,12 +229,14 @@ class RemoteAgents {
   bool is_lost(size_t i) const {
     if (!WIFEXITED(*shells_[i].status)) return true;
     const int status = WEXITSTATUS(*shells_[i].status);
-    return !(status <= 2 || status == 75 || (status > 128 && status < 255));
+    return !(status <= 2 || status == kTryAgain || (status > 128 && status < 255));
   }
   int exit_status(size_t i) const { return is_lost(i) ? 1 : WEXITSTATUS(*shells_[i].status); }
 
   void pass_on(int signal) {
     if (signal == SIGUSR2) return tell(signal);  // which ends nothing
+    if (signal_ != 0 && signal == SIGHUP)
+      return;  // a closed terminal: its shell and the kernel send one each
     if (signal_ != 0) return kill_all();
     signal_ = signal;
     tell(signal);

@@ -290,7 +290,6 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   }
   GroupEnd end;
   // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
-  constexpr int kTryAgain = 75;  // EX_TEMPFAIL
   if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
         return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
       })) {
