@@ -232,6 +232,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void begin_telling_phases(bool names_stragglers);
   bool is_over(const WaitRecord& record) const;
   void look_at_own_waits();
+  bool speaks_for_host(const std::vector<RankPhases>& training);
   void on_window();
   void hear_phases(int rank, const std::string& text);
   void give_up(int rank);
@@ -261,6 +262,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   std::shared_ptr<const PhaseAudience> audience_;  // of a process's phases: not of threads that play ranks
   StragglerWatch stragglers_;                      // of the thread that trains
+  int windows_as_first_ = 0;                       // in a row; of the same thread
   std::optional<ExitStatusTable> launcher_;        // that is told of long waits; monitor thread only
   bool has_told_wait_ = false;                     // monitor thread only
 

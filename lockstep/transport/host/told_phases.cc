@@ -19,15 +19,22 @@ bool is_recent(const PhaseTimes& times) {
 
 }  // namespace
 
+/// The first rank of the host that trains does. Another one that is first may be so for a moment alone, where the first has
+/// not told of its first window yet, or has just ended.
+bool HostTransport::speaks_for_host(const std::vector<RankPhases>& training) {
+  windows_as_first_ = !training.empty() && training.front().rank == rank_ ? windows_as_first_ + 1 : 0;
+  return windows_as_first_ >= (rank_ == layout_.neighbours().front() ? 1 : 2);
+}
+
 /// In the thread that trains, at the end of each of its windows, which last 2 s or more.
 void HostTransport::on_window() {
   std::vector<RankPhases> ranks;
   for (const int rank : layout_.neighbours()) {
     const auto times = header_of(peers_[rank]->bases[0].load(std::memory_order_acquire)).phases.times();
     if (has_ended(rank) || !times || !is_recent(*times)) continue;
-    if (ranks.empty() && rank != rank_) return;  // the first that trains speaks for the host
     ranks.push_back({rank, *times});
   }
+  if (!speaks_for_host(ranks)) return;
   const int judge = layout_.hosts.front().front();
   if (!is_here(judge)) {
     for (const auto& [rank, times] : ranks) {
