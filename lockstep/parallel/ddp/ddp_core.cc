@@ -408,6 +408,7 @@ class DdpCore::Shadow final : public JoinHook {
     }
     broadcast_coalesced(state, core_.options_.process_group,
                         find_common_rank(core_.options_.process_group, is_last_joiner));
+    if (core_.reducer_) core_.reducer_->take_shadowed_rounds();
   }
 
  private:

@@ -151,6 +151,30 @@ TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
   });
 }
 
+TEST(DdpFailure, WhoOnlyShadowedInAJoinIsBehind) {
+  testing::run_survivors(3, {2}, [](int rank) {
+    auto world = init_process_group();
+    torch::manual_seed(1);
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net);
+    torch::optim::SGD optimizer(model.parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    message_of<c10::DistBackendError>([&] {
+      auto join = model.join();
+      for (int step = 0; step < (rank == 0 ? 2 : 10); ++step) {
+        if (rank == 2 && step == 6) testing::die();
+        optimizer.zero_grad();
+        model(data(rank, {16, 32}, step)).square().mean().backward();
+        optimizer.step();
+      }
+      join.finish();
+    });
+    const auto group = shrink_group();
+    EXPECT_EQ(model.update_process_group(group, {optimizer}), 6);
+    expect_same_everywhere(net->parameters(), group);
+    expect_same_everywhere(momentum(optimizer), group);
+  });
+}
+
 TEST(DdpFailure, ARankWithoutMemoryForAnothersStateFailsTheOthersToo) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();

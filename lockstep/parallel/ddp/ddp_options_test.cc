@@ -143,6 +143,24 @@ TEST(DdpOptions, MixedPrecisionComputesInOneTypeAndTrainsInAnother) {
   });
 }
 
+TEST(DdpOptions, MixedPrecisionLeavesTheCallersTensorsBehindPointers) {
+  struct TakesPointer : nn::Module {
+    nn::Linear layer = register_module("layer", nn::Linear(3, 2));
+    torch::Tensor forward(const torch::Tensor& own, const std::shared_ptr<torch::Tensor>& behind) {
+      EXPECT_EQ(own.scalar_type(), at::kBFloat16);
+      return layer(own + behind->to(own.scalar_type()));
+    }
+  };
+  run_ranks(1, [](int) {
+    auto world = init_process_group();
+    DistributedDataParallel model(std::make_shared<TakesPointer>(),
+                                  {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+    const auto behind = std::make_shared<torch::Tensor>(torch::ones({1, 3}));
+    model(torch::ones({1, 3}), behind);
+    EXPECT_EQ(behind->scalar_type(), at::kFloat);
+  });
+}
+
 TEST(DdpOptions, MixedPrecisionTakesSeveralForwardsBeforeOneBackward) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

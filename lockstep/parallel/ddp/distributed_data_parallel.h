@@ -218,12 +218,12 @@ class DistributedDataParallel : public torch::nn::Module,
     });
   }
 
-  /// The argument's type stays, so that it still fits forward()'s signature.
+  /// The argument's type stays, so that it still fits forward()'s signature. What stands behind a pointer is the caller's.
   template <class Argument>
   std::remove_cvref_t<Argument> prepared(Argument&& argument) const {
     std::remove_cvref_t<Argument> copy = std::forward<Argument>(argument);
     if constexpr (can_find_tensors<std::remove_cvref_t<Argument>>) {
-      for_each_tensor(copy, [this](at::Tensor& tensor) { tensor = core_.prepare_input(tensor); });
+      for_each_owned_tensor(copy, [this](at::Tensor& tensor) { tensor = core_.prepare_input(tensor); });
     }
     return copy;
   }

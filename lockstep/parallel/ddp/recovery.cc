@@ -108,7 +108,8 @@ int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vect
   if (delayed_) delayed_->update_process_group(group);
   if (!reducer_) return 0;
   // A round whose gradients were not used is to be done again.
-  const int64_t rounds = reducer_->rounds();
+  // Those that this rank only shadowed in a Join, which has not ended, its optimizer has not applied.
+  const int64_t rounds = reducer_->rounds() - reducer_->shadowed_rounds();
   int64_t committed = rounds == 0 || reducer_->stepped_since_round() ? rounds : rounds - 1;
   // A rank whose state is a mixture, because it could not take on another one's, is behind all others.
   if (mixed_) committed = -1;

@@ -314,6 +314,7 @@ void Reducer::finish_round() {
   clock_.finish(rounds_, reducing);
   use_.note_round();
   ++rounds_;
+  shadowed_rounds_ = 0;
   fingerprint_.take(settings_.tensors);
   arrival_order_.clear();
   for (const auto& arrival : round_.arrivals()) arrival_order_.push_back(arrival.parameter);
@@ -390,6 +391,7 @@ void Reducer::shadow_backward() {
     }
   }
   ++rounds_;
+  ++shadowed_rounds_;
   begin_round();
 }
 

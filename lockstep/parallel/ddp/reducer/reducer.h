@@ -116,6 +116,10 @@ class Reducer final : public std::enable_shared_from_this<Reducer>, public Gradi
   Report report() const;
   /// Synchronised rounds that were finished.
   int64_t rounds() const;
+  /// Those of them in which this rank had no inputs, since its last one with inputs: its optimizer has not applied them.
+  int64_t shadowed_rounds() const;
+  /// What this rank has shadowed has come to it from another one.
+  void take_shadowed_rounds();
   /// Whether the last finished round's gradients have been applied, as a step with a learning rate of 0 is
   /// not: the parameters have changed since. (Samples some elements of each, for LibTorch's optimizers leave
   /// no other trace: they change parameters through data(), which counts no versions.)
@@ -176,6 +180,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer>, public Gradi
   // Finished rounds:
   int64_t rounds_ = 0;
   int64_t rounds_at_restart_ = 0;      // when the reducer was as new
+  int64_t shadowed_rounds_ = 0;        // the last ones
   std::vector<size_t> arrival_order_;  // in the last one
   internal::Fingerprint fingerprint_;  // of the parameters at its end
   bool steps_in_backward_ = false;

@@ -57,9 +57,20 @@ int64_t Reducer::rounds() const {
   return rounds_;
 }
 
+int64_t Reducer::shadowed_rounds() const {
+  std::lock_guard lock(mutex_);
+  return shadowed_rounds_;
+}
+
+void Reducer::take_shadowed_rounds() {
+  std::lock_guard lock(mutex_);
+  shadowed_rounds_ = 0;
+}
+
 void Reducer::set_rounds(int64_t rounds) {
   std::lock_guard lock(mutex_);
   rounds_ = rounds_at_restart_ = rounds;
+  shadowed_rounds_ = 0;
 }
 
 void Reducer::set_steps_in_backward() {
