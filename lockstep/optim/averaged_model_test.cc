@@ -219,6 +219,16 @@ TEST(UpdateBn, TakesTheMeanOfAllBatches) {
   EXPECT_FALSE(net->norm->is_training());
 }
 
+TEST(UpdateBn, ALayerWithTwoNamesKeepsItsMomentum) {
+  struct Twice : Net {
+    Twice() { register_module("again", norm); }
+  };
+  auto net = std::make_shared<Twice>();
+  std::vector<std::pair<torch::Tensor, torch::Tensor>> loader = {{torch::randn({8, 2}), torch::zeros({8})}};
+  update_bn(loader, *net);
+  EXPECT_EQ(net->norm->options.momentum(), 0.1);
+}
+
 TEST(UpdateBn, TakesExamplesHoldersAndSynchronisedNorms) {
   struct Example {
     torch::Tensor data, target;

@@ -34,7 +34,8 @@ BatchNormRecount::BatchNormRecount(torch::nn::Module& model)
 
 BatchNormRecount::~BatchNormRecount() {
   if (restore_.empty()) return;
-  for (const auto& restore : restore_) restore();
+  // Backwards: a layer with two names was visited twice, and had its own momentum the first time.
+  for (auto restore = restore_.rbegin(); restore != restore_.rend(); ++restore) (*restore)();
   model_.train(was_training_);
 }
 
