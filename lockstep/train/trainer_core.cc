@@ -176,7 +176,8 @@ void TrainerCore::end_training(std::string_view status) {
         plan.every_steps > 0 || plan.every_epochs > 0 || plan.every.count() > 0 || plan.automatic;
     if (planned && saved_ != std::pair(step_, epoch_)) {  // what the plan has not reached
       CheckpointInfo about = info({});
-      about.metrics = metrics_;
+      // Those of the last epoch's end say nothing of weights that have been trained since: it may be the best no more.
+      if (position_ == 0) about.metrics = metrics_;
       save_by_plan(std::move(about));
     }
   }

@@ -272,6 +272,24 @@ struct UnevenJob {
   Trainer<DistributedDataParallel<SmallNet>, Loader, LossOf> trainer;
 };
 
+TEST(Trainer, WhatEndsWithinAnEpochHasNotTheMetricsOfItsBeginning) {
+  const SharedFolder folder;
+  auto world = init_process_group({.rank = 0, .world_size = 1});
+  DistributedDataParallel model(std::make_shared<SmallNet>());
+  torch::optim::SGD optimizer(model.parameters(), 0.1);
+  Loader loader(Points{8}, {.batch_size = 2});
+  Trainer trainer(model, optimizer, loader, loss_of,
+                  {.max_epochs = 3,
+                   .max_steps = 6,
+                   .checkpoint = CheckpointManagerOptions{.directory = folder.path(), .every_epochs = 1},
+                   .progress_bar = false});
+  trainer.train();
+  const auto checkpoints = list_checkpoints(folder.path());
+  ASSERT_EQ(checkpoints.size(), 2u);
+  for (const auto& each : checkpoints)
+    EXPECT_EQ(each.metrics.count("epoch/loss"), each.step == 4) << each.step;
+}
+
 TEST(Trainer, RanksThatHaveRunOutStandInAfterAResume) {
   const SharedFolder folder;
   const auto body = [&](int rank) {
