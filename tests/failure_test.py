@@ -283,7 +283,7 @@ def test_a_terminal_that_closes_signals_twice_and_takes_no_grace_period(programs
     launcher.wait_for("told")
     launcher.kill(signal.SIGHUP)
     launcher.kill(signal.SIGUSR2)  # it takes the signals in the order of their numbers
-    launcher.wait_for("SIGUSR2: no process has a handler for it")
+    launcher.wait_for("SIGUSR2: no process has a handler for it", "stderr")
     (programs.folder / "go").touch()
     done = launcher.finish()
     assert done.status == 128 + signal.SIGHUP and "saved" in done.stdout, done.text
