@@ -26,7 +26,7 @@ class BatchesOf {
  private:
   /// Where the loader's iterator stands.
   enum class Stands : uint8_t {
-    kAtFirst,  // batch, which begin() has made and nobody has asked for
+    kAtFirst,  // batch, which begin() has made and the caller has not taken yet
     kAtTaken,  // batch, which was taken; ++ leads to the next, also where the loader failed to make one
     kAtEnd,
   };
