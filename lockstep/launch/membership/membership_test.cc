@@ -335,6 +335,17 @@ TEST(Membership, TakesLateHostsInUpToTheMost) {
   EXPECT_EQ(job.decide_once().reason, "generation 2 runs on 2 hosts");
 }
 
+/// The host that has come back is taken into the world, and not before it has stayed for longer with each loss.
+void takes_in_after_losses(Job& job, int losses) {
+  job.pass(seconds(1 << losses) - std::chrono::milliseconds(1), {0, 1});
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  job.pass(std::chrono::milliseconds(1), {0, 1});
+  ASSERT_EQ(job.decide_once().action, Action::kStop);
+  job.obey({0, 1});
+  ASSERT_EQ(job.decide_once().action, Action::kStart);
+  job.obey({0, 1});
+}
+
 TEST(Membership, WaitsLongerForAHostThatComesAndGoes) {
   Job job = running_job(options(1, 2), 2);
   for (int loss = 1; loss <= 3; ++loss) {
@@ -345,13 +356,7 @@ TEST(Membership, WaitsLongerForAHostThatComesAndGoes) {
     job.obey({0});
     job.say(1).phase = HostPhase::kIdle;
     job.obey({1});
-    job.pass(seconds(1 << loss) - std::chrono::milliseconds(1), {0, 1});
-    EXPECT_EQ(job.decide_once().action, Action::kWait);
-    job.pass(std::chrono::milliseconds(1), {0, 1});
-    ASSERT_EQ(job.decide_once().action, Action::kStop);
-    job.obey({0, 1});
-    ASSERT_EQ(job.decide_once().action, Action::kStart);
-    job.obey({0, 1});
+    takes_in_after_losses(job, loss);
   }
 }
 
@@ -366,13 +371,7 @@ TEST(Membership, WaitsLongerForAHostWhoseAgentsComeAndGo) {
     job.obey({0, 1});
     EXPECT_EQ(job.coordinator.members().size(), 2U) << "the one before has made room";
     EXPECT_EQ(job.coordinator.members().back().losses, loss);
-    job.pass(seconds(1 << loss) - std::chrono::milliseconds(1), {0, 1});
-    EXPECT_EQ(job.decide_once().action, Action::kWait);
-    job.pass(std::chrono::milliseconds(1), {0, 1});
-    ASSERT_EQ(job.decide_once().action, Action::kStop);
-    job.obey({0, 1});
-    ASSERT_EQ(job.decide_once().action, Action::kStart);
-    job.obey({0, 1});
+    takes_in_after_losses(job, loss);
   }
 }
 
