@@ -10,13 +10,14 @@ import selectors
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 
 CHANNEL = "LOCKSTEP_BENCH_CHANNEL"
 START_SECONDS = 180
 COMMAND_SECONDS = 120
-QUIT_SECONDS = 10
+QUIT_SECONDS = 60
 
 
 class BenchmarkError(Exception):
@@ -57,7 +58,7 @@ class Job:
         return sum(proportional_set_size(process.pid) for process in self.processes)
 
     def stop(self):
-        """Ends the ranks in peace, or else by force."""
+        """Ends the ranks in peace, or else by force; then standard error tells where they stood."""
         for pipe in self.commands:
             os.write(pipe, b"quit\n")
         deadline = time.monotonic() + QUIT_SECONDS
@@ -65,7 +66,9 @@ class Job:
             for process in self.processes:
                 process.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            pass
+            self._signal()
+            print(f"bench: {self.name} still ran {QUIT_SECONDS} s after 'quit' and was ended by force; {self._flush_at_exit()}",
+                  file=sys.stderr)
         self.kill()
 
     def kill(self):
@@ -74,6 +77,10 @@ class Job:
         for pipe in self.commands + self.answers:
             os.close(pipe)
         self.commands, self.answers = [], []
+        self._signal()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _signal(self):
         for sign in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self.processes if process.poll() is None]
             for process in running:
@@ -84,7 +91,6 @@ class Job:
                     process.wait(max(0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     pass
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _pipe(self, name):
         path = os.path.join(self.directory, name)

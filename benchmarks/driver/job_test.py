@@ -69,6 +69,14 @@ def test_a_rank_that_cannot_start_leaves_nobody_behind():
         start(2, bad)
 
 
+def test_a_rank_that_does_not_quit_is_ended_and_told(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.driver.job.QUIT_SECONDS", 0)
+    job = start(1, RANK + "print('still here', flush=True)\nimport time; time.sleep(1000)")
+    job.stop()
+    assert job.processes[0].returncode == -signal.SIGTERM
+    assert "test still ran 0 s after 'quit' and was ended by force; " in capsys.readouterr().err
+
+
 def test_a_stubborn_rank_is_killed():
     job = start(1, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + RANK)
     pid = job.measure("x", 0, 1, 0)[0]["pid"]

@@ -1,8 +1,10 @@
 """How a peer's rank written in Python talks to the driver: the protocol of benchmarks/command_loop.h."""
 
+import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import time
 
@@ -23,6 +25,7 @@ def start(backend):
     import torch  # which takes seconds, and is no part of raw_wire.py
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGTERM, chain=True)  # a rank that the driver ends by force says where it stood
     torch.set_num_threads(1)
     register(backend)
     channel = os.environ.get(CHANNEL)
