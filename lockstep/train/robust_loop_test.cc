@@ -246,6 +246,40 @@ TEST(RobustLoop, SavesBeforeAnExceptionAndWhenASignalComes) {
   testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
+TEST(RobustLoop, SavesFullPrecisionAfterAnExceptionBetweenForwardAndBackward) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
+    auto world = init_process_group();
+    const auto run = [&](const auto& with_trainer) {
+      DistributedDataParallel model(std::make_shared<SmallNet>(),
+                                    {.mixed_precision = MixedPrecision{.param_dtype = at::kFloat}});
+      torch::optim::SGD optimizer(model.parameters(), 0.05);
+      DistributedSampler sampler(48);
+      Loader loader(Points{48}, {.batch_size = 4, .sampler = &sampler});
+      int64_t steps = 0;
+      const auto loss = [&](auto& net, const data::Example& batch) {
+        const auto output = net.forward(batch.data);
+        TORCH_CHECK_INDEX(rank != 1 || steps != 3, "the user's mistake");
+        return torch::nn::functional::mse_loss(output, batch.target.to(output.scalar_type()));
+      };
+      Trainer trainer(model, optimizer, loader, loss,
+                      {.checkpoint = CheckpointManagerOptions{.directory = folder.path() / "run"},
+                       .progress_bar = false,
+                       .callbacks = {{.after_step = [&](TrainerCore& core) { steps = core.step(); }}}});
+      with_trainer(trainer);
+      for (const auto& parameter : model.parameters()) EXPECT_EQ(parameter.scalar_type(), at::kDouble);
+      return copies(model.parameters());
+    };
+    const auto trained = run([](auto& trainer) {
+      EXPECT_THAT(message_of<c10::Error>([&] { RobustLoop(trainer).run(); }),
+                  HasSubstr("the user's mistake"));
+    });
+    const auto saved = run([](auto& trainer) { EXPECT_EQ(trainer.restore()->step, 3); });
+    EXPECT_TRUE(equal(saved, trained));
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
+}
+
 TEST(RobustLoop, TheLowestSurvivorSavesWhatWasDone) {
   const SharedFolder folder;
   for (const int victim : {0, 2}) {

@@ -290,6 +290,10 @@ class Trainer final : public TrainerCore {
       try {
         plan = attempt(has_batches);
       } catch (...) {
+        // With mixed precision the parameters may hold what only forward and backward shall see.
+        with_model([](auto& model) {
+          if constexpr (requires { model.core().abandon(); }) model.core().abandon();
+        });
         undo_attempt();
         if (!recover) throw;
         recover(std::current_exception());  // throws, unless the step is to be done again

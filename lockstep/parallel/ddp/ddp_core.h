@@ -47,8 +47,8 @@ class DdpCore final {
   DdpCore& operator=(const DdpCore&) = delete;
   ~DdpCore();
 
-  /// Around forward: enter(), forward, leave() with its tensors, or abandon() when it has thrown. `searched`:
-  /// whether forward's result could be searched for tensors.
+  /// Around forward: enter(), forward, leave() with its tensors, or abandon() when it has thrown, or what follows it up to the
+  /// end of backward. `searched`: whether forward's result could be searched for tensors.
   void enter();
   void leave(const std::vector<at::Tensor>& outputs, bool searched);
   void abandon();

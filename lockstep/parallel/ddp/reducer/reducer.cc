@@ -345,6 +345,7 @@ void Reducer::abandon_round() {
 void Reducer::fail_round(std::exception_ptr error) {
   error_ = text_of(error);
   abandon_round();
+  if (on_backward_end_) on_backward_end_();  // the exception ends backward before its callback
   if (on_failure_) on_failure_();
   std::rethrow_exception(error);
 }
