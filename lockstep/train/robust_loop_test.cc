@@ -90,6 +90,7 @@ struct Job {
     int64_t accumulate = 1;
     double dropout = 0.3;
     int64_t every_steps = 0;
+    bool scaler_has_a_group = false;
     TrainerCallbacks callbacks = {};
   };
   Job(const std::filesystem::path& folder, const Options& options)
@@ -101,6 +102,9 @@ struct Job {
             model, optimizer, loader, loss_of,
             {.max_epochs = 2,
              .accumulate_grad_batches = options.accumulate,
+             .autocast_dtype = options.scaler_has_a_group ? std::optional(at::kHalf) : std::nullopt,
+             .scaler = {.process_group =
+                            options.scaler_has_a_group ? std::optional(default_group()) : std::nullopt},
              .checkpoint = CheckpointManagerOptions{.directory = folder, .every_steps = options.every_steps},
              .progress_bar = false,
              .callbacks = {options.callbacks}}) {
@@ -174,6 +178,19 @@ TEST(RobustLoop, LowersTheMicroBatchWhenOneRankRunsOutOfMemory) {
     ASSERT_TRUE(found.has_value());
     EXPECT_THAT(found->emergency, HasSubstr("rank 1 failed after step 0"));
     EXPECT_EQ(found->step, 0);
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
+}
+
+TEST(RobustLoop, AScalersGroupIsTheNewOneAfterAStepWithoutMemory) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
+    auto world = init_process_group();
+    Job job(folder.path() / "run", {.dropout = 0, .scaler_has_a_group = true});
+    if (rank == 1) job.greed.most = 4;
+    EXPECT_EQ(RobustLoop(job.trainer).run(), 0);
+    EXPECT_EQ(job.greed.failures, rank);
+    EXPECT_EQ(job.trainer.step(), 6);
   };
   testing::run_ranks(2, body, {.environment = folder.environment()});
 }

@@ -224,6 +224,7 @@ class Trainer final : public TrainerCore {
         random.restore();
       }
     });
+    if (options().scaler.process_group) scaler_.update_process_group(group);
     set_group(group);
   }
 
