@@ -304,7 +304,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   if (options_.clip_grad_norm || options_.clip_grad_value) scaler_.unscale_(optimizer_);
   if (options_.clip_grad_norm) {
     const double max_norm = *options_.clip_grad_norm;
-    const at::Tensor norm = clip_sharded_ ? clip_sharded_(max_norm) : clip_grad_norm_(parameters_, max_norm);
+    const at::Tensor norm = clip_norm_ ? clip_norm_(max_norm) : clip_grad_norm_(parameters_, max_norm);
     grad_norm_ = norm.item<double>();
   }
   if (options_.clip_grad_value) clip_grad_value_(parameters_, *options_.clip_grad_value);

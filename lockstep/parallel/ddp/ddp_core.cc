@@ -88,6 +88,9 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   }
   model_.parameters = without_undefined(std::move(model_.parameters));
   const auto all = model_.parameters;
+  for (const auto& [name, parameter] : all) {
+    if (!ignored(name)) averaged_.push_back(parameter);
+  }
   for (const auto& [name, parameter] : options_.delay_all_reduce_named_params) {
     options_.parameters_to_ignore.push_back(name);
   }
