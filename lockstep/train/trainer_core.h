@@ -168,6 +168,7 @@ class TrainerCore {
   int64_t unseen_batches_ = 0;  // fetched for a step that is not done
   bool stopped_ = false;
   Metrics metrics_;
+  Metrics epoch_metrics_;                // new at the last epoch's end
   std::function<double()> waited_ = {};  // of the loader
 
  private:
