@@ -387,7 +387,10 @@ void Reducer::shadow_backward() {
   for (const Bucket& bucket : buckets_.all()) {
     for (size_t position = 0; position < bucket.parameters.size(); ++position) {
       const size_t index = bucket.parameters[position];
-      if (!use_.used_by_any(index)) continue;  // it keeps what it had
+      if (!use_.used_by_any(index)) {
+        buckets_.drop_gradient(index);
+        continue;
+      }
       buckets_.put(index, bucket.sparse ? bucket.sparse_gradient : bucket.views[position]);
     }
   }
