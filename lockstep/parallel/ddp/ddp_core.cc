@@ -395,6 +395,7 @@ class DdpCore::Shadow final : public JoinHook {
 
   void main_hook() override {
     if (!core_.reducer_) return;
+    core_.snapshot_->drop();  // this rank's own steps are done, whatever becomes of the others'
     core_.set_divisor();
     core_.reducer_->rebuild_buckets();
     core_.sync_buffers_at(BufferCommHookLocation::kPreForward, /*joined=*/true);

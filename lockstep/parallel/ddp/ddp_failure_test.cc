@@ -175,6 +175,29 @@ TEST(DdpFailure, WhoOnlyShadowedInAJoinIsBehind) {
   });
 }
 
+TEST(DdpFailure, WhoShadowsAFailingStepKeepsItsRandomNumbers) {
+  testing::run_survivors(2, {1}, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net);
+    torch::optim::SGD optimizer(model.parameters(), 0.01);
+    torch::Tensor random;
+    message_of<c10::DistBackendError>([&] {
+      auto join = model.join();
+      for (int step = 0; step < (rank == 0 ? 2 : 10); ++step) {
+        optimizer.zero_grad();
+        auto loss = model(data(rank, {16, 32}, step)).square().mean();
+        if (rank == 1 && step == 4) testing::die();  // while rank 0 waits for its gradients
+        loss.backward();
+        optimizer.step();
+      }
+      random = random_state();
+      join.finish();
+    });
+    EXPECT_TRUE(at::equal(random, random_state())) << "those of its last step, which was completed";
+  });
+}
+
 TEST(DdpFailure, ARankWithoutMemoryForAnothersStateFailsTheOthersToo) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
