@@ -198,6 +198,31 @@ TEST(DdpFailure, WhoShadowsAFailingStepKeepsItsRandomNumbers) {
   });
 }
 
+TEST(DdpFailure, WhoIsBehindGetsDelayedParametersToo) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const bool all : {false, true}) {
+      nn::Linear first(2, 2), last(2, 2);
+      nn::Sequential net(first, last);
+      DistributedDataParallelOptions options{.param_to_hook_all_reduce = first->weight};
+      for (const auto& item : net->named_parameters()) {
+        if (all || item.value().is_same(last->weight))
+          options.delay_all_reduce_named_params.emplace_back(item.key(), item.value());
+      }
+      DistributedDataParallel model(net, options);
+      torch::optim::SGD optimizer(model.parameters(), 0.1);
+      model(torch::ones({1, 2})).sum().backward();
+      if (rank == 0) optimizer.step();  // rank 1 lost its way between backward and step
+      EXPECT_FALSE(testing::same_everywhere(last->weight));
+      EXPECT_EQ(model.update_process_group(new_group(), {optimizer}), all ? 0 : 1);
+      expect_same_everywhere(net->parameters(), default_group());
+      optimizer.zero_grad();
+      model(torch::full({1, 2}, rank + 1.0F)).sum().backward();
+      EXPECT_TRUE(testing::same_everywhere(last->weight.grad()));
+    }
+  });
+}
+
 TEST(DdpFailure, ARankWithoutMemoryForAnothersStateFailsTheOthersToo) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
