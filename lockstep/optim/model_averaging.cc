@@ -24,6 +24,10 @@ void warn_of_period_one(const char* whose) {
                             "DistributedDataParallel should be used for this case.";
 }
 
+ProcessGroup current_group(const ProcessGroup& given) {
+  return given ? given : default_group();
+}
+
 }  // namespace
 
 void average_parameters(const std::vector<at::Tensor>& params, const ProcessGroup& process_group) {
@@ -79,8 +83,7 @@ void average_parameters_or_parameter_groups(const std::vector<OptimizerParamGrou
   average_parameters(get_params_to_average(params), process_group);
 }
 
-ModelAverager::ModelAverager(ProcessGroup process_group)
-    : process_group_(process_group ? std::move(process_group) : default_group()) {}
+ModelAverager::ModelAverager(ProcessGroup process_group) : process_group_(std::move(process_group)) {}
 
 template <class Params>
 void ModelAverager::average_if_it_is_time(const Params& params) {
@@ -103,7 +106,7 @@ PeriodicModelAverager::PeriodicModelAverager(int64_t period, int64_t warmup_step
   if (period == 1) warn_of_period_one("period");
 }
 
-std::optional<ProcessGroup> PeriodicModelAverager::group_of_step(int64_t step) const {
+std::optional<ProcessGroup> PeriodicModelAverager::group_of_step(int64_t step) {
   if (step < warmup_steps_ || (step - warmup_steps_) % period_ != 0) return {};
   return process_group();
 }
@@ -111,10 +114,10 @@ std::optional<ProcessGroup> PeriodicModelAverager::group_of_step(int64_t step) c
 HierarchicalModelAverager::HierarchicalModelAverager(
     const std::vector<std::pair<int64_t, int>>& period_group_size_dict, int64_t warmup_steps,
     ProcessGroup process_group)
-    : ModelAverager(std::move(process_group)), warmup_steps_(warmup_steps) {
-  TORCH_CHECK_VALUE(!period_group_size_dict.empty(), "Arg ``period_group_size_dict`` must not be empty.");
+    : ModelAverager(std::move(process_group)), sizes_(period_group_size_dict), warmup_steps_(warmup_steps) {
+  TORCH_CHECK_VALUE(!sizes_.empty(), "Arg ``period_group_size_dict`` must not be empty.");
   int64_t last = 0;
-  for (const auto& [period, group_size] : period_group_size_dict) {
+  for (const auto& [period, group_size] : sizes_) {
     TORCH_CHECK_VALUE(period > 0,
                       "The minimum period in arg ``period_group_size_dict`` must be a positive value, not ",
                       period, ".");
@@ -123,25 +126,35 @@ HierarchicalModelAverager::HierarchicalModelAverager(
     last = period;
   }
   if (last == 1) warn_of_period_one("the maximum period in arg ``period_group_size_dict``");
-  const int overall_size = get_world_size(this->process_group());
-  TORCH_CHECK_VALUE(period_group_size_dict.back().second == overall_size,
-                    "The last value in arg ``period_group_size_dict`` ", period_group_size_dict.back().second,
-                    " must be equal to the size of arg ``process_group`` ", overall_size, ".");
   check_warmup(warmup_steps);
+  make_groups(current_group(this->process_group()));
   LOCKSTEP_LOG(kInfo) << "Model averaging hierarchy:";
-  for (const auto& [period, group_size] : period_group_size_dict) {
+  for (const auto& [period, group_size] : sizes_) {
     LOCKSTEP_LOG(kInfo) << "\tEach group that has " << group_size << " processes average parameters every "
                         << period << " iterations, if no higher-level averaging.";
-    groups_.emplace_back(period, group_size == overall_size
-                                     ? this->process_group()
-                                     : new_subgroups(group_size, this->process_group()).first);
   }
 }
 
-std::optional<ProcessGroup> HierarchicalModelAverager::group_of_step(int64_t step) const {
+void HierarchicalModelAverager::make_groups(const ProcessGroup& parent) {
+  const int overall_size = get_world_size(parent);
+  TORCH_CHECK_VALUE(sizes_.back().second == overall_size, "The last value in arg ``period_group_size_dict`` ",
+                    sizes_.back().second, " must be equal to the size of arg ``process_group`` ",
+                    overall_size, ".");
+  std::vector<std::pair<int64_t, ProcessGroup>> groups;
+  for (const auto& [period, group_size] : sizes_) {
+    groups.emplace_back(period,
+                        group_size == overall_size ? parent : new_subgroups(group_size, parent).first);
+  }
+  groups_ = std::move(groups);
+  parent_ = parent;
+}
+
+std::optional<ProcessGroup> HierarchicalModelAverager::group_of_step(int64_t step) {
   if (step < warmup_steps_) return {};
-  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
-    if (step % group->first == 0) return group->second;
+  for (size_t level = sizes_.size(); level-- > 0;) {
+    if (step % sizes_[level].first != 0) continue;
+    if (const ProcessGroup parent = current_group(process_group()); parent != parent_) make_groups(parent);
+    return groups_[level].second;
   }
   return {};
 }

@@ -30,7 +30,8 @@ void average_parameters_or_parameter_groups(const std::vector<at::Tensor>& param
 void average_parameters_or_parameter_groups(const std::vector<torch::optim::OptimizerParamGroup>& params,
                                             const ProcessGroup& process_group = {});
 
-/// Counts steps and averages in some of them. Used by one thread at a time.
+/// Counts steps and averages in some of them. Without a `process_group` it averages over the default group, whichever that is
+/// in each step: another one behind shrink_group(). Used by one thread at a time.
 class ModelAverager {
  public:
   explicit ModelAverager(ProcessGroup process_group = {});
@@ -46,11 +47,11 @@ class ModelAverager {
   /// Steps counted so far; belongs into checkpoints, as PostLocalSGDOptimizer does.
   int64_t step() const { return step_; }
   void set_step(int64_t step) { step_ = step; }
-  const ProcessGroup& process_group() const { return process_group_; }
+  const ProcessGroup& process_group() const { return process_group_; }  ///< as it was given
 
  protected:
-  /// The group to average over in this step; empty for none.
-  virtual std::optional<ProcessGroup> group_of_step(int64_t step) const = 0;
+  /// The group to average over in this step; nothing for none.
+  virtual std::optional<ProcessGroup> group_of_step(int64_t step) = 0;
 
  private:
   template <class Params>
@@ -69,7 +70,7 @@ class PeriodicModelAverager final : public ModelAverager {
   explicit PeriodicModelAverager(int64_t period, int64_t warmup_steps = 0, ProcessGroup process_group = {});
 
  private:
-  std::optional<ProcessGroup> group_of_step(int64_t step) const override;
+  std::optional<ProcessGroup> group_of_step(int64_t step) override;
 
   int64_t period_;
   int64_t warmup_steps_;
@@ -84,7 +85,8 @@ class HierarchicalModelAverager final : public ModelAverager {
   /// `period_group_size_dict`: (period, group size) in ascending order; the last size is that of
   /// `process_group`. Makes groups, so all processes of the default group call it. Throws c10::ValueError for
   /// an empty list, a first period below 1, another last size, and a negative warmup_steps, and what
-  /// new_subgroups() throws.
+  /// new_subgroups() throws. When the default group has become another one, the first average in that makes
+  /// the groups anew, with the same sizes, and throws the same.
   explicit HierarchicalModelAverager(const std::vector<std::pair<int64_t, int>>& period_group_size_dict,
                                      int64_t warmup_steps = 0, ProcessGroup process_group = {});
 
@@ -92,8 +94,11 @@ class HierarchicalModelAverager final : public ModelAverager {
   const std::vector<std::pair<int64_t, ProcessGroup>>& period_process_group_dict() const { return groups_; }
 
  private:
-  std::optional<ProcessGroup> group_of_step(int64_t step) const override;
+  std::optional<ProcessGroup> group_of_step(int64_t step) override;
+  void make_groups(const ProcessGroup& parent);
 
+  std::vector<std::pair<int64_t, int>> sizes_;  // by period
+  ProcessGroup parent_;                         // of groups_
   std::vector<std::pair<int64_t, ProcessGroup>> groups_;
   int64_t warmup_steps_;
 };

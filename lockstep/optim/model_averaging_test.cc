@@ -101,6 +101,32 @@ TEST(HierarchicalModelAverager, TheLargestPeriodThatFitsDecidesTheGroup) {
   });
 }
 
+TEST(ModelAveragers, FollowTheDefaultGroup) {
+  run_ranks(4, [](int) {
+    auto world = init_process_group();
+    PeriodicModelAverager periodic(2);
+    HierarchicalModelAverager hierarchical({{1, 2}, {3, 4}});
+    const auto average = [](ModelAverager& averager) {
+      const auto parameter = own_number();
+      averager.average_parameters(Tensors{parameter});
+      return value_of(parameter);
+    };
+    EXPECT_EQ(average(periodic), 1.5);
+    EXPECT_EQ(average(hierarchical), 1.5);
+    shrink_group();
+    EXPECT_EQ(average(hierarchical), get_rank() / 2 * 2 + 0.5);
+    EXPECT_EQ(average(periodic), get_rank());
+    EXPECT_EQ(average(periodic), 1.5);
+    const int former = get_rank();
+    if (former == 3) return;
+    shrink_group({3});
+    EXPECT_EQ(average(periodic), former);
+    EXPECT_EQ(average(periodic), 1);
+    EXPECT_THAT(message_of<c10::ValueError>([&] { average(hierarchical); }),
+                HasSubstr("must be equal to the size of arg ``process_group`` 3"));
+  });
+}
+
 TEST(ModelAveragers, RefuseBadArgumentsAndWarnOfPeriodOne) {
   const auto outcomes = testing::run_ranks_collect(2, [](int) {
     auto world = init_process_group();

@@ -1,3 +1,5 @@
+#include <unordered_set>
+
 #include <torch/nn/modules/batchnorm.h>
 
 #include <lockstep/nn/sync_batch_norm.h>
@@ -21,7 +23,9 @@ void recount(torch::nn::Module& layer, std::vector<std::function<void()>>& resto
 BatchNormRecount::BatchNormRecount(torch::nn::Module& model)
     : model_(model), was_training_(model.is_training()) {
   using namespace torch::nn;
-  const auto visit = [this](Module& layer) {
+  std::unordered_set<const Module*> seen;  // a layer may have several names
+  const auto visit = [&](Module& layer) {
+    if (!seen.insert(&layer).second) return;
     recount<BatchNorm1dImpl>(layer, restore_);
     recount<BatchNorm2dImpl>(layer, restore_);
     recount<BatchNorm3dImpl>(layer, restore_);
@@ -34,8 +38,7 @@ BatchNormRecount::BatchNormRecount(torch::nn::Module& model)
 
 BatchNormRecount::~BatchNormRecount() {
   if (restore_.empty()) return;
-  // Backwards: a layer with two names was visited twice, and had its own momentum the first time.
-  for (auto restore = restore_.rbegin(); restore != restore_.rend(); ++restore) (*restore)();
+  for (const auto& restore : restore_) restore();
   model_.train(was_training_);
 }
 

@@ -146,6 +146,41 @@ TEST(ZeroWithDdp, RanksWithoutInputsLeaveParametersThatNoRankUsesAlone) {
   });
 }
 
+TEST(ZeroWithDdp, RanksWithoutInputsDoNotStepByAnOldGradient) {
+  struct Sometimes : torch::nn::Module {
+    Sometimes() { register_module("always", always), register_module("first", first); }
+    torch::Tensor forward(const torch::Tensor& x, bool is_first) {
+      const auto y = always(x).sum();
+      return is_first ? y + first(x).sum() : y;
+    }
+    torch::nn::Linear always{2, 1}, first{2, 2};
+  };
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const bool in_users_memory : {false, true}) {
+      auto net = std::make_shared<Sometimes>();
+      const auto gradient = torch::zeros({2, 2});
+      if (in_users_memory) net->first->weight.mutable_grad() = gradient;
+      DistributedDataParallel<Sometimes> model(net, {.find_unused_parameters = true});
+      // Rank 0, which is the first without inputs, owns the largest parameter.
+      ZeroRedundancyOptimizer zero(model.parameters(), optimizer_class<optim::SGD>(optim::SGDOptions(1.0)));
+      const auto expected = net->first->weight.detach() - 1;
+      {
+        Join join({&model, &zero});
+        for (int step = 0; step < 1 + 2 * rank; ++step) {
+          zero.zero_grad(/*set_to_none=*/!in_users_memory);
+          model(torch::ones({1, 2}), step == 0).backward();
+          zero.step();
+        }
+      }
+      EXPECT_TRUE(at::allclose(net->first->weight, expected)) << in_users_memory;
+      if (in_users_memory) {
+        EXPECT_EQ(net->first->weight.grad().data_ptr(), gradient.data_ptr());
+      }
+    }
+  });
+}
+
 TEST(ZeroWithDdp, RanksWithoutInputsStepWithTheTrainingRanksAverage) {
   // Each gradient is 1 and so is its mean over the ranks that train, so each of the three steps takes 1 away.
   run_ranks(2, [](int rank) {

@@ -14,6 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/log.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/collectives/functional.h>
@@ -266,9 +267,22 @@ std::vector<int64_t> RoundRobin::indices() {
 
 BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& step,
                                 const std::function<void(const ProcessGroup&)>& move_to, c10::Device device,
-                                const BatchSizeFinderOptions& options) {
+                                const BatchSizeFinderOptions& options, TrialState& state) {
   check(options);
-  return Finder(step, move_to, device, options).find();
+  BatchSizeReport report;
+  try {
+    report = Finder(step, move_to, device, options).find();
+  } catch (...) {
+    try {
+      state.restore();
+    } catch (const std::exception&) {
+      LOCKSTEP_LOG(kError) << "scale_batch_size: model and optimizer are not as they were before: "
+                           << text_of(std::current_exception());
+    }
+    throw;
+  }
+  state.restore();
+  return report;
 }
 
 }  // namespace train

@@ -77,10 +77,10 @@ class RoundRobin final : public data::Sampler {
 };
 
 /// The search. `step(batch_size)` does an optimizer step on `device`; `move_to` takes the model to another
-/// group. Pure of the user's types.
+/// group. Restores `state` at the end, also when it throws. Pure of the user's types.
 BatchSizeReport find_batch_size(const std::function<void(int64_t batch_size)>& step,
                                 const std::function<void(const ProcessGroup&)>& move_to, c10::Device device,
-                                const BatchSizeFinderOptions& options);
+                                const BatchSizeFinderOptions& options, TrialState& state);
 
 }  // namespace train
 
@@ -139,11 +139,7 @@ BatchSizeReport scale_batch_size(Model& model, torch::optim::Optimizer& optimize
   for (const auto& item : model.named_parameters()) tensors.emplace_back(item.key(), item.value());
   for (const auto& item : model.named_buffers()) tensors.emplace_back(item.key(), item.value());
   train::TrialState state(std::move(tensors), optimizer);
-  struct Restore {
-    train::TrialState& state;
-    ~Restore() { state.restore(); }
-  } restore{state};
-  return train::find_batch_size(step, move_to, device, options);
+  return train::find_batch_size(step, move_to, device, options, state);
 }
 
 }  // namespace lockstep

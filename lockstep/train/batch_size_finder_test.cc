@@ -120,5 +120,28 @@ TEST(BatchSizeFinder, DoesNotTryWhatTheMachineHasNoMemoryFor) {
   EXPECT_THAT(refused({.memory_share = 2}), HasSubstr("memory_share is 2"));
 }
 
+TEST(BatchSizeFinder, ThrowsWhatRestoringThrowsUnlessATrialDid) {
+  struct Unloadable : torch::optim::SGD {
+    using SGD::SGD;
+    void load(torch::serialize::InputArchive& /*archive*/) override { TORCH_CHECK(false, "can't be loaded"); }
+  };
+  SmallNet model;
+  Unloadable optimizer(model.parameters(), torch::optim::SGDOptions(0.1));
+  bool fails = false;
+  const auto error = [&] {
+    return message_of<c10::Error>([&] {
+      scale_batch_size(model, optimizer, Points{50},
+                       [&](auto& net, const Example& batch) {
+                         TORCH_CHECK(!fails, "the user's mistake");
+                         return testing::loss_of(net, batch);
+                       },
+                       {.max_trials = 1});
+    });
+  };
+  EXPECT_THAT(error(), HasSubstr("can't be loaded"));
+  fails = true;
+  EXPECT_THAT(error(), HasSubstr("the user's mistake"));
+}
+
 }  // namespace
 }  // namespace lockstep::batch_size_finder_test

@@ -90,6 +90,7 @@ struct Job {
     int64_t accumulate = 1;
     double dropout = 0.3;
     int64_t every_steps = 0;
+    bool scaler_has_a_group = false;
     TrainerCallbacks callbacks = {};
   };
   Job(const std::filesystem::path& folder, const Options& options)
@@ -101,6 +102,9 @@ struct Job {
             model, optimizer, loader, loss_of,
             {.max_epochs = 2,
              .accumulate_grad_batches = options.accumulate,
+             .autocast_dtype = options.scaler_has_a_group ? std::optional(at::kHalf) : std::nullopt,
+             .scaler = {.process_group =
+                            options.scaler_has_a_group ? std::optional(default_group()) : std::nullopt},
              .checkpoint = CheckpointManagerOptions{.directory = folder, .every_steps = options.every_steps},
              .progress_bar = false,
              .callbacks = {options.callbacks}}) {
@@ -178,6 +182,19 @@ TEST(RobustLoop, LowersTheMicroBatchWhenOneRankRunsOutOfMemory) {
   testing::run_ranks(2, body, {.environment = folder.environment()});
 }
 
+TEST(RobustLoop, AScalersGroupIsTheNewOneAfterAStepWithoutMemory) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
+    auto world = init_process_group();
+    Job job(folder.path() / "run", {.dropout = 0, .scaler_has_a_group = true});
+    if (rank == 1) job.greed.most = 4;
+    EXPECT_EQ(RobustLoop(job.trainer).run(), 0);
+    EXPECT_EQ(job.greed.failures, rank);
+    EXPECT_EQ(job.trainer.step(), 6);
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
+}
+
 /// Runs the job again in the same processes, which goes on, and compares.
 void expect_the_usual_ending(const std::filesystem::path& folder,
                              const std::vector<torch::Tensor>& expected) {
@@ -242,6 +259,40 @@ TEST(RobustLoop, SavesBeforeAnExceptionAndWhenASignalComes) {
                   RobustLoop(job.trainer, {.agree_timeout = std::chrono::milliseconds(0)});
                 }),
                 HasSubstr("agree_timeout is 0 ms"));
+  };
+  testing::run_ranks(2, body, {.environment = folder.environment()});
+}
+
+TEST(RobustLoop, SavesFullPrecisionAfterAnExceptionBetweenForwardAndBackward) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
+    auto world = init_process_group();
+    const auto run = [&](const auto& with_trainer) {
+      DistributedDataParallel model(std::make_shared<SmallNet>(),
+                                    {.mixed_precision = MixedPrecision{.param_dtype = at::kFloat}});
+      torch::optim::SGD optimizer(model.parameters(), 0.05);
+      DistributedSampler sampler(48);
+      Loader loader(Points{48}, {.batch_size = 4, .sampler = &sampler});
+      int64_t steps = 0;
+      const auto loss = [&](auto& net, const data::Example& batch) {
+        const auto output = net.forward(batch.data);
+        TORCH_CHECK_INDEX(rank != 1 || steps != 3, "the user's mistake");
+        return torch::nn::functional::mse_loss(output, batch.target.to(output.scalar_type()));
+      };
+      Trainer trainer(model, optimizer, loader, loss,
+                      {.checkpoint = CheckpointManagerOptions{.directory = folder.path() / "run"},
+                       .progress_bar = false,
+                       .callbacks = {{.after_step = [&](TrainerCore& core) { steps = core.step(); }}}});
+      with_trainer(trainer);
+      for (const auto& parameter : model.parameters()) EXPECT_EQ(parameter.scalar_type(), at::kDouble);
+      return copies(model.parameters());
+    };
+    const auto trained = run([](auto& trainer) {
+      EXPECT_THAT(message_of<c10::Error>([&] { RobustLoop(trainer).run(); }),
+                  HasSubstr("the user's mistake"));
+    });
+    const auto saved = run([](auto& trainer) { EXPECT_EQ(trainer.restore()->step, 3); });
+    EXPECT_TRUE(equal(saved, trained));
   };
   testing::run_ranks(2, body, {.environment = folder.environment()});
 }

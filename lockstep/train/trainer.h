@@ -14,6 +14,7 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/base/mix_bits.h>
+#include <lockstep/nn/grad_norm.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/batch_access.h>
@@ -224,6 +225,7 @@ class Trainer final : public TrainerCore {
         random.restore();
       }
     });
+    if (options().scaler.process_group) scaler_.update_process_group(group);
     set_group(group);
   }
 
@@ -244,12 +246,16 @@ class Trainer final : public TrainerCore {
       if constexpr (std::same_as<Used, PipelinedModel>) {
         share_data_as(model.replica(), model.replicas());
         model.start(scaler_);
-        clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
+        clip_norm_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
         state().add_model("model", model.stages());
         state().add_optimizer("optimizer", optimizer_, model.stages());
       } else if constexpr (ShardedModel<Used>) {
-        clip_sharded_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
+        clip_norm_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
         zero_grad_sharded_ = [&model] { model.zero_grad(); };
+      } else if constexpr (requires { model.core().averaged_parameters(); }) {
+        clip_norm_ = [&model](double max_norm) {
+          return lockstep::clip_grad_norm_(model.core().averaged_parameters(), max_norm);
+        };
       }
       if constexpr (!std::same_as<Used, PipelinedModel>) {
         state().add_model("model", model);
@@ -290,6 +296,10 @@ class Trainer final : public TrainerCore {
       try {
         plan = attempt(has_batches);
       } catch (...) {
+        // With mixed precision the parameters may hold what only forward and backward shall see.
+        with_model([](auto& model) {
+          if constexpr (requires { model.core().abandon(); }) model.core().abandon();
+        });
         undo_attempt();
         if (!recover) throw;
         recover(std::current_exception());  // throws, unless the step is to be done again
@@ -482,7 +492,9 @@ class Trainer final : public TrainerCore {
   void share_buffers() {
     with_model([this](auto& model) {
       if constexpr (requires { model.will_sync_module_buffers(); }) {
-        if (group_ && model.will_sync_module_buffers()) broadcast_coalesced(buffers(), group_);
+        if (group_ && model.will_sync_module_buffers()) {
+          broadcast_coalesced(model.core().current_buffers(), group_);
+        }
       } else if constexpr (requires { model.share_buffers(); }) {
         model.share_buffers();
       }

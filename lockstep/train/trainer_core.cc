@@ -177,7 +177,7 @@ void TrainerCore::end_training(std::string_view status) {
     if (planned && saved_ != std::pair(step_, epoch_)) {  // what the plan has not reached
       CheckpointInfo about = info({});
       // Those of the last epoch's end say nothing of weights that have been trained since: it may be the best no more.
-      if (position_ == 0) about.metrics = metrics_;
+      if (position_ == 0) about.metrics = epoch_metrics_;
       save_by_plan(std::move(about));
     }
   }
@@ -304,7 +304,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   if (options_.clip_grad_norm || options_.clip_grad_value) scaler_.unscale_(optimizer_);
   if (options_.clip_grad_norm) {
     const double max_norm = *options_.clip_grad_norm;
-    const at::Tensor norm = clip_sharded_ ? clip_sharded_(max_norm) : clip_grad_norm_(parameters_, max_norm);
+    const at::Tensor norm = clip_norm_ ? clip_norm_(max_norm) : clip_grad_norm_(parameters_, max_norm);
     grad_norm_ = norm.item<double>();
   }
   if (options_.clip_grad_value) clip_grad_value_(parameters_, *options_.clip_grad_value);
@@ -358,10 +358,11 @@ void TrainerCore::step_scheduler() {
 }
 
 void TrainerCore::note_epoch() {
-  epoch_trained_ = true;
-  loader_ended_ = false;
   bar_.reset();
   for (const auto& [name, value] : epoch_averages_.reduce(group_)) metrics_["epoch/" + name] = value;
+  // If that throws, it is done again when training goes on.
+  epoch_trained_ = true;
+  loader_ended_ = false;
 }
 
 void TrainerCore::finish_epoch() {
@@ -390,13 +391,13 @@ void TrainerCore::finish_epoch() {
   epoch_trained_ = false;
   epoch_averages_.clear();
   applying_ = false;
-  Metrics of_epoch = metrics_;
-  std::erase_if(of_epoch, [&](const auto& metric) { return !is_new(metric.first); });
-  log(of_epoch);
-  trial_.report(of_epoch, epoch_);  // by epochs, which count the same with any batch size
+  epoch_metrics_ = metrics_;
+  std::erase_if(epoch_metrics_, [&](const auto& metric) { return !is_new(metric.first); });
+  log(epoch_metrics_);
+  trial_.report(epoch_metrics_, epoch_);  // by epochs, which count the same with any batch size
   if (checkpoints_ && checkpoints_->should_save_at_epoch_end(epoch_)) {
     auto about = info({});
-    about.metrics = of_epoch;
+    about.metrics = epoch_metrics_;
     save_by_plan(std::move(about));
   }
   call(&TrainerCallbacks::after_epoch);

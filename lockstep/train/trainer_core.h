@@ -153,9 +153,10 @@ class TrainerCore {
   int64_t replicas_ = 1;
   std::vector<int64_t> replica_of_ranks_;
   std::vector<at::Tensor> parameters_;
-  std::function<at::Tensor(double max_norm)> clip_sharded_;  // of a model whose ranks have parts of gradients
+  std::function<at::Tensor(double max_norm)>
+      clip_norm_;  // of a model whose parameters() do not have the same gradients on all ranks
   std::function<void()>
-      zero_grad_sharded_;  // of such a model, with what no_sync() has added up, which optimizer_ leaves
+      zero_grad_sharded_;  // of a sharded model, with what no_sync() has added up, which optimizer_ leaves
   GradScaler scaler_;
   TrainingState training_state_;
   StepSnapshot snapshot_;
@@ -167,6 +168,7 @@ class TrainerCore {
   int64_t unseen_batches_ = 0;  // fetched for a step that is not done
   bool stopped_ = false;
   Metrics metrics_;
+  Metrics epoch_metrics_;                // new at the last epoch's end
   std::function<double()> waited_ = {};  // of the loader
 
  private:

@@ -82,7 +82,9 @@ struct TrainerOptions {
   /// With kHalf losses are scaled; its device and enabled are set by the Trainer.
   GradScalerOptions scaler = {};
 
-  std::optional<double> clip_grad_norm = {};   ///< see clip_grad_norm_()
+  /// See clip_grad_norm_(). Where a DistributedDataParallel ignores parameters, whose gradients are each rank's own: the norm of
+  /// the others, which is the same on all ranks, and only these are clipped.
+  std::optional<double> clip_grad_norm = {};
   std::optional<double> clip_grad_value = {};  ///< see clip_grad_value_(); after the norm, if both
 
   /// Pointers are not owned; the function makes one for the optimizer of a Trainer that makes that itself. Stepped after each

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
 #include <set>
@@ -271,6 +272,68 @@ struct UnevenJob {
   Loader loader{Points{13}, {.batch_size = 2, .sampler = &sampler, .num_workers = 1}};
   Trainer<DistributedDataParallel<SmallNet>, Loader, LossOf> trainer;
 };
+
+TEST(Trainer, WhatEndsWithAnEpochWithoutValidationHasNotTheMetricsOfAnOlderOne) {
+  const SharedFolder folder;
+  auto world = init_process_group({.rank = 0, .world_size = 1});
+  DistributedDataParallel model(std::make_shared<SmallNet>());
+  torch::optim::SGD optimizer(model.parameters(), 0.0);
+  Loader loader(Points{8}, {.batch_size = 2});
+  Trainer trainer(model, optimizer, loader, loss_of,
+                  {.max_epochs = 9,
+                   .validate_every_n_epochs = 2,
+                   .early_stopping = EarlyStoppingOptions{.monitor = "epoch/loss", .patience = 2},
+                   .checkpoint = CheckpointManagerOptions{.directory = folder.path(), .every_steps = 1000},
+                   .progress_bar = false});
+  trainer.validate_on(loader);
+  trainer.train();
+  EXPECT_EQ(trainer.epoch(), 3) << "two epochs without an improvement";
+  EXPECT_EQ(trainer.metrics().count("validation/loss"), 1u) << "of the second epoch";
+  const auto checkpoints = list_checkpoints(folder.path());
+  ASSERT_EQ(checkpoints.size(), 1u);
+  EXPECT_EQ(checkpoints[0].metrics.count("epoch/loss"), 1u);
+  EXPECT_EQ(checkpoints[0].metrics.count("validation/loss"), 0u);
+}
+
+/// Two batches, and a call when the epoch's iterator goes.
+struct CallsAtTheEnd {
+  using Batch = Example;
+  struct Iterator {
+    std::vector<Example>::iterator at;
+    std::shared_ptr<void> end = {};
+    Example& operator*() const { return *at; }
+    Iterator& operator++() { return ++at, *this; }
+    bool operator==(const Iterator& other) const { return at == other.at; }
+  };
+  Iterator begin() {
+    return {batches.begin(), std::shared_ptr<void>(nullptr, [this](void*) { call(); })};
+  }
+  Iterator end() { return {batches.end()}; }
+
+  std::function<void()> call;
+  std::vector<Example> batches = {Points{8}.get_batch(std::vector<int64_t>{0, 1}),
+                                  Points{8}.get_batch(std::vector<int64_t>{2, 3})};
+};
+
+TEST(Trainer, AnEpochsMetricsThatCouldNotBeReducedAreReducedLater) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    DistributedDataParallel model(std::make_shared<SmallNet>());
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    CallsAtTheEnd loader{.call = [rank] {
+      if (rank == 1) lockstep::abort();
+    }};
+    Trainer trainer(model, optimizer, loader, loss_of, {.max_epochs = 1, .progress_bar = false});
+    EXPECT_THROW(trainer.train(), c10::DistBackendError);
+    EXPECT_EQ(trainer.step(), 2);
+    loader.call = [] {};
+    trainer.update_process_group(shrink_group({}, {}, SHRINK_ABORT));
+    trainer.train();
+    EXPECT_TRUE(trainer.finished());
+    EXPECT_EQ(trainer.step(), 2);
+    EXPECT_EQ(trainer.metrics().count("epoch/loss"), 1u);
+  });
+}
 
 TEST(Trainer, WhatEndsWithinAnEpochHasNotTheMetricsOfItsBeginning) {
   const SharedFolder folder;

@@ -169,6 +169,44 @@ TEST(Trainer, UnevenRanksTakeTheStepsOfTheWholeBatch) {
   });
 }
 
+TEST(Trainer, ClippingByNormLeavesIgnoredParametersOut) {
+  testing::run_ranks(2, [](int) {
+    auto world = init_process_group();
+    auto net = std::make_shared<SmallNet>();
+    DistributedDataParallel model(net, {.parameters_to_ignore = {"hidden.weight"}});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    DistributedSampler sampler(12);
+    Loader loader(Points{12}, {.batch_size = 2, .sampler = &sampler});
+    Trainer trainer(model, optimizer, loader, loss_of,
+                    {.max_epochs = 1, .clip_grad_norm = 0.01, .progress_bar = false});
+    trainer.train();
+    EXPECT_FALSE(testing::same_everywhere(net->hidden->weight.detach()));
+    EXPECT_TRUE(testing::same_everywhere(net->hidden->bias.detach()));
+    EXPECT_TRUE(testing::same_everywhere(net->output->weight.detach()));
+  });
+}
+
+TEST(Trainer, ValidationLeavesIgnoredBuffersAlone) {
+  struct Buffered : SmallNet {
+    torch::Tensor own = register_buffer("own", torch::full({1}, get_rank()));
+    torch::Tensor shared = register_buffer("shared", torch::zeros({1}));
+  };
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = std::make_shared<Buffered>();
+    DistributedDataParallel model(net, {.parameters_to_ignore = {"own"}});
+    torch::optim::SGD optimizer(model.parameters(), 0.1);
+    DistributedSampler sampler(4);
+    Loader loader(Points{4}, {.batch_size = 2, .sampler = &sampler});
+    Trainer trainer(model, optimizer, loader, loss_of, {.max_epochs = 1, .progress_bar = false});
+    trainer.validate_on(loader);
+    net->shared.fill_(rank + 3);
+    trainer.validate();
+    EXPECT_EQ(net->own.item<double>(), rank);
+    EXPECT_EQ(net->shared.item<double>(), 3) << "rank 0's";
+  });
+}
+
 TEST(Trainer, ValidationCountsEachSampleOnce) {
   testing::run_ranks(3, [](int rank) {
     auto world = init_process_group();

@@ -6,6 +6,7 @@
 
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/swa_utils.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
@@ -225,6 +226,15 @@ TEST_F(SchedulerTest, AddedGroupsGoAlongOrAreAnError) {
   EXPECT_THAT(error([&] { strict.step(1); }),
               HasSubstr("differs from when `ReduceLROnPlateau` was initialized (2)"));
   EXPECT_EQ(StepLR(optimizer, 1).base_lrs().size(), 3U);  // a new one knows all
+}
+
+TEST_F(SchedulerTest, AStateFromBeforeTheAveragingLeavesSWALRWithoutItsRate) {
+  const auto state = state_dict(optimizer);
+  SWALR swa(optimizer, 0.5);
+  swa.step();
+  load_state_dict(optimizer, state);
+  EXPECT_THAT(error([&] { swa.step(); }), HasSubstr("SWALR: param_groups[0] has no 'swa_lr'"));
+  EXPECT_THAT(lrs(), ElementsAre(0.1, 0.2));
 }
 
 TEST_F(SchedulerTest, LastEpochWantsInitialLearningRates) {

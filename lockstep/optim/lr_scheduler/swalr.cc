@@ -37,7 +37,12 @@ std::vector<double> SWALR::get_lr() {
   const double now = annealed(std::clamp(static_cast<double>(step) / epochs, 0.0, 1.0));
   std::vector<double> lrs = current_lrs();
   for (size_t group = 0; group < lrs.size(); ++group) {
-    const double swa_lr = *scheduled_groups().groups()[group].swa_lr;
+    const auto& noted = scheduled_groups().groups()[group].swa_lr;
+    TORCH_CHECK_VALUE(
+        noted, "SWALR: param_groups[", group,
+        "] has no 'swa_lr': an optimizer's state that was loaded since has none; load it before "
+        "the SWALR is made");
+    const double swa_lr = *noted;
     // What the learning rate would be without annealing.
     const double initial = before == 1 ? swa_lr : (lrs[group] - before * swa_lr) / (1 - before);
     lrs[group] = swa_lr * now + initial * (1 - now);

@@ -88,6 +88,9 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   }
   model_.parameters = without_undefined(std::move(model_.parameters));
   const auto all = model_.parameters;
+  for (const auto& [name, parameter] : all) {
+    if (!ignored(name)) averaged_.push_back(parameter);
+  }
   for (const auto& [name, parameter] : options_.delay_all_reduce_named_params) {
     options_.parameters_to_ignore.push_back(name);
   }
@@ -370,6 +373,7 @@ void DdpCore::undo_step() {
 }
 
 void DdpCore::reset() {
+  if (delayed_) delayed_->abandon();
   if (!reducer_) return;
   reducer_->reset();
   undo_step();
@@ -391,7 +395,7 @@ class DdpCore::Shadow final : public JoinHook {
   explicit Shadow(DdpCore& core) : core_(core) {}
 
   void main_hook() override {
-    if (!core_.reducer_) return;
+    core_.snapshot_->drop();  // this rank's own steps are done, whatever becomes of the others'
     core_.set_divisor();
     core_.reducer_->rebuild_buckets();
     core_.sync_buffers_at(BufferCommHookLocation::kPreForward, /*joined=*/true);
@@ -408,7 +412,7 @@ class DdpCore::Shadow final : public JoinHook {
     }
     broadcast_coalesced(state, core_.options_.process_group,
                         find_common_rank(core_.options_.process_group, is_last_joiner));
-    if (core_.reducer_) core_.reducer_->take_shadowed_rounds();
+    core_.reducer_->take_shadowed_rounds();
   }
 
  private:
@@ -421,6 +425,11 @@ std::unique_ptr<JoinHook> DdpCore::join_hook(const JoinOptions& options) {
       "skip_all_reduce_unused_params does not go together with join(): a rank without inputs does not know "
       "which buckets the others skip; leave out skip_all_reduce_unused_params, or give all ranks equally "
       "many inputs and leave out join()");
+  TORCH_CHECK_VALUE(
+      !options.enable || !delayed_,
+      "delay_all_reduce_named_params does not go together with join(): a rank without inputs does not know "
+      "between which buckets the others reduce these parameters; leave out delay_all_reduce_named_params, or "
+      "give all ranks equally many inputs and leave out join()");
   divide_by_initial_world_size_ = options.divide_by_initial_world_size;
   return std::make_unique<Shadow>(*this);
 }

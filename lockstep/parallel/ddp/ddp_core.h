@@ -47,8 +47,8 @@ class DdpCore final {
   DdpCore& operator=(const DdpCore&) = delete;
   ~DdpCore();
 
-  /// Around forward: enter(), forward, leave() with its tensors, or abandon() when it has thrown. `searched`:
-  /// whether forward's result could be searched for tensors.
+  /// Around forward: enter(), forward, leave() with its tensors, or abandon() when it has thrown, or what follows it up to the
+  /// end of backward. `searched`: whether forward's result could be searched for tensors.
   void enter();
   void leave(const std::vector<at::Tensor>& outputs, bool searched);
   void abandon();
@@ -83,6 +83,10 @@ class DdpCore final {
   /// Throws when there is none because all parameters are delayed.
   Reducer& reducer() const;
   const DistributedDataParallelOptions& options() const { return options_; }
+  /// Those whose gradients are averaged, delayed ones too, in the module's order: all but parameters_to_ignore.
+  const std::vector<at::Tensor>& averaged_parameters() const { return averaged_; }
+  /// Those that are synchronised: all but parameters_to_ignore.
+  std::vector<NamedTensor> current_buffers() const;
 
  private:
   class Shadow;
@@ -91,7 +95,6 @@ class DdpCore final {
   void choose_devices(const std::vector<NamedTensor>& parameters);
   void sync_initial_state();
   bool ignored(const std::string& name) const;
-  std::vector<NamedTensor> current_buffers() const;
   void sync_buffers_at(BufferCommHookLocation location, bool joined = false);
   bool agree_on_synchronising(bool joined);
   void before_forward();
@@ -100,6 +103,7 @@ class DdpCore final {
   void undo_step();
 
   Model model_;
+  std::vector<at::Tensor> averaged_;
   DistributedDataParallelOptions options_;
   const Joinable& owner_;
   at::Device device_ = at::kCPU;  // the first parameter's

@@ -175,6 +175,54 @@ TEST(DdpFailure, WhoOnlyShadowedInAJoinIsBehind) {
   });
 }
 
+TEST(DdpFailure, WhoShadowsAFailingStepKeepsItsRandomNumbers) {
+  testing::run_survivors(2, {1}, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Noisy>();
+    DistributedDataParallel model(net);
+    torch::optim::SGD optimizer(model.parameters(), 0.01);
+    torch::Tensor random;
+    message_of<c10::DistBackendError>([&] {
+      auto join = model.join();
+      for (int step = 0; step < (rank == 0 ? 2 : 10); ++step) {
+        optimizer.zero_grad();
+        auto loss = model(data(rank, {16, 32}, step)).square().mean();
+        if (rank == 1 && step == 4) testing::die();  // while rank 0 waits for its gradients
+        loss.backward();
+        optimizer.step();
+      }
+      random = random_state();
+      join.finish();
+    });
+    EXPECT_TRUE(at::equal(random, random_state())) << "those of its last step, which was completed";
+  });
+}
+
+TEST(DdpFailure, WhoIsBehindGetsDelayedParametersToo) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    for (const bool all : {false, true}) {
+      nn::Linear first(2, 2), last(2, 2);
+      nn::Sequential net(first, last);
+      DistributedDataParallelOptions options{.param_to_hook_all_reduce = first->weight};
+      for (const auto& item : net->named_parameters()) {
+        if (all || item.value().is_same(last->weight))
+          options.delay_all_reduce_named_params.emplace_back(item.key(), item.value());
+      }
+      DistributedDataParallel model(net, options);
+      torch::optim::SGD optimizer(model.parameters(), 0.1);
+      model(torch::ones({1, 2})).sum().backward();
+      if (rank == 0) optimizer.step();  // rank 1 lost its way between backward and step
+      EXPECT_FALSE(testing::same_everywhere(last->weight));
+      EXPECT_EQ(model.update_process_group(new_group(), {optimizer}), all ? 0 : 1);
+      expect_same_everywhere(net->parameters(), default_group());
+      optimizer.zero_grad();
+      model(torch::full({1, 2}, rank + 1.0F)).sum().backward();
+      EXPECT_TRUE(testing::same_everywhere(last->weight.grad()));
+    }
+  });
+}
+
 TEST(DdpFailure, ARankWithoutMemoryForAnothersStateFailsTheOthersToo) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();

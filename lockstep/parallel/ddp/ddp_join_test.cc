@@ -35,6 +35,16 @@ TEST(DdpOptions, SkippingBucketsIsRefusedInsideAJoin) {
   auto disabled = model.join({.enable = false});
 }
 
+TEST(DdpOptions, DelayedParametersAreRefusedInsideAJoin) {
+  auto world = init_process_group({.rank = 0, .world_size = 1});
+  nn::Linear net(2, 2);
+  DistributedDataParallel model(net, {.delay_all_reduce_named_params = {{"weight", net->weight}},
+                                      .param_to_hook_all_reduce = net->bias});
+  EXPECT_THAT(message_of<c10::ValueError>([&] { auto join = model.join(); }),
+              HasSubstr("delay_all_reduce_named_params does not go together with join()"));
+  auto disabled = model.join({.enable = false});
+}
+
 TEST(DdpOptions, UnevenInputsInsideJoin) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();

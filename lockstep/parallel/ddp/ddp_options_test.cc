@@ -184,6 +184,40 @@ TEST(DdpOptions, MixedPrecisionTakesSeveralForwardsBeforeOneBackward) {
   });
 }
 
+TEST(DdpOptions, MixedPrecisionLeavesFullPrecisionBehindAFailureAndItsEnd) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    nn::Linear net(1, 1);
+    const auto before = net->weight.detach().clone();
+    {
+      DistributedDataParallel model(net, {.mixed_precision = MixedPrecision{.param_dtype = at::kBFloat16}});
+      auto loss = model(torch::ones({1, 1})).sum();
+      EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
+      if (rank == 1) {
+        auto other = torch::ones({3});
+        EXPECT_THAT(message_of([&] { all_reduce(other); }), HasSubstr("all_reduce"));
+        model.reset();
+      } else {
+        EXPECT_THAT(message_of([&] { loss.backward(); }), HasSubstr("all_reduce"));
+      }
+      EXPECT_EQ(net->weight.scalar_type(), at::kFloat);
+      const auto group = shrink_group();
+      model.update_process_group(group);
+      net->zero_grad();
+      model(torch::full({1, 1}, rank + 1.0)).sum().backward();
+      EXPECT_EQ(net->weight.scalar_type(), at::kFloat);
+      EXPECT_EQ(net->weight.grad().item<float>(), 1.5);
+      model(torch::ones({1, 1}));  // no backward follows
+      EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
+    }
+    EXPECT_EQ(net->weight.scalar_type(), at::kFloat);
+    EXPECT_TRUE(close(net->weight.detach(), mean_over_ranks(net->weight.detach()), 1e-9));
+    if (rank == 0) {
+      EXPECT_TRUE(at::equal(net->weight.detach(), before)) << "rank 0's, which went to all";
+    }
+  });
+}
+
 TEST(DdpOptions, AHookReplacesTheReduction) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -53,6 +54,21 @@ void DelayedAllReduce::after_forward() {
     gradient = views_[i];
     if (!none) gradient.zero_();
   }
+}
+
+void DelayedAllReduce::abandon() {
+  const auto work = std::exchange(work_, {});
+  if (!work) return;
+  try {
+    work->wait();
+  } catch (...) {  // the caller knows the cause already
+  }
+}
+
+void DelayedAllReduce::update_process_group(const ProcessGroup& group) {
+  abandon();
+  group_ = group;
+  feedback_ = std::make_shared<ErrorFeedback>();
 }
 
 void DelayedAllReduce::start() {

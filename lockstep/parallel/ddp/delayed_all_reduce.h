@@ -25,10 +25,9 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
 
   /// After a forward: gives the gradients their places again, where the user has dropped them; zeroed.
   void after_forward();
-  void update_process_group(const ProcessGroup& group) {
-    group_ = group;
-    feedback_ = std::make_shared<ErrorFeedback>();
-  }
+  /// Awaits an operation whose backward an exception has ended, and drops its result.
+  void abandon();
+  void update_process_group(const ProcessGroup& group);
 
  private:
   DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group,

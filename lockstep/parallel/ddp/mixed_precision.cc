@@ -34,6 +34,11 @@ MixedPrecisionParameters::MixedPrecisionParameters(const MixedPrecision& precisi
   }
 }
 
+MixedPrecisionParameters::~MixedPrecisionParameters() {
+  reducer_->set_on_backward_end({});
+  restore();  // of a forward without a backward: the module may live on
+}
+
 void MixedPrecisionParameters::before_forward() {
   // Several forwards before one backward compute with the same data and share the AccumulateGrad nodes, so
   // that each parameter gets one gradient.

@@ -19,6 +19,9 @@ class MixedPrecisionParameters {
   /// Casts the buffers, for good, and tells the reducer.
   MixedPrecisionParameters(const MixedPrecision& precision, const std::vector<NamedTensor>& parameters,
                            const std::vector<NamedTensor>& buffers, std::shared_ptr<Reducer> reducer);
+  MixedPrecisionParameters(const MixedPrecisionParameters&) = delete;  // the reducer calls this one
+  MixedPrecisionParameters& operator=(const MixedPrecisionParameters&) = delete;
+  ~MixedPrecisionParameters();
 
   /// The parameters hold the values in param_dtype from here, unless they do from a forward whose backward is
   /// yet to come.

@@ -106,7 +106,15 @@ int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vect
   options_.process_group = group;
   buffers_may_differ_ = true;
   if (delayed_) delayed_->update_process_group(group);
-  if (!reducer_) return 0;
+  auto tensors = model_.parameters;
+  const auto& delayed = options_.delay_all_reduce_named_params;
+  tensors.insert(tensors.end(), delayed.begin(), delayed.end());
+  for (auto& buffer : current_buffers()) tensors.push_back(std::move(buffer));
+  if (!reducer_) {
+    // Without rounds to compare all ranks get the state of the first one.
+    catch_up(mixed_ ? -1 : group->getRank() == 0 ? 1 : 0, tensors, states, group, mixed_);
+    return 0;
+  }
   // A round whose gradients were not used is to be done again.
   // Those that this rank only shadowed in a Join, which has not ended, its optimizer has not applied.
   const int64_t rounds = reducer_->rounds() - reducer_->shadowed_rounds();
@@ -115,8 +123,6 @@ int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vect
   if (mixed_) committed = -1;
   undo_step();
   reducer_->update_process_group(group);
-  auto tensors = model_.parameters;
-  for (auto& buffer : current_buffers()) tensors.push_back(std::move(buffer));
   const int64_t steps = catch_up(committed, tensors, states, group, mixed_);
   reducer_->set_rounds(steps);
   return steps;

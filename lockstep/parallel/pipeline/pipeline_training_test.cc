@@ -375,6 +375,38 @@ TEST(Pipelines, WithDataParallelismStagesOfARankMayShareALayer) {
   });
 }
 
+TEST(Pipelines, WithDataParallelismUnusedParametersHaveNoGradient) {
+  struct Partly : nn::Module {
+    explicit Partly(bool uses) : uses(uses) {}
+    torch::Tensor forward(const torch::Tensor& x) { return uses ? x * always * sometimes : x * always; }
+    bool uses;
+    torch::Tensor always = register_parameter("always", torch::full({6}, 2.0)),
+                  sometimes = register_parameter("sometimes", torch::full({6}, 3.0)),
+                  never = register_parameter("never", torch::ones({6}));
+  };
+  run_ranks(4, [](int /*rank*/) {
+    auto world = init_process_group();
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    const int replica = mesh.get_local_rank("dp"), place = mesh.get_local_rank("pp");
+    const auto net = std::make_shared<Partly>(replica == 0);
+    std::vector<PipelineStage> stages;
+    stages.emplace_back(net, place, 2, PipelineStageOptions{.group = mesh.get_group("pp")});
+    PipelineRunner pipeline(
+        stages,
+        {.n_microbatches = 4, .loss_fn = mean_of_squares, .data_parallel_group = mesh.get_group("dp")});
+    for (int step = 0; step < 2; ++step) {
+      const Batch batch = random_batch(static_cast<uint64_t>(80 + replica), 8);
+      net->zero_grad();
+      pipeline.step({batch.data}, batch.target);
+      EXPECT_FALSE(net->never.grad().defined());
+      ASSERT_TRUE(net->sometimes.grad().defined());
+      EXPECT_GT(net->sometimes.grad().abs().sum().item<float>(), 0);
+      EXPECT_TRUE(testing::same_everywhere(net->sometimes.grad(), mesh.get_group("dp")));
+      EXPECT_TRUE(testing::same_everywhere(net->always.grad(), mesh.get_group("dp")));
+    }
+  });
+}
+
 TEST(Pipelines, RandomNumbersDependOnStepMicroBatchAndLayerAlone) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

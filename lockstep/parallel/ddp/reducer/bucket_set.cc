@@ -288,6 +288,20 @@ void BucketSet::give_results(Bucket& bucket) {
   }
 }
 
+void BucketSet::drop_gradient(size_t index) {
+  at::Tensor& gradient = settings_.tensors[index].mutable_grad();
+  if (!gradient.defined()) return;
+  const bool in_users_memory =
+      gradient.layout() == c10::kStrided &&
+      own_storage_[index]._unsafe_get_target() != gradient.storage().unsafeGetStorageImpl();
+  if (in_users_memory) {
+    at::NoGradGuard no_grad;
+    gradient.detach().zero_();
+  } else {
+    gradient.reset();
+  }
+}
+
 void BucketSet::put(size_t index, const at::Tensor& values) {
   at::Tensor& gradient = settings_.tensors[index].mutable_grad();
   const auto dtype = settings_.dtypes[index];

@@ -61,6 +61,8 @@ class BucketSet {
   /// Gives a parameter's gradient these values. One that is there stays the same tensor, for the user may
   /// know it, unless it has another type than its parameter.
   void put(size_t parameter, const at::Tensor& values);
+  /// Forgets a gradient of an earlier step, as zero_grad() does; in memory of the user's it becomes zeros.
+  void drop_gradient(size_t parameter);
   /// Makes a tensor in the parameter's slot its gradient.
   void give_slot(size_t parameter);
 

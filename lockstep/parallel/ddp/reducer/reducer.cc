@@ -345,6 +345,7 @@ void Reducer::abandon_round() {
 void Reducer::fail_round(std::exception_ptr error) {
   error_ = text_of(error);
   abandon_round();
+  if (on_backward_end_) on_backward_end_();  // the exception ends backward before its callback
   if (on_failure_) on_failure_();
   std::rethrow_exception(error);
 }
@@ -386,7 +387,10 @@ void Reducer::shadow_backward() {
   for (const Bucket& bucket : buckets_.all()) {
     for (size_t position = 0; position < bucket.parameters.size(); ++position) {
       const size_t index = bucket.parameters[position];
-      if (!use_.used_by_any(index)) continue;  // it keeps what it had
+      if (!use_.used_by_any(index)) {
+        buckets_.drop_gradient(index);
+        continue;
+      }
       buckets_.put(index, bucket.sparse ? bucket.sparse_gradient : bucket.views[position]);
     }
   }

@@ -89,7 +89,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer>, public Gradi
   /// Divide the next round by this instead of the group's size; 0: by the group's size.
   void set_divisor(int64_t ranks);
 
-  /// Called at the end of each backward, before its gradients are finished.
+  /// Called at the end of each backward, before its gradients are finished, and when a round fails.
   void set_on_backward_end(std::function<void()> callback);
   /// For mixed precision: gradients, of whatever dtype, are reduced in this one, and come out in the
   /// parameters' own.

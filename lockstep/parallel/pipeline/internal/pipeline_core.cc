@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
@@ -256,19 +258,39 @@ GradientAverage::GradientAverage(const std::vector<at::Tensor>& parameters, cons
   const at::NoGradGuard no_grad;
   std::map<std::pair<at::ScalarType, std::string>, std::vector<at::Tensor>> by_kind;
   for (const at::Tensor& parameter : parameters) {
-    if (!parameter.requires_grad()) continue;
-    // A parameter may have taken no part on this rank alone.
-    if (!parameter.grad().defined()) parameter.mutable_grad() = at::zeros_like(parameter);
-    by_kind[{parameter.scalar_type(), parameter.device().str()}].push_back(parameter.grad());
+    if (parameter.requires_grad())
+      by_kind[{parameter.scalar_type(), parameter.device().str()}].push_back(parameter);
   }
-  for (const auto& [kind, gradients] : by_kind) {
-    works_.push_back(all_reduce_coalesced(gradients, ReduceOp::AVG, group, /*async_op=*/true));
+  for (const auto& [kind, members] : by_kind) {
+    // A parameter may have taken no part on this rank alone: which of them have one travels with the gradients.
+    Part part{.has_gradient =
+                  at::ones({std::ssize(members)}, members.front().options().requires_grad(false))};
+    std::vector<at::Tensor> tensors;
+    for (size_t i = 0; i < members.size(); ++i) {
+      at::Tensor& gradient = members[i].mutable_grad();
+      if (!gradient.defined()) {
+        gradient = at::zeros_like(members[i]);
+        part.has_gradient.select(0, static_cast<int64_t>(i)).zero_();
+        part.without.emplace_back(i, members[i]);
+      }
+      tensors.push_back(gradient);
+    }
+    tensors.push_back(part.has_gradient);
+    part.work = all_reduce_coalesced(tensors, ReduceOp::AVG, group, /*async_op=*/true);
+    parts_.push_back(std::move(part));
   }
 }
 
 void GradientAverage::wait() {
-  for (const Work& work : works_) work->wait();
-  works_.clear();
+  for (const Part& part : parts_) {
+    part.work->wait();
+    if (part.without.empty()) continue;
+    const at::Tensor any = part.has_gradient.ne(0).to(at::kCPU);
+    for (const auto& [index, parameter] : part.without) {
+      if (!any.const_data_ptr<bool>()[index]) parameter.mutable_grad().reset();
+    }
+  }
+  parts_.clear();
 }
 
 TiedGradients::TiedGradients(PipelineCore& core) : core_(core) {

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -61,14 +63,21 @@ struct PipelineCore {
   void share_initial_values();
 };
 
-/// The average of parameters' gradients over their data parallel group, on its way.
+/// The average of parameters' gradients over their data parallel group, on its way. Those that have none on any rank get none.
 class GradientAverage {
  public:
   GradientAverage(const std::vector<at::Tensor>& parameters, const ProcessGroup& group);
   void wait();
 
  private:
-  std::vector<Work> works_;
+  /// Parameters of one dtype and device.
+  struct Part {
+    at::Tensor has_gradient;  // for each: 0 when it has none on any rank
+    // Those that have none on this rank, by their index.
+    std::vector<std::pair<size_t, at::Tensor>> without = {};
+    Work work = {};
+  };
+  std::vector<Part> parts_;
 };
 
 /// Sums the gradients of tied weights over their stages. What they had before a step is put aside at the construction, so that
