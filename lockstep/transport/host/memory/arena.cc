@@ -232,13 +232,15 @@ void Arena::add_segment(size_t at_least) {
                    " segments");
   auto segment = Segment::create(std::max(segment_bytes_, round_up(at_least, kPage)));
   const auto index = static_cast<uint32_t>(segments_.size());
+  // The number is used up, though the listener may throw: some peers may have this segment by it already.
+  segments_.push_back(segment);
+  free_.emplace_back();
   if (listener_) listener_(index, segment);
-  free_.push_back({{0, segment->size()}});
+  free_.back().emplace(0, segment->size());
   ranges_[index].bytes = segment->size();
   // Release: a process that sees the count or the address sees the size.
   ranges_[index].begin.store(segment->data(), std::memory_order_release);
   range_count_.store(index + 1, std::memory_order_release);
-  segments_.push_back(std::move(segment));
 }
 
 std::optional<MemoryReference> Arena::find(const void* memory, size_t bytes) const {

@@ -36,7 +36,8 @@ MemoryReference unpack_reference(uint64_t word);
 class Arena {
  public:
   static constexpr size_t kMaxSegments = 1024;
-  /// Told about each new segment before memory from it is handed out; runs under the arena's lock.
+  /// Told about each new segment before memory from it is handed out; runs under the arena's lock. Where it throws, no
+  /// memory of the segment is ever handed out.
   using SegmentListener = std::function<void(uint32_t index, const std::shared_ptr<Segment>&)>;
 
   /// `segment_bytes`: the size of a segment unless one allocation needs more. The first `reserved` bytes of
