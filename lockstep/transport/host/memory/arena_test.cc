@@ -38,7 +38,7 @@ TEST(Arena, HandsOutDistinctAlignedMemoryAndTakesItBack) {
     if (blocks.size() < 40 && random() % 3 != 0) {
       const size_t bytes = random() % 4 == 0 ? random() % 60000 : random() % 300;
       std::byte* memory = arena.allocate(bytes);
-      EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (bytes >= 4096 ? 4096 : 64), 0u);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (bytes >= page_bytes() ? page_bytes() : 64), 0u);
       const auto mark = static_cast<unsigned char>(random());
       std::memset(memory, mark, bytes);
       blocks.push_back({memory, bytes, mark});
@@ -56,7 +56,7 @@ TEST(Arena, HandsOutDistinctAlignedMemoryAndTakesItBack) {
   for (const Block& block : blocks) arena.deallocate(block.memory);
   EXPECT_EQ(arena.bytes_in_use(), before);
   // Holes were joined: the whole first segment but the header fits again.
-  std::byte* all = arena.allocate(kSegment - 8192);
+  std::byte* all = arena.allocate(kSegment - page_bytes());
   EXPECT_EQ(arena.find(all, 1)->segment, 0u);
 }
 
@@ -93,7 +93,7 @@ TEST(Arena, RefusesWhatTheMachineDoesNotHave) {
 
 // ---- memory that peers may write no more
 
-constexpr size_t kPage = 4096;
+const size_t kPage = page_bytes();
 
 TEST(Arena, OnlyMemoryWithPagesOfItsOwnIsWritable) {
   Arena arena(kSegment, 64);
@@ -166,7 +166,7 @@ TEST(Arena, GivesBackWholePages) {
     bool lock(void*, size_t) noexcept override { return true; }
     void unlock(void*) noexcept override {}
   } registrar;
-  constexpr size_t kPage = 4096, kPages = 10;
+  constexpr size_t kPages = 10;
   Arena arena(kSegment, 64);
   std::byte* memory = arena.allocate(kPages * kPage);
   const auto pages_given_back = [&](size_t from, size_t bytes) {

@@ -14,7 +14,6 @@
 namespace lockstep::transport {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 constexpr size_t kPrivatePieceBytes = size_t{16} << 20;
 constexpr size_t kMostPrivatePieces =
     64;  // each is a mapping of its own, of which the kernel allows some 65,000
@@ -62,7 +61,7 @@ Segment::Segment(const UniqueFd& fd, size_t bytes) : size_(bytes) {
 
 bool Segment::make_private(size_t offset, size_t bytes) {
   // Piece by piece, and giving back the shared pages, so that it takes hardly more memory than there was.
-  const size_t piece = std::max(kPrivatePieceBytes, bytes / kMostPrivatePieces / kPageBytes * kPageBytes);
+  const size_t piece = std::max(kPrivatePieceBytes, bytes / kMostPrivatePieces / page_bytes() * page_bytes());
   for (size_t done = 0; done < bytes; done += piece) {
     const size_t now = std::min(piece, bytes - done);
     if (!make_piece_private(offset + done, now)) return false;
