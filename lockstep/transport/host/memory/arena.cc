@@ -168,14 +168,12 @@ void Arena::detach(const void* memory, size_t bytes) {
     users += part->second.users;
     detached_.erase(part);
   }
-  const auto [place, inserted] = detached_.emplace(begin, Detached{static_cast<size_t>(end - begin), users});
-  TORCH_INTERNAL_ASSERT(inserted);
+  detached_.emplace(begin, Detached{static_cast<size_t>(end - begin), users});
   detached_count_.store(detached_.size(), std::memory_order_release);
   Segment& segment = *segments_[block->second.segment];
   if (segment.make_private(begin - segment.data(), end - begin)) return;
   const int error = errno;
-  if (--place->second.users == 0) detached_.erase(place);
-  detached_count_.store(detached_.size(), std::memory_order_release);
+  // It counts as detached, for some of its pages may be private by now.
   TORCH_CHECK_WITH(OutOfMemoryError, false, format_bytes(static_cast<int64_t>(bytes)),
                    " of shared memory could not be taken away from the peers: ", std::strerror(error));
 }

@@ -70,7 +70,8 @@ class Arena {
 
   /// Takes memory of find_writable() away from the peers for good: other pages, with the same content, take
   /// the place of those that peers have mapped, which a peer that is late may still write. Only this thread
-  /// may use the memory meanwhile. Throws c10::OutOfMemoryError, and then nothing has changed.
+  /// may use the memory meanwhile. Throws c10::OutOfMemoryError: then peers may still write some of it, and it counts as
+  /// detached all the same.
   /// Each call is undone by one reattach(), once no peer can write any more; the pages that the peers have
   /// become usable again when the memory has been given back, too.
   void detach(const void* memory, size_t bytes);

@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <random>
+#include <string>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <utility>
@@ -11,6 +13,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/device/host_memory.h>
@@ -146,6 +149,32 @@ TEST(Arena, DetachedMemoryKeepsItsContentAndNoPeerReachesIt) {
     EXPECT_EQ(at_peer(again)[3 * kPage], std::byte{9}) << "shared again";
     arena.deallocate(again);
   }
+}
+
+TEST(Arena, MemoryThatCouldBeDetachedOnlyInPartIsNotOfferedToPeers) {
+  Arena arena(kSegment, 64);
+  constexpr size_t kBytes = size_t{20} << 20;  // more than one piece, as Segment::make_private() takes them
+  std::byte* block = arena.allocate(kBytes);
+  std::memset(block, 1, kBytes);
+  const auto reference = arena.find(block, kBytes);
+  ASSERT_TRUE(reference);
+  failpoint::configure("make_piece_private=errno(" + std::to_string(ENOMEM) + ")@2");
+  EXPECT_THAT(testing::message_of<c10::OutOfMemoryError>([&] { arena.detach(block, kBytes); }),
+              ::testing::HasSubstr("could not be taken away from the peers"));
+  failpoint::configure("");
+  EXPECT_TRUE(std::all_of(block, block + kBytes, [](std::byte each) { return each == std::byte{1}; }));
+  EXPECT_FALSE(arena.find(block, kBytes)) << "peers would read zeros";
+  // Whole again once it has been given back, and no peer writes any more.
+  arena.deallocate(block);
+  arena.reattach(block);
+  std::byte* again = arena.allocate(kBytes);
+  ASSERT_EQ(again, block);
+  EXPECT_TRUE(arena.find(again, kBytes));
+  const auto own = arena.segment(reference->segment);
+  const auto peer = Segment::map(UniqueFd(::dup(own->fd())), own->size());
+  std::memset(again, 9, kBytes);
+  EXPECT_EQ(peer->data()[reference->offset], std::byte{9});
+  EXPECT_EQ(peer->data()[reference->offset + kBytes - 1], std::byte{9});
 }
 
 TEST(Segment, IsNoFileThatItsPeerCouldShrink) {

@@ -7,6 +7,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 #include <lockstep/transport/host/memory/segment.h>
@@ -72,6 +73,10 @@ bool Segment::make_private(size_t offset, size_t bytes) {
 }
 
 bool Segment::make_piece_private(size_t offset, size_t bytes) {
+  if (const int error = failpoint::fails_with("make_piece_private"); error != 0) {
+    errno = error;
+    return false;
+  }
   void* fresh = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) return false;
   ::madvise(fresh, bytes, MADV_HUGEPAGE);
