@@ -163,7 +163,7 @@ TEST(HostTransport, JoinsThoughTooManyDescriptorsAreInFlightForAWhile) {
 
 TEST(HostTransport, NamesTheLimitWhereTooManyDescriptorsStayInFlight) {
   failpoint::configure(too_many_references("send_with_fd", ""));
-  const Job job({0, 0}, wire::ThreadHub::make(2), std::chrono::milliseconds(500));
+  const Job job({0, 0}, wire::ThreadHub::make(2), std::chrono::seconds(1));
   failpoint::configure("");
   // Both are told what the first of them at its timeout has found.
   EXPECT_THAT(
