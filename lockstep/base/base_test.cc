@@ -1,6 +1,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string_view>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
@@ -8,6 +9,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/hex.h>
 
 namespace lockstep::base_test {
@@ -22,6 +24,10 @@ TEST(Deadline, PassesAndNeverPasses) {
   EXPECT_EQ(Deadline::never().remaining(7ms), 7ms);
   EXPECT_EQ(Deadline::after(-1ms).remaining(), 0ns);
   EXPECT_EQ(Deadline::after(1h).poll_milliseconds(50ms), 50);
+}
+
+TEST(Memory, PagesAreThoseOfTheSystem) {
+  EXPECT_EQ(page_bytes(), static_cast<size_t>(::sysconf(_SC_PAGESIZE)));
 }
 
 TEST(Hex, WritesAndReadsBytes) {

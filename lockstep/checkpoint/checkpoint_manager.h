@@ -54,8 +54,8 @@ struct CheckpointManagerOptions {
   bool async = true;  ///< save() returns after copying the tensors, and a thread writes them
   /// With `async`: save() returns before tensors of more than 1 MiB are copied, and the thread copies them
   /// while the next forward and backward run. Then finish_copy() must be called before they change: in front
-  /// of the optimizer's step(). A tensor that was changed all the same fails that checkpoint. Tensors on a
-  /// device are copied on a stream beside the current one.
+  /// of the optimizer's step(). A tensor that was changed all the same fails that checkpoint, as far as its version and, on
+  /// the CPU, some of its values tell. Tensors on a device are copied on a stream beside the current one.
   bool copy_later = false;
   bool sharded = false;  ///< see SaveOptions
   bool fsync = true;     ///< see SaveOptions

@@ -132,6 +132,23 @@ TEST(CheckpointManager, ATensorThatIsChangedBeforeItIsCopiedFailsTheCheckpoint) 
   EXPECT_THAT(scratch.entries(), IsEmpty());
 }
 
+TEST(CheckpointManager, AStepOfSgdBeforeTheCopyFailsTheCheckpoint) {
+  const Scratch scratch;
+  const auto weight = torch::ones({1 << 20}).requires_grad_();
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(0.1));
+  weight.mutable_grad() = torch::ones_like(weight);
+  const checkpoint::internal::MemberRanks ranks;
+  checkpoint::internal::SaveJob job(scratch.path() / "a",
+                                    {{"model", to_object(StateDict{{"weight", weight}})}}, {}, {}, {},
+                                    /*managed=*/true, ranks);
+  checkpoint::internal::Pages memory;
+  job.stage(memory, ranks, /*later=*/true);
+  sgd.step();  // writes through data(), which has a version of its own
+  job.copy_rest(ranks);
+  EXPECT_THAT(message_of<c10::ValueError>([&] { job.write(ranks); }),
+              HasSubstr("'weight' of model was changed"));
+}
+
 TEST(CheckpointManager, AnErrorOfTheThreadSurfacesLater) {
   const Scratch scratch;
   StateHolder training;

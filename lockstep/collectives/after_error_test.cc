@@ -295,6 +295,18 @@ TEST(Mismatch, IsExplainedToLaterCallsAndToMessagesToo) {
   });
 }
 
+TEST(Mismatch, OfSparseTensorsIsAlsoThatOfTheirShapes) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto group = new_group();
+    at::Tensor tensor = at::ones({rank == 0 ? 4 : 6, rank == 0 ? 6 : 4}).to_sparse();
+    EXPECT_THAT(message_of([&] { all_reduce(tensor, ReduceOp::SUM, group); }),
+                AllOf(HasSubstr("rank 0: all_reduce(SUM, sparse Float [4, 6])"),
+                      HasSubstr("rank 1: all_reduce(SUM, sparse Float [6, 4])")));
+    barrier();
+  });
+}
+
 TEST(Descriptors, OutOfThemIsThisRanksOwnErrorNotThePeersEnd) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

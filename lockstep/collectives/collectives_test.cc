@@ -194,6 +194,74 @@ TEST(Collectives, TensorsMayLieInMemoryInAnyWay) {
   });
 }
 
+TEST(Collectives, ResultsMayOverlapInputs) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    algorithms::set_chunk_bytes_for_testing(4096);
+    constexpr int64_t kNumel = 10'000;  // many chunks
+    constexpr int64_t kShift = 3'000;   // some chunks
+    const auto values = [](int of_rank, int to) {
+      return at::arange(kNumel, at::kLong) + 1'000'000 * (1 + of_rank) + 100'000 * to;
+    };
+    for (const bool shared : {false, true}) {
+      // `input` and `output` have most of their memory in common.
+      const auto memory = [&] {
+        return shared ? empty_shared({kNumel + kShift}, at::kLong).fill_(-1)
+                      : at::full({kNumel + kShift}, -1, at::kLong);
+      };
+      const auto input_in = [](const at::Tensor& whole) { return whole.narrow(0, 0, kNumel); };
+      const auto output_in = [](const at::Tensor& whole) { return whole.narrow(0, kShift, kNumel); };
+      for (int root = 0; root < 2; ++root) {
+        at::Tensor whole = memory();
+        at::Tensor input = input_in(whole).copy_(values(rank, 0));
+        std::vector<at::Tensor> outputs;
+        if (rank == root) {
+          outputs = {at::zeros_like(input), at::zeros_like(input)};
+          outputs[root] = output_in(whole);
+        }
+        gather(input, outputs, root);
+        for (size_t from = 0; from < outputs.size(); ++from)
+          EXPECT_TRUE(at::equal(outputs[from], values(static_cast<int>(from), 0)))
+              << "gather " << root << shared;
+
+        // The result of another rank takes the place of this one's input.
+        input.copy_(values(rank, 0));
+        if (rank == root) {
+          outputs = {at::zeros_like(input), at::zeros_like(input)};
+          outputs[1 - root] = input;
+        }
+        gather(input, outputs, root);
+        for (size_t from = 0; from < outputs.size(); ++from)
+          EXPECT_TRUE(at::equal(outputs[from], values(static_cast<int>(from), 0)))
+              << "in place " << root << shared;
+
+        at::Tensor output = output_in(whole);
+        std::vector<at::Tensor> inputs;
+        if (rank == root) {
+          inputs = {values(root, 0), values(root, 1)};
+          inputs[root] = input_in(whole).copy_(values(root, root));
+        }
+        scatter(output, inputs, root);
+        EXPECT_TRUE(at::equal(output, values(root, rank))) << "scatter " << root << shared;
+      }
+
+      at::Tensor whole = memory();
+      at::Tensor input = input_in(whole).copy_(values(rank, 0));
+      std::vector<at::Tensor> outputs{at::zeros_like(input), at::zeros_like(input)};
+      outputs[rank] = output_in(whole);
+      all_gather(outputs, input);
+      for (int from = 0; from < 2; ++from)
+        EXPECT_TRUE(at::equal(outputs[from], values(from, 0))) << "all_gather " << shared;
+
+      std::vector<at::Tensor> inputs{values(rank, 0), values(rank, 1)};
+      inputs[rank] = input_in(whole).copy_(values(rank, rank));
+      at::Tensor output = output_in(whole);
+      reduce_scatter(output, inputs);
+      EXPECT_TRUE(at::equal(output, values(0, rank) + values(1, rank))) << "reduce_scatter " << shared;
+    }
+  });
+}
+
 TEST(Collectives, AsynchronousOperationsRunInOrderAndWithoutWaiting) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

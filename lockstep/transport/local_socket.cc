@@ -9,6 +9,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/transport/local_socket.h>
 
 #ifndef SO_PEERPIDFD
@@ -24,6 +25,12 @@ std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
   TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof address.sun_path);
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+std::string open_files_limit() {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return std::to_string(limit.rlim_cur);
 }
 
 }  // namespace
@@ -52,7 +59,11 @@ void limit_sends(int socket) {
   ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
 }
 
-bool send_with_fd(int socket, const void* data, size_t bytes, int fd) {
+bool send_with_fd(int socket, const void* data, size_t bytes, int fd, int flags) {
+  if (const int error = failpoint::fails_with("send_with_fd"); error != 0) {
+    errno = error;
+    return false;
+  }
   iovec part{const_cast<void*>(data), bytes};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr message{};
@@ -67,9 +78,17 @@ bool send_with_fd(int socket, const void* data, size_t bytes, int fd) {
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   ssize_t sent = 0;
   do {
-    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL);
+    sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | flags);
   } while (sent < 0 && errno == EINTR);
   return sent == static_cast<ssize_t>(bytes);
+}
+
+bool may_send_later(int error) {
+  return error == EAGAIN || error == ETOOMANYREFS;
+}
+
+bool peer_has_closed(int error) {
+  return error == EPIPE || error == ECONNRESET;
 }
 
 UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags) {
@@ -103,10 +122,13 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags) {
 }
 
 std::string no_descriptor_left() {
-  rlimit limit{};
-  ::getrlimit(RLIMIT_NOFILE, &limit);
-  return "this process has no file descriptor left (ulimit -n is " + std::to_string(limit.rlim_cur) +
+  return "this process has no file descriptor left (ulimit -n is " + open_files_limit() +
          "; raise it, or close files), ";
+}
+
+std::string too_many_in_flight() {
+  return "the processes of this user have more descriptors in flight between them than ulimit -n (" +
+         open_files_limit() + ") allows; raise it, or end the processes that do not receive theirs";
 }
 
 UniqueFd pidfd_of_peer(int socket) {

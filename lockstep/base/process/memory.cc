@@ -2,6 +2,7 @@
 #include <array>
 #include <fstream>
 #include <sstream>
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 
@@ -74,6 +75,11 @@ void check_memory_available(int64_t bytes, std::string_view purpose) {
                    " of shared memory, but only ", format_bytes(room), " are left (",
                    limits.available <= limits.cgroup_left ? "MemAvailable" : "the control group's limit",
                    "); use fewer ranks on this host, a smaller model or a machine with more memory");
+}
+
+size_t page_bytes() {
+  static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
 }
 
 std::string format_bytes(int64_t bytes) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -23,6 +24,9 @@ MemoryLimits read_memory_limits(const std::string& root = "");
 /// Throws c10::OutOfMemoryError when `bytes` more of shared memory would not fit. Needed because a memfd
 /// knows no ENOSPC: pages beyond the limit bring the out-of-memory killer. `purpose` begins the message.
 void check_memory_available(int64_t bytes, std::string_view purpose);
+
+/// Of a page of the system: 4 KiB, and 16 or 64 KiB on some machines with ARM or POWER processors.
+size_t page_bytes();
 
 /// "25.0 MiB"
 std::string format_bytes(int64_t bytes);

@@ -13,7 +13,6 @@ namespace lockstep::checkpoint::internal {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kSmallPage = 4096;
 
 }  // namespace
 
@@ -57,7 +56,7 @@ void Pages::release() {
 void Pages::reserve(size_t bytes) {
   if (bytes <= size_) return;
   release();
-  const size_t page = bytes < kHugePage ? kSmallPage : kHugePage;
+  const size_t page = bytes < kHugePage ? page_bytes() : kHugePage;
   const size_t size = (bytes + page - 1) / page * page;
   const auto fail = [&] {
     C10_THROW_ERROR(OutOfMemoryError,

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -19,6 +20,17 @@ namespace {
 constexpr int64_t kSmall = int64_t{1} << 20;
 // What a thread copies at least, so that small models are not handed around.
 constexpr int64_t kCopyGrain = int64_t{4} << 20;
+
+/// Values from places all over a tensor, of at least as many bytes, that lies in one piece. A step of an optimizer changes
+/// nearly all values, and to read all would take as long as to copy them.
+std::vector<uint64_t> sample_of(const at::Tensor& tensor) {
+  constexpr size_t kPlaces = 64;
+  std::vector<uint64_t> sample(kPlaces);
+  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+  const size_t distance = tensor.nbytes() / kPlaces;
+  for (size_t i = 0; i < kPlaces; ++i) std::memcpy(&sample[i], data + i * distance, sizeof sample[i]);
+  return sample;
+}
 
 /// memcpy of many parts by torch's threads, shared out by bytes, not by parts: one may be nearly all.
 struct Copy {
@@ -131,7 +143,8 @@ void TensorSnapshot::copy(const std::vector<serialization::StateTensor*>& tensor
     at::Tensor copy = blob_like(to, tensor);
     if (!tensor.is_cpu()) from_devices.copy(tensor.detach(), copy, /*beside=*/can_wait);
     if (can_wait && (plain || !tensor.is_cpu())) {
-      rest_.push_back({each, to, static_cast<uint32_t>(tensor._version())});
+      rest_.push_back({each, to, static_cast<uint32_t>(tensor._version()),
+                       tensor.is_cpu() ? sample_of(tensor) : std::vector<uint64_t>()});
     } else {
       if (plain) {
         copies.push_back({to, static_cast<const char*>(tensor.const_data_ptr()), size, bytes});
@@ -158,8 +171,9 @@ void TensorSnapshot::copy_rest() {
   for (const Rest& rest : std::exchange(rest_, {})) {
     at::Tensor& tensor = rest.tensor->tensor;
     if (tensor.is_cpu()) std::memcpy(rest.to, tensor.const_data_ptr(), tensor.nbytes());
-    TORCH_CHECK_VALUE(static_cast<uint32_t>(tensor._version()) == rest.version, "tensor '", rest.tensor->name,
-                      "' of ", rest.tensor->part,
+    const bool is_same = static_cast<uint32_t>(tensor._version()) == rest.version &&
+                         (!tensor.is_cpu() || sample_of(tensor) == rest.sample);
+    TORCH_CHECK_VALUE(is_same, "tensor '", rest.tensor->name, "' of ", rest.tensor->part,
                       " was changed while it was copied; with copy_later call finish_copy() before the "
                       "optimizer's step()");
     tensor = blob_like(rest.to, tensor);

@@ -25,18 +25,20 @@ class TensorSnapshot {
   /// devices it takes the values that the current streams will have made; their copies are done when this
   /// returns, with `later` when copy_rest() does. Once.
   void copy(const std::vector<serialization::StateTensor*>& tensors, Pages& memory, bool later);
-  /// Copies what copy() left, in any thread; the tensors must still be there. Throws c10::ValueError for
-  /// a tensor that was changed in between.
+  /// Copies what copy() left, in any thread; the tensors must still be there. Throws c10::ValueError for a tensor that was
+  /// changed in between, as far as its version tells. Writes through data() have no version (C++'s SGD makes its step so):
+  /// of tensors on the CPU some values are compared, too.
   void copy_rest();
 
  private:
   void await_device_copies();
 
-  /// A copy that is made, or ends, later: to where, and in which version the tensor must be then.
+  /// A copy that is made, or ends, later: to where, and what the tensor must be then.
   struct Rest {
     serialization::StateTensor* tensor;
     char* to;
     uint32_t version;
+    std::vector<uint64_t> sample;  // some of its values, by sample_of(); of a tensor on the CPU
   };
   std::vector<Rest> rest_;
   std::vector<c10::Event> device_copies_;  // the ends of copies that are under way

@@ -267,6 +267,22 @@ def test_attributes_of_tensors_are_left_out_and_bytes_may_be_empty(run_driver, t
     assert read["empty"] == "", "in C++ a string, like other bytes that are UTF-8"
 
 
+def test_lazy_views_empty_views_and_pairs_of_four_bits(run_driver, tmp_path):
+    numbers = torch.randn(2, 2, dtype=torch.complex64)
+    saved = {
+        "conjugate": numbers.conj(), "negative": numbers.conj().imag, "empty": torch.empty(0, 3)[:, 2:],
+        "pairs": torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    }  # fmt: skip
+    assert saved["empty"].storage_offset() > saved["empty"].untyped_storage().nbytes()
+    torch.save(saved, tmp_path / "python.pt")
+    run_driver("python_checkpoint_driver", "copy", tmp_path / "python.pt", tmp_path / "ours.pt")
+    read = torch.load(tmp_path / "ours.pt", weights_only=True)
+    for key in ("conjugate", "negative", "empty"):
+        assert read[key].dtype == saved[key].dtype and torch.equal(read[key], saved[key]), key
+    assert read["pairs"].dtype == torch.float4_e2m1fn_x2
+    assert torch.equal(read["pairs"].view(torch.uint8), saved["pairs"].view(torch.uint8))
+
+
 def test_what_cannot_be_read_says_what_to_do(bin_dir, tmp_path):
     class Thing:
         pass

@@ -10,8 +10,8 @@ ExposedMemory::~ExposedMemory() {
   if (data_ == nullptr || channel_.size() == 1) return;
   auto arena = channel_.transport().shared_arena();
   try {
-    arena->detach(data_, bytes_);
     channel_.release_after_close([arena, data = data_] { arena->reattach(data); });
+    arena->detach(data_, bytes_);
   } catch (const std::exception& error) {
     LOCKSTEP_LOG(kError) << "a tensor of a failed reduction may still be changed by late ranks until they "
                             "have left the group: "

@@ -104,9 +104,10 @@ size_t Signature::real_numel() const {
 
 uint64_t Signature::digest() const {
   Signature compared = *this;
-  // As in PyTorch, shapes may differ as long as the counts agree, unless every detail is to be compared.
+  // As in PyTorch, shapes may differ as long as the counts agree, unless every detail is to be compared. Not those of sparse
+  // tensors, to which the indices refer.
   static const bool shapes_too = c10d::debug_level() == c10d::DebugLevel::Detail;
-  if (!shapes_too) {
+  if (!shapes_too && sparse_dims == 0) {
     compared.dims = 0;
     std::fill(std::begin(compared.sizes), std::end(compared.sizes), 0);
     compared.more_sizes = 0;

@@ -49,11 +49,14 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::gather(std::vector<Tensors>& out
   }
   auto operands = std::make_shared<Operands>(*channel_, staging_);
   Exchange exchange;
-  exchange.gives.push_back(piece_of(operands->input(input)));
-  exchange.takes.assign(size_, root == rank_ ? input.nbytes() : 0);
+  bool overwritten = false;
   Segments destination(size_);
-  for (size_t from = 0; from < list.size(); ++from)
-    destination.add(static_cast<int>(from), operands->output(list[from]));
+  for (int from = 0; from < static_cast<int>(list.size()); ++from) {
+    overwritten |= is_overwritten(input, list[from], from == rank_);
+    destination.add(from, operands->output(list[from]));
+  }
+  exchange.gives.push_back(piece_of(overwritten ? operands->copy(input) : operands->input(input)));
+  exchange.takes.assign(size_, root == rank_ ? input.nbytes() : 0);
   const Signature signature = Signature::of(CollectiveKind::kGather, input, root);
   return submit(plan_exchange(channel_, options, signature, c10d::OpType::GATHER, inputs, list, operands,
                               std::move(exchange), std::move(destination).consumer()));
@@ -72,7 +75,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::scatter(Tensors& outputs, std::v
     for (const at::Tensor& input : list) check_input(input, "scatter");
     check_list_like(list, output, "scatter", "scatter_list");
     for (int to = 0; to < size_; ++to) {
-      const bool overwritten = to != rank_ && memory_overlaps(list[to], output);
+      const bool overwritten = is_overwritten(list[to], output, to == rank_);
       exchange.gives.push_back(piece_of(overwritten ? operands->copy(list[to]) : operands->input(list[to])));
     }
   } else {
@@ -101,7 +104,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allgather(std::vector<Tensors>& 
   bool overwritten = false;
   Segments destination(size_);
   for (int from = 0; from < size_; ++from) {
-    overwritten |= from != rank_ && memory_overlaps(list[from], input);
+    overwritten |= is_overwritten(input, list[from], from == rank_);
     destination.add(from, operands->output(list[from]));
   }
   Exchange exchange;

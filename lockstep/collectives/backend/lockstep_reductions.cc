@@ -108,7 +108,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::reduce_scatter(Tensors& outputs,
   auto operands = std::make_shared<Operands>(*channel_, staging_);
   Exchange exchange;
   for (int to = 0; to < size_; ++to) {
-    const bool overwritten = to != rank_ && memory_overlaps(list[to], output);
+    const bool overwritten = is_overwritten(list[to], output, to == rank_);
     exchange.gives.push_back(piece_of(reducing.factor.defined() ? operands->scaled(list[to], reducing.factor)
                                       : overwritten             ? operands->copy(list[to])
                                                                 : operands->input(list[to])));

@@ -90,7 +90,7 @@ constexpr std::array<NamedType, 12> kStorageTypes{{
 constexpr std::string_view kUntypedStorage = "UntypedStorage";
 
 /// These dtypes, torch.NAME. torch/storage.py: _new_dtypes.
-constexpr std::array<NamedType, 9> kNewTypes{{
+constexpr std::array<NamedType, 10> kNewTypes{{
     {at::kUInt16, "uint16"},
     {at::kUInt32, "uint32"},
     {at::kUInt64, "uint64"},
@@ -100,6 +100,7 @@ constexpr std::array<NamedType, 9> kNewTypes{{
     {at::kFloat8_e5m2fnuz, "float8_e5m2fnuz"},
     {at::kFloat8_e4m3fnuz, "float8_e4m3fnuz"},
     {at::kFloat8_e8m0fnu, "float8_e8m0fnu"},
+    {at::ScalarType::Float4_e2m1fn_x2, "float4_e2m1fn_x2"},
 }};
 
 /// Whether Python could decode the bytes as str: UTF-8, lone surrogates included, as its pickler writes them.

@@ -153,7 +153,9 @@ TEST(ObjectPickle, KeepsTensorsOfAllTypes) {
        {std::vector<pickle::NamedType>(pickle::kStorageTypes.begin(), pickle::kStorageTypes.end()),
         std::vector<pickle::NamedType>(pickle::kNewTypes.begin(), pickle::kNewTypes.end())}) {
     for (const auto& [type, name] : types) {
-      const at::Tensor tensor = at::randint(2, {3, 5}).to(type);
+      const bool is_pair = type == at::ScalarType::Float4_e2m1fn_x2;  // torch can't convert to these
+      const at::Tensor tensor =
+          is_pair ? at::randint(256, {3, 5}, at::kByte).view(type) : at::randint(2, {3, 5}).to(type);
       const at::Tensor read = round_trip(tensor).toTensor();
       EXPECT_TRUE(same_tensor(read, tensor)) << name;
       EXPECT_EQ(read.strides(), tensor.strides()) << name;

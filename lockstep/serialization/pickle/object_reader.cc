@@ -2,6 +2,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -14,10 +15,12 @@ namespace {
 
 using c10::IValue;
 
-/// Whether all elements of a tensor lie in a storage of `elements`.
+constexpr int64_t kMostElements = std::numeric_limits<int64_t>::max() / 16;  // bytes must have a number, too
+
+/// Whether all elements of a tensor lie in a storage of `elements`. An empty one may begin beyond its end.
 bool fits(int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
           int64_t elements) {
-  if (offset < 0 || offset > elements || sizes.size() != strides.size()) return false;
+  if (offset < 0 || offset > kMostElements || sizes.size() != strides.size()) return false;
   const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
   int64_t count = 1;
   int64_t last = offset;
@@ -29,8 +32,7 @@ bool fits(int64_t offset, const std::vector<int64_t>& sizes, const std::vector<i
       return false;
     }
   }
-  constexpr int64_t kLargestElement = 16;  // the number of bytes must be a number, too
-  return count <= std::numeric_limits<int64_t>::max() / kLargestElement && (empty || last < elements);
+  return count <= kMostElements && (empty || last < elements);
 }
 
 }  // namespace
@@ -150,7 +152,7 @@ void ObjectReader::push_encoded(const std::vector<Slot>& arguments) {
 void ObjectReader::push_tensor(const std::vector<Slot>& arguments, size_t count) {
   if (arguments.size() != count && arguments.size() != count + 1) fail("a tensor of unknown form");
   if (arguments[0].kind != Slot::Kind::kStorage) fail("a tensor without its storage");
-  check_properties(arguments, count);
+  check_properties(arguments);
   const at::Tensor storage = arguments[0].value.toTensor();
   const at::ScalarType type = count == 7 ? new_type(arguments[6]) : storage.scalar_type();
   const auto elements = static_cast<int64_t>(storage.nbytes() / c10::elementSize(type));
@@ -160,19 +162,39 @@ void ObjectReader::push_tensor(const std::vector<Slot>& arguments, size_t count)
   if (!offset.isInt() || !fits(offset.toInt(), sizes, strides, elements)) {
     fail("a tensor that does not fit into its storage of " + std::to_string(elements) + " elements");
   }
-  push(at::empty({0}, type).set_(storage.storage(), offset.toInt(), sizes, strides));
+  const at::Tensor tensor = at::empty({0}, type).set_(storage.storage(), offset.toInt(), sizes, strides);
+  if (arguments.size() > count) set_metadata(tensor, value_of(arguments[count]));
+  push(tensor);
 }
 
-void ObjectReader::check_properties(const std::vector<Slot>& arguments, size_t count) {
+/// Lazy views: {"conj": True, "neg": True}, either or both. torch/csrc/jit/serialization/pickler_helper.h.
+void ObjectReader::set_metadata(const at::Tensor& tensor, const IValue& metadata) {
+  if (metadata.isNone()) return;
+  if (!metadata.isGenericDict()) fail("a tensor with unknown metadata");
+  const at::ScalarType type = tensor.scalar_type();
+  const bool can_be_negated =
+      tensor.is_complex() ||
+      (type != at::kBool && std::any_of(kStorageTypes.begin(), kStorageTypes.end(),
+                                        [&](const auto& each) { return each.type == type; }));
+  const auto dict = metadata.toGenericDict();
+  for (const auto& entry : dict) {
+    const bool is_mark = entry.key().isString() && entry.value().isBool();
+    const std::string_view name = is_mark ? entry.key().toStringView() : std::string_view();
+    if (name == "conj" && tensor.is_complex()) {
+      tensor._set_conj(entry.value().toBool());
+    } else if (name == "neg" && can_be_negated) {
+      tensor._set_neg(entry.value().toBool());
+    } else {
+      fail("a tensor with unknown metadata");
+    }
+  }
+}
+
+void ObjectReader::check_properties(const std::vector<Slot>& arguments) {
   const auto is_empty_dict = [](const IValue& value) {
     return value.isGenericDict() && value.toGenericDict().empty();
   };
   if (!value_of(arguments[4]).isBool() || !is_empty_dict(value_of(arguments[5]))) fail("a tensor with hooks");
-  if (arguments.size() == count) return;
-  const IValue metadata = value_of(arguments[count]);
-  if (!metadata.isNone() && !is_empty_dict(metadata)) {
-    fail("a conjugated or negated view; send .resolve_conj().resolve_neg()");
-  }
 }
 
 at::ScalarType ObjectReader::new_type(const Slot& slot) const {

@@ -32,7 +32,8 @@ class ObjectReader : public Machine {
   void push_with_attributes(const std::vector<Slot>& arguments);
   void push_parameter(const std::vector<Slot>& arguments, size_t count);
   void push_tensor(const std::vector<Slot>& arguments, size_t count);
-  void check_properties(const std::vector<Slot>& arguments, size_t count);
+  void check_properties(const std::vector<Slot>& arguments);
+  void set_metadata(const at::Tensor& tensor, const c10::IValue& metadata);
   at::ScalarType new_type(const Slot& slot) const;
   std::vector<int64_t> to_integers(const Slot& slot);
 

@@ -150,7 +150,7 @@ TEST(ObjectUnpickle, RefusesTensorsThatDoNotFitIntoTheirStorage) {
   for (const std::string& forgery :
        {"K\x01(K\x02K\x03t(K\x03K\x01t"s, "K\x00(K\x03K\x03t(K\x03K\x01t"s, "K\x00(K\x02K\x03t(K\x04K\x01t"s,
         "K\x00(K\x02K\x03t(K\x03t"s, "N(K\x02K\x03t(K\x03K\x01t"s, negative + "(K\x02t(K\x01t"s,
-        "K\x07(K\x00t(K\x01t"s, "K\x00("s + huge + "t(K\x01t", "K\x00("s + huge + "K\x04t(K\x00K\x00t"s,
+        huge + "(K\x00t(K\x01t"s, "K\x00("s + huge + "t(K\x01t", "K\x00("s + huge + "K\x04t(K\x00K\x00t"s,
         "K\x00("s + huge + "K\x00t(K\x01K\x01t"s, "K\x00(K\x04K\x04t("s + huge + "K\x00t"s, huge + "(t(t"}) {
     EXPECT_THAT(read_error(replaced(bytes, layout, forgery)),
                 HasSubstr("does not fit into its storage of 6 elements"));
@@ -160,6 +160,35 @@ TEST(ObjectUnpickle, RefusesTensorsThatDoNotFitIntoTheirStorage) {
   EXPECT_THAT(read_error(replaced(bytes, layout, "K\x00N(t"s)), HasSubstr("sizes or strides are no tuple"));
   const at::Tensor expanded = unpickle_object(replaced(bytes, layout, "K\x05(K\x09t(K\x00t"s)).toTensor();
   EXPECT_TRUE(at::equal(expanded, at::full({9}, 5.f)));  // as expand() makes them
+  const at::Tensor empty = unpickle_object(replaced(bytes, layout, "K\x07(K\x00t(K\x01t"s)).toTensor();
+  EXPECT_EQ(empty.numel(), 0);  // as slice() makes them of a tensor that is empty
+  EXPECT_EQ(empty.storage_offset(), 7);
+}
+
+TEST(ObjectUnpickle, ReadsLazyViews) {
+  // The dict of the metadata lies behind that of the hooks.
+  const auto with_metadata = [](const at::Tensor& tensor, const std::string& metadata) {
+    const std::string bytes = pickle_object(tensor);
+    const size_t hooks = bytes.find("OrderedDict");
+    EXPECT_NE(hooks, std::string::npos) << "the test no longer fits the format";
+    const size_t end = bytes.find(")R", hooks) + 2;
+    return bytes.substr(0, end) + metadata + bytes.substr(end);
+  };
+  const auto entry = [](std::string_view name, std::string_view value) {
+    return "}" + string_of(name) + std::string(value) + "s";
+  };
+  const at::Tensor complex = at::randn({2, 2}, at::kComplexFloat), real = at::randn({3});
+  EXPECT_TRUE(
+      at::equal(unpickle_object(with_metadata(complex, entry("conj", "\x88"))).toTensor(), complex.conj()));
+  EXPECT_TRUE(at::equal(unpickle_object(with_metadata(complex, entry("neg", "\x88"))).toTensor(), -complex));
+  EXPECT_TRUE(at::equal(unpickle_object(with_metadata(real, entry("neg", "\x88"))).toTensor(), -real));
+  EXPECT_TRUE(at::equal(unpickle_object(with_metadata(real, entry("neg", "\x89"))).toTensor(), real));
+  for (const std::string& forgery :
+       {with_metadata(real, entry("conj", "\x88")), with_metadata(real > 0, entry("neg", "\x88")),
+        with_metadata(real, entry("neg", "K\x01")), with_metadata(real, entry("zero", "\x88")),
+        with_metadata(real, "K\x01")}) {
+    EXPECT_THAT(read_error(forgery), HasSubstr("a tensor with unknown metadata"));
+  }
 }
 
 TEST(ObjectUnpickle, RefusesForgedStorages) {

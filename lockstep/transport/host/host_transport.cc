@@ -19,6 +19,7 @@
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/local_socket.h>
 
 #ifdef __SANITIZE_THREAD__
 extern "C" void AnnotateBenignRaceSized(const char* file, int line, const volatile void* memory, size_t bytes,
@@ -41,6 +42,9 @@ void expect_no_reports_of(const Segment& of_another_process) {
 
 /// From another one's word that a rank has ended until that holds, if its connection does not end before.
 constexpr auto kReportPatience = std::chrono::seconds(2);
+
+/// Between two tries to send a segment for which there was no room, in milliseconds.
+constexpr int kSendInterval = 10;
 
 }  // namespace
 
@@ -169,7 +173,8 @@ HostTransport::~HostTransport() {
   unwatch_process_end(header);
   if (wire_) say_goodbye();
   if (monitor_.running()) {
-    ::eventfd_write(stop_event_.get(), 1);
+    stopping_.store(true, std::memory_order_release);
+    ::eventfd_write(wake_event_.get(), 1);
     monitor_.join();
   }
   wire_.reset();  // what it tells when it ends reaches the rest of this
@@ -195,9 +200,27 @@ void HostTransport::publish_segment(uint32_t index, const std::shared_ptr<Segmen
     return;
   }
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
-    // A peer that is gone is the monitor's business.
-    if (peers_[peer]->link.socket) send_segment(peers_[peer]->link, index, *segment);
+    if (!peers_[peer]->link.socket || send_segment(peers_[peer]->link, index, *segment)) continue;
+    const int error = errno;
+    if (peer_has_closed(error)) continue;  // the monitor's business
+    TORCH_CHECK_WITH(DistBackendError, may_send_later(error), "rank ", job_rank(rank_),
+                     " can't share its memory with ", describe(static_cast<int>(peer)), ": ",
+                     std::strerror(error),
+                     "; does a security profile forbid to send descriptors, or is memory short?");
+    {
+      std::lock_guard lock(segments_mutex_);
+      unsent_.push_back({static_cast<int>(peer), index, segment});
+    }
+    ::eventfd_write(wake_event_.get(), 1);
   }
+}
+
+bool HostTransport::send_unsent() {
+  std::lock_guard lock(segments_mutex_);
+  std::erase_if(unsent_, [this](const Unsent& one) {
+    return send_segment(peers_[one.rank]->link, one.index, *one.segment) || peer_has_closed(errno);
+  });
+  return !unsent_.empty();
 }
 
 std::byte* HostTransport::mapped_address(int rank, const MemoryReference& reference) const {
@@ -234,8 +257,10 @@ std::byte* HostTransport::address(int rank, const MemoryReference& reference, co
   TORCH_CHECK_WITH(DistBackendError, unmapped == peer.unmapped.end(), "rank ", job_rank(rank_),
                    " can't use the memory of rank ", job_rank(rank), ": ", unmapped->second);
   TORCH_CHECK_WITH(DistBackendError, !arrived, describe_end(rank));
-  LOCKSTEP_THROW_TIMEOUT("segment " + std::to_string(segment) + " of rank " + std::to_string(rank) +
-                         " did not arrive within the timeout");
+  LOCKSTEP_THROW_TIMEOUT(
+      "segment " + std::to_string(segment) + " of rank " + std::to_string(rank) +
+      " did not arrive within the timeout; is that rank stopped, or its limit on open files "
+      "(ulimit -n), which bounds the descriptors in flight of all its user's processes, too low?");
 }
 
 void HostTransport::add_group(GroupMembers* group) {
@@ -267,8 +292,8 @@ void HostTransport::sweep_retired() {
 
 void HostTransport::start_monitor(bool watches) {
   if (world_size() == 1) return;
-  stop_event_.reset(::eventfd(0, EFD_CLOEXEC));
-  TORCH_CHECK_WITH(DistBackendError, stop_event_, "eventfd failed: ", std::strerror(errno));
+  wake_event_.reset(::eventfd(0, EFD_CLOEXEC));
+  TORCH_CHECK_WITH(DistBackendError, wake_event_, "eventfd failed: ", std::strerror(errno));
   for (int rank = 0; control_ && rank < world_size(); ++rank) {
     if (!is_here(rank)) control_->receive_from(rank);
   }
@@ -283,7 +308,8 @@ void HostTransport::monitor(bool watches) {
       std::min<std::chrono::nanoseconds>(heartbeat_timeout_ / 4, std::chrono::seconds(1));
   auto look_at_waits = launcher_ ? Deadline::after(waits_interval) : Deadline::never();
   while (true) {
-    std::vector<pollfd> polls{{stop_event_.get(), POLLIN, 0},
+    const bool has_unsent = send_unsent();
+    std::vector<pollfd> polls{{wake_event_.get(), POLLIN, 0},
                               {control_ ? control_->event_fd() : -1, POLLIN, 0}};
     std::vector<int> ranks{-1, -1};
     for (const int rank : layout_.neighbours()) {
@@ -298,6 +324,7 @@ void HostTransport::monitor(bool watches) {
     for (const auto& [rank, deadline] : reported_) {
       timeout = std::min(timeout < 0 ? INT_MAX : timeout, deadline.poll_milliseconds());
     }
+    if (has_unsent) timeout = timeout < 0 ? kSendInterval : std::min(timeout, kSendInterval);
     if (::poll(polls.data(), polls.size(), timeout) < 0) {
       if (errno == EINTR) continue;
       // A program has set RLIMIT_NOFILE to fewer than these, and poll(2) refuses them together.
@@ -305,8 +332,12 @@ void HostTransport::monitor(bool watches) {
       for (pollfd& each : polls) ::poll(&each, 1, 0);
     }
     if (polls[0].revents != 0) {
-      if (has_told_wait_) launcher_->record_wait(std::nullopt);
-      return;
+      eventfd_t ignored = 0;
+      ::eventfd_read(wake_event_.get(), &ignored);
+      if (stopping_.load(std::memory_order_acquire)) {
+        if (has_told_wait_) launcher_->record_wait(std::nullopt);
+        return;
+      }
     }
     if (polls[1].revents != 0) {
       control_->hear([this](int from, const ControlMessage& message) { hear(from, message); },

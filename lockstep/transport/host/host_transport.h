@@ -202,6 +202,11 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     std::map<uint32_t, std::string>
         unmapped;  // segments that could not be mapped, and why; under segments_mutex_
   };
+  struct Unsent {
+    int rank;  // of the peer
+    uint32_t index;
+    std::shared_ptr<Segment> segment;
+  };
   struct Retired {
     std::function<bool()> unused;
     std::function<void()> release;
@@ -212,6 +217,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Of a word; null unless it lies in a segment that is mapped.
   std::byte* mapped_address(int rank, const MemoryReference& reference) const;
   void publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment);
+  /// Whether some still can't be sent.
+  bool send_unsent();
   void start_monitor(bool watches);
   void make_wire(const Options& options);
   void hear(int from, const ControlMessage& message);
@@ -268,6 +275,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   mutable std::mutex segments_mutex_;
   mutable std::condition_variable segments_changed_;
+  std::vector<Unsent> unsent_;  // own segments that could not be sent yet; under segments_mutex_
 
   std::mutex groups_mutex_;
   std::unordered_set<GroupMembers*> groups_;
@@ -275,7 +283,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;
 
-  UniqueFd stop_event_;
+  UniqueFd wake_event_;  // of the monitor thread
+  std::atomic<bool> stopping_{false};
   std::map<int, Deadline>
       reported_;  // ranks that have ended, as they or others say: when the wire abandons them; monitor thread only
   std::unique_ptr<ControlChannel> control_;  // null on one host, as the wire

@@ -1,5 +1,7 @@
 #include <array>
 #include <barrier>
+#include <cerrno>
+#include <cstring>
 #include <exception>
 #include <gmock/gmock.h>
 #include <memory>
@@ -15,15 +17,20 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/failpoint.h>
+#include <lockstep/testing/message_of.h>
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/host/host_transport.h>
 #include <lockstep/transport/host/memory/segment.h>
 #include <lockstep/transport/host/peer_links.h>
+#include <lockstep/transport/local_socket.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
 namespace lockstep::transport::host_transport_test {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
@@ -67,6 +74,24 @@ TEST(PeerLinks, WhatAPeerHadSentComesThoughItHasEndedBeforeItReadAll) {
   EXPECT_EQ(received->index, 5u);
   EXPECT_FALSE(receive_segment(own, open));
   EXPECT_FALSE(open);
+}
+
+TEST(PeerLinks, ASegmentForWhichThereIsNoRoomIsRefusedAtOnce) {
+  std::array<int, 2> sockets{};
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets.data()), 0);
+  PeerLink own, of_peer;
+  own.socket.reset(sockets[0]);
+  of_peer.socket.reset(sockets[1]);
+  const auto segment = Segment::create(size_t{64} << 10);
+  uint32_t sent = 0;
+  while (send_segment(own, sent % 8, *segment)) ++sent;
+  EXPECT_TRUE(may_send_later(errno)) << std::strerror(errno);
+  bool open = true;
+  ASSERT_TRUE(receive_segment(of_peer, open));
+  EXPECT_TRUE(send_segment(own, 0, *segment));
+  of_peer.socket.reset();
+  ASSERT_FALSE(send_segment(own, 0, *segment));
+  EXPECT_TRUE(peer_has_closed(errno)) << std::strerror(errno);
 }
 
 /// Ranks as threads that join through a store as processes do, over pretended hosts.
@@ -119,6 +144,60 @@ TEST(HostTransport, JoinsTheRanksOfSeveralHosts) {
     EXPECT_EQ(transport.endings(), 0u);
   }
   EXPECT_EQ(find(*job.transports[4], {0, 0}, 64), "found");
+}
+
+/// What the kernel answers where more descriptors are in flight than ulimit -n allows, to all sends or to the first.
+std::string too_many_references(const char* where, const char* which) {
+  return std::string(where) + "=errno(" + std::to_string(ETOOMANYREFS) + ')' + which;
+}
+
+TEST(HostTransport, JoinsThoughTooManyDescriptorsAreInFlightForAWhile) {
+  // In a job of two ranks the first message is that of the rank that connects, the second the other one's.
+  for (const char* which : {"@1", "@2"}) {
+    failpoint::configure(too_many_references("send_with_fd", which));
+    const Job job({0, 0}, wire::ThreadHub::make(2));
+    failpoint::configure("");
+    EXPECT_THAT(job.errors, Each(std::string())) << which;
+  }
+}
+
+TEST(HostTransport, NamesTheLimitWhereTooManyDescriptorsStayInFlight) {
+  failpoint::configure(too_many_references("send_with_fd", ""));
+  const Job job({0, 0}, wire::ThreadHub::make(2), std::chrono::seconds(1));
+  failpoint::configure("");
+  // Both are told what the first of them at its timeout has found.
+  EXPECT_THAT(
+      job.errors,
+      Each(AnyOf(HasSubstr("rank 1 could not send a descriptor of its memory to ranks 0 by the timeout: "
+                           "the processes of this user have more descriptors in flight"),
+                 HasSubstr("rank 0 has no shared memory with ranks 1 at the timeout"))));
+  EXPECT_THAT(job.errors, Each(HasSubstr("ulimit -n")));
+}
+
+TEST(HostTransport, ANewSegmentComesThoughTooManyDescriptorsAreInFlightForAWhile) {
+  const Job job({0, 0}, wire::ThreadHub::make(2));
+  ASSERT_THAT(job.errors, Each(std::string()));
+  failpoint::configure(too_many_references("send_segment", "@1"));
+  Arena& arena = job.transports[1]->arena();
+  std::byte* memory = arena.allocate(size_t{2} << 20);  // more than a segment holds
+  const auto reference = arena.find(memory, size_t{2} << 20);
+  ASSERT_TRUE(reference);
+  EXPECT_EQ(find(*job.transports[0], *reference, size_t{2} << 20), "found");
+  failpoint::configure("");
+  arena.deallocate(memory);
+}
+
+TEST(HostTransport, ASegmentThatCanNeverBeSentIsTheErrorOfItsOwner) {
+  const Job job({0, 0}, wire::ThreadHub::make(2));
+  ASSERT_THAT(job.errors, Each(std::string()));
+  Arena& arena = job.transports[1]->arena();
+  failpoint::configure("send_segment=errno(" + std::to_string(EACCES) + ")");
+  EXPECT_THAT(testing::message_of([&] { arena.allocate(size_t{2} << 20); }),
+              AllOf(HasSubstr("rank 1 can't share its memory with rank 0 "), HasSubstr("Permission denied")));
+  failpoint::configure("");
+  std::byte* memory = arena.allocate(size_t{2} << 20);  // not of the segment that rank 0 lacks
+  EXPECT_EQ(find(*job.transports[0], arena.find(memory, 1).value(), size_t{2} << 20), "found");
+  arena.deallocate(memory);
 }
 
 TEST(HostTransport, ALostConnectionNamesTheRankAndItsHost) {

@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -100,7 +101,7 @@ class Handshake {
       if (here_[peer]) connect_to(peer);
     }
     failpoint::here("peers_connected");
-    while (!missing().empty()) {
+    while (!missing().empty() || !ungreeted_.empty()) {
       if (deadline.expired()) fail_missing();
       step(deadline);
     }
@@ -127,6 +128,7 @@ class Handshake {
 
  private:
   static constexpr auto kLookInterval = std::chrono::milliseconds(200);
+  static constexpr auto kSendInterval = std::chrono::milliseconds(10);
   /// For the end of a process that has closed its connection, or for the other ranks' word on it.
   static constexpr auto kSuspicion = std::chrono::seconds(2);
 
@@ -150,10 +152,31 @@ class Handshake {
                               "; does it run in another container or under another security profile?"));
     }
     check_credentials(socket.get(), peer);
-    const Hello hello = hello_for(peer);
-    if (!send_with_fd(socket.get(), &hello, sizeof hello, own_.fd())) return suspect_closed(peer);
     links_[peer].socket = std::move(socket);
+    greet(peer);
     failpoint::here("peer_connected");
+  }
+
+  /// Sends the own segment. What can't be sent yet waits for step(), for ranks that all only sent would keep the limit on
+  /// descriptors in flight exceeded: it falls as they receive.
+  void greet(int peer) {
+    const Hello hello = hello_for(peer);
+    if (send_with_fd(links_[peer].socket.get(), &hello, sizeof hello, own_.fd())) return;
+    const int error = errno;
+    if (may_send_later(error)) {
+      ungreeted_.push_back(peer);
+      return;
+    }
+    links_[peer].segment.reset();
+    if (peer_has_closed(error)) return suspect_closed(peer);
+    suspect(peer, c10::str("on this host, but rank ", rank_, " can't send it a descriptor of its memory: ",
+                           std::strerror(error), "; does a security profile forbid it, or is memory short?"));
+  }
+
+  void greet_the_rest() {
+    for (const int peer : std::exchange(ungreeted_, {})) {
+      if (links_[peer].socket) greet(peer);
+    }
   }
 
   void check_credentials(int socket, int peer) {
@@ -168,6 +191,7 @@ class Handshake {
   /// Waits for and handles whatever comes next: a connection, the hello of an unknown process or of a higher
   /// rank, a reply, the end of a peer.
   void step(const Deadline& deadline) {
+    greet_the_rest();
     std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
     for (auto& stranger : strangers_) polls.push_back({stranger.get(), POLLIN, 0});
     std::vector<int> replying;
@@ -182,7 +206,8 @@ class Handshake {
         polls.push_back({watches_[peer].pidfd(), POLLIN, 0});  // -1: ignored
     }
     check_interrupts();
-    ::poll(polls.data(), polls.size(), deadline.poll_milliseconds(kLookInterval));
+    ::poll(polls.data(), polls.size(),
+           deadline.poll_milliseconds(ungreeted_.empty() ? kLookInterval : kSendInterval));
     const bool ended = std::any_of(polls.begin() + static_cast<std::ptrdiff_t>(before_ends), polls.end(),
                                    [](const pollfd& end) { return end.revents != 0; });
     if (ended || look_.expired()) look_around();
@@ -252,12 +277,8 @@ class Handshake {
     PeerLink& link = links_[hello.rank];
     check_credentials(socket.get(), hello.rank);
     link.segment = Segment::map(std::move(fd), hello.segment_bytes);
-    const Hello reply = hello_for(hello.rank);
-    if (!send_with_fd(socket.get(), &reply, sizeof reply, own_.fd())) {
-      link.segment.reset();
-      return suspect_closed(hello.rank);
-    }
     link.socket = std::move(socket);
+    greet(hello.rank);
     failpoint::here("peer_accepted");
   }
 
@@ -277,9 +298,15 @@ class Handshake {
   [[noreturn]] void fail_missing() {
     look_around();
     TORCH_CHECK_WITH(DistBackendError, suspected_.empty(), suspected_);
+    if (!ungreeted_.empty()) {
+      LOCKSTEP_THROW_TIMEOUT("rank " + std::to_string(rank_) +
+                             " could not send a descriptor of its memory to ranks " +
+                             format_ranks(ungreeted_) + " by the timeout: " + too_many_in_flight());
+    }
     LOCKSTEP_THROW_TIMEOUT("rank " + std::to_string(rank_) + " has no shared memory with ranks " +
                            format_ranks(missing()) +
-                           " at the timeout: they joined, but then did not connect; are they stopped?");
+                           " at the timeout: they joined, but then did not connect; are they stopped, or is "
+                           "ulimit -n too low for the descriptors in flight?");
   }
 
   const int rank_;
@@ -290,6 +317,7 @@ class Handshake {
   std::function<bool()> is_decided_;
   std::vector<UniqueFd> strangers_;  // accepted, not yet known
   std::vector<PeerLink> links_;
+  std::vector<int> ungreeted_;         // connected, but the own segment could not be sent yet
   std::vector<ProcessWatch> watches_;  // by rank, the own one too
   Deadline look_ = Deadline::after(kLookInterval);
   std::string suspected_;  // empty: no peer is
@@ -401,11 +429,14 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
 }
 
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment) {
-  if (failpoint::fails_with("send_segment") != 0) return false;
+  if (const int error = failpoint::fails_with("send_segment"); error != 0) {
+    errno = error;
+    return false;
+  }
   SegmentNotice notice;
   notice.index = index;
   notice.bytes = segment.size();
-  return send_with_fd(link.socket.get(), &notice, sizeof notice, segment.fd());
+  return send_with_fd(link.socket.get(), &notice, sizeof notice, segment.fd(), MSG_DONTWAIT);
 }
 
 std::optional<ReceivedSegment> receive_segment(const PeerLink& link, bool& open) {

@@ -52,7 +52,7 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
                                     const Deadline& deadline, const std::string& met_at,
                                     const OtherHosts& others);
 
-/// Sends a further segment to a peer. False if the peer is gone or has not read for ten seconds.
+/// Sends a further segment to a peer, without waiting. False with errno: see may_send_later(), peer_has_closed().
 bool send_segment(const PeerLink& link, uint32_t index, const Segment& segment);
 
 /// The next message of send_segment(), mapped; nothing if there is none now, or none any more: then `open`

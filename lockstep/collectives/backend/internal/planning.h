@@ -49,6 +49,12 @@ inline bool is_part(const at::Tensor& part, const at::Tensor& whole, int parts, 
          part.const_data_ptr() == part_of(whole, parts, index).data;
 }
 
+/// Whether an operation that writes `output` may change `input` before it has been read. `own`: the input is what this rank
+/// gives to itself, of the output's size, so that the output may lie in its very place.
+inline bool is_overwritten(const at::Tensor& input, const at::Tensor& output, bool own) {
+  return memory_overlaps(input, output) && !(own && is_part(output, input, 1, 0));
+}
+
 /// An exchange of these operands. `Options`: any of c10d's.
 template <class Options>
 PlannedOperation plan_exchange(const std::shared_ptr<transport::GroupChannel>& channel,

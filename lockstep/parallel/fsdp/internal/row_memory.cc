@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include <lockstep/base/process/memory.h>
 #include <lockstep/parallel/fsdp/internal/row_memory.h>
 
 namespace lockstep::fsdp::internal {
@@ -10,8 +11,8 @@ namespace lockstep::fsdp::internal {
 RowMemory::RowMemory(size_t bytes, std::vector<transport::ReadOnlyView::Part> parts,
                      const ProcessGroup& group, c10::Device device,
                      const std::optional<std::filesystem::path>& offload) {
-  constexpr size_t kPageBytes = 4096;  // a tensor that is as large lies in whole ones
-  const size_t size = (bytes / kPageBytes + 1) * kPageBytes;
+  const size_t page = page_bytes();  // a tensor that is as large lies in whole ones
+  const size_t size = (bytes / page + 1) * page;
   const auto numel = static_cast<int64_t>(size);
   if (!device.is_cpu()) {
     memory_ = at::zeros({numel}, at::TensorOptions(at::kByte).device(device));

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -6,6 +7,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/memory.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/internal/weight_memory.h>
@@ -13,8 +15,6 @@
 
 namespace lockstep::fsdp::internal {
 namespace {
-
-constexpr size_t kPage = 4096;
 
 int64_t broadcast_number(const ProcessGroup& group, int64_t number) {
   std::vector<at::Tensor> tensors{at::empty({1}, at::kLong).fill_(number)};
@@ -28,8 +28,8 @@ WeightMemory::WeightMemory(std::shared_ptr<const ShardGroups> groups, size_t byt
                            std::vector<transport::ReadOnlyView::Part> parts,
                            const std::optional<std::filesystem::path>& offload)
     : groups_(std::move(groups)) {
-  bytes = (bytes + kPage - 1) / kPage * kPage;
-  if (bytes == 0) bytes = kPage;
+  const size_t page = page_bytes();
+  bytes = std::max<size_t>((bytes + page - 1) / page, 1) * page;
   if (offload) {
     map_file(*offload, bytes);
   } else {

@@ -15,14 +15,13 @@ namespace lockstep::transport {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-constexpr size_t kPage = 4096;
 
 constexpr size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
 std::byte* page_of(const void* memory) {
-  return reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(memory) / kPage * kPage);
+  return reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(memory) / page_bytes() * page_bytes());
 }
 
 }  // namespace
@@ -36,10 +35,10 @@ MemoryReference unpack_reference(uint64_t word) {
   return {static_cast<uint32_t>(word >> 44), (word & ((uint64_t{1} << 44) - 1)) << 6};
 }
 
-Arena::Arena(size_t segment_bytes, size_t reserved) : segment_bytes_(round_up(segment_bytes, kPage)) {
+Arena::Arena(size_t segment_bytes, size_t reserved) : segment_bytes_(round_up(segment_bytes, page_bytes())) {
   std::lock_guard lock(mutex_);
-  add_segment(reserved + kPage);
-  if (reserved > 0) allocate_from(0, reserved, reserved, kPage);
+  add_segment(reserved + page_bytes());
+  if (reserved > 0) allocate_from(0, reserved, reserved, page_bytes());
 }
 
 Arena::~Arena() {
@@ -51,7 +50,7 @@ Arena::~Arena() {
 }
 
 std::byte* Arena::allocate(size_t requested) {
-  const size_t alignment = requested >= kPage ? kPage : kCacheLine;
+  const size_t alignment = requested >= page_bytes() ? page_bytes() : kCacheLine;
   const size_t bytes = round_up(std::max<size_t>(requested, 1), alignment);
   std::lock_guard lock(mutex_);
   for (uint32_t index = 0; index < segments_.size(); ++index) {
@@ -148,7 +147,7 @@ std::optional<MemoryReference> Arena::find_writable(const void* memory, size_t b
   if (!reference || page_of(memory) != memory) return std::nullopt;
   std::lock_guard lock(mutex_);
   const auto block = block_of(memory, bytes);
-  if (block == used_.end() || block->second.requested < kPage) return std::nullopt;
+  if (block == used_.end() || block->second.requested < page_bytes()) return std::nullopt;
   const auto* end = static_cast<const std::byte*>(memory) + bytes;
   const bool whole_pages = page_of(end) == end || end >= block->first + block->second.requested;
   return whole_pages && !is_page_locked(block->second.segment) ? reference : std::nullopt;
@@ -159,7 +158,7 @@ void Arena::detach(const void* memory, size_t bytes) {
   const auto block = block_of(memory, bytes);
   TORCH_INTERNAL_ASSERT(block != used_.end() && page_of(memory) == memory, "memory that can't be detached");
   std::byte* begin = page_of(memory);
-  std::byte* end = begin + round_up(bytes, kPage);
+  std::byte* end = begin + round_up(bytes, page_bytes());
   int users = 1;
   // Two operations at once on the same memory are a mistake of the caller; it stays one piece then.
   while (is_detached(begin, end - begin)) {
@@ -169,14 +168,12 @@ void Arena::detach(const void* memory, size_t bytes) {
     users += part->second.users;
     detached_.erase(part);
   }
-  const auto [place, inserted] = detached_.emplace(begin, Detached{static_cast<size_t>(end - begin), users});
-  TORCH_INTERNAL_ASSERT(inserted);
+  detached_.emplace(begin, Detached{static_cast<size_t>(end - begin), users});
   detached_count_.store(detached_.size(), std::memory_order_release);
   Segment& segment = *segments_[block->second.segment];
   if (segment.make_private(begin - segment.data(), end - begin)) return;
   const int error = errno;
-  if (--place->second.users == 0) detached_.erase(place);
-  detached_count_.store(detached_.size(), std::memory_order_release);
+  // It counts as detached, for some of its pages may be private by now.
   TORCH_CHECK_WITH(OutOfMemoryError, false, format_bytes(static_cast<int64_t>(bytes)),
                    " of shared memory could not be taken away from the peers: ", std::strerror(error));
 }
@@ -198,8 +195,8 @@ void Arena::give_back_pages(std::byte* memory, size_t bytes) {
   if (fork_guard_.in_forked_child()) return;  // the child has something else at this address
   const auto reference = find(memory, bytes);
   if (!reference) return;
-  const size_t begin = round_up(reference->offset, kPage);  // in the segment, which begins on a page
-  const size_t end = (reference->offset + bytes) / kPage * kPage;
+  const size_t begin = round_up(reference->offset, page_bytes());  // in the segment, which begins on a page
+  const size_t end = (reference->offset + bytes) / page_bytes() * page_bytes();
   if (begin >= end) return;
   std::lock_guard lock(mutex_);
   if (!is_page_locked(reference->segment))
@@ -230,15 +227,17 @@ bool Arena::is_page_locked(uint32_t segment) const {
 void Arena::add_segment(size_t at_least) {
   TORCH_CHECK_WITH(OutOfMemoryError, segments_.size() < kMaxSegments, "an arena has at most ", kMaxSegments,
                    " segments");
-  auto segment = Segment::create(std::max(segment_bytes_, round_up(at_least, kPage)));
+  auto segment = Segment::create(std::max(segment_bytes_, round_up(at_least, page_bytes())));
   const auto index = static_cast<uint32_t>(segments_.size());
+  // The number is used up, though the listener may throw: some peers may have this segment by it already.
+  segments_.push_back(segment);
+  free_.emplace_back();
   if (listener_) listener_(index, segment);
-  free_.push_back({{0, segment->size()}});
+  free_.back().emplace(0, segment->size());
   ranges_[index].bytes = segment->size();
   // Release: a process that sees the count or the address sees the size.
   ranges_[index].begin.store(segment->data(), std::memory_order_release);
   range_count_.store(index + 1, std::memory_order_release);
-  segments_.push_back(std::move(segment));
 }
 
 std::optional<MemoryReference> Arena::find(const void* memory, size_t bytes) const {

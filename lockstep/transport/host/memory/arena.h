@@ -36,7 +36,8 @@ MemoryReference unpack_reference(uint64_t word);
 class Arena {
  public:
   static constexpr size_t kMaxSegments = 1024;
-  /// Told about each new segment before memory from it is handed out; runs under the arena's lock.
+  /// Told about each new segment before memory from it is handed out; runs under the arena's lock. Where it throws, no
+  /// memory of the segment is ever handed out.
   using SegmentListener = std::function<void(uint32_t index, const std::shared_ptr<Segment>&)>;
 
   /// `segment_bytes`: the size of a segment unless one allocation needs more. The first `reserved` bytes of
@@ -69,7 +70,8 @@ class Arena {
 
   /// Takes memory of find_writable() away from the peers for good: other pages, with the same content, take
   /// the place of those that peers have mapped, which a peer that is late may still write. Only this thread
-  /// may use the memory meanwhile. Throws c10::OutOfMemoryError, and then nothing has changed.
+  /// may use the memory meanwhile. Throws c10::OutOfMemoryError: then peers may still write some of it, and it counts as
+  /// detached all the same.
   /// Each call is undone by one reattach(), once no peer can write any more; the pages that the peers have
   /// become usable again when the memory has been given back, too.
   void detach(const void* memory, size_t bytes);

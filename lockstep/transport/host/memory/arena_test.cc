@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <random>
+#include <string>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <utility>
@@ -11,6 +13,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/device/host_memory.h>
@@ -38,7 +41,7 @@ TEST(Arena, HandsOutDistinctAlignedMemoryAndTakesItBack) {
     if (blocks.size() < 40 && random() % 3 != 0) {
       const size_t bytes = random() % 4 == 0 ? random() % 60000 : random() % 300;
       std::byte* memory = arena.allocate(bytes);
-      EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (bytes >= 4096 ? 4096 : 64), 0u);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % (bytes >= page_bytes() ? page_bytes() : 64), 0u);
       const auto mark = static_cast<unsigned char>(random());
       std::memset(memory, mark, bytes);
       blocks.push_back({memory, bytes, mark});
@@ -56,7 +59,7 @@ TEST(Arena, HandsOutDistinctAlignedMemoryAndTakesItBack) {
   for (const Block& block : blocks) arena.deallocate(block.memory);
   EXPECT_EQ(arena.bytes_in_use(), before);
   // Holes were joined: the whole first segment but the header fits again.
-  std::byte* all = arena.allocate(kSegment - 8192);
+  std::byte* all = arena.allocate(kSegment - page_bytes());
   EXPECT_EQ(arena.find(all, 1)->segment, 0u);
 }
 
@@ -93,7 +96,7 @@ TEST(Arena, RefusesWhatTheMachineDoesNotHave) {
 
 // ---- memory that peers may write no more
 
-constexpr size_t kPage = 4096;
+const size_t kPage = page_bytes();
 
 TEST(Arena, OnlyMemoryWithPagesOfItsOwnIsWritable) {
   Arena arena(kSegment, 64);
@@ -148,6 +151,32 @@ TEST(Arena, DetachedMemoryKeepsItsContentAndNoPeerReachesIt) {
   }
 }
 
+TEST(Arena, MemoryThatCouldBeDetachedOnlyInPartIsNotOfferedToPeers) {
+  Arena arena(kSegment, 64);
+  constexpr size_t kBytes = size_t{20} << 20;  // more than one piece, as Segment::make_private() takes them
+  std::byte* block = arena.allocate(kBytes);
+  std::memset(block, 1, kBytes);
+  const auto reference = arena.find(block, kBytes);
+  ASSERT_TRUE(reference);
+  failpoint::configure("make_piece_private=errno(" + std::to_string(ENOMEM) + ")@2");
+  EXPECT_THAT(testing::message_of<c10::OutOfMemoryError>([&] { arena.detach(block, kBytes); }),
+              ::testing::HasSubstr("could not be taken away from the peers"));
+  failpoint::configure("");
+  EXPECT_TRUE(std::all_of(block, block + kBytes, [](std::byte each) { return each == std::byte{1}; }));
+  EXPECT_FALSE(arena.find(block, kBytes)) << "peers would read zeros";
+  // Whole again once it has been given back, and no peer writes any more.
+  arena.deallocate(block);
+  arena.reattach(block);
+  std::byte* again = arena.allocate(kBytes);
+  ASSERT_EQ(again, block);
+  EXPECT_TRUE(arena.find(again, kBytes));
+  const auto own = arena.segment(reference->segment);
+  const auto peer = Segment::map(UniqueFd(::dup(own->fd())), own->size());
+  std::memset(again, 9, kBytes);
+  EXPECT_EQ(peer->data()[reference->offset], std::byte{9});
+  EXPECT_EQ(peer->data()[reference->offset + kBytes - 1], std::byte{9});
+}
+
 TEST(Segment, IsNoFileThatItsPeerCouldShrink) {
   constexpr size_t kBytes = 4096;
   const auto error_of = [](UniqueFd fd) {
@@ -166,7 +195,7 @@ TEST(Arena, GivesBackWholePages) {
     bool lock(void*, size_t) noexcept override { return true; }
     void unlock(void*) noexcept override {}
   } registrar;
-  constexpr size_t kPage = 4096, kPages = 10;
+  constexpr size_t kPages = 10;
   Arena arena(kSegment, 64);
   std::byte* memory = arena.allocate(kPages * kPage);
   const auto pages_given_back = [&](size_t from, size_t bytes) {

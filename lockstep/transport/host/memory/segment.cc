@@ -7,6 +7,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 #include <lockstep/transport/host/memory/segment.h>
@@ -14,7 +15,6 @@
 namespace lockstep::transport {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 constexpr size_t kPrivatePieceBytes = size_t{16} << 20;
 constexpr size_t kMostPrivatePieces =
     64;  // each is a mapping of its own, of which the kernel allows some 65,000
@@ -62,7 +62,7 @@ Segment::Segment(const UniqueFd& fd, size_t bytes) : size_(bytes) {
 
 bool Segment::make_private(size_t offset, size_t bytes) {
   // Piece by piece, and giving back the shared pages, so that it takes hardly more memory than there was.
-  const size_t piece = std::max(kPrivatePieceBytes, bytes / kMostPrivatePieces / kPageBytes * kPageBytes);
+  const size_t piece = std::max(kPrivatePieceBytes, bytes / kMostPrivatePieces / page_bytes() * page_bytes());
   for (size_t done = 0; done < bytes; done += piece) {
     const size_t now = std::min(piece, bytes - done);
     if (!make_piece_private(offset + done, now)) return false;
@@ -73,6 +73,10 @@ bool Segment::make_private(size_t offset, size_t bytes) {
 }
 
 bool Segment::make_piece_private(size_t offset, size_t bytes) {
+  if (const int error = failpoint::fails_with("make_piece_private"); error != 0) {
+    errno = error;
+    return false;
+  }
   void* fresh = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) return false;
   ::madvise(fresh, bytes, MADV_HUGEPAGE);

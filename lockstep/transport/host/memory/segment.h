@@ -35,7 +35,7 @@ class Segment {
   // Of whole pages of a segment of create(); false with errno if the kernel refuses. The address stays the
   // same.
   /// Puts private pages with the same content in the place of the shared ones, in this process. The shared
-  /// ones lose their content. False if not all could be replaced.
+  /// ones lose their content. False if not all could be replaced: some may have been.
   bool make_private(size_t offset, size_t bytes);
   /// Undoes it: the shared pages are there again, with what they hold now.
   bool share(size_t offset, size_t bytes);
