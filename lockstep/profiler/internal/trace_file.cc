@@ -71,7 +71,7 @@ void add_scopes(const std::vector<ThreadScope>& scopes, EventWriter& writer) {
   }
 }
 
-ordered_json arguments_of(const flight::Group& group, const LoggedOperation& operation) {
+ordered_json operation_arguments(const flight::Group& group, const LoggedOperation& operation) {
   // Names as those of record_param_comms, where torch has one.
   ordered_json arguments = {
       {"Collective name", operation.kind},
@@ -120,7 +120,7 @@ void add_operations(OperationLog::Content content, const std::string& prefix, Ev
     }
     lane->end_ns = operation.ended_ns;
     writer.add_span(prefix + ":" + operation.kind, lane->row, operation.started_ns, operation.ended_ns,
-                    arguments_of(group, operation));
+                    operation_arguments(group, operation));
   }
 }
 

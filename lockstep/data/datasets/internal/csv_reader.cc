@@ -5,7 +5,7 @@
 namespace lockstep::data::internal {
 namespace {
 
-constexpr size_t kBufferSize = 256 * 1024;
+constexpr size_t kBlockSize = 256 * 1024;
 constexpr size_t kMostRowBytes = 16 * 1024 * 1024;
 // Each takes some 100 bytes of memory, and as little as a thousandth of a byte of a gzip file.
 constexpr size_t kMostFields = 8 * 1024 * 1024;
@@ -13,7 +13,7 @@ constexpr size_t kMostFields = 8 * 1024 * 1024;
 }  // namespace
 
 CsvReader::CsvReader(const std::string& path, char delimiter, char quote)
-    : file_(path), delimiter_(delimiter), quote_(quote), buffer_(kBufferSize) {
+    : file_(path), delimiter_(delimiter), quote_(quote), buffer_(kBlockSize) {
   const auto special = [](char c) { return c == '\n' || c == '\r'; };
   TORCH_CHECK_VALUE(!special(delimiter) && !special(quote) && delimiter != quote,
                     "CSV: delimiter and quote should be two different characters, and no line ends");
