@@ -273,14 +273,15 @@ int run_on_hosts(HostsOptions options) {
        .say = [&lines](const std::string& text) { lines.say(text); },
        .table = table,
        .report = options.report});
-  int signals_taken = 0;
-  int leaving = 0;  // the first of them
+  int leaving = 0;  // the first signal that has come
   while (true) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
     ::poll(waits, 2, -1);
     while (const auto signal = take_ending(signals)) {
+      if (leaving != 0 && *signal == SIGHUP)
+        continue;  // a closed terminal: its shell and the kernel send one each
       plane.leave(*signal);
-      if (++signals_taken > 1) return 128 + *signal;  // no workers run
+      if (leaving != 0) return 128 + *signal;  // no workers run
       leaving = *signal;
     }
     const auto task = plane.take();
