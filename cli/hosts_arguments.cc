@@ -1,8 +1,10 @@
 #include "hosts_arguments.h"
 
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cmath>
+#include <initializer_list>
 #include <iostream>
 #include <map>
 #include <optional>
@@ -83,7 +85,12 @@ HostAndPort parse_endpoint(const std::string& text, int default_port) {
   return result;
 }
 
-/// "key=value,…" of --rdzv-conf.
+std::string without_blanks(const std::string& text) {
+  const size_t begin = std::min(text.find_first_not_of(" \t\n"), text.size());
+  return text.substr(begin, text.find_last_not_of(" \t\n") + 1 - begin);
+}
+
+/// "key=value,…" of --rdzv-conf, with blanks around keys and values as torchrun takes them.
 std::map<std::string, std::string> parse_conf(const std::string& text) {
   std::map<std::string, std::string> result;
   std::istringstream items(text);
@@ -91,7 +98,7 @@ std::map<std::string, std::string> parse_conf(const std::string& text) {
     const size_t equals = item.find('=');
     TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "--rdzv-conf has '", item,
                       "'; it takes key=value,…");
-    result[item.substr(0, equals)] = item.substr(equals + 1);
+    result[without_blanks(item.substr(0, equals))] = without_blanks(item.substr(equals + 1));
   }
   return result;
 }
@@ -104,10 +111,16 @@ std::chrono::nanoseconds parse_seconds(const std::string& key, const std::string
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
 }
 
+/// torch/distributed/elastic/rendezvous/api.py: get_as_bool.
 bool parse_flag(const std::string& key, const std::string& value) {
-  if (value == "1" || value == "true" || value == "True" || value == "yes") return true;
-  TORCH_CHECK_VALUE(value == "0" || value == "false" || value == "False" || value == "no",
-                    "--rdzv-conf: ", key, " is '", value, "'; it takes true or false");
+  std::string small = value;
+  for (char& letter : small) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  const auto is_one_of = [&](std::initializer_list<const char*> words) {
+    return std::find(words.begin(), words.end(), small) != words.end();
+  };
+  if (is_one_of({"1", "true", "t", "yes", "y"})) return true;
+  TORCH_CHECK_VALUE(is_one_of({"0", "false", "f", "no", "n"}), "--rdzv-conf: ", key, " is '", value,
+                    "'; it takes true or false");
   return false;
 }
 

@@ -219,11 +219,12 @@ std::vector<std::string> options_for_agents(const CLI::App& command) {
   for (const CLI::Option* option : command.get_options()) {
     if (option->count() == 0 || option->get_lnames().empty()) continue;
     const std::string& name = option->get_lnames().front();
+    const bool is_flag = option->get_items_expected_max() == 0;
+    if (is_flag && !option->as<bool>()) continue;
+    if (name == "nnodes" && option->results().back() == "1") continue;  // the default
     TORCH_CHECK_VALUE(contrary.count(name) == 0, "-H and --", name,
                       " contradict each other: with -H one command starts all hosts");
     if (own.count(name) != 0) continue;
-    const bool is_flag = option->get_items_expected_max() == 0;
-    if (is_flag && !option->as<bool>()) continue;
     words.push_back("--" + name + (is_flag ? "" : "=" + option->results().back()));
   }
   return words;

@@ -31,7 +31,9 @@ class Driver:
         self._begin_trials()
         while self._running or self._may_begin():
             received = signal.sigtimedwait(awaited, TICK)
-            if received is not None and received.si_signo in ending:
+            # A terminal that closes sends two SIGHUP: its shell's and the kernel's.
+            repeated = received is not None and received.si_signo == signal.SIGHUP and self._signals
+            if received is not None and received.si_signo in ending and not repeated:
                 self._signals.append(received.si_signo)
                 self._progress.say_once("lockstep sweep: ends its jobs; a second Ctrl-C or signal kills them")
             self._follow_jobs()

@@ -29,4 +29,12 @@ def has_ended(driver):
         return False
     if driver["boot"] != here["boot"]:
         return True
-    return driver["pids"] == here["pids"] and _started(driver["pid"]) != driver["started"]
+    if driver["pids"] != here["pids"] or _started(driver["pid"]) == driver["started"]:
+        return False
+    try:
+        os.kill(driver["pid"], 0)
+    except PermissionError:  # another user's, which /proc may hide (hidepid): it may be that one
+        return _started(driver["pid"]) is not None
+    except ProcessLookupError:
+        pass
+    return True

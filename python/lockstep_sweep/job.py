@@ -57,7 +57,7 @@ class _Lines:
 
 def _metrics_of(line):
     """(metrics, step) of a line of a JsonLinesWriter, or ({}, None)."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
         content = json.loads(line)
         return {name: float(value) for name, value in content["metrics"].items()}, int(content["step"])
     return {}, None

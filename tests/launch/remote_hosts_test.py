@@ -279,6 +279,12 @@ def test_a_dry_run_shows_what_each_host_would_run(programs):
     assert SECRET not in done.text
 
 
+def test_variables_that_say_the_default_contradict_no_hosts(programs):
+    done = programs.run("lockstep", "run", "--dry-run", "-H", "a,b", "true", LOCKSTEP_JOB_SECRET=SECRET, PET_STANDALONE=0, PET_NNODES=1)
+    done.skip_without_openssl()
+    assert done.status == 0 and "a, 1 process: " in done.stdout, done.text
+
+
 @pytest.mark.parametrize(
     "words, error",
     [

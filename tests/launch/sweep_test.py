@@ -142,7 +142,7 @@ trial = json.loads(os.environ["LOCKSTEP_TRIAL"])
 with open(trial["report"], "a") as file:
     for step, loss in ((1, 3.0), (2, "NaN"), (5, trial["parameters"]["lr"])):
         file.write(json.dumps({"metrics": {"validation/loss": loss, "accuracy": 0.5}, "step": step}) + "\\n")
-    file.write('{"metrics": {"validation/loss": 0}, "st')
+    file.write('{"metrics": {"validation/loss": 0}, "step": 1e999}\\n{"metrics": {"validation/loss": 0}, "st')
 print(os.sched_getaffinity(0), os.environ["OMP_NUM_THREADS"], trial["number"])
 """)
     words = ["--param", "lr=uniform:1:2", "--metric", "validation/loss", "--trials", 1, "--jobs", "auto"]

@@ -65,6 +65,13 @@ def words_of(action, spelling):
     return [spelling] if action.nargs == 0 else [spelling, VALUES[action.dest]]
 
 
+@pytest.mark.parametrize("flag, good", [("TRUE", True), ("n", True), ("Yes", True), ("maybe", False)])
+def test_conf_is_read_as_torchrun_reads_it(programs, flag, good):
+    conf = f" is_host = {flag} , join_timeout= 5 "
+    done = dry_run(programs, "--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:1234", "--rdzv-conf", conf)
+    assert (done.status == 0) == good and ("is_host is 'maybe'" in done.stderr) != good, done.text
+
+
 @pytest.mark.long  # it starts the launcher a hundred times
 def test_all_options_are_taken_in_each_spelling_and_from_variables(programs):
     actions, of_launch = torch_parsers()

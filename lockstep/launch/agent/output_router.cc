@@ -10,6 +10,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/files/nonblocking.h>
 #include <lockstep/base/log.h>
 #include <lockstep/launch/agent/output_router.h>
 
@@ -42,16 +43,24 @@ OutputRouter::OutputRouter(const Options& options)
     : options_(options), tails_(static_cast<size_t>(options.nprocs)) {
   const bool merged = same_place(options.targets[0], options.targets[1]);
   for (size_t i = 0; i < (merged ? 1 : 2); ++i) {
-    const int fd = options.targets[merged ? 1 : i];
+    const int target = options.targets[merged ? 1 : i];
     std::vector<std::string> prefixes;
     for (int rank = 0; rank < options.nprocs; ++rank) {
       prefixes.insert(prefixes.end(), merged ? 2 : 1, prefix_of(options.first_rank + rank, options.prefix));
     }
     prefixes.emplace_back("lockstep run: ");
     const size_t own = prefixes.size() - 1;
-    const size_t columns = terminal_columns(fd);
-    sinks_.push_back(std::make_unique<Sink>(
-        Sink{fd, columns > 0, false, LineForwarder(std::move(prefixes), columns), own, {}, 0}));
+    const size_t columns = terminal_columns(target);
+    UniqueFd nonblocking = reopen_nonblocking(target);
+    const int fd = nonblocking ? nonblocking.get() : target;
+    sinks_.push_back(std::make_unique<Sink>(Sink{std::move(nonblocking),
+                                                 fd,
+                                                 columns > 0,
+                                                 false,
+                                                 LineForwarder(std::move(prefixes), columns),
+                                                 own,
+                                                 {},
+                                                 0}));
   }
   sources_.reserve(static_cast<size_t>(options.nprocs) * 2);
 }
@@ -208,11 +217,33 @@ void OutputRouter::close() {
       source.fd.reset();
     }
   }
-  for (const auto& sink : sinks_) {
-    while (!sink->queue.empty()) {
-      pollfd wait = {sink->fd, POLLOUT, 0};
-      ::poll(&wait, 1, -1);
-      sink->write_some();
+}
+
+void OutputRouter::append(std::string_view text) {
+  sinks_.back()->queue += text;
+}
+
+std::optional<int> OutputRouter::drain(const SignalCatcher& signals, bool interrupted, int urgent) {
+  Deadline until = interrupted ? Deadline::after(Supervisor::kDrainTime) : Deadline::never();
+  std::optional<int> first;
+  while (true) {
+    std::vector<pollfd> waits{{signals.fd(), POLLIN, 0}, {until.is_never() ? urgent : -1, POLLIN, 0}};
+    bool queued = false;
+    for (const auto& sink : sinks_) {
+      queued = queued || !sink->queue.empty();
+      waits.push_back({sink->queue.empty() ? -1 : sink->fd, POLLOUT, 0});
+    }
+    if (!queued || until.expired()) return first;
+    if (::poll(waits.data(), waits.size(), until.poll_milliseconds()) < 0) continue;
+    while (const auto signal = signals.take()) {
+      if (*signal == SIGUSR2) continue;  // it asks workers for profiles
+      const bool again = interrupted || first;
+      if (!first) first = signal;
+      if (again && *signal != SIGHUP) return first;  // which a terminal that closes sends twice
+    }
+    if (first || waits[1].revents != 0) until = earlier(until, Deadline::after(Supervisor::kDrainTime));
+    for (size_t i = 0; i < sinks_.size(); ++i) {
+      if (waits[i + 2].revents != 0) sinks_[i]->write_some();
     }
   }
 }

@@ -13,6 +13,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/line_forwarder.h>
+#include <lockstep/launch/signal_catcher.h>
 #include <lockstep/launch/supervisor.h>
 
 namespace lockstep::launch {
@@ -21,9 +22,10 @@ namespace lockstep::launch {
 /// with the ranks' marks. Where both of the launcher's are the same terminal, file or pipe, they are served
 /// as one, so that rows of the two do not mix either.
 ///
-/// It never blocks the supervisor: it writes only what poll(2) allows, and stops reading from workers while a
+/// It never blocks the supervisor: it writes only what there is room for, and stops reading from workers while a
 /// slow reader behind it has not caught up (the workers then wait, as they would without a launcher). When
-/// that reader is gone, output is thrown away and the workers go on.
+/// that reader is gone, output is thrown away and the workers go on. To terminals and pipes it writes through open files of
+/// its own, which do not block: poll(2) promises a terminal room for one byte, and another process may fill a pipe first.
 class OutputRouter : public Streams {
  public:
   struct Options {
@@ -53,8 +55,14 @@ class OutputRouter : public Streams {
   /// How wide a line of a worker may be on the terminal behind its standard error; 0 when that is no
   /// terminal.
   size_t worker_columns() const;
-  /// After the last worker: ends unfinished lines and writes what is still queued; waits for a slow reader.
+  /// After the last worker: reads the rest, and ends unfinished lines.
   void close();
+  /// After close(): queues text of the launcher's own, as it stands, behind what the workers wrote to standard error.
+  void append(std::string_view text);
+  /// After close(): writes what is queued, and waits for a slow reader. From a signal on, or where `interrupted`, or from when
+  /// `urgent` is readable, it waits no longer than Supervisor::kDrainTime, and after a second signal not at all; the rest is lost. The first
+  /// signal, if one came.
+  std::optional<int> drain(const SignalCatcher& signals, bool interrupted, int urgent = -1);
 
   void add_to(std::vector<pollfd>& waits) override;
   void serve(const pollfd* begin, const pollfd* end) override;
@@ -63,6 +71,7 @@ class OutputRouter : public Streams {
 
  private:
   struct Sink {
+    UniqueFd own;  // empty where there is only the target itself
     int fd = -1;
     bool terminal = false;
     bool broken = false;

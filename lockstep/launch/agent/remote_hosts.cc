@@ -71,10 +71,6 @@ RemoteHost parse_host(const std::string& text, const std::string& all) {
   return host;
 }
 
-void tell_user(const std::string& text) {
-  write_all(STDERR_FILENO, "lockstep run: " + text + "\n");
-}
-
 /// The agents' standard inputs. From keep_alive() on a thread of its own says there that this process lives: the one that
 /// passes on what the agents write may wait for a terminal for long. Thread-safe.
 class AgentInputs {
@@ -111,7 +107,10 @@ class AgentInputs {
 
  private:
   void write(const std::string& line) {
-    for (const UniqueFd& input : inputs_) write_all(input.get(), line);
+    for (const UniqueFd& input : inputs_) {
+      // All of it or nothing, for it is shorter than PIPE_BUF.
+      [[maybe_unused]] const ssize_t written = ::write(input.get(), line.data(), line.size());
+    }
   }
 
   std::mutex mutex_;
@@ -147,6 +146,8 @@ class RemoteAgents {
     for (Shell& shell : shells_) shell.process.reap();
     output_.close();
     if (first_failed_) report(*first_failed_);
+    const auto signal = output_.drain(signals_, signal_ != 0);
+    if (signal && signal_ == 0) signal_ = *signal;
     if (all_try_again()) return kTryAgain;  // to a signal, too, which the agents passed on
     if (signal_ != 0) return 128 + signal_;
     return first_failed_ ? exit_status(*first_failed_) : 0;
@@ -264,7 +265,9 @@ class RemoteAgents {
     }
   }
 
-  void report(size_t i) const {
+  void tell_user(const std::string& text) { output_.append("lockstep run: " + text + "\n"); }
+
+  void report(size_t i) {
     const RemoteHost& host = run_.agents[i].host;
     if (!is_lost(i)) {
       if (exit_status(i) == 2) tell_user("nothing could be started on " + host.name);
@@ -277,7 +280,7 @@ class RemoteAgents {
               (WIFEXITED(*shells_[i].status) ? "" : "was ") + describe_wait_status(*shells_[i].status) +
               "; started as: " + shell_words(start_words(run_, run_.agents[i])));
     for (const std::string& line : output_.last_lines(static_cast<int>(i)))
-      write_all(STDERR_FILENO, "    " + line + "\n");
+      output_.append("    " + line + "\n");
   }
 
   const RemoteRun& run_;
@@ -333,9 +336,11 @@ void raise_what_comes(int fd, std::chrono::seconds most_silence, std::chrono::se
     });
     pollfd error_output = {STDERR_FILENO, POLLOUT, 0};
     if (::poll(&error_output, 1, 0) == 1) {
-      tell_user("ends, for the lockstep run -H that started this agent has not been heard of for " +
-                std::to_string(most_silence.count()) +
-                " s: it was stopped, or its host or the network to it is down");
+      write_all(
+          STDERR_FILENO,
+          "lockstep run: ends, for the lockstep run -H that started this agent has not been heard of for " +
+              std::to_string(most_silence.count()) +
+              " s: it was stopped, or its host or the network to it is down\n");
     }
   }
   ::kill(::getpid(), SIGTERM);

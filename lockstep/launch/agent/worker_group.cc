@@ -17,7 +17,6 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
@@ -87,10 +86,6 @@ class IgnoredBrokenPipe {
  private:
   void (*former_)(int);
 };
-
-void say(const std::string& text) {
-  write_all(STDERR_FILENO, text);
-}
 
 std::optional<std::string> read_error(const std::string& path) {
   std::ifstream file(path);
@@ -209,6 +204,28 @@ class ControlledStreams : public Streams {
   Deadline look_at_ = Deadline::after(WorkerWatch::kInterval);
 };
 
+std::string ended_by(int signal) {
+  const char* name = ::sigabbrev_np(signal);
+  return std::string("lockstep run: ended by SIG") + (name == nullptr ? "?" : name) + "\n";
+}
+
+GroupEnd end_of(const RankVariables& variables, const std::vector<Ending>& endings,
+                const std::vector<RankEvidence>& evidence, std::optional<int> interrupted_by) {
+  // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
+  if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
+        return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
+      })) {
+    return {.exit_status = kTryAgain, .report = {}};
+  }
+  const bool failed = std::any_of(endings.begin(), endings.end(), [](const Ending& e) { return e.failed(); });
+  return {.exit_status = interrupted_by ? 128 + *interrupted_by
+                         : failed       ? 1
+                                        : 0,
+          .report = failure_report(endings, evidence, variables.first_rank,
+                                   variables.group_size > 1 ? host_name() : std::string()),
+          .far_culprit = far_cause_of_failure(endings)};
+}
+
 }  // namespace
 
 WorkerEnvironment common_environment(const RunOptions& options, size_t columns) {
@@ -239,6 +256,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                        .observe = options.observe_output});
   std::vector<Ending> endings;
   std::optional<int> interrupted_by;
+  const SignalCatcher signals;  // for what comes when the supervisor is gone
   {
     // On one host the guardian's fork comes before the store's threads.
     Supervisor supervisor(options.nprocs,
@@ -249,8 +267,8 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     variables.store_port = open_store(supervisor);
     const WorkerEnvironment common = common_environment(options, output.worker_columns());
     if (variables.restart_count == 0 && options.nprocs > 1 && ::getenv("OMP_NUM_THREADS") == nullptr) {
-      say("lockstep run: OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
-          " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine\n");
+      output.say("OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
+                 " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine");
     }
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     std::vector<pid_t> pids;
@@ -283,35 +301,27 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     }
   }
   output.close();
-
   std::vector<RankEvidence> evidence;
   for (int rank = 0; rank < options.nprocs; ++rank) {
     evidence.push_back({read_error(files.error_file(rank)), output.last_lines(rank)});
   }
-  GroupEnd end;
-  // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
-  if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
-        return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
-      })) {
-    say("lockstep run: the processes ended with status 75, which asks for another start\n");
-    end.exit_status = kTryAgain;
-    return end;
+  GroupEnd end = end_of(variables, endings, evidence, interrupted_by);
+  if (control != nullptr) control->ended(end);
+  if (end.exit_status == kTryAgain) {
+    output.append("lockstep run: the processes ended with status 75, which asks for another start\n");
+  } else {
+    output.append(end.report);
+    if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
+      output.append("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder +
+                    "\n");
+    }
+    if (interrupted_by) output.append(ended_by(*interrupted_by));
   }
-  end.report = failure_report(endings, evidence, variables.first_rank,
-                              variables.group_size > 1 ? host_name() : std::string());
-  end.far_culprit = far_cause_of_failure(endings);
-  say(end.report);
-  if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
-    say("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder + "\n");
+  while (interrupted_by && signals.take()) {  // the supervisor has taken them, too
   }
-  if (interrupted_by) {
-    const char* name = ::sigabbrev_np(*interrupted_by);
-    say(std::string("lockstep run: ended by SIG") + (name == nullptr ? "?" : name) + "\n");
-    end.exit_status = 128 + *interrupted_by;
-    return end;
-  }
-  const bool failed = std::any_of(endings.begin(), endings.end(), [](const Ending& e) { return e.failed(); });
-  end.exit_status = failed ? 1 : 0;
+  const auto signal =
+      output.drain(signals, interrupted_by.has_value(), control == nullptr ? -1 : control->fd());
+  if (signal && !interrupted_by) end.exit_status = 128 + *signal;
   return end;
 }
 

@@ -12,6 +12,13 @@
 
 namespace lockstep::launch {
 
+/// How the workers of one host ended.
+struct GroupEnd {
+  int exit_status = 0;                  // as run() returns it
+  std::string report;                   // of the rank that failed; empty where none did by itself
+  std::optional<int> far_culprit = {};  // the rank on another host because of which it did
+};
+
 /// Who else decides on a host's workers while they run: the coordinator of a job on several hosts.
 class WorkerControl {
  public:
@@ -23,6 +30,9 @@ class WorkerControl {
   /// Whether the workers' guardian has killed those that still ran, or will, for want of its word: that end is no failure
   /// of theirs.
   virtual bool has_lapsed() { return false; }
+  /// Is called once the workers have ended, and before their output is written to its end: a terminal that is stopped keeps
+  /// nothing from the other hosts.
+  virtual void ended(const GroupEnd& end) = 0;
   /// That of these workers and of later ones.
   virtual std::shared_ptr<ExitStatusTable> exit_status() const = 0;
 };
@@ -30,13 +40,6 @@ class WorkerControl {
 /// What all workers of a host have, but for RankVariables and what is of the moment. `columns`: of the terminal that a
 /// progress bar may have; 0: none.
 WorkerEnvironment common_environment(const RunOptions& options, size_t columns);
-
-/// How the workers of one host ended.
-struct GroupEnd {
-  int exit_status = 0;                  // as run() returns it
-  std::string report;                   // of the rank that failed; empty where none did by itself
-  std::optional<int> far_culprit = {};  // the rank on another host because of which it did
-};
 
 /// Starts the workers of this host, by checked_options(), and sees them to their end, as run() describes it.
 /// `variables` say who they are, but for their local ranks and the store's port: that is what `open_store` returns.

@@ -42,11 +42,13 @@ class Once : public WorkerControl {
   int fd() const override { return event_.get(); }
   std::shared_ptr<ExitStatusTable> exit_status() const override { return nullptr; }
   bool has_lapsed() override { return has_lapsed_; }
+  void ended(const GroupEnd& /*end*/) override { ++ends; }
   void serve(Supervisor& supervisor) override {
     uint64_t count = 0;
     if (act_ && ::read(event_.get(), &count, sizeof(count)) == sizeof(count))
       std::exchange(act_, {})(supervisor);
   }
+  int ends = 0;  // how often it was told of the workers' end
 
  private:
   std::function<void(Supervisor&)> act_;
@@ -109,6 +111,7 @@ TEST(WorkerGroup, EndsWhenItsControlSaysSo) {
     const GroupEnd end =
         run_workers(shell(2, "exec sleep 1000"), {.nprocs = 2, .world_size = 4}, no_store, {}, &control);
     EXPECT_EQ(end.report, "") << "no rank failed by itself";
+    EXPECT_EQ(control.ends, 1);
     EXPECT_NE(end.exit_status, 0);
   }
 }

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cctype>
 #include <cerrno>
 #include <condition_variable>
@@ -10,13 +11,15 @@
 #include <mutex>
 #include <net/if.h>
 #include <poll.h>
+#include <string_view>
+#include <unistd.h>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/files/write_all.h>
+#include <lockstep/base/files/nonblocking.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
@@ -35,12 +38,8 @@ namespace {
 
 constexpr size_t kLeastSecretBytes = 32;
 
-void say_line(const std::string& text) {
-  write_all(STDERR_FILENO, "lockstep run: " + text + (text.ends_with('\n') ? "" : "\n"));
-}
-
-/// Writes the lines of the agent's thread on one of its own: a terminal that is stopped, or a pipe without room, must
-/// not keep the coordinator's answers from the other hosts, which would end their workers.
+/// Writes the agent's own lines on a thread of its own: a terminal that is stopped, or a pipe without room, must keep
+/// neither the coordinator's answers from the other hosts, which would end their workers, nor signals from this one.
 class LineWriter {
  public:
   LineWriter() {
@@ -48,13 +47,15 @@ class LineWriter {
   }
   LineWriter(const LineWriter&) = delete;
   LineWriter& operator=(const LineWriter&) = delete;
-  /// Once all is written.
+  /// Once all is written, or kDrainTime later.
   ~LineWriter() {
     {
-      const std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
       ends_ = true;
+      changed_.notify_all();
+      changed_.wait_for(lock, Supervisor::kDrainTime, [this] { return written_; });
     }
-    changed_.notify_one();
+    abandoned_ = true;
     thread_.join();
   }
 
@@ -62,8 +63,8 @@ class LineWriter {
   void say(const std::string& text) {
     constexpr size_t kMost = 1000;
     const std::lock_guard lock(mutex_);
-    if (lines_.size() < kMost) lines_.push_back(text);
-    changed_.notify_one();
+    if (lines_.size() < kMost) lines_.push_back("lockstep run: " + text + (text.ends_with('\n') ? "" : "\n"));
+    changed_.notify_all();
   }
 
  private:
@@ -71,19 +72,39 @@ class LineWriter {
     std::unique_lock lock(mutex_);
     while (true) {
       changed_.wait(lock, [this] { return ends_ || !lines_.empty(); });
-      if (lines_.empty()) return;
+      if (lines_.empty()) break;
       const std::string text = std::move(lines_.front());
       lines_.pop_front();
       lock.unlock();
-      say_line(text);
+      write(text);
       lock.lock();
+    }
+    written_ = true;
+    changed_.notify_all();
+  }
+
+  void write(std::string_view text) {
+    const int fd = nonblocking_ ? nonblocking_.get() : STDERR_FILENO;
+    while (!text.empty() && !abandoned_) {
+      const ssize_t written = ::write(fd, text.data(), text.size());
+      if (written > 0) {
+        text.remove_prefix(static_cast<size_t>(written));
+      } else if (errno == EAGAIN) {
+        pollfd room = {fd, POLLOUT, 0};
+        ::poll(&room, 1, 100);
+      } else if (errno != EINTR) {
+        return;
+      }
     }
   }
 
+  const UniqueFd nonblocking_ = reopen_nonblocking(STDERR_FILENO);
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::string> lines_;
   bool ends_ = false;
+  bool written_ = false;
+  std::atomic<bool> abandoned_{false};
   BackgroundThread thread_;
 };
 
@@ -116,6 +137,9 @@ class HostControl : public WorkerControl {
     }
   }
   bool has_lapsed() override { return plane_.has_lapsed(); }
+  void ended(const GroupEnd& end) override {
+    if (!end_) plane_.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1));
+  }
   /// The thread has failed, and the job ends with these workers.
   const std::optional<ControlPlane::Task>& end() const { return end_; }
 
@@ -137,8 +161,9 @@ std::string checked_local_address(const std::string& given) {
   return given;
 }
 
-GroupEnd run_generation(const HostsOptions& options, const std::string& local_address,
-                        const ControlPlane::Task& task, ControlPlane& plane, HostControl& control) {
+void run_generation(const HostsOptions& options, const std::string& local_address,
+                    const ControlPlane::Task& task, ControlPlane& plane, HostControl& control,
+                    LineWriter& lines) {
   const Place& place = task.place;
   const RankVariables variables = {.nprocs = options.run.nprocs,
                                    .first_rank = place.first_rank,
@@ -159,7 +184,7 @@ GroupEnd run_generation(const HostsOptions& options, const std::string& local_ad
       environment.set("LOCKSTEP_AGENT_PORT", std::to_string(options.endpoint_port));
   };
   try {
-    return run_workers(
+    run_workers(
         options.run, variables,
         [&](Supervisor& supervisor) {
           plane.guard(supervisor.lease());
@@ -168,21 +193,21 @@ GroupEnd run_generation(const HostsOptions& options, const std::string& local_ad
         adjust, &control);
   } catch (const std::exception&) {
     const std::string why = text_of(std::current_exception());
-    say_line(why);
-    return {.exit_status = 1, .report = why};
+    lines.say(why);
+    control.ended({.exit_status = 1, .report = why});
   }
 }
 
 /// Waits until the coordinator's name has an address: it may get one when that host starts, or, a pod of
 /// Kubernetes, has started. The signal that ended the wait;
 /// otherwise there is an address, or the time for it is over.
-std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& signals) {
+std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& signals, LineWriter& lines) {
   const BootTime until = BootClock::now() + options.membership.join_timeout;
   bool said = false;
   std::string why;
   while (addresses_of(options.endpoint_host, options.endpoint_port, why).empty() &&
          BootClock::now() < until) {
-    if (!std::exchange(said, true)) say_line("can't find the coordinator's host, and tries again: " + why);
+    if (!std::exchange(said, true)) lines.say("can't find the coordinator's host, and tries again: " + why);
     pollfd wait = {signals.fd(), POLLIN, 0};
     ::poll(&wait, 1, 1000);
     if (const auto signal = take_ending(signals)) return signal;
@@ -219,8 +244,9 @@ int run_on_hosts(HostsOptions options) {
   options.run = checked_options(std::move(options.run));
   const auto objection = objection_to(options.membership);
   TORCH_CHECK_VALUE(!objection, *objection);
+  LineWriter lines;
   if (options.secret.empty()) {
-    say_line(
+    lines.say(
         "WARNING: there is no secret, so any process that reaches the coordinator's port can take part in "
         "this job "
         "and change it; make one by `lockstep secret > FILE`, and give it on all hosts by --secret-file "
@@ -231,8 +257,7 @@ int run_on_hosts(HostsOptions options) {
   raise_open_files_limit();  // the coordinator has three for each connection that a far worker has to the store
   const std::string local_address = checked_local_address(options.local_address);
   const SignalCatcher signals;
-  if (const auto signal = await_name(options, signals)) return 128 + *signal;
-  LineWriter lines;
+  if (const auto signal = await_name(options, signals, lines)) return 128 + *signal;
   const auto table = std::make_shared<ExitStatusTable>(ExitStatusTable::create(options.run.nprocs));
   ControlPlane plane(
       {.membership = options.membership,
@@ -248,14 +273,15 @@ int run_on_hosts(HostsOptions options) {
        .say = [&lines](const std::string& text) { lines.say(text); },
        .table = table,
        .report = options.report});
-  int signals_taken = 0;
-  int leaving = 0;  // the first of them
+  int leaving = 0;  // the first signal that has come
   while (true) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
     ::poll(waits, 2, -1);
     while (const auto signal = take_ending(signals)) {
+      if (leaving != 0 && *signal == SIGHUP)
+        continue;  // a closed terminal: its shell and the kernel send one each
       plane.leave(*signal);
-      if (++signals_taken > 1) return 128 + *signal;  // no workers run
+      if (leaving != 0) return 128 + *signal;  // no workers run
       leaving = *signal;
     }
     const auto task = plane.take();
@@ -267,9 +293,8 @@ int run_on_hosts(HostsOptions options) {
       continue;
     }
     HostControl control(plane, signals, options.run.grace_period, table);
-    const GroupEnd end = run_generation(options, local_address, *task, plane, control);
+    run_generation(options, local_address, *task, plane, control, lines);
     if (control.end()) return control.end()->exit_status;
-    plane.workers_ended(end.exit_status, end.report, end.far_culprit.value_or(-1));
   }
 }
 

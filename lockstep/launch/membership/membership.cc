@@ -318,7 +318,10 @@ class Judgement {
     if (!awaited.empty() && all_ask) return wait(asks + "; the others are awaited", loss);
     const Pointers leaving =
         select(try_again, [](const Member& member) { return member.status.leaving != 0; });
-    if (yielding && !leaving.empty()) return without(leaving);
+    // Where the host that a signal asked to end was the first to do so, the others have failed because of it.
+    const bool left_first = std::any_of(leaving.begin(), leaving.end(),
+                                        [&](const Member* member) { return member->phase_since == first; });
+    if (left_first || (yielding && !leaving.empty())) return without(leaving);
     if (world_.restarts >= options_.max_restarts) {
       return end(1, what + (options_.max_restarts == 0 ? "" : ", and all restarts are used up"));
     }

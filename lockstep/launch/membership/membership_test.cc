@@ -480,6 +480,24 @@ TEST(Membership, AHostThatAsksToBeStartedAgainStopsTheOthers) {
   EXPECT_EQ(drained.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
 }
 
+TEST(Membership, AHostThatWasAskedToEndFailsNotTheOthersThatNoticeIt) {
+  for (const bool first : {true, false}) {
+    Job job = running_job(options(1, 2), 2);
+    job.say(1).leaving = 15;
+    job.say(1).exit_status = 75;
+    job.say(0).exit_status = 1;
+    job.set(first ? 1 : 0, HostPhase::kFailed);
+    job.pass(std::chrono::milliseconds(1), {0, 1});
+    job.set(first ? 0 : 1, HostPhase::kFailed);
+    const Decision decision = job.decide_once();
+    if (first) {
+      EXPECT_EQ(decision.reason, "node-1 was asked to end by signal 15; the others go on without");
+    } else {
+      EXPECT_EQ(decision.exit_status, 1);
+    }
+  }
+}
+
 TEST(Membership, AHostThatAsksToBeStartedAgainHasFailedWhereAnotherHasFinished) {
   for (const int restarts : {0, 1}) {
     Job job = running_job(options(2, 2, restarts), 2);
