@@ -1,14 +1,11 @@
-#include <algorithm>
 #include <gmock/gmock.h>
-#include <initializer_list>
-#include <map>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
-#include <lockstep/launch/membership/coordinator.h>
 #include <lockstep/launch/membership/membership.h>
+#include <lockstep/launch/membership/testing/membership_job.h>
 
 namespace lockstep::launch::membership_test {
 namespace {
@@ -18,98 +15,11 @@ using ::testing::HasSubstr;
 using Action = Decision::Action;
 using std::chrono::seconds;
 
-AgentId id(uint8_t number) {
-  return {number};
-}
-
 Member member(uint8_t number, BootTime joined_at = {}) {
   return {.status = {.id = id(number), .host = "node-" + std::to_string(number)},
           .heard_at = joined_at,
           .joined_at = joined_at,
           .is_coordinator = number == 0};
-}
-
-/// A coordinator, its clock, and agents that do what they are told at once.
-class Job {
- public:
-  explicit Job(const MembershipOptions& options) : coordinator(options, {1}, id(0), now) {}
-
-  /// Another process is the agent of that host, and knows nothing yet.
-  void replace(uint8_t number) {
-    coordinator.disconnected(statuses_[number].id);
-    statuses_[number] = {};
-    ++lives_[number];
-  }
-  AgentId id_of(uint8_t number) { return {number, lives_[number]}; }
-  /// What this agent says next.
-  Status& say(uint8_t number) {
-    Status& status = statuses_[number];
-    status.id = id_of(number);
-    status.host = "node-" + std::to_string(number);
-    return status;
-  }
-  void hear(uint8_t number) {
-    Status& status = say(number);
-    status.sent_at = ++sent_;
-    EXPECT_TRUE(coordinator.receive(status, now));
-  }
-  /// Those agents carry their orders out, and say so.
-  void obey(std::initializer_list<uint8_t> numbers) {
-    for (const uint8_t number : numbers) {
-      const Order order = coordinator.order_for(id_of(number));
-      Status& status = say(number);
-      status.order = order.number;
-      if (order.command == Command::kRun && status.generation != order.place.generation) {
-        status.phase = HostPhase::kRunning;
-        status.generation = order.place.generation;
-      } else if (order.command != Command::kRun && status.phase == HostPhase::kRunning) {
-        status.phase = HostPhase::kIdle;
-      }
-      hear(number);
-    }
-  }
-  void set(uint8_t number, HostPhase phase) {
-    say(number).phase = phase;
-    hear(number);
-  }
-  /// Time passes, and these are heard all the while.
-  void pass(std::chrono::nanoseconds duration, std::initializer_list<uint8_t> numbers) {
-    for (const BootTime until = now + duration; now < until;) {
-      now = std::min(until, now + seconds(1));
-      for (const uint8_t number : numbers) hear(number);
-    }
-  }
-  Decision decide_once() { return coordinator.advance(now); }
-
-  BootTime now{seconds(1000)};
-  Coordinator coordinator;
-
- private:
-  std::map<uint8_t, Status> statuses_;
-  std::map<uint8_t, uint8_t> lives_;
-  int64_t sent_ = 0;
-};
-
-MembershipOptions options(int min_hosts, int max_hosts, int max_restarts = 0) {
-  MembershipOptions result;
-  result.min_hosts = min_hosts;
-  result.max_hosts = max_hosts;
-  result.max_restarts = max_restarts;
-  return result;
-}
-
-/// Hosts 0 to `hosts` - 1 run generation 1.
-Job running_job(const MembershipOptions& chosen, uint8_t hosts) {
-  Job job(chosen);
-  for (uint8_t i = 0; i < hosts; ++i) job.hear(i);
-  for (seconds passed(0); hosts < chosen.max_hosts && passed <= chosen.last_call; passed += seconds(1)) {
-    job.now += seconds(1);
-    for (uint8_t i = 0; i < hosts; ++i) job.hear(i);
-  }
-  EXPECT_EQ(job.decide_once().action, Action::kStart);
-  for (uint8_t i = 0; i < hosts; ++i) job.obey({i});
-  EXPECT_EQ(job.decide_once().action, Action::kWait);
-  return job;
 }
 
 TEST(Membership, StartsAtOnceWithAllAndAfterTheLastCallWithEnough) {
@@ -237,84 +147,6 @@ TEST(Membership, DoesNotCountAnIdleStatusThatIsOlderThanTheOrderToRun) {
   EXPECT_EQ(job.decide_once().action, Action::kStart);
 }
 
-TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
-  Job job = running_job(options(2, 2, 2), 2);
-  for (int restart = 1; restart <= 2; ++restart) {
-    job.set(1, HostPhase::kFailed);
-    Decision decision = job.decide_once();
-    EXPECT_EQ(decision.action, Action::kWait);
-    EXPECT_TRUE(decision.asks) << "node-0 may be the cause, and dead";
-    EXPECT_FALSE(job.decide_once().asks);
-    job.pass(seconds(1), {0, 1});
-    decision = job.decide_once();
-    EXPECT_EQ(decision.action, Action::kStop);
-    EXPECT_EQ(decision.reason, "workers on node-1 have failed; restart " + std::to_string(restart) + " of 2");
-    job.obey({0, 1});
-    decision = job.decide_once();
-    if (restart == 2) {
-      EXPECT_EQ(decision.action, Action::kWait) << "each further restart waits longer";
-      job.pass(decision.look_again_at - job.now, {0, 1});
-      decision = job.decide_once();
-    }
-    EXPECT_EQ(decision.action, Action::kStart);
-    job.obey({0, 1});
-  }
-  job.set(0, HostPhase::kFailed);
-  job.pass(seconds(1), {0, 1});
-  const Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kEnd);
-  EXPECT_EQ(decision.exit_status, 1);
-  EXPECT_EQ(decision.reason, "workers on node-0 have failed, and all restarts are used up");
-}
-
-TEST(Membership, GivesTheOthersTimeToNoticeAFailureByThemselves) {
-  Job job = running_job(options(2, 2), 2);
-  job.set(1, HostPhase::kFailed);
-  const BootTime failed_at = job.now;
-  job.pass(std::chrono::milliseconds(1), {0, 1});
-  Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kWait);
-  EXPECT_EQ(decision.reason, "workers on node-1 have failed; the others are awaited");
-  EXPECT_EQ(decision.look_again_at, failed_at + seconds(1));
-  job.set(0, HostPhase::kFailed);
-  decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kEnd);
-  EXPECT_EQ(decision.reason, "workers on node-1 have failed") << "that of node-0 follows from it";
-}
-
-TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
-  Job job = running_job(options(3, 3), 3);
-  job.say(0).culprit = 1;
-  job.say(0).failure = "rank 0 failed first";
-  job.set(0, HostPhase::kFailed);
-  job.pass(seconds(1), {0, 1, 2});
-  const Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kEnd);
-  EXPECT_EQ(decision.reason,
-            "workers on node-0 have failed because of rank 1 on node-1, as their errors say");
-  EXPECT_THAT(job.coordinator.take_reports(), ElementsAre()) << "the coordinator's host has printed its own";
-  job.say(1).failure = "rank 1 failed first";
-  job.obey({1, 2});
-  job.hear(1);
-  EXPECT_THAT(job.coordinator.take_reports(),
-              ElementsAre("workers on node-1 have failed:\nrank 1 failed first"));
-}
-
-TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
-  Job job = running_job(options(1, 2), 2);
-  job.coordinator.disconnected(id(1));
-  job.set(0, HostPhase::kFailed);
-  Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kWait);
-  EXPECT_EQ(decision.reason, "workers on node-0 have failed; the end of node-1 may be the cause");
-  job.pass(decision.look_again_at - job.now, {0});
-  decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kStop);
-  EXPECT_FALSE(decision.counts_as_restart);
-  EXPECT_EQ(job.decide_once().action, Action::kStart);
-  EXPECT_EQ(job.coordinator.world().restarts, 0);
-}
-
 TEST(Membership, TakesLateHostsInUpToTheMost) {
   Job job = running_job(options(1, 2), 1);
   job.hear(1);
@@ -381,170 +213,6 @@ TEST(Membership, AgentsBesideEachOtherOnOneHostAreNoLosses) {
     EXPECT_TRUE(job.coordinator.receive({.id = id(number), .sent_at = 1, .host = "node-0"}, job.now));
   }
   for (const Member& member : job.coordinator.members()) EXPECT_EQ(member.losses, 0);
-}
-
-TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
-  Job job = running_job(options(2, 2), 2);
-  job.set(0, HostPhase::kFinished);
-  EXPECT_EQ(job.decide_once().reason, "1 host of 2 have finished");
-  job.set(1, HostPhase::kFinished);
-  Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kEnd);
-  EXPECT_EQ(decision.exit_status, 0);
-  EXPECT_EQ(job.coordinator.order_for(id(1)).command, Command::kEnd);
-  EXPECT_EQ(job.decide_once().action, Action::kWait);
-  job.obey({0, 1});
-  EXPECT_EQ(job.decide_once().action, Action::kDone);
-}
-
-TEST(Membership, AHostThatHasFinishedMayBeLostOrLeave) {
-  for (const bool leaves : {false, true}) {
-    Job job = running_job(options(1, 2), 2);
-    job.set(1, HostPhase::kFinished);
-    job.say(1).leaving = leaves ? 15 : 0;
-    job.hear(1);
-    job.coordinator.disconnected(id(1));
-    job.pass(seconds(20), {0});
-    const Decision decision = job.decide_once();
-    EXPECT_EQ(decision.action, Action::kWait) << decision.reason;
-    EXPECT_GT(decision.look_again_at, job.now) << "nothing changes by its loss";
-    job.set(0, HostPhase::kFinished);
-    EXPECT_EQ(job.decide_once().exit_status, 0);
-    EXPECT_EQ(job.coordinator.world().phase, WorldPhase::kEnding);
-    job.obey({0});
-    EXPECT_EQ(job.decide_once().action, Action::kDone);
-  }
-}
-
-TEST(Membership, AHostThatHasFinishedAndIsLostIsNotTheCauseOfAFailure) {
-  Job job = running_job(options(2, 2, 1), 2);
-  job.set(1, HostPhase::kFinished);
-  job.coordinator.disconnected(id(1));
-  job.pass(seconds(20), {0});
-  job.set(0, HostPhase::kFailed);
-  EXPECT_EQ(job.decide_once().reason, "workers on node-0 have failed; restart 1 of 1");
-}
-
-TEST(Membership, PassesOnThatAllAskToBeStartedAgain) {
-  Job job = running_job(options(2, 2, 5), 2);
-  job.say(0).exit_status = 75;
-  job.say(0).leaving = 15;
-  job.set(0, HostPhase::kFailed);
-  EXPECT_EQ(job.decide_once().action, Action::kWait);
-  job.say(1).exit_status = 75;
-  job.set(1, HostPhase::kFailed);
-  const Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kEnd);
-  EXPECT_EQ(decision.exit_status, 75);
-}
-
-/// Of two hosts the first has ended with 75, and the second one does not notice it.
-Job yielding_job(const MembershipOptions& chosen, int leaving) {
-  Job job = running_job(chosen, 2);
-  job.say(1).leaving = leaving;
-  job.say(1).exit_status = 75;
-  job.set(1, HostPhase::kFailed);
-  job.hear(0);
-  EXPECT_EQ(job.decide_once().action, Action::kWait);
-  job.pass(std::chrono::milliseconds(1), {0, 1});
-  Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kWait) << "it may be about to stop";
-  job.pass(decision.look_again_at - job.now, {0, 1});
-  decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kYield);
-  EXPECT_EQ(decision.reason,
-            "workers on node-1 have stopped and ask to be started again; those on node-0 are asked to stop, "
-            "too");
-  EXPECT_EQ(job.coordinator.order_for(id(0)).command, Command::kYield);
-  EXPECT_EQ(job.decide_once().action, Action::kWait);
-  job.pass(seconds(20), {0, 1});
-  EXPECT_EQ(job.decide_once().action, Action::kWait) << "it has its grace period";
-  return job;
-}
-
-TEST(Membership, AHostThatAsksToBeStartedAgainStopsTheOthers) {
-  Job job = yielding_job(options(2, 2, 5), 0);
-  job.say(0).exit_status = 75;
-  job.set(0, HostPhase::kFailed);
-  EXPECT_EQ(job.decide_once().exit_status, 75);
-
-  Job mixed = yielding_job(options(2, 2, 5), 0);
-  mixed.say(0).exit_status = 1;
-  mixed.set(0, HostPhase::kFailed);
-  EXPECT_EQ(mixed.decide_once().reason,
-            "workers on node-1 ask to be started again, and not all others do; restart 1 of 5");
-
-  Job drained = yielding_job(options(1, 2), 15);
-  drained.say(0).exit_status = 1;
-  drained.set(0, HostPhase::kFailed);
-  EXPECT_EQ(drained.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
-}
-
-TEST(Membership, AHostThatWasAskedToEndFailsNotTheOthersThatNoticeIt) {
-  for (const bool first : {true, false}) {
-    Job job = running_job(options(1, 2), 2);
-    job.say(1).leaving = 15;
-    job.say(1).exit_status = 75;
-    job.say(0).exit_status = 1;
-    job.set(first ? 1 : 0, HostPhase::kFailed);
-    job.pass(std::chrono::milliseconds(1), {0, 1});
-    job.set(first ? 0 : 1, HostPhase::kFailed);
-    const Decision decision = job.decide_once();
-    if (first) {
-      EXPECT_EQ(decision.reason, "node-1 was asked to end by signal 15; the others go on without");
-    } else {
-      EXPECT_EQ(decision.exit_status, 1);
-    }
-  }
-}
-
-TEST(Membership, AHostThatAsksToBeStartedAgainHasFailedWhereAnotherHasFinished) {
-  for (const int restarts : {0, 1}) {
-    Job job = running_job(options(2, 2, restarts), 2);
-    job.say(0).exit_status = 75;
-    job.set(0, HostPhase::kFailed);
-    job.pass(std::chrono::milliseconds(1), {1});
-    EXPECT_THAT(job.decide_once().reason, HasSubstr("the others are awaited"));
-    job.set(1, HostPhase::kFinished);
-    EXPECT_EQ(job.decide_once().action, restarts == 0 ? Action::kEnd : Action::kStop);
-  }
-}
-
-TEST(Membership, EndsWithTheCoordinatorsSignalAndGoesOnWithoutAnotherHost) {
-  Job job = running_job(options(1, 2), 2);
-  job.say(1).leaving = 15;
-  job.hear(1);
-  EXPECT_EQ(job.decide_once().action, Action::kWait) << "its workers have got the signal, too";
-  job.set(1, HostPhase::kFailed);
-  EXPECT_EQ(job.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
-  job.obey({0});
-  EXPECT_EQ(job.decide_once().action, Action::kStart);
-  job.obey({0});
-  job.say(0).leaving = 2;
-  job.set(0, HostPhase::kFailed);
-  const Decision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kEnd);
-  EXPECT_EQ(decision.exit_status, 130);
-}
-
-TEST(Membership, AHostThatLeavesBeforeItStartsIsNotBlamed) {
-  Job job(options(1, 2));
-  job.hear(0);
-  job.hear(1);
-  ASSERT_EQ(job.decide_once().action, Action::kStart);
-  job.obey({0});
-  job.say(1).order = job.coordinator.order_for(id(1)).number;  // it has got the order, and starts nothing
-  job.say(1).leaving = 15;
-  job.hear(1);
-  EXPECT_EQ(job.decide_once().reason, "node-1 was asked to end by signal 15; the others go on without");
-}
-
-TEST(Membership, SaysThatTheOthersWaitWhereTooFewAreLeft) {
-  Job job = running_job(options(3, 3), 3);
-  job.coordinator.disconnected(id(1));
-  job.pass(seconds(10), {0, 2});
-  EXPECT_EQ(job.decide_once().reason,
-            "no word from node-1 for 10 s; too few are left to go on without, and wait for 60 s");
 }
 
 TEST(Membership, TellsHostsNothingOfThePhaseBefore) {
