@@ -10,6 +10,7 @@
 namespace lockstep::launch::membership_test {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Action = Decision::Action;
 using std::chrono::seconds;
