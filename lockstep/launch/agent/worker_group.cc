@@ -18,6 +18,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/host_name.h>
+#include <lockstep/base/try_again.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/orphans.h>
