@@ -1,6 +1,10 @@
+#include <array>
 #include <cstdlib>
+#include <fcntl.h>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <thread>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
@@ -9,8 +13,10 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/files/write_all.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/hex.h>
+#include <lockstep/base/unique_fd.h>
 
 namespace lockstep::base_test {
 namespace {
@@ -38,6 +44,27 @@ TEST(Hex, WritesAndReadsBytes) {
   EXPECT_EQ(from_hex(""), "");
   for (const auto* bad : {"0", "0g", "-1", "+1", "0x", " 1", "1 "})
     EXPECT_EQ(from_hex(bad), std::nullopt) << bad;
+}
+
+TEST(WriteAll, WaitsForAReaderWhereTheDescriptorDoesNotBlock) {
+  std::array<int, 2> ends = {-1, -1};
+  ASSERT_EQ(::pipe2(ends.data(), O_CLOEXEC), 0);
+  const UniqueFd reads(ends[0]);
+  UniqueFd writes(ends[1]);
+  ASSERT_EQ(::fcntl(writes.get(), F_SETFL, O_NONBLOCK), 0);
+  const std::string text(1 << 20, 'x');
+  const ssize_t filled = ::write(writes.get(), text.data(), text.size());
+  ASSERT_GT(filled, 0);
+  size_t seen = 0;
+  std::thread reader([&] {
+    std::array<char, 4096> buffer{};
+    for (ssize_t got = 0; (got = ::read(reads.get(), buffer.data(), buffer.size())) > 0;)
+      seen += static_cast<size_t>(got);
+  });
+  EXPECT_EQ(write_all(writes.get(), text), text.size());
+  writes.reset();
+  reader.join();
+  EXPECT_EQ(seen, static_cast<size_t>(filled) + text.size());
 }
 
 TEST(Environment, ReadsTypedValuesAndNamesWhatIsWrong) {

@@ -20,9 +20,6 @@
 
 namespace lockstep::launch {
 
-/// EX_TEMPFAIL: of workers that were stopped and ask for another start of the whole job (RobustLoop).
-inline constexpr int kTryAgain = 75;
-
 /// How one worker ended.
 struct Ending {
   int local_rank = 0;

@@ -4,7 +4,7 @@ import signal
 
 from optuna.trial import TrialState
 
-from lockstep_sweep import mlflow_runs, show, study
+from lockstep_sweep import keeper, mlflow_runs, show, study
 from lockstep_sweep.job import Job
 from lockstep_sweep.slots import Slots
 
@@ -24,21 +24,18 @@ class Driver:
 
     def run(self):
         """Until all trials have begun and this driver's have ended, or a signal or failures end it. Returns the exit status."""
-        ending = {number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-                  if signal.getsignal(number) != signal.SIG_IGN}  # under nohup, say
-        awaited = {*ending, signal.SIGCHLD}
-        signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-        self._begin_trials()
-        while self._running or self._may_begin():
-            received = signal.sigtimedwait(awaited, TICK)
-            # A terminal that closes sends two SIGHUP: its shell's and the kernel's.
-            repeated = received is not None and received.si_signo == signal.SIGHUP and self._signals
-            if received is not None and received.si_signo in ending and not repeated:
-                self._signals.append(received.si_signo)
-                self._progress.say_once("lockstep sweep: ends its jobs; a second Ctrl-C or signal kills them")
-            self._follow_jobs()
+        ending = {number for number in keeper.ENDING if signal.getsignal(number) != signal.SIG_IGN}  # under nohup, say
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*ending, signal.SIGCHLD})
+        try:
             self._begin_trials()
-            self._progress.show(len(self._running))
+            while self._running or self._may_begin():
+                self._take_signal(ending)
+                self._follow_jobs()
+                self._begin_trials()
+                self._progress.show(len(self._running))
+        except (KeyboardInterrupt, SystemExit) as error:  # while it waited for the study's lock, which another process keeps
+            self._leave(ending, signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code - 128)
+            raise
         if self._failures >= self._options.max_failures:
             self._progress.say(f"lockstep sweep: trials that failed in a row: {self._failures} (--max-failures)")
         self._runs.finish(self._trials.study)
@@ -46,6 +43,32 @@ class Driver:
         if self._signals:
             return 128 + self._signals[0]
         return 0 if succeeded and self._all_begun else 1
+
+    def _take_signal(self, ending):
+        received = signal.sigtimedwait({*ending, signal.SIGCHLD}, TICK)
+        if received is not None and received.si_signo in ending:
+            self._note_signal(received.si_signo)
+
+    def _note_signal(self, number):
+        if self._signals and number == signal.SIGHUP:
+            return  # a closed terminal: its shell and the kernel send one each
+        self._signals.append(number)
+        self._progress.say_once("lockstep sweep: ends its jobs; a second Ctrl-C or signal kills them")
+
+    def _leave(self, ending, number):
+        """Ends its jobs without a word to the study. Drivers that find their trials left run them again."""
+        self._note_signal(number)
+        while self._running:
+            self._stop_jobs()
+            self._running = [job for job in self._running if not job.ended()]
+            self._take_signal(ending)
+
+    def _stop_jobs(self):
+        for job in self._running:
+            if self._signals:
+                job.stop()
+            if len(self._signals) > 1:
+                job.kill()
 
     def _may_begin(self):
         return (not self._all_begun and not self._signals and self._failures < self._options.max_failures
@@ -70,11 +93,8 @@ class Driver:
             self._progress.begun(trial)
 
     def _follow_jobs(self):
+        self._stop_jobs()
         for job in list(self._running):
-            if self._signals:
-                job.stop()
-            if len(self._signals) > 1:
-                job.kill()
             ended = job.ended()
             self._report(job, ended)
             if ended:

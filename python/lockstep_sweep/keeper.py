@@ -8,11 +8,13 @@ import json
 import os
 import pathlib
 import re
+import signal
 import stat
 import sys
 import tempfile
 
 DEVICES = "/dev"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what ends a driver
 
 
 def private_folder():
@@ -37,12 +39,28 @@ class Lock:
         if self._depth == 0:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(self._fd)
-                return False
+                if not wait:
+                    os.close(self._fd)
+                    return False
+                self._wait()
         self._depth += 1
         return True
+
+    def _wait(self):
+        """A process that is stopped may keep the lock for ever. So signals that end a driver, which it blocks to wait for them,
+        have their handlers meanwhile; what these raise, leaves the lock to others."""
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def release(self):
         self._depth -= 1

@@ -1,7 +1,9 @@
 """The accounts of a sweep, whenever its drivers are killed. What it does as a whole, tests/launch/sweep_test.py tests."""
 
+import inspect
 import json
 import os
+import subprocess
 
 import pytest
 from processes import run_python
@@ -118,6 +120,20 @@ def test_a_process_with_the_number_of_a_driver_that_ended_is_not_that_driver():
     assert host.has_ended({**me, "boot": "another"})
     assert not host.has_ended({**me, "boot": "another", "machine": "another"}), "it is of another machine with this name"
     assert not host.has_ended({**me, "started": 0, "pids": 0}), "in another container its number says nothing"
+
+
+def test_a_driver_of_another_user_that_proc_hides_has_not_ended():
+    hides = "mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", f"{hides} true"], capture_output=True).returncode:
+        pytest.skip("hiding processes needs root")
+    # By its text, for another user may not enter the folder of the package.
+    asks = inspect.getsource(host) + "import json, sys\nprint([has_ended(driver) for driver in json.loads(sys.argv[1])])"
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    drivers = json.dumps([host.this_driver(), {**host.this_driver(), "pid": ended.pid}])
+    asking = ["unshare", "--mount", "sh", "-c", f'{hides} "$@"', "sh", "/usr/bin/env", "python3", "-c", asks, drivers]
+    seen = subprocess.run(asking, capture_output=True, text=True)
+    assert seen.stdout == "[False, True]\n", seen.stderr
 
 
 def test_a_half_line_at_the_end_of_a_journal_is_cut_off(begun, tmp_path):

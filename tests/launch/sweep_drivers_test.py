@@ -10,17 +10,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from ports import free_port
+from support import HANG
 from sweeps import BOWL, LOSS, MISUSE, PROGRAM, WITHOUT_READER
 
 optuna = pytest.importorskip("optuna")
 pytest.importorskip("lockstep_sweep", reason="there is no Python module in this build")
+from lockstep_sweep import keeper  # noqa: E402
 from lockstep_sweep.__main__ import main  # noqa: E402
 from lockstep_sweep.study import own_trials  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # ---- Drivers
@@ -53,6 +63,63 @@ if not pathlib.Path("go").exists():
     first, again, other = sweep.study().trials
     assert again.user_attrs["retry_of"] == first.number and again.params == first.params
     assert [again.state.name, other.state.name] == ["COMPLETE", "COMPLETE"]
+
+
+def test_a_terminal_that_closes_kills_no_job(sweep):
+    """Its shell and the kernel send SIGHUP each."""
+    program = sweep.script("""
+import os, pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path("asked").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    pathlib.Path("saved").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path("begun").touch()
+while True:
+    time.sleep(1)
+""")
+    driver = sweep.start(*BOWL, *LOSS, "--trials", 1, "--", program)
+    wait_for(lambda: (sweep.folder / "begun").exists())
+    driver.kill(signal.SIGHUP)
+    wait_for(lambda: (sweep.folder / "asked").exists())
+    driver.kill(signal.SIGHUP)
+    wait_for(lambda: not is_pending(driver.pid, signal.SIGHUP))
+    (sweep.folder / "go").touch()
+    done = driver.finish()
+    assert done.status == 128 + signal.SIGHUP and (sweep.folder / "saved").exists(), done.text
+
+
+def is_pending(pid, number):
+    fields = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)$", pathlib.Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return any(int(field, 16) >> (number - 1) & 1 for field in fields)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_driver_that_waits_for_the_studys_lock_ends_by_a_signal(sweep, number):
+    program = sweep.script("""
+import pathlib, time
+pathlib.Path("begun").touch()
+while not pathlib.Path("locked").exists():
+    time.sleep(0.01)
+print("loss: 1", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+""")
+    driver = sweep.start(*BOWL, *LOSS, "--trials", 1, "--", program)
+    wait_for(lambda: (sweep.folder / "begun").exists())
+    with keeper.Lock(sweep.folder / "sweep" / "study.journal.drivers"):
+        (sweep.folder / "locked").touch()
+        wait_for(lambda: re.search(rf"-> FLOCK .* {driver.pid} ", pathlib.Path("/proc/locks").read_text()))
+        driver.kill(number)
+        done = driver.finish()
+    assert done.status == 128 + number and "ends its jobs" in done.stdout and done.stderr == "", done.text
+    sweep.wait_until_gone()
+    (sweep.folder / "go").touch()
+    sweep.run("resume", "sweep")
+    first, again = sweep.study().trials
+    assert again.user_attrs["retry_of"] == first.number and again.state.name == "COMPLETE"
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite:///study.db"])

@@ -107,6 +107,17 @@ def test_all_options_are_taken_in_each_spelling_and_from_variables(programs):
     assert checked > 50
 
 
+def test_the_macro_for_the_local_rank_is_torchruns(programs):
+    macros = pytest.importorskip("torch.distributed.elastic.utils").macros
+    words = ["--out=${local_rank}.txt", "$local_rank", "$${local_rank} $$ ${local_rank}", "$$$local_rank$", "a$local_rank-b", "$local_ranks",
+             "${local_rank", "${LOCAL_RANK}", "${${local_rank}", "$RANK ${local_rank}é", "", "$"]  # fmt: skip
+    done = programs.run("lockstep", "run", "-n", 2, "sh", "-c", 'for word; do echo "<$word>"; done', "sh", *words, "$$")
+    for rank in range(2):
+        mark = f"[rank {rank}] "
+        shown = [line[len(mark):] for line in done.stdout.splitlines() if line.startswith(mark)]
+        assert shown == [f"<{word}>" for word in [*macros.substitute(words, str(rank)), "$$"]], done.text
+
+
 def test_options_that_a_dry_run_does_not_tell_come_from_variables(programs):
     variables = {"TEE": "3", "LOG_DIR": "logs", "LOCAL_RANKS_FILTER": "1"}
     variables |= {"DUPLICATE_STDOUT_FILTERS": "out", "DUPLICATE_STDERR_FILTERS": "err"}

@@ -48,27 +48,33 @@ OutputRouter::OutputRouter(const Options& options)
     for (int rank = 0; rank < options.nprocs; ++rank) {
       prefixes.insert(prefixes.end(), merged ? 2 : 1, prefix_of(options.first_rank + rank, options.prefix));
     }
-    prefixes.emplace_back("lockstep run: ");
-    const size_t own = prefixes.size() - 1;
-    const size_t columns = terminal_columns(target);
-    UniqueFd nonblocking = reopen_nonblocking(target);
-    const int fd = nonblocking ? nonblocking.get() : target;
-    sinks_.push_back(std::make_unique<Sink>(Sink{std::move(nonblocking),
-                                                 fd,
-                                                 columns > 0,
-                                                 false,
-                                                 LineForwarder(std::move(prefixes), columns),
-                                                 own,
-                                                 {},
-                                                 0}));
+    add_sink(target, std::move(prefixes));
   }
+  error_sink_ = sinks_.size() - 1;
+  if (!same_place(options.targets[1], STDERR_FILENO)) add_sink(STDERR_FILENO, {});
   sources_.reserve(static_cast<size_t>(options.nprocs) * 2);
+}
+
+void OutputRouter::add_sink(int target, std::vector<std::string> prefixes) {
+  prefixes.emplace_back("lockstep run: ");
+  const size_t own = prefixes.size() - 1;
+  const size_t columns = terminal_columns(target);
+  UniqueFd nonblocking = reopen_nonblocking(target);
+  const int fd = nonblocking ? nonblocking.get() : target;
+  sinks_.push_back(std::make_unique<Sink>(Sink{std::move(nonblocking),
+                                               fd,
+                                               columns > 0,
+                                               false,
+                                               LineForwarder(std::move(prefixes), columns),
+                                               own,
+                                               {},
+                                               0}));
 }
 
 std::array<UniqueFd, 2> OutputRouter::open_next(const std::array<Route, 2>& routes) {
   std::array<UniqueFd, 2> write_ends;
   const size_t local_rank = sources_.size() / 2;
-  const bool merged = sinks_.size() == 1;
+  const bool merged = error_sink_ == 0;
   for (size_t stream = 0; stream < 2; ++stream) {
     int ends[2] = {-1, -1};
     TORCH_CHECK_WITH(DistBackendError, ::pipe2(ends, O_CLOEXEC) == 0,
@@ -95,7 +101,7 @@ std::array<UniqueFd, 2> OutputRouter::open_next(const std::array<Route, 2>& rout
 }
 
 void OutputRouter::say(const std::string& line) {
-  Sink& sink = *sinks_.back();
+  Sink& sink = *sinks_[error_sink_];
   sink.queue += sink.lines.feed(sink.own_index, line + "\n");
 }
 

@@ -57,7 +57,7 @@ class OutputRouter : public Streams {
   size_t worker_columns() const;
   /// After the last worker: reads the rest, and ends unfinished lines.
   void close();
-  /// After close(): queues text of the launcher's own, as it stands, behind what the workers wrote to standard error.
+  /// After close(): queues text of the launcher's own, as it stands, for its standard error, which need not be a target.
   void append(std::string_view text);
   /// After close(): writes what is queued, and waits for a slow reader. From a signal on, or where `interrupted`, or from when
   /// `urgent` is readable, it waits no longer than Supervisor::kDrainTime, and after a second signal not at all; the rest is lost. The first
@@ -96,10 +96,13 @@ class OutputRouter : public Streams {
     Deadline idle_at = Deadline::never();  // when its unfinished line is written
   };
 
+  void add_sink(int target, std::vector<std::string> prefixes);
   void read_from(Source& source);
 
   Options options_;
-  std::vector<std::unique_ptr<Sink>> sinks_;  // one or two
+  // One or two of the targets, and this process's standard error where that is none of them.
+  std::vector<std::unique_ptr<Sink>> sinks_;
+  size_t error_sink_ = 0;  // of the workers' standard error
   std::vector<Source> sources_;
   std::vector<LineTail> tails_;
 };

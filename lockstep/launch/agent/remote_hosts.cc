@@ -25,6 +25,7 @@
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/text/parse_number.h>
+#include <lockstep/base/try_again.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/remote_hosts.h>

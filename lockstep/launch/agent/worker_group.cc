@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -18,6 +19,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/host_name.h>
+#include <lockstep/base/try_again.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
 #include <lockstep/launch/agent/orphans.h>
@@ -145,6 +147,29 @@ void make_local_rank_virtual(WorkerEnvironment& environment, int local_rank) {
   }
   environment.set("LOCAL_RANK", "0");
   environment.set("CUDA_VISIBLE_DEVICES", device);
+}
+
+/// A word of the command with torchrun's macro for the local rank, as string.Template has it (macros.substitute in
+/// torch/distributed/elastic/utils/api.py). Unlike there a word without the macro keeps its $$, a shell's process id.
+std::string with_local_rank(const std::string& word, int local_rank) {
+  const auto is_of_name = [](char letter) {
+    return std::isalnum(static_cast<unsigned char>(letter)) != 0 || letter == '_';
+  };
+  std::string result;
+  bool found = false;
+  for (std::string_view rest = word; !rest.empty();) {
+    const bool in_braces = rest.starts_with("${local_rank}");
+    const size_t length = in_braces ? 13 : rest.starts_with("$local_rank") ? 11 : 0;
+    if (in_braces || (length != 0 && (rest.size() == length || !is_of_name(rest[length])))) {
+      found = true;
+      result += std::to_string(local_rank);
+      rest.remove_prefix(length);
+    } else {
+      result += rest.front();
+      rest.remove_prefix(rest.starts_with("$$") ? 2 : 1);
+    }
+  }
+  return found ? result : word;
 }
 
 /// What a look at the workers finds.
@@ -282,9 +307,11 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
       flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
       mine.set("TORCHELASTIC_ERROR_FILE", files.error_file(rank));
       mine.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
+      std::vector<std::string> words = options.command;
+      for (size_t i = 1; i < words.size(); ++i) words[i] = with_local_rank(words[i], rank);
       const int input = variables.first_rank + rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
       supervisor.start({.program = options.program,
-                        .arguments = options.command,
+                        .arguments = std::move(words),
                         .environment = mine.strings(),
                         .standard = {input, ends[0].get(), ends[1].get()},
                         .inherited = {}});

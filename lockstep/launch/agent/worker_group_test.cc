@@ -1,4 +1,5 @@
 #include <chrono>
+#include <fcntl.h>
 #include <functional>
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -103,6 +104,15 @@ TEST(WorkerGroup, ReportsRanksOfTheWholeJob) {
   EXPECT_EQ(end.exit_status, 1);
   EXPECT_THAT(end.report, HasSubstr("rank 5 (pid"));
   EXPECT_THAT(end.report, HasSubstr("rank 4 was then ended"));
+}
+
+TEST(WorkerGroup, ReportsWhereTheWorkersOutputGoesElsewhere) {
+  const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  RunOptions options = shell(1, "exit 3");
+  options.output = {nothing.get(), nothing.get()};
+  ::testing::internal::CaptureStderr();
+  run_workers(options, {.nprocs = 1, .world_size = 1}, no_store);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("exited with status 3"));
 }
 
 TEST(WorkerGroup, EndsWhenItsControlSaysSo) {

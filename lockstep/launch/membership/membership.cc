@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <lockstep/base/text/counted.h>
+#include <lockstep/base/try_again.h>
 #include <lockstep/launch/membership/membership.h>
 
 namespace lockstep::launch {
@@ -14,8 +15,6 @@ using Action = Decision::Action;
 using Members = std::vector<Member>;
 using Pointers = std::vector<const Member*>;
 using std::chrono::nanoseconds;
-
-constexpr int kTryAgain = 75;  // EX_TEMPFAIL: workers that ask for the whole job to be started again
 
 std::string name_of(const Member& member) {
   const int rank = member.status.node_rank;
