@@ -275,6 +275,7 @@ def test_a_signal_while_a_firewall_drops_the_launchers_packets_ends_it(programs)
     programs.wait_until_gone()
 
 
+@support.takes_hangups
 def test_a_terminal_that_closes_signals_twice_and_takes_no_grace_period(programs):
     script = "trap 'echo told' HUP; echo up; while ! [ -e go ]; do sleep 0.05; done; echo saved"
     launcher = programs.start("lockstep", "run", "sh", "-c", script)

@@ -23,6 +23,10 @@ INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LD_LIBRARY_PA
 MARK = "LOCKSTEP_TEST_MARK"
 LISTEN = "0A"  # a socket's state in /proc/net/tcp
 
+takes_hangups = pytest.mark.skipif(
+    signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, reason="programs ignore SIGHUP here, as under nohup"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:

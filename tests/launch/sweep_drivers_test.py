@@ -14,7 +14,7 @@ import time
 
 import pytest
 from ports import free_port
-from support import HANG
+from support import HANG, takes_hangups
 from sweeps import BOWL, LOSS, MISUSE, PROGRAM, WITHOUT_READER
 
 optuna = pytest.importorskip("optuna")
@@ -65,6 +65,7 @@ if not pathlib.Path("go").exists():
     assert [again.state.name, other.state.name] == ["COMPLETE", "COMPLETE"]
 
 
+@takes_hangups
 def test_a_terminal_that_closes_kills_no_job(sweep):
     """Its shell and the kernel send SIGHUP each."""
     program = sweep.script("""
