@@ -1,7 +1,6 @@
 #include "hosts_arguments.h"
 
 #include <algorithm>
-#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <initializer_list>
@@ -10,6 +9,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <CLI/CLI.hpp>
@@ -17,7 +17,9 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/random_bytes.h>
+#include <lockstep/base/text/lower_case.h>
 #include <lockstep/base/text/parse_number.h>
+#include <lockstep/base/text/without_blanks.h>
 #include <lockstep/launch/agent/dry_run.h>
 #include <lockstep/launch/agent/host_roles.h>
 #include <lockstep/launch/worker_environment.h>
@@ -85,11 +87,6 @@ HostAndPort parse_endpoint(const std::string& text, int default_port) {
   return result;
 }
 
-std::string without_blanks(const std::string& text) {
-  const size_t begin = std::min(text.find_first_not_of(" \t\n"), text.size());
-  return text.substr(begin, text.find_last_not_of(" \t\n") + 1 - begin);
-}
-
 /// "key=value,…" of --rdzv-conf, with blanks around keys and values as torchrun takes them.
 std::map<std::string, std::string> parse_conf(const std::string& text) {
   std::map<std::string, std::string> result;
@@ -98,7 +95,8 @@ std::map<std::string, std::string> parse_conf(const std::string& text) {
     const size_t equals = item.find('=');
     TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "--rdzv-conf has '", item,
                       "'; it takes key=value,…");
-    result[without_blanks(item.substr(0, equals))] = without_blanks(item.substr(equals + 1));
+    result[std::string(without_blanks(std::string_view(item).substr(0, equals)))] =
+        without_blanks(std::string_view(item).substr(equals + 1));
   }
   return result;
 }
@@ -113,8 +111,7 @@ std::chrono::nanoseconds parse_seconds(const std::string& key, const std::string
 
 /// torch/distributed/elastic/rendezvous/api.py: get_as_bool.
 bool parse_flag(const std::string& key, const std::string& value) {
-  std::string small = value;
-  for (char& letter : small) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  const std::string small = lower_case(value);
   const auto is_one_of = [&](std::initializer_list<const char*> words) {
     return std::find(words.begin(), words.end(), small) != words.end();
   };

@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/without_blanks.h>
 #include <lockstep/data/datasets/csv_dataset.h>
 #include <lockstep/data/datasets/internal/csv_reader.h>
 
@@ -93,13 +94,6 @@ class NumberBuffer {
   size_t element_;
   std::vector<uint8_t> bytes_;
 };
-
-std::string_view without_blanks(std::string_view text) {
-  const auto blank = [](char c) { return c == ' ' || (c >= '\t' && c <= '\r'); };
-  while (!text.empty() && blank(text.front())) text.remove_prefix(1);
-  while (!text.empty() && blank(text.back())) text.remove_suffix(1);
-  return text;
-}
 
 /// The whole text as a number, or nothing.
 template <class T>
