@@ -63,6 +63,7 @@ SignalCatcher::SignalCatcher() {
   slot.taken = true;
   while (take()) {  // left over from the former user
   }
+  ended_ = false;
   slot.write_end.store(slot.pipe[1], std::memory_order_release);
   if (living++ > 0) return;
   owner = ::getpid();
@@ -105,10 +106,14 @@ int SignalCatcher::fd() const {
 
 std::optional<int> SignalCatcher::take() const {
   unsigned char byte = 0;
-  ssize_t got = 0;
-  while ((got = ::read(fd(), &byte, 1)) < 0 && errno == EINTR) {
+  while (true) {
+    const ssize_t got = ::read(fd(), &byte, 1);
+    if (got < 0 && errno == EINTR) continue;
+    if (got != 1) return std::nullopt;
+    if (ended_ && byte == SIGHUP) continue;
+    ended_ = ended_ || byte != SIGUSR2;
+    return byte;
   }
-  return got == 1 ? std::optional<int>(byte) : std::nullopt;
 }
 
 }  // namespace lockstep::launch

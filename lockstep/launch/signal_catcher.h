@@ -10,7 +10,8 @@ namespace lockstep::launch {
 /// that the program ignores (under nohup, say) stay ignored. Nor is SIGCHLD ignored meanwhile: the kernel would throw the
 /// workers' exit statuses away. After the last one's end the former dispositions are back. A handler and a pipe rather
 /// than a signalfd: the program may have threads that have these signals unblocked. Several may live at once, each sees
-/// every signal; at most kMost.
+/// every signal, but for a SIGHUP behind one that ends a job (any but SIGUSR2): a terminal that closes sends two, its shell's
+/// and the kernel's, and the second is no impatience. At most kMost.
 class SignalCatcher {
  public:
   static constexpr int kMost = 16;
@@ -26,6 +27,7 @@ class SignalCatcher {
 
  private:
   int slot_ = -1;
+  mutable bool ended_ = false;  // a signal that ends a job was taken
 };
 
 }  // namespace lockstep::launch

@@ -242,8 +242,6 @@ void Supervisor::take_signals() {
       signal_those_that_catch(*signal);
       continue;
     }
-    if (interrupted_by_ && *signal == SIGHUP)
-      continue;  // a closed terminal: its shell and the kernel send one each
     if (interrupted_by_) {
       kill_at_ = Deadline::after(std::chrono::nanoseconds(0));
       continue;

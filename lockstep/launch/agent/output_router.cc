@@ -245,7 +245,7 @@ std::optional<int> OutputRouter::drain(const SignalCatcher& signals, bool interr
       if (*signal == SIGUSR2) continue;  // it asks workers for profiles
       const bool again = interrupted || first;
       if (!first) first = signal;
-      if (again && *signal != SIGHUP) return first;  // which a terminal that closes sends twice
+      if (again) return first;
     }
     if (first || waits[1].revents != 0) until = earlier(until, Deadline::after(Supervisor::kDrainTime));
     for (size_t i = 0; i < sinks_.size(); ++i) {

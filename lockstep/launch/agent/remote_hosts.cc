@@ -237,8 +237,6 @@ class RemoteAgents {
 
   void pass_on(int signal) {
     if (signal == SIGUSR2) return tell(signal);  // which ends nothing
-    if (signal_ != 0 && signal == SIGHUP)
-      return;  // a closed terminal: its shell and the kernel send one each
     if (signal_ != 0) return kill_all();
     signal_ = signal;
     tell(signal);

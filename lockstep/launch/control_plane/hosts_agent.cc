@@ -278,8 +278,6 @@ int run_on_hosts(HostsOptions options) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
     ::poll(waits, 2, -1);
     while (const auto signal = take_ending(signals)) {
-      if (leaving != 0 && *signal == SIGHUP)
-        continue;  // a closed terminal: its shell and the kernel send one each
       plane.leave(*signal);
       if (leaving != 0) return 128 + *signal;  // no workers run
       leaving = *signal;
