@@ -11,6 +11,7 @@ from lockstep_sweep.options import fill
 from lockstep_sweep.slots import run_options
 
 LAST_LINES, LAST_BYTES = 20, 16384  # MySQL keeps attributes of up to 64 KiB, in which a byte may become six
+STEPS = 2**63  # as lockstep::trial() counts them, MLflow, and the databases of studies; Optuna wants none below 0
 RANK_0 = re.compile(r"\[rank 0\] (.*)", re.DOTALL)
 OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|std::bad_alloc|MemoryError|[Cc]an('t|not) allocate memory|"
                            "by the kernel, for want of memory")  # the last one says lockstep run
@@ -56,10 +57,10 @@ class _Lines:
 
 
 def _metrics_of(line):
-    """(metrics, step) of a line of a JsonLinesWriter, or ({}, None)."""
+    """(metrics, step) of a line of a JsonLinesWriter, or ({}, None). The step may be any number, infinite or NaN too."""
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
         content = json.loads(line)
-        return {name: float(value) for name, value in content["metrics"].items()}, int(content["step"])
+        return {name: float(value) for name, value in content["metrics"].items()}, content["step"] + 0
     return {}, None
 
 
@@ -69,7 +70,7 @@ class Job:
     def __init__(self, options, launcher, trial, place, variables):
         self.trial, self._place, self.folder = trial, place, folder_of(options, trial.number)
         self.metrics, self.reported, self.pruned, self.stopped = {}, {}, False, False
-        self._options, self._matched, self._no_number = options, 0, ""
+        self._options, self._matched, self._left_out = options, 0, ""
         self.folder.mkdir(parents=True, exist_ok=True)
         report, output = report_of(options, trial), self.folder / "output.log"
         report.unlink(missing_ok=True)  # of a trial of this number that a study lost when its host crashed
@@ -113,9 +114,12 @@ class Job:
                         found.append((self._matched, value))
         for line in self._reports.new(ended):
             metrics, step = _metrics_of(line)
+            if metrics and not 0 <= step < STEPS:
+                self._left_out = f"; a report at step {str(step):.40} was left out, for steps go from 0 to 2^63 - 1"
+                continue
             self.metrics.update(metrics)
-            if metric in metrics and metric not in regexes and step >= 0:  # as Optuna wants them
-                found.append((step, metrics[metric]))
+            if metric in metrics and metric not in regexes:
+                found.append((int(step), metrics[metric]))
         return found
 
     def _matches(self, regex, line):
@@ -127,7 +131,7 @@ class Job:
             try:
                 yield float(match[1])
             except (ValueError, TypeError):
-                self._no_number = match[1] or match[0]
+                self._left_out = f"; a --regex has matched '{match[1] or match[0]}', which is no number"
 
     def value(self):
         """The last that it has reported; None where that is nothing."""
@@ -145,9 +149,7 @@ class Job:
             reason = f"lockstep run was ended by signal {-status}"
         elif value is None:
             others = ", ".join(sorted(self.metrics)) or "nothing, neither to a --regex nor by lockstep::trial()"
-            reason = f"it reported no '{self._options.metric}'; it reported {others}"
-            if self._no_number:
-                reason += f"; a --regex has matched '{self._no_number}', which is no number"
+            reason = f"it reported no '{self._options.metric}'; it reported {others}{self._left_out}"
         elif math.isnan(value):
             reason = f"its {self._options.metric} is NaN"
         else:

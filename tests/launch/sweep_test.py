@@ -236,6 +236,16 @@ def test_a_missing_metric_and_nan_are_failures_that_say_so(sweep):
     assert "a --regex has matched '0.3, accuracy: 0.9', which is no number" in no_number
 
 
+@pytest.mark.parametrize("step, shown", [("1e300", "1e+300"), ("1e999", "inf"), ("NaN", "nan"), (2**63, 2**63), (-1, -1)])
+def test_a_report_at_a_step_that_is_no_count_is_left_out_and_said_so(sweep, step, shown):
+    (sweep.folder / "line").write_text(f'{{"metrics": {{"loss": 1}}, "step": {step}}}\n')
+    words = ["--param", "x=int:0:9", "--metric", "loss", "--trials", 1]
+    sweep.run(*words, "--", "cp", "line", "{folder}/metrics.jsonl", status=1)
+    [trial] = sweep.study().trials
+    assert trial.state.name == "FAIL" and not trial.intermediate_values
+    assert f"a report at step {shown} was left out, for steps go from 0 to 2^63 - 1" in trial.user_attrs["failure"]
+
+
 @pytest.mark.parametrize("said", ["terminate called after throwing an instance of std::bad_alloc", "MemoryError"])
 def test_running_out_of_memory_is_a_result(sweep, said):
     program = ["sh", "-c", f"if [ {{x}} = 1 ]; then echo '{said}' >&2; exit 1; fi; echo loss: 1"]
