@@ -28,6 +28,7 @@
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/log_without_waiting.h>
 #include <lockstep/launch/agent/remote_hosts.h>
 #include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/worker_environment.h>
@@ -436,6 +437,7 @@ void add_run(CLI::App& program, int& status) {
     const std::vector<std::string> words = program_words(*run);
     if (arguments->parent_pid != 0) end_with_parent(arguments->parent_pid);
     if (arguments->started_by_shell) launch::obey_remote_launcher();
+    launch::log_without_waiting();
     take_torchs_grace_period(*run, *arguments);
     if (run->get_option("--host")->count() > 0) {
       const launch::RemoteRun remote = remote_run(*run, *arguments, words);

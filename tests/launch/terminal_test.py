@@ -108,3 +108,16 @@ def test_it_keeps_nothing_from_the_other_hosts(programs):
     terminal.read_on()
     assert agent.finish().status == 0
     assert "[rank 1] done" in terminal.close()
+
+
+def test_a_line_of_the_log_does_not_keep_it_from_a_signal(programs):
+    terminal = Terminal(stopped=True)
+    job = programs.start(*terminal.inside(), programs.find("lockstep"), "run", "sh", "-c", "echo $$ > pid.new; mv pid.new pid.0; sleep 1000")
+    [pid] = pids_of(programs, 1)
+    job.kill(signal.SIGUSR2)  # no process has a handler for it, of which it warns
+    job.kill(signal.SIGTERM)
+    wait_until_ended(pid)
+    assert job.finish().status == 128 + signal.SIGTERM
+    programs.wait_until_gone()
+    terminal.read_on()
+    terminal.close()
