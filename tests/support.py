@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -207,6 +208,14 @@ class Programs:
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(HANG)
+
+
+def unshare(*options):
+    """The words before a command that runs in a pid namespace of its own."""
+    words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", *options]
+    if not shutil.which("unshare") or subprocess.run([*words, "true"], capture_output=True).returncode != 0:
+        pytest.skip("namespaces can't be made here")
+    return words
 
 
 def is_guardian(pid: int) -> bool:

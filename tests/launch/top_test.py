@@ -8,7 +8,6 @@ import pathlib
 import pty
 import re
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -19,7 +18,7 @@ import time
 import pytest
 from agents import Job
 from ports import free_port
-from support import HANG
+from support import HANG, unshare
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 OK, NO_JOB, MISUSE = 0, 1, 2
@@ -213,14 +212,6 @@ def test_several_jobs_are_named_and_one_is_chosen(programs, small_data):
     assert look(programs, names[1])["hosts"][0]["ranks"][0]["pid"] == pids[1]
     done = programs.run("lockstep", "top", "no-such-job")
     assert done.status == MISUSE and "no job 'no-such-job' of this user runs here" in done.stderr, done.text
-
-
-def unshare(*options):
-    """The words before a command that runs in a pid namespace of its own."""
-    words = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", *options]
-    if not shutil.which("unshare") or subprocess.run([*words, "true"], capture_output=True).returncode != 0:
-        pytest.skip("namespaces can't be made here")
-    return words
 
 
 def test_jobs_whose_processes_have_the_same_numbers_in_their_containers(programs, small_data):

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <fstream>
 #include <string>
 #include <sys/wait.h>
@@ -7,6 +8,11 @@
 #include <lockstep/launch/agent/orphans.h>
 
 namespace lockstep::launch {
+namespace {
+
+constexpr std::chrono::seconds kBetweenLooks{1};
+
+}  // namespace
 
 size_t reap_orphans(const std::vector<pid_t>& own) {
   size_t reaped = 0;
@@ -18,6 +24,14 @@ size_t reap_orphans(const std::vector<pid_t>& own) {
       ++reaped;
   }
   return reaped;
+}
+
+OrphanWatch::OrphanWatch() : look_at_(::getpid() == 1 ? Deadline::after(kBetweenLooks) : Deadline::never()) {}
+
+void OrphanWatch::look(const std::vector<pid_t>& own) {
+  if (!look_at_.expired()) return;
+  look_at_ = Deadline::after(kBetweenLooks);
+  reap_orphans(own);
 }
 
 }  // namespace lockstep::launch

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdlib.h>
 #include <string_view>
+#include <sys/types.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -27,6 +28,7 @@
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/base/try_again.h>
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/launch/agent/orphans.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/remote_hosts.h>
 #include <lockstep/launch/agent/shell_words.h>
@@ -183,6 +185,7 @@ class RemoteAgents {
                                             .environment = environment,
                                             .standard = {theirs.get(), streams[0].get(), streams[1].get()}},
                                            guardian_)});
+      pids_.push_back(shells_.back().process.pid());
       inputs_.add(std::move(ours));
     }
   }
@@ -204,11 +207,13 @@ class RemoteAgents {
       waits.push_back({shell.status ? -1 : shell.process.pidfd(), POLLIN, 0});
     const auto own = static_cast<std::ptrdiff_t>(waits.size());
     output_.add_to(waits);
-    if (::poll(waits.data(), waits.size(), earlier(until, output_.wake_at()).poll_milliseconds()) < 0) {
+    const Deadline wake_at = earlier(earlier(until, orphans_.wake_at()), output_.wake_at());
+    if (::poll(waits.data(), waits.size(), wake_at.poll_milliseconds()) < 0) {
       for (pollfd& wait : waits) wait.revents = 0;
     }
     output_.serve(waits.data() + own, waits.data() + waits.size());
     for (size_t i = 0; i < shells_.size(); ++i) collect(i);
+    orphans_.look(pids_);
     while (const auto signal = signals_.take()) pass_on(*signal);
   }
 
@@ -287,6 +292,8 @@ class RemoteAgents {
   Guardian guardian_;
   OutputRouter output_;
   std::vector<Shell> shells_;
+  std::vector<pid_t> pids_;  // of all shells
+  OrphanWatch orphans_;
   AgentInputs inputs_;
   std::optional<size_t> first_failed_;
   int signal_ = 0;  // the first that came

@@ -206,9 +206,9 @@ class ControlledStreams : public Streams {
       ++begin;
       control_->serve(supervisor_);
     }
+    orphans_.look(pids_);
     if (look_at_.expired()) {
       look_at_ = Deadline::after(WorkerWatch::kInterval);
-      if (::getpid() == 1) reap_orphans(pids_);
       for (const std::string& line :
            watch_.look(look_at(supervisor_, first_rank_), std::chrono::steady_clock::now())) {
         output_.say(line);
@@ -216,7 +216,9 @@ class ControlledStreams : public Streams {
     }
     output_.serve(begin, end);
   }
-  Deadline wake_at() const override { return earlier(look_at_, output_.wake_at()); }
+  Deadline wake_at() const override {
+    return earlier(earlier(look_at_, orphans_.wake_at()), output_.wake_at());
+  }
   bool finished() const override { return output_.finished(); }
 
  private:
@@ -225,6 +227,7 @@ class ControlledStreams : public Streams {
   const std::vector<pid_t> pids_;
   int first_rank_;
   WorkerControl* control_;
+  OrphanWatch orphans_;
   WorkerWatch watch_{host_name()};
   Deadline look_at_ = Deadline::after(WorkerWatch::kInterval);
 };

@@ -24,6 +24,7 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/text/hex.h>
+#include <lockstep/launch/agent/orphans.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/hosts_agent.h>
@@ -201,7 +202,8 @@ void run_generation(const HostsOptions& options, const std::string& local_addres
 /// Waits until the coordinator's name has an address: it may get one when that host starts, or, a pod of
 /// Kubernetes, has started. The signal that ended the wait;
 /// otherwise there is an address, or the time for it is over.
-std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& signals, LineWriter& lines) {
+std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& signals, OrphanWatch& orphans,
+                              LineWriter& lines) {
   const BootTime until = BootClock::now() + options.membership.join_timeout;
   bool said = false;
   std::string why;
@@ -210,6 +212,7 @@ std::optional<int> await_name(const HostsOptions& options, const SignalCatcher& 
     if (!std::exchange(said, true)) lines.say("can't find the coordinator's host, and tries again: " + why);
     pollfd wait = {signals.fd(), POLLIN, 0};
     ::poll(&wait, 1, 1000);
+    orphans.look({});
     if (const auto signal = take_ending(signals)) return signal;
   }
   return std::nullopt;
@@ -257,7 +260,8 @@ int run_on_hosts(HostsOptions options) {
   raise_open_files_limit();  // the coordinator has three for each connection that a far worker has to the store
   const std::string local_address = checked_local_address(options.local_address);
   const SignalCatcher signals;
-  if (const auto signal = await_name(options, signals, lines)) return 128 + *signal;
+  OrphanWatch orphans;  // while no workers run
+  if (const auto signal = await_name(options, signals, orphans, lines)) return 128 + *signal;
   const auto table = std::make_shared<ExitStatusTable>(ExitStatusTable::create(options.run.nprocs));
   ControlPlane plane(
       {.membership = options.membership,
@@ -276,7 +280,8 @@ int run_on_hosts(HostsOptions options) {
   int leaving = 0;  // the first signal that has come
   while (true) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
-    ::poll(waits, 2, -1);
+    ::poll(waits, 2, orphans.wake_at().poll_milliseconds());
+    orphans.look({});
     while (const auto signal = take_ending(signals)) {
       plane.leave(*signal);
       if (leaving != 0) return 128 + *signal;  // no workers run
