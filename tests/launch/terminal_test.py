@@ -99,6 +99,22 @@ def test_what_the_workers_wrote_waits_for_the_reader(programs):
         assert [line[len(mark) :] for line in lines if line.startswith(mark)] == list(map(str, range(1, 301)))
 
 
+def test_no_temporary_folder_is_there_while_it_waits_for_the_reader(programs):
+    """A launcher that is killed then has no guardian any more, which would remove it."""
+    terminal = Terminal(stopped=True)
+    job = programs.start(*terminal.inside(), programs.find("lockstep"), "run", "sh", "-c", "echo done; echo $$ > pid.$RANK")
+    [pid] = pids_of(programs, 1)
+    wait_until_ended(pid)
+    deadline = time.monotonic() + HANG
+    while list(programs.folder.glob("lockstep_*")):
+        assert time.monotonic() < deadline, "the folder is still there"
+        time.sleep(0.02)
+    assert job.process.poll() is None
+    terminal.read_on()
+    assert job.finish().status == 0
+    assert "done" in terminal.close()
+
+
 def test_it_keeps_nothing_from_the_other_hosts(programs):
     terminal = Terminal(stopped=True)
     job = Job(programs, 2)

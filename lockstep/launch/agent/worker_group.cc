@@ -275,21 +275,22 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   const auto started_at = std::filesystem::file_time_type::clock::now();
   std::string flight_folder;
   IgnoredBrokenPipe no_broken_pipe;
-  const RankFiles files(options, variables.restart_count);
-  FilteredCopies copies = filtered_copies(options, files);
+  std::optional<RankFiles> files(std::in_place, options, variables.restart_count);
+  FilteredCopies copies = filtered_copies(options, *files);
   OutputRouter output({.nprocs = options.nprocs,
                        .first_rank = variables.first_rank,
                        .prefix = prefix,
                        .targets = options.output,
                        .observe = options.observe_output});
   std::vector<Ending> endings;
+  std::vector<RankEvidence> evidence(static_cast<size_t>(options.nprocs));
   std::optional<int> interrupted_by;
   const SignalCatcher signals;  // for what comes when the supervisor is gone
   {
     // On one host the guardian's fork comes before the store's threads.
     Supervisor supervisor(options.nprocs,
                           {.grace_period = options.grace_period,
-                           .temporary = files.temporary(options.nprocs),
+                           .temporary = files->temporary(options.nprocs),
                            .exit_status = control == nullptr ? nullptr : control->exit_status(),
                            .owns_job = true});
     variables.store_port = open_store(supervisor);
@@ -301,14 +302,14 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     std::vector<pid_t> pids;
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
-      auto ends = output.open_next(routes_of(options, files, copies, rank));
+      auto ends = output.open_next(routes_of(options, *files, copies, rank));
       WorkerEnvironment mine = common;
       variables.local_rank = rank;
       variables.apply(mine);
       if (options.virtual_local_rank) make_local_rank_virtual(mine, rank);
       if (adjust) adjust(mine);
       flight_folder = flight_directory([&](const char* name) { return mine.get(name); });
-      mine.set("TORCHELASTIC_ERROR_FILE", files.error_file(rank));
+      mine.set("TORCHELASTIC_ERROR_FILE", files->error_file(rank));
       mine.set(ExitStatusTable::kVariable, supervisor.exit_status().environment_value());
       std::vector<std::string> words = options.command;
       for (size_t i = 1; i < words.size(); ++i) words[i] = with_local_rank(words[i], rank);
@@ -323,6 +324,9 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     ControlledStreams streams(output, supervisor, std::move(pids), variables.first_rank, control);
     endings = supervisor.run(streams);
     interrupted_by = supervisor.interrupted_by();
+    for (int rank = 0; rank < options.nprocs; ++rank)
+      evidence[static_cast<size_t>(rank)].error = read_error(files->error_file(rank));
+    files.reset();  // while the guardian would remove them: output may wait for its reader for long
   }
   if (control != nullptr && control->has_lapsed()) {
     for (Ending& ending : endings) {
@@ -331,10 +335,8 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     }
   }
   output.close();
-  std::vector<RankEvidence> evidence;
-  for (int rank = 0; rank < options.nprocs; ++rank) {
-    evidence.push_back({read_error(files.error_file(rank)), output.last_lines(rank)});
-  }
+  for (int rank = 0; rank < options.nprocs; ++rank)
+    evidence[static_cast<size_t>(rank)].last_lines = output.last_lines(rank);
   GroupEnd end = end_of(variables, endings, evidence, interrupted_by);
   if (control != nullptr) control->ended(end);
   if (end.exit_status == kTryAgain) {
