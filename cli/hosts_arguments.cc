@@ -163,6 +163,7 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
   options.membership.min_hosts = hosts.least;
   options.membership.max_hosts = hosts.most;
   options.membership.max_restarts = arguments.max_restarts;
+  options.membership.one_command = arguments.started_by_shell;
   options.job_id = arguments.rdzv_id;
   options.node_rank = arguments.node_rank;
   options.local_address = arguments.local_addr;

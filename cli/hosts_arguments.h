@@ -29,6 +29,7 @@ struct HostsArguments {
   int max_restarts = 0;
   std::string secret_file;
   bool no_tunnel = false;
+  bool started_by_shell = false;  // by lockstep run -H
 };
 
 /// The number that is, or is a part of, this option's value. Throws c10::ValueError unless it is from `low` to `high`.

@@ -77,7 +77,6 @@ struct RunArguments {
   std::string remote_hosts;
   std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
   std::vector<std::string> passed_on;
-  bool started_by_shell = false;
   int parent_pid = 0;
   std::string cpu_list;
   std::string gpu_list;
@@ -430,13 +429,13 @@ void add_run(CLI::App& program, int& status) {
       ->type_name("NAME[=VALUE]")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->allow_extra_args(false);
-  run->add_flag("--started-by-shell", arguments->started_by_shell)->group("");
+  run->add_flag("--started-by-shell", arguments->hosts.started_by_shell)->group("");
   run->add_option("--parent-pid", arguments->parent_pid)->group("");
   add_hosts_arguments(*run, arguments->hosts);
   run->callback([run, arguments, &status] {
     const std::vector<std::string> words = program_words(*run);
     if (arguments->parent_pid != 0) end_with_parent(arguments->parent_pid);
-    if (arguments->started_by_shell) launch::obey_remote_launcher();
+    if (arguments->hosts.started_by_shell) launch::obey_remote_launcher();
     launch::log_without_waiting();
     take_torchs_grace_period(*run, *arguments);
     if (run->get_option("--host")->count() > 0) {

@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from agents import wait_until_ended
 from support import HANG
 
 SECRET = "0123456789abcdef" * 4
@@ -43,6 +45,17 @@ class Cluster:
             if str(self.shell).encode() in words[:2] and host.encode() in words:
                 return pid
         raise AssertionError(f"no shell leads to {host}")
+
+    def wait_until_finished(self, number):
+        """Until the workers of this host have ended, and their guardian with them; the pid of its agent."""
+        word, deadline = f"--node-rank={number}".encode(), time.monotonic() + HANG
+        while True:
+            words = {pid: pathlib.Path(f"/proc/{pid}/cmdline") for pid in self.programs.survivors()}
+            found = [pid for pid, file in words.items() if file.exists() and word in file.read_bytes().split(b"\0")]
+            if len(found) == 1:
+                return found[0]
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
 
 
 @pytest.fixture
@@ -140,6 +153,18 @@ def test_the_loss_of_a_shell_ends_all_hosts(programs, cluster):
     done = job.finish()
     assert done.status == 1, done.text
     assert "host-b can't be reached, or its remote shell was lost: it was killed by signal 9 (SIGKILL)" in done.stderr, done.text
+    programs.wait_until_gone()
+
+
+def test_a_signal_to_a_host_that_has_finished_lets_the_others_go_on(programs, cluster):
+    job = cluster.start("host-a,host-b", "sh", "-c", f"{TELL}; test $RANK = 1 || while ! [ -e go ]; do sleep 0.05; done")
+    job.wait_for("rank 1 of 2")
+    agent = cluster.wait_until_finished(1)
+    os.kill(agent, signal.SIGTERM)
+    wait_until_ended(agent)
+    (programs.folder / "go").touch()
+    done = job.finish()
+    assert done.status == 0 and "all workers have ended with status 0" in done.stderr, done.text
     programs.wait_until_gone()
 
 

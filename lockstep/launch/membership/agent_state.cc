@@ -104,7 +104,8 @@ AgentState::Action AgentState::advance(BootTime now) {
       const bool has_finished =
           self_.phase == HostPhase::kFinished && order_->place.generation == started_.generation;
       const bool dispensable = order_->command == Command::kIdle || has_finished;
-      if (self_.leaving != 0 && told && dispensable) end(128 + self_.leaving, "ended by a signal");
+      if (self_.leaving != 0 && told && dispensable)
+        end(has_finished && options_.one_command ? 0 : 128 + self_.leaving, "ended by a signal");
     }
     return Action::kNothing;
   }

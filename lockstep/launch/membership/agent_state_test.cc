@@ -15,7 +15,8 @@ using std::chrono::seconds;
 /// An agent, its clock, and a coordinator that answers each status.
 class Agent {
  public:
-  Agent() : state({.id = {1}, .host = "node-a"}, options, now) {}
+  explicit Agent(const MembershipOptions& given = {})
+      : options(given), state({.id = {1}, .host = "node-a"}, options, now) {}
 
   Order order(Command command, uint64_t number, uint64_t generation = 1) {
     return {.job = {7},
@@ -236,6 +237,19 @@ TEST(AgentState, LeavesWhereItsWorkersHaveFinishedOnceTheCoordinatorKnowsBoth) {
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 1)), Action::kNothing);
   EXPECT_EQ(agent.state.phase(), Phase::kEnded);
   EXPECT_EQ(agent.state.exit_status(), 143);
+}
+
+TEST(AgentState, OfOneCommandLeavesWithoutFailureWhereItsWorkersHaveFinished) {
+  for (const bool finished : {true, false}) {
+    Agent agent({.one_command = true});
+    agent.run();
+    agent.state.workers_ended(finished ? 0 : 143, "", agent.now);
+    agent.state.leave(15, agent.now);
+    agent.now += seconds(1);
+    agent.obey(agent.order(finished ? Command::kRun : Command::kIdle, 2));
+    EXPECT_EQ(agent.state.phase(), Phase::kEnded);
+    EXPECT_EQ(agent.state.exit_status(), finished ? 0 : 143);
+  }
 }
 
 TEST(AgentState, LeavesAtOnceWhileNoCoordinatorAnswers) {
