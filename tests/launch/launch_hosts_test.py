@@ -105,19 +105,21 @@ DIFFERS = ("LOCKSTEP_", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HAND
 
 
 def test_workers_have_torchruns_environment(programs, make_hosts):
+    """All of it without the tunnel, and with it all but where the store is."""
     torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
     if not torchrun:
         pytest.skip("no torchrun beside this Python")
     net = make_hosts(2)
     place = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3, "--role", "trainer"]
     place += ["--rdzv-backend", "static", "--master-addr", net.addresses[0], "--master-port", PORT]
-    launchers = {"torchrun": [torchrun, "--no-python"], "lockstep": [programs.find("lockstep"), "run", "--no-tunnel"]}
+    run = [programs.find("lockstep"), "run"]
+    launchers = {"torchrun": [torchrun, "--no-python"], "no tunnel": [*run, "--no-tunnel"], "tunnel": run}
     seen = {}
     for name, launcher in launchers.items():
         agents = []
         for host in range(2):
             own = ["--node-rank", host, "--local-addr", net.addresses[host]]
-            own += ["sh", "-c", f"env > {programs.folder}/{name}_$RANK"]
+            own += ["sh", "-c", f'env > "{programs.folder}/{name}_$RANK"']
             agents.append(programs.start(*net.inside(host, *launcher, *place, *own), LOCKSTEP_JOB_SECRET=SECRET))
         done = [agent.finish() for agent in agents]
         assert [result.status for result in done] == [0, 0], done
@@ -125,7 +127,11 @@ def test_workers_have_torchruns_environment(programs, make_hosts):
             lines = (programs.folder / f"{name}_{rank}").read_text().splitlines()
             seen[name, rank] = sorted(line for line in lines if not line.startswith(DIFFERS))
     for rank in range(4):
-        assert seen["lockstep", rank] == seen["torchrun", rank]
+        assert seen["no tunnel", rank] == seen["torchrun", rank]
+        place = [line for line in seen["tunnel", rank] if line.startswith("MASTER_")]
+        assert place[0] == "MASTER_ADDR=127.0.0.1" and place[1].startswith("MASTER_PORT="), place
+        rest = [line for line in seen["torchrun", rank] if not line.startswith("MASTER_")]
+        assert [line for line in seen["tunnel", rank] if line not in place] == rest
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "[::1]"])
