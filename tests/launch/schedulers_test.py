@@ -70,6 +70,21 @@ def test_mpirun_starts_a_program_on_two_hosts(programs, make_hosts):
     programs.wait_until_gone()
 
 
+def sets_its_place(programs, net, rank, size):
+    """A program that sets all four variables itself, as tutorials do: rank and size from these of the scheduler's."""
+    place = f"RANK=${rank} WORLD_SIZE=${size} MASTER_ADDR={net.names[0]} MASTER_PORT={PORT}"
+    return ["sh", "-c", f"{place} exec {programs.find('all_reduce')}"]
+
+
+def test_under_mpirun_a_program_on_two_hosts_may_set_its_place(programs, make_hosts):
+    mpirun = require("mpirun.openmpi", "openmpi-bin")
+    net = make_hosts(2)
+    options = ["--allow-run-as-root", "--bind-to", "none", "--mca", "plm_rsh_agent", net.remote_shell()]
+    place = ["-n", 4, "--host", ",".join(f"{name}:2" for name in net.names)]
+    program = sets_its_place(programs, net, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    check_sums(programs.run(*net.inside(0, mpirun, *options, *place, *program)))
+
+
 SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
 
 
@@ -156,6 +171,11 @@ def test_slurm_starts_a_program_on_two_hosts(programs, slurm):
     check_sums(done)
     where = r"all 4 ranks are there, started by srun, on 2 hosts: host-a \(ranks 0 and 1\), host-b \(ranks 2 and 3\)"
     assert re.search(where, done.stderr), done.text
+
+
+def test_under_slurm_a_program_on_two_hosts_may_set_its_place(programs, slurm):
+    program = sets_its_place(programs, slurm.net, "SLURM_PROCID", "SLURM_NTASKS")
+    check_sums(programs.run(*slurm("srun"), "-N", 2, "--ntasks-per-node", 2, *program))
 
 
 def test_agents_under_slurm_know_their_hosts(programs, slurm):
