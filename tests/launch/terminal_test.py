@@ -128,7 +128,7 @@ def test_it_keeps_nothing_from_the_other_hosts(programs):
 
 def test_a_line_of_the_log_does_not_keep_it_from_a_signal(programs):
     terminal = Terminal(stopped=True)
-    job = programs.start(*terminal.inside(), programs.find("lockstep"), "run", "sh", "-c", "echo $$ > pid.new; mv pid.new pid.0; sleep 1000")
+    job = programs.start(*terminal.inside(), programs.find("lockstep"), "run", "sh", "-c", "echo $$ > pid.0; sleep 1000")
     [pid] = pids_of(programs, 1)
     job.kill(signal.SIGUSR2)  # no process has a handler for it, of which it warns
     job.kill(signal.SIGTERM)
