@@ -62,7 +62,7 @@ class Terminal:
 def pids_of(programs, count):
     deadline = time.monotonic() + HANG
     while True:
-        pids = [int(file.read_text()) for file in programs.folder.glob("pid.*") if file.read_text().endswith("\n")]
+        pids = [int(file.read_text()) for file in programs.folder.glob("pid.?") if file.read_text().endswith("\n")]
         if len(pids) == count:
             return pids
         assert time.monotonic() < deadline, pids
