@@ -241,7 +241,7 @@ TEST(AgentState, LeavesWhereItsWorkersHaveFinishedOnceTheCoordinatorKnowsBoth) {
 
 TEST(AgentState, OfOneCommandLeavesWithoutFailureWhereItsWorkersHaveFinished) {
   for (const bool finished : {true, false}) {
-    Agent agent({.one_command = true});
+    Agent agent(MembershipOptions{.one_command = true});
     agent.run();
     agent.state.workers_ended(finished ? 0 : 143, "", agent.now);
     agent.state.leave(15, agent.now);
