@@ -1,4 +1,4 @@
-"""Job files of docs/jobs/ for schedulers that are not there to run them: what they would start on the second of two hosts."""
+"""Job files of docs/jobs/ for schedulers that are not here to run them: what they would start on the second host."""
 
 import pathlib
 import re

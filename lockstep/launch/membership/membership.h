@@ -37,8 +37,8 @@ struct MembershipOptions {
   std::chrono::nanoseconds settling =
       std::chrono::seconds(1);  // a late host's, before the others stop for it
   std::chrono::nanoseconds rejoin_timeout = std::chrono::minutes(1);  // for lost hosts, when too few are left
-  // The agents were started by one command, which ends them all where one fails (-H). A host whose workers have all finished ends
-  // with 0 for it, also by a signal.
+  // The agents were started by one command, which ends them all where one fails (-H). The agent of a host whose workers have
+  // all finished ends with 0 then, also by a signal.
   bool one_command = false;
   std::chrono::nanoseconds reaction_time =
       std::chrono::seconds(1);  // for the others to notice by themselves that workers have ended
