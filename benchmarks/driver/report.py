@@ -268,9 +268,9 @@ def launches(results):
                 if f"{cell}.lockstep" in results.series:
                     place = f"{sum(workers)} workers on {len(workers)} host{'s' * (len(workers) > 1)}"
                     rows.append([f"{text}, {place}, {language}", *(duration(results.median(f"{cell}.{who}"))
-                                 for who in ("lockstep", "torchrun")), ratio(results, f"{cell}.vs_torchrun")])
+                                 for who in ("lockstep", "torchrun", launch.NO_LAUNCHER)), ratio(results, f"{cell}.vs_torchrun")])
     return Table("Launchers: until the first collective of all ranks; where a launcher is killed, until its last worker's end",
-                 ["", "lockstep run", "torchrun", "times faster (quartiles)"], rows)
+                 ["", "lockstep run", "torchrun", "no launcher", "times faster (quartiles)"], rows)
 
 
 def launches_in_a_row(results):

@@ -2,7 +2,8 @@
 
 Programs note when their first collective was done (benchmarks/launch.cc, peers/python_launch.py). Measured are the times
 
-- start: from the launchers' start to the last rank's first collective;
+- start: from the launchers' start to the last rank's first collective; also that of the same processes without a launcher,
+  which is what the program itself takes, so that no launcher can be faster;
 - worker: from the end of a worker by SIGKILL to the first collective of all ranks after the restart;
 - agent: from the end of a host's launcher by SIGKILL to that of its last worker. Under torchrun these live on;
 - cut: from the cut of the second host's cable to the first collective of the other one, which goes on alone. Under torchrun
@@ -37,6 +38,7 @@ IN_A_ROW = 100
 IDLE_WORKERS = 64
 IDLE_SECONDS = 10
 SECONDS = 120
+NO_LAUNCHER = "alone"
 SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
 
 
@@ -44,17 +46,19 @@ SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
 class Launch:
     """One way to start a job."""
 
-    launcher: str  # lockstep or torchrun
+    launcher: str  # lockstep, torchrun or NO_LAUNCHER
     program: str  # of PROGRAMS
     layout: tuple
     net: object = None  # the hosts, where there are several
     port: int = None  # where their launchers meet; None: a free one
 
     def commands(self, fleet, folder, options=(), arguments=()):
-        """Of each host's launcher."""
+        """Of each host's launcher, or of each rank."""
         program = [str(fleet.bin_dir / "bench_launch")]
         if self.program == "python":
             program = [sys.executable, str(PEERS / "python_launch.py")]
+        if self.launcher == NO_LAUNCHER:
+            return self.ranks([*program, folder, *arguments])
         launcher = [str(fleet.bin_dir / "lockstep"), "run"] if self.launcher == "lockstep" else [torchrun()]
         many = len(self.layout) > 1
         meeting = ["--standalone"]
@@ -69,13 +73,26 @@ class Launch:
             answer.append(self.net.inside(host, *words) if many else list(map(str, words)))
         return answer
 
+    def ranks(self, words):
+        """The command of each rank, which is told what a launcher would tell it."""
+        many = len(self.layout) > 1
+        shared = {"MASTER_ADDR": self.net.addresses[0] if many else "127.0.0.1", "MASTER_PORT": self.port or ports.free_port(),
+                  "WORLD_SIZE": sum(self.layout)}
+        answer = []
+        for host, workers in enumerate(self.layout):
+            for local_rank in range(workers):
+                own = {**shared, "RANK": len(answer), "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": workers}
+                command = ["env", *(f"{name}={value}" for name, value in own.items()), *words]
+                answer.append(self.net.inside(host, *command) if many else list(map(str, command)))
+        return answer
+
 
 def torchrun():
     return shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
 
 
 class Running:
-    """A job's launchers; whatever is left of them at the end is killed."""
+    """A job's launchers, or its ranks where it has none; whatever is left of them at the end is killed."""
 
     def __init__(self, fleet, launch, options=(), arguments=(), **variables):
         self.folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
@@ -261,7 +278,7 @@ def launch(fleet, results, rounds, generator):
         for name, layout in STARTS.items():
             if net or len(layout) == 1:
                 turns = min(rounds, MANY) if sum(layout) > 2 else rounds
-                measure(fleet, results, turns, generator, f"launch.start.{name}", start, launchers, layout, net)
+                measure(fleet, results, turns, generator, f"launch.start.{name}", start, [*launchers, NO_LAUNCHER], layout, net)
         if net:
             measure(fleet, results, rounds, generator, f"launch.worker.{FAILURES}", kill_worker, launchers,
                     STARTS[FAILURES], net)

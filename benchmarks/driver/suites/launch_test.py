@@ -32,7 +32,7 @@ class LaunchFleet:
 @pytest.fixture
 def costs(monkeypatch):
     """Each start takes a second under torchrun, and less under ours."""
-    seconds = {"lockstep": 0.25e9, "torchrun": 1e9}
+    seconds = {"lockstep": 0.25e9, "torchrun": 1e9, launch.NO_LAUNCHER: 0.2e9}
     for what in ("start", "kill_worker", "kill_agent", "cut_host"):
         monkeypatch.setattr(launch, what, lambda fleet, turn: seconds[turn.launcher])
     monkeypatch.setattr(launch, "in_a_row", lambda fleet, turn: ([2e8, 4e8, 2e8], 1, ["a file", 7]))
@@ -55,9 +55,9 @@ def test_launchers_are_compared(costs):
     assert [target for target, *_ in targets.judge(answer)] == list(targets.LAUNCH_TARGETS)
     assert answer.median("launch.agent.2x1.cpp.lockstep") == 0.25e9
     text = report.report(answer, markdown=True)
-    assert "| start, 8 workers on 1 host, C++ | 250 ms | 1000 ms | 4× " in text, text
-    assert "| launcher killed, 2 workers on 2 hosts, Python over Gloo | 250 ms | - | " in text, text
-    assert "| cable cut, 2 workers on 2 hosts, C++ | 250 ms | - | " in text, text
+    assert "| start, 8 workers on 1 host, C++ | 250 ms | 1000 ms | 200 ms | 4× " in text, text
+    assert "| launcher killed, 2 workers on 2 hosts, Python over Gloo | 250 ms | - | - | " in text, text
+    assert "| cable cut, 2 workers on 2 hosts, C++ | 250 ms | - | - | " in text, text
     assert "| 200 ms | 1 | 2 |" in text, text
     assert "| lockstep run | 20 MiB | 1.5 ms |" in text, text
 
@@ -117,3 +117,14 @@ def test_both_launchers_get_the_same_options():
         for words in commands:
             assert words[words.index("--nnodes") + 1] == "2" and words[-3:] == ["/bin/bench_launch", "/folder", "--stay"]
             assert words[words.index("--max-restarts") + 1] == "1"
+
+
+def test_without_a_launcher_each_rank_is_told_its_place():
+    fleet = LaunchFleet()
+    net = hosts.PretendedHosts(2)
+    ranks = launch.Launch(launch.NO_LAUNCHER, "cpp", (2, 1), net, port=7).commands(fleet, "/folder")
+    told = [dict(word.split("=") for word in words if "=" in word) for words in ranks]
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"]) for rank in told] == [
+        ("0", "0", "2"), ("1", "1", "2"), ("2", "0", "1")]
+    assert {(rank["WORLD_SIZE"], rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in told} == {("3", net.addresses[0], "7")}
+    assert all(words[-2:] == ["/bin/bench_launch", "/folder"] for words in ranks)
