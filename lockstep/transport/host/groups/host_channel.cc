@@ -467,8 +467,7 @@ void HostChannel::note_absence(int rank, uint64_t first) {
 }
 
 /// True if what this rank waits for has come after all, so that it goes on.
-template <class Complete>
-bool HostChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
+bool HostChannel::give_up(FailureKind kind, int culprit, const std::function<bool()>& complete) {
   using Phase = OperationOutcome::Phase;
   std::vector<int> late;
   OperationOutcome outcome(members_->outcome(), rank_, sequence());
