@@ -219,7 +219,7 @@ def test_what_has_passed_is_recorded_in_its_row(tmp_path):
 
 
 def test_the_document_has_a_row_for_each_whole_run():
-    text = (ROOT / "docs/testing.md").read_text().splitlines()
+    text = (ROOT / "docs/internals/testing.md").read_text().splitlines()
     for options in ("", " --all", " --sanitizer address", " --sanitizer thread", " --gpu"):
         assert record_tests.find_row(text, "scripts/test" + options) is not None
 

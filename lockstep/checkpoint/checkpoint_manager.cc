@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <atomic>
-#include <cinttypes>
 #include <condition_variable>
 #include <exception>
 #include <map>
 #include <mutex>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -16,22 +14,18 @@
 #include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/random_bytes.h>
-#include <lockstep/base/text/formatted.h>
 #include <lockstep/base/text/hex.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/checkpoint/internal/async_writer.h>
 #include <lockstep/checkpoint/internal/candidates.h>
-#include <lockstep/checkpoint/internal/checkpoint_reader.h>
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/internal/folder_lock.h>
-#include <lockstep/checkpoint/internal/manifest.h>
+#include <lockstep/checkpoint/internal/managed_folder.h>
 #include <lockstep/checkpoint/internal/member_ranks.h>
 #include <lockstep/checkpoint/internal/pages.h>
-#include <lockstep/checkpoint/internal/retention.h>
 #include <lockstep/checkpoint/internal/save_job.h>
 #include <lockstep/checkpoint/internal/save_schedule.h>
-#include <lockstep/checkpoint/internal/temporary_directory.h>
 #include <lockstep/serialization/object_conversion.h>
 
 namespace lockstep {
@@ -40,6 +34,7 @@ namespace {
 using checkpoint::internal::Failure;
 using checkpoint::internal::FolderLock;
 using checkpoint::internal::FolderOwner;
+using checkpoint::internal::managers_name;
 using checkpoint::internal::MemberRanks;
 using checkpoint::internal::SaveJob;
 using checkpoint::internal::SaveSchedule;
@@ -62,11 +57,6 @@ void check(const CheckpointManagerOptions& options) {
                     "; it is a part of the run time, above 0 and at most 1");
   TORCH_CHECK_VALUE(!options.must_resume || !options.from_scratch_if_all_damaged,
                     "CheckpointManager: must_resume and from_scratch_if_all_damaged contradict each other");
-}
-
-/// step-00000100, step-00000100-emergency
-std::string name_of(const CheckpointInfo& info) {
-  return formatted("step-%08" PRId64 "%s", info.step, info.emergency.empty() ? "" : "-emergency");
 }
 
 void check_is_there(const std::filesystem::path& directory) {
@@ -149,7 +139,8 @@ class CheckpointManager::Implementation {
         lock_(lock_together(options_, ranks_)),
         writing_ranks_(own_ranks(ranks_, options_.async)),
         schedule_(options_, ranks_.leads(),
-                  [this](const SaveSchedule::Look& look) { return agree_on(ranks_, look); }) {}
+                  [this](const SaveSchedule::Look& look) { return agree_on(ranks_, look); }),
+        folder_(options_) {}
 
   ~Implementation() {
     try {
@@ -178,7 +169,7 @@ class CheckpointManager::Implementation {
       const std::lock_guard lock(mutex_);
       if (took_) schedule_.written(*took_);
     }
-    auto job = std::make_shared<SaveJob>(options_.directory / name_of(info), state, rank_state, info,
+    auto job = std::make_shared<SaveJob>(options_.directory / managers_name(info), state, rank_state, info,
                                          save_options(), /*managed=*/true, ranks_);
     job->set_fence([this] {
       if (lock_) lock_->check();
@@ -219,8 +210,8 @@ class CheckpointManager::Implementation {
     if (!lock_ && owner.generation > 0) {
       own_lock = FolderLock::acquire(options_.directory, std::chrono::nanoseconds(0), owner);
     }
-    SaveJob job(options_.directory / name_of(info), state, rank_state, info, save_options(), /*managed=*/true,
-                alone);
+    SaveJob job(options_.directory / managers_name(info), state, rank_state, info, save_options(),
+                /*managed=*/true, alone);
     job.set_fence([&] {
       if (const FolderLock* lock = lock_ ? lock_.get() : own_lock.get()) return lock->check();
       FolderLock::check_without(options_.directory, owner);
@@ -256,7 +247,7 @@ class CheckpointManager::Implementation {
       std::string damage;
       auto loaded = load_together(directory, options, damage);
       if (damage.empty()) {
-        if (options.verify && options.parts.empty()) good_.insert(directory);
+        if (options.verify && options.parts.empty()) folder_.note_good(directory);
         return loaded;
       }
       damaged.push_back(damage);
@@ -324,8 +315,8 @@ class CheckpointManager::Implementation {
   void completed(const CheckpointInfo& info) {
     note(info);
     if (!ranks_.leads()) return;
-    written_[info.directory] = ++writes_;
-    if (info.emergency.empty()) remove_old(info);
+    folder_.note_written(info.directory);
+    if (info.emergency.empty()) folder_.remove_old(info, writer_.cancelled());
   }
 
   /// Throws unless training may begin at step 0, now that no candidate is left to try.
@@ -342,63 +333,6 @@ class CheckpointManager::Implementation {
             options_.must_resume ? "" : "CheckpointManagerOptions::from_scratch_if_all_damaged"));
     LOCKSTEP_LOG(kWarning) << "all checkpoints in " << options_.directory.string()
                            << " are damaged; training from scratch, as from_scratch_if_all_damaged says";
-  }
-
-  /// What can't be removed is a nuisance, and no reason to end a training.
-  void remove_old(const CheckpointInfo& newest) {
-    try {
-      std::vector<checkpoint::internal::ManagedCheckpoint> managed;
-      for (const CheckpointInfo& info : checkpoint::internal::list_managed(options_.directory)) {
-        const std::string name = info.directory.filename().string();
-        const bool named =
-            name == name_of(info) || name == checkpoint::internal::replaced_name(name_of(info));
-        if (!named) continue;
-        const auto manifest = checkpoint::internal::with_retries(
-            [&] { return checkpoint::internal::read_manifest(info.directory); });
-        if (!manifest.managed) continue;
-        const auto written = written_.find(info.directory);
-        managed.push_back({info, written == written_.end() ? 0 : written->second});
-      }
-      for (const CheckpointInfo& info : checkpoint::internal::checkpoints_to_remove(
-               managed, options_, {newest.directory},
-               [this](const CheckpointInfo& each) { return condition_of(each); })) {
-        if (writer_.cancelled()) return;
-        LOCKSTEP_LOG(kInfo) << "removing the checkpoint " << info.directory.string();
-        checkpoint::internal::remove_checkpoint_directory(info.directory);
-      }
-    } catch (const std::exception& error) {
-      LOCKSTEP_LOG(kWarning) << "old checkpoints stay: " << text_of(error);
-    }
-  }
-
-  /// Whether it may take the place of an older one. Of what this manager has not written all is read, once.
-  checkpoint::internal::Condition condition_of(const CheckpointInfo& info) {
-    using checkpoint::internal::Condition;
-    const std::filesystem::path& directory = info.directory;
-    const auto problems_of = [&](bool tensors) {
-      return checkpoint::internal::with_retries(
-          [&] { return checkpoint::internal::problems_of(directory, tensors); });
-    };
-    try {
-      if (written_.contains(directory)) {
-        return problems_of(/*tensors=*/false).empty() ? Condition::kGood : Condition::kDamaged;
-      }
-      if (good_.contains(directory)) return Condition::kGood;
-      if (damaged_.contains(directory)) return Condition::kDamaged;
-      if (writer_.cancelled()) return Condition::kUnknown;
-      const auto problems = problems_of(/*tensors=*/true);
-      if (!problems.empty()) {
-        LOCKSTEP_LOG(kWarning) << "the checkpoint " << directory.string()
-                               << " is damaged, so an older one is kept: " << problems.front();
-      }
-      (problems.empty() ? good_ : damaged_).insert(directory);
-      return problems.empty() ? Condition::kGood : Condition::kDamaged;
-    } catch (const CheckpointIoError& error) {
-      LOCKSTEP_LOG(kWarning) << "the checkpoint " << directory.string()
-                             << " can't be checked, so it is kept, and an older one, too: "
-                             << error.what_without_backtrace();
-      return Condition::kUnknown;
-    }
   }
 
   /// Nothing, and in `found` what is wrong, if any rank finds damage. Whatever else goes wrong on any rank is
@@ -418,7 +352,8 @@ class CheckpointManager::Implementation {
                                          directory.string(), " away to go on without it"));
       } catch (const CheckpointError&) {
         damage = Failure::of_current_exception(ranks_);
-        damaged_.insert(directory);  // by this rank's own reading: another rank's may have another reason
+        // By this rank's own reading: another rank's may have another reason.
+        folder_.note_damaged(directory);
       }
     });
     using Outcome = std::tuple<std::string, int64_t, std::string>;
@@ -448,12 +383,9 @@ class CheckpointManager::Implementation {
   std::exception_ptr error_;
   std::optional<CheckpointInfo> last_saved_;
   std::optional<std::chrono::nanoseconds> took_;
-  // What is known of checkpoints, by directory. The writer's thread uses it, and load_latest(), which waits
-  // for that thread first.
-  std::map<std::filesystem::path, int64_t> written_;  // on the leader: the number of the save
-  int64_t writes_ = 0;
-  std::set<std::filesystem::path> good_, damaged_;  // of those that this manager has not written
-  checkpoint::internal::AsyncWriter writer_;        // last: its thread uses the rest
+  // The writer's thread uses it, and load_latest(), which waits for that thread first.
+  checkpoint::internal::ManagedFolder folder_;
+  checkpoint::internal::AsyncWriter writer_;  // last: its thread uses the rest
 };
 
 CheckpointManager::CheckpointManager(CheckpointManagerOptions options, ProcessGroup group) {

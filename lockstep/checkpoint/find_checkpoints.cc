@@ -1,10 +1,12 @@
 #include <algorithm>
+#include <cinttypes>
 #include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include <lockstep/base/log.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/internal/candidates.h>
 #include <lockstep/checkpoint/internal/checkpoint_reader.h>
@@ -183,6 +185,10 @@ std::string checkpoint::internal::none_there_text(const fs::path& root,
   return text +
          ". Name the folder that holds the checkpoints' folders (step-00000500, …), or leave out must_resume "
          "to begin at step 0";
+}
+
+std::string checkpoint::internal::managers_name(const CheckpointInfo& info) {
+  return formatted("step-%08" PRId64 "%s", info.step, info.emergency.empty() ? "" : "-emergency");
 }
 
 bool checkpoint::internal::is_managers_name(const fs::path& directory) {

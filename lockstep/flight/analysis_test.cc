@@ -1,130 +1,30 @@
+#include <algorithm>
+#include <functional>
 #include <gmock/gmock.h>
+#include <iterator>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/flight/analysis.h>
+#include <lockstep/flight/testing/recorded_rank.h>
 
 // Situations of a job, as its ranks would record them, and what the analysis says.
 namespace lockstep::flight::analysis_test {
 namespace {
 
+using namespace recorded_rank;
 using ::testing::AllOf;
-using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 using Kind = Finding::Kind;
-
-constexpr int64_t kSecond = 1'000'000'000;
-
-/// One operation to record; made by the functions below.
-struct Call {
-  std::string operation;
-  std::string detail = {};
-  std::vector<int64_t> sizes = {4};
-  int peer = -1;
-  int tag = 0;
-  bool message = false;
-  bool asynchronous = false;
-  int64_t at = 0;  // seconds; 0: one after the previous
-};
-Call all_reduce(std::vector<int64_t> sizes = {4}) {
-  return {.operation = "all_reduce", .detail = "SUM", .sizes = std::move(sizes)};
-}
-Call barrier() {
-  return {.operation = "barrier", .sizes = {}};
-}
-Call broadcast(int root) {
-  return {.operation = "broadcast", .peer = root};
-}
-Call send(int to, int tag = 0, std::vector<int64_t> sizes = {4}) {
-  return {.operation = "send", .sizes = std::move(sizes), .peer = to, .tag = tag, .message = true};
-}
-Call recv(int from, int tag = 0) {
-  return {.operation = "recv", .peer = from, .tag = tag, .message = true};
-}
-Call async(Call call) {
-  call.asynchronous = true;
-  return call;
-}
-Call at(int64_t second, Call call) {
-  call.at = second;
-  return call;
-}
-
-/// Records one rank. Calls of rank R stand in rankR.cc, each on a line of its own.
-class Rank {
- public:
-  Rank(int rank, int world_size) {
-    record_.rank = rank;
-    record_.world_size = world_size;
-    record_.pid = 1000 + rank;
-    record_.host = "host";
-    record_.boot_id = "boot";
-    record_.program = "train";
-    record_.reason = "timeout";
-    record_.monotonic_ns = 100 * kSecond;
-    record_.realtime_ns = 1000 * kSecond;
-    record_.loaded_ns = 890 * kSecond;
-    std::vector<int> everybody(static_cast<size_t>(world_size));
-    std::iota(everybody.begin(), everybody.end(), 0);
-    group("default", everybody);
-  }
-
-  /// What follows belongs to this group.
-  Rank& group(const std::string& key, std::vector<int> ranks) {
-    const GroupRecord wanted{key, key, std::move(ranks)};
-    auto found = std::find(record_.groups.begin(), record_.groups.end(), wanted);
-    if (found == record_.groups.end()) found = record_.groups.insert(found, wanted);
-    group_ = static_cast<int>(found - record_.groups.begin());
-    return *this;
-  }
-  Rank& done(const Call& call) { return add(call, State::kCompleted, ""); }
-  Rank& done(int count, const Call& call) {
-    for (int i = 0; i < count; ++i) done(call);
-    return *this;
-  }
-  Rank& waits(const Call& call) { return add(call, State::kStarted, ""); }
-  Rank& fails(const Call& call, const std::string& error) { return add(call, State::kFailed, error); }
-  Rank& written_at(int64_t second) {
-    record_.realtime_ns += second * kSecond - record_.monotonic_ns;
-    record_.monotonic_ns = second * kSecond;
-    return *this;
-  }
-  RankRecord& record() { return record_; }
-
- private:
-  Rank& add(const Call& call, State state, const std::string& error) {
-    time_ = call.at > 0 ? call.at : time_ + 1;
-    Entry entry;
-    entry.record_id = record_.entries.size() + 1;
-    entry.group = group_;
-    entry.operation = call.operation;
-    entry.detail = call.detail;
-    entry.point_to_point = call.message;
-    entry.sequence = ++sequences_[{group_, call.message}];
-    entry.peer = call.peer;
-    entry.tag = call.tag;
-    entry.asynchronous = call.asynchronous;
-    if (!call.sizes.empty()) entry.inputs = {{call.sizes}, {"Float"}};
-    entry.state = state;
-    entry.created_ns = time_ * kSecond;
-    if (!entry.pending()) entry.ended_ns = (state == State::kFailed ? 99 : time_) * kSecond + kSecond / 2;
-    entry.error = error;
-    entry.file = "rank" + std::to_string(record_.rank) + ".cc";
-    entry.line = static_cast<int64_t>(entry.record_id);
-    record_.entries.push_back(entry);
-    return *this;
-  }
-
-  RankRecord record_;
-  int group_ = 0;
-  int64_t time_ = 0;
-  std::map<std::pair<int, bool>, uint64_t> sequences_;
-};
 
 struct Situation {
   std::string name;
@@ -412,80 +312,6 @@ TEST(FlightAnalysis, LeavesOutRecordsOfAnEarlierRun) {
   analysis = analyze({fresh.record(), other_world.record()});
   EXPECT_EQ(analysis.world_size, 2);
   EXPECT_EQ(analysis.ranks.size(), 1U);
-}
-
-TEST(FlightAnalysis, ComparesHostsByTheWallClock) {
-  Rank here(0, 2);
-  here.waits(at(50, all_reduce()));
-  Rank there(1, 2);
-  there.record().boot_id = "another";
-  there.record().monotonic_ns = 5 * kSecond;  // booted later, written at the same moment
-  EXPECT_STREQ(to_string(analyze({here.record(), there.record()}).findings.front().kind), "missing");
-}
-
-/// Two ranks on each of node-a and node-b, of which each rank's record tells.
-Rank on_hosts(int rank) {
-  Rank made(rank, 4);
-  made.record().host = rank < 2 ? "node-a" : "node-b";
-  made.record().groups.front().hosts = {"node-a", "node-a", "node-b", "node-b"};
-  return made;
-}
-
-TEST(FlightAnalysis, NamesTheHostOfTheRankThatIsTheCause) {
-  std::vector<RankRecord> records;
-  for (int rank : {0, 1, 2, 3}) {
-    Rank one = on_hosts(rank);
-    one.done(all_reduce());
-    if (rank != 3) one.waits(barrier());
-    records.push_back(parse(to_json(one.record()), "record"));
-  }
-  const Analysis analysis = analyze(records);
-  EXPECT_THAT(analysis.cause, ElementsAre(3));
-  EXPECT_THAT(describe(analysis),
-              AllOf(HasSubstr("HANG: rank 3 on node-b has not called barrier()"),
-                    HasSubstr("rank 2 on node-b called it at rank2.cc:2"),
-                    HasSubstr("Look first at rank 3 on node-b.\n"), Not(HasSubstr("no rank of host"))));
-  const auto json = nlohmann::json::parse(to_json(analysis));
-  EXPECT_EQ(json["cause"], nlohmann::json::parse(R"({"ranks": [3], "hosts": ["node-b"]})"));
-  EXPECT_EQ(json["hosts"][1]["name"], "node-b");
-  EXPECT_EQ(json["hosts"][1]["ranks"], nlohmann::json::parse("[2, 3]"));
-  EXPECT_EQ(json["findings"][0]["hosts"], nlohmann::json::parse(R"(["node-b"])"));
-}
-
-TEST(FlightAnalysis, NamesAHostOfWhichNoRankIsThere) {
-  Rank zero = on_hosts(0);
-  Rank one = on_hosts(1);
-  zero.waits(all_reduce());
-  one.waits(all_reduce());
-  const Analysis lost = analyze({zero.record(), one.record()});
-  EXPECT_THAT(lost.cause, ElementsAre(2, 3));
-  EXPECT_THAT(describe(lost),
-              AllOf(HasSubstr("nothing is known of ranks 2 and 3 on node-b, which wrote no record"),
-                    HasSubstr("no rank of host node-b wrote one: bring its records here too"),
-                    HasSubstr("Look first at ranks 2 and 3 on node-b.")));
-  const Analysis idle = analyze({zero.record(), one.record(), on_hosts(2).record(), on_hosts(3).record()});
-  EXPECT_THAT(describe(idle), AllOf(HasSubstr("HANG: ranks 2 and 3 on node-b have not called"),
-                                    HasSubstr("no rank of host node-b has called it")));
-}
-
-TEST(FlightAnalysis, AllowsForClocksThatCommonOperationsShowToDiffer) {
-  Rank here(0, 2);
-  here.record().host = "node-a";
-  here.done(3, all_reduce()).waits(at(50, all_reduce()));
-  Rank there(1, 2);  // all its clocks are 50 s ahead
-  there.record().host = "node-b";
-  there.record().boot_id = "another";
-  there.done(at(51, all_reduce())).done(2, all_reduce());
-  // Written when node-a's clock was at 40: that it had not called the last operation tells nothing. By the wall clocks
-  // it would seem to be written long after the call.
-  there.written_at(90);
-  const Analysis analysis = analyze({here.record(), there.record()});
-  EXPECT_STREQ(to_string(analysis.findings.front().kind), "unknown");
-  ASSERT_EQ(analysis.hosts.size(), 2U);
-  EXPECT_EQ(analysis.hosts[0].clock_ahead_ns, std::nullopt);
-  EXPECT_EQ(analysis.hosts[1].clock_ahead_ns, 50 * kSecond);
-  EXPECT_EQ(analysis.hosts[1].clock_error_ns, kSecond / 2);
-  EXPECT_THAT(describe(analysis), HasSubstr("note: the clock of node-b is 50.0 s ahead of node-a's"));
 }
 
 TEST(FlightAnalysis, CallsACircleOfAsynchronousOperationsUncertain) {

@@ -12,7 +12,7 @@
 /// operation times out or a group is aborted or fails, and on SIGUSR1; `lockstep inspect flight DIR` reads
 /// them. LOCKSTEP_FLIGHT_RECORDS (or TORCH_FR_BUFFER_SIZE; 2000 unless told, at most 50000) says how many
 /// operations are kept, 0 switches the recorder off. LOCKSTEP_FLIGHT_DIR says where the files go; see
-/// docs/inspect.md. A forked child starts with a recorder of its own, which is empty and watches no signal.
+/// docs/debugging_a_hang.md. A forked child starts with a recorder of its own, which is empty and watches no signal.
 /// All functions are thread-safe.
 namespace lockstep::flight {
 

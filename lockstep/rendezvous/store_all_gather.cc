@@ -2,12 +2,8 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <memory>
 #include <optional>
-#include <stdexcept>
 #include <thread>
-#include <type_traits>
-#include <utility>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -18,11 +14,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
-#include <lockstep/base/text/parse_number.h>
-#include <lockstep/rendezvous/internal/call_by.h>
-#include <lockstep/rendezvous/internal/call_thread.h>
-#include <lockstep/rendezvous/internal/file_store.h>
-#include <lockstep/rendezvous/internal/unbounded_store.h>
+#include <lockstep/rendezvous/internal/text_store.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
@@ -41,10 +33,8 @@
 namespace lockstep {
 namespace {
 
-using rendezvous_internal::as_unbounded;
-using rendezvous_internal::call_by;
-using rendezvous_internal::CallThread;
-using rendezvous_internal::UnboundedStore;
+using rendezvous_internal::kStoreGrace;
+using rendezvous_internal::TextStore;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
@@ -56,23 +46,13 @@ constexpr const char* kFailed = "failed: ";
 constexpr auto kPatience = std::chrono::seconds(30);
 /// How often a waiting rank looks for more than the outcome.
 constexpr auto kLookInterval = milliseconds(250);
-/// What a call of the store may take behind the deadline.
-constexpr auto kStoreGrace = std::chrono::seconds(2);
-
-std::vector<uint8_t> to_bytes(const std::string& text) {
-  return {text.begin(), text.end()};
-}
-std::string to_text(const std::vector<uint8_t>& bytes) {
-  return {bytes.begin(), bytes.end()};
-}
 
 class StoreAllGather {
  public:
   /// `met_at`: the all-gather whose who/R tells the processes; empty: this one.
   StoreAllGather(c10d::Store& store, const std::string& key, int rank, int world_size,
                  const std::string& met_at, Deadline deadline)
-      : store_(store),
-        unbounded_(as_unbounded(store)),
+      : store_(store, deadline, [this] { return describe_silence(); }),
         prefix_(key + "/"),
         rank_(rank),
         world_size_(world_size),
@@ -85,7 +65,7 @@ class StoreAllGather {
     while_waiting_ = while_waiting;
     try {
       auto all = meet(mine);
-      set(at("seen", rank_), "1");
+      store_.set(at("seen", rank_), "1");
       return all;
     } catch (const Interruption&) {
       fail_for_others();
@@ -103,7 +83,7 @@ class StoreAllGather {
     std::string outcome = (late ? kLate : kFailed) + text;
     try {
       decide(outcome);
-      const auto decided = get(prefix_ + "outcome");
+      const auto decided = store_.get(prefix_ + "outcome");
       if (decided != kComplete) outcome = decided;
       present_ = true;
       tell_and_keep_store();
@@ -113,12 +93,12 @@ class StoreAllGather {
     throw_outcome(outcome);
   }
 
-  bool is_decided() { return check(prefix_ + "outcome"); }
+  bool is_decided() { return store_.check(prefix_ + "outcome"); }
 
   void forget() {
-    for (const char* name : {"size", "count", "outcome"}) remove(prefix_ + name);
+    for (const char* name : {"size", "count", "outcome"}) store_.remove(prefix_ + name);
     for (int rank = 0; rank < world_size_; ++rank) {
-      for (const char* kind : {"claim", "who", "data", "seen"}) remove(at(kind, rank));
+      for (const char* kind : {"claim", "who", "data", "seen"}) store_.remove(at(kind, rank));
     }
   }
 
@@ -128,8 +108,8 @@ class StoreAllGather {
     if (rank_ != 0) return;
     const auto patience = Deadline::after(std::chrono::seconds(3));
     for (int peer = 1; peer < world_size_; ++peer) {
-      if (!have_met_ && !check(at("claim", peer))) continue;
-      while (!check(at("seen", peer)) && !has_ended(peer) && !patience.expired()) {
+      if (!have_met_ && !store_.check(at("claim", peer))) continue;
+      while (!store_.check(at("seen", peer)) && !has_ended(peer) && !patience.expired()) {
         check_interrupts();
         std::this_thread::sleep_for(milliseconds(2));
       }
@@ -142,15 +122,15 @@ class StoreAllGather {
     claim();
     failpoint::here("meet_claimed");
     agree_on_size();
-    set(at("data", rank_), mine);
+    store_.set(at("data", rank_), mine);
     present_ = true;
     failpoint::here("meet_published");
     if (rank_ != 0 && !while_waiting_) has_ended(0);  // known before the store that it may host is lost
-    const bool complete = add(prefix_ + "count", 1) == world_size_;
+    const bool complete = store_.add(prefix_ + "count", 1) == world_size_;
     failpoint::here("meet_counted");
     if (complete) decide(kComplete);
     if (!outcome_by_deadline()) give_up(Clock::now() - begin);
-    const auto outcome = get(prefix_ + "outcome");
+    const auto outcome = store_.get(prefix_ + "outcome");
     if (outcome != kComplete) throw_outcome(outcome);
     auto all = collect();
     failpoint::here("meet_met");
@@ -165,27 +145,8 @@ class StoreAllGather {
 
   // ---- the store
 
-  /// The store's answer to `call`, which owns what it uses.
-  template <class Call>
-  auto ask(Call call) {
-    if (!unbounded_.store) return call(store_);
-    const auto patience =
-        Deadline::after(std::max<std::chrono::nanoseconds>(deadline_.remaining(), kStoreGrace));
-    std::optional<std::invoke_result_t<Call&, c10d::Store&>> answer;
-    if (!lost_) {
-      if (!caller_) caller_ = std::make_unique<CallThread>();
-      answer = call_by(
-          patience, [call, store = unbounded_.store]() mutable { return call(*store); },
-          /*interruptible=*/true, [this](std::function<void()> body) { caller_->start(std::move(body)); });
-    }
-    lost_ = !answer;
-    if (lost_) C10_THROW_ERROR(DistStoreError, describe_silence());
-    return std::move(*answer);
-  }
-
   /// Why the store has not answered in time.
   std::string describe_silence() const {
-    if (!unbounded_.file.empty()) return rendezvous_internal::describe_unreadable(unbounded_.file);
     std::string text = c10::str("rank ", rank_, " of ", world_size_, " has no answer from the store at the ",
                                 "timeout: the process that hosts it (rank 0, or the launcher's agent) is ",
                                 "stopped, or its host can't be reached any more");
@@ -198,58 +159,14 @@ class StoreAllGather {
                : text;
   }
 
-  bool check(const std::string& key) {
-    return ask([=](c10d::Store& store) { return store.check({key}); });
-  }
-  std::string get(const std::string& key) {
-    return to_text(ask([=](c10d::Store& store) { return store.get(key); }));
-  }
-  void set(const std::string& key, const std::string& value) {
-    ask([=](c10d::Store& store) {
-      store.set(key, to_bytes(value));
-      return true;
-    });
-  }
-  void remove(const std::string& key) {
-    ask([=](c10d::Store& store) { return store.deleteKey(key); });
-  }
-  /// Sets the key, unless it is there already. What it holds then.
-  std::string set_first(const std::string& key, const std::string& value) {
-    return to_text(ask([=](c10d::Store& store) { return store.compareSet(key, {}, to_bytes(value)); }));
-  }
-
-  /// Store::add parses what is there, and says no more than "stoll" when that is no number.
-  int64_t add(const std::string& key, int64_t amount) {
-    try {
-      return ask([=](c10d::Store& store) { return store.add(key, amount); });
-    } catch (const std::logic_error&) {
-      throw_no_number(key);
-    }
-  }
-
-  /// How many ranks are present, once this one has been. add(key, 0) would tell it too, but a FileStore then
-  /// takes an exclusive lock and appends a record.
-  int64_t count() {
-    const std::string key = prefix_ + "count";
-    const auto number = parse_number<int64_t>(get(key));
-    if (!number) throw_no_number(key);
-    return *number;
-  }
-
-  [[noreturn]] static void throw_no_number(const std::string& key) {
-    C10_THROW_ERROR(DistStoreError, c10::str("the store holds no number under '", key,
-                                             "', which no rank of this job wrote; do not write there, and do "
-                                             "not use a store again that another program left behind"));
-  }
-
   std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
 
   /// An outcome that is already there stays.
-  void decide(const std::string& outcome) { set_first(prefix_ + "outcome", outcome); }
+  void decide(const std::string& outcome) { store_.set_first(prefix_ + "outcome", outcome); }
 
   /// This rank is interrupted: the others must not wait for it, nor go on without it.
   void fail_for_others() {
-    if (!present_ || lost_) return;
+    if (!present_ || store_.lost()) return;
     try {
       decide(c10::str(kFailed, "rank ", rank_, " was interrupted"));
     } catch (const c10::Error&) {
@@ -260,9 +177,9 @@ class StoreAllGather {
   /// Behind a failure. What this rank throws is known already: an error here would only hide it. A further
   /// interruption ends the wait.
   void tell_and_keep_store() {
-    if (lost_) return;
+    if (store_.lost()) return;
     try {
-      if (present_) set(at("seen", rank_), "1");
+      if (present_) store_.set(at("seen", rank_), "1");
       keep_store_until_seen();
     } catch (const c10::Error&) {
     }
@@ -272,12 +189,12 @@ class StoreAllGather {
 
   void claim() {
     const std::string mine = own_.to_string();
-    if (add(at("claim", rank_), 1) == 1) {
-      set(at("who", rank_), mine);
+    if (store_.add(at("claim", rank_), 1) == 1) {
+      store_.set(at("who", rank_), mine);
       return;
     }
     // The first one's name may be a moment behind its claim; the message does not wait for it.
-    const std::string other = check(at("who", rank_)) ? get(at("who", rank_)) : "";
+    const std::string other = store_.check(at("who", rank_)) ? store_.get(at("who", rank_)) : "";
     auto conflict =
         c10::str("rank ", rank_, " of ", world_size_, " is claimed twice, by ", name_process(other),
                  " and by ", name_process(mine),
@@ -299,7 +216,7 @@ class StoreAllGather {
 
   void agree_on_size() {
     auto mine = std::to_string(world_size_);
-    auto first = set_first(prefix_ + "size", mine);
+    auto first = store_.set_first(prefix_ + "size", mine);
     if (first == mine) return;
     auto conflict = c10::str("rank ", rank_, " was started with world size ", mine,
                              ", but another rank with ", first, "; give all processes the same");
@@ -346,7 +263,7 @@ class StoreAllGather {
   /// Sets the outcome where it is due.
   void look_around() {
     // The last to come may have ended between its count and its outcome.
-    if (count() == world_size_) return decide(kComplete);
+    if (store_.number(prefix_ + "count") == world_size_) return decide(kComplete);
     if (while_waiting_) return;
     if (const auto end = find_end()) {
       decide(c10::str(kFailed, "joining the job failed on rank ", rank_, ": ", *end));
@@ -376,8 +293,8 @@ class StoreAllGather {
     const std::string key = who_prefix_ + std::to_string(peer);
     auto found = known_.find(peer);
     if (found == known_.end()) {
-      if (!check(key)) return false;
-      const auto who = get(key);
+      if (!store_.check(key)) return false;
+      const auto who = store_.get(key);
       try {
         found = known_.emplace(peer, Known{who, ProcessWatch(ProcessIdentity::parse(who), own_)}).first;
       } catch (const c10::ValueError&) {
@@ -385,7 +302,7 @@ class StoreAllGather {
       }
     }
     if (!found->second.watch.has_ended()) return false;
-    if (get(key) == found->second.who) return true;
+    if (store_.get(key) == found->second.who) return true;
     known_.erase(found);  // it had given up, and another process may come in its place
     return false;
   }
@@ -394,7 +311,7 @@ class StoreAllGather {
   std::vector<int> missing() {
     std::vector<int> ranks;
     for (int rank = 0; rank < world_size_; ++rank) {
-      if (!check(at("data", rank))) ranks.push_back(rank);
+      if (!store_.check(at("data", rank))) ranks.push_back(rank);
     }
     return ranks;
   }
@@ -403,13 +320,13 @@ class StoreAllGather {
   void give_up(std::chrono::nanoseconds waited) {
     look_around();
     if (is_decided()) return;
-    if (add(prefix_ + "count", -1) == world_size_ - 1) {  // complete at the last moment
-      add(prefix_ + "count", 1);
+    if (store_.add(prefix_ + "count", -1) == world_size_ - 1) {  // complete at the last moment
+      store_.add(prefix_ + "count", 1);
       decide(kComplete);
       return;
     }
-    add(at("claim", rank_), -1);
-    set(at("who", rank_), "");
+    store_.add(at("claim", rank_), -1);
+    store_.set(at("who", rank_), "");
     const std::vector<int> missing = this->missing();
     auto seconds = c10::str(to_seconds(std::chrono::duration_cast<milliseconds>(waited)), " s");
     const auto text =
@@ -429,11 +346,7 @@ class StoreAllGather {
   std::vector<std::string> collect() {
     std::vector<std::string> keys;
     for (int rank = 0; rank < world_size_; ++rank) keys.push_back(at("data", rank));
-    std::vector<std::string> all;
-    for (const auto& bytes : ask([=](c10d::Store& store) { return store.multiGet(keys); })) {
-      all.push_back(to_text(bytes));
-    }
-    return all;
+    return store_.get_all(keys);
   }
 
   /// The store's process has ended: says whose that was, where this can be known.
@@ -454,9 +367,7 @@ class StoreAllGather {
                              "peers; ", host, ": ", error.what_without_backtrace()));
   }
 
-  c10d::Store& store_;
-  const UnboundedStore unbounded_;      // the same, where calls may never return
-  std::unique_ptr<CallThread> caller_;  // for these
+  TextStore store_;
   std::string prefix_;
   int rank_;
   int world_size_;
@@ -464,7 +375,6 @@ class StoreAllGather {
   bool have_met_;  // all ranks have come to an earlier all-gather
   Deadline deadline_;
   ProcessIdentity own_;
-  bool lost_ = false;     // a call did not return
   bool present_ = false;  // this rank's data are published
   std::function<void()> while_waiting_;
   std::map<int, Known> known_;  // by rank

@@ -1,10 +1,8 @@
 // What RobustLoop survives, and what it leaves behind when it does not: memory that is not there, exceptions,
 // signals, deaths.
-#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <gmock/gmock.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <gtest/gtest.h>
@@ -16,7 +14,6 @@
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
-#include <lockstep/train/internal/stop_signals.h>
 #include <lockstep/train/robust_loop.h>
 #include <lockstep/train/testing/fixtures.h>
 #include <lockstep/train/trainer.h>
@@ -421,27 +418,6 @@ TEST(RobustLoop, AShardedOptimizerIsNotSavedInPart) {
   EXPECT_THAT(outcomes[0].exception.value_or(""), HasSubstr("rank 1"));
   EXPECT_THAT(outcomes[0].output, HasSubstr("no emergency checkpoint: the optimizer is sharded"));
   EXPECT_FALSE(find_latest_checkpoint(folder.path() / "run").has_value());
-}
-
-TEST(StopSignals, OfAForkedChildEndItAndNotTheTraining) {
-#if defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "ThreadSanitizer keeps signals back in a child that was forked beside threads";
-#endif
-  std::atomic<bool> is_too_late{false};
-  {
-    const train::StopSignals stop({SIGTERM}, std::chrono::seconds(0), [&] { is_too_late = true; });
-    const pid_t child = ::fork();
-    ASSERT_GE(child, 0);
-    if (child == 0) {
-      ::raise(SIGTERM);
-      ::_exit(0);
-    }
-    int status = 0;
-    ASSERT_EQ(::waitpid(child, &status, 0), child);
-    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM) << status;
-    EXPECT_EQ(stop.received(), 0);
-  }
-  EXPECT_FALSE(is_too_late);
 }
 
 TEST(RobustLoop, WorksInOneProcessWithoutAGroup) {

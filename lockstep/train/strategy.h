@@ -126,4 +126,15 @@ class StrategyStages {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
+namespace train {
+
+template <class T>
+inline constexpr bool kIsStrategyModel = false;
+template <class Net>
+inline constexpr bool kIsStrategyModel<StrategyModel<Net>> = true;
+template <>
+inline constexpr bool kIsStrategyModel<StrategyStages> = true;
+
+}  // namespace train
+
 }  // namespace lockstep

@@ -14,9 +14,7 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/base/mix_bits.h>
-#include <lockstep/nn/grad_norm.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
-#include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/batch_access.h>
 #include <lockstep/train/batch_pieces.h>
 #include <lockstep/train/batches_of.h>
@@ -26,17 +24,6 @@
 #include <lockstep/train/trainer_core.h>
 
 namespace lockstep {
-
-namespace train {
-
-template <class T>
-inline constexpr bool kIsStrategyModel = false;
-template <class Net>
-inline constexpr bool kIsStrategyModel<StrategyModel<Net>> = true;
-template <>
-inline constexpr bool kIsStrategyModel<StrategyStages> = true;
-
-}  // namespace train
 
 /// A training loop: epochs of steps, validation, learning-rate schedule, log, checkpoints. Everything in it
 /// could be written by hand from the library's public parts, and gives the same weights to the bit.
@@ -182,7 +169,7 @@ class Trainer final : public TrainerCore {
     call(&TrainerCallbacks::before_validation);
     const bool training = with_model([](auto& model) { return model.is_training(); });
     const auto train_as_before = [&] { with_model([&](auto& model) { model.train(training); }); };
-    share_buffers();
+    with_model([this](auto& model) { train::share_buffers(model, group_); });
     // One that was interrupted is done again, and draws the same numbers.
     StepSnapshot random(random_devices());
     random.take({});
@@ -206,25 +193,11 @@ class Trainer final : public TrainerCore {
   }
 
   void update_process_group(const ProcessGroup& group) override {
-    with_model([&]<class Used>(Used& model) {
-      if constexpr (std::same_as<Used, PipelinedModel>) {
-        TORCH_CHECK(
-            false,
-            "Trainer: a pipeline can't go on in another group, for the stages of the ranks that are gone "
-            "are lost; start again from a checkpoint");
-      } else if constexpr (ShardedModel<Used>) {
-        TORCH_CHECK(
-            false,
-            "Trainer: a FullyShardedDataParallel can't go on in another group, for the rows of the ranks "
-            "that are gone are lost; start again from a checkpoint");
-      } else if constexpr (train::kSynchronises<Used>) {
-        // The model puts back those of its forward, the step begins before that.
-        StepSnapshot random(random_devices());
-        random.take({});
-        model.update_process_group(group);
-        random.restore();
-      }
-    });
+    // The model puts back those of its forward, the step begins before that.
+    StepSnapshot random(random_devices());
+    random.take({});
+    with_model([&](auto& model) { train::use_group(model, group); });
+    random.restore();
     if (options().scaler.process_group) scaler_.update_process_group(group);
     set_group(group);
   }
@@ -243,21 +216,14 @@ class Trainer final : public TrainerCore {
   void set_up() {
     with_model([this]<class Used>(Used& model) {
       parameters_ = model.parameters();
+      clip_norm_ = train::clipping_of(model);
       if constexpr (std::same_as<Used, PipelinedModel>) {
         share_data_as(model.replica(), model.replicas());
         model.start(scaler_);
-        clip_norm_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
         state().add_model("model", model.stages());
         state().add_optimizer("optimizer", optimizer_, model.stages());
-      } else if constexpr (ShardedModel<Used>) {
-        clip_norm_ = [&model](double max_norm) { return model.clip_grad_norm_(max_norm); };
-        zero_grad_sharded_ = [&model] { model.zero_grad(); };
-      } else if constexpr (requires { model.core().averaged_parameters(); }) {
-        clip_norm_ = [&model](double max_norm) {
-          return lockstep::clip_grad_norm_(model.core().averaged_parameters(), max_norm);
-        };
-      }
-      if constexpr (!std::same_as<Used, PipelinedModel>) {
+      } else {
+        if constexpr (ShardedModel<Used>) zero_grad_sharded_ = [&model] { model.zero_grad(); };
         state().add_model("model", model);
         state().add_optimizer("optimizer", optimizer_, model);
       }
@@ -296,10 +262,7 @@ class Trainer final : public TrainerCore {
       try {
         plan = attempt(has_batches);
       } catch (...) {
-        // With mixed precision the parameters may hold what only forward and backward shall see.
-        with_model([](auto& model) {
-          if constexpr (requires { model.core().abandon(); }) model.core().abandon();
-        });
+        with_model([](auto& model) { train::abandon_step(model); });
         undo_attempt();
         if (!recover) throw;
         recover(std::current_exception());  // throws, unless the step is to be done again
@@ -433,11 +396,8 @@ class Trainer final : public TrainerCore {
   template <class AnyBatch>
   int64_t fingerprint(const AnyBatch& batch) const {
     return with_model([&]<class Used>(const Used&) -> int64_t {
-      if constexpr (std::same_as<Used, PipelinedModel>) {
-        return train::fingerprint_of(batch);
-      } else {
-        return 0;
-      }
+      if constexpr (std::same_as<Used, PipelinedModel>) return train::fingerprint_of(batch);
+      return 0;
     });
   }
 
@@ -486,19 +446,6 @@ class Trainer final : public TrainerCore {
         }
       });
     }
-  }
-
-  /// All ranks validate with the buffers that the next training step will begin with: rank 0's.
-  void share_buffers() {
-    with_model([this](auto& model) {
-      if constexpr (requires { model.will_sync_module_buffers(); }) {
-        if (group_ && model.will_sync_module_buffers()) {
-          broadcast_coalesced(model.core().current_buffers(), group_);
-        }
-      } else if constexpr (requires { model.share_buffers(); }) {
-        model.share_buffers();
-      }
-    });
   }
 
   int64_t batches() const {

@@ -1,4 +1,4 @@
-"""Writes into docs/testing.md that a command of scripts/test has passed: how long it took, when, and at which commit.
+"""Writes into docs/internals/testing.md that a command of scripts/test has passed: how long it took, when, at which commit.
 
 usage: record_tests.py DOCUMENT COMMAND REPORTS_DIR SECONDS COMMIT
 

@@ -74,7 +74,6 @@ struct State {};
 extern lockstep::PowerSGDState state;
 extern torch::Tensor gradient;
 }  // namespace page_communication_hooks
-namespace page_csv {}
 namespace page_data {
 using namespace lockstep::data;
 extern c10::optional<at::Generator> generator;

@@ -37,6 +37,9 @@ std::string all_damaged_text(const std::filesystem::path& root, const std::vecto
 /// CheckpointIoError when it can't be read.
 std::string none_there_text(const std::filesystem::path& root, const std::vector<std::string>& passed_over);
 
+/// What a manager calls a checkpoint: step-00000100, step-00000100-emergency.
+std::string managers_name(const CheckpointInfo& info);
+
 /// Whether a manager calls its checkpoints so: step-00000100, with -emergency behind it, and with .replaced.
 bool is_managers_name(const std::filesystem::path& directory);
 

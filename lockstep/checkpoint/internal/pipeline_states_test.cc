@@ -1,13 +1,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <filesystem>
 #include <gmock/gmock.h>
 #include <memory>
 #include <random>
 #include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +15,7 @@
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/training_state.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
+#include <lockstep/parallel/pipeline/testing/models.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
@@ -26,7 +25,7 @@
 namespace lockstep::pipeline_states_test {
 namespace {
 
-namespace nn = torch::nn;
+using namespace pipeline_test;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
@@ -34,8 +33,8 @@ using testing::run_ranks;
 
 constexpr int64_t kLayers = 9, kMicroBatches = 4, kSteps = 3;
 
-/// With buffers, and a layer that is there twice. No bias before the BatchNorm: its gradient would be rounding errors, which Adam
-/// scales up.
+/// With buffers, and a layer that is there twice. No bias before the BatchNorm: its gradient would be rounding errors, which
+/// Adam scales up.
 nn::Sequential make_model() {
   torch::manual_seed(5);
   nn::Linear shared(6, 6);
@@ -46,16 +45,8 @@ nn::Sequential make_model() {
   return model;
 }
 
-at::Tensor loss_of(const at::Tensor& output, const at::Tensor& target) {
-  return (output - target).square().mean();
-}
-
-struct Batch {
-  at::Tensor data, target;
-};
 Batch batch_of(int64_t step) {
-  const auto seed = static_cast<uint64_t>(2 * step);
-  return {testing::random({9, 6}, seed, at::kDouble), testing::random({9, 6}, seed + 1, at::kDouble)};
+  return random_batch(static_cast<uint64_t>(2 * step), 9, at::kDouble);
 }
 
 /// What trains: all of the model in one process, or stages.
@@ -78,13 +69,11 @@ std::vector<int64_t> random_balance(int64_t stages, std::mt19937_64& random) {
 }
 
 /// Each once.
-std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> once;
+Tensors distinct(const Tensors& parameters) {
+  Tensors once;
+  std::set<const at::TensorImpl*> seen;
   for (const at::Tensor& parameter : parameters) {
-    if (std::none_of(once.begin(), once.end(),
-                     [&](const at::Tensor& one) { return one.is_same(parameter); })) {
-      once.push_back(parameter);
-    }
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
   }
   return once;
 }
@@ -93,7 +82,7 @@ template <class Optimizer, class Options>
 class Training {
  public:
   Training(const Form& form, const std::vector<int64_t>& balance, const Options& options) {
-    std::vector<at::Tensor> parameters = model_->parameters();
+    Tensors parameters = model_->parameters();
     if (form.stages_per_rank > 0) {
       stages_ = pipeline_stages(model_, balance);
       parameters.clear();
@@ -104,8 +93,8 @@ class Training {
     optimizer_ = std::make_unique<Optimizer>(distinct(parameters), options);
     if (stages_.empty()) return;
     runner_ = std::make_unique<PipelineRunner>(
-        stages_,
-        PipelineOptions{.schedule = form.schedule, .n_microbatches = kMicroBatches, .loss_fn = loss_of});
+        stages_, PipelineOptions{
+                     .schedule = form.schedule, .n_microbatches = kMicroBatches, .loss_fn = mean_of_squares});
   }
 
   void add_to(TrainingState& state, const std::string& name) {
@@ -125,11 +114,8 @@ class Training {
       if (runner_) {
         runner_->step({batch.data}, batch.target);
       } else {
-        const auto data = at::tensor_split(batch.data, kMicroBatches),
-                   target = at::tensor_split(batch.target, kMicroBatches);
-        for (size_t i = 0; i < data.size(); ++i) {
-          (loss_of(model_->forward(data[i]), target[i]) / static_cast<double>(kMicroBatches)).backward();
-        }
+        std::vector<nn::Sequential> whole{model_};
+        run_as_one_process(whole, batch, kMicroBatches);
       }
       optimizer_->step();
     }
@@ -268,7 +254,7 @@ TEST(PipelineStates, WhatDoesNotFitOnOneRankChangesNothingOnAny) {
     {
       StateDict optimizer = part_of(saved, "net optimizer"), changed = saved;
       auto states = part_of(optimizer, "state");
-      auto of_weight = from_object<StateDict>(states.at("5.weight"));  // of rank 1
+      auto of_weight = part_of(states, "5.weight");  // of rank 1
       of_weight.erase("exp_avg");
       states["5.weight"] = to_object(of_weight);
       optimizer["state"] = to_object(states);
@@ -333,14 +319,11 @@ TEST(PipelineStates, APartThatIsNotInTheStateOfOneRankKeepsAllFromLoading) {
     TrainingState state;
     pipeline.add_to(state, "net");
     state.add_rng();
-    const auto expect_is_new = [&] {
-      pipeline.expect_equals(make_model());
-      EXPECT_TRUE(part_of(part_of(state.state_dict(), "net optimizer"), "state").empty());
-    };
     const auto refuse = [&](const StateDict& given, bool strict) {
       const auto text = message_of<c10::Error>([&] { state.load_state_dict(given, {.strict = strict}); });
       EXPECT_THAT(text, HasSubstr(rank == 0 ? "rank 1" : "TrainingState"));
-      expect_is_new();
+      pipeline.expect_equals(make_model());
+      EXPECT_TRUE(part_of(part_of(state.state_dict(), "net optimizer"), "state").empty());
     };
     for (const std::string part : {"net", "net optimizer"}) {
       StateDict given = saved;
@@ -367,7 +350,7 @@ TEST(PipelineStates, APartThatIsNotInTheStateOfOneRankKeepsAllFromLoading) {
 struct TiedOnOneRank {
   TiedOnOneRank(int rank, const std::string& third, uint64_t seed) {
     torch::manual_seed(seed);
-    std::vector<at::Tensor> parameters;
+    Tensors parameters;
     for (int64_t index = rank; index < 4; index += 2) {
       nn::Linear layer(6, 6);
       layer->to(at::kDouble);
@@ -383,7 +366,7 @@ struct TiedOnOneRank {
     runner = std::make_unique<PipelineRunner>(stages,
                                               PipelineOptions{.schedule = PipelineSchedule::kInterleaved1F1B,
                                                               .n_microbatches = kMicroBatches,
-                                                              .loss_fn = loss_of});
+                                                              .loss_fn = mean_of_squares});
     state.add_model("model", stages);
     state.add_optimizer("optimizer", *optimizer, stages);
   }
@@ -458,7 +441,7 @@ TEST(PipelineStates, AWholeThatHasTheNamesOfATiedWeightInAnotherOrderLoadsThem) 
               const std::vector<PipelineStage> stages{
                   PipelineStage(layers, rank, 2, {.tied = {{"w", layer->weight}}})};
               torch::optim::Adam optimizer({layer->weight}, torch::optim::AdamOptions(0.01));
-              PipelineRunner runner(stages, {.n_microbatches = kMicroBatches, .loss_fn = loss_of});
+              PipelineRunner runner(stages, {.n_microbatches = kMicroBatches, .loss_fn = mean_of_squares});
               TrainingState state;
               state.add_model("model", stages);
               state.add_optimizer("optimizer", optimizer, stages);
@@ -502,8 +485,7 @@ TEST(PipelineStates, RefusesNamesThatAreNotOfTheWhole) {
     torch::optim::LBFGS all_at_once(layers->parameters(), 1.0);
     EXPECT_THAT(message_of<c10::ValueError>([&] { state.add_optimizer("optimizer", all_at_once, stages); }),
                 HasSubstr("LBFGS"));
-    torch::optim::SGD foreign(std::vector<at::Tensor>{at::zeros({2}).requires_grad_()}, 0.1),
-        own(layers->parameters(), 0.1);
+    torch::optim::SGD foreign(Tensors{at::zeros({2}).requires_grad_()}, 0.1), own(layers->parameters(), 0.1);
     EXPECT_THAT(message_of<c10::ValueError>(
                     [&] { state.add_optimizer("optimizer", rank == 0 ? own : foreign, stages); }),
                 AllOf(HasSubstr("on rank 1"), HasSubstr("is none of the model")));

@@ -223,15 +223,6 @@ std::byte* HostChannel::memory(int rank, const MemoryReference& reference) {
   }
 }
 
-void HostChannel::refuse(const std::string& text) {
-  members_->fail(FailureKind::kMismatch, members_->transport_rank(rank_), sequence());
-  if (!failure_) {
-    failure_.emplace(FailureKind::kMismatch, text);
-    if (on_failure_) on_failure_({FailureKind::kMismatch, members_->transport_rank(rank_), sequence(), text});
-  }
-  throw *failure_;
-}
-
 const std::array<std::byte, layout::kDetailBytes>& HostChannel::details(int rank) const {
   return slot(rank).details;
 }
@@ -284,7 +275,7 @@ std::byte* HostChannel::scratch_of(int rank) {
   return memory(rank, unpack_reference(word));
 }
 
-// ---- waiting and failure
+// ---- waiting
 
 // Two ranks that spin and yield never sleep, so the kernel has no occasion to place them on two cores when
 // they have come to share one; then each operation costs several switches between them, ten times its price.
@@ -464,58 +455,6 @@ void HostChannel::note_absence(int rank, uint64_t first) {
   absent_rank_.store(rank, std::memory_order_relaxed);
   first_absence_.store(first, std::memory_order_release);
   members_->wake_waiters();
-}
-
-/// True if what this rank waits for has come after all, so that it goes on.
-template <class Complete>
-bool HostChannel::give_up(FailureKind kind, int culprit, Complete&& complete) {
-  using Phase = OperationOutcome::Phase;
-  std::vector<int> late;
-  OperationOutcome outcome(members_->outcome(), rank_, sequence());
-  outcome.give_up(kind, culprit);
-  while (outcome.is_stepping()) {
-    if (outcome.phase() == Phase::kDeciding) {
-      failpoint::here("give_up");
-      late = not_announced();
-    }
-    if (outcome.step(complete)) members_->tell_failure();
-  }
-  if (outcome.phase() == Phase::kFailed) fail_as_decided(late);
-  TORCH_INTERNAL_ASSERT(complete());
-  return true;
-}
-
-void HostChannel::commit() {
-  OperationOutcome outcome(members_->outcome(), rank_, sequence());
-  outcome.see_all();
-  while (outcome.is_stepping()) outcome.step([] { return true; });
-  if (outcome.phase() == OperationOutcome::Phase::kFailed) fail_as_decided({});
-  concluded_.store(true, std::memory_order_relaxed);
-}
-
-std::vector<int> HostChannel::not_announced() const {
-  std::vector<int> late;
-  for (int rank = 0; rank < size(); ++rank) {
-    const bool arrived = joining_ ? block(rank).joined.value.load(std::memory_order_acquire) != 0
-                                  : slot(rank).sequence.load(std::memory_order_acquire) >= sequence();
-    if (!arrived) late.push_back(rank);
-  }
-  return late;
-}
-
-void HostChannel::fail_as_decided(const std::vector<int>& late) {
-  concluded_.store(true, std::memory_order_relaxed);
-  if (!failure_) {
-    failure_.emplace(members_->describe_failure(late, timeout_));
-    if (on_failure_) on_failure_(failure_for_others(late));
-  }
-  throw *failure_;
-}
-
-GroupFailure HostChannel::failure_for_others(const std::vector<int>& late) const {
-  const ChannelError error = members_->describe_failure(late, {}, /*to_others=*/true);
-  const Decision decided = members_->cause();
-  return {error.kind(), decided.culprit, decided.sequence, error.what()};
 }
 
 }  // namespace lockstep::transport

@@ -208,8 +208,7 @@ class HostChannel {
   void await_ranks(int first, int last, int step, uint64_t value, Word&& word);
   template <class Wait>
   void await(Wait& wait);
-  template <class Complete>
-  bool give_up(FailureKind kind, int culprit, Complete&& complete);
+  bool give_up(FailureKind kind, int culprit, const std::function<bool()>& complete);
   [[noreturn]] void fail_as_decided(const std::vector<int>& late);
   std::vector<int> not_announced() const;
   std::optional<OutsideWait::Gone> gone_outside() const;
