@@ -30,6 +30,7 @@ struct Call {
   bool message = false;
   bool asynchronous = false;
   int64_t at = 0;  // seconds; 0: one after the previous
+  std::string purpose = {};
 };
 Call all_reduce(std::vector<int64_t> sizes = {4}) {
   return {.operation = "all_reduce", .detail = "SUM", .sizes = std::move(sizes)};
@@ -48,6 +49,10 @@ Call recv(int from, int tag = 0) {
 }
 Call async(Call call) {
   call.asynchronous = true;
+  return call;
+}
+Call in_bucket(Call call) {
+  call.purpose = "DDP bucket 3 of 5";
   return call;
 }
 Call at(int64_t second, Call call) {
@@ -116,6 +121,7 @@ class Rank {
     entry.error = error;
     entry.file = "rank" + std::to_string(record_.rank) + ".cc";
     entry.line = static_cast<int64_t>(entry.record_id);
+    entry.purpose = call.purpose;
     record_.entries.push_back(entry);
     return *this;
   }
@@ -171,13 +177,14 @@ TEST_P(Situations, AreRecognised) {
 const std::vector<Situation> kSituations = {
     {"AbsentRank",
      3,
-     {[](Rank& rank) { rank.done(2, all_reduce()).waits(all_reduce()); },
+     {[](Rank& rank) { rank.done(2, all_reduce()).waits(in_bucket(all_reduce())); },
       [](Rank& rank) { rank.done(2, all_reduce()); },
       [](Rank& rank) { rank.done(2, all_reduce()).waits(all_reduce()); }},
      Kind::kMissing,
      {1},
      {"rank 1 has not called all_reduce(SUM, Float [4]), sequence 3 of group \"default\" (ranks 0-2)",
-      "rank 0 called it at rank0.cc:3 (pending for 97.0 s)", "rank 2 called it at rank2.cc:3",
+      "rank 0 called it at rank0.cc:3 for DDP bucket 3 of 5 (pending for 97.0 s)",
+      "rank 2 called it at rank2.cc:3",
       "rank 1 was last in sequence 2, all_reduce(SUM, Float [4]) at rank1.cc:2 (completed 97.5 s before",
       "now it is in no operation of Lockstep"}},
     {"AbsentRankWhereOthersTimedOut",
