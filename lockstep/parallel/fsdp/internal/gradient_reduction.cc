@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
@@ -137,6 +138,7 @@ void GradientReduction::on_gradient(size_t weight) {
       weights_.all()[weight].name,
       "' is sparse; only dense ones can be sharded, so make an Embedding without sparse");
   streams_.note(weights_.device());
+  tell_phase();
   if (backward_.load() == std::thread::id()) {
     if (!synchronising_) return;
     begin();
@@ -152,6 +154,16 @@ void GradientReduction::on_gradient(size_t weight) {
     if (when_complete_) when_complete_(weight);
     weights_.groups().spread_failures([this] { start_what_can_start(); });
   }
+}
+
+/// Of each backward, under no_sync() too.
+void GradientReduction::tell_phase() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(told_task_, task) == task) return;
+  const bool from_any_thread = !weights_.device().is_cpu();
+  enter_phase(TrainingPhase::kBackward, from_any_thread);
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [from_any_thread] { enter_phase(TrainingPhase::kOptimizer, from_any_thread); });
 }
 
 void GradientReduction::begin() {
@@ -284,6 +296,7 @@ void GradientReduction::end() {
   weights_.groups().spread_failures([this] { reduce_the_rest(); });
   give_to_shards();
   backward_ = std::thread::id();
+  ++reduced_;
   reading_.reset();
   if (when_reduced_) when_reduced_();
 }
