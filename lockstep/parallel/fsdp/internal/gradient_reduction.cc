@@ -13,6 +13,7 @@
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/training/training_phases.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
@@ -309,6 +310,7 @@ void GradientReduction::agree_on_used() {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.asyncOp = false;
+  const CallSite site("FSDP's unused parameters");
   weights_.groups().all()->allreduce(tensors, options)->wait();
   for (size_t i = 0; i < used_.size(); ++i) used_[i] = flags[i] != 0;
 }
@@ -319,6 +321,7 @@ void GradientReduction::agree_on_order() {
   std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(own.size())}, at::kLong)};
   auto* const groups = tensors[0].mutable_data_ptr<int64_t>();
   std::copy(own.begin(), own.end(), groups);
+  const CallSite site("FSDP's order of reductions");
   weights_.groups().all()->broadcast(tensors)->wait();
   schedule_.set_order(std::vector<size_t>(groups, groups + own.size()));
   order_is_known_ = true;
