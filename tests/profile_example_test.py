@@ -58,6 +58,8 @@ def test_each_rank_writes_a_trace_of_each_cycle(profiled):
             for event in reductions:
                 assert event["args"]["Rank"] == rank and event["args"]["Process Group Ranks"] == "[0,1]"
                 assert event["args"]["Seq"] > 0 and event["args"]["Bytes"] > 0 and event["args"]["Queued (us)"] >= 0
+            first = [one["args"] for one in reductions if one["args"].get("Purpose", "").startswith("DDP bucket 1 of ")]
+            assert len(first) == 3 and all(one["Call"].startswith("reducer.cc:") for one in first)
             assert events_named(trace, "DistributedDataParallel.forward")
             assert events_named(trace, "DataLoader: make a batch"), "of the loader's thread"
             products = [event["args"] for event in events_named(trace, "aten::addmm")]

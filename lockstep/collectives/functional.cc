@@ -12,7 +12,8 @@ using Tensors = std::vector<at::Tensor>;
 /// for c10d's dispatcher costs more than a small operation.
 class Call {
  public:
-  Call(const ProcessGroup& group, const Caller& caller, c10::DeviceType device = c10::kCPU) : site_(caller) {
+  Call(const ProcessGroup& group, const Caller& caller, c10::DeviceType device = c10::kCPU)
+      : site_({}, caller) {
     TORCH_CHECK_VALUE(is_member(group),
                       "this rank is not a member of the group; leave the call to its members");
     group_ = group ? group : default_group();

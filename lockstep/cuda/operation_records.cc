@@ -92,7 +92,7 @@ WorkPtr OperationRecords::run(flight::Operation operation, const std::function<W
     operation.sequence = ++(operation.point_to_point ? state_->messages : state_->collectives);
     pending.key = ++state_->keys;
   }
-  operation.where = CallSite::current();
+  CallSite::tell(operation);
   pending.record = flight::scheduled(state_->group, operation);
   operation.inputs = operation.outputs = nullptr;
   pending.operation = std::move(operation);

@@ -45,7 +45,8 @@ void make_printable(RankRecord& record) {
   }
   for (Entry& entry : record.entries) {
     make_printable(entry.error);
-    for (std::string* text : {&entry.operation, &entry.detail, &entry.file, &entry.function}) {
+    for (std::string* text :
+         {&entry.operation, &entry.detail, &entry.file, &entry.function, &entry.purpose}) {
       make_one_line(*text);
     }
     for (Tensors* tensors : {&entry.inputs, &entry.outputs}) {

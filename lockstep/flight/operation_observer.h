@@ -36,6 +36,7 @@ struct Operation {
   const std::vector<at::Tensor>* outputs = nullptr;
   std::chrono::milliseconds timeout{};
   std::source_location where;
+  std::string purpose = {};   // "DDP bucket 3 of 5"; empty: the caller's own
   bool asynchronous = false;  // the caller goes on: that it is pending does not mean that the caller waits
 };
 

@@ -105,6 +105,7 @@ struct Slot {
   int64_t ended_ns = 0;
   int64_t timeout_ms = 0;
   std::source_location where;
+  std::string purpose;
   std::string error;
 };
 
@@ -196,6 +197,7 @@ uint64_t Recorder::schedule(const std::shared_ptr<const Group>& group, const Ope
   slot.ended_ns = 0;
   slot.timeout_ms = operation.timeout.count();
   slot.where = operation.where;
+  slot.purpose = operation.purpose;
   slot.error.clear();
   return id;
 }
@@ -248,7 +250,8 @@ RankRecord Recorder::snapshot() const {
                               .error = slot.error,
                               .file = slot.where.file_name(),
                               .line = slot.where.line(),
-                              .function = slot.where.function_name()});
+                              .function = slot.where.function_name(),
+                              .purpose = slot.purpose});
   }
   return record;
 }

@@ -42,6 +42,7 @@ uint64_t record(uint64_t sequence, const std::vector<at::Tensor>& inputs = {}) {
   operation.inputs = &inputs;
   operation.timeout = 7s;
   operation.where = std::source_location::current();
+  if (sequence == 1) operation.purpose = "the first test";
   return scheduled(kGroup, operation);
 }
 
@@ -90,6 +91,8 @@ TEST(FlightRecorder, WritesWhatItWasToldAndTheReaderReadsIt) {
     EXPECT_EQ(first.timeout_ms, 7000);
     EXPECT_THAT(first.file, HasSubstr("recorder_test.cc"));
     EXPECT_GT(first.line, 0);
+    EXPECT_EQ(first.purpose, "the first test");
+    EXPECT_EQ(read.entries[1].purpose, "");
     EXPECT_LE(first.created_ns, first.ended_ns);
     EXPECT_LE(first.ended_ns, read.monotonic_ns);
     EXPECT_EQ(read.entries[1].state, State::kFailed);

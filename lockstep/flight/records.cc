@@ -68,6 +68,7 @@ ordered_json to_json(const RankRecord& record, const Entry& entry) {
   result["error"] = entry.error;
   result["frames"] =
       ordered_json::array({{{"name", entry.function}, {"filename", entry.file}, {"line", entry.line}}});
+  if (!entry.purpose.empty()) result["purpose"] = entry.purpose;
   return result;
 }
 
@@ -281,6 +282,7 @@ Entry entry_of(const Value& value, const RankRecord& record) {
     entry.line = frames.at(size_t{0}).at("line").integer(0, std::numeric_limits<int32_t>::max());
     entry.function = frames.at(size_t{0}).at("name").text();
   }
+  if (value.raw().contains("purpose")) entry.purpose = value.at("purpose").text();
   return entry;
 }
 

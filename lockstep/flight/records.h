@@ -50,6 +50,7 @@ struct Entry {
   std::string file;  // of the call
   int64_t line = 0;
   std::string function;
+  std::string purpose = {};  // "DDP bucket 3 of 5"; empty: the caller's own
 
   bool pending() const { return state == State::kScheduled || state == State::kStarted; }
 };

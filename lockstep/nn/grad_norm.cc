@@ -14,6 +14,7 @@
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/stack.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
 
@@ -73,6 +74,7 @@ at::Tensor over_ranks(const at::Tensor& mine, double norm_type, const ProcessGro
   at::Tensor all = at::empty({group->getSize()}, input.options());
   c10d::AllgatherOptions options;
   options.asyncOp = false;
+  const CallSite site("the norm of gradients");
   group->getBackend(input.device().type())->_allgather_base(all, input, options)->wait();
   return norm_of_norms(all, norm_type).to(mine.scalar_type());
 }

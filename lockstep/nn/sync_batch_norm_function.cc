@@ -22,6 +22,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/nn/sync_batch_norm_function.h>
 
 namespace lockstep {
@@ -68,6 +69,7 @@ at::Tensor gather(const at::Tensor& mine, const ProcessGroup& group) {
   at::Tensor input = mine;
   c10d::AllgatherOptions options;
   options.asyncOp = false;
+  const CallSite site("SyncBatchNorm");
   group->getBackend(mine.device().type())->_allgather_base(all, input, options)->wait();
   return all;
 }
@@ -76,6 +78,7 @@ void sum_over_ranks(const at::Tensor& tensor, const ProcessGroup& group) {
   c10d::AllreduceOptions options;
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{tensor};
+  const CallSite site("SyncBatchNorm");
   group->getBackend(tensor.device().type())->allreduce(tensors, options)->wait();
 }
 

@@ -153,7 +153,15 @@ std::optional<ProcessGroup> HierarchicalModelAverager::group_of_step(int64_t ste
   if (step < warmup_steps_) return {};
   for (size_t level = sizes_.size(); level-- > 0;) {
     if (step % sizes_[level].first != 0) continue;
-    if (const ProcessGroup parent = current_group(process_group()); parent != parent_) make_groups(parent);
+    if (const ProcessGroup parent = current_group(process_group()); parent != parent_) {
+      const int size = get_world_size(parent);
+      TORCH_CHECK_VALUE(
+          size == sizes_.back().second, "HierarchicalModelAverager: the default group has ", size,
+          size == 1 ? " rank" : " ranks", " now, and this averager's groups are for ", sizes_.back().second,
+          ", as many as there were before shrink_group(); make another averager whose last group size is ",
+          size, " and whose other sizes divide that, call its set_step(", step, "), and average by it");
+      make_groups(parent);
+    }
     return groups_[level].second;
   }
   return {};

@@ -86,7 +86,8 @@ class HierarchicalModelAverager final : public ModelAverager {
   /// `process_group`. Makes groups, so all processes of the default group call it. Throws c10::ValueError for
   /// an empty list, a first period below 1, another last size, and a negative warmup_steps, and what
   /// new_subgroups() throws. When the default group has become another one, the first average in that makes
-  /// the groups anew, with the same sizes, and throws the same.
+  /// the groups anew, with the same sizes. Where it has fewer ranks they do not fit, and that average throws
+  /// c10::ValueError on all ranks before anything is changed or counted.
   explicit HierarchicalModelAverager(const std::vector<std::pair<int64_t, int>>& period_group_size_dict,
                                      int64_t warmup_steps = 0, ProcessGroup process_group = {});
 

@@ -14,6 +14,7 @@ namespace lockstep::model_averaging_test {
 namespace {
 
 namespace optim = torch::optim;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
 using testing::run_ranks;
@@ -123,7 +124,11 @@ TEST(ModelAveragers, FollowTheDefaultGroup) {
     EXPECT_EQ(average(periodic), former);
     EXPECT_EQ(average(periodic), 1);
     EXPECT_THAT(message_of<c10::ValueError>([&] { average(hierarchical); }),
-                HasSubstr("must be equal to the size of arg ``process_group`` 3"));
+                AllOf(HasSubstr("the default group has 3 ranks now, and this averager's groups are for 4"),
+                      HasSubstr("whose last group size is 3"), HasSubstr("set_step(2)")));
+    HierarchicalModelAverager another({{2, 3}});
+    another.set_step(hierarchical.step());
+    EXPECT_EQ(average(another), 1);
   });
 }
 

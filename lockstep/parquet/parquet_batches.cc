@@ -3,8 +3,12 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
+#include <lockstep/data/worker_info.h>
 #include <lockstep/parquet/internal/row_group_queue.h>
 #include <lockstep/parquet/parquet_batches.h>
 
@@ -19,6 +23,7 @@ class BatchCutter {
       : sampler_(options.sampler != nullptr ? std::optional(*options.sampler) : std::nullopt),
         batch_size_(options.batch_size),
         rows_left_(options.drop_last ? rows / options.batch_size * options.batch_size : rows),
+        loader_(bytes.get()),
         queue_(dataset, row_groups_of(dataset), options.memory_limit, options.read_ahead, std::move(bytes)) {}
 
   std::optional<Table> next() {
@@ -29,6 +34,10 @@ class BatchCutter {
       if (row_group_) leave();
       return std::nullopt;
     }
+    // A DataLoader's thread trains nothing.
+    if (get_worker_info() == nullptr) mark_step(StepMark::kBatch, loader_);
+    // Readers of traces know a loader by the first part, which is Python's.
+    RECORD_USER_SCOPE("enumerate(DataLoader)#lockstep::data::ParquetBatches.next");
     std::vector<Table> pieces;
     for (int64_t missing = wanted; missing > 0;) {
       if (!row_group_ && !enter()) return std::nullopt;
@@ -43,6 +52,8 @@ class BatchCutter {
       if (count > 0) pieces.push_back(std::move(piece));
     }
     rows_left_ -= wanted;
+    enter_phase(TrainingPhase::kForward);
+    count_samples(wanted);
     return pieces.size() == 1 ? std::move(pieces.front()) : Table::concat(pieces);
   }
 
@@ -78,6 +89,7 @@ class BatchCutter {
   std::optional<RowGroupSampler> sampler_;  // as it was when the epoch began
   const int64_t batch_size_;
   int64_t rows_left_;
+  const void* const loader_;  // its address, the same in all epochs
   std::optional<Table> row_group_;
   int64_t position_ = 0;        // in row_group_
   std::vector<int64_t> order_;  // of row_group_'s rows; empty: their own

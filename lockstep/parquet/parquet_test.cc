@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
+#include <memory>
 #include <numeric>
 #include <parquet/arrow/writer.h>
 #include <thread>
@@ -15,6 +16,8 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/parquet/parquet_batches.h>
@@ -150,6 +153,28 @@ TEST_F(ParquetTest, LeavingTheLoopEarlyLeavesNothingBehind) {
     EXPECT_EQ(batches.bytes_in_flight(), 0);
   }
   EXPECT_EQ(all_of(batches), range(1000));
+}
+
+TEST_F(ParquetTest, BatchesTellOfStepsAndPhases) {
+  static int64_t marks = 0;
+  const auto audience = std::make_shared<PhaseAudience>();
+  audience->board = std::make_shared<PhaseBoard>();
+  begin_telling_phases(audience);
+  step_mark_listener = [](StepMark mark, const void* /*source*/) {
+    marks += mark == StepMark::kBatch ? 1 : 0;
+  };
+  ParquetBatches batches(ParquetDataset(write("a.parquet", 30, 7)), {.batch_size = 10});
+  const auto samples_before = audience->board->samples.load();
+  int64_t count = 0;
+  for (const Table& batch : batches) {
+    EXPECT_EQ(marks, ++count);
+    EXPECT_EQ(static_cast<TrainingPhase>(audience->board->phase.load()), TrainingPhase::kForward);
+    EXPECT_EQ(audience->board->samples, samples_before + 10 * count);
+    EXPECT_EQ(batch.rows(), 10);
+  }
+  EXPECT_EQ(marks, 3) << "and none for the end";
+  step_mark_listener = nullptr;
+  end_telling_phases(audience);
 }
 
 TEST_F(ParquetTest, TwoEpochsAtOnceAndIteratorsThatOutliveTheirBatches) {

@@ -88,8 +88,9 @@ class UnattendedProfile {
     if (!lock) return;  // another thread makes steps, or writes a trace
     if (!settings_ && wanted_at_once) {
       LOCKSTEP_LOG(kWarning)
-          << "LOCKSTEP_PROFILE: nothing was recorded, for the program has made no step that "
-             "is known: no DistributedDataParallel was trained, and no DataLoader read";
+          << "LOCKSTEP_PROFILE: nothing was recorded, for the program has made no step that is known: no "
+             "DistributedDataParallel, FullyShardedDataParallel or pipeline was trained, and no DataLoader "
+             "read";
     }
     if (phase_ != Phase::kRecording || settings_->schedule.repeat == 0) return;
     LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program has ended in step " << profiler_->step_num()

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/base/try_again.h>
 #include <lockstep/train/trainer_core.h>
 
 namespace lockstep {
@@ -25,7 +26,7 @@ struct RobustLoopOptions {
   /// (30 seconds with Kubernetes, Slurm and the launchers). Then the process ends with the stop status, and
   /// the checkpoint before counts.
   std::chrono::nanoseconds deadline = std::chrono::seconds(25);
-  int stop_status = 75;           ///< EX_TEMPFAIL of sysexits.h: try again later
+  int stop_status = kTryAgain;    ///< EX_TEMPFAIL of sysexits.h: 75
   bool lower_micro_batch = true;  ///< after running out of memory
   /// How long the ranks wait for each other after a failure: longer than a step, as each must notice first.
   std::chrono::milliseconds agree_timeout = std::chrono::minutes(1);

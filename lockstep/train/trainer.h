@@ -244,6 +244,11 @@ class Trainer final : public TrainerCore {
       do {
         plan = train_step(batches);
       } while (plan->samples > 0 && !plan->stop && !out_of_steps());
+      if (plan->samples > 0 && !plan->stop) {
+        // The last of max_steps is the epoch's last one where no rank has another batch.
+        plan = agree({.samples = fetch(batches) ? 1 : 0, .can_stand_in = true});
+        stopped_ = plan->stop && plan->samples == 0;  // within the epoch nothing is left to do
+      }
     }
     held_.clear();
     if (plan->samples == 0) return true;

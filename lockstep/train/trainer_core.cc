@@ -127,7 +127,8 @@ std::vector<at::Device> TrainerCore::random_devices() const {
 }
 
 bool TrainerCore::finished() const {
-  return epoch_ >= options_.max_epochs || out_of_steps() || (early_stopping_ && early_stopping_->stopped());
+  return epoch_ >= options_.max_epochs || (out_of_steps() && !epoch_trained_) ||
+         (early_stopping_ && early_stopping_->stopped());
 }
 
 bool TrainerCore::out_of_steps() const {
@@ -345,7 +346,8 @@ void TrainerCore::profile_step() {
 }
 
 bool TrainerCore::validation_due() const {
-  return (epoch_ + 1) % options_.validate_every_n_epochs == 0 || epoch_ + 1 == options_.max_epochs;
+  return (epoch_ + 1) % options_.validate_every_n_epochs == 0 || epoch_ + 1 == options_.max_epochs ||
+         out_of_steps();
 }
 
 void TrainerCore::step_scheduler() {

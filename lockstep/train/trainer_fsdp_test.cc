@@ -261,6 +261,7 @@ TEST(TrainerFsdp, GathersUnderARunningProfiler) {
           return std::ranges::count(events, name, &profiler::FunctionEvent::name);
         };
         EXPECT_EQ(count("aten::addmm"), 6) << "two layers, three forwards";
+        EXPECT_EQ(count("FullyShardedDataParallel.forward"), 3);
         EXPECT_GE(count("aten::t"), 6) << "what is given the weights first";
         EXPECT_GT(count("aten::mm"), 0) << "of backward";
       }

@@ -71,7 +71,8 @@ struct TrainerOptions {
   TrainerPipelineOptions pipeline = {};  ///< also of a Trainer that is given stages
 
   int64_t max_epochs = 1;
-  std::optional<int64_t> max_steps = {};  ///< optimizer steps, whichever comes first
+  /// Optimizer steps, whichever comes first. An epoch that they end before its last step has no validation.
+  std::optional<int64_t> max_steps = {};
   /// Batches of each rank that make one optimizer step; the epoch's last step may have fewer.
   int64_t accumulate_grad_batches = 1;
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <gmock/gmock.h>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -251,14 +252,19 @@ TEST(Trainer, GoesOnAsIfNothingHadHappened) {
 
 /// Three ranks have 5, 4 and 4 samples, so rank 0 alone has a third batch of two.
 struct UnevenJob {
-  UnevenJob(const std::filesystem::path& folder, int64_t stop_after)
+  UnevenJob(const CheckpointManagerOptions& checkpoint, int64_t stop_after,
+            std::optional<int64_t> max_steps = {})
       : trainer(model, optimizer, loader, LossOf{},
                 {.max_epochs = 2,
-                 .checkpoint = CheckpointManagerOptions{.directory = folder},
+                 .max_steps = max_steps,
+                 .validate_every_n_epochs = 2,
+                 .checkpoint = checkpoint,
                  .progress_bar = false,
                  .callbacks = {{.after_step = [stop_after](TrainerCore& core) {
                    if (core.step() == stop_after) core.stop();
-                 }}}}) {}
+                 }}}}) {
+    trainer.validate_on(validation);
+  }
 
   struct LossOf {
     template <class Model>
@@ -270,6 +276,7 @@ struct UnevenJob {
   torch::optim::Adam optimizer{model.parameters(), torch::optim::AdamOptions(0.01)};
   DistributedEvalSampler sampler{13};
   Loader loader{Points{13}, {.batch_size = 2, .sampler = &sampler, .num_workers = 1}};
+  Loader validation{Points{13}, {.batch_size = 2, .sampler = &sampler}};
   Trainer<DistributedDataParallel<SmallNet>, Loader, LossOf> trainer;
 };
 
@@ -353,13 +360,59 @@ TEST(Trainer, WhatEndsWithinAnEpochHasNotTheMetricsOfItsBeginning) {
     EXPECT_EQ(each.metrics.count("epoch/loss"), each.step == 4) << each.step;
 }
 
+TEST(Trainer, StepsThatEndWithAnEpochEndIt) {
+  const SharedFolder folder;
+  const auto body = [&](int rank) {
+    auto world = init_process_group();
+    constexpr int64_t kNever = -1;
+    const auto last_of = [](const std::filesystem::path& path) { return list_checkpoints(path).back(); };
+    for (const int64_t max_steps : {2, 3}) {  // of three an epoch, the last with a batch on rank 0 alone
+      const bool whole = max_steps == 3;
+      const CheckpointManagerOptions checkpoint{.directory = folder.path() / std::to_string(max_steps),
+                                                .every_epochs = 1};
+      UnevenJob job(checkpoint, kNever, max_steps);
+      job.trainer.train();
+      EXPECT_TRUE(job.trainer.finished());
+      EXPECT_EQ(job.trainer.step(), max_steps);
+      EXPECT_EQ(job.trainer.epoch(), whole ? 1 : 0);
+      if (rank == 0) {
+        const auto last = last_of(checkpoint.directory);
+        EXPECT_EQ(last.step, max_steps);
+        EXPECT_EQ(last.metrics.count("validation/loss"), whole ? 1U : 0U) << max_steps;
+      }
+      UnevenJob longer(checkpoint, kNever, 6);  // no batch is lost
+      ASSERT_TRUE(longer.trainer.restore().has_value());
+      longer.trainer.train();
+      EXPECT_EQ(longer.trainer.step(), 6);
+      EXPECT_EQ(longer.trainer.epoch(), 2);
+    }
+    // Stopped behind the last step, its validation is still to come.
+    const CheckpointManagerOptions checkpoint{.directory = folder.path() / "stopped", .every_epochs = 1};
+    UnevenJob stopped(checkpoint, /*stop_after=*/3, /*max_steps=*/3);
+    stopped.trainer.train();
+    EXPECT_TRUE(stopped.trainer.stopped());
+    EXPECT_FALSE(stopped.trainer.finished());
+    stopped.trainer.save();
+    UnevenJob resumed(checkpoint, kNever, /*max_steps=*/3);
+    ASSERT_TRUE(resumed.trainer.restore().has_value());
+    resumed.trainer.train();
+    EXPECT_TRUE(resumed.trainer.finished());
+    EXPECT_EQ(resumed.trainer.step(), 3);
+    if (rank == 0) {
+      EXPECT_EQ(last_of(checkpoint.directory).metrics.count("validation/loss"), 1U);
+    }
+  };
+  testing::run_ranks(3, body, {.environment = folder.environment()});
+}
+
 TEST(Trainer, RanksThatHaveRunOutStandInAfterAResume) {
   const SharedFolder folder;
   const auto body = [&](int rank) {
     auto world = init_process_group();
     const auto start = [&](int64_t stop_after, const std::string& name) {
       torch::manual_seed(50 + rank);
-      auto job = std::make_unique<UnevenJob>(folder.path() / name, stop_after);
+      const CheckpointManagerOptions checkpoint{.directory = folder.path() / name};
+      auto job = std::make_unique<UnevenJob>(checkpoint, stop_after);
       torch::manual_seed(60 + rank);
       return job;
     };

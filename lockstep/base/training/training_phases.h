@@ -11,8 +11,8 @@
 #include <string>
 #include <utility>
 
-/// What the thread that trains does now, and how long it takes for it. Loaders, DistributedDataParallel and the groups'
-/// operations tell of themselves; steps begin at the marks of step_mark.h. A step costs a few readings of the clock.
+/// What the thread that trains does now, and how long it takes for it. Loaders, wrappers of models, pipelines and the
+/// groups' operations tell of themselves; steps begin at the marks of step_mark.h. A step costs a few readings of the clock.
 namespace lockstep {
 
 enum class TrainingPhase : uint32_t {

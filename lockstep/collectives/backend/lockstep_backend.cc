@@ -22,7 +22,7 @@ using transport::ChannelError;
 using transport::FailureKind;
 using transport::GroupChannel;
 
-thread_local const std::source_location* call_site = nullptr;
+thread_local const CallSite* call_site = nullptr;
 
 /// What devices get to finish their copies when a group ends.
 constexpr std::chrono::seconds kDevicePatience{10};
@@ -79,12 +79,17 @@ const char* profiling_title(bool is_send, bool from_any, bool as_gloo) {
 
 }  // namespace
 
-CallSite::CallSite(const std::source_location& where) : before_(std::exchange(call_site, &where)) {}
+CallSite::CallSite(std::string_view purpose, const std::source_location& where)
+    : before_(std::exchange(call_site, this)),
+      purpose_(purpose.empty() && before_ != nullptr ? before_->purpose_ : purpose),
+      where_(where) {}
 CallSite::~CallSite() {
   call_site = before_;
 }
-std::source_location CallSite::current() {
-  return call_site != nullptr ? *call_site : std::source_location();
+void CallSite::tell(flight::Operation& operation) {
+  if (call_site == nullptr) return;
+  operation.where = call_site->where_;
+  operation.purpose = call_site->purpose_;
 }
 
 LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings settings)
@@ -207,7 +212,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
     record.outputs = &operation.outputs;
     record.timeout = timeout;
     record.asynchronous = operation.asynchronous;
-    record.where = CallSite::current();
+    CallSite::tell(record);
     identity->record = flight::scheduled(flight_group_, record);
     LOCKSTEP_LOG(kDebug) << "group '" << settings_.name << "' sequence " << number << ": "
                          << signature.describe();
@@ -253,7 +258,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::
   (is_send ? record.inputs : record.outputs) = &tensors;
   record.timeout = timeout;
   record.asynchronous = background;
-  record.where = CallSite::current();
+  CallSite::tell(record);
   return MessageWork::start(channel_, staging_, std::move(message), flight::scheduled(flight_group_, record),
                             background);
 }

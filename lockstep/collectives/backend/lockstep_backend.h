@@ -4,6 +4,7 @@
 #include <memory>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -23,17 +24,22 @@ struct Reducing;
 struct Signature;
 class StagingArea;
 
-/// Where the user's program is while this object lives in this thread, for the flight recorder.
+/// Where the program is while this object lives in this thread, and what operations are for, which flight records and
+/// traces say. Without a purpose they are for what the one around it says.
 class CallSite {
  public:
-  explicit CallSite(const std::source_location& where);
+  /// `purpose`: lives as long as this object.
+  explicit CallSite(std::string_view purpose,
+                    const std::source_location& where = std::source_location::current());
   CallSite(const CallSite&) = delete;
   CallSite& operator=(const CallSite&) = delete;
   ~CallSite();
-  static std::source_location current();
+  static void tell(flight::Operation& operation);
 
  private:
-  const std::source_location* before_;
+  const CallSite* before_;
+  std::string_view purpose_;
+  std::source_location where_;
 };
 
 /// The c10d backend "lockstep": collectives among ranks, through shared memory within a host and by messages

@@ -192,7 +192,8 @@ std::string call_of(const Entry& entry, const GroupRecord& group) {
 
 std::string site_of(const Entry& entry) {
   if (entry.file.empty()) return "an unknown place";
-  return entry.file + ":" + std::to_string(entry.line);
+  return entry.file + ":" + std::to_string(entry.line) +
+         (entry.purpose.empty() ? "" : " for " + entry.purpose);
 }
 
 std::string seconds(int64_t ns) {

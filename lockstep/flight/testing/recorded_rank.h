@@ -25,6 +25,7 @@ struct Call {
   bool message = false;
   bool asynchronous = false;
   int64_t at = 0;  // seconds; 0: one after the previous
+  std::string purpose = {};
 };
 inline Call all_reduce(std::vector<int64_t> sizes = {4}) {
   return {.operation = "all_reduce", .detail = "SUM", .sizes = std::move(sizes)};
@@ -43,6 +44,10 @@ inline Call recv(int from, int tag = 0) {
 }
 inline Call async(Call call) {
   call.asynchronous = true;
+  return call;
+}
+inline Call in_bucket(Call call) {
+  call.purpose = "DDP bucket 3 of 5";
   return call;
 }
 inline Call at(int64_t second, Call call) {
@@ -111,6 +116,7 @@ class Rank {
     entry.error = error;
     entry.file = "rank" + std::to_string(record_.rank) + ".cc";
     entry.line = static_cast<int64_t>(entry.record_id);
+    entry.purpose = call.purpose;
     record_.entries.push_back(entry);
     return *this;
   }

@@ -4,6 +4,7 @@
 #include <random>
 #include <utility>
 
+#include <ATen/record_function.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/exception_text.h>
@@ -186,6 +187,7 @@ void Sender::run() {
     lock.unlock();
     Result result;
     try {
+      RECORD_USER_SCOPE("metrics: send to MLflow");
       result = step();
     } catch (const std::exception& error) {
       result = {Outcome::kNotNow, text_of(error)};

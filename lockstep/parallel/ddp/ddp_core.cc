@@ -8,6 +8,7 @@
 
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/device/streams.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
@@ -385,6 +386,7 @@ void DdpCore::reset() {
 bool DdpCore::agree_on_synchronising(bool joined) {
   at::Tensor synchronising = at::empty({1}).fill_(!joined && synchronise_ ? 1 : 0);
   std::vector<at::Tensor> tensors{synchronising};
+  const CallSite site("DDP's join");
   options_.process_group->allreduce(tensors)->wait();
   return synchronising.item<float>() != 0;
 }

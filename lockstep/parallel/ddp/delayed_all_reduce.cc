@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
 #include <lockstep/parallel/ddp/reducer/bucket_memory.h>
 #include <lockstep/parallel/ddp/state_sync.h>
@@ -76,6 +77,7 @@ void DelayedAllReduce::start() {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::AVG;
   const BetweenHosts between_hosts(between_hosts_, feedback_);
+  const CallSite site("DDP's delayed parameters");
   work_ = group_->allreduce(tensors, options);
   torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
     if (auto work = std::exchange(self->work_, {})) work->wait();

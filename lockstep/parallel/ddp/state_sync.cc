@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 
 namespace lockstep {
@@ -30,6 +31,7 @@ void broadcast(const at::Tensor& tensor, const ProcessGroup& group, int source =
   options.rootRank = source;
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{tensor};
+  const CallSite site({});  // for what the caller says
   group->broadcast(tensors, options)->wait();
 }
 
@@ -57,6 +59,7 @@ void broadcast_pack(const std::vector<at::Tensor>& tensors, const ProcessGroup& 
 
 void verify_same_model(const std::vector<NamedTensor>& parameters, const ProcessGroup& group) {
   if (group->getSize() == 1) return;
+  const CallSite site("a comparison of the ranks' models");
   std::vector<std::string> own;
   std::string text;
   for (const NamedTensor& parameter : parameters) {
@@ -91,6 +94,7 @@ void verify_same_model(const std::vector<NamedTensor>& parameters, const Process
 
 void broadcast_coalesced(const std::vector<NamedTensor>& tensors, const ProcessGroup& group, int source) {
   if (group->getSize() == 1) return;
+  const CallSite site("parameters and buffers");
   at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_type;
   for (const auto& [name, tensor] : tensors) {
@@ -129,6 +133,7 @@ int find_common_rank(const ProcessGroup& group, bool candidate) {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.asyncOp = false;
+  const CallSite site("the choice of a rank whose state all take");
   group->allreduce(tensors, options)->wait();
   return static_cast<int>(rank.item<int64_t>());
 }

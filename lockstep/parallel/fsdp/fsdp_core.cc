@@ -7,11 +7,14 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/text/counted.h>
+#include <lockstep/base/training/step_mark.h>
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
@@ -50,6 +53,15 @@ void FsdpCore::check_usable() const {
 
 void FsdpCore::run_forward(const std::function<void()>& forward) {
   check_usable();
+  if (at::GradMode::is_enabled()) {
+    const int64_t reduced = reduction_->reduced();
+    if (marked_.exchange(reduced) != reduced) {
+      mark_step(StepMark::kForward, this);
+    } else {
+      enter_phase(TrainingPhase::kForward);  // of gradients that are accumulated
+    }
+  }
+  RECORD_USER_SCOPE("FullyShardedDataParallel.forward");
   const WeightWindows::Reading reading(*windows_);
   weights_->check_in_place();
   struct Within {

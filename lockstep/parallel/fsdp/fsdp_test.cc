@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
@@ -61,6 +62,36 @@ TEST(FullyShardedDataParallel, TrainsWithSeveralForwardsBeforeTheBackwards) {
 
 TEST(FullyShardedDataParallel, TrainsWithAGradientPenalty) {
   compare({.adam = true, .pass = Pass::kGradientPenalty, .policy = fsdp::size_based_auto_wrap_policy(20)}, 2);
+}
+
+TEST(FullyShardedDataParallel, TellsOfItsStepsAndPhases) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    const auto audience = std::make_shared<PhaseAudience>();
+    audience->board = std::make_shared<PhaseBoard>();
+    begin_telling_phases(audience);
+    const auto phase = [&] { return static_cast<TrainingPhase>(audience->board->phase.load()); };
+    FullyShardedDataParallel model(nn::Linear(4, 3));
+    const auto optimizer = model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+    for (uint64_t step = 1; step <= 3; ++step) {
+      for (const bool reduces : {false, true}) {
+        std::optional<decltype(model.no_sync())> no_sync;
+        if (!reduces) no_sync.emplace(model.no_sync());
+        const auto input = torch::ones({2, 4}) * torch::ones({}).requires_grad_();
+        auto within = TrainingPhase::kNone;
+        // Behind the weights' gradients, which autograd takes first.
+        input.register_hook([&](const torch::Tensor&) { within = phase(); });
+        const auto loss = model(input).sum();
+        EXPECT_EQ(phase(), TrainingPhase::kForward);
+        EXPECT_EQ(audience->board->newest_step().number, step) << "one for both backwards";
+        loss.backward();
+        EXPECT_EQ(within, TrainingPhase::kBackward) << reduces;
+        EXPECT_EQ(phase(), TrainingPhase::kOptimizer);
+      }
+      optimizer->step();
+    }
+    end_telling_phases(audience);
+  });
 }
 
 struct Piece : nn::Module {

@@ -10,6 +10,7 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/base/process/memory.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/internal/class_name.h>
@@ -106,6 +107,7 @@ void FsdpCore::move_values() {
     }
   }
   TORCH_INTERNAL_ASSERT(open.empty());
+  const CallSite site("FSDP's first values");
   weights_->group()->barrier()->wait();
 }
 

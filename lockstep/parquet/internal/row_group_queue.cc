@@ -1,5 +1,7 @@
 #include <utility>
 
+#include <ATen/record_function.h>
+
 #include <lockstep/parquet/internal/row_group_queue.h>
 
 namespace lockstep::data::internal {
@@ -32,6 +34,7 @@ RowGroupQueue::~RowGroupQueue() {
 }
 
 RowGroupQueue::Outcome RowGroupQueue::read(int64_t row_group, int64_t expected) noexcept {
+  RECORD_USER_SCOPE("Parquet: read a row group");
   Outcome outcome;
   try {
     outcome.table = dataset_.get(row_group);
@@ -57,6 +60,7 @@ void RowGroupQueue::run() {
   for (const int64_t row_group : order_) {
     const int64_t expected = expect(row_group);
     {
+      RECORD_USER_SCOPE("Parquet: wait for room");
       std::unique_lock<std::mutex> lock(mutex_);
       changed_->wait(lock,
                      [&] { return stop_ || in_flight_ == 0 || in_flight_ + expected <= memory_limit_; });

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include <c10/util/hash.h>
 #include <torch/csrc/profiler/unwind/unwind.h>
 #include <torch/csrc/utils/cpp_stacktraces.h>
 
@@ -18,9 +19,12 @@ namespace {
 CurrentLog<CallStacks::Log> current_stack_log;
 
 std::unique_ptr<at::ObserverContext> note_call(const at::RecordFunction& function) {
-  auto frames = torch::unwind::unwind();
+  CallStacks::Place place{.name = function.name(), .frames = torch::unwind::unwind(), .hash = 0};
+  for (const void* const frame : place.frames) {
+    place.hash = c10::hash_combine(place.hash, reinterpret_cast<size_t>(frame));
+  }
   current_stack_log.use([&](CallStacks::Log& log) {
-    log.calls.push_back({function.name(), at::RecordFunction::currentThreadId(), std::move(frames)});
+    log.calls.push_back({&*log.places.insert(std::move(place)).first, at::RecordFunction::currentThreadId()});
   });
   return nullptr;
 }
@@ -53,10 +57,10 @@ std::string frame_text(const torch::unwind::Frame& frame) {
 }
 
 /// The texts of those frames that are of the program. Each is looked up once, and all together, for that takes long.
-std::unordered_map<void*, std::string> program_frames(const std::deque<CallStacks::Call>& calls) {
+std::unordered_map<void*, std::string> program_frames(const CallStacks::Log& log) {
   std::unordered_map<void*, std::string> texts;
-  for (const CallStacks::Call& call : calls) {
-    for (void* const frame : call.frames) texts.try_emplace(frame);
+  for (const CallStacks::Place& place : log.places) {
+    for (void* const frame : place.frames) texts.try_emplace(frame);
   }
   std::vector<void*> frames;
   for (const auto& [frame, text] : texts) frames.push_back(frame);
@@ -88,12 +92,12 @@ void CallStacks::end() {
 
 void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
   if (log_->calls.empty()) return;
-  const auto texts = program_frames(log_->calls);
+  const auto texts = program_frames(*log_);
   // The n-th call of a name in a thread is its n-th event.
   std::map<std::pair<std::string, uint64_t>, std::pair<std::vector<size_t>, std::vector<FunctionEvent*>>>
       by_name;
   for (size_t i = 0; i < log_->calls.size(); ++i) {
-    by_name[{log_->calls[i].name, log_->calls[i].thread}].first.push_back(i);
+    by_name[{log_->calls[i].place->name, log_->calls[i].thread}].first.push_back(i);
   }
   for (FunctionEvent& event : events) {
     const auto found = by_name.find({event.name, event.thread});
@@ -106,7 +110,7 @@ void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
       return std::make_tuple(a->start_ns, -a->end_ns) < std::make_tuple(b->start_ns, -b->end_ns);
     });
     for (size_t i = 0; i < calls.size(); ++i) {
-      for (void* const frame : log_->calls[calls[i]].frames) {
+      for (void* const frame : log_->calls[calls[i]].place->frames) {
         if (const auto text = texts.find(frame); text != texts.end())
           of_name[i]->stack.push_back(text->second);
       }

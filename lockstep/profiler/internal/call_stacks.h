@@ -1,9 +1,11 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/record_function.h>
@@ -26,13 +28,23 @@ class CallStacks {
   /// Looks the calls up, and gives each event its own. `events`: of Kineto, in any order. After end().
   void give_to(std::vector<FunctionEvent>& events) const;
 
-  struct Call {
+  /// An operator and the calls that led to it. A training comes to the same ones in each step.
+  struct Place {
     std::string name;
-    uint64_t thread;            // torch's number
     std::vector<void*> frames;  // return addresses, the innermost first
+    size_t hash;                // of the frames
+    bool operator==(const Place&) const = default;
+  };
+  struct HashOfPlace {
+    size_t operator()(const Place& place) const { return place.hash; }
+  };
+  struct Call {
+    const Place* place;  // of Log::places
+    uint64_t thread;     // torch's number
   };
   /// Written by CurrentLog::use() alone, until end().
   struct Log {
+    std::unordered_set<Place, HashOfPlace> places;
     std::deque<Call> calls;  // of which there are many: none is moved when more come
   };
 

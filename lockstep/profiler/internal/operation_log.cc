@@ -71,6 +71,7 @@ void OperationLog::scheduled(uint64_t id, const flight::Group& group, const flig
   logged.output_elements = output.elements;
   logged.bytes = std::max(input.bytes, output.bytes);
   logged.where = call_text(operation.where);
+  logged.purpose = operation.purpose;
   const std::lock_guard lock(mutex_);
   logged.group = place_of(group);
   open_.emplace(id, content_.operations.size());

@@ -23,8 +23,9 @@ struct LoggedOperation {
   std::string dtype;  // of the first tensor
   int64_t input_elements = 0;
   int64_t output_elements = 0;
-  int64_t bytes = 0;  // of the larger side
-  std::string where;  // "train.cc:31"
+  int64_t bytes = 0;    // of the larger side
+  std::string where;    // "train.cc:31"
+  std::string purpose;  // "DDP bucket 3 of 5", or empty
   std::string error;
   int64_t scheduled_ns = 0;
   int64_t started_ns = 0;  // 0: not yet

@@ -93,6 +93,7 @@ ordered_json operation_arguments(const flight::Group& group, const LoggedOperati
   if (operation.point_to_point) arguments["Tag"] = operation.tag;
   if (!operation.detail.empty()) arguments["Detail"] = operation.detail;
   if (!operation.where.empty()) arguments["Call"] = operation.where;
+  if (!operation.purpose.empty()) arguments["Purpose"] = operation.purpose;
   if (!operation.error.empty()) arguments["Error"] = operation.error;
   return arguments;
 }

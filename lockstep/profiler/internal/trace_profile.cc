@@ -32,7 +32,8 @@ std::optional<Phase> phase_of_scope(const std::string& name) {
   if (name == "data" || has_prefix(name, {"enumerate(DataLoader)"})) return Phase::kData;
   if (name == "optimizer" || has_prefix(name, {"Optimizer.step#", "Optimizer.zero_grad#"}))
     return Phase::kOptimizer;
-  if (name == "forward" || has_prefix(name, {"DistributedDataParallel.forward", "DataParallel.forward"})) {
+  if (name == "forward" || has_prefix(name, {"DistributedDataParallel.forward",
+                                             "FullyShardedDataParallel.forward", "DataParallel.forward"})) {
     return Phase::kForward;
   }
   if (name == "backward") return Phase::kBackward;

@@ -90,6 +90,7 @@ bool BucketSizes::tune(int64_t rounds) {
   values[0] = static_cast<int64_t>(std::min<size_t>(best.first, std::numeric_limits<int64_t>::max()));
   values[1] = static_cast<int64_t>(std::min<size_t>(best.others, std::numeric_limits<int64_t>::max()));
   std::vector<at::Tensor> tensors{agreed};
+  const CallSite site("DDP's sizes of buckets");
   settings_.group()->broadcast(tensors)->wait();
   chosen_ = BucketCaps{static_cast<size_t>(values[0]), static_cast<size_t>(values[1])};
   arrivals_.clear();

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/parameter_use.h>
 
 namespace lockstep {
@@ -53,6 +54,7 @@ void ParameterUse::agree(bool first_static_round) {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.asyncOp = false;
+  const CallSite site("DDP's unused parameters");
   settings_.group()->allreduce(tensors, options)->wait();
   const int* any = map.const_data_ptr<int>();
   anywhere_.assign(any, any + map.numel());

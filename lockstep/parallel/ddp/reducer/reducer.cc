@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -8,7 +9,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/base/training/training_phases.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 #include <lockstep/parallel/ddp/reducer/used_parameters.h>
 
@@ -104,6 +107,7 @@ void Reducer::rebuild_buckets() {
   at::Tensor agreed = at::empty({static_cast<int64_t>(order.size())}, at::kLong);
   std::copy(order.begin(), order.end(), agreed.mutable_data_ptr<int64_t>());
   std::vector<at::Tensor> tensors{agreed};
+  const CallSite site("DDP's order of buckets");
   settings_.group()->broadcast(tensors)->wait();
   const auto* indices = agreed.const_data_ptr<int64_t>();
   buckets_.build({indices, indices + agreed.numel()}, sizes_.limits());
@@ -272,6 +276,8 @@ void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_.all()[index];
   if (settings_.options.skip_all_reduce_unused_params && use_.all_unused(bucket)) return;
   clock_.launch();
+  const std::string purpose = formatted("DDP bucket %zu of %zu", index + 1, buckets_.all().size());
+  const CallSite site(purpose);
   try {
     launch_reduction(bucket, index, /*last=*/index + 1 == buckets_.all().size(), settings_);
   } catch (...) {

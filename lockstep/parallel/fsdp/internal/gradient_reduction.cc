@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/training/training_phases.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
@@ -137,6 +139,7 @@ void GradientReduction::on_gradient(size_t weight) {
       weights_.all()[weight].name,
       "' is sparse; only dense ones can be sharded, so make an Embedding without sparse");
   streams_.note(weights_.device());
+  tell_phase();
   if (backward_.load() == std::thread::id()) {
     if (!synchronising_) return;
     begin();
@@ -152,6 +155,16 @@ void GradientReduction::on_gradient(size_t weight) {
     if (when_complete_) when_complete_(weight);
     weights_.groups().spread_failures([this] { start_what_can_start(); });
   }
+}
+
+/// Of each backward, under no_sync() too.
+void GradientReduction::tell_phase() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(told_task_, task) == task) return;
+  const bool from_any_thread = !weights_.device().is_cpu();
+  enter_phase(TrainingPhase::kBackward, from_any_thread);
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [from_any_thread] { enter_phase(TrainingPhase::kOptimizer, from_any_thread); });
 }
 
 void GradientReduction::begin() {
@@ -284,6 +297,7 @@ void GradientReduction::end() {
   weights_.groups().spread_failures([this] { reduce_the_rest(); });
   give_to_shards();
   backward_ = std::thread::id();
+  ++reduced_;
   reading_.reset();
   if (when_reduced_) when_reduced_();
 }
@@ -296,6 +310,7 @@ void GradientReduction::agree_on_used() {
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.asyncOp = false;
+  const CallSite site("FSDP's unused parameters");
   weights_.groups().all()->allreduce(tensors, options)->wait();
   for (size_t i = 0; i < used_.size(); ++i) used_[i] = flags[i] != 0;
 }
@@ -306,6 +321,7 @@ void GradientReduction::agree_on_order() {
   std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(own.size())}, at::kLong)};
   auto* const groups = tensors[0].mutable_data_ptr<int64_t>();
   std::copy(own.begin(), own.end(), groups);
+  const CallSite site("FSDP's order of reductions");
   weights_.groups().all()->broadcast(tensors)->wait();
   schedule_.set_order(std::vector<size_t>(groups, groups + own.size()));
   order_is_known_ = true;

@@ -65,6 +65,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
     when_reduced_ = std::move(when_reduced);
   }
   ReductionProgress& progress() { return progress_; }
+  /// How many backwards have reduced.
+  int64_t reduced() const { return reduced_; }
   /// Drops what has added up for this weight.
   void drop_sum(size_t weight);
   /// Before a forward, by any thread. Throws c10::Error when the last backward did not end, of this thread, or on a device of any:
@@ -94,6 +96,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
 
   void before_gradient(size_t weight);
   void on_gradient(size_t weight);
+  void tell_phase();
   void begin();
   void start_what_can_start();
   bool comes_to_an_end(size_t oldest);
@@ -122,6 +125,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   std::function<void()> when_reduced_;
   bool synchronising_ = true;
   bool order_is_known_ = false;
+  int64_t reduced_ = 0;
+  int told_task_ = -1;                                         // of autograd, whose phase was told
   std::atomic<std::thread::id> backward_ = std::thread::id();  // the thread that runs one
   std::vector<bool> used_;                                     // by weight, in this backward
   std::optional<WeightWindows::Reading> reading_;

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/fsdp/internal/sharded_weights.h>
 
@@ -141,6 +142,7 @@ void ShardedWeights::take_rows_of_rank_0(size_t index) {
   for (int64_t done = 0; done < numel; done += most) {
     const int64_t count = std::min(most, numel - done);
     std::vector<at::Tensor> piece{whole.defined() ? whole.narrow(0, done, count) : scratch(0, count, dtype)};
+    const CallSite site("FSDP's first values");
     groups().all()->broadcast(piece)->wait();
     const int64_t from = std::max(done, begin), to = std::min(done + count, begin + own.numel());
     if (from < to) own.narrow(0, from - begin, to - from).copy_(piece[0].narrow(0, from - done, to - from));
@@ -159,6 +161,7 @@ void ShardedWeights::take_own_rows(size_t index) {
   // One rank's values for the rows on all hosts, as on one: what hosts have differently never becomes the same again.
   if (groups().replicas() && rows.numel() > 0) {
     std::vector<at::Tensor> tensors{rows};
+    const CallSite site("FSDP's first values");
     groups().replicas()->broadcast(tensors)->wait();
   }
 }

@@ -18,6 +18,7 @@ namespace {
 
 int64_t broadcast_number(const ProcessGroup& group, int64_t number) {
   std::vector<at::Tensor> tensors{at::empty({1}, at::kLong).fill_(number)};
+  const CallSite site("FSDP's memory");
   group->broadcast(tensors)->wait();
   return tensors[0].item<int64_t>();
 }

@@ -5,6 +5,7 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/text/counted.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/fsdp/internal/weight_windows.h>
 
 namespace lockstep::fsdp::internal {
@@ -22,6 +23,7 @@ int count_ranks(const ProcessGroup& group, bool flag) {
   std::vector<at::Tensor> tensors{at::empty({1}, at::kInt).fill_(flag ? 1 : 0)};
   c10d::AllreduceOptions options;
   options.asyncOp = false;
+  const CallSite site("FSDP's agreement");
   group->allreduce(tensors, options)->wait();
   return tensors[0].item<int>();
 }

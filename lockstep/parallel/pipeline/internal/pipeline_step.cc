@@ -17,6 +17,7 @@
 
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/nn/activation_checkpoint_count.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_step.h>
 #include <lockstep/parallel/pipeline/pipeline_random.h>
@@ -111,6 +112,7 @@ void PipelineStep::run() {
                                 static_cast<uint32_t>(action.micro_batch));
     enter_phase(is_forward ? TrainingPhase::kForward : TrainingPhase::kBackward);
     ask_ahead(next);
+    const CallSite site(name);
     run(action);
     core_.messages->collect_sends();
     core_.memory.bytes_in_flight = std::max(core_.memory.bytes_in_flight, core_.messages->bytes_in_flight());

@@ -115,6 +115,7 @@ bool TensorMessages::is_far(int rank) const {
 // Within a host the receiver needs no help of the sender's, and the sender none of its background thread, which would contend
 // with the thread that computes.
 void TensorMessages::start_send(const at::Tensor& memory, int to, int tag, int64_t bytes) {
+  const CallSite site({});  // for what the caller says
   auto work =
       backend_->message(/*is_send=*/true, memory, to, tag_of_messages(tag), /*background=*/is_far(to));
   sending_.push_back({std::move(work), tag, bytes});
@@ -122,6 +123,7 @@ void TensorMessages::start_send(const at::Tensor& memory, int to, int tag, int64
 }
 
 c10::intrusive_ptr<c10d::Work> TensorMessages::start_receive(const at::Tensor& memory, int from, int tag) {
+  const CallSite site({});
   return backend_->message(/*is_send=*/false, memory, from, tag, /*background=*/is_far(from));
 }
 
