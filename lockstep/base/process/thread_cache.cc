@@ -26,7 +26,9 @@ class ThreadCache {
     ++count_;
     lock.unlock();
     try {
-      start_detached_thread("lockstep-comm", [this, task = std::move(task)] { work(task); });
+      // Moved, so that what the task holds goes with it and not with the thread.
+      start_detached_thread("lockstep-comm",
+                            [this, task = std::move(task)]() mutable { work(std::move(task)); });
     } catch (...) {
       lock.lock();
       --count_;

@@ -36,11 +36,24 @@ TEST(ThreadCache, ThreadsAreUsedAgainAndEndWhenIdle) {
   while (background_thread_count() > 0) std::this_thread::yield();  // the test's own time limit bounds it
 }
 
-TEST(ThreadCache, WhatATaskHoldsGoesWhenItHasRun) {
-  auto held = std::make_shared<int>(1);
-  std::weak_ptr<int> watched = held;
-  run_in_background([held = std::move(held)] {});
-  while (!watched.expired()) std::this_thread::yield();
+TEST(ThreadCache, WhatATaskHoldsGoesWhenItHasRunAlsoIfItsThreadIsUsedFurther) {
+  std::thread::id first;
+  std::thread::id next;
+  bool held_on = true;
+  do {  // until one thread has run both: it may end between them
+    auto held = std::make_shared<int>(1);
+    std::weak_ptr<int> watched = held;
+    std::promise<std::thread::id> ran;
+    run_in_background([held = std::move(held), &ran] { ran.set_value(std::this_thread::get_id()); });
+    first = ran.get_future().get();
+    std::promise<std::thread::id> ran_next;
+    run_in_background([&] {
+      held_on = !watched.expired();
+      ran_next.set_value(std::this_thread::get_id());
+    });
+    next = ran_next.get_future().get();
+  } while (next != first);
+  EXPECT_FALSE(held_on);
 }
 
 TEST(ThreadCache, AForkedChildHasThreadsOfItsOwn) {
