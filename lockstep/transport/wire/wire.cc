@@ -1,11 +1,16 @@
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <set>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/deadline.h>
+#include <lockstep/base/process/per_process.h>
 #include <lockstep/transport/wire/wire.h>
 
 namespace lockstep::transport::wire {
@@ -15,8 +20,50 @@ namespace {
 constexpr uint64_t kRoundsOfSpinning = 16;
 // How long the thread leaves the engine to those that spin before it looks whether they still do.
 constexpr int kStandbyMilliseconds = 1;
+// That a thread is in the engine: its destructor waits a second for the others.
+constexpr std::chrono::seconds kLongestCall{2};
 
 }  // namespace
+
+/// The wires of this process, for its exit. A library that was loaded at run time, as UCX is, takes itself down then,
+/// behind the handlers that were registered since, and ends the process if a thread still drives it.
+class Wire::Living {
+ public:
+  static Living& get() {
+    static PerProcess<Living> all;
+    return all.get();
+  }
+  /// Behind the making of its engine, which loads the library.
+  void add(Wire& wire) {
+    static const int registered = std::atexit([] { get().leave_to_exiting_thread(); });
+    (void)registered;
+    std::lock_guard lock(mutex_);
+    wires_.insert(&wire);
+  }
+  void remove(Wire& wire) {
+    std::lock_guard lock(mutex_);
+    wires_.erase(&wire);
+  }
+
+ private:
+  /// No other thread is in an engine once this returns, nor goes there. Bounded, for this thread itself may be in one: a
+  /// program may call exit() in its handler of a signal.
+  void leave_to_exiting_thread() {
+    const Deadline deadline = Deadline::after(kLongestCall);
+    std::lock_guard lock(mutex_);
+    for (Wire* wire : wires_) {
+      Lock engine_lock(wire->mutex_, std::try_to_lock);
+      while (!engine_lock && !deadline.expired()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        (void)engine_lock.try_lock();
+      }
+      if (engine_lock) wire->exiting_thread_ = std::this_thread::get_id();
+    }
+  }
+
+  std::mutex mutex_;
+  std::set<Wire*> wires_;
+};
 
 // How the thread and the waiters share the engine. The thread sleeps in epoll_wait(2). The engine's descriptor
 // wakes it for one event (EPOLLONESHOT) and must be watched again after that, which any thread can do: watch()
@@ -48,7 +95,13 @@ Wire::Wire(std::unique_ptr<Engine> engine, OnPeerLost on_peer_lost)
                        ::epoll_ctl(poll_fd_.get(), EPOLL_CTL_ADD, wake_fd_.get(), &wake) == 0 &&
                        ::epoll_ctl(poll_fd_.get(), EPOLL_CTL_ADD, engine_->event_fd(), &event) == 0,
                    "can't wait for messages between hosts: ", std::strerror(errno));
-  thread_.start("lockstep-wire", [this] { run(); });
+  Living::get().add(*this);
+  try {
+    thread_.start("lockstep-wire", [this] { run(); });
+  } catch (...) {
+    Living::get().remove(*this);
+    throw;
+  }
 }
 
 Wire::~Wire() {
@@ -59,30 +112,47 @@ Wire::~Wire() {
   stop_.store(true);
   wake_thread();
   thread_.join();
-  Lock lock(mutex_);
-  for (const Handle& request : pending_) {
-    if (!request->done()) engine_->cancel(*request);
+  Lock lock = enter();
+  if (lock) {
+    for (const Handle& request : pending_) {
+      if (!request->done()) engine_->cancel(*request);
+    }
+    settle(std::move(lock));
+    lock = enter();
   }
-  settle(std::move(lock));
-  engine_.reset();
+  if (lock) {
+    engine_.reset();
+    lock.unlock();
+  } else {
+    engine_.release();  // to the end of the process
+  }
+  Living::get().remove(*this);
+}
+
+/// The lock under which the engine may be used; none where it may not be.
+Wire::Lock Wire::enter() const {
+  if (fork_guard_.in_forked_child()) return {};
+  Lock lock(mutex_);
+  return may_use_engine() ? std::move(lock) : Lock();
+}
+
+/// Under the lock.
+bool Wire::may_use_engine() const {
+  return !exiting_thread_ || *exiting_thread_ == std::this_thread::get_id();
 }
 
 std::string Wire::describe() const {
-  if (fork_guard_.in_forked_child()) return "none in a forked child";
-  Lock lock(mutex_);
-  return engine_->describe();
+  const Lock lock = enter();
+  return lock ? engine_->describe() : "none in a forked child, or at the process's exit";
 }
 
 std::string Wire::address() const {
-  if (fork_guard_.in_forked_child()) return "";
-  Lock lock(mutex_);
-  return engine_->address();
+  const Lock lock = enter();
+  return lock ? engine_->address() : "";
 }
 
 void Wire::connect(int rank, const std::string& address) {
-  if (fork_guard_.in_forked_child()) return;
-  Lock lock(mutex_);
-  engine_->connect(rank, address);
+  if (const Lock lock = enter()) engine_->connect(rank, address);
 }
 
 Handle Wire::send(int to, Tag tag, const void* data, size_t bytes, Doorbell* bell, OnDone on_done) {
@@ -103,12 +173,12 @@ Handle Wire::start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
   request->bell_ = bell;
   request->on_done_ = std::move(on_done);
   request->awaited_ = awaited;
-  if (fork_guard_.in_forked_child()) {
+  Lock lock = enter();
+  if (!lock) {
     request->Operation::status.store(RequestStatus::kFailed, std::memory_order_release);
     if (request->on_done_) request->on_done_(RequestStatus::kFailed);
     return request;
   }
-  Lock lock(mutex_);
   request->place_ = pending_.size();
   pending_.push_back(request);
   try {
@@ -126,16 +196,15 @@ Handle Wire::start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
 }
 
 void Wire::cancel(const Handle& request) {
-  if (fork_guard_.in_forked_child()) return;
-  Lock lock(mutex_);  // also waits for a bell that is just being rung
-  if (request->done()) return;
+  Lock lock = enter();  // also waits for a bell that is just being rung
+  if (!lock || request->done()) return;
   engine_->cancel(*request);
   settle(std::move(lock));
 }
 
 void Wire::abandon(int rank, const std::string& reason) {
-  if (fork_guard_.in_forked_child()) return;
-  Lock lock(mutex_);
+  Lock lock = enter();
+  if (!lock) return;
   engine_->abandon(rank, reason);
   if (watched_.exchange(false)) wake_thread();  // the engine has something to end
   settle(std::move(lock));
@@ -145,15 +214,15 @@ bool Wire::progress() {
   if (fork_guard_.in_forked_child()) return false;
   rounds_.fetch_add(1, std::memory_order_relaxed);
   Lock lock(mutex_, std::try_to_lock);
-  if (!lock) return false;
+  if (!lock || !may_use_engine()) return false;
   const bool moved = engine_->progress();
   settle(std::move(lock));
   return moved;
 }
 
 void Wire::before_sleep() {
-  if (fork_guard_.in_forked_child()) return;
-  Lock lock(mutex_);
+  Lock lock = enter();
+  if (!lock) return;
   if (!watch()) {
     rounds_when_watched_.store(rounds_.load(std::memory_order_relaxed));
     wake_thread();
@@ -224,7 +293,8 @@ void Wire::wake_thread() {
 
 void Wire::run() {
   while (!stop_.load()) {
-    Lock lock(mutex_);
+    Lock lock = enter();
+    if (!lock) return;
     const bool watching = watch();
     settle(std::move(lock));
     if (!watching) continue;

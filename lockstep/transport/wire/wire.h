@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -37,7 +38,8 @@ using Handle = std::shared_ptr<Request>;
 /// messages.
 ///
 /// Thread-safe. No thread may be in a call when the wire is destroyed. In a forked child the wire does
-/// nothing: requests are done at once, as kFailed.
+/// nothing: requests are done at once, as kFailed. Once the process exits the same holds for all threads but the one
+/// that exits: what the engine stands on (UCX) is taken down then, whatever other threads do.
 class Wire {
  public:
   /// Runs once the request is done, in the thread that drives the wire, under its lock, also before send() or
@@ -87,7 +89,10 @@ class Wire {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  class Living;
 
+  Lock enter() const;
+  bool may_use_engine() const;
   Handle start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
                const std::function<void(Request&)>& post);
   void settle(Lock lock);
@@ -100,7 +105,8 @@ class Wire {
   UniqueFd wake_fd_;
   UniqueFd poll_fd_;  // epoll: wake_fd_, and the engine's descriptor for one event at a time
 
-  mutable std::mutex mutex_;  // protects the next four
+  mutable std::mutex mutex_;                       // protects the next five
+  std::optional<std::thread::id> exiting_thread_;  // of a process that exits
   std::unique_ptr<Engine> engine_;
   std::vector<Handle> pending_;                      // each knows its place
   std::vector<Request*> finished_;                   // since the last settle()

@@ -1,6 +1,11 @@
 #include <algorithm>
+#include <cstdio>
+#include <fcntl.h>
+#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
+#include <string>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -9,8 +14,10 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 #include <lockstep/transport/wire/testing/places.h>
 
 // What ends before it is done: requests that are cancelled, ranks that leave, are given up or die.
@@ -246,16 +253,20 @@ TEST(ThreadHub, DisconnectedRanksLoseEachOther) {
   EXPECT_EQ(places[1]->lost_reason, "disconnected");
 }
 
+/// Of two ranks, through their store.
+void connect_with_peer(Place& place, int rank, c10d::Store& store) {
+  const std::string own = place.wire->address();
+  store.set("address" + std::to_string(rank), std::vector<uint8_t>(own.begin(), own.end()));
+  const auto address = store.get("address" + std::to_string(1 - rank));
+  place.wire->connect(1 - rank, std::string(address.begin(), address.end()));
+}
+
 TEST(UcxEngine, KilledProcessIsLost) {
   if (!why_no_ucx().empty()) GTEST_SKIP() << why_no_ucx();
   testing::run_survivors(2, {1}, [](int rank) {
     const World world = rendezvous();
     Place place(make_ucx_engine(rank, {.interface = "lo"}));
-    const std::string own = place.wire->address();
-    const std::string peer = std::to_string(1 - rank);
-    world.store->set("address" + std::to_string(rank), std::vector<uint8_t>(own.begin(), own.end()));
-    const auto address = world.store->get("address" + peer);
-    place.wire->connect(1 - rank, std::string(address.begin(), address.end()));
+    connect_with_peer(place, rank, *world.store);
     if (rank == 1) {
       EXPECT_EQ(place.send(0, {1, 1}, pattern(100'000, 1)), RequestStatus::kSucceeded);
       world.store->get("rank 0 waits");
@@ -271,6 +282,54 @@ TEST(UcxEngine, KilledProcessIsLost) {
     EXPECT_EQ(place.lost_rank, 1);
     EXPECT_THAT(place.lost_reason, HasSubstr("the connection is lost (UCX: "));
   });
+}
+
+/// Runs at the very end of this process's exit(), when its libraries have taken themselves down.
+void at_end_of_exit(std::function<void()> run) {
+  const auto write = [](void* function, const char*, size_t bytes) {
+    (*static_cast<std::function<void()>*>(function))();
+    return static_cast<ssize_t>(bytes);
+  };
+  // What was written to a stream and not flushed goes then.
+  std::FILE* stream = ::fopencookie(new std::function<void()>(std::move(run)), "w",
+                                    {.read = nullptr, .write = write, .seek = nullptr, .close = nullptr});
+  ASSERT_NE(stream, nullptr);
+  std::fputc('x', stream);
+}
+
+TEST(UcxEngine, NoOtherThreadDrivesItOnceTheProcessExits) {
+  if (!why_no_ucx().empty()) GTEST_SKIP() << why_no_ucx();
+  const testing::SharedFolder folder;
+  const std::string exits = folder.path("exits");
+  const std::string goes_on = folder.path("goes_on");
+  ::mkfifo(exits.c_str(), 0600);
+  ::mkfifo(goes_on.c_str(), 0600);
+  testing::run_ranks(
+      2,
+      [&](int rank) {
+        const World world = rendezvous();
+        auto place = std::make_unique<Place>(make_ucx_engine(rank, {.interface = "lo"}));
+        connect_with_peer(*place, rank, *world.store);
+        EXPECT_EQ(place->send(1 - rank, {1, 1}, pattern(100, 1)), RequestStatus::kSucceeded);
+        EXPECT_EQ(place->receive(1 - rank, {1, 1}, 100), pattern(100, 1));
+        if (rank == 1) {
+          auto* in = new Bytes(100);
+          place->wire->receive(0, {1, 2}, in->data(), in->size(), nullptr, [](RequestStatus) { ::_exit(9); });
+          at_end_of_exit([=] {
+            const UniqueFd tells(::open(exits.c_str(), O_WRONLY));
+            const UniqueFd waits(::open(goes_on.c_str(), O_RDONLY));
+            char end = 0;
+            if (::read(waits.get(), &end, 1) != 0) ::_exit(8);
+          });
+          (void)place.release();
+          return;
+        }
+        const UniqueFd waits(::open(exits.c_str(), O_RDONLY));
+        (void)place->send(1, {1, 2}, pattern(100, 1));
+        place.reset();  // returns when the other one has what was sent, or after a second
+        const UniqueFd tells(::open(goes_on.c_str(), O_WRONLY));
+      },
+      {.environment = folder.environment()});
 }
 
 }  // namespace
