@@ -95,6 +95,7 @@ WorkPtr OperationRecords::run(flight::Operation operation, const std::function<W
   CallSite::tell(operation);
   pending.record = flight::scheduled(state_->group, operation);
   operation.inputs = operation.outputs = nullptr;
+  operation.purpose = {};
   pending.operation = std::move(operation);
   WorkPtr work;
   try {

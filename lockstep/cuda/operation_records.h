@@ -45,7 +45,7 @@ class OperationRecords {
   struct Pending {
     uint64_t key = 0;                     // in order of submission
     uint64_t record = 0;                  // the flight recorder's; 0 when that is off
-    flight::Operation operation;          // without its tensors
+    flight::Operation operation;          // without its tensors and purpose
     c10::intrusive_ptr<c10d::Work> work;  // null where a future tells
   };
 

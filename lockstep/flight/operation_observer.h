@@ -5,6 +5,7 @@
 #include <memory>
 #include <source_location>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +37,7 @@ struct Operation {
   const std::vector<at::Tensor>* outputs = nullptr;
   std::chrono::milliseconds timeout{};
   std::source_location where;
-  std::string purpose = {};   // "DDP bucket 3 of 5"; empty: the caller's own
+  std::string_view purpose;   // "DDP bucket 3 of 5"; empty: the caller's own; not to be kept beyond the call
   bool asynchronous = false;  // the caller goes on: that it is pending does not mean that the caller waits
 };
 

@@ -158,8 +158,8 @@ std::optional<ProcessGroup> HierarchicalModelAverager::group_of_step(int64_t ste
       TORCH_CHECK_VALUE(
           size == sizes_.back().second, "HierarchicalModelAverager: the default group has ", size,
           size == 1 ? " rank" : " ranks", " now, and this averager's groups are for ", sizes_.back().second,
-          ", as many as there were before shrink_group(); make another averager whose last group size is ",
-          size, " and whose other sizes divide that, call its set_step(", step, "), and average by it");
+          ", as many as there were when it was made; make another averager whose last group size is ", size,
+          " and whose other sizes divide that, call its set_step(", step, "), and average by it");
       make_groups(parent);
     }
     return groups_[level].second;

@@ -123,9 +123,11 @@ TEST(ModelAveragers, FollowTheDefaultGroup) {
     shrink_group({3});
     EXPECT_EQ(average(periodic), former);
     EXPECT_EQ(average(periodic), 1);
-    EXPECT_THAT(message_of<c10::ValueError>([&] { average(hierarchical); }),
-                AllOf(HasSubstr("the default group has 3 ranks now, and this averager's groups are for 4"),
-                      HasSubstr("whose last group size is 3"), HasSubstr("set_step(2)")));
+    EXPECT_THAT(
+        message_of<c10::ValueError>([&] { average(hierarchical); }),
+        AllOf(HasSubstr("the default group has 3 ranks now, and this averager's groups are for 4, as many "
+                        "as there were when it was made"),
+              HasSubstr("whose last group size is 3"), HasSubstr("set_step(2)")));
     HierarchicalModelAverager another({{2, 3}});
     another.set_step(hierarchical.step());
     EXPECT_EQ(average(another), 1);

@@ -90,7 +90,7 @@ class UnattendedProfile {
       LOCKSTEP_LOG(kWarning)
           << "LOCKSTEP_PROFILE: nothing was recorded, for the program has made no step that is known: no "
              "DistributedDataParallel, FullyShardedDataParallel or pipeline was trained, and no DataLoader "
-             "read";
+             "or ParquetBatches read";
     }
     if (phase_ != Phase::kRecording || settings_->schedule.repeat == 0) return;
     LOCKSTEP_LOG(kWarning) << "LOCKSTEP_PROFILE: the program has ended in step " << profiler_->step_num()

@@ -152,7 +152,7 @@ class Trainer final : public TrainerCore {
     stopped_ = false;
     begin_epoch(batches());
     with_model([](auto& model) { model.train(); });
-    if (!epoch_trained_) {
+    if (epoch_phase_ != EpochPhase::kTrained) {
       if constexpr (requires { loader_.set_epoch(epoch()); }) loader_.set_epoch(epoch());
       if (!train_steps()) return metrics_;
       note_epoch();
@@ -237,25 +237,35 @@ class Trainer final : public TrainerCore {
 
   /// All steps of the epoch; false if it was left in its middle.
   bool train_steps() {
-    std::optional<StepPlan> plan;
+    StepPlan plan;
     {
       std::optional<Batches> batches;
-      if (!loader_ended_) batches.emplace(loader_, &unseen_batches_);
       do {
-        plan = train_step(batches);
-      } while (plan->samples > 0 && !plan->stop && !out_of_steps());
-      if (plan->samples > 0 && !plan->stop) {
-        // The last of max_steps is the epoch's last one where no rank has another batch.
-        plan = agree({.samples = fetch(batches) ? 1 : 0, .can_stand_in = true});
-        stopped_ = plan->stop && plan->samples == 0;  // within the epoch nothing is left to do
-      }
+        plan = out_of_steps() ? look_behind_last_step(batches) : train_step(batches);
+      } while (plan.samples > 0 && !plan.stop && epoch_phase_ == EpochPhase::kSteps);
     }
     held_.clear();
-    if (plan->samples == 0) return true;
+    if (plan.samples == 0) return true;
     // It goes on here when train() is called again.
     loader_ended_ = loader_ended_ && unseen_batches_ == 0;
     load_loader(loader_state(std::exchange(unseen_batches_, 0)));
     return false;
+  }
+
+  /// The last of max_steps is the epoch's last one where no rank has another batch. A loader that can't be given
+  /// a batch back is not asked for one.
+  StepPlan look_behind_last_step(std::optional<Batches>& batches) {
+    bool has_batch = !loader_ended_;
+    if constexpr (kResumes) {
+      // The steps are done: what is behind them must not fail the training, nor leave the other ranks waiting.
+      try {
+        has_batch = next_batch(batches) != nullptr;
+      } catch (...) {
+        warn_of_batch_behind_last_step();
+      }
+      if (!has_batch) unseen_batches_ = 0;
+    }
+    return cut_epoch(has_batch);
   }
 
   /// An optimizer step, unless the plan that it returns is to do nothing or to stop.
@@ -290,13 +300,21 @@ class Trainer final : public TrainerCore {
     return plan;
   }
 
+  /// Null at the loader's end. The loader is asked for its first batch here, too.
+  Batch* next_batch(std::optional<Batches>& batches) {
+    if (loader_ended_) return nullptr;
+    if (!batches) batches.emplace(loader_, &unseen_batches_);
+    Batch* batch = batches->next();
+    loader_ended_ = batch == nullptr;
+    return batch;
+  }
+
   /// The step's batches; without any the last step's stay, to stand in with.
   bool fetch(std::optional<Batches>& batches) {
     std::vector<Batch> next;
-    while (static_cast<int64_t>(next.size()) < options_.accumulate_grad_batches && !loader_ended_) {
-      Batch* batch = batches->next();
-      loader_ended_ = batch == nullptr;
-      if (loader_ended_) break;
+    while (static_cast<int64_t>(next.size()) < options_.accumulate_grad_batches) {
+      Batch* batch = next_batch(batches);
+      if (batch == nullptr) break;
       if constexpr (kResumes) {
         next.push_back(std::move(*batch));  // only this function has the loader's batch
       } else {

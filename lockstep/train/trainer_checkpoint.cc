@@ -23,7 +23,7 @@ StateDict TrainerCore::SharedPart::state_dict() const {
   StateDict state{{"epoch", core.epoch_},
                   {"step", core.step_},
                   {"position", core.position_},
-                  {"epoch_trained", core.epoch_trained_},
+                  {"epoch_trained", core.epoch_phase_ == EpochPhase::kTrained},
                   {"max_micro_batch", core.max_micro_batch_},
                   {"metrics", to_object(core.metrics_)},
                   {"averages", to_object(core.shared_averages_.state_dict())},
@@ -36,7 +36,8 @@ void TrainerCore::SharedPart::load_state_dict(const StateDict& state) {
   core.epoch_ = state_value<int64_t>(state, "epoch", kTrainer);
   core.step_ = state_value<int64_t>(state, "step", kTrainer);
   core.position_ = state_value<int64_t>(state, "position", kTrainer);
-  core.epoch_trained_ = state_value<bool>(state, "epoch_trained", kTrainer);
+  core.epoch_phase_ =
+      state_value<bool>(state, "epoch_trained", kTrainer) ? EpochPhase::kTrained : EpochPhase::kSteps;
   core.max_micro_batch_ = state_value<int64_t>(state, "max_micro_batch", kTrainer);
   core.metrics_ = state_value<Metrics>(state, "metrics", kTrainer);
   core.shared_averages_.clear();
@@ -127,7 +128,7 @@ std::optional<CheckpointInfo> TrainerCore::restore() {
   begin_window();
   saved_ = {step_, epoch_};
   if (!loader_restored_) epoch_averages_.clear();  // what was trained here before
-  const bool in_epoch = position_ > 0 && !epoch_trained_;
+  const bool in_epoch = position_ > 0 && epoch_phase_ != EpochPhase::kTrained;
   // All ranks go on in the same way: of one that survived alone, only it has its own place.
   const bool has_place = loader_restored_ && !loader_state(0).empty();
   bool goes_on = !in_epoch || on_all(has_place);

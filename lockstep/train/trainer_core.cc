@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -127,7 +128,9 @@ std::vector<at::Device> TrainerCore::random_devices() const {
 }
 
 bool TrainerCore::finished() const {
-  return epoch_ >= options_.max_epochs || (out_of_steps() && !epoch_trained_) ||
+  // A checkpoint of the last step does not say whether its epoch ends with it.
+  const bool no_epoch_to_end = position_ == 0 || epoch_phase_ == EpochPhase::kCut;
+  return epoch_ >= options_.max_epochs || (out_of_steps() && no_epoch_to_end) ||
          (early_stopping_ && early_stopping_->stopped());
 }
 
@@ -335,6 +338,19 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   profile_step();
 }
 
+TrainerCore::StepPlan TrainerCore::cut_epoch(bool has_batch) {
+  const StepPlan plan = agree({.samples = has_batch ? 1 : 0, .can_stand_in = true});
+  stopped_ = plan.stop && plan.samples == 0;  // else nothing is left to do
+  if (plan.samples > 0) epoch_phase_ = EpochPhase::kCut;
+  return plan;
+}
+
+void TrainerCore::warn_of_batch_behind_last_step() const {
+  LOCKSTEP_LOG(kWarning)
+      << "Trainer: max_steps are done, and the loader has failed to make the batch behind them, so epoch "
+      << epoch_ + 1 << " counts as not ended: " << text_of(std::current_exception());
+}
+
 /// What goes wrong with a profile does not end the training, of one rank alone least of all.
 void TrainerCore::profile_step() {
   if (!profiler_) return;
@@ -363,7 +379,7 @@ void TrainerCore::note_epoch() {
   bar_.reset();
   for (const auto& [name, value] : epoch_averages_.reduce(group_)) metrics_["epoch/" + name] = value;
   // If that throws, it is done again when training goes on.
-  epoch_trained_ = true;
+  epoch_phase_ = EpochPhase::kTrained;
   loader_ended_ = false;
 }
 
@@ -390,7 +406,7 @@ void TrainerCore::finish_epoch() {
   ++epoch_;
   metrics_["epoch/number"] = static_cast<double>(epoch_);
   position_ = 0;
-  epoch_trained_ = false;
+  epoch_phase_ = EpochPhase::kSteps;
   epoch_averages_.clear();
   applying_ = false;
   epoch_metrics_ = metrics_;

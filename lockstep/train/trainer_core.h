@@ -135,6 +135,10 @@ class TrainerCore {
   /// The mean of what the rank has noted of the step is step_loss() on all ranks of the group. Collective.
   void share_step_loss(int group_rank, const ProcessGroup& group);
   void apply_gradients(const StepPlan& plan);
+  /// The plan behind the last of max_steps. Without samples the epoch ends there, for no rank has another batch. Collective.
+  StepPlan cut_epoch(bool has_batch);
+  /// Tells of the exception that is handled now.
+  void warn_of_batch_behind_last_step() const;
   bool out_of_steps() const;
   void note_epoch();
   bool validation_due() const;
@@ -163,7 +167,12 @@ class TrainerCore {
 
   int64_t max_micro_batch_ = 0;
   int64_t largest_micro_batch_ = 0;
-  bool epoch_trained_ = false;  // its steps are done, its end is not
+  enum class EpochPhase : uint8_t {
+    kSteps,    // none has begun, or its steps are under way
+    kCut,      // max_steps have ended it before its last step
+    kTrained,  // its steps are done, its end is not
+  };
+  EpochPhase epoch_phase_ = EpochPhase::kSteps;
   bool loader_ended_ = false;   // this rank's batches of the epoch are all fetched
   int64_t unseen_batches_ = 0;  // fetched for a step that is not done
   bool stopped_ = false;

@@ -53,7 +53,8 @@ void FsdpCore::check_usable() const {
 
 void FsdpCore::run_forward(const std::function<void()>& forward) {
   check_usable();
-  if (at::GradMode::is_enabled()) {
+  // Within backward it is computed again (activation checkpoints), which is no forward of its own.
+  if (at::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() == -1) {
     const int64_t reduced = reduction_->reduced();
     if (marked_.exchange(reduced) != reduced) {
       mark_step(StepMark::kForward, this);

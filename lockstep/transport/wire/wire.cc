@@ -46,22 +46,13 @@ class Wire::Living {
   }
 
  private:
-  /// No other thread is in an engine once this returns, nor goes there. Bounded, for this thread itself may be in one: a
-  /// program may call exit() in its handler of a signal.
   void leave_to_exiting_thread() {
     const Deadline deadline = Deadline::after(kLongestCall);
     std::lock_guard lock(mutex_);
-    for (Wire* wire : wires_) {
-      Lock engine_lock(wire->mutex_, std::try_to_lock);
-      while (!engine_lock && !deadline.expired()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        (void)engine_lock.try_lock();
-      }
-      if (engine_lock) wire->exiting_thread_ = std::this_thread::get_id();
-    }
+    while (!wires_.empty()) wires_.extract(wires_.begin()).value()->leave_to_exiting_thread(deadline);
   }
 
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;  // what a request is the last to hold may be a wire
   std::set<Wire*> wires_;
 };
 
@@ -112,21 +103,34 @@ Wire::~Wire() {
   stop_.store(true);
   wake_thread();
   thread_.join();
-  Lock lock = enter();
-  if (lock) {
-    for (const Handle& request : pending_) {
-      if (!request->done()) engine_->cancel(*request);
-    }
-    settle(std::move(lock));
-    lock = enter();
-  }
-  if (lock) {
+  if (Lock lock = enter()) cancel_all(std::move(lock));
+  if (Lock lock = enter()) {
     engine_.reset();
     lock.unlock();
   } else {
     engine_.release();  // to the end of the process
   }
   Living::get().remove(*this);
+}
+
+/// No other thread is in the engine once this returns, nor goes there, and what it waits for has failed. The lock is
+/// awaited until the deadline, for this thread may have it: a program may call exit() in its handler of a signal.
+void Wire::leave_to_exiting_thread(const Deadline& deadline) {
+  Lock lock(mutex_, std::try_to_lock);
+  while (!lock && !deadline.expired()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    (void)lock.try_lock();
+  }
+  if (!lock) return;
+  exiting_thread_ = std::this_thread::get_id();
+  cancel_all(std::move(lock));
+}
+
+void Wire::cancel_all(Lock lock) {
+  for (const Handle& request : pending_) {
+    if (!request->done()) engine_->cancel(*request);
+  }
+  settle(std::move(lock));
 }
 
 /// The lock under which the engine may be used; none where it may not be.
@@ -174,7 +178,7 @@ Handle Wire::start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
   request->on_done_ = std::move(on_done);
   request->awaited_ = awaited;
   Lock lock = enter();
-  if (!lock) {
+  if (!lock || (exiting_thread_ && awaited)) {  // no thread would move it while this one sleeps
     request->Operation::status.store(RequestStatus::kFailed, std::memory_order_release);
     if (request->on_done_) request->on_done_(RequestStatus::kFailed);
     return request;

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/deadline.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
@@ -39,7 +40,8 @@ using Handle = std::shared_ptr<Request>;
 ///
 /// Thread-safe. No thread may be in a call when the wire is destroyed. In a forked child the wire does
 /// nothing: requests are done at once, as kFailed. Once the process exits the same holds for all threads but the one
-/// that exits: what the engine stands on (UCX) is taken down then, whatever other threads do.
+/// that exits, which may still send control messages: what the engine stands on (UCX) is taken down then, whatever other
+/// threads do.
 class Wire {
  public:
   /// Runs once the request is done, in the thread that drives the wire, under its lock, also before send() or
@@ -93,6 +95,8 @@ class Wire {
 
   Lock enter() const;
   bool may_use_engine() const;
+  void leave_to_exiting_thread(const Deadline& deadline);
+  void cancel_all(Lock lock);
   Handle start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
                const std::function<void(Request&)>& post);
   void settle(Lock lock);

@@ -304,32 +304,32 @@ TEST(UcxEngine, NoOtherThreadDrivesItOnceTheProcessExits) {
   const std::string goes_on = folder.path("goes_on");
   ::mkfifo(exits.c_str(), 0600);
   ::mkfifo(goes_on.c_str(), 0600);
-  testing::run_ranks(
-      2,
-      [&](int rank) {
-        const World world = rendezvous();
-        auto place = std::make_unique<Place>(make_ucx_engine(rank, {.interface = "lo"}));
-        connect_with_peer(*place, rank, *world.store);
-        EXPECT_EQ(place->send(1 - rank, {1, 1}, pattern(100, 1)), RequestStatus::kSucceeded);
-        EXPECT_EQ(place->receive(1 - rank, {1, 1}, 100), pattern(100, 1));
-        if (rank == 1) {
-          auto* in = new Bytes(100);
-          place->wire->receive(0, {1, 2}, in->data(), in->size(), nullptr, [](RequestStatus) { ::_exit(9); });
-          at_end_of_exit([=] {
-            const UniqueFd tells(::open(exits.c_str(), O_WRONLY));
-            const UniqueFd waits(::open(goes_on.c_str(), O_RDONLY));
-            char end = 0;
-            if (::read(waits.get(), &end, 1) != 0) ::_exit(8);
-          });
-          (void)place.release();
-          return;
-        }
-        const UniqueFd waits(::open(exits.c_str(), O_RDONLY));
-        (void)place->send(1, {1, 2}, pattern(100, 1));
-        place.reset();  // returns when the other one has what was sent, or after a second
-        const UniqueFd tells(::open(goes_on.c_str(), O_WRONLY));
-      },
-      {.environment = folder.environment()});
+  testing::run_ranks(2,
+                     [&](int rank) {
+                       const World world = rendezvous();
+                       auto place = std::make_unique<Place>(make_ucx_engine(rank, {.interface = "lo"}));
+                       connect_with_peer(*place, rank, *world.store);
+                       EXPECT_EQ(place->send(1 - rank, {1, 1}, pattern(100, 1)), RequestStatus::kSucceeded);
+                       EXPECT_EQ(place->receive(1 - rank, {1, 1}, 100), pattern(100, 1));
+                       if (rank == 1) {
+                         auto* in = new Bytes(100);
+                         const Handle pending = place->wire->receive(0, {1, 2}, in->data(), in->size());
+                         at_end_of_exit([=] {
+                           const UniqueFd tells(::open(exits.c_str(), O_WRONLY));
+                           const UniqueFd waits(::open(goes_on.c_str(), O_RDONLY));
+                           char end = 0;
+                           if (::read(waits.get(), &end, 1) != 0) ::_exit(8);
+                           if (pending->status() != RequestStatus::kCancelled) ::_exit(9);
+                         });
+                         (void)place.release();
+                         return;
+                       }
+                       const UniqueFd waits(::open(exits.c_str(), O_RDONLY));
+                       (void)place->send(1, {1, 2}, pattern(100, 1));
+                       place.reset();  // returns when the other one has what was sent, or after a second
+                       const UniqueFd tells(::open(goes_on.c_str(), O_WRONLY));
+                     },
+                     {.environment = folder.environment()});
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,7 @@ namespace lockstep {
 /// or the sparse gradient of one parameter. What the reducer keeps of a bucket; no thread-safety of its own.
 struct Bucket {
   std::vector<size_t> parameters;  // in the order of their slots
+  std::string purpose;             // "DDP bucket 3 of 5", of its operations
   bool sparse = false;
 
   // Dense buckets:

@@ -7,6 +7,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/memory.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/parallel/ddp/reducer/bucket_set.h>
 
 namespace lockstep {
@@ -60,6 +61,7 @@ void BucketSet::make(std::vector<std::vector<size_t>> assignment) {
   const auto old_places = std::exchange(places_, std::vector<Place>(settings_.size()));
   for (auto& members : assignment) {
     Bucket bucket;
+    bucket.purpose = formatted("DDP bucket %zu of %zu", buckets_.size() + 1, assignment.size());
     bucket.sparse = settings_.sparse[members.front()];
     bucket.parameters = std::move(members);
     if (!bucket.sparse) give_memory(bucket, settings_);

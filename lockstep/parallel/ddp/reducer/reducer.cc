@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/base/text/formatted.h>
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
@@ -276,8 +275,7 @@ void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_.all()[index];
   if (settings_.options.skip_all_reduce_unused_params && use_.all_unused(bucket)) return;
   clock_.launch();
-  const std::string purpose = formatted("DDP bucket %zu of %zu", index + 1, buckets_.all().size());
-  const CallSite site(purpose);
+  const CallSite site(bucket.purpose);
   try {
     launch_reduction(bucket, index, /*last=*/index + 1 == buckets_.all().size(), settings_);
   } catch (...) {

@@ -139,11 +139,9 @@ void GradientReduction::on_gradient(size_t weight) {
       weights_.all()[weight].name,
       "' is sparse; only dense ones can be sharded, so make an Embedding without sparse");
   streams_.note(weights_.device());
-  tell_phase();
-  if (backward_.load() == std::thread::id()) {
-    if (!synchronising_) return;
-    begin();
-  }
+  if (backward_.load() == std::thread::id() && synchronising_) begin();
+  tell_phase();  // after that, so that the rest of the reduction belongs to backward, too
+  if (backward_.load() == std::thread::id()) return;
   Group& group = groups_[group_of_[weight]];
   TORCH_CHECK(!used_[weight], "FullyShardedDataParallel: parameter '", weights_.all()[weight].name,
               "' got a gradient twice in one backward, as by a backward within backward; use "

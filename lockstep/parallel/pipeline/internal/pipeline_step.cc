@@ -386,11 +386,15 @@ void PipelineStep::pass(int64_t from, int64_t to, int64_t micro_batch, Tensors t
   passed_[tag] = std::move(tensors);
 }
 
-TensorMessages::Receipt& PipelineStep::ask(int64_t from, int64_t to, int64_t micro_batch) {
-  const int tag = core_.tag_of(from, to, micro_batch);
-  auto& receipt = asked_[tag];
-  if (!receipt) receipt = core_.messages->receive(core_.rank_of(from), tag);
-  return *receipt;
+PipelineStep::Asked& PipelineStep::ask(int64_t from, const PipelineAction& action) {
+  const int tag = core_.tag_of(from, action.stage, action.micro_batch);
+  Asked& asked = asked_[tag];
+  if (!asked.receipt) {
+    asked.purpose = "PP:" + to_string(action);
+    const CallSite site(asked.purpose);
+    asked.receipt = core_.messages->receive(core_.rank_of(from), tag);
+  }
+  return asked;
 }
 
 Tensors PipelineStep::take(int64_t from, int64_t to, int64_t micro_batch) {
@@ -407,7 +411,7 @@ Tensors PipelineStep::take(int64_t from, int64_t to, int64_t micro_batch) {
   RECORD_USER_SCOPE(name.c_str());
   awaited_ = *action_;
   awaited_->stage = from;
-  Tensors tensors = ask(from, to, micro_batch).take(core_.stage(to).device());
+  Tensors tensors = ask(from, *action_).receipt->take(core_.stage(to).device());
   awaited_.reset();
   asked_.erase(tag);
   return tensors;
@@ -417,7 +421,7 @@ Tensors PipelineStep::take(int64_t from, int64_t to, int64_t micro_batch) {
 void PipelineStep::ask_ahead(size_t next) {
   const size_t end = std::min(next + 1 + kAhead, core_.actions.size());
   const auto ask_if_far = [this](int64_t from, const PipelineAction& action) {
-    if (core_.messages->is_far(core_.rank_of(from))) ask(from, action.stage, action.micro_batch);
+    if (core_.messages->is_far(core_.rank_of(from))) ask(from, action);
   };
   for (size_t i = next + 1; i < end; ++i) {
     const PipelineAction& action = core_.actions[i];
@@ -429,7 +433,10 @@ void PipelineStep::ask_ahead(size_t next) {
       for (const int64_t from : kept->second.gradients_from) ask_if_far(from, action);
     }
   }
-  for (auto& [tag, receipt] : asked_) receipt->advance();
+  for (auto& [tag, asked] : asked_) {
+    const CallSite site(asked.purpose);
+    asked.receipt->advance();
+  }
 }
 
 // ---- results

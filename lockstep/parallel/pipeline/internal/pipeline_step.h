@@ -50,6 +50,10 @@ class PipelineStep {
     at::Tensor whole;
     Tensors parts;
   };
+  struct Asked {
+    std::shared_ptr<TensorMessages::Receipt> receipt;
+    std::string purpose;  // the action that will use it, for traces and flight records
+  };
   using Place = std::pair<int64_t, int64_t>;  // stage and micro-batch
 
   Tensors cut(const at::Tensor& given, const std::string& name, int64_t stage);
@@ -67,7 +71,7 @@ class PipelineStep {
   int64_t most_ahead(int64_t from, int64_t to) const;
   void pass(int64_t from, int64_t to, int64_t micro_batch, Tensors tensors);
   Tensors take(int64_t from, int64_t to, int64_t micro_batch);
-  TensorMessages::Receipt& ask(int64_t from, int64_t to, int64_t micro_batch);
+  Asked& ask(int64_t from, const PipelineAction& action);
   void ask_ahead(size_t next);
 
   PipelineCore& core_;
@@ -82,9 +86,9 @@ class PipelineStep {
   std::optional<PipelineAction> action_;   // in progress
   std::optional<PipelineAction> awaited_;  // another rank's, for what it sends
   std::map<Place, Kept> kept_;
-  std::map<int, Tensors> passed_;                                  // within this rank, by tag
-  std::map<int, std::shared_ptr<TensorMessages::Receipt>> asked_;  // by tag
-  std::map<int64_t, int64_t> backwards_left_;                      // by stage
+  std::map<int, Tensors> passed_;              // within this rank, by tag
+  std::map<int, Asked> asked_;                 // by tag
+  std::map<int64_t, int64_t> backwards_left_;  // by stage
   std::vector<GradientAverage> averages_;
   int64_t bytes_kept_ = 0;
 };
