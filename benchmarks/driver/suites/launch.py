@@ -2,8 +2,8 @@
 
 Programs note when their first collective was done (benchmarks/launch.cc, peers/python_launch.py). Measured are the times
 
-- start: from the launchers' start to the last rank's first collective; also that of the same processes without a launcher,
-  which is what the program itself takes, so that no launcher can be faster;
+- start: from the launchers' start to the last rank's first collective; also that of the same processes, started by this
+  driver without a launcher, which is what the program itself takes;
 - worker: from the end of a worker by SIGKILL to the first collective of all ranks after the restart;
 - agent: from the end of a host's launcher by SIGKILL to that of its last worker. Under torchrun these live on;
 - cut: from the cut of the second host's cable to the first collective of the other one, which goes on alone. Under torchrun
@@ -76,14 +76,11 @@ class Launch:
     def ranks(self, words):
         """The command of each rank, which is told what a launcher would tell it."""
         many = len(self.layout) > 1
-        shared = {"MASTER_ADDR": self.net.addresses[0] if many else "127.0.0.1", "MASTER_PORT": self.port or ports.free_port(),
-                  "WORLD_SIZE": sum(self.layout)}
+        address = self.net.addresses[0] if many else "127.0.0.1"
         answer = []
-        for host, workers in enumerate(self.layout):
-            for local_rank in range(workers):
-                own = {**shared, "RANK": len(answer), "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": workers}
-                command = ["env", *(f"{name}={value}" for name, value in own.items()), *words]
-                answer.append(self.net.inside(host, *command) if many else list(map(str, command)))
+        for host, own in hosts.torchrun_environments(self.layout, address, self.port or ports.free_port()):
+            command = ["env", *(f"{name}={value}" for name, value in own.items()), *words]
+            answer.append(self.net.inside(host, *command) if many else list(map(str, command)))
         return answer
 
 
@@ -119,6 +116,7 @@ class Running:
         ranks = ranks or self.ranks
         deadline = time.monotonic() + SECONDS
         while True:
+            ended = all(agent.poll() is not None for agent in self.agents)  # before the look at what they have left
             found = {}
             for file in pathlib.Path(self.folder.name).glob("*.*[0-9]"):
                 rank, pid = map(int, file.name.split("."))
@@ -127,7 +125,7 @@ class Running:
                     found[rank] = when, pid
             if len(found) == ranks:
                 return found
-            if time.monotonic() > deadline or all(agent.poll() is not None for agent in self.agents):
+            if time.monotonic() > deadline or ended:
                 self.output.seek(0)
                 raise BenchmarkError(f"{self.agents[0].args} did not get {ranks} ranks to a collective; they printed:\n"
                                      f"{self.output.read().decode(errors='replace')[-2000:]}")

@@ -1,7 +1,9 @@
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
+#include <optional>
 #include <thread>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -139,6 +141,32 @@ TEST(GroupLife, ManyWorldsInOneProcess) {
 }
 
 // ---- Ends
+
+/// What a static object ends, when main() has returned.
+struct HeldToTheExit {
+  ~HeldToTheExit() {
+    if (!world) return;
+    world.reset();  // waits for the operation
+    if (!at::equal(tensor, at::full({100'000}, 3, at::kFloat))) ::_exit(9);
+  }
+  at::Tensor tensor;
+  Work work;
+  std::optional<DefaultGroup> world;
+};
+
+TEST(GroupLife, AStaticObjectMayEndAGroupWithItsOperationsAlsoOverHosts) {
+  for (const int hosts : {1, 2}) {
+    if (hosts > 1 && !testing::has_wire()) continue;
+    static HeldToTheExit held;  // whose destructor comes behind handlers that the group registers
+    run_ranks(2,
+              [&](int rank) {
+                held.tensor = at::full({100'000}, rank + 1, at::kFloat);
+                held.world.emplace(init_process_group());
+                held.work = all_reduce(held.tensor, ReduceOp::SUM, {}, /*async_op=*/true);
+              },
+              {.hosts = hosts});
+  }
+}
 
 TEST(GroupLife, UseAfterDestroyIsRefused) {
   run_ranks(2, [](int) {

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <set>
 #include <sys/epoll.h>
@@ -26,17 +25,14 @@ constexpr std::chrono::seconds kLongestCall{2};
 }  // namespace
 
 /// The wires of this process, for its exit. A library that was loaded at run time, as UCX is, takes itself down then,
-/// behind the handlers that were registered since, and ends the process if a thread still drives it.
+/// and ends the process if a thread still drives it.
 class Wire::Living {
  public:
   static Living& get() {
     static PerProcess<Living> all;
     return all.get();
   }
-  /// Behind the making of its engine, which loads the library.
   void add(Wire& wire) {
-    static const int registered = std::atexit([] { get().leave_to_exiting_thread(); });
-    (void)registered;
     std::lock_guard lock(mutex_);
     wires_.insert(&wire);
   }
@@ -46,15 +42,22 @@ class Wire::Living {
   }
 
  private:
-  void leave_to_exiting_thread() {
-    const Deadline deadline = Deadline::after(kLongestCall);
-    std::lock_guard lock(mutex_);
-    while (!wires_.empty()) wires_.extract(wires_.begin()).value()->leave_to_exiting_thread(deadline);
-  }
+  [[gnu::destructor]] static void leave_to_exiting_thread();
 
   std::recursive_mutex mutex_;  // what a request is the last to hold may be a wire
   std::set<Wire*> wires_;
 };
+
+/// Behind the handlers of exit(3) and the destructors of static objects, which may end groups, and before the libraries
+/// that this one has loaded: exit(3) takes libraries down in the order in which they came.
+void Wire::Living::leave_to_exiting_thread() {
+  const Deadline deadline = Deadline::after(kLongestCall);
+  Living& living = get();
+  std::lock_guard lock(living.mutex_);
+  while (!living.wires_.empty()) {
+    living.wires_.extract(living.wires_.begin()).value()->leave_to_exiting_thread(deadline);
+  }
+}
 
 // How the thread and the waiters share the engine. The thread sleeps in epoll_wait(2). The engine's descriptor
 // wakes it for one event (EPOLLONESHOT) and must be watched again after that, which any thread can do: watch()

@@ -39,9 +39,9 @@ using Handle = std::shared_ptr<Request>;
 /// messages.
 ///
 /// Thread-safe. No thread may be in a call when the wire is destroyed. In a forked child the wire does
-/// nothing: requests are done at once, as kFailed. Once the process exits the same holds for all threads but the one
-/// that exits, which may still send control messages: what the engine stands on (UCX) is taken down then, whatever other
-/// threads do.
+/// nothing: requests are done at once, as kFailed. At the end of exit(3), when this library is taken down, all pending
+/// requests are cancelled, and from then on the same holds for all threads but the exiting one, which may still send
+/// control messages: UCX is taken down next, and must have no thread in it.
 class Wire {
  public:
   /// Runs once the request is done, in the thread that drives the wire, under its lock, also before send() or
