@@ -339,7 +339,9 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
 }
 
 TrainerCore::StepPlan TrainerCore::cut_epoch(bool has_batch) {
-  const StepPlan plan = agree({.samples = has_batch ? 1 : 0, .can_stand_in = true});
+  // As micro-batches, of which ranks of one pipeline may have unlike numbers: one of them may fail to make its batch.
+  StepPlan plan = agree({.micro_batches = has_batch ? 1 : 0, .can_stand_in = true});
+  plan.samples = plan.micro_batches;
   stopped_ = plan.stop && plan.samples == 0;  // else nothing is left to do
   if (plan.samples > 0) epoch_phase_ = EpochPhase::kCut;
   return plan;

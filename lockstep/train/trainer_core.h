@@ -135,7 +135,8 @@ class TrainerCore {
   /// The mean of what the rank has noted of the step is step_loss() on all ranks of the group. Collective.
   void share_step_loss(int group_rank, const ProcessGroup& group);
   void apply_gradients(const StepPlan& plan);
-  /// The plan behind the last of max_steps. Without samples the epoch ends there, for no rank has another batch. Collective.
+  /// The plan behind the last of max_steps. Without samples the epoch ends there, for no rank has another batch.
+  /// Collective.
   StepPlan cut_epoch(bool has_batch);
   /// Tells of the exception that is handled now.
   void warn_of_batch_behind_last_step() const;

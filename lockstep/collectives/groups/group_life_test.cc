@@ -1,7 +1,10 @@
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <optional>
+#include <string>
+#include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
 
@@ -10,10 +13,12 @@
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/thread_cache.h>
+#include <lockstep/base/unique_fd.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/groups/internal/group_registry.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 #include <lockstep/testing/tensors.h>
 
 // What groups cost, how they end, and what becomes of them when something goes wrong while they are made.
@@ -146,25 +151,32 @@ TEST(GroupLife, ManyWorldsInOneProcess) {
 struct HeldToTheExit {
   ~HeldToTheExit() {
     if (!world) return;
-    world.reset();  // waits for the operation
+    if (!exits.empty()) UniqueFd(::open(exits.c_str(), O_WRONLY));  // waits until the other rank reads
+    world.reset();                                                  // waits for the operation
     if (!at::equal(tensor, at::full({100'000}, 3, at::kFloat))) ::_exit(9);
   }
+  std::string exits;
   at::Tensor tensor;
   Work work;
   std::optional<DefaultGroup> world;
 };
 
 TEST(GroupLife, AStaticObjectMayEndAGroupWithItsOperationsAlsoOverHosts) {
+  const testing::SharedFolder folder;
   for (const int hosts : {1, 2}) {
     if (hosts > 1 && !testing::has_wire()) continue;
+    const std::string exits = folder.path("exits" + std::to_string(hosts));
+    ::mkfifo(exits.c_str(), 0600);
     static HeldToTheExit held;  // whose destructor comes behind handlers that the group registers
     run_ranks(2,
               [&](int rank) {
                 held.tensor = at::full({100'000}, rank + 1, at::kFloat);
                 held.world.emplace(init_process_group());
+                if (rank == 0) held.exits = exits;
+                if (rank == 1) UniqueFd(::open(exits.c_str(), O_RDONLY));  // waits until rank 0 exits
                 held.work = all_reduce(held.tensor, ReduceOp::SUM, {}, /*async_op=*/true);
               },
-              {.hosts = hosts});
+              {.hosts = hosts, .environment = folder.environment()});
   }
 }
 

@@ -34,12 +34,13 @@ void write_log_line(std::string_view line) {
   const std::string text = (before == Line::kCut ? "\n" : "") + std::string(line);
   std::string_view left = text;
   pollfd room = {nonblocking < 0 ? STDERR_FILENO : nonblocking, POLLOUT, 0};
-  // Of many lines that are lost only the first is waited for.
-  const Deadline until = Deadline::after(before == Line::kWritten ? kPatience : std::chrono::milliseconds(0));
+  // Of many lines that are lost only the first is waited for, unless something of a later one goes.
+  Deadline until = Deadline::after(before == Line::kWritten ? kPatience : std::chrono::milliseconds(0));
   do {
     if (::poll(&room, 1, until.poll_milliseconds()) != 1) continue;
     const ssize_t written = ::write(room.fd, left.data(), left.size());
     if (written < 0 && errno != EAGAIN && errno != EINTR) return;
+    if (written > 0 && left.size() == text.size()) until = Deadline::after(kPatience);
     left.remove_prefix(static_cast<size_t>(std::max<ssize_t>(written, 0)));
   } while (!left.empty() && !until.expired());
   const bool cut = left.size() < text.size() || before == Line::kCut;

@@ -48,8 +48,8 @@ class Wire::Living {
   std::set<Wire*> wires_;
 };
 
-/// Behind the handlers of exit(3) and the destructors of static objects, which may end groups, and before the libraries
-/// that this one has loaded: exit(3) takes libraries down in the order in which they came.
+/// Behind the handlers of exit(3) and the destructors of static objects, which may end groups, and before UCX's libraries,
+/// which came later and do not need this one. A library that does, and comes behind UCX, turns that order round.
 void Wire::Living::leave_to_exiting_thread() {
   const Deadline deadline = Deadline::after(kLongestCall);
   Living& living = get();
@@ -182,8 +182,9 @@ Handle Wire::start(int peer, bool awaited, Doorbell* bell, OnDone on_done,
   request->awaited_ = awaited;
   Lock lock = enter();
   if (!lock || (exiting_thread_ && awaited)) {  // no thread would move it while this one sleeps
-    request->Operation::status.store(RequestStatus::kFailed, std::memory_order_release);
-    if (request->on_done_) request->on_done_(RequestStatus::kFailed);
+    const auto status = fork_guard_.in_forked_child() ? RequestStatus::kFailed : RequestStatus::kCancelled;
+    request->Operation::status.store(status, std::memory_order_release);
+    if (request->on_done_) request->on_done_(status);
     return request;
   }
   request->place_ = pending_.size();

@@ -40,8 +40,8 @@ using Handle = std::shared_ptr<Request>;
 ///
 /// Thread-safe. No thread may be in a call when the wire is destroyed. In a forked child the wire does
 /// nothing: requests are done at once, as kFailed. At the end of exit(3), when this library is taken down, all pending
-/// requests are cancelled, and from then on the same holds for all threads but the exiting one, which may still send
-/// control messages: UCX is taken down next, and must have no thread in it.
+/// requests are cancelled, and from then on requests are done at once, as kCancelled, for all threads but the exiting
+/// one, which may still send control messages: UCX is taken down next, and must have no thread in it.
 class Wire {
  public:
   /// Runs once the request is done, in the thread that drives the wire, under its lock, also before send() or
