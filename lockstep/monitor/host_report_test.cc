@@ -86,5 +86,16 @@ TEST(HostReport, IsNothingElse) {
   EXPECT_EQ(parse_host_report(other), std::nullopt);
 }
 
+TEST(HostReport, IsNotOneWithNumbersThatNoIntegerHolds) {
+  HostReport report = full_report();
+  report.generation = 2;
+  const std::string text = to_json(report);
+  for (const char* number : {"99999999999999999999999", "1e23", "2.5"}) {
+    std::string other = text;
+    other.replace(other.find("\"generation\":2"), 14, std::string("\"generation\":") + number);
+    EXPECT_EQ(parse_host_report(other), std::nullopt) << number;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::monitor::host_report_test
