@@ -16,10 +16,11 @@ std::string HostTransport::describe_end(int rank) const {
   Peer& peer = *peers_[rank];
   if (!is_here(rank)) {
     // The rank's neighbours notice its end as soon as this one, and know more of it. They tell this one, or one of its
-    // own neighbours; on a busy host that takes a while. All threads that ask wait for the same time.
+    // own neighbours; on a busy host that takes a while. All threads that ask wait for the same time. Of a rank that is
+    // alone on its host there is nothing to hear.
     std::unique_lock lock(segments_mutex_);
     if (peer.patience_for_end.is_never()) {
-      peer.least_patience_for_end = Deadline::after(std::chrono::milliseconds(300));
+      peer.least_patience_for_end = Deadline::after(std::chrono::milliseconds(is_alone(rank) ? 0 : 300));
       peer.patience_for_end = Deadline::after(std::chrono::seconds(2));
     }
     while (true) {
@@ -51,11 +52,14 @@ std::string HostTransport::in_action(int rank) const {
   return action.empty() ? "" : " in " + action;
 }
 
+bool HostTransport::is_alone(int rank) const {
+  return layout_.hosts[layout_.host_of[rank]].size() == 1;
+}
+
 std::string HostTransport::describe_loss(int rank, const std::string& reason) const {
-  const bool alone = layout_.hosts[layout_.host_of[rank]].size() == 1;
   return describe(rank) + " is lost: " + reason + "; its process has ended" +
-         (alone ? ", its host is lost or the wire is cut (no other rank is on its host to say how)"
-                : " or the wire is cut");
+         (is_alone(rank) ? ", its host is lost or the wire is cut (no other rank is on its host to say how)"
+                         : " or the wire is cut");
 }
 
 std::string HostTransport::describe(int rank) const {

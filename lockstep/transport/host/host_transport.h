@@ -249,6 +249,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   void hear_end(int rank, const std::string& end, bool certain);
   const EndOfFarRank* end_of_far_rank(int rank) const;
   std::chrono::nanoseconds patience_with_neighbours_of(int rank) const;
+  /// Whether the rank's host has no other.
+  bool is_alone(int rank) const;
   std::string describe_loss(int rank, const std::string& reason) const;
   void monitor(bool watches);
   void note_unmapped(int rank, uint32_t index, const std::string& reason);
