@@ -147,9 +147,7 @@ std::optional<HostReport> parse_host_report(std::string_view text) {
     take(object, "sent_per_second", report.sent_per_second);
     for (const json& card : object.at("cards")) report.cards.push_back(card_of(card));
     for (const json& rank : object.at("ranks")) report.ranks.push_back(rank_of(rank));
-    if (const auto found = object.find("generation"); found != object.end()) {
-      report.generation = json_value<uint64_t>(*found);
-    }
+    report.generation = json_value<uint64_t>(object.value("generation", json(0)));
     report.idles = object.value("idles", false);
     return report;
   } catch (const json::exception&) {
