@@ -25,6 +25,7 @@
 #include <lockstep/parquet/row_group_collate.h>
 #include <lockstep/testing/folder_test.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/told_phases.h>
 
 namespace lockstep::data::parquet_test {
 namespace {
@@ -157,24 +158,21 @@ TEST_F(ParquetTest, LeavingTheLoopEarlyLeavesNothingBehind) {
 
 TEST_F(ParquetTest, BatchesTellOfStepsAndPhases) {
   static int64_t marks = 0;
-  const auto audience = std::make_shared<PhaseAudience>();
-  audience->board = std::make_shared<PhaseBoard>();
-  begin_telling_phases(audience);
+  const testing::ToldPhases told;
   step_mark_listener = [](StepMark mark, const void* /*source*/) {
     marks += mark == StepMark::kBatch ? 1 : 0;
   };
   ParquetBatches batches(ParquetDataset(write("a.parquet", 30, 7)), {.batch_size = 10});
-  const auto samples_before = audience->board->samples.load();
+  const auto samples_before = told.board().samples.load();
   int64_t count = 0;
   for (const Table& batch : batches) {
     EXPECT_EQ(marks, ++count);
-    EXPECT_EQ(static_cast<TrainingPhase>(audience->board->phase.load()), TrainingPhase::kForward);
-    EXPECT_EQ(audience->board->samples, samples_before + 10 * count);
+    EXPECT_EQ(told.phase(), TrainingPhase::kForward);
+    EXPECT_EQ(told.board().samples, samples_before + 10 * count);
     EXPECT_EQ(batch.rows(), 10);
   }
   EXPECT_EQ(marks, 3) << "and none for the end";
   step_mark_listener = nullptr;
-  end_telling_phases(audience);
 }
 
 TEST_F(ParquetTest, TwoEpochsAtOnceAndIteratorsThatOutliveTheirBatches) {

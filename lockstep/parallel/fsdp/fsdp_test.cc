@@ -11,13 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/fsdp/testing/training.h>
@@ -30,12 +27,8 @@
 namespace lockstep::fsdp_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
-using ::testing::Not;
 using testing::random;
 using testing::run_ranks;
 
@@ -69,103 +62,6 @@ TEST(FullyShardedDataParallel, TrainsWithSeveralForwardsBeforeTheBackwards) {
 
 TEST(FullyShardedDataParallel, TrainsWithAGradientPenalty) {
   compare({.adam = true, .pass = Pass::kGradientPenalty, .policy = fsdp::size_based_auto_wrap_policy(20)}, 2);
-}
-
-TEST(FullyShardedDataParallel, TellsOfItsStepsAndPhases) {
-  run_ranks(2, [](int) {
-    auto world = init_process_group();
-    const auto audience = std::make_shared<PhaseAudience>();
-    audience->board = std::make_shared<PhaseBoard>();
-    begin_telling_phases(audience);
-    const auto phase = [&] { return static_cast<TrainingPhase>(audience->board->phase.load()); };
-    FullyShardedDataParallel model(nn::Linear(4, 3));
-    const auto optimizer = model.make_optimizer<torch::optim::SGD>(torch::optim::SGDOptions(0.1));
-    for (uint64_t step = 1; step <= 3; ++step) {
-      for (const bool reduces : {false, true}) {
-        std::optional<decltype(model.no_sync())> no_sync;
-        if (!reduces) no_sync.emplace(model.no_sync());
-        const auto input = torch::ones({2, 4}) * torch::ones({}).requires_grad_();
-        auto within = TrainingPhase::kNone;
-        // Behind the weights' gradients, which autograd takes first.
-        input.register_hook([&](const torch::Tensor&) { within = phase(); });
-        const auto loss = model(input).sum();
-        EXPECT_EQ(phase(), TrainingPhase::kForward);
-        EXPECT_EQ(audience->board->newest_step().number, step) << "one for both backwards";
-        loss.backward();
-        EXPECT_EQ(within, TrainingPhase::kBackward) << reduces;
-        EXPECT_EQ(phase(), TrainingPhase::kOptimizer);
-      }
-      optimizer->step();
-    }
-    end_telling_phases(audience);
-  });
-}
-
-/// Notes in which phase its forward runs.
-struct Noting : nn::Module {
-  explicit Noting(std::function<TrainingPhase()> phase) : phase(std::move(phase)) {}
-  torch::Tensor forward(const torch::Tensor& x) {
-    phases.push_back(phase());
-    return layer(x).tanh();
-  }
-  std::function<TrainingPhase()> phase;
-  std::vector<TrainingPhase> phases;
-  nn::Linear layer = register_module("layer", nn::Linear(4, 3));
-};
-
-TEST(FullyShardedDataParallel, AForwardThatIsComputedAgainBelongsToBackward) {
-  run_ranks(2, [](int) {
-    auto world = init_process_group();
-    const auto audience = std::make_shared<PhaseAudience>();
-    audience->board = std::make_shared<PhaseBoard>();
-    begin_telling_phases(audience);
-    const auto phase = [&] { return static_cast<TrainingPhase>(audience->board->phase.load()); };
-    const auto noting = std::make_shared<Noting>(phase);
-    FullyShardedDataParallel model(noting);
-    FullyShardedDataParallel head(nn::Linear(3, 1));
-    const auto body = [&](const torch::Tensor& x) { return model(x); };
-    head(activation_checkpoint({}, body, torch::ones({2, 4}))).sum().backward();
-    EXPECT_THAT(noting->phases, ElementsAre(TrainingPhase::kForward, TrainingPhase::kBackward));
-    EXPECT_EQ(audience->board->newest_step().number, 1U);
-    end_telling_phases(audience);
-  });
-}
-
-/// Half of it has no gradient, so that the rest of the reduction is left for the end of backward.
-struct HalfUsed : nn::Module {
-  torch::Tensor forward(const torch::Tensor& x) { return used(x); }
-  nn::Linear used = register_module("used", nn::Linear(4, 3));
-  nn::Linear unused = register_module("unused", nn::Linear(4, 3));
-};
-
-/// Called when this thread begins an operator.
-std::function<void()>& on_operator() {
-  static thread_local std::function<void()> function;
-  return function;
-}
-std::unique_ptr<at::ObserverContext> tell_of_operator(const at::RecordFunction&) {
-  on_operator()();
-  return nullptr;
-}
-
-TEST(FullyShardedDataParallel, TheRestOfTheReductionBelongsToBackward) {
-  run_ranks(2, [](int) {
-    auto world = init_process_group();
-    const auto audience = std::make_shared<PhaseAudience>();
-    audience->board = std::make_shared<PhaseBoard>();
-    begin_telling_phases(audience);
-    const auto phase = [&] { return static_cast<TrainingPhase>(audience->board->phase.load()); };
-    FullyShardedDataParallel model(std::make_shared<HalfUsed>());
-    std::vector<TrainingPhase> phases;
-    on_operator() = [&] { phases.push_back(phase()); };
-    const auto handle = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(tell_of_operator).scopes({at::RecordScope::FUNCTION}));
-    model(torch::ones({2, 4})).sum().backward();
-    at::removeCallback(handle);
-    EXPECT_THAT(phases, AllOf(Contains(TrainingPhase::kBackward), Not(Contains(TrainingPhase::kOptimizer))));
-    EXPECT_EQ(phase(), TrainingPhase::kOptimizer);
-    end_telling_phases(audience);
-  });
 }
 
 struct Piece : nn::Module {
