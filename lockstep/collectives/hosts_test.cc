@@ -254,6 +254,27 @@ TEST_F(Hosts, ADeathInInitOfTheOnlyRankOfAHostIsALostConnection) {
   die_in_init(3, "transport_connected", 1, lost);
 }
 
+/// Rank 4 is slow to notice it by itself: rank 5 tells it, by which it ends, and rank 1 by that. Rank 2 has ended before it
+/// could hear anything. So rank 0 depends on what rank 4 tells rank 1 first.
+TEST_F(Hosts, AnEndIsToldBeforeWhatItEndsElsewhere) {
+  run_survivors(6, {3},
+                [](int rank) {
+                  if (rank == 4) failpoint::configure("notice_end=delay(4000)");
+                  auto world = init_process_group();
+                  const auto of_host = new_subgroups(3).first;
+                  const auto over_hosts = new_subgroups_by_enumeration({{0, 3}, {1, 4}, {2, 5}}).first;
+                  barrier();
+                  if (rank == 3) ::raise(SIGKILL);
+                  if (rank == 2) return;
+                  const auto text = message_of<c10::Error>([&] { barrier(rank < 2 ? over_hosts : of_host); });
+                  const std::string end = rank == 1
+                                              ? R"(rank 4 \(pid [0-9]+ on .*\) (has )?left)"
+                                              : R"(rank 3 \(pid [0-9]+ on .*\) (was )?killed by signal 9)";
+                  EXPECT_TRUE(std::regex_search(text, std::regex(end))) << text;
+                },
+                {.hosts = 2});
+}
+
 TEST_F(Hosts, AbortReachesAll) {
   run_ranks(4,
             [](int rank) {

@@ -26,6 +26,10 @@ struct PidfdInfo {
 constexpr uint64_t kPidfdInfoExit = 1 << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
+/// From the moment at which a dying process has closed its sockets, by which others notice its end, until it has ended.
+/// It frees its memory in between, on a busy machine.
+constexpr std::chrono::milliseconds kLongestEnding{2000};
+
 /// The wait status that the kernel remembers once the process was reaped.
 std::optional<int> kernel_exit_status(int pidfd) {
   PidfdInfo info{};
@@ -89,6 +93,8 @@ std::string ProcessWatch::describe_end() const {
 }
 
 std::optional<std::string> known_end(pid_t pid, int pidfd, std::chrono::milliseconds patience) {
+  pollfd end{pidfd, POLLIN, 0};
+  if (pidfd >= 0) ::poll(&end, 1, kLongestEnding.count());
   const Deadline deadline = Deadline::after(patience);
   if (auto table = ExitStatusTable::from_environment()) {
     if (auto words = table->describe_end(pid, deadline)) return words;

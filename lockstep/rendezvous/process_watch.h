@@ -52,7 +52,7 @@ class ProcessWatch {
 
 /// How a process ended, in words, from the launcher's exit status table or from the kernel (PIDFD_GET_INFO,
 /// Linux 6.15, once the parent has reaped the process; /proc/PID/stat, until it has), as soon as one knows
-/// within `patience`. `pidfd` may be -1.
+/// within `patience` of its end, which may take 2 s itself. `pidfd` may be -1.
 std::optional<std::string> known_end(pid_t pid, int pidfd, std::chrono::milliseconds patience);
 
 }  // namespace lockstep

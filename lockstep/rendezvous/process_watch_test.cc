@@ -1,3 +1,6 @@
+#include <cerrno>
+#include <chrono>
+#include <cstring>
 #include <gmock/gmock.h>
 #include <poll.h>
 #include <signal.h>
@@ -9,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/base/process/pidfd.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
 
@@ -59,12 +63,18 @@ TEST(ProcessWatch, SaysNothingOfProcessesElsewhere) {
   EXPECT_FALSE(ProcessWatch(elsewhere, own).has_ended());
 }
 
-TEST(ProcessWatch, NoticesAnEnd) {
+/// A process that does nothing for a minute.
+pid_t spawn_sleep() {
   char name[] = "sleep";
   char seconds[] = "60";
   char* arguments[] = {name, seconds, nullptr};
   pid_t child = 0;
-  ASSERT_EQ(::posix_spawnp(&child, name, nullptr, nullptr, arguments, environ), 0);
+  EXPECT_EQ(::posix_spawnp(&child, name, nullptr, nullptr, arguments, environ), 0);
+  return child;
+}
+
+TEST(ProcessWatch, NoticesAnEnd) {
+  const pid_t child = spawn_sleep();
   auto process = this_process();
   process.pid = child;
   process.start = read_process_stat(child).value().start;
@@ -81,6 +91,19 @@ TEST(ProcessWatch, NoticesAnEnd) {
   EXPECT_TRUE(watch.has_ended());
   EXPECT_TRUE(ProcessWatch(process, this_process()).has_ended()) << "there is no such process any more";
   EXPECT_THAT(watch.describe_end(), StartsWith("(pid " + std::to_string(child) + ") "));
+}
+
+TEST(KnownEnd, AwaitsTheEndOfAProcessThatIsStillDying) {
+  const pid_t child = spawn_sleep();
+  const UniqueFd pidfd = open_pidfd(child);
+  if (!pidfd) GTEST_SKIP() << "no pidfd_open(2) here: " << std::strerror(errno);
+  std::jthread death([child] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));  // longer than the patience below
+    ::kill(child, SIGKILL);
+  });
+  EXPECT_EQ(known_end(child, pidfd.get(), std::chrono::milliseconds(50)), "killed by signal 9 (SIGKILL)");
+  death.join();
+  EXPECT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
 }  // namespace

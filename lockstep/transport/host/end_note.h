@@ -58,7 +58,7 @@ void unwatch_process_end(ProcessHeader& header);
 /// What describe_process_end() says of EndKind::kLeft.
 std::string describe_good_end();
 /// How the process ended, in words, from its note, the launcher's exit status table, or the kernel
-/// (PIDFD_GET_INFO, /proc): whichever knows within about 50 ms. `pidfd` may be -1.
+/// (PIDFD_GET_INFO, /proc): whichever knows within about 50 ms of its end (see known_end()). `pidfd` may be -1.
 std::string describe_process_end(const ProcessHeader& header, pid_t pid, int pidfd);
 
 }  // namespace lockstep::transport

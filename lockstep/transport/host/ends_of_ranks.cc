@@ -1,3 +1,4 @@
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -176,11 +177,14 @@ ControlMessage HostTransport::end_message(int neighbour) const {
 }
 
 /// Each rank has a counterpart on each host, so all hosts hear of it.
-void HostTransport::tell_end_of(int neighbour) {
-  const ControlMessage message = end_message(neighbour);
-  for (const int rank : layout_.counterparts()) {
-    if (!has_ended(rank)) tell(rank, message);
-  }
+void HostTransport::tell_end_of(int rank) {
+  if (!wire_ || !is_here(rank)) return;
+  std::call_once(peers_[rank]->end_told, [&] {
+    const ControlMessage message = end_message(rank);
+    for (const int counterpart : layout_.counterparts()) {
+      if (!has_ended(counterpart)) tell(counterpart, message);
+    }
+  });
 }
 
 void HostTransport::say_goodbye() {

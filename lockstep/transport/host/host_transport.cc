@@ -376,9 +376,10 @@ void HostTransport::monitor(bool watches) {
         ended |= !open;
       }
       if (ended) {
+        failpoint::here("notice_end");
         // First the other hosts: once an operation fails by it here, what that tells them ends their ranks, which would
         // not hear any more how it ended.
-        if (wire_) tell_end_of(ranks[i]);
+        tell_end_of(ranks[i]);
         mark_ended(ranks[i]);
       }
     }

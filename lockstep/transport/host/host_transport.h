@@ -138,6 +138,10 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   WaitRecords& wait_records() const;
   /// Tells the launcher that this rank made an operation fail, for its report.
   void note_culprit(int rank) const;
+  /// Tells the other hosts, once, how a rank of this one has ended; of a rank elsewhere it tells nothing. An operation that
+  /// fails by that end calls it before it fails: what this rank tells then may end ranks that would have heard it only
+  /// later, and whose neighbours depend on it.
+  void tell_end_of(int rank);
 
   // To ranks on other hosts. Only in a job over several hosts:
   wire::Wire& wire() const { return *wire_; }
@@ -174,8 +178,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Peer {
     PeerLink link;
     std::atomic<bool> ended{false};
-    std::string host;  // its name; empty in a job on one host
-    std::string wire;  // of a rank on another host: what its wire says of itself
+    std::once_flag end_told;  // of a rank on this host, to the others
+    std::string host;         // its name; empty in a job on one host
+    std::string wire;         // of a rank on another host: what its wire says of itself
     // How long describe_end() waits to hear of it, from the first call on; under segments_mutex_.
     Deadline least_patience_for_end = Deadline::never();
     Deadline patience_for_end = Deadline::never();
@@ -229,7 +234,6 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::optional<int> ask_for_cause(int rank);
   void tell_cause(int rank);
   void hear_cause(int from, const ControlMessage& message);
-  void tell_end_of(int neighbour);
   ControlMessage end_message(int neighbour) const;
   void look_at_far_ranks();
   std::vector<int> witnesses_of(int rank) const;
