@@ -200,8 +200,11 @@ std::string Case::describe() const {
 }
 
 uint64_t test_seed() {
-  if (auto seed = environment::integer("LOCKSTEP_TEST_SEED", 0)) return static_cast<uint64_t>(*seed);
-  return long_run() ? std::random_device{}() : 1;
+  static const uint64_t seed = [] {
+    if (auto given = environment::integer("LOCKSTEP_TEST_SEED", 0)) return static_cast<uint64_t>(*given);
+    return long_run() ? uint64_t{std::random_device{}()} : 1;
+  }();
+  return seed;
 }
 
 std::vector<std::pair<std::string, std::optional<std::string>>> seed_environment(uint64_t seed) {
