@@ -102,15 +102,20 @@ TEST(FullyShardedDataParallel, TheRestOfTheReductionBelongsToBackward) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
     const testing::ToldPhases told;
-    FullyShardedDataParallel model(std::make_shared<HalfUsed>());
-    std::vector<TrainingPhase> phases;
-    on_operator() = [&] { phases.push_back(told.phase()); };
-    const auto handle = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(tell_of_operator).scopes({at::RecordScope::FUNCTION}));
-    model(torch::ones({2, 4})).sum().backward();
-    at::removeCallback(handle);
-    EXPECT_THAT(phases, AllOf(Contains(TrainingPhase::kBackward), Not(Contains(TrainingPhase::kOptimizer))));
-    EXPECT_EQ(told.phase(), TrainingPhase::kOptimizer);
+    FullyShardedDataParallel model(std::make_shared<HalfUsed>()), other(std::make_shared<HalfUsed>());
+    for (const bool both : {false, true}) {
+      auto loss = model(torch::ones({2, 4})).sum();
+      if (both) loss = loss + other(torch::ones({2, 4})).sum();
+      std::vector<TrainingPhase> phases;
+      on_operator() = [&] { phases.push_back(told.phase()); };
+      const auto handle = at::addThreadLocalCallback(
+          at::RecordFunctionCallback(tell_of_operator).scopes({at::RecordScope::FUNCTION}));
+      loss.backward();
+      at::removeCallback(handle);
+      EXPECT_THAT(phases,
+                  AllOf(Contains(TrainingPhase::kBackward), Not(Contains(TrainingPhase::kOptimizer))));
+      EXPECT_EQ(told.phase(), TrainingPhase::kOptimizer);
+    }
   });
 }
 

@@ -1,6 +1,9 @@
 #include <algorithm>
 #include <chrono>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <unordered_map>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -44,6 +47,42 @@ at::Tensor gradient_of(const at::Tensor& parameter) {
 
 }  // namespace
 
+std::atomic<int64_t> GradientReduction::made_ = 0;
+std::atomic<int64_t> GradientReduction::attached_ = 0;
+
+/// Of the models that one backward reaches. All wait for other ranks there, so they do it in one order on all ranks.
+class GradientReduction::EndsOfBackward {
+ public:
+  /// Of the backward that this thread runs. Autograd's callbacks have it; a backward that fails drops them.
+  static std::shared_ptr<EndsOfBackward> current() {
+    static std::mutex mutex;
+    static std::unordered_map<int, std::weak_ptr<EndsOfBackward>> by_task;
+    const std::lock_guard lock(mutex);
+    std::erase_if(by_task, [](const auto& item) { return item.second.expired(); });
+    std::weak_ptr<EndsOfBackward>& known = by_task[torch::autograd::get_current_graph_task_id()];
+    auto ends = known.lock();
+    if (!ends) known = ends = std::make_shared<EndsOfBackward>();
+    return ends;
+  }
+
+  void add(GradientReduction& reduction) {
+    const std::lock_guard lock(mutex_);  // devices have threads of their own
+    reductions_.emplace(reduction.number_, reduction.weak_from_this());
+  }
+  /// Once for each of them, behind the last gradient.
+  void call() {
+    if (++called_ < reductions_.size()) return;
+    for (const auto& item : reductions_) {
+      if (const auto reduction = item.second.lock()) reduction->end();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::weak_ptr<GradientReduction>> reductions_;
+  size_t called_ = 0;
+};
+
 GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& windows,
                                      std::vector<std::vector<size_t>> groups,
                                      const FullyShardedDataParallelOptions& options)
@@ -84,6 +123,7 @@ GradientReduction::GradientReduction(ShardedWeights& weights, WeightWindows& win
 }
 
 GradientReduction::~GradientReduction() {
+  if (!hooks_.empty()) --attached_;
   for (auto& [parameter, hook] : hooks_) {
     torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
     parameter.remove_hook(hook);
@@ -106,14 +146,15 @@ void GradientReduction::attach() {
           }));
     }
   }
+  if (!hooks_.empty()) ++attached_;
 }
 
 void GradientReduction::check_ended() const {
   const std::thread::id thread = backward_.load();
-  const bool did_not_end =
-      weights_.device().is_cpu()
-          ? thread == std::this_thread::get_id()
-          : thread != std::thread::id() && torch::autograd::get_current_graph_task_id() == -1;
+  const bool concerns_this_thread = !weights_.device().is_cpu() || thread == std::this_thread::get_id();
+  // Within a backward forward is computed again (activation checkpoints).
+  const bool did_not_end = thread != std::thread::id() && concerns_this_thread &&
+                           torch::autograd::get_current_graph_task_id() == -1;
   TORCH_CHECK(!did_not_end,
               "FullyShardedDataParallel: the last backward did not end, for it or a reduction has failed; "
               "what was averaged of its gradients is lost, and the ranks may be at different places: make "
@@ -172,9 +213,9 @@ void GradientReduction::begin() {
   for (Group& group : groups_) group.missing = group.weights.size();
   gave_up_ = false;
   schedule_.begin();
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
-    if (const auto reduction = self.lock()) reduction->end();
-  });
+  const auto ends = EndsOfBackward::current();
+  ends->add(*this);
+  torch::autograd::Engine::get_default_engine().queue_callback([ends] { ends->call(); });
 }
 
 void GradientReduction::start_what_can_start() {
@@ -188,11 +229,18 @@ void GradientReduction::start_what_can_start() {
   }
 }
 
+/// Or come to it without this rank.
+bool GradientReduction::all_have_started_oldest() const {
+  if (!progress_.all) return attached_ == 1;
+  return progress_.own - static_cast<int64_t>(ring_.size()) < *progress_.all;
+}
+
 /// False if this rank must not wait any longer for the oldest reduction: a rank that lacks gradients may start it behind operations
-/// that need this rank. Most often all ranks start it soon. Without waiting, the gradients of the whole model would be in memory
-/// where backward gathers nothing (SHARD_GRAD_OP), and those of most parts where groups are larger than the ring.
+/// that need this rank, which are gathers, or reductions of another model. Most often all ranks start it soon. Without waiting,
+/// the gradients of the whole model would be in memory where backward gathers nothing (SHARD_GRAD_OP), and those of most parts
+/// where groups are larger than the ring.
 bool GradientReduction::comes_to_an_end(size_t oldest) {
-  if (progress_.own - static_cast<int64_t>(ring_.size()) < progress_.all) return true;
+  if (all_have_started_oldest()) return true;
   const Slot& slot = ring_[oldest];
   const Work& work = slot.started_everywhere ? slot.started_everywhere : slot.work;
   if (gave_up_ || work->isCompleted()) return work->isCompleted();
@@ -292,6 +340,8 @@ void GradientReduction::reduce_the_rest() {
 }
 
 void GradientReduction::end() {
+  // Another model may have left it.
+  enter_phase(TrainingPhase::kBackward, /*from_any_thread=*/!weights_.device().is_cpu());
   weights_.groups().spread_failures([this] { reduce_the_rest(); });
   give_to_shards();
   backward_ = std::thread::id();

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -26,10 +25,10 @@ namespace lockstep::fsdp::internal {
 /// How many reductions have started, since the model was made: the n-th is the same on all ranks.
 struct ReductionProgress {
   int64_t own = 0;  ///< here
-  /// On each rank, as far as this one knows. Where ranks wait for each other in other operations too, as in gathers,
-  /// it is told, and a rank waits no longer than 0.1 s in a backward for others; otherwise it may wait for a reduction that
-  /// others have not started, for they come to it.
-  int64_t all = std::numeric_limits<int64_t>::max();
+  /// On each rank, as far as this one knows. Where ranks wait for each other in gathers too, it is told, and a rank waits no
+  /// longer than 0.1 s in a backward for others. Otherwise none: then a rank may wait for a reduction that others have not
+  /// started, for they come to it, unless another model's reductions may keep them.
+  std::optional<int64_t> all = {};
 };
 
 /// Averages gradients over the ranks while backward() runs, each rank those of its own rows.
@@ -39,6 +38,9 @@ struct ReductionProgress {
 /// dropped; reduce-scatters leave each rank the averages of its rows, which become, or are added to, the gradients of its shards when
 /// backward ends. Over several hosts this is done on each; behind it an all_reduce makes averages of the hosts' ones, while
 /// backward goes on. Weights that no rank has a gradient for get none.
+///
+/// A backward may reach several models, in an order that is another one on each rank: behind it their reductions end in the
+/// order in which the models were made.
 ///
 /// In place of a gradient that was taken away, one without values stays (on the meta device) until autograd has another
 /// one: what takes the module's parameters for those of an unsharded model, as an optimizer made of them or clipping,
@@ -94,11 +96,14 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
         {};  // on a device, whose host does not see by `work` whether all ranks have started it
   };
 
+  class EndsOfBackward;
+
   void before_gradient(size_t weight);
   void on_gradient(size_t weight);
   void tell_phase();
   void begin();
   void start_what_can_start();
+  bool all_have_started_oldest() const;
   bool comes_to_an_end(size_t oldest);
   void reduce_the_rest();
   void take_gradients(Group& group);
@@ -109,6 +114,10 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   void agree_on_order();
   void give_to_shards();
 
+  static std::atomic<int64_t> made_;      // of this process, so far; in the same order on all ranks
+  static std::atomic<int64_t> attached_;  // of this process, now
+
+  const int64_t number_ = made_++;
   ShardedWeights& weights_;
   WeightWindows& windows_;
   const bool keep_low_precision_;

@@ -176,7 +176,7 @@ void GatheredUnits::run(const GatherSchedule::Steps& steps) {
           break;
         }
         case GatherStep::Kind::kFinish:
-          reduction_.progress().all = std::max(reduction_.progress().all, weights_.finish(unit));
+          reduction_.progress().all = std::max(*reduction_.progress().all, weights_.finish(unit));
           break;
         case GatherStep::Kind::kFree:
           weights_.free(unit);
