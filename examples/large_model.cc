@@ -139,8 +139,9 @@ int main(int argc, char** argv) try {
   app.add_option("--share", settings.share, "of the memory that the weights would take in full precision")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--memory-mib", settings.memory_mib, "take this for the memory, instead of what is free");
-  app.add_option("--layers", settings.layers, "blocks, whatever the share is");
+  app.add_option("--memory-mib", settings.memory_mib, "take this for the memory, instead of what is free")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--layers", settings.layers, "blocks, whatever the share is")->check(CLI::PositiveNumber);
   app.add_option("--width", settings.width, "of the model")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();

@@ -138,6 +138,8 @@ def test_large_model_learns_beyond_half_of_the_memory(programs, tmp_path):
     assert not list(tmp_path.iterdir()), "the files go with the processes"
     done = programs.lockstep_run(2, "large_model", "--memory-mib", 1, "--width", 32, "--offload", tmp_path / "nothing")
     assert done.status == 1 and f"cpu_offload can't make a file of" in done.text and f"{tmp_path}/nothing/" in done.text, done.text
+    done = programs.run("large_model", "--layers", 0)
+    assert done.status != 0 and "--layers" in done.text, done.text
 
 
 @pytest.mark.long

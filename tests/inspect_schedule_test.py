@@ -44,6 +44,7 @@ def test_json_and_picture_hold_the_same_actions(programs, tmp_path):
         (["2F2B", *SHAPE], ["2F2B", "Interleaved1F1B"]),
         (["1F1B", "--ranks", 0, "--micro-batches", 4], ["0 ranks"]),
         (["1F1B", "--ranks", 2], ["--micro-batches"]),
+        (["1F1B", "--ranks", 3, "--micro-batches", 10**12], ["1000000000000 micro-batches", "at most"]),
         (["1F1B", *SHAPE, "--stages-per-rank", 2], ["one stage on each rank"]),
         (["Interleaved1F1B", "--ranks", 4, "--micro-batches", 9], ["9 micro-batches", "8 or 10"]),
         (["GPipe", *SHAPE, "--svg", "/nonexistent/schedule.svg"], ["/nonexistent/schedule.svg"]),

@@ -12,6 +12,9 @@ namespace {
 
 using Row = std::vector<std::optional<PipelineAction>>;
 
+/// Stages times the sum of micro-batches and ranks, which bounds idle steps too: a table must fit into memory.
+constexpr int64_t kMostSteps = int64_t{1} << 24;
+
 constexpr std::array<std::pair<PipelineSchedule, const char*>, 4> kNames{{
     {PipelineSchedule::kGPipe, "GPipe"},
     {PipelineSchedule::k1F1B, "1F1B"},
@@ -137,7 +140,13 @@ PipelineTable pipeline_table(PipelineSchedule schedule, const PipelineShape& sha
   for (const auto& [name, value] : numbers) {
     TORCH_CHECK_VALUE(value >= 1, "the schedule ", to_string(schedule), " was asked for with ", value, " ",
                       name, "; there must be at least one");
+    TORCH_CHECK_VALUE(value <= kMostSteps, "the schedule ", to_string(schedule), " was asked for with ",
+                      value, " ", name, "; there can be ", kMostSteps, " at most");
   }
+  const int64_t stages = shape.ranks * shape.stages_per_rank;
+  TORCH_CHECK_VALUE(stages <= kMostSteps && stages * (shape.micro_batches + shape.ranks) <= kMostSteps,
+                    "the schedule ", to_string(schedule), " of ", stages, " stages for ", shape.micro_batches,
+                    " micro-batches is too large for a table");
   const bool is_interleaved =
       schedule == PipelineSchedule::kInterleaved1F1B || schedule == PipelineSchedule::kInterleavedZeroBubble;
   TORCH_CHECK_VALUE(is_interleaved || shape.stages_per_rank == 1, "the schedule ", to_string(schedule),

@@ -37,7 +37,8 @@ struct PipelineShape {
 };
 
 /// The actions of all ranks. A pure function. Each action is there once, and the rows can be run to their end,
-/// each in its order, where sends do not wait for their receivers. Throws c10::ValueError: for numbers below 1; for several stages a rank
+/// each in its order, where sends do not wait for their receivers. Throws c10::ValueError: for numbers below 1, and for more than
+/// fits into memory (2^24 is the most for stages times the sum of micro-batches and ranks); for several stages a rank
 /// with kGPipe and k1F1B; and with kInterleaved1F1B and kInterleavedZeroBubble for a number of micro-batches that is not a
 /// multiple of the number of rounds, max(1, micro_batches / ranks). Tables are those of
 /// torch/distributed/pipelining/schedules.py, without its REDUCE_GRAD; k1F1B also takes fewer micro-batches than stages,

@@ -1,5 +1,7 @@
 // Tables of actions by property: for all sizes, also those that PyTorch refuses. parity/ compares them with PyTorch's.
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -145,6 +147,15 @@ TEST(PipelineTable, RefusesShapesThatItHasNoTableFor) {
   EXPECT_NE(refused(PipelineSchedule::kGPipe, {0, 1, 1}).find("0 ranks"), std::string::npos);
   EXPECT_NE(refused(PipelineSchedule::k1F1B, {2, 1, 0}).find("0 micro-batches"), std::string::npos);
   EXPECT_NE(refused(PipelineSchedule::k1F1B, {2, 2, 4}).find("Interleaved1F1B"), std::string::npos);
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const PipelineShape& shape : {PipelineShape{3, 1, kMost}, {kMost, 1, 3}, {3, kMost, 3}}) {
+    const auto message = refused(PipelineSchedule::kInterleaved1F1B, shape);
+    EXPECT_NE(message.find("at most"), std::string::npos) << message;
+  }
+  for (const PipelineShape& shape : {PipelineShape{3, 1, 1 << 23}, {1 << 14, 1, 8}, {1 << 24, 1 << 24, 1}}) {
+    const auto message = refused(PipelineSchedule::kInterleaved1F1B, shape);
+    EXPECT_NE(message.find("too large for a table"), std::string::npos) << message;
+  }
   const auto message = refused(PipelineSchedule::kInterleaved1F1B, {4, 2, 9});
   EXPECT_NE(message.find("9 micro-batches"), std::string::npos) << message;
   EXPECT_NE(message.find("give 8 or 10"), std::string::npos) << message;

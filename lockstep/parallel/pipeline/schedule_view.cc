@@ -22,9 +22,9 @@ struct View {
 
 std::string title(PipelineSchedule schedule, const PipelineShape& shape) {
   std::ostringstream text;
-  text << to_string(schedule) << ": " << shape.ranks << " ranks";
+  text << to_string(schedule) << ": " << counted(shape.ranks, "rank");
   if (shape.stages_per_rank > 1) text << " with " << shape.stages_per_rank << " stages each";
-  text << ", " << shape.micro_batches << " micro-batches";
+  text << ", " << shape.micro_batches << (shape.micro_batches == 1 ? " micro-batch" : " micro-batches");
   return text.str();
 }
 
