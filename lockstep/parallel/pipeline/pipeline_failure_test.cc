@@ -52,6 +52,7 @@ struct Plan {
   int forward = -1;
   int backward = -1;
   std::function<void()> action = {};
+  bool evaluates = false;
 };
 
 void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int steps = 1,
@@ -69,6 +70,7 @@ void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int ste
   PipelineRunner pipeline(
       PipelineStage(stage, get_rank(group), get_world_size(group), {.group = group, .parameters = {weight}}),
       {.n_microbatches = 6, .loss_fn = loss, .data_parallel_group = data_parallel_group});
+  if (plan.evaluates) pipeline.eval({at::ones({6, 3})});
   for (int step = 0; step < steps; ++step) pipeline.step({at::ones({6, 3})}, at::ones({6}));
 }
 
@@ -94,6 +96,12 @@ TEST(PipelineFailure, AKilledStageIsNamedWithItsAction) {
   expect_killed_is_named(3, 1, {.culprit = 2, .backward = 3, .action = die}, "2B3");
   expect_killed_is_named(3, 1, {.culprit = 0, .forward = 4, .action = die}, "0F4");
   expect_killed_is_named(4, 1, {.culprit = 1, .forward = 2, .action = die}, "1F2");
+}
+
+/// The stages before it wait until it takes what they send, and those behind it for what it sends.
+TEST(PipelineFailure, AStageKilledInAnEvaluationIsNamedWithItsAction) {
+  expect_killed_is_named(3, 1, {.culprit = 1, .forward = 2, .action = die, .evaluates = true}, "1F2");
+  expect_killed_is_named(2, 1, {.culprit = 1, .forward = 5, .action = die, .evaluates = true}, "1F5");
 }
 
 TEST(PipelineFailure, AKilledStageIsNamedOnOtherHosts) {

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parallel/pipeline/testing/models.h>
 #include <lockstep/testing/message_of.h>
@@ -38,6 +40,39 @@ TEST(PipelinesMisuse, StagesAreChecked) {
               HasSubstr("'w' is not among its parameters"));
   EXPECT_THAT(refused([&] { PipelineStage(layer, 0, 2, {.parameters = {at::ones({2})}}); }),
               HasSubstr("a module knows its parameters"));
+}
+
+TEST(PipelinesMisuse, ModulesThatAverageTheirGradientsAreRefused) {
+  struct Holds : nn::Module {
+    explicit Holds(const std::shared_ptr<DistributedDataParallel<nn::LinearImpl>>& wrapped)
+        : layer(register_module("layer", wrapped)) {}
+    torch::Tensor forward(const torch::Tensor& x) { return layer->forward(x); }
+    std::shared_ptr<DistributedDataParallel<nn::LinearImpl>> layer;
+  };
+  run_ranks(1, [](int) {
+    auto world = init_process_group();
+    const auto wrapped = std::make_shared<DistributedDataParallel<nn::LinearImpl>>(nn::Linear(2, 2));
+    const auto text = HasSubstr("give the module itself");
+    EXPECT_THAT(message_of<c10::ValueError>([&] { PipelineStage(wrapped, 0, 1); }), text);
+    const auto holds = std::make_shared<Holds>(wrapped);
+    EXPECT_THAT(message_of<c10::ValueError>([&] { PipelineStage(holds, 0, 1); }), text);
+  });
+}
+
+TEST(PipelinesMisuse, ADataParallelGroupHasTheSameStages) {
+  run_ranks(4, [](int /*rank*/) {
+    auto world = init_process_group();
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    const nn::Linear layer(6, 6);
+    const auto runner = [&](const std::string& pipeline, const std::string& replicas) {
+      const int place = mesh.get_local_rank(pipeline);
+      PipelineRunner(PipelineStage(layer, place, 2, {.group = mesh.get_group(pipeline)}),
+                     {.data_parallel_group = mesh.get_group(replicas)});
+    };
+    EXPECT_THAT(message_of<c10::ValueError>([&] { runner("pp", "pp"); }),
+                HasSubstr("data_parallel_group has rank"));
+    runner("pp", "dp");
+  });
 }
 
 /// A module or tensor of a class's own that is none of its layers.

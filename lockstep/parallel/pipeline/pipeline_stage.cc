@@ -31,6 +31,14 @@ std::vector<at::Tensor> without_names(const std::vector<NamedTensor>& named) {
 
 }  // namespace
 
+bool pipeline::internal::averages_gradients(const torch::nn::Module& module) {
+  const auto modules = module.modules();
+  return std::any_of(modules.begin(), modules.end(), [](const auto& one) {
+    // By the names that they give themselves, for they are templates.
+    return one->name() == "DistributedDataParallel" || one->name() == "FullyShardedDataParallel";
+  });
+}
+
 PipelineStage::PipelineStage(Plain /*tag*/, Content content, int64_t stage_index, int64_t num_stages,
                              PipelineStageOptions options)
     : content_(std::move(content)),
@@ -43,8 +51,8 @@ PipelineStage::PipelineStage(Plain /*tag*/, Content content, int64_t stage_index
   TORCH_CHECK_VALUE(!content_.is_empty, who, "there is no module in the holder");
   TORCH_CHECK_VALUE(
       !content_.is_data_parallel, who,
-      "the module is wrapped for data parallelism, and would average its gradients in the midst of the "
-      "schedule; give the module itself, and the ranks that have the same stage as "
+      "the module, or one within it, is wrapped for data parallelism, and would average its gradients in the "
+      "midst of the schedule; give the module itself, and the ranks that have the same stage as "
       "PipelineOptions::data_parallel_group");
   TORCH_CHECK_VALUE(!content_.is_module || options_.parameters.empty(), who,
                     "a module knows its parameters; leave out PipelineStageOptions::parameters");

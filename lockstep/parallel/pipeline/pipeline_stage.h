@@ -36,6 +36,13 @@ struct PipelineStageOptions {
   std::vector<at::Tensor> parameters = {};
 };
 
+namespace pipeline::internal {
+
+/// Whether it is, or has within it, a DistributedDataParallel or a FullyShardedDataParallel.
+bool averages_gradients(const torch::nn::Module& module);
+
+}  // namespace pipeline::internal
+
 /// One stage of a model that is spread over the ranks of a group: a part of its layers, and its place. PipelineRunner runs it.
 ///
 ///     lockstep::PipelineStage stage(layers, lockstep::get_rank(), lockstep::get_world_size());
@@ -51,7 +58,7 @@ class PipelineStage {
 
   /// Throws c10::ValueError for an index that is not below `num_stages`, outputs to stages that are not later ones or not
   /// there, tied tensors that are no parameters of the stage, an empty holder, and a module that is wrapped for data
-  /// parallelism (PipelineOptions::data_parallel_group is the way).
+  /// parallelism, or has such a one within it (PipelineOptions::data_parallel_group is the way).
   template <class Module>
   requires requires { typename ContainedModule<Module>; }
   PipelineStage(const Module& module, int64_t stage_index, int64_t num_stages,
@@ -123,13 +130,17 @@ class PipelineStage {
     typename Traits::Handle handle = handle_of<T>(given);
     content.is_empty = Traits::is_empty(handle);
     if (content.is_empty) return content;
-    content.is_data_parallel = requires(T & module) {
+    constexpr bool kIsWrapper = requires(T & module) {
       module.no_sync();
     };
+    content.is_data_parallel =
+        kIsWrapper || pipeline::internal::averages_gradients(*Traits::as_module(handle));
     content.parameters = Traits::named_parameters(handle);
     content.buffers = Traits::named_buffers(handle);
     content.train = [handle](bool on) { Traits::train(handle, on); };
-    content.forward = from_call(pipeline::internal::ModuleCall<T>{std::move(handle)}).forward;
+    if constexpr (!kIsWrapper) {  // whose forward() takes anything until it is compiled
+      content.forward = from_call(pipeline::internal::ModuleCall<T>{std::move(handle)}).forward;
+    }
     return content;
   }
 

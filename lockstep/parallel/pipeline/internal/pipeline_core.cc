@@ -74,6 +74,7 @@ PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOption
   TORCH_CHECK_VALUE(lockstep_backend_of(*group), "the pipeline's group '", group->getGroupName(),
                     "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
   const auto device = agree();
+  if (options.data_parallel_group) check_replicas();
   messages = std::make_unique<TensorMessages>(group, device, kOrderedTag);
   messages->connect(ranks_that_send());
   share_initial_values();
@@ -209,6 +210,33 @@ std::optional<c10::Device> PipelineCore::agree() {
     return !std::get<3>(one).empty() && std::get<3>(one) == std::get<3>(told[0]);
   });
   return all_have_one ? device : std::nullopt;
+}
+
+/// The ranks of a data_parallel_group have the same stages. When those of some rank do not, it throws on all ranks of its pipeline.
+void PipelineCore::check_replicas() const {
+  const ProcessGroup& replicas = *options.data_parallel_group;
+  const auto gather = []<class T>(const T& own, const ProcessGroup& among) {
+    std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(among)));
+    all_gather_object(objects, to_object(own), among);
+    std::vector<T> all;
+    for (const c10::IValue& object : objects) all.push_back(from_object<T>(object));
+    return all;
+  };
+  std::string fault;
+  const std::tuple<int64_t, int64_t> own{rank, num_stages};
+  const auto places = gather(own, replicas);
+  for (size_t other = 0; other < places.size(); ++other) {
+    if (!fault.empty() || places[other] == own) continue;
+    fault = c10::str("its data_parallel_group has rank ", get_global_rank(replicas, static_cast<int>(other)),
+                     ", which is number ", std::get<0>(places[other]), " of a pipeline of ",
+                     std::get<1>(places[other]), " stages, and this one is number ", rank, " of one of ",
+                     num_stages, "; give the ranks that have the same stages of other pipelines");
+  }
+  const std::vector<std::string> faults = gather(fault, group);
+  for (size_t other = 0; other < faults.size(); ++other) {
+    TORCH_CHECK_VALUE(faults[other].empty(), "the pipeline can't be made: on rank ",
+                      get_global_rank(group, static_cast<int>(other)), ", ", faults[other]);
+  }
 }
 
 int PipelineCore::tag_of(int64_t from, int64_t to, int64_t micro_batch) const {

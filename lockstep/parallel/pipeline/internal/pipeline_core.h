@@ -59,6 +59,7 @@ struct PipelineCore {
  private:
   std::string own_fault() const;
   std::optional<c10::Device> agree();
+  void check_replicas() const;
   std::set<std::pair<int, int>> ranks_that_send() const;
   void share_initial_values();
 };
