@@ -132,13 +132,14 @@ DeviceMesh::DeviceMesh(std::string device_type, const at::Tensor& mesh,
   TORCH_CHECK(mesh.numel() > 0, "the mesh of shape ", mesh.sizes(), " has no ranks");
   TORCH_CHECK(mesh.numel() <= world_size, "Mesh should not be bigger than default world size ", world_size,
               ", but found ", mesh.numel(), " ranks!");
-  const at::Tensor flat = mesh.detach().to(at::kCPU, at::kInt).contiguous();
-  const int* const begin = flat.const_data_ptr<int>();
-  std::vector<int> ranks(begin, begin + flat.numel());
-  for (const int rank : ranks) {
+  const at::Tensor flat = mesh.detach().to(at::kCPU, at::kLong).contiguous();
+  std::vector<int> ranks;
+  for (int64_t i = 0; i < flat.numel(); ++i) {
+    const int64_t rank = flat.const_data_ptr<int64_t>()[i];
     TORCH_CHECK(0 <= rank && rank < world_size, "the mesh has rank ", rank,
                 "; the default group has ranks 0 to ", world_size - 1);
-    TORCH_CHECK(std::ranges::count(ranks, rank) == 1, "rank ", rank, " stands more than once in the mesh");
+    TORCH_CHECK(std::ranges::count(ranks, rank) == 0, "rank ", rank, " stands more than once in the mesh");
+    ranks.push_back(static_cast<int>(rank));
   }
   if (device_type != "cpu" && !chosen_device()) set_device();
   auto axes = std::make_shared<const Axes>(mesh::internal::row_major(mesh.sizes().vec()));
@@ -337,11 +338,11 @@ DeviceMesh init_device_mesh(const std::string& device_type, const std::vector<in
     TORCH_CHECK(size <= static_cast<int64_t>(ranks.size()),
                 "Mesh should not be bigger than default world size ", ranks.size(), ", but found ", size,
                 " ranks in one dimension!");
-    total *= size;
+    total *= size;  // of two numbers of ranks at most
+    TORCH_CHECK(total <= static_cast<int64_t>(ranks.size()),
+                "Mesh should not be bigger than default world size ", ranks.size(), ", but found ", total,
+                " ranks!");
   }
-  TORCH_CHECK(total <= static_cast<int64_t>(ranks.size()),
-              "Mesh should not be bigger than default world size ", ranks.size(), ", but found ", total,
-              " ranks!");
   ranks.resize(static_cast<size_t>(total));
   return DeviceMesh(device_type, as_tensor(ranks, mesh_shape), std::move(mesh_dim_names));
 }

@@ -1,4 +1,6 @@
+#include <cstdint>
 #include <gmock/gmock.h>
+#include <vector>
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
@@ -91,6 +93,12 @@ TEST(DeviceMesh, MisuseIsAnErrorOnAllRanks) {
                   init_device_mesh("cpu", {2, 2});
                 }),
                 HasSubstr("default world size 2, but found 4 ranks"));
+    EXPECT_THAT(says([] { init_device_mesh("cpu", std::vector<int64_t>(64, 2)); }),
+                HasSubstr("default world size 2, but found 4 ranks"));
+    EXPECT_THAT(says([] {
+                  DeviceMesh("cpu", at::tensor({int64_t{0}, (int64_t{1} << 32) + 1}));
+                }),
+                HasSubstr("has rank 4294967297"));
     EXPECT_THAT(says([] { init_device_mesh("cpu", {2, 1}, {"a", "a"}); }), HasSubstr("must be unique"));
     EXPECT_THAT(says([] { init_device_mesh("cpu", {2, 1}, {"a"}); }), HasSubstr("should have same length"));
     EXPECT_THAT(says([] { init_device_mesh("cuda:0", {2}); }), HasSubstr("with index is not supported"));
