@@ -14,6 +14,8 @@ from trace_format import broken_rules
 PLOT_TRACE = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "plot-trace"
 OK, MISUSE = 0, 2
 RANKS = 2
+MEMORY_USES = ("inputs", "activations", "gradients", "optimizer_state", "temporary", "other")
+HIDDEN_LAYERS_OUTPUT = 64 * 512 * 4  # bytes, of the example's batch
 
 
 def traces_of(folder):
@@ -83,6 +85,10 @@ def test_the_analysis_the_merged_trace_and_the_picture_have_all_ranks(programs, 
     assert sum(phases[part] for part in parts) == pytest.approx(report["step_ms"])
     assert phases["forward"] > 0 and phases["backward"] > 0 and phases["optimizer"] > 0
     assert {"aten::mm", "aten::addmm"} <= {one["name"] for one in report["operators"]}
+    for rank in report["ranks"]:
+        (peak,) = rank["memory"]
+        assert sum(peak[use] for use in MEMORY_USES) == peak["bytes"]
+        assert peak["activations"] >= HIDDEN_LAYERS_OUTPUT and peak["temporary"] > 0, peak
 
     trace = json.loads(gzip.decompress(merged.read_bytes()))
     assert broken_rules(trace) == []

@@ -19,6 +19,7 @@ namespace {
 using internal::Cover;
 using internal::FileProfile;
 using internal::kPhases;
+using internal::MemoryUse;
 using internal::OperationParts;
 using internal::Phase;
 using internal::StepProfile;
@@ -145,14 +146,15 @@ std::vector<double> waiting_of(const std::vector<FileProfile>& files, const Oper
 }
 
 MemoryPeak peak_of(const std::string& device, const internal::PeakMemory& peak) {
-  const auto bytes = [&](Phase phase) { return peak.by_phase[static_cast<size_t>(phase)]; };
+  const auto bytes = [&](MemoryUse use) { return peak.by_use[static_cast<size_t>(use)]; };
   return {.device = device,
           .bytes = peak.bytes,
-          .data = bytes(Phase::kData),
-          .forward = bytes(Phase::kForward),
-          .backward = bytes(Phase::kBackward),
-          .optimizer = bytes(Phase::kOptimizer),
-          .other = bytes(Phase::kIdle) + bytes(Phase::kCommunication)};
+          .inputs = bytes(MemoryUse::kInputs),
+          .activations = bytes(MemoryUse::kActivations),
+          .gradients = bytes(MemoryUse::kGradients),
+          .optimizer_state = bytes(MemoryUse::kOptimizerState),
+          .temporary = bytes(MemoryUse::kTemporary),
+          .other = bytes(MemoryUse::kOther)};
 }
 
 /// Sums of all files of a rank; mean() of them is what is told.

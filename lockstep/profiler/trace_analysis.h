@@ -26,15 +26,17 @@ struct PhaseTimes {
   double waiting = 0;               ///< of the exposed communication: for ranks that have not come yet
 };
 
-/// Bytes that tensors take, at most, beyond what they took when the recording began, by the phase in which they were
-/// allocated: what forward has left are activations, say.
+/// Bytes that tensors take, at most, beyond what they took when the recording began: parameters, and often the optimizer's
+/// state, are from before. A trace does not say what a tensor is for; the categories are torch's, but told by when
+/// it was allocated and given back. What is still there when the recording ends counts as kept.
 struct MemoryPeak {
   std::string device;  ///< "CPU", "CUDA 0"
   int64_t bytes = 0;
-  int64_t data = 0;
-  int64_t forward = 0;
-  int64_t backward = 0;
-  int64_t optimizer = 0;
+  int64_t inputs = 0;           ///< allocated while data was waited for
+  int64_t activations = 0;      ///< allocated in forward, and kept until backward
+  int64_t gradients = 0;        ///< allocated in backward, and kept until the optimizer
+  int64_t optimizer_state = 0;  ///< allocated in the optimizer, and kept until the next step
+  int64_t temporary = 0;        ///< allocated in one of these, and given back before
   int64_t other = 0;
 };
 

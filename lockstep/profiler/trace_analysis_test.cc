@@ -1,10 +1,14 @@
 #include <gmock/gmock.h>
+#include <set>
 #include <string>
 #include <utility>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <torch/torch.h>
 
+#include <lockstep/profiler/profiler.h>
+#include <lockstep/profiler/record_function.h>
 #include <lockstep/profiler/testing/synthetic_trace.h>
 #include <lockstep/profiler/trace_analysis.h>
 #include <lockstep/testing/message_of.h>
@@ -200,27 +204,113 @@ TEST(TraceAnalysis, AComparisonHasAllOperatorsAndNotes) {
   EXPECT_THAT(text, HasSubstr("Note: traces of 1 ranks of 2 are here"));
 }
 
-TEST(TraceAnalysis, MemoryPeaksTellWhatAllocatedThem) {
+/// Two steps of one block for each use; in the second, with the state that the first has left, is the peak.
+TEST(TraceAnalysis, MemoryPeaksTellWhatItsBlocksAreFor) {
   const TemporaryFolder folder;
   SyntheticTrace trace({.rank = 0, .world_size = 1});
-  trace.add_step(1, 0, 10 * kMs);
-  trace.add("user_annotation", "DistributedDataParallel.forward", 0, 4 * kMs);
-  trace.add_operator("autograd::engine::evaluate_function: MmBackward0", 4 * kMs, 8 * kMs);
-  trace.add_memory(1 * kMs, 100 << 20, 0xa0);
-  trace.add_memory(2 * kMs, 30 << 20, 0xb0);
-  trace.add_memory(3 * kMs, -(30 << 20), 0xb0);
-  trace.add_memory(3 * kMs, -(1 << 20), 0xc0);  // from before the recording
-  trace.add_memory(5 * kMs, 50 << 20, 0xd0);
-  trace.add_memory(6 * kMs, -(100 << 20), 0xa0);
+  const auto add = [&](int64_t at, int64_t mebibytes, int64_t address) {
+    trace.add_memory(at, mebibytes * (1 << 20), address);
+  };
+  for (int64_t step = 0; step < 2; ++step) {
+    const int64_t begin = step * 100 * kMs;
+    const auto at = [&](int64_t ms) { return begin + ms * kMs; };
+    trace.add_step(step, begin, at(100));
+    trace.add("user_annotation", "data", begin, at(10));
+    trace.add("user_annotation", "forward", at(10), at(40));
+    trace.add_operator("autograd::engine::evaluate_function: MmBackward0", at(40), at(70));
+    trace.add("user_annotation", "optimizer", at(70), at(90));
+    add(at(5), 1, 0x10);
+    add(at(11), 2, 0x20);   // an activation
+    add(at(12), 64, 0x30);  // is gone at the peak
+    add(at(13), -64, 0x30);
+    add(at(14), -7, 0x99);                  // from before the recording
+    add(at(41), 4, 0x40);                   // a gradient
+    add(at(42), 8, 0x50);                   // of backward alone
+    if (step == 1) add(at(43), 128, 0x60);  // the peak
+    if (step == 1) add(at(44), -128, 0x60);
+    add(at(50), -2, 0x20);
+    add(at(51), -8, 0x50);
+    if (step == 0) add(at(71), 16, 0x70);  // the optimizer's state
+    add(at(72), 32, 0x80);                 // of the optimizer alone
+    add(at(73), -32, 0x80);
+    add(at(95), -4, 0x40);
+    add(at(96), -1, 0x10);
+    if (step == 1) add(at(97), -16, 0x70);
+  }
   trace.write(folder);
   const TraceAnalysis analysis = analyze_traces(folder.path().string());
   ASSERT_EQ(analysis.ranks.at(0).memory.size(), 1);
   const MemoryPeak& peak = analysis.ranks[0].memory[0];
   EXPECT_EQ(peak.device, "CPU");
-  EXPECT_EQ(peak.bytes, 150 << 20);
-  EXPECT_EQ(peak.forward, 100 << 20);
-  EXPECT_EQ(peak.backward, 50 << 20);
-  EXPECT_THAT(describe(analysis), HasSubstr("150.0 MiB"));
+  EXPECT_EQ(peak.inputs, 1 << 20);
+  EXPECT_EQ(peak.activations, 2 << 20);
+  EXPECT_EQ(peak.gradients, 4 << 20);
+  EXPECT_EQ(peak.optimizer_state, 16 << 20);
+  EXPECT_EQ(peak.temporary, (8 + 128) << 20);
+  EXPECT_EQ(peak.other, 0);
+  EXPECT_EQ(peak.bytes, (1 + 2 + 4 + 16 + 8 + 128) << 20);
+  EXPECT_THAT(describe(analysis),
+              HasSubstr("159.0 MiB (inputs 1.0 MiB, activations 2.0 MiB, gradients 4.0 MiB, "
+                        "optimizer state 16.0 MiB, temporary 136.0 MiB, other 0.0 MiB)"));
+  const json told = json::parse(to_json(analysis))["ranks"][0]["memory"][0];
+  EXPECT_EQ(told["optimizer_state"], 16 << 20);
+  EXPECT_EQ(told["temporary"], (8 + 128) << 20);
+}
+
+/// Operators of a GPU are launched while others' kernels communicate, and another thread gives back what nothing tells of.
+TEST(TraceAnalysis, MemoryIsForWhatTheThreadDoesBesideCommunication) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.rank = 0, .world_size = 1});
+  trace.add_step(1, 0, 100 * kMs);
+  trace.add("user_annotation", "forward", 0, 50 * kMs);
+  trace.add_collective("all_reduce", 1, 10 * kMs, 60 * kMs);
+  trace.add_operator("autograd::engine::evaluate_function: MmBackward0", 60 * kMs, 90 * kMs);
+  trace.add_memory(20 * kMs, 1 << 20, 0x10);
+  trace.add_memory(30 * kMs, 2 << 20, 0x20);
+  trace.add_memory(40 * kMs, 4 << 20, 0x20);  // in the place of the one before
+  trace.write(folder);
+  const MemoryPeak peak = analyze_traces(folder.path().string()).ranks.at(0).memory.at(0);
+  EXPECT_EQ(peak.activations, 5 << 20);
+  EXPECT_EQ(peak.bytes, 5 << 20);
+}
+
+/// What Adam keeps for each parameter is known, and so are gradients and inputs.
+TEST(TraceAnalysis, MemoryOfATrainingIsWhatItsTensorsTake) {
+  const TemporaryFolder folder;
+  const auto weight = torch::zeros({256, 256}).requires_grad_();
+  const int64_t weight_bytes = 256 * 256 * 4, input_bytes = 64 * 256 * 4;
+  torch::optim::Adam optimizer({weight}, torch::optim::AdamOptions(0.001));
+  {
+    Profiler profile({.activities = std::set{ProfilerActivity::kCpu},
+                      .schedule = schedule({.active = 2, .repeat = 1}),
+                      .on_trace_ready = tensorboard_trace_handler(folder.path().string()),
+                      .profile_memory = true});
+    for (int step = 0; step < 2; ++step) {
+      optimizer.zero_grad();
+      torch::Tensor input, loss;
+      {
+        const RecordFunction scope("data");
+        input = torch::ones({64, 256});
+      }
+      {
+        const RecordFunction scope("forward");
+        loss = torch::mm(input, weight).pow(2).sum();
+      }
+      loss.backward();
+      {
+        const RecordFunction scope("optimizer");
+        optimizer.step();
+      }
+      profile.step();
+    }
+  }
+  const MemoryPeak peak = analyze_traces(folder.path().string()).ranks.at(0).memory.at(0);
+  EXPECT_EQ(peak.optimizer_state, 2 * weight_bytes);
+  EXPECT_EQ(peak.gradients, weight_bytes);
+  EXPECT_EQ(peak.inputs, input_bytes);
+  EXPECT_EQ(peak.other, 0);
+  EXPECT_EQ(peak.bytes,
+            peak.inputs + peak.activations + peak.gradients + peak.optimizer_state + peak.temporary);
 }
 
 TEST(TraceAnalysis, TellsWhatIsMissing) {

@@ -101,12 +101,12 @@ void describe_memory(const TraceAnalysis& analysis, std::ostream& out) {
   for (const RankProfile& rank : analysis.ranks) {
     for (const MemoryPeak& peak : rank.memory) {
       if (!std::exchange(any, true)) {
-        out << "\nTensors at their peak, beyond those from before the recording, by the phase that allocated "
-               "them:\n";
+        out << "\nTensors at their peak, beyond those from before the recording, such as parameters:\n";
       }
       out << "  rank " << rank.rank << ", " << printable(peak.device) << ": " << mebibytes(peak.bytes)
-          << " (data " << mebibytes(peak.data) << ", forward " << mebibytes(peak.forward) << ", backward "
-          << mebibytes(peak.backward) << ", optimizer " << mebibytes(peak.optimizer) << ", others "
+          << " (inputs " << mebibytes(peak.inputs) << ", activations " << mebibytes(peak.activations)
+          << ", gradients " << mebibytes(peak.gradients) << ", optimizer state "
+          << mebibytes(peak.optimizer_state) << ", temporary " << mebibytes(peak.temporary) << ", other "
           << mebibytes(peak.other) << ")\n";
     }
   }
@@ -127,10 +127,11 @@ ordered_json json_of(const TraceAnalysis& analysis) {
     for (const MemoryPeak& peak : rank.memory) {
       memory.push_back({{"device", peak.device},
                         {"bytes", peak.bytes},
-                        {"data", peak.data},
-                        {"forward", peak.forward},
-                        {"backward", peak.backward},
-                        {"optimizer", peak.optimizer},
+                        {"inputs", peak.inputs},
+                        {"activations", peak.activations},
+                        {"gradients", peak.gradients},
+                        {"optimizer_state", peak.optimizer_state},
+                        {"temporary", peak.temporary},
                         {"other", peak.other}});
     }
     ranks.push_back({{"rank", rank.rank},

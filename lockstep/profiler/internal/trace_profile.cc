@@ -53,6 +53,17 @@ struct Allocation {
   int64_t address;
 };
 
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+/// From an allocation to what gives it back, each by its time and its place among all.
+struct Block {
+  int64_t bytes = 0;
+  int64_t begin_ns = 0;
+  int64_t end_ns = kNever;
+  size_t begin = 0;
+  size_t end = std::numeric_limits<size_t>::max();
+};
+
 /// What the events of a file are, one after the other.
 class Gatherer {
  public:
@@ -83,11 +94,15 @@ class Gatherer {
           backward.within(step.span), optimizer.within(step.span), forward.within(step.span)};
       step.hidden_ns = (communication.within(step.span) & computing.within(step.span)).length();
       Cover rest(std::vector<Span>{step.span});
+      Cover thread_rest = rest;
       const auto assign = [&](Phase phase, const Cover& cover) {
         const Cover own = rest & cover;
         rest = rest - own;
         step.ns[static_cast<size_t>(phase)] += own.length();
-        for (const Span& span : own.spans()) segments_.emplace_back(span, phase);
+        if (phase == Phase::kCommunication) return own;
+        const Cover of_thread = thread_rest & cover;
+        thread_rest = thread_rest - of_thread;
+        for (const Span& span : of_thread.spans()) segments_.emplace_back(span, phase);
         return own;
       };
       assign(Phase::kData, parts[0]);
@@ -201,6 +216,7 @@ class Gatherer {
     std::erase_if(file_.operators, [](const auto& one) { return one.second.calls == 0; });
   }
 
+  /// What the thread does, whatever communicates beside it.
   Phase phase_at(int64_t at) const {
     const auto behind = std::partition_point(segments_.begin(), segments_.end(),
                                              [&](const auto& segment) { return segment.first.begin <= at; });
@@ -208,31 +224,77 @@ class Gatherer {
     return std::prev(behind)->second;
   }
 
+  /// Whether a part of the phase, or a step where there is no phase, begins within the block's life.
+  bool is_kept_until(std::optional<Phase> phase, const Block& block) const {
+    if (block.end_ns == kNever) return true;
+    if (!phase) {
+      const auto next = std::ranges::upper_bound(file_.steps, block.begin_ns, {},
+                                                 [](const StepProfile& step) { return step.span.begin; });
+      return next != file_.steps.end() && next->span.begin <= block.end_ns;
+    }
+    auto next = std::ranges::upper_bound(segments_, block.begin_ns, {},
+                                         [](const auto& segment) { return segment.first.begin; });
+    for (; next != segments_.end() && next->first.begin <= block.end_ns; ++next) {
+      if (next->second == *phase) return true;
+    }
+    return false;
+  }
+
+  MemoryUse use_of(const Block& block) const {
+    const auto kept = [&](std::optional<Phase> until, MemoryUse use) {
+      return is_kept_until(until, block) ? use : MemoryUse::kTemporary;
+    };
+    switch (phase_at(block.begin_ns)) {
+      case Phase::kData:
+        return MemoryUse::kInputs;
+      case Phase::kForward:
+        return kept(Phase::kBackward, MemoryUse::kActivations);
+      case Phase::kBackward:
+        return kept(Phase::kOptimizer, MemoryUse::kGradients);
+      case Phase::kOptimizer:
+        return kept(std::nullopt, MemoryUse::kOptimizerState);
+      default:
+        return MemoryUse::kOther;
+    }
+  }
+
   void find_peaks() {
-    struct Live {
+    struct Device {
+      std::vector<Block> blocks;
+      std::unordered_map<int64_t, size_t> live;  // by address: index in blocks
       int64_t bytes = 0;
-      std::array<int64_t, kPhases> by_phase{};
-      std::unordered_map<int64_t, std::pair<int64_t, Phase>> blocks;  // by address
+      int64_t peak_bytes = 0;
+      size_t peak = 0;  // place in allocations_
     };
     std::stable_sort(allocations_.begin(), allocations_.end(),
                      [](const Allocation& a, const Allocation& b) { return a.at_ns < b.at_ns; });
-    std::map<std::string, Live> devices;
-    for (const Allocation& allocation : allocations_) {
-      Live& live = devices[allocation.device];
-      if (allocation.bytes < 0) {
-        const auto block = live.blocks.find(allocation.address);
-        if (block == live.blocks.end()) continue;  // it was there before the recording
-        live.bytes -= block->second.first;
-        live.by_phase[static_cast<size_t>(block->second.second)] -= block->second.first;
-        live.blocks.erase(block);
-        continue;
+    std::map<std::string, Device> devices;
+    for (size_t i = 0; i < allocations_.size(); ++i) {
+      const Allocation& allocation = allocations_[i];
+      Device& device = devices[allocation.device];
+      // What was there before the recording is not known; what another thread has given back is seen when its place is reused.
+      if (const auto known = device.live.find(allocation.address); known != device.live.end()) {
+        Block& block = device.blocks[known->second];
+        block.end_ns = allocation.at_ns;
+        block.end = i;
+        device.bytes -= block.bytes;
+        device.live.erase(known);
       }
-      const Phase phase = phase_at(allocation.at_ns);
-      live.blocks[allocation.address] = {allocation.bytes, phase};
-      live.bytes += allocation.bytes;
-      live.by_phase[static_cast<size_t>(phase)] += allocation.bytes;
-      PeakMemory& peak = file_.memory[allocation.device];
-      if (live.bytes > peak.bytes) peak = {live.bytes, live.by_phase};
+      if (allocation.bytes < 0) continue;
+      device.live[allocation.address] = device.blocks.size();
+      device.blocks.push_back({.bytes = allocation.bytes, .begin_ns = allocation.at_ns, .begin = i});
+      device.bytes += allocation.bytes;
+      if (device.bytes <= device.peak_bytes) continue;
+      device.peak_bytes = device.bytes;
+      device.peak = i;
+    }
+    for (const auto& [name, device] : devices) {
+      PeakMemory peak{.bytes = device.peak_bytes};
+      for (const Block& block : device.blocks) {
+        if (block.begin <= device.peak && device.peak < block.end)
+          peak.by_use[static_cast<size_t>(use_of(block))] += block.bytes;
+      }
+      if (peak.bytes > 0) file_.memory[name] = peak;
     }
   }
 

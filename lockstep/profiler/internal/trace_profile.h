@@ -23,10 +23,14 @@ struct StepProfile {
   bool left_out = false;              // of the means
 };
 
-/// The most that a device's tensors have taken beyond what they took at first, and in which phases that was allocated.
+/// What an allocation is for, as its phase and its life tell (MemoryPeak in trace_analysis.h).
+enum class MemoryUse { kInputs, kActivations, kGradients, kOptimizerState, kTemporary, kOther };
+inline constexpr size_t kMemoryUses = 6;
+
+/// The most that a device's tensors have taken beyond what they took at first; bytes.
 struct PeakMemory {
   int64_t bytes = 0;
-  std::array<int64_t, kPhases> by_phase{};
+  std::array<int64_t, kMemoryUses> by_use{};
 };
 
 struct OperatorSum {
