@@ -1,6 +1,8 @@
 // What a Trainer tells: its callbacks, its writers, and which metrics.
 #include <cstdint>
+#include <fstream>
 #include <gmock/gmock.h>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -11,9 +13,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/checkpoint/checkpoint_manager.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
+#include <lockstep/observe/summary_writer.h>
 #include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/profiler/profiler.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
 #include <lockstep/train/testing/fixtures.h>
@@ -26,6 +31,7 @@ using data::DistributedEvalSampler;
 using data::DistributedSampler;
 using data::Example;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using testing::Loader;
 using testing::loss_of;
 using testing::Points;
@@ -152,6 +158,27 @@ TEST(Trainer, AProfilersHandlerThatFailsDoesNotEndTheTraining) {
     trainer.train();
     EXPECT_EQ(trainer.step(), 4);
     EXPECT_EQ(cycles, 2);
+  });
+}
+
+/// Each has written, and ended its scope, when the wait for it is over.
+TEST(Trainer, AProfileShowsTheThreadsThatWrite) {
+  testing::run_ranks(1, [](int) {
+    auto world = init_process_group();
+    const TemporaryFolder folder;
+    Profiler profile;
+    SummaryWriter writer(folder.path("metrics"));
+    writer.add_scalar("loss", 1.0, 1);
+    writer.flush();
+    CheckpointManager checkpoints({.directory = folder.path("checkpoints"), .every_steps = 1});
+    checkpoints.save_state({{"weight", torch::ones({2})}}, {}, {.step = 1});
+    checkpoints.wait();
+    profile.stop();
+    profile.export_chrome_trace(folder.path("trace.json"));
+    std::ifstream file(folder.path("trace.json"));
+    const std::string trace(std::istreambuf_iterator<char>(file), {});
+    EXPECT_THAT(trace, HasSubstr("\"metrics: write\""));
+    EXPECT_THAT(trace, HasSubstr("\"checkpoint: write\""));
   });
 }
 
