@@ -3,6 +3,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <ranges>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -197,13 +198,16 @@ std::string in_ms(double value) {
 
 struct NamedPhase {
   const char* name;
-  double PhaseTimes::*part;
+  double (*part)(const PhaseTimes& times);
 };
-constexpr std::array<NamedPhase, 5> kOwnPhases = {{{"waiting for data", &PhaseTimes::data},
-                                                   {"forward", &PhaseTimes::forward},
-                                                   {"backward", &PhaseTimes::backward},
-                                                   {"the optimizer", &PhaseTimes::optimizer},
-                                                   {"nothing that is recorded", &PhaseTimes::idle}}};
+/// The last is a rank's own only where waiting is known.
+constexpr std::array<NamedPhase, 6> kOwnPhases = {
+    {{"waiting for data", [](const PhaseTimes& times) { return times.data; }},
+     {"forward", [](const PhaseTimes& times) { return times.forward; }},
+     {"backward", [](const PhaseTimes& times) { return times.backward; }},
+     {"the optimizer", [](const PhaseTimes& times) { return times.optimizer; }},
+     {"nothing that is recorded", [](const PhaseTimes& times) { return times.idle; }},
+     {"exposed communication", [](const PhaseTimes& times) { return times.communication - times.waiting; }}}};
 
 /// The rank that takes longest without what it waits for others; in a synchronous job the steps of all take equally long.
 /// Where waiting is not known, communication counts as that.
@@ -226,10 +230,11 @@ void find_slowest(TraceAnalysis& analysis) {
   analysis.slowest = slowest->rank;
   const NamedPhase* most = nullptr;
   double excess = 0, usual_part = 0;
-  for (const NamedPhase& phase : kOwnPhases) {
-    const double of_others = others([&](const RankProfile& rank) { return rank.mean.*phase.part; });
-    if (slowest->mean.*phase.part - of_others <= excess) continue;
-    excess = slowest->mean.*phase.part - of_others;
+  for (const NamedPhase& phase :
+       kOwnPhases | std::views::take(kOwnPhases.size() - (analysis.waiting_is_known ? 0 : 1))) {
+    const double of_others = others([&](const RankProfile& rank) { return phase.part(rank.mean); });
+    if (phase.part(slowest->mean) - of_others <= excess) continue;
+    excess = phase.part(slowest->mean) - of_others;
     usual_part = of_others;
     most = &phase;
   }
@@ -237,7 +242,7 @@ void find_slowest(TraceAnalysis& analysis) {
                  (analysis.waiting_is_known ? "waiting" : "communication") + ", the others " + in_ms(usual);
   if (most != nullptr) {
     analysis.why += where_lead_lies(excess, own(*slowest) - usual) + most->name + " (" +
-                    in_ms(slowest->mean.*most->part) + " and " + in_ms(usual_part) + ")";
+                    in_ms(most->part(slowest->mean)) + " and " + in_ms(usual_part) + ")";
   }
 }
 

@@ -123,6 +123,22 @@ TEST(TraceAnalysis, NamesTheRankForWhichOthersWait) {
   EXPECT_THAT(describe(analysis), HasSubstr("Slowest is rank 1"));
 }
 
+/// As on a host whose processor is busy: it gets what all have brought later than the others.
+TEST(TraceAnalysis, ARankThatMovesBytesLongerIsSlowInThat) {
+  const TemporaryFolder folder;
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    SyntheticTrace trace({.rank = rank, .world_size = 3});
+    trace.add_step(1, 0, 100 * kMs);
+    trace.add("user_annotation", "forward", 0, 20 * kMs);
+    trace.add_collective("all_reduce", 1, 20 * kMs, (rank == 2 ? 90 : 30) * kMs);
+    trace.add_collective("all_reduce", 2, (rank == 2 ? 90 : 30) * kMs, 100 * kMs);
+    trace.write(folder);
+  }
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  EXPECT_EQ(analysis.slowest, 2);
+  EXPECT_THAT(analysis.why, HasSubstr("; most of it in exposed communication (80.0 ms and 20.0 ms)"));
+}
+
 /// As a signal may find them.
 TEST(TraceAnalysis, StepsThatNotAllRanksHaveRecordedDoNotCount) {
   const TemporaryFolder folder;
