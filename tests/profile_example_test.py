@@ -115,6 +115,23 @@ def test_holistic_trace_analysis_reads_the_merged_trace(programs, profiled, tmp_
         assert set(events[events["name"] == trace.symbol_table.sym_index[name]]["pid"]) == set(range(RANKS)), name
 
 
+def test_tensorboards_plugin_reads_the_merged_trace(programs, profiled, tmp_path):
+    """It takes it for one worker's; a worker's file has torch's name."""
+    pytest.importorskip("torch_tb_profiler", reason="reads our traces")
+    from torch_tb_profiler.io.cache import Cache
+    from torch_tb_profiler.profiler.loader import RunLoader
+
+    merged = tmp_path / "all.json"
+    assert programs.run("lockstep", "inspect", "trace", "--merge", merged, profiled[0]).status == OK
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    merged.rename(folder / "all.1.pt.trace.json")
+    run = RunLoader("run", str(folder), Cache()).load()
+    (profile,) = run.profiles.values()
+    products = [row for row in profile.operation_table_by_name["data"] if row["name"] == "aten::addmm"]
+    assert products and products[0]["calls"] == RANKS * 2 * 3 * 2  # of two cycles of three steps, two in each
+
+
 def test_the_clock_of_another_host_is_found_out(programs, profiled, tmp_path):
     """As if rank 1 had been on a host whose clock is 3 ms ahead."""
     folder, _ = profiled
