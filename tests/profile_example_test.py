@@ -149,6 +149,35 @@ def test_the_clock_of_another_host_is_found_out(programs, profiled, tmp_path):
     assert abs(abs(ahead) - 3000) <= error + 0.02, done.text  # both are printed with six digits
 
 
+def test_a_trace_of_pythons_profiler_is_read(programs, tmp_path):
+    """Two cycles of one process, with torch's own scopes, and blocks whose sizes are known."""
+    torch = pytest.importorskip("torch")
+    profiler = torch.profiler
+    weight = torch.zeros(256, 256, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], foreach=False)
+    batches = torch.utils.data.DataLoader(torch.ones(2 * 64, 256), batch_size=64)
+    with profiler.profile(
+        activities=[profiler.ProfilerActivity.CPU], profile_memory=True,
+        schedule=profiler.schedule(wait=0, warmup=0, active=1, repeat=2),
+        on_trace_ready=profiler.tensorboard_trace_handler(str(tmp_path)),
+    ) as recorded:  # fmt: skip
+        for batch in batches:
+            optimizer.zero_grad()
+            with profiler.record_function("forward"):
+                loss = torch.mm(batch, weight).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            recorded.step()
+    report = json.loads(programs.run("lockstep", "inspect", "trace", "--json", tmp_path).stdout)
+    assert [rank["steps"] for rank in report["ranks"]] == [2]
+    assert all(report["phases"][phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
+    assert "aten::mm" in {one["name"] for one in report["operators"]}
+    (peak,) = report["ranks"][0]["memory"]
+    weights = 256 * 256 * 4
+    assert peak["gradients"] == weights
+    assert 2 * weights <= peak["optimizer_state"] < 2 * weights + 64  # Adam's two, and its count of steps
+
+
 def test_two_runs_are_compared(programs, profiled, tmp_path):
     folder, _ = profiled
     done = programs.lockstep_run(RANKS, "profile", "--dir", tmp_path / "second")

@@ -29,7 +29,6 @@ using nlohmann::json;
 struct MergedFile {
   std::string path;
   TraceOrigin origin;
-  int64_t pid = -1;            // of the process, as its events have it
   size_t first_operation = 0;  // index of its first one in all
 };
 
@@ -47,12 +46,10 @@ MergePlan read_all(const std::string& directory, int64_t& events) {
   json event;
   for (const std::string& path : internal::trace_files(directory)) {
     TraceReader reader(path);
-    MergedFile file{path, internal::origin_of(reader), -1, plan.operations.size()};
-    file.pid = file.origin.pid;
+    MergedFile file{path, internal::origin_of(reader), plan.operations.size()};
     while (reader.next(event)) {
       ++events;
-      if (file.pid < 0 && internal::text_of(event, "name") == "process_name")
-        file.pid = integer_of(event, "pid", -1);
+      internal::learn_process(file.origin, event);
       if (auto operation = internal::operation_of(event, file.origin)) {
         internal::learn_rank(file.origin, operation->rank);
         plan.operations.push_back(std::move(*operation));
@@ -91,7 +88,7 @@ class EventMover {
     if (auto operation = internal::operation_of(event, file_.origin)) add_waiting(event);
     const std::string name = internal::text_of(event, "name");
     const bool is_about = internal::text_of(event, "ph") == "M";
-    const bool is_process = event.contains("pid") && event["pid"] == file_.pid;
+    const bool is_process = event.contains("pid") && event["pid"] == file_.origin.pid;
     if (is_about && is_process && (name == "process_name" || name == "process_sort_index")) return false;
     if (event.contains("pid")) event["pid"] = pid_of(event["pid"]);
     if (is_about && name == "process_name") {
@@ -111,7 +108,7 @@ class EventMover {
   /// The process of a rank has the rank as its number; a device of it one far above, for Perfetto wants numbers.
   json pid_of(const json& pid) const {
     constexpr int64_t kDevices = 1'000'000;
-    if (pid == file_.pid) return file_.origin.rank;
+    if (pid == file_.origin.pid) return file_.origin.rank;
     if (pid.is_number_integer()) {
       return kDevices * (file_.origin.rank + 1) + std::clamp<int64_t>(pid.get<int64_t>(), 0, kDevices - 1);
     }

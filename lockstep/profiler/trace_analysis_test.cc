@@ -370,6 +370,19 @@ TEST(TraceAnalysis, TracesWithoutARankGetThatOfTheirOperationsOrProcess) {
   EXPECT_EQ(analysis.ranks[0].steps, 2) << "of both traces";
 }
 
+/// Which tell of no process in their header, and of no rank without a process group.
+TEST(TraceAnalysis, CyclesOfPythonsProfilerAreOfOneRank) {
+  const TemporaryFolder folder;
+  for (const int cycle : {1, 2}) {
+    SyntheticTrace trace({.tells_rank = false, .tells_process = false});
+    trace.add_operator("aten::mm", 0, kMs);
+    trace.write(folder, "", cycle);
+  }
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  ASSERT_EQ(analysis.ranks.size(), 1);
+  EXPECT_EQ(analysis.ranks[0].steps, 2) << "of both traces";
+}
+
 /// As older Kineto's are.
 TEST(TraceAnalysis, TimesMayCountFrom1970) {
   const TemporaryFolder folder;

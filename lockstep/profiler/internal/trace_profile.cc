@@ -70,6 +70,7 @@ class Gatherer {
   explicit Gatherer(FileProfile& file) : file_(file) {}
 
   void take(const json& event) {
+    learn_process(file_.origin, event);
     const std::string phase = text_of(event, "ph");
     if (phase == "i" && text_of(event, "name") == "[memory]") take_memory(event);
     if (phase != "X") return;

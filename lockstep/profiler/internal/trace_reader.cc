@@ -199,12 +199,16 @@ TraceOrigin origin_of(const TraceReader& reader) {
   return origin;
 }
 
+void learn_process(TraceOrigin& origin, const json& event) {
+  if (origin.pid < 0 && text_of(event, "name") == "process_name") origin.pid = integer_of(event, "pid", -1);
+}
+
 void learn_rank(TraceOrigin& origin, int64_t rank) {
   if (origin.rank < 0 && rank < kMostRank) origin.rank = rank;
 }
 
 std::vector<std::string> complete_ranks(const std::vector<TraceOrigin*>& origins) {
-  using Process = std::pair<std::string, int64_t>;  // Python's traces tell of none
+  using Process = std::pair<std::string, int64_t>;
   std::map<Process, int64_t> ranks;
   std::map<int64_t, std::set<Process>> processes;
   for (size_t i = 0; i < origins.size(); ++i) {

@@ -51,6 +51,8 @@ struct TraceOrigin {
   int64_t base_ns = 0;  // what times in the file count from, since 1970
 };
 TraceOrigin origin_of(const TraceReader& reader);
+/// Takes the process that an event names, if the header has told none, as Python's do not.
+void learn_process(TraceOrigin& origin, const nlohmann::json& event);
 /// Takes the rank that an operation of the trace names, if it is one and the header has told none.
 void learn_rank(TraceOrigin& origin, int64_t rank);
 /// Gives traces without a rank one: that of their process in a trace before, or their place. Returns notes about ranks of
