@@ -1,6 +1,10 @@
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <vector>
+
+#include <ATen/record_function.h>
 
 #include <lockstep/base/training/training_phases.h>
 
@@ -19,6 +23,21 @@ class ToldPhases {
 
   PhaseBoard& board() const { return *audience_->board; }
   TrainingPhase phase() const { return static_cast<TrainingPhase>(board().phase.load()); }
+  /// In which `run` begins operators, in this thread.
+  std::vector<TrainingPhase> of_operators(const std::function<void()>& run) const {
+    static thread_local std::function<void()> on_operator;
+    std::vector<TrainingPhase> phases;
+    on_operator = [&] { phases.push_back(phase()); };
+    const auto begin = [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
+      on_operator();
+      return nullptr;
+    };
+    const auto handle =
+        at::addThreadLocalCallback(at::RecordFunctionCallback(begin).scopes({at::RecordScope::FUNCTION}));
+    run();
+    at::removeCallback(handle);
+    return phases;
+  }
 
  private:
   const std::shared_ptr<PhaseAudience> audience_ = std::make_shared<PhaseAudience>();

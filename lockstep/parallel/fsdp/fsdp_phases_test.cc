@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -88,16 +87,6 @@ struct HalfUsed : nn::Module {
   nn::Linear unused = register_module("unused", nn::Linear(4, 3));
 };
 
-/// Called when this thread begins an operator.
-std::function<void()>& on_operator() {
-  static thread_local std::function<void()> function;
-  return function;
-}
-std::unique_ptr<at::ObserverContext> tell_of_operator(const at::RecordFunction&) {
-  on_operator()();
-  return nullptr;
-}
-
 TEST(FullyShardedDataParallel, TheRestOfTheReductionBelongsToBackward) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
@@ -106,12 +95,7 @@ TEST(FullyShardedDataParallel, TheRestOfTheReductionBelongsToBackward) {
     for (const bool both : {false, true}) {
       auto loss = model(torch::ones({2, 4})).sum();
       if (both) loss = loss + other(torch::ones({2, 4})).sum();
-      std::vector<TrainingPhase> phases;
-      on_operator() = [&] { phases.push_back(told.phase()); };
-      const auto handle = at::addThreadLocalCallback(
-          at::RecordFunctionCallback(tell_of_operator).scopes({at::RecordScope::FUNCTION}));
-      loss.backward();
-      at::removeCallback(handle);
+      const auto phases = told.of_operators([&] { loss.backward(); });
       EXPECT_THAT(phases,
                   AllOf(Contains(TrainingPhase::kBackward), Not(Contains(TrainingPhase::kOptimizer))));
       EXPECT_EQ(told.phase(), TrainingPhase::kOptimizer);

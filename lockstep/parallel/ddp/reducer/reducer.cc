@@ -170,10 +170,15 @@ void Reducer::begin_backward() {
       if (auto current = exchange_memory_source(before); current != self->buckets_.slots())
         exchange_memory_source(current);
     }
-    enter_phase(TrainingPhase::kOptimizer, /*from_any_thread=*/!self->settings_.on_cpu);
-    std::lock_guard lock(self->mutex_);
-    if (self->on_backward_end_) self->on_backward_end_();
-    if (self->synchronise_ && self->round_.phase() == RoundPhase::kCounting) self->queue_everything();
+    {
+      std::lock_guard lock(self->mutex_);
+      if (self->on_backward_end_) self->on_backward_end_();
+      if (self->synchronise_ && self->round_.phase() == RoundPhase::kCounting) self->queue_everything();
+    }
+    // Behind the callbacks that backward has queued since, of this reducer and of others, which finish rounds.
+    torch::autograd::Engine::get_default_engine().queue_callback([from_any_thread = !self->settings_.on_cpu] {
+      enter_phase(TrainingPhase::kOptimizer, from_any_thread);
+    });
   });
 }
 
