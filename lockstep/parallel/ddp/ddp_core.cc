@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
@@ -56,6 +57,10 @@ void check_options(const DistributedDataParallelOptions& options) {
                         " is no floating-point type");
     }
   }
+}
+
+bool is_in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
 }
 
 std::string names_of(const std::vector<NamedTensor>& tensors) {
@@ -209,7 +214,7 @@ void DdpCore::enter() {
   if (at::GradMode::is_enabled()) {
     if (std::exchange(marked_round_, reducer_->rounds()) != reducer_->rounds()) {
       mark_step(StepMark::kForward, this);
-    } else {
+    } else if (!is_in_backward()) {
       enter_phase(TrainingPhase::kForward);  // of gradients that are accumulated
     }
   }
@@ -264,8 +269,10 @@ void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
   if (delayed_) delayed_->after_forward();
 }
 
-/// A forward behind a finished step, such as a validation's, is not a part of that step.
+/// A forward behind a finished step, such as a validation's, is not a part of that step. Nor does one that backward computes again
+/// have an end of its own: an exception ends it where all that backward needs is computed (activation checkpoints).
 void DdpCore::abandon() {
+  if (is_in_backward()) return;
   if (mixed_precision_ && at::GradMode::is_enabled()) {
     mixed_precision_->restore();
   } else if (mixed_precision_) {

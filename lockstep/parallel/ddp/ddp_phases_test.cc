@@ -1,11 +1,17 @@
-// What DistributedDataParallel tells of its phases.
+// What DistributedDataParallel tells of its phases, and forwards that backward computes again.
+#include <cstdint>
+#include <functional>
 #include <gmock/gmock.h>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/told_phases.h>
@@ -17,6 +23,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::Not;
 using testing::run_ranks;
 
@@ -39,6 +46,46 @@ TEST(DistributedDataParallel, TheRoundsEndBelongsToBackward) {
         EXPECT_EQ(told.phase(), TrainingPhase::kOptimizer);
       }
     }
+  });
+}
+
+/// Notes in which phase its forward runs.
+struct Noting : nn::Module {
+  explicit Noting(std::function<TrainingPhase()> phase) : phase(std::move(phase)) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    phases.push_back(phase());
+    return layer(x).tanh();
+  }
+  std::function<TrainingPhase()> phase;
+  std::vector<TrainingPhase> phases;
+  nn::Linear layer = register_module("layer", nn::Linear(4, 3));
+};
+
+TEST(DistributedDataParallel, AForwardThatIsComputedAgainBelongsToBackward) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    const testing::ToldPhases told;
+    const auto noting = std::make_shared<Noting>([&] { return told.phase(); });
+    DistributedDataParallel model(noting);
+    DistributedDataParallel head(nn::Linear(3, 1));
+    const auto body = [&](const torch::Tensor& x) { return model(x); };
+    for (uint64_t step = 1; step <= 2; ++step) {
+      head(activation_checkpoint({}, body, torch::ones({2, 4}))).sum().backward();
+      EXPECT_THAT(std::exchange(noting->phases, {}),
+                  ElementsAre(TrainingPhase::kForward, TrainingPhase::kBackward));
+      EXPECT_EQ(told.board().newest_step().number, step);
+    }
+  });
+}
+
+TEST(DistributedDataParallel, AForwardThatIsComputedAgainUndoesNoStep) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    nn::BatchNorm1d norm(4);
+    DistributedDataParallel model(norm, {.restore_buffers_on_failure = true});
+    const auto body = [&](const torch::Tensor& x) { return model(x); };
+    activation_checkpoint({}, body, torch::randn({8, 4})).square().sum().backward();
+    EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 2) << "as without DistributedDataParallel";
   });
 }
 
