@@ -238,17 +238,32 @@ class Trainer final : public TrainerCore {
   /// All steps of the epoch; false if it was left in its middle.
   bool train_steps() {
     StepPlan plan;
-    {
+    // As they were before the step that is left: what is given back is made again, and then draws the same numbers. The first
+    // step draws the epoch's order, too, so that the loader goes back to before the epoch.
+    StepSnapshot random(random_devices());
+    const StateDict before_epoch = position_ == 0 ? loader_state(0) : StateDict();
+    const auto give_back = [&] {
+      loader_ended_ = loader_ended_ && unseen_batches_ == 0;
+      const int64_t unseen = std::exchange(unseen_batches_, 0);
+      load_loader(position_ == 0 ? before_epoch : loader_state(unseen));
+      if constexpr (kResumes) random.restore();
+    };
+    try {
       std::optional<Batches> batches;
       do {
+        random.take({});
         plan = out_of_steps() ? look_behind_last_step(batches) : train_step(batches);
       } while (plan.samples > 0 && !plan.stop && epoch_phase_ == EpochPhase::kSteps);
+    } catch (...) {
+      try {
+        if (unseen_batches_ > 0 && consistent()) give_back();
+      } catch (...) {  // a device is broken, say; what has failed first tells more
+      }
+      throw;
     }
     held_.clear();
     if (plan.samples == 0) return true;
-    // It goes on here when train() is called again.
-    loader_ended_ = loader_ended_ && unseen_batches_ == 0;
-    load_loader(loader_state(std::exchange(unseen_batches_, 0)));
+    give_back();  // it goes on here when train() is called again
     return false;
   }
 

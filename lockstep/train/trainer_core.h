@@ -176,6 +176,7 @@ class TrainerCore {
   EpochPhase epoch_phase_ = EpochPhase::kSteps;
   bool loader_ended_ = false;   // this rank's batches of the epoch are all fetched
   int64_t unseen_batches_ = 0;  // fetched for a step that is not done
+  int64_t position_ = 0;        // samples of this epoch that all ranks together have seen
   bool stopped_ = false;
   Metrics metrics_;
   Metrics epoch_metrics_;                // new at the last epoch's end
@@ -211,7 +212,6 @@ class TrainerCore {
 
   int64_t epoch_ = 0;
   int64_t step_ = 0;
-  int64_t position_ = 0;  // samples of this epoch that all ranks together have seen
   double step_loss_ = 0;
   MetricAverages step_averages_, epoch_averages_;
   MetricAverages shared_averages_;   // epoch_averages_ of all ranks, as saved or loaded with the shared part

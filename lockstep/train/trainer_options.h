@@ -73,8 +73,8 @@ struct TrainerOptions {
   int64_t max_epochs = 1;
   /// Optimizer steps, whichever comes first. An epoch that they end before its last step has no validation. To
   /// know whether the last of them is the epoch's last one, train() asks loaders with a state_dict() for one more batch,
-  /// which it gives back. Of others the epoch ends only where the last step has met the loader's end; nor does it end
-  /// where making that batch fails.
+  /// which it gives back, with the random numbers that the default generators gave for it. Of others the epoch ends only
+  /// where the last step has met the loader's end; nor does it end where making that batch fails.
   std::optional<int64_t> max_steps = {};
   /// Batches of each rank that make one optimizer step; the epoch's last step may have fewer.
   int64_t accumulate_grad_batches = 1;
