@@ -1,6 +1,7 @@
 """`lockstep run` as process 1 of a container: what other processes leave behind is its child, and it alone can reap it."""
 
 import contextlib
+import os
 import pathlib
 import signal
 import time
@@ -62,4 +63,36 @@ def test_the_command_of_all_hosts_reaps_orphans_and_waits_for_its_shells(program
     [process_1] = children_of(job.pid)
     wait_until_reaped(process_1)
     (programs.folder / "go").touch()
+    assert job.finish().status == 0
+
+
+def wait_for_process(name):
+    deadline = time.monotonic() + HANG
+    while True:
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            if name_of(folder.name) == name:
+                return int(folder.name)
+        assert time.monotonic() < deadline, f"no process is called {name}"
+        time.sleep(0.02)
+
+
+def test_a_launcher_whose_output_is_not_read_reaps_what_its_workers_have_left(programs):
+    for name in ("never", "go", "output"):
+        os.mkfifo(programs.folder / name)
+    left = programs.folder / f"left{os.getpid()}"
+    left.write_text("#!/bin/sh\nread -r line < never\n")
+    left.chmod(0o700)
+    output = os.open(programs.folder / "output", os.O_RDONLY | os.O_NONBLOCK)
+    worker = f"./{left.name} > /dev/null 2>&1 & read -r line < go; head -c 200000 /dev/zero"
+    words = [programs.find("lockstep"), "run", "-n", "1", "sh", "-c", worker]
+    job = programs.start(*as_process_1(), "sh", "-c", 'exec "$@" > output', "sh", *words)
+    process_left = wait_for_process(left.name)
+    (programs.folder / "go").write_text("\n")
+    # The worker ends, what it has left is killed, and the launcher waits for its reader.
+    deadline = time.monotonic() + HANG
+    while pathlib.Path(f"/proc/{process_left}").exists():
+        assert time.monotonic() < deadline, "an orphan was not reaped"
+        time.sleep(0.02)
+    assert job.process.poll() is None, "it has not waited for its reader"
+    os.close(output)
     assert job.finish().status == 0

@@ -12,6 +12,7 @@
 
 #include <lockstep/base/files/nonblocking.h>
 #include <lockstep/base/log.h>
+#include <lockstep/launch/agent/orphans.h>
 #include <lockstep/launch/agent/output_router.h>
 
 namespace lockstep::launch {
@@ -232,6 +233,7 @@ void OutputRouter::append(std::string_view text) {
 std::optional<int> OutputRouter::drain(const SignalCatcher& signals, bool interrupted, int urgent) {
   Deadline until = interrupted ? Deadline::after(Supervisor::kDrainTime) : Deadline::never();
   std::optional<int> first;
+  OrphanWatch orphans;
   while (true) {
     std::vector<pollfd> waits{{signals.fd(), POLLIN, 0}, {until.is_never() ? urgent : -1, POLLIN, 0}};
     bool queued = false;
@@ -240,7 +242,9 @@ std::optional<int> OutputRouter::drain(const SignalCatcher& signals, bool interr
       waits.push_back({sink->queue.empty() ? -1 : sink->fd, POLLOUT, 0});
     }
     if (!queued || until.expired()) return first;
-    if (::poll(waits.data(), waits.size(), until.poll_milliseconds()) < 0) continue;
+    const Deadline wake_at = earlier(until, orphans.wake_at());
+    if (::poll(waits.data(), waits.size(), wake_at.poll_milliseconds()) < 0) continue;
+    orphans.look({});
     while (const auto signal = signals.take()) {
       if (*signal == SIGUSR2) continue;  // it asks workers for profiles
       const bool again = interrupted || first;

@@ -59,9 +59,9 @@ class OutputRouter : public Streams {
   void close();
   /// After close(): queues text of the launcher's own, as it stands, for its standard error, which need not be a target.
   void append(std::string_view text);
-  /// After close(): writes what is queued, and waits for a slow reader. From a signal on, or where `interrupted`, or from when
-  /// `urgent` is readable, it waits no longer than Supervisor::kDrainTime, and after a second signal not at all; the rest is lost. The first
-  /// signal, if one came.
+  /// After close(), of workers that are reaped: writes what is queued, and waits for a slow reader. From a signal on, or where
+  /// `interrupted`, or from when `urgent` is readable, it waits no longer than Supervisor::kDrainTime, and after a second signal
+  /// not at all; the rest is lost. The first signal, if one came. Reaps orphans meanwhile.
   std::optional<int> drain(const SignalCatcher& signals, bool interrupted, int urgent = -1);
 
   void add_to(std::vector<pollfd>& waits) override;
