@@ -142,6 +142,12 @@ std::vector<std::pair<int, pid_t>> Supervisor::running() const {
   return all;
 }
 
+std::vector<pid_t> Supervisor::pids() const {
+  std::vector<pid_t> all;
+  for (const Worker& worker : workers_) all.push_back(worker.process.pid());
+  return all;
+}
+
 void Supervisor::enter(JobPhase next) {
   phase_ = std::max(phase_, next);
 }

@@ -125,6 +125,8 @@ class Supervisor {
   GuardianLease lease() const { return guardian_.lease(); }
   /// The local ranks that run and were not asked to end, and their pids.
   std::vector<std::pair<int, pid_t>> running() const;
+  /// Of all workers, also of those that have ended.
+  std::vector<pid_t> pids() const;
   /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);
 

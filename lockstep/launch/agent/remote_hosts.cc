@@ -185,7 +185,6 @@ class RemoteAgents {
                                             .environment = environment,
                                             .standard = {theirs.get(), streams[0].get(), streams[1].get()}},
                                            guardian_)});
-      pids_.push_back(shells_.back().process.pid());
       inputs_.add(std::move(ours));
     }
   }
@@ -213,7 +212,9 @@ class RemoteAgents {
     }
     output_.serve(waits.data() + own, waits.data() + waits.size());
     for (size_t i = 0; i < shells_.size(); ++i) collect(i);
-    orphans_.look(pids_);
+    std::vector<pid_t> shells;
+    for (const Shell& shell : shells_) shells.push_back(shell.process.pid());
+    orphans_.look(shells);
     while (const auto signal = signals_.take()) pass_on(*signal);
   }
 
@@ -292,7 +293,6 @@ class RemoteAgents {
   Guardian guardian_;
   OutputRouter output_;
   std::vector<Shell> shells_;
-  std::vector<pid_t> pids_;  // of all shells
   OrphanWatch orphans_;
   AgentInputs inputs_;
   std::optional<size_t> first_failed_;

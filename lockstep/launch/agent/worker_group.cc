@@ -188,14 +188,8 @@ std::vector<WorkerWatch::Worker> look_at(const Supervisor& supervisor, int first
 /// The workers' output, what is said of them while they run, and who else decides on them.
 class ControlledStreams : public Streams {
  public:
-  /// `pids`: of all workers, also of those that have ended.
-  ControlledStreams(OutputRouter& output, Supervisor& supervisor, std::vector<pid_t> pids, int first_rank,
-                    WorkerControl* control)
-      : output_(output),
-        supervisor_(supervisor),
-        pids_(std::move(pids)),
-        first_rank_(first_rank),
-        control_(control) {}
+  ControlledStreams(OutputRouter& output, Supervisor& supervisor, int first_rank, WorkerControl* control)
+      : output_(output), supervisor_(supervisor), first_rank_(first_rank), control_(control) {}
 
   void add_to(std::vector<pollfd>& waits) override {
     if (control_ != nullptr) waits.push_back({control_->fd(), POLLIN, 0});
@@ -206,7 +200,7 @@ class ControlledStreams : public Streams {
       ++begin;
       control_->serve(supervisor_);
     }
-    orphans_.look(pids_);
+    orphans_.look(supervisor_.pids());
     if (look_at_.expired()) {
       look_at_ = Deadline::after(WorkerWatch::kInterval);
       for (const std::string& line :
@@ -224,7 +218,6 @@ class ControlledStreams : public Streams {
  private:
   OutputRouter& output_;
   Supervisor& supervisor_;
-  const std::vector<pid_t> pids_;
   int first_rank_;
   WorkerControl* control_;
   OrphanWatch orphans_;
@@ -300,7 +293,6 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                  " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine");
     }
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
-    std::vector<pid_t> pids;
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
       auto ends = output.open_next(routes_of(options, *files, copies, rank));
       WorkerEnvironment mine = common;
@@ -319,9 +311,8 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                         .environment = mine.strings(),
                         .standard = {input, ends[0].get(), ends[1].get()},
                         .inherited = {}});
-      pids.push_back(supervisor.running().back().second);
     }
-    ControlledStreams streams(output, supervisor, std::move(pids), variables.first_rank, control);
+    ControlledStreams streams(output, supervisor, variables.first_rank, control);
     endings = supervisor.run(streams);
     interrupted_by = supervisor.interrupted_by();
     for (int rank = 0; rank < options.nprocs; ++rank)
