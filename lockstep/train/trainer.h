@@ -241,22 +241,24 @@ class Trainer final : public TrainerCore {
     // As they were before the step that is left: what is given back is made again, and then draws the same numbers. The first
     // step draws the epoch's order, too, so that the loader goes back to before the epoch.
     StepSnapshot random(random_devices());
+    int64_t steps_before = 0;
     const StateDict before_epoch = position_ == 0 ? loader_state(0) : StateDict();
     const auto give_back = [&] {
       loader_ended_ = loader_ended_ && unseen_batches_ == 0;
       const int64_t unseen = std::exchange(unseen_batches_, 0);
       load_loader(position_ == 0 ? before_epoch : loader_state(unseen));
-      if constexpr (kResumes) random.restore();
+      if (kResumes && step() == steps_before) random.restore();
     };
     try {
       std::optional<Batches> batches;
       do {
         random.take({});
+        steps_before = step();
         plan = out_of_steps() ? look_behind_last_step(batches) : train_step(batches);
       } while (plan.samples > 0 && !plan.stop && epoch_phase_ == EpochPhase::kSteps);
     } catch (...) {
       try {
-        if (unseen_batches_ > 0 && consistent()) give_back();
+        if (consistent()) give_back();
       } catch (...) {  // a device is broken, say; what has failed first tells more
       }
       throw;
