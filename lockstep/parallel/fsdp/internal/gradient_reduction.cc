@@ -202,8 +202,11 @@ void GradientReduction::tell_phase() {
   if (std::exchange(told_task_, task) == task) return;
   const bool from_any_thread = !weights_.device().is_cpu();
   enter_phase(TrainingPhase::kBackward, from_any_thread);
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [from_any_thread] { enter_phase(TrainingPhase::kOptimizer, from_any_thread); });
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  // Behind the callbacks that backward queues until its end, in which other models' reductions end, too.
+  engine.queue_callback([&engine, from_any_thread] {
+    engine.queue_callback([from_any_thread] { enter_phase(TrainingPhase::kOptimizer, from_any_thread); });
+  });
 }
 
 void GradientReduction::begin() {
@@ -340,8 +343,6 @@ void GradientReduction::reduce_the_rest() {
 }
 
 void GradientReduction::end() {
-  // Another model may have left it.
-  enter_phase(TrainingPhase::kBackward, /*from_any_thread=*/!weights_.device().is_cpu());
   weights_.groups().spread_failures([this] { reduce_the_rest(); });
   give_to_shards();
   backward_ = std::thread::id();
