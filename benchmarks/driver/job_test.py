@@ -63,7 +63,7 @@ def test_a_rank_that_dies_is_reported_with_its_flush_at_exit():
     job.kill()
 
 
-def test_a_rank_that_cannot_start_leaves_nobody_behind():
+def test_a_rank_that_cannot_start_leaves_no_process_behind():
     bad = 'import os, sys, time; sys.exit("no such thing") if os.environ["RANK"] == "1" else time.sleep(1000)'
     with pytest.raises(BenchmarkError, match="no such thing"):
         start(2, bad)

@@ -63,7 +63,7 @@ TEST_F(PythonCheckpoint, DamageNeverGoesUnnoticed) {
     damaged[place] = static_cast<char>(damaged[place] ^ (1 << random() % 8));
     noticed += reads_the_same(damaged, expected) ? 0 : 1;
   }
-  EXPECT_GT(noticed, 300) << "the rest is padding, and what nobody reads";
+  EXPECT_GT(noticed, 300) << "the rest is padding, and what is not read";
   for (size_t length = 0; length < bytes.size(); ++length) {
     EXPECT_FALSE(reads_the_same(bytes.substr(0, length), expected)) << length;
   }

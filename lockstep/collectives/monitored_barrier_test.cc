@@ -34,7 +34,7 @@ TEST(MonitoredBarrier, ReturnsWhenAllHaveCome) {
   });
 }
 
-TEST(MonitoredBarrier, NobodyLeavesBeforeTheLastHasCome) {
+TEST(MonitoredBarrier, NoRankLeavesBeforeTheLastHasCome) {
   constexpr int kRanks = 4;
   std::atomic<int> came{0};
   testing::run_rank_threads(kRanks, [&](const std::shared_ptr<transport::GroupChannel>& channel) {

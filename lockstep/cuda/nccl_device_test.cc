@@ -57,7 +57,7 @@ TEST(Nccl, WithoutACardIsRefusedOnEveryRank) {
   }
 }
 
-TEST(Nccl, FurtherGroupsOfItAreRefusedAndHarmNobody) {
+TEST(Nccl, FurtherGroupsOfItAreRefusedAndHarmNoOther) {
   if (cuda_device_count() > 0) GTEST_SKIP() << "there is a GPU";
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
@@ -290,7 +290,7 @@ TEST(NcclOnCuda, TwoRanksReduceAndSend) {
   });
 }
 
-TEST(NcclOnCuda, ADeadPeerKeepsNobodyFromEnding) {
+TEST(NcclOnCuda, ADeadPeerKeepsNoRankFromEnding) {
   LOCKSTEP_NEEDS_CARDS(2);
   const auto outcomes = run_ranks_collect(2,
                                           [](int rank) {

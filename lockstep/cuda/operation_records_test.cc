@@ -108,7 +108,7 @@ TEST(OperationRecords, FollowWhatTheWatchdogTells) {
   });
 }
 
-TEST(OperationRecords, AskWhereNobodyTells) {
+TEST(OperationRecords, AskWhereNothingIsTold) {
   alone([] {
     Fixture blocking(/*watched=*/false);
     const auto first = blocking.submit();
@@ -116,7 +116,7 @@ TEST(OperationRecords, AskWhereNobodyTells) {
     first->end_silently();
     second->end_silently(std::make_exception_ptr(std::runtime_error("the link is down")));
     EXPECT_THAT(blocking.states(), ElementsAre(flight::State::kStarted, flight::State::kStarted))
-        << "nobody has asked yet";
+        << "not asked yet";
     const auto third = blocking.submit("broadcast", /*tells=*/false);
     const auto entries = blocking.entries();
     EXPECT_EQ(entries[0].state, flight::State::kCompleted);

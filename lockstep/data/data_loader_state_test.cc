@@ -226,7 +226,7 @@ TEST(DataLoaderState, BatchesThatWereNotUsedComeAgain) {
               HasSubstr("3 batches are to come again, but 2 have been given"));
 }
 
-TEST(DataLoaderState, AnotherNumberOfRanksGoesOnWithWhatNobodyHasSeen) {
+TEST(DataLoaderState, AnotherNumberOfRanksGoesOnWithWhatNoRankHasSeen) {
   for (const int64_t after : {2, 3, 4}) {
     std::vector<int64_t> seen;
     for (int64_t rank = 0; rank < 3; ++rank) {  // three ranks see two batches of 4 each

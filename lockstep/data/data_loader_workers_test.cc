@@ -338,7 +338,7 @@ TEST(DataLoaderWorkers, ATimeoutNamesTheBatchAndTheEpochCanGoOn) {
   EXPECT_THAT(*iterator, ElementsAre(8, 9));
 }
 
-TEST(DataLoaderWorkers, AFailureStopsNobodyElsesBatches) {
+TEST(DataLoaderWorkers, AFailureStopsNoOtherBatches) {
   struct Failing {
     int64_t size() const { return 40; }
     int64_t get(int64_t i) const {

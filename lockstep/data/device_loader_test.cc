@@ -57,7 +57,7 @@ TEST(DeviceLoader, ANegativePrefetchIsRefused) {
   EXPECT_THROW(DeviceLoader(host, at::kCPU, {.prefetch = -1}), c10::ValueError);
 }
 
-TEST(DataLoaderState, AnEndThatNobodyHasSeenComesAgain) {
+TEST(DataLoaderState, AnEndThatWasNotSeenComesAgain) {
   DataLoader loader(Numbers{}, {.batch_size = 4});
   first_numbers(loader);
   DataLoader over(Numbers{}, {.batch_size = 4}), at_the_end(Numbers{}, {.batch_size = 4});

@@ -84,7 +84,7 @@ TEST(JudgeCuda, SaysWhatNcclThereIs) {
 
   auto no_card = kLoads;
   no_card.problem = "there is no driver";
-  EXPECT_EQ(judged(no_card, {})[0].severity, Severity::kOk) << "nobody misses it";
+  EXPECT_EQ(judged(no_card, {})[0].severity, Severity::kOk) << "none is needed without a card";
   EXPECT_EQ(judged(no_card, {}, 1)[0].severity, Severity::kWarning);
 
   const CudaPart broken{.asked = true, .error = "liblockstep_cuda.so: cannot open"};

@@ -34,7 +34,7 @@ using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-TEST(Tournament, HasEachPairOnceAndNobodyTwiceInARound) {
+TEST(Tournament, HasEachPairOnceAndNoRankTwiceInARound) {
   EXPECT_TRUE(tournament(1).empty());
   for (int size = 2; size <= 33; ++size) {
     std::set<Pair> seen;

@@ -154,7 +154,7 @@ TEST_F(MlflowFiles, ACallersLineIsInTheFileWhenItIsKilled) {
 }
 
 /// With no server at the port: what is a question of the program's own.
-MlflowWriterOptions nobody_there(const std::filesystem::path& folder) {
+MlflowWriterOptions without_server(const std::filesystem::path& folder) {
   return {.tracking_uri = "http://127.0.0.1:1/",
           .spool_directory = folder,
           .close_timeout = std::chrono::milliseconds(200),
@@ -165,7 +165,7 @@ TEST_F(MlflowFiles, AWriterWithoutServerKeepsAllAndNamesTheFile) {
   ::testing::internal::CaptureStderr();
   std::filesystem::path file;
   {
-    MlflowWriter writer(nobody_there(folder_));
+    MlflowWriter writer(without_server(folder_));
     writer.log_metrics({{"loss", 1}}, 1);
     EXPECT_FALSE(writer.wait_until_sent(std::chrono::seconds(30)));
     EXPECT_EQ(writer.run_id(), "");
@@ -185,12 +185,12 @@ TEST_F(MlflowFiles, AWriterWithoutServerKeepsAllAndNamesTheFile) {
 }
 
 TEST_F(MlflowFiles, AForkedChildLogsNothing) {
-  MlflowWriter writer(nobody_there(folder_));
+  MlflowWriter writer(without_server(folder_));
   writer.log_metrics({{"loss", 1}}, 1);
   const pid_t child = ::fork();
   if (child == 0) {
     {
-      MlflowWriter own(nobody_there(folder_ / "own"));
+      MlflowWriter own(without_server(folder_ / "own"));
       own.flush();
     }
     writer.log_metrics({{"loss", 2}}, 2);
@@ -210,7 +210,7 @@ TEST_F(MlflowFiles, AFolderThatCannotBeWrittenIsReplaced) {
   ::setenv("TMPDIR", folder_.c_str(), 1);
   ::testing::internal::CaptureStderr();
   {
-    MlflowWriter writer(nobody_there(folder_ / "taken/spool"));
+    MlflowWriter writer(without_server(folder_ / "taken/spool"));
     writer.log_metrics({{"loss", 1}}, 1);
     EXPECT_EQ(writer.spool_file().parent_path().parent_path(), folder_);
   }
@@ -219,7 +219,7 @@ TEST_F(MlflowFiles, AFolderThatCannotBeWrittenIsReplaced) {
   std::ofstream(folder_ / ("mlflow_spool_" + std::to_string(::getuid()))) << "a file, too";
   ::testing::internal::CaptureStderr();
   {
-    MlflowWriter writer(nobody_there(folder_ / "taken/spool"));
+    MlflowWriter writer(without_server(folder_ / "taken/spool"));
     writer.log_metrics({{"loss", 1}}, 1);
     EXPECT_EQ(writer.counts().lost, 1);
   }

@@ -313,7 +313,7 @@ class BrokenWriter : public MetricsWriter {
   void flush() override { throw 7; }
 };
 
-TEST_F(MetricsWriters, SeveralAreOneAndABrokenOneStopsNobody) {
+TEST_F(MetricsWriters, SeveralAreOneAndABrokenOneStopsNoOther) {
   std::ostringstream printed;
   auto json = std::make_shared<JsonLinesWriter>(folder_ / "log");
   CombinedWriter writer({std::make_shared<BrokenWriter>(), std::make_shared<PrintWriter>(printed), json});

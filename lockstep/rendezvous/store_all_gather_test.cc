@@ -68,7 +68,7 @@ TEST(StoreAllGather, ReturnsEverybodysBytesInRankOrder) {
   for (const auto& result : run(store, {2, 0, 3, 1}, 4, 60s)) EXPECT_EQ(result, "x0|x1|x2|x3|");
 }
 
-TEST(StoreAllGather, AloneNeedsNobody) {
+TEST(StoreAllGather, AloneNeedsNoOther) {
   c10d::HashStore store;
   EXPECT_THAT(store_all_gather(store, "key", 0, 1, "me", Deadline::after(0s)), ::testing::ElementsAre("me"));
 }

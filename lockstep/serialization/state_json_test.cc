@@ -102,7 +102,7 @@ TEST(StateJson, ManySmallDictsTakeTheirSpace) {
   }
 }
 
-TEST(StateJson, RefusesWhatNobodyWrote) {
+TEST(StateJson, RefusesWhatIsNeverWritten) {
   const auto refused = [](const std::string& json) {
     return message_of<CheckpointError>([&] {
       serialization::decode_state(

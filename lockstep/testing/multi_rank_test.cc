@@ -80,7 +80,7 @@ TEST(RunRanks, ExpectedFailuresAreNone) {
             {.expected_failures = {0}});
 }
 
-TEST(RunRanksCollect, TellsHowEachRankEndedAndEndsNobody) {
+TEST(RunRanksCollect, TellsHowEachRankEndedAndEndsNone) {
   const auto outcomes = run_ranks_collect(5, [](int rank) {
     switch (rank) {
       case 0:

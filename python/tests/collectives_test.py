@@ -166,7 +166,7 @@ def run_dropped(rank, world):
     return sum(torch.futures.wait_all(told))
 
 
-def test_works_that_nobody_keeps():
+def test_works_that_are_not_kept():
     assert run_ranks(run_dropped, 2) == [3000, 3000]
 
 

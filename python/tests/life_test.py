@@ -96,7 +96,7 @@ def test_a_program_may_end_without_destroying_its_group():
             assert program.end(rank) == (0, "4.0\n", "")
 
 
-def test_what_is_not_done_at_the_end_keeps_nobody():
+def test_what_is_not_done_at_the_end_keeps_no_rank():
     source = """
         import torch, torch.distributed as dist, lockstep
         dist.init_process_group("lockstep")

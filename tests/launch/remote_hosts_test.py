@@ -228,7 +228,7 @@ def test_agents_end_when_the_command_that_started_them_says_nothing_any_more(pro
 
 
 def test_an_agent_that_waits_for_a_reader_ends_all_the_same(programs):
-    """Its connection is cut: what it writes goes nowhere, and no one tells it."""
+    """Its connection is cut: what it writes goes nowhere, and it is not told."""
     instructions = {"secret": "", "variables": [], "most_silence": 10, "end_time": 1}
     command = [programs.find("lockstep"), "run", "--started-by-shell", "--standalone", "sh", "-c", "exec yes"]
     reads, writes = os.pipe()

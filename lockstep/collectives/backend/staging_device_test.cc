@@ -217,7 +217,7 @@ TEST(StagingOnDevice, DroppedTensorsKeepTheirMemoryUntilTheCopiesAreDone) {
     reduced->wait();
     for (const at::Tensor& other : others) EXPECT_TRUE(all_are(other, 3));
     EXPECT_TRUE(all_are(input, 1));
-    // An input that nobody holds any more.
+    // An input that is not held any more.
     auto work = all_reduce(on_device(2), ReduceOp::SUM, {}, true);
     for (int i = 0; i < 4; ++i) others.push_back(on_device(3));
     work->wait();
@@ -381,7 +381,7 @@ TEST(StagingOnDevice, ADeviceThatIsHeldUpMeetsTheTimeout) {
     EXPECT_THROW(all_reduce(at::ones({2}), ReduceOp::SUM, group), c10::DistBackendError);
     barrier();
     gate.open();
-    EXPECT_TRUE(all_are(tensor, rank));  // nobody has written into it
+    EXPECT_TRUE(all_are(tensor, rank));  // no peer has written into it
   });
 }
 

@@ -158,7 +158,7 @@ TEST(OpenBackend, RefusesWhatMakesNoSense) {
   EXPECT_THAT(message_of([&] { open_backend(store, 0, 2, good); }), HasSubstr("rank 1 of 2 did not join"));
 }
 
-TEST(OpenBackend, ClosingAllWaitsForNobody) {
+TEST(OpenBackend, ClosingAllWaitsForNoMember) {
   run_ranks(2, [](int rank) {
     const World world = rendezvous();
     const Backend backend = open(world, "whole");

@@ -415,7 +415,7 @@ TEST(Run, NothingOutlivesALauncherThatIsKilled) {
     for (int i = 0; i < 4; ++i) members.push_back(std::stoi(launcher.line()));
     launcher.kill(SIGKILL);
     EXPECT_EQ(launcher.finish(), -SIGKILL)
-        << "finish() reads to the end: nobody holds the pipes open any more";
+        << "finish() reads to the end: no process holds the pipes open any more";
   }
   // Now they are children of the test: each ends, and so does the guardian, the last child.
   std::map<pid_t, int> ended;

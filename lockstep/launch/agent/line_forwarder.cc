@@ -109,17 +109,17 @@ void LineForwarder::end_line(size_t index, std::string& out) {
       if (source.row_restarts) out.append("\n").append(source.prefix);
       out += source.text;
     }
-    row_owner_ = kNobody;
+    row_owner_ = kNoSource;
   } else {
     take_row(index, out);
     out.append(source.prefix).append(source.text);
-    row_owner_ = kNobody;
+    row_owner_ = kNoSource;
   }
   out += '\n';
   source.text.clear();
   source.returned = source.in_place = source.row_restarts = false;
   // A bar that had to make room comes back below the line.
-  if (other != kNobody && other != index && columns_ > 0 && sources_[other].in_place) {
+  if (other != kNoSource && other != index && columns_ > 0 && sources_[other].in_place) {
     out += drawn(sources_[other]);
     row_owner_ = other;
   }
@@ -147,10 +147,10 @@ void LineForwarder::draw_in_place(size_t index, std::string& out) {
 
 // Makes the last row empty for another source: a bar is wiped, an unfinished line is ended.
 void LineForwarder::take_row(size_t index, std::string& out) {
-  if (row_owner_ == kNobody || row_owner_ == index) return;
+  if (row_owner_ == kNoSource || row_owner_ == index) return;
   const bool bar = columns_ > 0 && sources_[row_owner_].in_place;
   out += bar ? kClearRow : std::string_view("\n");
-  row_owner_ = kNobody;
+  row_owner_ = kNoSource;
 }
 
 void LineTail::feed(std::string_view bytes) {

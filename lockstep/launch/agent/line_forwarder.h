@@ -44,7 +44,7 @@ class LineForwarder {
     bool in_place = false;      // this line has had a carriage return
     bool row_restarts = false;  // it had one after a part was written to something that is no terminal
   };
-  static constexpr size_t kNobody = static_cast<size_t>(-1);
+  static constexpr size_t kNoSource = static_cast<size_t>(-1);
 
   void end_line(size_t source, std::string& out);
   void write_part(size_t source, std::string& out);
@@ -54,7 +54,7 @@ class LineForwarder {
 
   std::vector<Source> sources_;
   size_t columns_;
-  size_t row_owner_ = kNobody;  // whose unfinished line stands in the last row written
+  size_t row_owner_ = kNoSource;  // whose unfinished line stands in the last row written
 };
 
 /// The last lines of a stream, for the report of a failure. Long lines are cut.

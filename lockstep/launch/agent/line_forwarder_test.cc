@@ -58,7 +58,7 @@ TEST(LineForwarder, ElsewhereABarLeavesItsLastState) {
 TEST(LineForwarder, OnATerminalABarIsDrawnInPlace) {
   LineForwarder lines({"[0] ", "[1] "}, 80);
   EXPECT_EQ(lines.feed(0, "\r10%"), "\r\x1b[K[0] 10%");
-  EXPECT_EQ(lines.feed(0, "\r20%\r30%"), "\r\x1b[K[0] 30%") << "states that nobody would see are left out";
+  EXPECT_EQ(lines.feed(0, "\r20%\r30%"), "\r\x1b[K[0] 30%") << "states that are never seen are left out";
   EXPECT_EQ(lines.feed(1, "hello\n"), "\r\x1b[K[1] hello\n[0] 30%") << "the line goes above the bar";
   EXPECT_EQ(lines.feed(1, "\rbar"), "\r\x1b[K\r\x1b[K[1] bar");
   EXPECT_EQ(lines.feed(0, "\r100%\n"), "\r\x1b[K[0] 100%\n[1] bar");

@@ -61,7 +61,7 @@ TEST(WatchServer, TellsAllThatWatch) {
   EventLoop loop;
   WatchServer server(loop, {});
   EXPECT_TRUE(JobWatch::agents().contains(::getpid()));
-  server.send({.text = "no one hears this"});
+  server.send({.text = "no watcher reads this"});
   {
     JobWatch one = watch_self(), other = watch_self();
     turn_until(loop, [&] { return server.watched(); });

@@ -279,7 +279,7 @@ TEST(AgentState, LeavesAtOnceWhereTheCoordinatorHasEnded) {
   agent.state.workers_ended(143, "", agent.now);
   agent.state.refused(agent.now);
   agent.state.advance(agent.now);
-  EXPECT_EQ(agent.state.phase(), Phase::kEnded) << "its lease still runs, but no one can be told";
+  EXPECT_EQ(agent.state.phase(), Phase::kEnded) << "its lease still runs, but no agent can be told";
   EXPECT_EQ(agent.state.exit_status(), 143);
 }
 

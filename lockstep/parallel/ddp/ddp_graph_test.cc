@@ -83,7 +83,7 @@ TEST(DdpOptions, FindsUnusedParametersThatDifferByRankAndStep) {
   });
 }
 
-TEST(DdpOptions, ParametersThatNobodyUsedKeepTheirGradients) {
+TEST(DdpOptions, ParametersThatNoRankUsedKeepTheirGradients) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     auto net = make_double<Branching>();
@@ -103,7 +103,7 @@ TEST(DdpOptions, ParametersThatNobodyUsedKeepTheirGradients) {
     EXPECT_TRUE(close(reduced, mean_over_ranks(own)));
     net->extra->weight.mutable_grad().add_(rank);  // to see whether it is reduced
     step(false);
-    EXPECT_TRUE(at::equal(net->extra->weight.grad(), reduced + rank)) << "nobody used it";
+    EXPECT_TRUE(at::equal(net->extra->weight.grad(), reduced + rank)) << "no rank used it";
     step(rank == 0);
     EXPECT_TRUE(close(mean_over_ranks(net->extra->weight.grad()), net->extra->weight.grad()));
   });
@@ -136,9 +136,9 @@ TEST(DdpOptions, OutputsOutsideOfTheLossLeaveTheirParametersUnused) {
       for (size_t i = 0; i < mine.size(); ++i) {
         const auto parameter = net->parameters()[i];
         const auto expected = mean_over_ranks(mine[i].defined() ? mine[i] : torch::zeros_like(parameter));
-        const bool nobody = step % 3 == 0 && i >= 4;
-        ASSERT_EQ(parameter.grad().defined(), !nobody) << step << ' ' << i;
-        if (!nobody) {
+        const bool unused = step % 3 == 0 && i >= 4;
+        ASSERT_EQ(parameter.grad().defined(), !unused) << step << ' ' << i;
+        if (!unused) {
           EXPECT_TRUE(close(parameter.grad(), expected, 1e-9)) << step << ' ' << i;
         }
       }
@@ -293,7 +293,7 @@ TEST(DdpOptions, SparseGradientsAlsoOfUnusedEmbeddings) {
   });
 }
 
-TEST(DdpOptions, SkipsBucketsThatNobodyUses) {
+TEST(DdpOptions, SkipsBucketsThatNoRankUses) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     auto net = make_double<Branching>();

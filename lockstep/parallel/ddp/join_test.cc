@@ -58,7 +58,7 @@ class Counter : public Joinable {
       ++counter_.shadowed;
       counter_.training.push_back(Join::training_ranks(counter_));
       EXPECT_TRUE(counter_.join_config().enable);
-      EXPECT_FALSE(Join::notify_join_context(counter_)) << "who has joined notifies nobody";
+      EXPECT_FALSE(Join::notify_join_context(counter_)) << "a rank that has joined notifies no other";
       for (int i = 0; i < counter_.collectives_; ++i)
         all_reduce(torch::zeros({1}), ReduceOp::SUM, counter_.group_);
     }
@@ -108,7 +108,7 @@ TEST(Join, CountsInputsOfUnevenRanks) {
       for (int i = 0; i < counter.shadowed; ++i) EXPECT_EQ(counter.training[i], counter.shadowed - i);
       EXPECT_EQ(counter.last, rank == ranks - 1);
       EXPECT_FALSE(counter.join_config().enable);
-      EXPECT_FALSE(Join::notify_join_context(counter)) << "outside of a Join nobody is told";
+      EXPECT_FALSE(Join::notify_join_context(counter)) << "outside of a Join no rank is told";
       EXPECT_THAT(message_of<c10::Error>([&] { Join::training_ranks(counter); }), HasSubstr("in no Join"));
     });
   }

@@ -61,7 +61,7 @@ TEST(Straggler, IsNoneBelowAFifthOfTheStep) {
   EXPECT_EQ(slow_of({{0, 79, 0, 21, 0}, {0, 100, 0, 0, 0}}), "1 forward");
 }
 
-TEST(Straggler, IsNoneWhereNobodyWaits) {
+TEST(Straggler, IsNoneWhereNoRankWaits) {
   EXPECT_EQ(slow_of({{0, 10, 0, 0, 0}, {0, 100, 0, 0, 0}}), "") << "ranks that train by themselves";
   EXPECT_EQ(slow_of({{0, 95, 0, 0, 0}, {0, 100, 0, 0, 0}}), "");
   EXPECT_EQ(slow_of({{0, 100, 0, 0, 0}}), "") << "one rank";

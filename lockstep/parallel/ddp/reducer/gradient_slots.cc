@@ -28,7 +28,7 @@ MemoryBlock GradientSlots::allocate(size_t bytes) {
   last_ = {&size, size.occurrences++};
   if (last_.index >= size.parameter.size()) return {};
   const int64_t parameter = size.parameter[last_.index];
-  return parameter == kNobody ? MemoryBlock{} : take_(static_cast<size_t>(parameter));
+  return parameter == kNoParameter ? MemoryBlock{} : take_(static_cast<size_t>(parameter));
 }
 
 void GradientSlots::allocated_elsewhere(const void* memory, size_t /*bytes*/) {
@@ -38,7 +38,7 @@ void GradientSlots::allocated_elsewhere(const void* memory, size_t /*bytes*/) {
 void GradientSlots::forget(size_t parameter) {
   Occurrence& planned = planned_[parameter];
   if (planned.size == nullptr) return;
-  planned.size->parameter[planned.index] = kNobody;
+  planned.size->parameter[planned.index] = kNoParameter;
   planned = {};
   ++mistakes_[parameter];
 }
@@ -51,8 +51,8 @@ void GradientSlots::arrived(size_t parameter, const void* gradient, bool in_slot
   if (planned_[parameter].size == here.size && planned_[parameter].index == here.index) return;
   forget(parameter);
   auto& parameters = here.size->parameter;
-  if (parameters.size() <= here.index) parameters.resize(here.index + 1, kNobody);
-  if (parameters[here.index] != kNobody) forget(static_cast<size_t>(parameters[here.index]));
+  if (parameters.size() <= here.index) parameters.resize(here.index + 1, kNoParameter);
+  if (parameters[here.index] != kNoParameter) forget(static_cast<size_t>(parameters[here.index]));
   parameters[here.index] = static_cast<int64_t>(parameter);
   planned_[parameter] = here;
 }

@@ -44,7 +44,7 @@ class GradientSlots final : public MemorySource {
   void allocated_elsewhere(const void* memory, size_t bytes) override;
 
  private:
-  static constexpr int64_t kNobody = -1;
+  static constexpr int64_t kNoParameter = -1;
   /// After so many wrong guesses a parameter is left in peace.
   static constexpr int kMostMistakes = 3;
 

@@ -137,7 +137,7 @@ TEST(HostChannel, LeavingEarlyFailsThoseWhoStay) {
   });
 }
 
-TEST(HostChannel, LeavingAfterTheLastOperationDisturbsNobody) {
+TEST(HostChannel, LeavingAfterTheLastOperationDisturbsNoMember) {
   for (int repetition = 0; repetition < 50; ++repetition) {
     on_ranks(3, [](HostChannel& channel) {
       const uint64_t value = channel.rank();
@@ -220,7 +220,7 @@ TEST(HostChannel, ArrivalWhileAnotherRankGivesUpIsDecidedOnce) {
   failpoint::configure("");
 }
 
-TEST(WaitPolicy, SpinsOnlyOnCoresThatNobodyNeeds) {
+TEST(WaitPolicy, SpinsOnlyOnCoresThatNoOtherThreadNeeds) {
   EXPECT_GE(choose_wait_policy(2, 2, false).spins, 100);
   EXPECT_LT(choose_wait_policy(4, 2, false).spins, 100);
   EXPECT_GT(choose_wait_policy(4, 2, false).yields, 0);

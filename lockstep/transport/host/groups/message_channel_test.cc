@@ -167,7 +167,7 @@ TEST_P(Messages, AnySourceTakesWhatComesAndSaysFromWhom) {
   });
 }
 
-TEST_P(Messages, BackgroundServiceAdvancesWhatNobodyWaitsFor) {
+TEST_P(Messages, BackgroundServiceAdvancesWhatNoThreadWaitsFor) {
   on_ranks(2, [](const Channel& channel) {
     MessageChannel& messages = channel->messages();
     constexpr size_t kBytes = 5 << 20;

@@ -101,7 +101,7 @@ const size_t kPage = page_bytes();
 TEST(Arena, OnlyMemoryWithPagesOfItsOwnIsWritable) {
   Arena arena(kSegment, 64);
   std::byte* block = arena.allocate(3 * kPage + 100);
-  EXPECT_TRUE(arena.find_writable(block, 3 * kPage + 100)) << "the rest of the last page is no one's";
+  EXPECT_TRUE(arena.find_writable(block, 3 * kPage + 100)) << "the rest of the last page belongs to no block";
   EXPECT_TRUE(arena.find_writable(block, 2 * kPage));
   EXPECT_TRUE(arena.find_writable(block + kPage, kPage));
   EXPECT_FALSE(arena.find_writable(block, kPage + 64)) << "ends in the midst of a page";

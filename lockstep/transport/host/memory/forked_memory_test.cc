@@ -48,7 +48,7 @@ void read_at(const std::byte* address) {
   [[maybe_unused]] const auto value = *reinterpret_cast<const volatile std::byte*>(address);
 }
 
-TEST(ForkedMemory, WhoeverTouchesItEndsWithAMessage) {
+TEST(ForkedMemory, AChildThatTouchesItEndsWithAMessage) {
   const auto segment = Segment::create(kBytes);
   segment->data()[0] = std::byte{42};
   for (const size_t offset : {size_t{0}, kBytes / 2, kBytes - 1}) {
@@ -60,7 +60,7 @@ TEST(ForkedMemory, WhoeverTouchesItEndsWithAMessage) {
   EXPECT_EQ(segment->data()[0], std::byte{42});
 }
 
-TEST(ForkedMemory, WhoeverDoesNotTouchItGoesOn) {
+TEST(ForkedMemory, AChildThatDoesNotTouchItGoesOn) {
   const auto segment = Segment::create(kBytes);
   const Ended ended = in_child([&] {
     if (!is_forked_memory(segment->data() + kBytes - 1) || is_forked_memory(segment->data() + kBytes))
