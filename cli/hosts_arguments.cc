@@ -6,7 +6,6 @@
 #include <initializer_list>
 #include <iostream>
 #include <map>
-#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>

@@ -1,10 +1,7 @@
 // Sums a tensor over all ranks and prints it before and after: with 4 ranks, [6, 6] everywhere.
 //
 //     lockstep run --nproc-per-node 4 ./all_reduce
-#include <cstdio>
-#include <exception>
 #include <iostream>
-#include <sstream>
 
 #include <torch/torch.h>
 

@@ -3,7 +3,6 @@
 //     bible gen1:1-rev22:21 > kjv.txt                   # Debian's bible-kjv: the King James Bible, 4.3 MB
 //     lockstep run --nproc-per-node 2 ./char_gpt --data kjv.txt
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <functional>
 #include <iostream>

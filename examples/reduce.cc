@@ -2,7 +2,6 @@
 //
 //     lockstep run --nproc-per-node 4 ./reduce
 #include <iostream>
-#include <sstream>
 #include <string>
 
 #include <torch/torch.h>

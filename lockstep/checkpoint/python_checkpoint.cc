@@ -4,7 +4,6 @@
 #include <cstring>
 #include <exception>
 #include <map>
-#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>

@@ -2,7 +2,6 @@
 // input says whether the rest is a file, or the data.pkl of one with two storages; checksums keep changes of
 // a file from the unpickler.
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <string_view>

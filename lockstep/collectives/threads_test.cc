@@ -1,6 +1,5 @@
 #include <functional>
 #include <gmock/gmock.h>
-#include <numeric>
 #include <random>
 #include <thread>
 

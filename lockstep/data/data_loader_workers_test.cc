@@ -5,7 +5,6 @@
 #include <future>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <sys/wait.h>
 #include <thread>

@@ -3,7 +3,6 @@
 #include <map>
 #include <set>
 #include <sstream>
-#include <thread>
 #include <utility>
 #include <vector>
 

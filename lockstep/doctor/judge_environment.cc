@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <set>
 #include <string_view>
 #include <vector>

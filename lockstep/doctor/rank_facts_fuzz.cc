@@ -1,7 +1,5 @@
 // What the ranks of `lockstep doctor --job` publish in the store: any text is a rank's facts, which can be
 // written again, or nothing.
-#include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 

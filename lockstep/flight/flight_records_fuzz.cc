@@ -1,6 +1,4 @@
 // Any bytes as a rank's file: an error or a record that can be written again, and analysed, without harm.
-#include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <ctime>
 #include <map>
 #include <mutex>

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <filesystem>
-#include <string_view>
 #include <sys/stat.h>
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,6 +1,5 @@
 // Any bytes as an image, with any options: a tensor within the limits, or a c10::Error that is not about
 // memory.
-#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string>

@@ -1,8 +1,6 @@
 // What agents of other hosts tell of their ranks: any text is a report, which can be written and read again, or nothing.
-#include <cstdint>
 #include <cstdlib>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <lockstep/monitor/host_report.h>

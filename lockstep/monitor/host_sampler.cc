@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <optional>
 #include <unistd.h>
 #include <utility>
 

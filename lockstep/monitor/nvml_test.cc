@@ -1,5 +1,4 @@
 #include <dlfcn.h>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>

@@ -5,7 +5,6 @@
 #include <mutex>
 #include <optional>
 #include <sstream>
-#include <string>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>

@@ -1,5 +1,4 @@
 #include <thread>
-#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

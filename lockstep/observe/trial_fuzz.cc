@@ -1,5 +1,4 @@
 // What LOCKSTEP_TRIAL may hold: any text is understood or a c10::ValueError.
-#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string>

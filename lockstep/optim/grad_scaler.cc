@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>

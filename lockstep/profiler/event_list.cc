@@ -4,7 +4,6 @@
 #include <map>
 #include <numeric>
 #include <tuple>
-#include <unordered_map>
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>

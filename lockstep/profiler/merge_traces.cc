@@ -2,7 +2,6 @@
 #include <map>
 #include <set>
 #include <sstream>
-#include <unordered_map>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>

@@ -1,5 +1,4 @@
 // Any text as LOCKSTEP_PROFILE: settings whose schedule can be made, or a ValueError.
-#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <string>

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <csignal>
 #include <fstream>
 #include <future>

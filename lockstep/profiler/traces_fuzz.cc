@@ -1,5 +1,4 @@
 // Any bytes as a trace: an analysis and a merged trace that can be read again, or a ValueError.
-#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>

@@ -5,7 +5,6 @@
 #include <mutex>
 #include <set>
 #include <thread>
-#include <utility>
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

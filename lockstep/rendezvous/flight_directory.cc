@@ -1,4 +1,3 @@
-#include <cerrno>
 #include <unistd.h>
 #include <variant>
 

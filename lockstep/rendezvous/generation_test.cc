@@ -2,8 +2,6 @@
 #include <gmock/gmock.h>
 #include <map>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include <gtest/gtest.h>
 

@@ -3,7 +3,6 @@
 // The input is lines NAME=VALUE; the line "method=…" is the init_method, "options=RANK" the rank in the
 // options.
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <map>
 #include <string>

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <arpa/inet.h>
-#include <cerrno>
 #include <cstdlib>
 #include <fcntl.h>
 #include <filesystem>

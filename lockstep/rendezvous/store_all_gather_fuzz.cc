@@ -5,7 +5,6 @@
 // The input is lines KEY=VALUE, put below the all-gather's key before rank 1 of 2 comes.
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 

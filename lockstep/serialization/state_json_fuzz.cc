@@ -1,6 +1,4 @@
 // Any bytes as a state: values that can be written and read again, or a CheckpointError.
-#include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <vector>

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <string>
 
 #include <c10/util/Exception.h>
 

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <string>
 #include <unordered_set>
 
 #include <ATen/ops/arange.h>

@@ -5,7 +5,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <unistd.h>
 #include <utility>
 #include <vector>

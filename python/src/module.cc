@@ -1,7 +1,6 @@
 // lockstep._C: the engine for torch.distributed in Python. What it is for stands in python/lockstep.
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <pybind11/chrono.h>
 #include <stdexcept>
 #include <string>

@@ -1,4 +1,3 @@
-#include <string>
 #include <system_error>
 
 #include <gtest/gtest.h>

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <limits>
 #include <string_view>
 
 #include <c10/util/Exception.h>

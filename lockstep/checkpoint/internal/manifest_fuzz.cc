@@ -1,6 +1,5 @@
 // Any bytes as a manifest, with the right checksum behind them, for otherwise nothing would get further: a
 // manifest that can be written and read again, or a CheckpointError.
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <vector>

@@ -1,6 +1,5 @@
 // What the members of a group leave for each other in the store: any text is an address and an identity, or a
 // DistStoreError.
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 

@@ -1,5 +1,4 @@
 #include <gmock/gmock.h>
-#include <numeric>
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

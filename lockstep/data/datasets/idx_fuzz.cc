@@ -1,7 +1,5 @@
 // Any bytes as an IDX file, plain or compressed: a tensor that the file can hold, or a c10::Error that is not
 // about memory.
-#include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 

@@ -1,6 +1,4 @@
 // Any bytes as a text: numbers that give the same bytes back, or a c10::Error that is not about memory.
-#include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 

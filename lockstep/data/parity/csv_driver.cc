@@ -5,7 +5,6 @@
 // with columns by position, separated by commas, or nothing. Its answer is one line: the features of all rows
 // in hexadecimal, a bar, the targets; or "error: …", whose line ends are blanks.
 #include <algorithm>
-#include <iomanip>
 #include <iostream>
 #include <sstream>
 #include <string>

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include <lockstep/flight/internal/clocks.h>
 #include <lockstep/flight/internal/picture.h>

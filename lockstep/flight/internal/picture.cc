@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <filesystem>
 #include <iterator>
 
 #include <c10/util/StringUtil.h>

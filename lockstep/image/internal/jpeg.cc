@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstddef>
-#include <cstdio>
 #include <cstring>
 #include <jpeglib.h>
 #include <vector>

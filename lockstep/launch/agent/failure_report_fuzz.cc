@@ -1,5 +1,4 @@
 // The error file that a worker leaves behind: any bytes hold a message or none.
-#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 

@@ -1,7 +1,6 @@
 #include <gmock/gmock.h>
 #include <map>
 #include <string>
-#include <vector>
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>

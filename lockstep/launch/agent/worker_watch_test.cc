@@ -1,5 +1,4 @@
 #include <chrono>
-#include <cstdint>
 #include <gmock/gmock.h>
 #include <optional>
 #include <string>

@@ -1,7 +1,6 @@
 #include <array>
 #include <cerrno>
 #include <poll.h>
-#include <span>
 #include <sys/socket.h>
 #include <utility>
 

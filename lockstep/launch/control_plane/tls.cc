@@ -1,7 +1,5 @@
 #include <array>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <openssl/crypto.h>
 #include <openssl/err.h>
 #include <openssl/hmac.h>

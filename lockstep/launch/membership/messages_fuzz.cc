@@ -1,6 +1,5 @@
 // What comes from another host, after its TLS connection has shown that it knows the secret: any bytes are a
 // message, and then encode() makes the same bytes again, or none.
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <string_view>

@@ -2,7 +2,6 @@
 #include <array>
 #include <fstream>
 #include <iterator>
-#include <limits>
 #include <pwd.h>
 #include <sstream>
 #include <sys/stat.h>

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <isa-l/crc.h>
 #include <string_view>
 #include <utility>

@@ -5,7 +5,6 @@
 #include <memory>
 #include <string>
 #include <sys/resource.h>
-#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

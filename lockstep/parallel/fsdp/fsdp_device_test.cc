@@ -2,7 +2,6 @@
 // streams, and memory.
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <vector>

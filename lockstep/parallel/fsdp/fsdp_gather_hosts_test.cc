@@ -1,6 +1,5 @@
 // FULL_SHARD and SHARD_GRAD_OP over several hosts.
 #include <functional>
-#include <string>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

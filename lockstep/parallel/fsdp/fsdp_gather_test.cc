@@ -1,7 +1,6 @@
 // FULL_SHARD and SHARD_GRAD_OP by gathering, forced on one host.
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>

@@ -1,7 +1,6 @@
 #include <gmock/gmock.h>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
-#include <functional>
 #include <gmock/gmock.h>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <random>
 #include <string>
 #include <utility>

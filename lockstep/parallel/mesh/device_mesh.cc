@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <cctype>
-#include <numeric>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include <ATen/ops/empty.h>

@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <stdexcept>
 #include <thread>
-#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -1,6 +1,5 @@
 // Pipe on the CPU: the bits of the module on the micro-batches, for all cuts and sizes, and what it refuses.
 #include <gmock/gmock.h>
-#include <numeric>
 #include <random>
 #include <sstream>
 #include <stdexcept>

@@ -7,7 +7,6 @@
 #include <string>
 #include <unistd.h>
 #include <utility>
-#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

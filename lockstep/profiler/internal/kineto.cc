@@ -1,7 +1,6 @@
 #include <ActivityType.h>
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <set>
 #include <unordered_map>
 #include <utility>

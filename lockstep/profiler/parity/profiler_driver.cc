@@ -8,7 +8,6 @@
 //   own DIR           steps of it, the later ones with a Profiler, whatever LOCKSTEP_PROFILE has begun before
 #include <cstdint>
 #include <iostream>
-#include <map>
 #include <memory>
 #include <sstream>
 #include <string>

@@ -1,5 +1,3 @@
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <string>
 #include <sys/stat.h>

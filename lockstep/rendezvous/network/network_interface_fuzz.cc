@@ -1,5 +1,4 @@
 // Which interface and which ports a user wants: any text is understood or a c10::ValueError.
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <vector>

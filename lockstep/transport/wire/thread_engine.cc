@@ -1,7 +1,6 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
-#include <list>
 #include <map>
 #include <mutex>
 #include <set>

@@ -1,7 +1,6 @@
 // The examples of docs/reference/groups.md.
 #include <chrono>
 #include <iostream>
-#include <string>
 
 #include <lockstep/lockstep.h>
 

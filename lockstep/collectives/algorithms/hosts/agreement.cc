@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <vector>
 
 #include <c10/util/StringUtil.h>

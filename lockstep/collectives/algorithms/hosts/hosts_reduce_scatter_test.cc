@@ -1,4 +1,3 @@
-#include <memory>
 #include <numeric>
 #include <set>
 #include <string>

@@ -2,7 +2,6 @@
 #include <mutex>
 #include <set>
 #include <utility>
-#include <vector>
 
 #include <lockstep/base/ranks.h>
 #include <lockstep/parallel/ddp/hooks/bucket_order.h>

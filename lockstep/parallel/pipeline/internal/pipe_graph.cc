@@ -1,5 +1,4 @@
 #include <cstddef>
-#include <optional>
 #include <utility>
 
 #include <ATen/ops/add.h>

@@ -1,5 +1,4 @@
 #include <atomic>
-#include <cstring>
 #include <functional>
 #include <thread>
 #include <vector>

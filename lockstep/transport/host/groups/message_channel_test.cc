@@ -2,7 +2,6 @@
 #include <array>
 #include <atomic>
 #include <barrier>
-#include <cstring>
 #include <numeric>
 #include <random>
 #include <thread>

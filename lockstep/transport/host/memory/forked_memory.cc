@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <csignal>
-#include <cstdint>
 #include <mutex>
 #include <pthread.h>
 #include <sys/mman.h>

@@ -1,5 +1,4 @@
 #include <csignal>
-#include <cstring>
 #include <functional>
 #include <gmock/gmock.h>
 #include <string>

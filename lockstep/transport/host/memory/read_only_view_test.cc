@@ -1,7 +1,6 @@
 #include <csignal>
 #include <cstring>
 #include <memory>
-#include <string>
 #include <unistd.h>
 
 #include <gtest/gtest.h>
