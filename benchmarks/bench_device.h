@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include <c10/core/Device.h>
 
 #include <lockstep/base/environment.h>

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <chrono>
-#include <string>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/collectives/process_group.h>

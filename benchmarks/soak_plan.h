@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <random>
-#include <string>
 #include <vector>
 
 /// What happens in one round of the soak, drawn from the round's seed alone.

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include <c10/util/Exception.h>
 
 /// Errors are c10's; these join the family, for what c10 has no type of.

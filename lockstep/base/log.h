@@ -1,7 +1,6 @@
 #pragma once
 
 #include <sstream>
-#include <string>
 
 /// Lockstep's log: lines on standard error, chosen by LOCKSTEP_LOG=error|warning|info|debug. Without it
 /// torch's debug level decides: TORCH_DISTRIBUTED_DEBUG=INFO, or c10d::setDebugLevel(), gives info, DETAIL

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>

@@ -1,9 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <optional>
-#include <string>
 
 #include <lockstep/doctor/facts.h>
 #include <lockstep/doctor/finding.h>

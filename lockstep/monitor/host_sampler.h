@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <string>
 #include <sys/types.h>
 #include <utility>
 #include <vector>

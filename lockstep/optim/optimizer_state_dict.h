@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector>
-
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/nn/model_tensors.h>

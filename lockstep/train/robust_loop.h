@@ -1,11 +1,8 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <signal.h>
 #include <string>
 #include <vector>

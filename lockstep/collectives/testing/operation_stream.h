@@ -2,8 +2,6 @@
 
 #include <atomic>
 #include <deque>
-#include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 

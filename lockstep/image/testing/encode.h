@@ -1,12 +1,10 @@
 #pragma once
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <jpeglib.h>
 #include <png.h>
 #include <string>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include <lockstep/launch/control_plane/event_loop.h>
 #include <lockstep/launch/control_plane/forwarding.h>

@@ -1,10 +1,7 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
-#include <memory>
 #include <unordered_map>
-#include <vector>
 
 #include <lockstep/base/boot_clock.h>
 #include <lockstep/base/unique_fd.h>

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <utility>
 
 #include <ATen/core/Tensor.h>
 

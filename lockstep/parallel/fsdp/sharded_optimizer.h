@@ -3,7 +3,6 @@
 #include <concepts>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include <c10/core/GradMode.h>
 #include <torch/optim/adagrad.h>

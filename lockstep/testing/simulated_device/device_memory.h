@@ -2,9 +2,7 @@
 
 #include <cstddef>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include <c10/core/CachingDeviceAllocator.h>

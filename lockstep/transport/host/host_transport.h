@@ -11,7 +11,6 @@
 #include <optional>
 #include <string>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include <lockstep/base/deadline.h>

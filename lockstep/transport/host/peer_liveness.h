@@ -3,8 +3,6 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
-#include <string>
-#include <utility>
 
 namespace lockstep::transport {
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 #include <lockstep/transport/host/groups/channel_layout.h>

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <string_view>
 
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/unique_fd.h>
