@@ -8,8 +8,6 @@
 namespace lockstep::doctor::finding_test {
 namespace {
 
-using ::testing::HasSubstr;
-
 const Findings kMixed = {ok("cores", "2 of 2"), note("ucx", "absent", "nothing"),
                          warning("nofile", "few", "raise"),
                          problem("memfd", "refused\nby the   sandbox", "allow it")};

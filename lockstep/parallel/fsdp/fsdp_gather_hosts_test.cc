@@ -12,10 +12,7 @@
 namespace lockstep::fsdp_gather_hosts_test {
 namespace {
 
-using fsdp_test::batch;
 using fsdp_test::compare;
-using fsdp_test::loss_of;
-using testing::run_ranks;
 namespace nn = torch::nn;
 namespace optim = torch::optim;
 
