@@ -216,7 +216,7 @@ bool wait_for_signal(const launch::SignalCatcher& signals, const Deadline& until
 
 struct Terminal {
   bool moves = false;  // its cursor can be moved
-  monitor::TableOptions size;
+  monitor::JobTableOptions size;
 };
 
 Terminal look_at_terminal() {

@@ -269,7 +269,7 @@ std::optional<uint64_t> restarting_generation(const std::vector<HostReport>& hos
   return newest > 0 && restarts ? std::optional(newest + 1) : std::nullopt;
 }
 
-std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options) {
+std::string draw_table(const std::vector<HostReport>& hosts, const JobTableOptions& options) {
   if (hosts.empty()) return "no ranks\n";
   const auto ranks = ranks_of(hosts);
   std::vector<std::string> of_ranks =

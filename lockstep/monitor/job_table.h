@@ -9,7 +9,7 @@
 
 namespace lockstep::monitor {
 
-struct TableOptions {
+struct JobTableOptions {
   int columns = 0;  ///< lines are cut to so many characters; 0: they are as long as they are
   int rows = 0;     ///< at most so many lines, but never less than 8, with a rank among them; 0: all
 };
@@ -31,7 +31,7 @@ std::optional<uint64_t> restarting_generation(const std::vector<HostReport>& hos
 
 /// The table of a job, from the reports of its hosts: a line of the job, one for each host and card, one for each rank.
 /// Ends with a line break. No control characters, whatever names hold.
-std::string draw_table(const std::vector<HostReport>& hosts, const TableOptions& options);
+std::string draw_table(const std::vector<HostReport>& hosts, const JobTableOptions& options);
 
 /// {"job", "program", "world_size", "samples_per_second", "hosts": [what to_json(HostReport) writes]}, indented; ranks
 /// that others keep waiting have "held_up_by", too. Between two generations "restarting" is the number of the next one. Hosts

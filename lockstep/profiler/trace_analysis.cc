@@ -33,7 +33,7 @@ double ms(int64_t ns) {
   return static_cast<double>(ns) / 1e6;
 }
 
-double& part_of(PhaseTimes& times, Phase phase) {
+double& part_of(TracePhaseTimes& times, Phase phase) {
   switch (phase) {
     case Phase::kData:
       return times.data;
@@ -50,10 +50,11 @@ double& part_of(PhaseTimes& times, Phase phase) {
   }
 }
 
-void add(PhaseTimes& sum, const PhaseTimes& times, double factor) {
-  for (double PhaseTimes::*part :
-       {&PhaseTimes::data, &PhaseTimes::forward, &PhaseTimes::backward, &PhaseTimes::communication,
-        &PhaseTimes::optimizer, &PhaseTimes::idle, &PhaseTimes::hidden_communication, &PhaseTimes::waiting}) {
+void add(TracePhaseTimes& sum, const TracePhaseTimes& times, double factor) {
+  for (double TracePhaseTimes::*part :
+       {&TracePhaseTimes::data, &TracePhaseTimes::forward, &TracePhaseTimes::backward,
+        &TracePhaseTimes::communication, &TracePhaseTimes::optimizer, &TracePhaseTimes::idle,
+        &TracePhaseTimes::hidden_communication, &TracePhaseTimes::waiting}) {
     sum.*part += factor * (times.*part);
   }
 }
@@ -198,22 +199,23 @@ std::string in_ms(double value) {
 
 struct NamedPhase {
   const char* name;
-  double (*part)(const PhaseTimes& times);
+  double (*part)(const TracePhaseTimes& times);
 };
 /// The last is a rank's own only where waiting is known.
 constexpr std::array<NamedPhase, 6> kOwnPhases = {
-    {{"waiting for data", [](const PhaseTimes& times) { return times.data; }},
-     {"forward", [](const PhaseTimes& times) { return times.forward; }},
-     {"backward", [](const PhaseTimes& times) { return times.backward; }},
-     {"the optimizer", [](const PhaseTimes& times) { return times.optimizer; }},
-     {"nothing that is recorded", [](const PhaseTimes& times) { return times.idle; }},
-     {"exposed communication", [](const PhaseTimes& times) { return times.communication - times.waiting; }}}};
+    {{"waiting for data", [](const TracePhaseTimes& times) { return times.data; }},
+     {"forward", [](const TracePhaseTimes& times) { return times.forward; }},
+     {"backward", [](const TracePhaseTimes& times) { return times.backward; }},
+     {"the optimizer", [](const TracePhaseTimes& times) { return times.optimizer; }},
+     {"nothing that is recorded", [](const TracePhaseTimes& times) { return times.idle; }},
+     {"exposed communication", [](const TracePhaseTimes& times) { return times.communication - times.waiting; }}}};
 
 /// The rank that takes longest without what it waits for others; in a synchronous job the steps of all take equally long.
 /// Where waiting is not known, communication counts as that.
 void find_slowest(TraceAnalysis& analysis) {
   if (analysis.ranks.size() < 2) return;
-  const auto without = analysis.waiting_is_known ? &PhaseTimes::waiting : &PhaseTimes::communication;
+  const auto without =
+      analysis.waiting_is_known ? &TracePhaseTimes::waiting : &TracePhaseTimes::communication;
   const auto own = [&](const RankProfile& rank) { return rank.mean.total() - rank.mean.*without; };
   const auto slowest =
       std::max_element(analysis.ranks.begin(), analysis.ranks.end(),
@@ -269,7 +271,7 @@ void add_operators(const std::vector<FileProfile>& files, TraceAnalysis& analysi
 
 /// What promises most, by how much of the step it is about.
 void advise(TraceAnalysis& analysis) {
-  const PhaseTimes& mean = analysis.mean;
+  const TracePhaseTimes& mean = analysis.mean;
   const double step = mean.total();
   if (step <= 0) return;
   std::vector<std::pair<double, std::string>> advice;
@@ -359,14 +361,14 @@ TraceAnalysis analyze_traces(const std::string& directory) {
     steps += profile.steps;
     add(analysis.mean, profile.mean, 1);
     if (profile.steps > 0) {
-      const PhaseTimes sum = std::exchange(profile.mean, {});
+      const TracePhaseTimes sum = std::exchange(profile.mean, {});
       add(profile.mean, sum, 1 / static_cast<double>(profile.steps));
     }
     for (auto& [device, peak] : sums.memory) profile.memory.push_back(std::move(peak));
     analysis.ranks.push_back(std::move(profile));
   }
   if (steps > 0) {
-    const PhaseTimes sum = std::exchange(analysis.mean, {});
+    const TracePhaseTimes sum = std::exchange(analysis.mean, {});
     add(analysis.mean, sum, 1 / static_cast<double>(steps));
     add_operators(files, analysis);
   }

@@ -13,7 +13,7 @@ namespace lockstep::profiler {
 /// communication, and no operator runs beside it (it is exposed); a backward function; an optimizer; a forward; none of
 /// these. Operators outside of all scopes are forward's up to the step's last backward function, the optimizer's behind it.
 /// Milliseconds.
-struct PhaseTimes {
+struct TracePhaseTimes {
   double data = 0;
   double forward = 0;
   double backward = 0;
@@ -44,7 +44,7 @@ struct RankProfile {
   int64_t rank = 0;
   std::string host;
   int64_t steps = 0;                    ///< without those that not all ranks have recorded
-  PhaseTimes mean;                      ///< of a step
+  TracePhaseTimes mean;                 ///< of a step
   std::vector<MemoryPeak> memory = {};  ///< with profile_memory
 };
 
@@ -57,7 +57,7 @@ struct OperatorTime {
 
 struct TraceAnalysis {
   std::vector<RankProfile> ranks;
-  PhaseTimes mean;  ///< of a step of a rank
+  TracePhaseTimes mean;  ///< of a step of a rank
   /// Else all `waiting` are 0: the traces don't tell for whom ranks have waited, as Python's don't.
   bool waiting_is_known = true;
   /// The rank for which the others wait, if one takes clearly longer than they do, and in what.

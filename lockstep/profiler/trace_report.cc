@@ -23,15 +23,15 @@ using nlohmann::ordered_json;
 struct ReportedPhase {
   const char* key;
   const char* words;
-  double PhaseTimes::*part;
+  double TracePhaseTimes::*part;
 };
 constexpr std::array<ReportedPhase, 6> kReported = {
-    {{"data", "waiting for data", &PhaseTimes::data},
-     {"forward", "forward", &PhaseTimes::forward},
-     {"backward", "backward", &PhaseTimes::backward},
-     {"communication", "communication, exposed", &PhaseTimes::communication},
-     {"optimizer", "optimizer", &PhaseTimes::optimizer},
-     {"idle", "nothing recorded", &PhaseTimes::idle}}};
+    {{"data", "waiting for data", &TracePhaseTimes::data},
+     {"forward", "forward", &TracePhaseTimes::forward},
+     {"backward", "backward", &TracePhaseTimes::backward},
+     {"communication", "communication, exposed", &TracePhaseTimes::communication},
+     {"optimizer", "optimizer", &TracePhaseTimes::optimizer},
+     {"idle", "nothing recorded", &TracePhaseTimes::idle}}};
 
 constexpr size_t kMostOperators = 20;
 
@@ -85,7 +85,7 @@ void describe_ranks(const TraceAnalysis& analysis, std::ostream& out) {
          "optimizer     "
          "idle   (ms)\n";
   for (const RankProfile& rank : analysis.ranks) {
-    const PhaseTimes& mean = rank.mean;
+    const TracePhaseTimes& mean = rank.mean;
     out << column(std::to_string(rank.rank), 6) << "  " << name_column(rank.host, 16)
         << column(std::to_string(rank.steps), 9) << column(number(mean.total()), 9)
         << column(number(mean.data), 10) << column(number(mean.forward), 10)
@@ -112,7 +112,7 @@ void describe_memory(const TraceAnalysis& analysis, std::ostream& out) {
   }
 }
 
-ordered_json json_of(const PhaseTimes& times, bool waiting_is_known) {
+ordered_json json_of(const TracePhaseTimes& times, bool waiting_is_known) {
   ordered_json phases;
   for (const ReportedPhase& phase : kReported) phases[phase.key] = times.*phase.part;
   phases["waiting"] = waiting_is_known ? ordered_json(times.waiting) : ordered_json();

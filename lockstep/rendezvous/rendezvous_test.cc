@@ -274,7 +274,7 @@ TEST_F(Rendezvous, FileThatEndsInARecordIsNamedAtTheDeadline) {
 }
 
 TEST_F(Rendezvous, ListensOnAsFewInterfacesAsWillDo) {
-  auto bound = [](const rendezvous_internal::Listener& listener) {
+  auto bound = [](const rendezvous_internal::ListeningSocket& listener) {
     sockaddr_storage storage{};
     socklen_t size = sizeof(storage);
     EXPECT_EQ(::getsockname(listener.socket.get(), reinterpret_cast<sockaddr*>(&storage), &size), 0);

@@ -41,13 +41,13 @@ namespace {
 }
 
 /// None, and errno, on failure.
-std::optional<Listener> try_listen(const SocketAddress& address) {
+std::optional<ListeningSocket> try_listen(const SocketAddress& address) {
   auto socket = listen_tcp(address.storage, address.size);
   if (!socket) return std::nullopt;
   SocketAddress bound;
   bound.size = sizeof(bound.storage);
   ::getsockname(socket.get(), bound.raw(), &bound.size);
-  return Listener{.socket = std::move(socket), .address = bound.text(), .port = bound.port()};
+  return ListeningSocket{.socket = std::move(socket), .address = bound.text(), .port = bound.port()};
 }
 
 bool is_unspecified(const std::string& host) {
@@ -130,7 +130,7 @@ bool try_connect(const SocketAddress& address, Deadline deadline, std::string& w
 
 }  // namespace
 
-Listener listen_at(const std::string& host, uint16_t port, bool peers_are_local) {
+ListeningSocket listen_at(const std::string& host, uint16_t port, bool peers_are_local) {
   std::string why;
   const auto addresses = resolve(host, port, why);
   if (is_unspecified(host) && !peers_are_local) {

@@ -9,7 +9,7 @@
 namespace lockstep::rendezvous_internal {
 
 /// A socket that listens, and how its own process reaches it.
-struct Listener {
+struct ListeningSocket {
   UniqueFd socket = {};
   std::string address = {};  ///< numeric
   uint16_t port = 0;
@@ -21,7 +21,7 @@ struct Listener {
 /// A name that only this machine maps to loopback (Debian's 127.0.1.1) counts as loopback only with
 /// `peers_are_local`, because the others resolve it differently. Throws c10::DistNetworkError that names the
 /// port when it is in use.
-Listener listen_at(const std::string& host, uint16_t port, bool peers_are_local);
+ListeningSocket listen_at(const std::string& host, uint16_t port, bool peers_are_local);
 
 /// Why a port is not a store's.
 inline constexpr const char* kNoStore =

@@ -42,7 +42,8 @@ c10d::TCPStoreOptions store_options(uint16_t port, milliseconds timeout) {
 
 }  // namespace
 
-StorePtr host_store(Listener listener, milliseconds timeout, Deadline deadline, const ServerOptions& server) {
+StorePtr host_store(ListeningSocket listener, milliseconds timeout, Deadline deadline,
+                    const ServerOptions& server) {
   auto options = store_options(listener.port, timeout);
   options.isServer = true;
   options.multiTenant = server.is_shared;

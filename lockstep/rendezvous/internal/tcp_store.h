@@ -20,7 +20,7 @@ struct ServerOptions {
 
 /// Starts the store's server on a socket that already listens, and connects this process to it. The server
 /// lives as long as the store, and those that share it. `timeout` becomes the store's own.
-c10::intrusive_ptr<c10d::Store> host_store(Listener listener, std::chrono::milliseconds timeout,
+c10::intrusive_ptr<c10d::Store> host_store(ListeningSocket listener, std::chrono::milliseconds timeout,
                                            Deadline deadline, const ServerOptions& server = {});
 
 /// A further store on the shared server that this process has at the port; null if it has none there.
