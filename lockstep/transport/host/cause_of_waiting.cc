@@ -2,8 +2,8 @@
 #include <iterator>
 #include <utility>
 
-#include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/process_header.h>
 
 // Of HostTransport: which rank keeps others waiting.
 namespace lockstep::transport {

@@ -6,9 +6,9 @@
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_stat.h>
-#include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/process_header.h>
 
 // Of HostTransport: how ranks end, and what they are called.
 namespace lockstep::transport {

@@ -15,10 +15,10 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
-#include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/process_header.h>
 #include <lockstep/transport/local_socket.h>
 
 #ifdef __SANITIZE_THREAD__

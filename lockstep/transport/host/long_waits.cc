@@ -5,8 +5,8 @@
 
 #include <lockstep/base/monotonic_ns.h>
 #include <lockstep/base/text/format_duration.h>
-#include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/process_header.h>
 
 // Of HostTransport: the launcher is told which rank keeps this one waiting.
 namespace lockstep::transport {

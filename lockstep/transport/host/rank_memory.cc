@@ -11,7 +11,7 @@
 #include <utility>
 
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/transport/host/end_note.h>
+#include <lockstep/transport/host/process_header.h>
 #include <lockstep/transport/host/rank_memory.h>
 
 namespace lockstep::transport {

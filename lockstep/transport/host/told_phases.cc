@@ -4,8 +4,8 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/base/monotonic_ns.h>
-#include <lockstep/transport/host/end_note.h>
 #include <lockstep/transport/host/host_transport.h>
+#include <lockstep/transport/host/process_header.h>
 
 // Of HostTransport: how long the ranks' steps take, and which of them is slow.
 namespace lockstep::transport {

@@ -8,7 +8,7 @@
 #include <lockstep/base/process/end_hook.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_watch.h>
-#include <lockstep/transport/host/end_note.h>
+#include <lockstep/transport/host/process_header.h>
 
 namespace lockstep::transport {
 namespace {
