@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include <lockstep/parallel/ddp/hooks/default_hooks.h>
-#include <lockstep/parallel/ddp/hooks/internal/tools.h>
+#include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 
 namespace lockstep {
 namespace {

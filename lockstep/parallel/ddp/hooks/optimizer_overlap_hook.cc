@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/parallel/ddp/hooks/internal/tools.h>
+#include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 #include <lockstep/parallel/ddp/hooks/optimizer_overlap_hook.h>
 
 namespace lockstep {

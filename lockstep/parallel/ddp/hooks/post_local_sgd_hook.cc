@@ -4,7 +4,7 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
-#include <lockstep/parallel/ddp/hooks/internal/tools.h>
+#include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 #include <lockstep/parallel/ddp/hooks/post_local_sgd_hook.h>
 
 namespace lockstep {

@@ -16,9 +16,9 @@
 
 #include <lockstep/base/log.h>
 #include <lockstep/device/streams.h>
+#include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 #include <lockstep/parallel/ddp/hooks/internal/low_rank.h>
 #include <lockstep/parallel/ddp/hooks/internal/powersgd_data.h>
-#include <lockstep/parallel/ddp/hooks/internal/tools.h>
 #include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
 
 // A compressed iteration of a bucket: M are its gradients, as matrices, with the error of the iteration

@@ -8,7 +8,7 @@
 #include <ATen/ops/aminmax.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/parallel/ddp/hooks/internal/tools.h>
+#include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 #include <lockstep/parallel/ddp/hooks/quantization_hooks.h>
 
 namespace lockstep {

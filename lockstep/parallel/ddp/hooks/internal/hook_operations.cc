@@ -2,7 +2,7 @@
 #include <ATen/ops/empty.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/parallel/ddp/hooks/internal/tools.h>
+#include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 
 namespace lockstep::hooks {
 
