@@ -52,7 +52,7 @@ HostsLink::~HostsLink() {
   }
   cancel_requests();
   leave();
-  transport_->remove_listener(own_number_, last_words_);
+  transport_->remove_listener(own_number_, failure_message_);
   // The wire rings this rank's bell behind a request that is done: not any more after this.
   if (last_) transport_->wire().cancel(last_);
 }
@@ -222,7 +222,7 @@ void HostsLink::leave() {
   message.kind = ControlMessage::Kind::kLeave;
   message.sequence = host_ ? host_->sequence() + 1 : 0;
   std::unique_lock lock(mutex_);
-  auto failure = last_words_;
+  auto failure = failure_message_;
   lock.unlock();
   // All, not only those with which it has messages: they may wait for ranks that wait for it.
   for (int rank = 0; rank < layout_.size(); ++rank) {
@@ -235,7 +235,7 @@ void HostsLink::leave() {
 void HostsLink::tell_that_it_failed() {
   {
     std::lock_guard lock(mutex_);
-    if (last_words_) return;
+    if (failure_message_) return;
   }
   auto failure = host_->failure_for_others();
   // What this rank has succeeded in is none of it elsewhere.
@@ -252,7 +252,7 @@ void HostsLink::tell_failure(const GroupFailure& failure) {
   message.set_text(failure.text);
   {
     std::lock_guard lock(mutex_);
-    last_words_ = message;  // for those that are met later
+    failure_message_ = message;  // for those that are met later
   }
   for (int rank = 0; rank < layout_.size(); ++rank) {
     if (met_[rank].load()) tell(rank, message);
@@ -267,7 +267,7 @@ void HostsLink::on_control(int from, const ControlMessage& message) {
     met_[rank].store(true);
     // What is told from now on will find it.
     std::unique_lock lock(mutex_);
-    auto failure = last_words_;
+    auto failure = failure_message_;
     lock.unlock();
     if (failure) tell(rank, *failure);
     if (!has_told_leave_.load()) return;

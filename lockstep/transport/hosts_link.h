@@ -70,8 +70,8 @@ class HostsLink final : public ControlListener {
   std::atomic<bool> has_told_leave_{false};
 
   std::mutex mutex_;
-  std::optional<GroupFailure> early_;         // told before attach()
-  std::optional<ControlMessage> last_words_;  // that the group has failed
+  std::optional<GroupFailure> early_;              // told before attach()
+  std::optional<ControlMessage> failure_message_;  // that the group has failed
 };
 
 }  // namespace lockstep::transport

@@ -18,7 +18,7 @@
 /// In each iteration the first joinable counts the ranks that still train, by an all-reduce of ones; a rank
 /// that has joined adds a zero to it, and, as long as the sum is not 0, calls the main hook of every
 /// joinable, which must call the same collectives as one iteration does. When all have joined, all ranks
-/// calls the post hooks.
+/// call the post hooks.
 namespace lockstep {
 
 class Join;

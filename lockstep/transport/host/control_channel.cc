@@ -72,10 +72,10 @@ uint32_t ControlChannel::add_listener(ControlListener& listener) {
   return number;
 }
 
-void ControlChannel::remove_listener(uint32_t number, const std::optional<ControlMessage>& last_words) {
+void ControlChannel::remove_listener(uint32_t number, const std::optional<ControlMessage>& failure_message) {
   std::lock_guard lock(listeners_mutex_);
   listeners_.erase(number);
-  if (last_words) last_words_.emplace(number, *last_words);
+  if (failure_message) failure_messages_.emplace(number, *failure_message);
 }
 
 void ControlChannel::pass_on(int from, const ControlMessage& message) {
@@ -85,7 +85,7 @@ void ControlChannel::pass_on(int from, const ControlMessage& message) {
   if (message.kind != ControlMessage::Kind::kMeet) return;
   // A group that was closed here.
   ControlMessage answer;
-  if (const auto failed = last_words_.find(message.group); failed != last_words_.end()) {
+  if (const auto failed = failure_messages_.find(message.group); failed != failure_messages_.end()) {
     answer = failed->second;
     answer.group = message.number;
     send(from, answer);

@@ -41,8 +41,8 @@ class ControlChannel {
   /// As HostTransport::add_listener() and remove_listener().
   static constexpr uint32_t kChannelsPerGroup = 2;
   uint32_t add_listener(ControlListener& listener);
-  void remove_listener(uint32_t number, const std::optional<ControlMessage>& last_words);
-  /// To the listener; a rank that wants to meet a group that was closed here gets its last words.
+  void remove_listener(uint32_t number, const std::optional<ControlMessage>& failure_message);
+  /// To the listener; a rank that wants to meet a group that was closed here gets its message of failure.
   void pass_on(int from, const ControlMessage& message);
 
  private:
@@ -63,8 +63,8 @@ class ControlChannel {
 
   std::mutex listeners_mutex_;
   std::map<uint32_t, ControlListener*> listeners_;
-  std::map<uint32_t, ControlMessage> last_words_;  // of groups that have failed and were closed
-  uint32_t next_number_ = 1;                       // 0: control messages
+  std::map<uint32_t, ControlMessage> failure_messages_;  // of groups that have failed and were closed
+  uint32_t next_number_ = 1;                             // 0: control messages
 };
 
 }  // namespace lockstep::transport

@@ -158,9 +158,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// have been given.
   static constexpr uint32_t kChannelsPerGroup = ControlChannel::kChannelsPerGroup;
   uint32_t add_listener(ControlListener& listener) { return control_->add_listener(listener); }
-  /// The listener is called no more when this returns. `last_words` stay, if the group has failed.
-  void remove_listener(uint32_t number, const std::optional<ControlMessage>& last_words) {
-    control_->remove_listener(number, last_words);
+  /// The listener is called no more when this returns. `failure_message` stays for those that come later, if the group has failed.
+  void remove_listener(uint32_t number, const std::optional<ControlMessage>& failure_message) {
+    control_->remove_listener(number, failure_message);
   }
 
   /// Groups register to have their sleeping waiters woken when a peer ends; GroupMembers does this itself.
