@@ -3,12 +3,13 @@
 //
 //     lockstep run --nproc-per-node 2 bench_sharding fsdp huge 4 1
 //
-// Modes: fsdp (FULL_SHARD: shared on one host, gathered over several), gather and grad_op (FULL_SHARD and SHARD_GRAD_OP, gathered on one
-// host, too), hybrid (HYBRID_SHARD), ddp, alone. The argument is a network of networks.h. A process has one mode and one network, for its memory is
-// measured, too. peers/python_sharding.py does the same with PyTorch's fully_shard.
+// Modes: fsdp (FULL_SHARD: shared on one host, gathered over several), gather and grad_op (FULL_SHARD and SHARD_GRAD_OP,
+// gathered on one host, too), hybrid (HYBRID_SHARD), ddp, alone. The argument is a network of networks.h. A process has
+// one mode and one network, for its memory is measured, too. peers/python_sharding.py does the same with PyTorch's
+// fully_shard.
 //
-// operators:plain, operators:observed and operators:gathered time so many additions of 4 floats: as they are, while a model lives whose
-// parameters are gathered, and given one of these parameters.
+// operators:plain, operators:observed and operators:gathered time so many additions of 4 floats: as they are, while a
+// model lives whose parameters are gathered, and given one of these parameters.
 #include <memory>
 #include <optional>
 #include <string>

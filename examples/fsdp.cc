@@ -1,5 +1,5 @@
-// Trains a classifier of clothes on Fashion-MNIST in shards: the weights lie once in the memory of the host, or, on devices, each rank
-// has rows of them; gradients and optimizer state a rank keeps of the rows that it owns.
+// Trains a classifier of clothes on Fashion-MNIST in shards: the weights lie once in the memory of the host, or, on
+// devices, each rank has rows of them; gradients and optimizer state a rank keeps of the rows that it owns.
 //
 //     lockstep run --nproc-per-node 2 ./fsdp
 #include <cstdio>

@@ -1,6 +1,6 @@
-// Trains a model whose weights take more than half of the machine's memory, with AdamW, on all ranks of one host: it is built
-// without values on each rank, its weights lie once in bfloat16, and what only a step of the optimizer needs (weights and state in
-// full precision) is in files.
+// Trains a model whose weights take more than half of the machine's memory, with AdamW, on all ranks of one host: it is
+// built without values on each rank, its weights lie once in bfloat16, and what only a step of the optimizer needs
+// (weights and state in full precision) is in files.
 //
 //     lockstep run --nproc-per-node 2 ./large_model --offload /somewhere/on/a/disk
 //

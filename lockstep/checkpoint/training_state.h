@@ -82,13 +82,13 @@ class TrainingState {
       add_optimizer_of(std::move(name), optimizer, model_tensors_later(model));
     }
   }
-  /// The stages of a pipeline that this rank has: {stage}, by the names that their parameters and buffers have in their modules,
-  /// which are to be those of the whole model (pipeline_stages(), Sequential::push_back(name, layer)). Collective over the stages'
-  /// group; saving and loading are, too (is_collective()). What is saved is the state of the whole model in one process:
-  /// any number of stages loads it, also interleaved ones, and the module itself. Each rank reads the whole. When the state does
-  /// not fit on some rank, all throw, and nothing has changed on any. With data parallelism buffers are the first pipeline's.
-  /// Throws c10::ValueError on all ranks for stages of functions that have parameters, and for a name on two stages that is not
-  /// of a tied weight.
+  /// The stages of a pipeline that this rank has: {stage}, by the names that their parameters and buffers have in their
+  /// modules, which are to be those of the whole model (pipeline_stages(), Sequential::push_back(name, layer)).
+  /// Collective over the stages' group; saving and loading are, too (is_collective()). What is saved is the state of the
+  /// whole model in one process: any number of stages loads it, also interleaved ones, and the module itself. Each rank
+  /// reads the whole. When the state does not fit on some rank, all throw, and nothing has changed on any. With data
+  /// parallelism buffers are the first pipeline's. Throws c10::ValueError on all ranks for stages of functions that have
+  /// parameters, and for a name on two stages that is not of a tied weight.
   void add_model(std::string name, const std::vector<PipelineStage>& stages);
   /// An optimizer of these stages' parameters, by their names, a tied weight by its first. All ranks' optimizers have equally
   /// many groups. Throws c10::ValueError for LBFGS, too, whose state can't be cut.
@@ -119,12 +119,12 @@ class TrainingState {
   /// All ranks are needed to save and to load, for each has a part of a sharded model, or of a pipeline.
   bool is_collective() const { return !groups_.empty(); }
 
-  /// Loads the union of all ranks' state_dict() into all parts, in place; every rank calls it with the same
-  /// state, and nothing is sent, but for a FullyShardedDataParallel and a pipeline: then all ranks of its group load or none, and
-  /// those that could throw c10::DistBackendError with the other ranks' causes. `options` are for names: of parts, and of tensors and parameters within
-  /// models and optimizers ("model.head.weight" in what is returned and in errors; key_map gets
-  /// "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit; also when the
-  /// first part that was added lacks memory for its values, which a FullyShardedDataParallel may.
+  /// Loads the union of all ranks' state_dict() into all parts, in place; every rank calls it with the same state, and
+  /// nothing is sent, but for a FullyShardedDataParallel and a pipeline: then all ranks of its group load or none, and
+  /// those that could throw c10::DistBackendError with the other ranks' causes. `options` are for names: of parts, and of
+  /// tensors and parameters within models and optimizers ("model.head.weight" in what is returned and in errors; key_map
+  /// gets "head.weight"). Throws, and has changed nothing, when something is missing, unexpected or does not fit; also
+  /// when the first part that was added lacks memory for its values, which a FullyShardedDataParallel may.
   IncompatibleKeys load_state_dict(const StateDict& state, const LoadStateDictOptions& options = {});
   /// Loads this rank's rank_state_dict(). An empty state means that another number of ranks has written the
   /// checkpoint: then random numbers go on from what load_state_dict(), called before, found in the shared
@@ -137,7 +137,8 @@ class TrainingState {
     std::function<StateDict()> save;
     /// Checks; what is done last.
     std::function<PreparedLoad(const StateDict&, const LoadStateDictOptions&)> prepare;
-    /// Of a part whose ranks check together: in the place of `prepare` where there is no state of it. Throws if other ranks have one.
+    /// Of a part whose ranks check together: in the place of `prepare` where there is no state of it. Throws if other
+    /// ranks have one.
     std::function<void()> prepare_without = {};
     /// Instead of `prepare`, for those that check and load in one.
     std::function<void(const StateDict&)> load;

@@ -164,10 +164,10 @@ struct ShrinkOptions {
 /// very end is found by the group's first operation. May be called again after an error, and for the group
 /// that it has made.
 ///
-/// On one host it needs no store. Over hosts the ranks meet in the job's store: those that don't reach it,
-/// because its host is lost or they are cut off from it, can't go on. Of two sides that both reach it but not
-/// each other, the one with the group's first host goes on, unless it comes 5 s later than the other. What the old group's operations have done may
-/// differ by host: see DistributedDataParallel::update_process_group().
+/// On one host it needs no store. Over hosts the ranks meet in the job's store: those that don't reach it, because its
+/// host is lost or they are cut off from it, can't go on. Of two sides that both reach it but not each other, the one
+/// with the group's first host goes on, unless it comes 5 s later than the other. What the old group's operations have
+/// done may differ by host: see DistributedDataParallel::update_process_group().
 ///
 /// Throws c10::ValueError for flags, ranks or a timeout that make no sense and for a group of one rank;
 /// c10::Error when this rank is in `ranks_to_exclude`; DistTimeoutError when a rank lives, but does not call

@@ -21,7 +21,8 @@ class WorkerCgroup {
 
   WorkerCgroup(WorkerCgroup&& other) noexcept;
   WorkerCgroup& operator=(WorkerCgroup&&) = delete;
-  /// Kills what is left in it, and removes it with those below it. Waits for at most 5 s until the kernel has ended the processes.
+  /// Kills what is left in it, and removes it with those below it. Waits for at most 5 s until the kernel has ended the
+  /// processes.
   ~WorkerCgroup();
 
   const std::string& folder() const { return folder_; }

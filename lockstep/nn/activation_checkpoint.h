@@ -81,9 +81,9 @@ void put_tensors(Argument& argument, std::vector<at::Tensor>::const_iterator& ne
 /// must not mind that it may be ended early. With gradients disabled it just runs.
 ///
 /// `function`: a lambda, a holder such as torch::nn::Linear; it is copied. Arguments are copied, too; tensors in them
-/// (tensor_tree.h) are kept as autograd keeps saved ones. Throws in backward c10::Error when an argument was changed in place
-/// since, when a parameter that was saved was (where Python would use the new one), and when the function has saved something else this time;
-/// and, at the first call, in a process whose autograd engine is not torch's own. Thread-safe.
+/// (tensor_tree.h) are kept as autograd keeps saved ones. Throws in backward c10::Error when an argument was changed in
+/// place since, when a parameter that was saved was (where Python would use the new one), and when the function has saved
+/// something else this time; and, at the first call, in a process whose autograd engine is not torch's own. Thread-safe.
 /// torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator.
 template <class Function, class... Arguments>
 auto activation_checkpoint(const ActivationCheckpointOptions& options, Function&& function,

@@ -41,12 +41,12 @@ struct GradScalerOptions {
 ///     scaler.step(optimizer);                                       // left out if a gradient is inf or NaN
 ///     scaler.update();                                              // once, after all optimizers
 ///
-/// All ranks must leave out the same steps. After DistributedDataParallel's backward() they do, and nothing
-/// is exchanged: an infinity on one rank is one in all ranks' averages. Where ranks step on gradients of
-/// their own, `process_group` makes them agree, by one all-reduce of two numbers in each unscale_(). So does,
-/// without being told, an optimizer whose step() communicates (CollectiveOptimizer):
-/// ZeroRedundancyOptimizer, PostLocalSGDOptimizer, FullyShardedDataParallel's. Then all members call unscale_() (or step()) equally often, a rank without
-/// gradients too. Scales start equal and stay so, to the bit. Not inside of a Join with such an optimizer.
+/// All ranks must leave out the same steps. After DistributedDataParallel's backward() they do, and nothing is exchanged:
+/// an infinity on one rank is one in all ranks' averages. Where ranks step on gradients of their own, `process_group`
+/// makes them agree, by one all-reduce of two numbers in each unscale_(). So does, without being told, an optimizer whose
+/// step() communicates (CollectiveOptimizer): ZeroRedundancyOptimizer, PostLocalSGDOptimizer, FullyShardedDataParallel's.
+/// Then all members call unscale_() (or step()) equally often, a rank without gradients too. Scales start equal and stay
+/// so, to the bit. Not inside of a Join with such an optimizer.
 ///
 /// When agreeing fails, unscale_() and step() throw what all_reduce() throws; the scaler is then as it was
 /// before the iteration, and gradients are undefined: zero_grad() and do the step again. After another

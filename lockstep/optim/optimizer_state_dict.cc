@@ -235,8 +235,8 @@ ByName find_names(const SavedState& saved, const LoadStateDictOptions& options, 
   return by_name;
 }
 
-/// A state has a parameter of several names under the one that came first in the model which has written it; in a pipeline's stages that
-/// may be another one than here. So what is not there under the first name is taken from another.
+/// A state has a parameter of several names under the one that came first in the model which has written it; in a
+/// pipeline's stages that may be another one than here. So what is not there under the first name is taken from another.
 void rename_to_first(const ModelTensors& model, ByName& by_name) {
   std::unordered_map<const void*, std::string> firsts;
   for (const auto& [name, parameter] : model.parameters) {

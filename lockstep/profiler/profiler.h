@@ -74,9 +74,10 @@ struct ProfilerOptions {
 /// ranks, the sequence number, sizes, and how long it has waited for earlier ones; how long it has waited for other ranks is
 /// in the merged trace (merge_traces.h).
 ///
-/// While nothing is recorded there is no observer, and nothing has a cost. One profiler of a process may record at a time,
-/// Python's included. Used by one thread: what it records when that ends, or the process by exit(), is lost. A child that is forked behind the first recording ends by exec or _exit():
-/// exit() waits there for ever, for a thread of Kineto's that the child does not have.
+/// While nothing is recorded there is no observer, and nothing has a cost. One profiler of a process may record at a
+/// time, Python's included. Used by one thread: what it records when that ends, or the process by exit(), is lost. A
+/// child that is forked behind the first recording ends by exec or _exit(): exit() waits there for ever, for a thread of
+/// Kineto's that the child does not have.
 class Profiler {
  public:
   /// Starts. Throws c10::ValueError when there is no activity, or CUDA is asked for where there is no card.

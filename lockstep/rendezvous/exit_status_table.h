@@ -19,11 +19,11 @@ std::string describe_wait_status(int wait_status);
 /// Why, in training, a process ends in good order while the others still wait for it, and what helps.
 inline constexpr const char* kUnequalBatches = "unequal numbers of batches: see join()";
 
-/// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker
-/// looks when it notices that a peer is gone: only the parent of a process learns its exit status. In the
-/// other direction a worker notes which peer made its operations fail: the victim's process often ends before
-/// the culprit's does; and for which peer it has waited for long. Where the launcher starts its workers again and again, it also notes what it knows of later
-/// generations of them: one that is left over finds there that it is.
+/// A small shared memory in which a launcher notes how each of its local workers ended, and in which a worker looks when
+/// it notices that a peer is gone: only the parent of a process learns its exit status. In the other direction a worker
+/// notes which peer made its operations fail: the victim's process often ends before the culprit's does; and for which
+/// peer it has waited for long. Where the launcher starts its workers again and again, it also notes what it knows of
+/// later generations of them: one that is left over finds there that it is.
 ///
 /// The launcher creates the table, lets the workers inherit fd() under the same number, and puts
 /// environment_value() into their LOCKSTEP_EXIT_STATUS_FD. The workers' mappings of what the launcher writes

@@ -44,8 +44,8 @@ struct SlowPoints : Points {
   bool slow = false;
 };
 
-/// Three windows of 20 steps, and the first step of the next. Of the first one the steps may be slower on a busy machine, and what
-/// another rank has told last may be of the window before, with which the second one is then not compared.
+/// Three windows of 20 steps, and the first step of the next. Of the first one the steps may be slower on a busy machine,
+/// and what another rank has told last may be of the window before, with which the second one is then not compared.
 constexpr int64_t kSteps = 61;
 
 void train(int rank, bool slow_forward, bool slow_data) {

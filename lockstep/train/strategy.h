@@ -105,7 +105,8 @@ class StrategyModel {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
-/// What a Trainer makes of a pipeline's stages: a PipelinedModel, with an optimizer of this rank's parameters. Used by one thread.
+/// What a Trainer makes of a pipeline's stages: a PipelinedModel, with an optimizer of this rank's parameters. Used by
+/// one thread.
 class StrategyStages {
  public:
   /// Throws what PipelinedModel throws.

@@ -122,8 +122,9 @@ class TellingAction {
   static std::string describe(uint64_t word);
 };
 
-/// For those who look at the training (`lockstep top`): how many steps it has made, those before a restart among them, and the loss
-/// of the last one. The Trainer calls it; a loop of one's own may, where it knows the loss. From any thread; some 20 ns.
+/// For those who look at the training (`lockstep top`): how many steps it has made, those before a restart among them,
+/// and the loss of the last one. The Trainer calls it; a loop of one's own may, where it knows the loss. From any thread;
+/// some 20 ns.
 void tell_progress(int64_t step, double loss);
 
 /// kWaiting from construction to destruction, and then again what was before; likewise in the thread that trains alone.

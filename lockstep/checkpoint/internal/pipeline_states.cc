@@ -93,8 +93,8 @@ std::vector<std::string> parameters_in(const StateDict& state) {
   return names;
 }
 
-/// An optimizer's state whose groups have only the parameters of this rank. A group of which this rank has none is then one without
-/// parameters in the state, too, and so gets its options, such as the learning rate, by its place.
+/// An optimizer's state whose groups have only the parameters of this rank. A group of which this rank has none is then
+/// one without parameters in the state, too, and so gets its options, such as the learning rate, by its place.
 StateDict with_own_parameters(StateDict state, const LoadStateDictOptions& own) {
   auto groups = state_value<std::vector<StateDict>>(state, "param_groups", kOwner);
   for (StateDict& group : groups) {

@@ -28,9 +28,9 @@ struct GivenRoles {
 /// SageMaker and Azure ML. A pure function of the variables.
 ///
 /// Nothing where they do not say for certain that one launcher was started on each host and that there are several hosts,
-/// and in a process that a launcher has given its rank (RANK, WORLD_SIZE; but Azure ML's for an instance). MASTER_ADDR and MASTER_PORT go before the
-/// address that the scheduler tells. Throws c10::ValueError with the remedy when there are several hosts, and what a
-/// job over them needs is missing.
+/// and in a process that a launcher has given its rank (RANK, WORLD_SIZE; but Azure ML's for an instance). MASTER_ADDR
+/// and MASTER_PORT go before the address that the scheduler tells. Throws c10::ValueError with the remedy when there are
+/// several hosts, and what a job over them needs is missing.
 std::optional<HostRoles> read_host_roles(const Lookup& lookup, const GivenRoles& given);
 
 }  // namespace lockstep::launch

@@ -10,8 +10,8 @@
 namespace lockstep::launch {
 
 /// One stream of a tunnel: carries bytes between the connection of another host and one of this host, both ways, and
-/// knows nothing of what they mean. Holds at most kMostBytes each way, so that a slow reader slows its writer down. When one end closes,
-/// what was already read still passes, and then the other end is closed.
+/// knows nothing of what they mean. Holds at most kMostBytes each way, so that a slow reader slows its writer down. When
+/// one end closes, what was already read still passes, and then the other end is closed.
 class Forwarding : public EventHandler {
  public:
   static constexpr size_t kMostBytes = 256 << 10;

@@ -17,8 +17,8 @@ class FsdpCore;
 
 namespace fsdp {
 
-/// What each FullyShardedDataParallel is, whatever it wraps. One that lies within the module of another is a part of that from then
-/// on: the outer one has the weights, the optimizer and the states, and the part has its forward alone.
+/// What each FullyShardedDataParallel is, whatever it wraps. One that lies within the module of another is a part of that
+/// from then on: the outer one has the weights, the optimizer and the states, and the part has its forward alone.
 class AnyWrapper {
  public:
   AnyWrapper(const AnyWrapper&) = delete;

@@ -33,8 +33,8 @@ bool has_values(const at::Tensor& tensor) {
   return !tensor.is_meta();
 }
 
-/// Memory on the CPU for a while. Large tensors have pages of their own: malloc would keep, between small blocks that stay, as much
-/// as all modules had one after the other.
+/// Memory on the CPU for a while. Large tensors have pages of their own: malloc would keep, between small blocks that
+/// stay, as much as all modules had one after the other.
 at::Tensor empty_for_a_while(const at::Tensor& like) {
   constexpr size_t kLeastMapped = 64 << 10;
   const size_t bytes = like.numel() * like.element_size();

@@ -41,14 +41,15 @@ namespace lockstep {
 /// run the same number of synchronised backwards and steps; a parameter that a rank does not use counts as zeros there, but
 /// each backward must reach one sharded parameter at least. Over several hosts each has the weights once (HYBRID_SHARD).
 ///
-/// With FULL_SHARD and SHARD_GRAD_OP over several hosts, or with `gather`, each rank has its rows alone. The parameters of a group of the
-/// auto_wrap_policy are gathered when an operator is given one of them in forward() or backward(), and freed when others are; outside
-/// of these they have no values, and reading them throws. Then forward is collective too: all ranks use the groups in the
-/// same order, in evaluation as well, and one thread uses the model.
+/// With FULL_SHARD and SHARD_GRAD_OP over several hosts, or with `gather`, each rank has its rows alone. The parameters
+/// of a group of the auto_wrap_policy are gathered when an operator is given one of them in forward() or backward(), and
+/// freed when others are; outside of these they have no values, and reading them throws. Then forward is collective too:
+/// all ranks use the groups in the same order, in evaluation as well, and one thread uses the model.
 ///
-/// Modules within the module may be wrapped before it, as members of the type FullyShardedDataParallel<Block>: they become parts of this
-/// one, each a group of its own, and what is left is another one. Their optimizers and states are this one's; all have the same
-/// process group and sharding, and each keeps its mixed precision. Where a part computes alone, it is as if the whole did.
+/// Modules within the module may be wrapped before it, as members of the type FullyShardedDataParallel<Block>: they
+/// become parts of this one, each a group of its own, and what is left is another one. Their optimizers and states are
+/// this one's; all have the same process group and sharding, and each keeps its mixed precision. Where a part computes
+/// alone, it is as if the whole did.
 ///
 /// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
 /// Several models may live in one process, made in the same order on all ranks, and one backward may reach several: the same
@@ -133,8 +134,9 @@ class FullyShardedDataParallel : public torch::nn::Module,
     core()->summon_full_params(action, writeback);
   }
 
-  /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with rank0_only
-  /// nothing on other ranks. Collective with mixed precision and where parameters are gathered; otherwise a rank may call it alone.
+  /// The whole model under the module's own names, in memory of its own, in the parameters' full precision; with
+  /// rank0_only nothing on other ranks. Collective with mixed precision and where parameters are gathered; otherwise a
+  /// rank may call it alone.
   StateDict full_state_dict(bool rank0_only = false) { return core()->full_state_dict(rank0_only); }
   /// Every rank gives the whole model, or what has its rows; of any number of ranks. Buffers and ignored parameters are taken
   /// from the rank's own argument: rank 0's state gives all ranks rank 0's. Collective. Throws c10::ValueError when

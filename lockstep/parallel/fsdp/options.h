@@ -16,14 +16,15 @@
 namespace lockstep {
 namespace fsdp {
 
-/// What lies where, under torch's names. On the CPUs of one host each weight lies once in shared memory, whatever is chosen, so
-/// the first, the second and the last come to the same. Over several hosts HYBRID_SHARD is that on each host; with the other two, and
-/// on devices, a rank has its rows alone, and parameters are gathered for forward and backward: with FULL_SHARD they are freed behind each,
-/// with SHARD_GRAD_OP behind backward. HYBRID_SHARD on devices is FULL_SHARD over each host's ranks.
+/// What lies where, under torch's names. On the CPUs of one host each weight lies once in shared memory, whatever is
+/// chosen, so the first, the second and the last come to the same. Over several hosts HYBRID_SHARD is that on each host;
+/// with the other two, and on devices, a rank has its rows alone, and parameters are gathered for forward and backward:
+/// with FULL_SHARD they are freed behind each, with SHARD_GRAD_OP behind backward. HYBRID_SHARD on devices is FULL_SHARD
+/// over each host's ranks.
 enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
 
-/// When the next group of gathered parameters is gathered in backward: before the current one's gradients are computed, or behind,
-/// which takes less memory and overlaps less. torch/distributed/fsdp/api.py.
+/// When the next group of gathered parameters is gathered in backward: before the current one's gradients are computed,
+/// or behind, which takes less memory and overlaps less. torch/distributed/fsdp/api.py.
 enum class BackwardPrefetch { BACKWARD_PRE, BACKWARD_POST };
 
 /// Lower precision for forward, backward and reduction, while the shards that the optimizer sees stay as they are. Only
@@ -41,10 +42,9 @@ struct MixedPrecision {
   bool is_used() const { return param_dtype || reduce_dtype || buffer_dtype; }
 };
 
-/// Where what outlives a step lies: the weights, the rows in full precision, and the optimizer's state. With offload_params in
-/// files that all processes map, so that the kernel writes to the disk what memory has no room for; gradients stay in memory. Of a model on a
-/// device the optimizer steps on the CPU then.
-/// torch/distributed/fsdp/api.py.
+/// Where what outlives a step lies: the weights, the rows in full precision, and the optimizer's state. With
+/// offload_params in files that all processes map, so that the kernel writes to the disk what memory has no room for;
+/// gradients stay in memory. Of a model on a device the optimizer steps on the CPU then. torch/distributed/fsdp/api.py.
 struct CPUOffload {
   bool offload_params = false;
   /// On a disk of this host; where temporary files go ($TMPDIR, or /tmp) if it is empty. The files have no names there, and go

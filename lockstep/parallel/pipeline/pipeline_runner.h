@@ -91,27 +91,29 @@ struct PipelineMemory {
 ///       optimizer.step();
 ///     }
 ///
-/// step() cuts the batch along dimension 0 into micro-batches, as even as possible (at::tensor_split), runs the schedule's
-/// actions of this rank in order, and adds to the gradients of its parameters: bit by bit what one process adds that runs the
-/// whole model forward and backward on one micro-batch after the other, each loss divided by their number. Shapes and dtypes
-/// may change from step to step. (An output that several stages use adds up their gradients stage by stage; tied weights, theirs
-/// at the end of the step: these are the same sums in another order.) Activations of a micro-batch are freed with its backward, so
-/// their number is bounded by the schedule. An input, and a target, may require a gradient and come with a graph: that runs once,
-/// with the gradients of all micro-batches, when the stage's last backward is done.
+/// step() cuts the batch along dimension 0 into micro-batches, as even as possible (at::tensor_split), runs the
+/// schedule's actions of this rank in order, and adds to the gradients of its parameters: bit by bit what one process
+/// adds that runs the whole model forward and backward on one micro-batch after the other, each loss divided by their
+/// number. Shapes and dtypes may change from step to step. (An output that several stages use adds up their gradients
+/// stage by stage; tied weights, theirs at the end of the step: these are the same sums in another order.) Activations of
+/// a micro-batch are freed with its backward, so their number is bounded by the schedule. An input, and a target, may
+/// require a gradient and come with a graph: that runs once, with the gradients of all micro-batches, when the stage's
+/// last backward is done.
 ///
 /// All ranks of the group call the constructor, step() and eval() alike; the constructor exchanges and compares what they
-/// were given. A step's sends never wait for receivers, so no order of actions can deadlock. In eval(), where no backward bounds
-/// what is on its way, a stage is at most two micro-batches ahead of the next one, if that takes what it sends, and one more for each
-/// stage between them ahead of a later one; with several stages on a rank, a round of the schedule. In traces actions are scopes as torch names them ("PP:2F3"), and what they wait for ("PP:2RECV_F3").
+/// were given. A step's sends never wait for receivers, so no order of actions can deadlock. In eval(), where no backward
+/// bounds what is on its way, a stage is at most two micro-batches ahead of the next one, if that takes what it sends,
+/// and one more for each stage between them ahead of a later one; with several stages on a rank, a round of the schedule.
+/// In traces actions are scopes as torch names them ("PP:2F3"), and what they wait for ("PP:2RECV_F3").
 ///
 /// A stage that calls activation_checkpoint() does all of its backward in the first half of a split one, for the second
 /// one would compute the checkpoint again for each layer that has weights.
 ///
-/// When a stage throws, or its process ends or is stopped beyond the group's timeout, the group fails, and
-/// step() throws on all ranks: c10::DistBackendError or DistTimeoutError that names the rank and its action ("in 2B3": stage 2,
-/// backward of micro-batch 3) and has its text; on the rank that threw, its own exception with the action added. A rank that had
-/// done its part of the step already throws in the next one. A data_parallel_group fails with it, and so the other pipelines, with
-/// the same text. The runner can't be used after that, nor the groups.
+/// When a stage throws, or its process ends or is stopped beyond the group's timeout, the group fails, and step() throws
+/// on all ranks: c10::DistBackendError or DistTimeoutError that names the rank and its action ("in 2B3": stage 2,
+/// backward of micro-batch 3) and has its text; on the rank that threw, its own exception with the action added. A rank
+/// that had done its part of the step already throws in the next one. A data_parallel_group fails with it, and so the
+/// other pipelines, with the same text. The runner can't be used after that, nor the groups.
 ///
 /// One thread at a time. Lifetime: uses the stages' modules until it is destroyed. Messages have tags from 2^30 on.
 /// torch/distributed/pipelining/schedules.py, where each schedule is a class; differences: scale_grads scales the losses, not

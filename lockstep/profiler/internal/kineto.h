@@ -30,9 +30,10 @@ class KinetoTrace {
   virtual void save(const std::string& path) = 0;
 };
 
-/// Keeps Kineto from telling of each recording on standard error, unless KINETO_LOG_LEVEL is set. Kineto reads that variable
-/// when it is first made ready, and LibTorch exports no function that does as much. setenv(3) is not safe beside threads that
-/// read the environment, so this is to be called as early as it is known that something will be recorded; only the first call counts.
+/// Keeps Kineto from telling of each recording on standard error, unless KINETO_LOG_LEVEL is set. Kineto reads that
+/// variable when it is first made ready, and LibTorch exports no function that does as much. setenv(3) is not safe beside
+/// threads that read the environment, so this is to be called as early as it is known that something will be recorded;
+/// only the first call counts.
 void quieten_kineto();
 
 /// What makes a recording ready; start_kineto() and stop_kineto() follow in the same thread.

@@ -40,10 +40,11 @@ struct EndOfFarRank;
 /// The ranks of a job as one process sees them: of those on this host all memory mapped and all processes
 /// watched; of those on other hosts the connection.
 ///
-/// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping
-/// of every neighbour's segments, the wire to the other hosts if there are any, and one monitor thread, which maps
-/// further segments as they arrive, hears what other hosts have to say, and notices when a peer ends. Knows nothing of operations. Thread-safe. Lifetime: channels and arena memory keep what
-/// they need alive; when the last goes, the peers are told that this rank left in good order.
+/// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping of every
+/// neighbour's segments, the wire to the other hosts if there are any, and one monitor thread, which maps further
+/// segments as they arrive, hears what other hosts have to say, and notices when a peer ends. Knows nothing of
+/// operations. Thread-safe. Lifetime: channels and arena memory keep what they need alive; when the last goes, the peers
+/// are told that this rank left in good order.
 class HostTransport : public std::enable_shared_from_this<HostTransport> {
  public:
   struct Options {
@@ -158,7 +159,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// have been given.
   static constexpr uint32_t kChannelsPerGroup = ControlChannel::kChannelsPerGroup;
   uint32_t add_listener(ControlListener& listener) { return control_->add_listener(listener); }
-  /// The listener is called no more when this returns. `failure_message` stays for those that come later, if the group has failed.
+  /// The listener is called no more when this returns. `failure_message` stays for those that come later, if the group
+  /// has failed.
   void remove_listener(uint32_t number, const std::optional<ControlMessage>& failure_message) {
     control_->remove_listener(number, failure_message);
   }

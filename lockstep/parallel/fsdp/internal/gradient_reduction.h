@@ -33,11 +33,11 @@ struct ReductionProgress {
 
 /// Averages gradients over the ranks while backward() runs, each rank those of its own rows.
 ///
-/// Autograd leaves a weight's gradient in .grad of the module's parameter. When those of a group of weights are there, and
-/// it is the group's turn (ReductionSchedule), they are copied into buffers of a ring in shared memory, part by part, and
-/// dropped; reduce-scatters leave each rank the averages of its rows, which become, or are added to, the gradients of its shards when
-/// backward ends. Over several hosts this is done on each; behind it an all_reduce makes averages of the hosts' ones, while
-/// backward goes on. Weights that no rank has a gradient for get none.
+/// Autograd leaves a weight's gradient in .grad of the module's parameter. When those of a group of weights are there,
+/// and it is the group's turn (ReductionSchedule), they are copied into buffers of a ring in shared memory, part by part,
+/// and dropped; reduce-scatters leave each rank the averages of its rows, which become, or are added to, the gradients of
+/// its shards when backward ends. Over several hosts this is done on each; behind it an all_reduce makes averages of the
+/// hosts' ones, while backward goes on. Weights that no rank has a gradient for get none.
 ///
 /// A backward may reach several models, in an order that is another one on each rank: behind it their reductions end in the
 /// order in which the models were made.
@@ -71,8 +71,8 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   int64_t reduced() const { return reduced_; }
   /// Drops what has added up for this weight.
   void drop_sum(size_t weight);
-  /// Before a forward, by any thread. Throws c10::Error when the last backward did not end, of this thread, or on a device of any:
-  /// a reduction has failed, or something else has thrown.
+  /// Before a forward, by any thread. Throws c10::Error when the last backward did not end, of this thread, or on a
+  /// device of any: a reduction has failed, or something else has thrown.
   void check_ended() const;
 
  private:

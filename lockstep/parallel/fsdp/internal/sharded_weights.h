@@ -61,8 +61,9 @@ class ShardedWeights {
   virtual ~ShardedWeights() = default;
   /// The memory of what write() changes where that is not what modules see. Before move_value().
   void allocate_copies();
-  /// Moves a parameter's values there: each rank the rows that it owns, of its own values or of rank 0's, on which alone the
-  /// parameter needs values then. What it had before is free. Each once; the barrier() of group() follows the last one. Collective.
+  /// Moves a parameter's values there: each rank the rows that it owns, of its own values or of rank 0's, on which alone
+  /// the parameter needs values then. What it had before is free. Each once; the barrier() of group() follows the last
+  /// one. Collective.
   void move_value(size_t index, bool of_rank_0);
   /// The same, with nothing sent, of a parameter whose rows of this rank other weights have.
   void take_rows(size_t index, const at::Tensor& own_rows);

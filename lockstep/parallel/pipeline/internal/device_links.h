@@ -26,8 +26,8 @@ class DeviceLinks {
   DeviceLinks& operator=(const DeviceLinks&) = delete;
   ~DeviceLinks();
 
-  /// Passes a number from the first to the second rank of each pair, in one order on all ranks: NCCL connects two ranks when both have
-  /// come there, for which a first send would wait. Collective.
+  /// Passes a number from the first to the second rank of each pair, in one order on all ranks: NCCL connects two ranks
+  /// when both have come there, for which a first send would wait. Collective.
   void connect(const std::set<std::pair<int, int>>& pairs) const;
 
   c10::Device device() const { return device_; }

@@ -361,10 +361,10 @@ int64_t PipelineStep::micro_batches_of_a_round() const {
   return round;
 }
 
-/// Without backward nothing but this bounds how many activations wait for their receivers. No rank waits for itself so, since what it
-/// waits for is of an earlier micro-batch, or an earlier round. A stage further down the pipeline takes a micro-batch later by one for
-/// each stage between: a bound that did not count these would leave ranks of a long pipeline idle. A round is at least as long as the way
-/// from one of a rank's stages to its next one, or has all micro-batches.
+/// Without backward nothing but this bounds how many activations wait for their receivers. No rank waits for itself so,
+/// since what it waits for is of an earlier micro-batch, or an earlier round. A stage further down the pipeline takes a
+/// micro-batch later by one for each stage between: a bound that did not count these would leave ranks of a long pipeline
+/// idle. A round is at least as long as the way from one of a rank's stages to its next one, or has all micro-batches.
 int64_t PipelineStep::most_ahead(int64_t from, int64_t to) const {
   return core_.stages.size() == 1 ? kForwardsAhead + (to - from - 1) : round_;
 }

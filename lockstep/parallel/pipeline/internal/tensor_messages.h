@@ -27,9 +27,9 @@ namespace lockstep::pipeline::internal {
 /// know: a message in front tells them, and brings small tensors itself. Undefined tensors arrive undefined, and whether
 /// one requires a gradient is told.
 ///
-/// Tensors on a device go by DeviceLinks where each rank has one device. Then all that a rank sends to another one comes in one order,
-/// whatever its tag is, so that the receiver can start to receive it in that order; and the receiver keeps what it has not asked for yet.
-/// Elsewhere they pass through the host's memory.
+/// Tensors on a device go by DeviceLinks where each rank has one device. Then all that a rank sends to another one comes
+/// in one order, whatever its tag is, so that the receiver can start to receive it in that order; and the receiver keeps
+/// what it has not asked for yet. Elsewhere they pass through the host's memory.
 ///
 /// Sends never wait. Within a host a tensor is copied once into shared memory, from where the receiver takes it without the
 /// sender; between hosts the group's background thread moves it. Lists of one sender with one tag arrive in order. Used by
@@ -38,8 +38,8 @@ class TensorMessages {
  public:
   using Tensors = std::vector<at::Tensor>;
 
-  /// `device`: this rank's, where all ranks have one of the same kind: collective then, and `ordered_tag` is a tag that is used by
-  /// none of the lists. The group has a Lockstep backend for CPU tensors.
+  /// `device`: this rank's, where all ranks have one of the same kind: collective then, and `ordered_tag` is a tag that
+  /// is used by none of the lists. The group has a Lockstep backend for CPU tensors.
   explicit TensorMessages(const ProcessGroup& group, std::optional<c10::Device> device = {},
                           int ordered_tag = 0);
   ~TensorMessages();

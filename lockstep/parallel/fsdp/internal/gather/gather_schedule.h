@@ -24,12 +24,13 @@ struct GatherStep {
   bool operator==(const GatherStep&) const = default;
 };
 
-/// Which units of weights are gathered and freed, and when. A unit is gathered when it is used; before that the one is freed
-/// whose use is longest ago, so that never more than a given number are whole or on their way, unless one operator uses more
-/// of them. With prefetch the unit that came next in the pass before is gathered early, in the room that is left without
-/// the one in use. Ranks that use units in the same order gather the same ones in the same order, whichever gradients each of them has:
-/// a unit whose memory is free already counts as whole until others need its room. But a rank where that one is used once more, by a
-/// use that is not recorded for gradients (detach()), gathers it anew, and waits for the others. A value: decisions alone.
+/// Which units of weights are gathered and freed, and when. A unit is gathered when it is used; before that the one is
+/// freed whose use is longest ago, so that never more than a given number are whole or on their way, unless one operator
+/// uses more of them. With prefetch the unit that came next in the pass before is gathered early, in the room that is
+/// left without the one in use. Ranks that use units in the same order gather the same ones in the same order, whichever
+/// gradients each of them has: a unit whose memory is free already counts as whole until others need its room. But a rank
+/// where that one is used once more, by a use that is not recorded for gradients (detach()), gathers it anew, and waits
+/// for the others. A value: decisions alone.
 class GatherSchedule {
  public:
   using Steps = std::vector<GatherStep>;
@@ -47,8 +48,8 @@ class GatherSchedule {
   /// An operator is about to use the unit, which stays whole until release().
   Steps use(size_t unit);
   void release(size_t unit) { --units_[unit].users; }
-  /// All gradients of the unit's weights are there, so backward does not need it any more; unless it may use the unit again, which
-  /// then stays as others do. Perhaps not on all ranks.
+  /// All gradients of the unit's weights are there, so backward does not need it any more; unless it may use the unit
+  /// again, which then stays as others do. Perhaps not on all ranks.
   Steps gradients_are_complete(size_t unit, bool may_be_used_again);
   /// All that no operator uses.
   Steps free_all();

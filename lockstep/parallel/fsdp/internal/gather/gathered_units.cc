@@ -154,7 +154,8 @@ bool GatheredUnits::before_use(size_t unit) noexcept {
 void GatheredUnits::gradients_are_complete(size_t weight) {
   rethrow_failure();  // before the reductions that it has made fail
   if (graph_task_ == kNoTask) return;
-  // A frozen weight may be used behind that, for the gradient of what went in. A rank that lacks a gradient would not gather again.
+  // A frozen weight may be used behind that, for the gradient of what went in. A rank that lacks a gradient would not
+  // gather again.
   const size_t unit = weights_.unit_of(weight);
   run(schedule_.gradients_are_complete(unit, weights_.has_frozen(unit)));
 }

@@ -17,7 +17,8 @@
 
 namespace lockstep::fsdp::internal {
 
-/// FULL_SHARD and SHARD_GRAD_OP by gathering: units of weights (the groups of the auto-wrap policy) are whole while they are used.
+/// FULL_SHARD and SHARD_GRAD_OP by gathering: units of weights (the groups of the auto-wrap policy) are whole while they
+/// are used.
 ///
 /// - LibTorch has no module hooks, so use is what operators show: an AccessObserver hears of each operator that is given a
 ///   parameter, or a view of it, before its kernel, in forward as in backward. GatherSchedule decides what is gathered and
@@ -26,9 +27,9 @@ namespace lockstep::fsdp::internal {
 ///   not there.
 /// - An observer can't throw. When a gather fails, what is not whole throws its cause to any kernel that reads it, forward and
 ///   the end of backward throw the cause itself, and so does all that follows: no step is taken. The groups fail on all ranks.
-/// - Gathers have a group of their own, in which all ranks come in the same order, which finish() checks. Ranks may lack gradients, and then start
-///   reductions later: each gather tells how many a rank has started, and a rank waits 0.1 s
-///   in a backward, and no longer, for a reduction that others have perhaps not started.
+/// - Gathers have a group of their own, in which all ranks come in the same order, which finish() checks. Ranks may lack
+///   gradients, and then start reductions later: each gather tells how many a rank has started, and a rank waits 0.1 s in
+///   a backward, and no longer, for a reduction that others have perhaps not started.
 ///
 /// Used by one thread at a time, and autograd's threads in its backward.
 class GatheredUnits final : public AccessListener, public std::enable_shared_from_this<GatheredUnits> {

@@ -21,21 +21,21 @@
 
 namespace lockstep::fsdp::internal {
 
-/// Weights of which a rank has its own rows alone. Units of them are gathered into memory that is theirs until they are freed:
-/// the parameters keep their storages, which get this memory and lose it again (though not their sizes), so that what autograd has saved, and views, are
-/// filled as well. What reads a storage that has none throws c10::Error, with the parameter's name or, after refuse(),
-/// with a failure's text. Used by one thread at a time.
+/// Weights of which a rank has its own rows alone. Units of them are gathered into memory that is theirs until they are
+/// freed: the parameters keep their storages, which get this memory and lose it again (though not their sizes), so that
+/// what autograd has saved, and views, are filled as well. What reads a storage that has none throws c10::Error, with the
+/// parameter's name or, after refuse(), with a failure's text. Used by one thread at a time.
 ///
 /// A unit's rows travel as bytes in one operation, each weight's straight to its place: a rank has most_rows() of each, so
 /// the ranks' rows, one rank's behind the other's, are the weight.
 ///
-/// On a device units are gathered on a stream of their own, into memory that its allocator has for that stream, beside what other
-/// streams compute. The host waits for the other ranks' headers, in an operation of their own on the CPU, and with `most_in_use` until
-/// the device has used so many units' memory that a next one may have it.
+/// On a device units are gathered on a stream of their own, into memory that its allocator has for that stream, beside
+/// what other streams compute. The host waits for the other ranks' headers, in an operation of their own on the CPU, and
+/// with `most_in_use` until the device has used so many units' memory that a next one may have it.
 class GatheredWeights final : public ShardedWeights {
  public:
-  /// `units`: indices into all(), each in one; `names` are for messages; `offload`: the rows are in files in this directory, and are
-  /// brought to the device when they are gathered. Throws what RowMemory does.
+  /// `units`: indices into all(), each in one; `names` are for messages; `offload`: the rows are in files in this
+  /// directory, and are brought to the device when they are gathered. Throws what RowMemory does.
   GatheredWeights(const std::vector<NamedTensor>& parameters, const std::vector<WeightDtypes>& dtypes,
                   std::shared_ptr<const ShardGroups> groups, c10::Device device,
                   std::vector<std::vector<size_t>> units, std::vector<std::string> names,
