@@ -11,9 +11,9 @@ struct PlaceInWorld {
   int64_t rank = 0;
 };
 
-/// Which of how many ranks this process is: what was told, and for the rest the default process group. Throws
-/// c10::ValueError for a rank outside [0, num_replicas - 1], and where something is not told and there is no
-/// default group; `who` says so. Thread-safe.
+/// This process's rank and the number of ranks: as given, and what is not given as in the default process group. Throws
+/// c10::ValueError for a rank outside [0, num_replicas - 1], and where one is not given and there is no default group;
+/// its message begins with `who`. Thread-safe.
 PlaceInWorld place_in_world(const char* who, std::optional<int64_t> num_replicas,
                             std::optional<int64_t> rank);
 

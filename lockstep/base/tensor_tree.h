@@ -189,7 +189,7 @@ consteval bool has_parts(Holds what) {
          what != Holds::kOwnVisit && what != Holds::kIValue && what != Holds::kPackedSequence;
 }
 
-/// Whether tensors lie elsewhere: who copies a value with such a part does not copy them.
+/// Whether the part refers to tensors that lie elsewhere, which a copy of the value shares.
 consteval bool is_elsewhere(Holds what) {
   return what == Holds::kPointer || what == Holds::kReference || what == Holds::kView;
 }

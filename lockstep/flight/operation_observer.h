@@ -10,12 +10,12 @@
 
 #include <ATen/core/Tensor.h>
 
-/// What the backends tell of their operations, and who may hear it: the flight recorder always, and the observers that
-/// are attached, a profiler's for example. The functions are thread-safe. Without an observer they cost what the
+/// What the backends tell of their operations: to the flight recorder always, and to the observers that are attached, a
+/// profiler's for example. The functions are thread-safe. Without an observer they cost what the
 /// recorder costs, and the look at one atomic variable.
 namespace lockstep::flight {
 
-/// Who takes part; made once for each group.
+/// The members of a group; made once for each group.
 struct Group {
   std::string name;
   std::vector<int> ranks;               // global, in group order

@@ -30,8 +30,8 @@ struct FolderOwner {
 ///
 /// A job that has gone on without the process that has it takes it over, though that one may live, cut off from the others:
 /// the file says of which job and generation its process is, and of one job the later generation counts. Before a
-/// checkpoint gets its name check() looks who has it then. So one that was taken over saves nothing more, but for what
-/// it had begun to name at that very moment.
+/// checkpoint gets its name check() reads which process has it. So a process from which it was taken saves nothing more,
+/// but for what it had begun to name at that very moment.
 class FolderLock {
  public:
   /// Makes the folder where it is missing. Throws CheckpointError that names the host and the process that

@@ -94,17 +94,17 @@ class LockstepBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   HostCompression between_hosts() const { return settings_.between_hosts; }
   bool supportsSplitting() const override { return true; }
-  /// A backend for `ranks` of this group, who alone call it. `store` is new, or has a prefix of its own; null
+  /// A backend for `ranks` of this group, which alone call it. `store` is new, or has a prefix of its own; null
   /// on ranks that are not among them.
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override;
-  /// A backend for `size` ranks, of whom this one is `rank`, from this group and others.
+  /// A backend for `size` ranks, of which this one is `rank`, from this group and others.
   c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                     const c10::intrusive_ptr<Options>& options, const int& rank,
                                     const int& size) override;
   bool supportsShrinking() const override { return true; }
-  /// A backend for those members who live and are not among `ranks_to_exclude` (group ranks), who alone call
+  /// A backend for those members that live and are not among `ranks_to_exclude` (group ranks), which alone call
   /// it: shrink_group() says the rest. This group stays, to be shut down.
   c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags = 0,
                                      const c10::intrusive_ptr<Options>& opts_override = nullptr) override;
@@ -167,7 +167,7 @@ class LockstepBackend : public c10d::Backend {
   /// the arena alive. Tensors on a device are copied in any case, so there is no such memory for them: throws
   /// c10::ValueError for other devices in `options`.
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
-  /// Asked with nothing but a device's index, which the CPU has none of: true for -1. Who knows the kind of
+  /// c10d gives nothing but a device's index, which the CPU has none of: true for -1. A caller that knows the kind of
   /// device asks for CPU tensors only, and takes at::empty() for others.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
 

@@ -5,14 +5,14 @@
 
 namespace lockstep {
 
-/// Who gets memory back. Thread-safe; must not throw.
+/// Takes back the memory of a MemoryBlock. Thread-safe; must not throw.
 class MemoryOwner {
  public:
   virtual ~MemoryOwner() = default;
   virtual void deallocate(void* memory) = 0;
 };
 
-/// Memory and who gets it back; empty: none to be had.
+/// Memory and its owner, which takes it back; empty: the source has none.
 struct MemoryBlock {
   void* memory = nullptr;
   std::shared_ptr<MemoryOwner> owner = {};

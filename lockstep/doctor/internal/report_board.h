@@ -36,7 +36,7 @@ class ReportBoard {
   /// How to know that a rank's process has ended, so that it need not be waited for.
   void set_watch(std::function<bool(int rank)> has_ended) { has_ended_ = std::move(has_ended); }
 
-  /// Every rank's text, nothing for the missing ones; the same on all ranks. Who does not come by rank
+  /// Every rank's text, nothing for the missing ones; the same on all ranks. A rank that does not come by rank
   /// 0's deadline is missing.
   Reports gather(const std::string& mine, const Deadline& deadline);
 

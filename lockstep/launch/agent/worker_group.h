@@ -19,7 +19,7 @@ struct GroupEnd {
   std::optional<int> far_culprit = {};  // the rank on another host because of which it did
 };
 
-/// Who else decides on a host's workers while they run: the coordinator of a job on several hosts.
+/// Decides on a host's workers while they run, beside the agent: the coordinator of a job on several hosts.
 class WorkerControl {
  public:
   virtual ~WorkerControl() = default;

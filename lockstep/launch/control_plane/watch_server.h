@@ -16,7 +16,7 @@ namespace lockstep::launch {
 
 /// Where `lockstep top` on an agent's host hears how all ranks of the job do: a local socket with an abstract name, at
 /// which this user and root get the Reports of all hosts, each framed(), as they come. Both sides begin with a WatchGreeting;
-/// who greets with another version is told nothing but this one's. Of those that have not greeted the oldest gives way where
+/// a program of another version is told nothing but this one's. Of those that have not greeted the oldest gives way where
 /// there is no place. Where the socket can't be made, no program can watch. Used by one thread.
 class WatchServer : public EventHandler {
  public:

@@ -25,7 +25,7 @@ class AgentState {
   };
   enum class Action : uint8_t { kNothing, kStart, kStop, kKill };
 
-  /// `self`: who this agent is; its phase and what follows are filled in here.
+  /// `self`: this agent's identity; its phase and what follows are filled in here.
   AgentState(const Status& self, const MembershipOptions& options, BootTime now);
 
   /// An order has come. What is older than one that was seen before renews the lease at most.
@@ -59,7 +59,7 @@ class AgentState {
   bool watched() const { return order_ && order_->watched; }
   /// Whether this host wants those of all. Returns whether that is new.
   bool set_watches(bool watches) { return std::exchange(self_.watches, watches) != watches; }
-  /// Who this agent is, in its reports.
+  /// This agent's identity in its reports.
   const AgentId& id() const { return self_.id; }
   /// What to tell the coordinator now. Each has a later sent_at than the one before.
   Status status(BootTime now);

@@ -16,7 +16,7 @@
 
 namespace lockstep::transport {
 
-/// The control messages between this rank and those on other hosts, on the wire's channel 0, and who is told of those
+/// The control messages between this rank and those on other hosts, on the wire's channel 0, and the listeners of those
 /// that speak of a group. Thread-safe, but for hear(). The wire goes first, for it tells this how its receives end.
 class ControlChannel {
  public:

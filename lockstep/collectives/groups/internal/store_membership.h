@@ -16,8 +16,8 @@
 
 namespace lockstep::shrinking {
 
-/// Where the living members of a group over several hosts agree on which of them go on without the others: in the job's
-/// store, so that those who don't reach it have no part in it. On one host they need no store: see
+/// The living members of a group over several hosts agree on which of them go on without the others: in the job's store,
+/// so that those that don't reach it have no part in it. On one host they need no store: see
 /// transport::MembershipAgreement, whose rules are the same.
 ///
 /// They meet in *rounds*, numbered from 1. In a round each says which members it would go on with: those that are not
@@ -32,7 +32,7 @@ class StoreMembership {
   StoreMembership(c10d::Store& store, const transport::GroupChannel& group, const std::vector<int>& excluded,
                   const Deadline& deadline);
 
-  /// The decision of a round that this rank takes part in: who goes on, this rank among them. Throws ChannelError on
+  /// The decision of a round that this rank takes part in: which ranks go on, this one among them. Throws ChannelError on
   /// all that take part: kTimeout when a member lives but did not come before a rank's deadline, kAborted when one was
   /// interrupted; on this rank alone kLeftBehind when the others have gone on without it, and what the store throws.
   std::vector<int> agree();

@@ -38,7 +38,7 @@ class ReductionSchedule {
   bool waits_for_a_slot() const { return in_progress_.size() == slots_ && next_is_here(); }
   /// The reduction in this buffer is done; the buffer is free.
   void finished(size_t slot);
-  /// The buffer of the reduction that started first of those that are not done; for who waits for a free one.
+  /// The buffer of the reduction that started first of those that are not done: the one to wait for when none is free.
   std::optional<size_t> oldest() const;
   /// All groups of this backward are reduced.
   bool is_done() const { return in_progress_.empty() && started_ == order_.size(); }

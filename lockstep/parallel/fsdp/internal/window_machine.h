@@ -27,7 +27,7 @@ const char* to_string(WindowPhase phase);
 /// long as it wants: a read window needs no agreement. What this rests on: a meeting succeeds on all ranks or on none,
 /// which is what a group's operations on one host do. window_machine_test.cc goes through all interleavings.
 ///
-/// A value: transitions alone, no waiting. Who has several threads guards it by a mutex.
+/// A value: transitions alone, no waiting. Several threads must guard it by a mutex.
 class WindowMachine {
  public:
   WindowPhase phase() const { return phase_; }

@@ -19,7 +19,7 @@ struct PipeCellId {
 };
 
 /// What the partitions' threads give each other: one value for each cell, put by one thread and taken by
-/// another. When a cell has failed, those who wait go on without a value. Thread-safe.
+/// another. When a cell has failed, threads that wait go on without a value. Thread-safe.
 template <class T>
 class PipeMailboxes {
  public:

@@ -113,7 +113,7 @@ class GroupMembers {
   // How operations end, see OperationOutcome.
   layout::Outcome& outcome() const { return block(0).outcome; }
   Decision decision() const { return outcome::decision(outcome()); }
-  /// Who has aborted the group, and why: kAborted by itself, or what the member was told by fail_from_outside(). Its
+  /// Which member has aborted the group, and why: kAborted by itself, or what the member was told by fail_from_outside(). Its
   /// sequence: operations before that one may still succeed.
   std::optional<Decision> aborted() const;
   bool is_aborted(uint64_t sequence) const {

@@ -110,7 +110,7 @@ class MessageChannel {
   /// passed, the group failed or was closed; MessageMismatch; or what has kept this rank from moving it, such
   /// as c10::OutOfMemoryError. A send that failed before the peer could receive it is never delivered.
   std::exception_ptr error(const Handle& request);
-  /// Who sent what was received.
+  /// The sender of what was received.
   int source(const Handle& request);
 
   /// Ends all requests with an error, and the background thread's work. May be called again.

@@ -16,7 +16,7 @@ enum class FailureKind : uint8_t {
   kLeftBehind,  // the others went on without this rank; see MembershipAgreement
 };
 
-/// The words of kMismatch; who called what may follow.
+/// The words of kMismatch; what each rank called may follow.
 inline constexpr const char* kDifferentOperations = "the ranks called different operations";
 
 /// How an operation of a group ended.

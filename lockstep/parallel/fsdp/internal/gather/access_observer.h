@@ -18,7 +18,7 @@ class AccessListener {
   virtual void after_use(size_t unit) noexcept = 0;
 };
 
-/// Who listens; set once, before any operator is given the memory. When it has expired, accesses are not told.
+/// The listener of some memory; set once, before any operator is given the memory. When it has expired, accesses are not told.
 struct AccessListenerSlot {
   std::weak_ptr<AccessListener> listener;
 };

@@ -42,7 +42,7 @@ class GatheredWeights final : public ShardedWeights {
                   std::optional<size_t> most_in_use, const std::optional<std::filesystem::path>& offload);
   ~GatheredWeights() override;
 
-  /// Who hears of operators that are given the parameters.
+  /// Is told of operators that are given the parameters.
   void set_listener(std::weak_ptr<AccessListener> listener) { slot_->listener = std::move(listener); }
 
   size_t units() const { return units_.size(); }
