@@ -132,7 +132,7 @@ def main():
         print("\n" + report.comparison(changes, notes))
     if answer.options.get("failed_rounds"):
         return 4
-    return 1 if any(change.verdict == "slower" for change in changes) else 0
+    return 1 if any(change.outcome == "slower" for change in changes) else 0
 
 
 if __name__ == "__main__":

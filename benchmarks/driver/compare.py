@@ -20,7 +20,7 @@ class Change:
     old: float
     new: float
     noise: float  # relative; a smaller change means nothing
-    verdict: str  # slower, faster, same
+    outcome: str  # slower, faster, same
 
 
 def compare(old, new):
@@ -37,8 +37,8 @@ def change(name, old, new, better):
     error = math.hypot(stats.log_median_error(old), stats.log_median_error(new))
     noise = max(FLOOR, ERRORS * error)
     gain = math.log(after / before) * (1 if better == "higher" else -1)
-    verdict = "slower" if gain < -noise else "faster" if gain > noise else "same"
-    return Change(name, before, after, math.exp(noise) - 1, verdict)
+    outcome = "slower" if gain < -noise else "faster" if gain > noise else "same"
+    return Change(name, before, after, math.exp(noise) - 1, outcome)
 
 
 def notes(old, new):

@@ -332,7 +332,7 @@ def promises(results):
 
 def comparison(changes, notes):
     rows = [[change.name, f"{change.old:.3g}", f"{change.new:.3g}", f"{100 * (change.new / change.old - 1):+.1f} %",
-             f"{100 * change.noise:.0f} %", change.verdict.upper() if change.verdict == "slower" else change.verdict]
+             f"{100 * change.noise:.0f} %", change.outcome.upper() if change.outcome == "slower" else change.outcome]
             for change in changes]
     table = Table("Compared with the old run", ["", "old", "new", "change", "noise", ""], rows)
     return "\n".join([as_text(table) if rows else "Nothing to compare", *(f"note: {note}" for note in notes)])

@@ -56,7 +56,7 @@ SHARED_MEMORY = pathlib.Path("/dev/shm")
 
 
 @dataclass
-class Verdict:
+class Outcome:
     """One round, judged. Counts are of survivors that were to be told, but for `hung`, of all ranks, and `changed`: bytes."""
 
     survivors: int = 0
@@ -89,11 +89,11 @@ def soak(fleet, results, rounds, generator):
     try:
         for one in play(program, rounds, seed, seconds, where):
             count += 1
-            verdict = judge(one)
-            played[row_of(one)].append(verdict)
-            if verdict.problems:
+            outcome = judge(one)
+            played[row_of(one)].append(outcome)
+            if outcome.problems:
                 what = f"{one['failure']} of rank {one['victim']} in {one['calls']} ({one['memory']}, {one['size']})"
-                fail(count, one["seed"], [f"{what}: {problem}" for problem in verdict.problems])
+                fail(count, one["seed"], [f"{what}: {problem}" for problem in outcome.problems])
             elif time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
                 fleet.say(f"soak: {count} rounds in {told - begin:.0f} s, {len(failed)} failed")
@@ -104,12 +104,12 @@ def soak(fleet, results, rounds, generator):
     except BenchmarkError as error:  # in the round after those that it told, or at its end
         number = count if count == rounds else count + 1
         fail(number, seed + number - 1, [str(error)])
-    for row, verdicts in played.items():
-        if not verdicts:
+    for row, outcomes in played.items():
+        if not outcomes:
             continue
         for name in COUNTS:
-            results.add_series(f"soak.{row}.{name}", "count", [getattr(verdict, name) for verdict in verdicts])
-        if latencies := [latency for verdict in verdicts for latency in verdict.latencies]:
+            results.add_series(f"soak.{row}.{name}", "count", [getattr(outcome, name) for outcome in outcomes])
+        if latencies := [latency for outcome in outcomes for latency in outcome.latencies]:
             results.add_series(f"soak.{row}.latency", "ns", latencies)
 
 
@@ -186,21 +186,21 @@ def end(child):
 
 
 def judge(one):
-    verdict = Verdict()
+    outcome = Outcome()
     if not one["struck"]:
-        verdict.problems.append("the victim came to no harm")
+        outcome.problems.append("the victim came to no harm")
     for rank in one["ranks"]:
         for number, lane in enumerate(rank["lanes"]):
             where = f"rank {rank['rank']}" + (f", thread {number}" if number else "") + f", {lane['call'] or 'no call'}"
-            verdict.problems += [f"{where}: {problem}" for problem in judge_lane(one, rank, number, verdict)]
+            outcome.problems += [f"{where}: {problem}" for problem in judge_lane(one, rank, number, outcome)]
         expected = ENDS.get(one["failure"], "exit 0") if rank["rank"] == one["victim"] else "exit 0"
         if rank["end"] != expected:
             ended = "still runs" if rank["end"] == "running" else f"ended with {rank['end']} instead of {expected}"
-            verdict.problems.append(f"rank {rank['rank']} {ended}: {rank['output']}")
-            verdict.hung += rank["end"] == "running" and all(lane["state"] != "running" for lane in rank["lanes"])
+            outcome.problems.append(f"rank {rank['rank']} {ended}: {rank['output']}")
+            outcome.hung += rank["end"] == "running" and all(lane["state"] != "running" for lane in rank["lanes"])
     if one.get("goes_on"):
-        verdict.problems += judge_sequels(one)
-    return verdict
+        outcome.problems += judge_sequels(one)
+    return outcome
 
 
 def judge_sequels(one):
@@ -225,11 +225,11 @@ def judge_sequels(one):
         yield "survivors trained on to different bits"
 
 
-def judge_lane(one, rank, number, verdict):
-    """What is wrong with the report of one of a rank's threads; adds to the verdict's counts."""
+def judge_lane(one, rank, number, outcome):
+    """What is wrong with the report of one of a rank's threads; adds to the outcome's counts."""
     lane = rank["lanes"][number]
     named, how = patterns(one, number, rank["rank"])
-    verdict.changed += lane["changed"]
+    outcome.changed += lane["changed"]
     victim = rank["rank"] == one["victim"]
     if lane["changed"]:
         when = "it had left" if victim and one["failure"] == "destroy" else "the error"
@@ -237,25 +237,25 @@ def judge_lane(one, rank, number, verdict):
     is_message = one["calls"] == "messages" and row_of(one) == "mismatch"
     due = rank["expects_error"] or (victim and one["failure"] in TOLD and not is_message)
     if lane["state"] == "running" and not (victim and rank["end"] != "running"):
-        verdict.hung += 1
+        outcome.hung += 1
         yield "hangs"
     elif due and not lane["error"]:
         yield "was told nothing"
     if lane["error"] and not due and not victim:
         yield f"was hit, and has nothing to do with it: {lane['error']}"
-    verdict.survivors += rank["expects_error"]
+    outcome.survivors += rank["expects_error"]
     if rank["expects_error"] and lane["error"]:
         says_who, says_how = (re.search(pattern, lane["error"]) is not None for pattern in (named, how))
-        verdict.named += says_who
-        verdict.how += says_who and says_how
+        outcome.named += says_who
+        outcome.how += says_who and says_how
         latency = lane["after_ns"] - (one["timeout_ns"] if one["failure"] == "stop" else 0)
-        verdict.latencies.append(latency)
+        outcome.latencies.append(latency)
         if not says_who:
             yield f"does not name rank {one['victim']} as the cause: {lane['error']}"
         if lane["after_ns"] <= 0:
             yield f"had an error before the failure: {lane['error']}"
         elif latency > one["patience_ns"] and lane["state"] != "running":
-            verdict.hung += 1
+            outcome.hung += 1
             yield f"was told after {latency / 1e9:.1f} s only: {lane['error']}"
     if is_message:
         if lane["again"] not in ("", SUCCEEDED):

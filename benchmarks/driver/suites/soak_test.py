@@ -55,9 +55,9 @@ def played(failure="kill", error=ENDED, calls="collectives", seed=5, victim_call
     ("exit", "aborted by rank 1 (pid 101), by a call of abort() or by an exception there", True),
     ("quick_exit", "rank 1 (pid 101) exited with status 4", True)])
 def test_an_error_that_names_the_cause(failure, error, how):
-    verdict = soak.judge(played(failure, error))
-    assert (verdict.survivors, verdict.named, verdict.how, verdict.problems) == (1, 1, int(how), [])
-    assert verdict.hung == 0 and verdict.latencies == [3_000_000 - (SECOND if failure == "stop" else 0)]
+    outcome = soak.judge(played(failure, error))
+    assert (outcome.survivors, outcome.named, outcome.how, outcome.problems) == (1, 1, int(how), [])
+    assert outcome.hung == 0 and outcome.latencies == [3_000_000 - (SECOND if failure == "stop" else 0)]
 
 
 @pytest.mark.parametrize("failure, error", [
@@ -75,9 +75,9 @@ def test_an_error_that_names_the_cause(failure, error, how):
     ("operation", "the ranks called different operations: ranks 1 and 2: barrier(); rank 0: all_reduce(SUM, Float [3])"),
     ("destroy", "rank 2 (pid 102) has left the group (destroyed it or ended) without this operation")])
 def test_an_error_that_names_another_rank_or_none(failure, error):
-    verdict = soak.judge(played(failure, error))
-    assert (verdict.survivors, verdict.named, verdict.how) == (1, 0, 0)
-    assert len(verdict.problems) == 1 and "does not name rank 1 as the cause" in verdict.problems[0]
+    outcome = soak.judge(played(failure, error))
+    assert (outcome.survivors, outcome.named, outcome.how) == (1, 0, 0)
+    assert len(outcome.problems) == 1 and "does not name rank 1 as the cause" in outcome.problems[0]
 
 
 def test_what_else_is_wrong():
@@ -129,9 +129,9 @@ MISMATCH = "the ranks called different operations: rank 0: all_reduce(SUM, Float
 def test_how_the_victim_ends(failure, error, end, problem):
     one = played(failure, error)
     one["ranks"][1].update(end=end, output="its last words")
-    verdict = soak.judge(one)
-    assert verdict.problems == [f"rank 1 {problem}: its last words"]
-    assert verdict.hung == (end == "running")
+    outcome = soak.judge(one)
+    assert outcome.problems == [f"rank 1 {problem}: its last words"]
+    assert outcome.hung == (end == "running")
 
 
 @pytest.mark.parametrize("failure, error", [("stop", "waiting for rank 1 (pid 101)"), ("operation", MISMATCH),
@@ -144,8 +144,8 @@ def test_a_victim_that_goes_on_has_an_error_too(failure, error):
     assert soak.judge(one).problems == ["rank 1, all_reduce: a further call on the failed group succeeded"]
     # It hangs in its call.
     one["ranks"][1].update(end="running", lanes=[lane("", state="running")])
-    verdict = soak.judge(one)
-    assert verdict.hung == 1 and verdict.problems == ["rank 1, all_reduce: hangs", "rank 1 still runs: "]
+    outcome = soak.judge(one)
+    assert outcome.hung == 1 and outcome.problems == ["rank 1, all_reduce: hangs", "rank 1 still runs: "]
 
 
 @pytest.mark.parametrize("failure, error, after, problem", [
@@ -153,23 +153,23 @@ def test_a_victim_that_goes_on_has_an_error_too(failure, error):
     ("kill", ENDED, 20 * SECOND + 1, "was told after 20.0 s only"),
     ("stop", "waiting for rank 1 (pid 101)", 21 * SECOND + 1, "was told after 20.0 s only")])
 def test_an_error_too_early_or_too_late(failure, error, after, problem):
-    verdict = soak.judge(played(failure, error, after_ns=after))
-    assert len(verdict.problems) == 1 and problem in verdict.problems[0]
-    assert (verdict.named, verdict.hung) == (1, int(after > 0))
+    outcome = soak.judge(played(failure, error, after_ns=after))
+    assert len(outcome.problems) == 1 and problem in outcome.problems[0]
+    assert (outcome.named, outcome.hung) == (1, int(after > 0))
 
 
 @pytest.mark.parametrize("failure, error, after", [("kill", ENDED, 20 * SECOND), ("stop", "waiting for rank 1 (pid 101)", 1),
                                                    ("stop", "waiting for rank 1 (pid 101)", 21 * SECOND)])
 def test_an_error_just_in_time(failure, error, after):
-    verdict = soak.judge(played(failure, error, after_ns=after))
-    assert (verdict.hung, verdict.problems) == (0, [])
+    outcome = soak.judge(played(failure, error, after_ns=after))
+    assert (outcome.hung, outcome.problems) == (0, [])
 
 
 def test_bytes_of_a_victim_that_has_left():
     one = played("destroy", "rank 1 (pid 101) has left the group")
     one["ranks"][1]["lanes"][0]["changed"] = 8
-    verdict = soak.judge(one)
-    assert verdict.changed == 8 and verdict.problems == ["rank 1, barrier: 8 of 4096 bytes changed after it had left"]
+    outcome = soak.judge(one)
+    assert outcome.changed == 8 and outcome.problems == ["rank 1, barrier: 8 of 4096 bytes changed after it had left"]
 
 
 FAR = "rank 1 (pid 101 on host-b)"
@@ -197,8 +197,8 @@ def test_over_hosts(failure, error, sequels):
     one = over_hosts(failure, error, **sequels)
     if failure == "brief_cut":
         one["ranks"][1].update(end="signal 9", lanes=[lane("", state="running")])
-    verdict = soak.judge(one)
-    assert (verdict.named, verdict.how, verdict.problems) == (verdict.survivors, verdict.survivors, [])
+    outcome = soak.judge(one)
+    assert (outcome.named, outcome.how, outcome.problems) == (outcome.survivors, outcome.survivors, [])
 
 
 @pytest.mark.parametrize("failure, error, sequels, problem", [
@@ -219,8 +219,8 @@ def test_how_a_rank_ended_may_be_unknown_on_other_hosts_only(host_of, names):
     one["host_of"] = host_of
     if not names:
         one["ranks"][0]["lanes"][0]["error"] = one["ranks"][0]["lanes"][0]["error"].replace(FAR, "rank 1 (pid 101)")
-    verdict = soak.judge(one)
-    assert (verdict.named, verdict.how, len(verdict.problems)) == (names, 0, 1 - names)
+    outcome = soak.judge(one)
+    assert (outcome.named, outcome.how, len(outcome.problems)) == (names, 0, 1 - names)
 
 
 @pytest.mark.parametrize("call, names", [("irecv from any rank", 1), ("irecv", 0)])
@@ -228,8 +228,8 @@ def test_a_lone_rank_that_is_stopped_is_unknown_to_receives_from_any_rank(call, 
     one = over_hosts("stop", "timed out after 1.5 s")
     for rank in one["ranks"]:
         rank["lanes"][0]["call"] = call
-    verdict = soak.judge(one)
-    assert (verdict.named, verdict.how, len(verdict.problems)) == (names, 0, 1 - names)
+    outcome = soak.judge(one)
+    assert (outcome.named, outcome.how, len(outcome.problems)) == (names, 0, 1 - names)
 
 
 def test_survivors_with_other_bits():

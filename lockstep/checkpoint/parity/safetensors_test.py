@@ -75,7 +75,7 @@ def random_header(rng):
 
 def test_refuses_what_python_refuses(ask_driver, tmp_path):
     rng = random.Random(21)
-    lines, verdicts = [], []
+    lines, outcomes = [], []
     for number in range(500):
         header, size = random_header(rng)
         path = tmp_path / f"{number}.safetensors"
@@ -84,12 +84,12 @@ def test_refuses_what_python_refuses(ask_driver, tmp_path):
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     file.get_tensor(name)
-            verdicts.append("ok")
+            outcomes.append("ok")
         except SafetensorError as error:
-            verdicts.append(f"error: {error}")
+            outcomes.append(f"error: {error}")
         lines.append(f"check\t{path}")
-    assert 100 < sum(verdict == "ok" for verdict in verdicts) < 400
-    for line, ours, theirs in zip(lines, ask_driver("safetensors_driver", lines), verdicts, strict=True):
+    assert 100 < sum(outcome == "ok" for outcome in outcomes) < 400
+    for line, ours, theirs in zip(lines, ask_driver("safetensors_driver", lines), outcomes, strict=True):
         assert (ours == "ok") == (theirs == "ok"), (line, ours, theirs)
 
 

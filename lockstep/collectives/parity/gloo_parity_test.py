@@ -25,7 +25,7 @@ from gloo_parity_cases import view  # noqa: E402
 
 Deviation = collections.namedtuple("Deviation", "cases gloo ours reason")
 
-#: Where the two differ, and why: (regular expression of names, Gloo's verdict, ours, reason). The first counts.
+#: Where the two differ, and why: (regular expression of names, Gloo's outcome, ours, reason). The first counts.
 DEVIATIONS = [
     Deviation("(all_reduce|reduce|broadcast|reduce_scatter|scatter) layout (gaps|rows_of_wider)", "wrong", "right",
               "Gloo takes the memory as if it had no gaps"),
@@ -99,7 +99,7 @@ class Side:
 
     def __init__(self, jobs, results):
         self.jobs, self.results = jobs, results
-        self.verdicts = [self.verdict(number, case) for number, case in enumerate(jobs["cases"])]
+        self.outcomes = [self.outcome(number, case) for number, case in enumerate(jobs["cases"])]
 
     def errors(self, number):
         return [rank["errors"][number] for rank in self.results]
@@ -109,7 +109,7 @@ class Side:
         case = self.jobs["cases"][number]
         return [rank["blob"][begin:end] for rank, begin, end in zip(self.results, case["begin"], case["end"])]
 
-    def verdict(self, number, case):
+    def outcome(self, number, case):
         errors = self.errors(number)
         if "left out" in errors:
             return "left out"
@@ -186,7 +186,7 @@ def fail_if(problems):
 def test_does_as_gloo_does_but_for_known_deviations(sides, memory):
     problems = []
     for number, case in each_case(sides):
-        gloo, ours = sides["gloo"].verdicts[number], sides[memory].verdicts[number]
+        gloo, ours = sides["gloo"].outcomes[number], sides[memory].outcomes[number]
         if ours == "left out":
             continue
         known = deviation_of(case["name"])
@@ -200,8 +200,8 @@ def test_does_as_gloo_does_but_for_known_deviations(sides, memory):
 
 @pytest.mark.parametrize("memory", ["private", "shared"])
 def test_is_never_wrong_and_accepts_no_misuse(sides, memory):
-    verdicts = zip(sides[memory].jobs["cases"], sides[memory].verdicts)
-    fail_if([f"{case['name']}: {verdict}" for case, verdict in verdicts if verdict in ("wrong", "accepted")])
+    outcomes = zip(sides[memory].jobs["cases"], sides[memory].outcomes)
+    fail_if([f"{case['name']}: {outcome}" for case, outcome in outcomes if outcome in ("wrong", "accepted")])
 
 
 def same_bits(case, ones, others):
@@ -219,7 +219,7 @@ def test_same_bits_as_gloo_where_order_cannot_matter(sides):
     problems = []
     for number, case in each_case(sides):
         gloo, ours = sides["gloo"], sides["private"]
-        if not gloo.verdicts[number] == ours.verdicts[number] == "right" or case["op"] == "reduce":
+        if not gloo.outcomes[number] == ours.outcomes[number] == "right" or case["op"] == "reduce":
             continue
         dtypes = [spec["dtype"] for rank in case["ranks"] for spec in rank["inputs"]]
         exact = not any(dtype.startswith(("float", "bfloat", "complex")) for dtype in dtypes)
@@ -234,7 +234,7 @@ def test_private_and_shared_memory_give_the_same_bits(sides):
     fail_if([
         case["name"]
         for number, case in each_case(sides)
-        if private.verdicts[number] == shared.verdicts[number] == "right"
+        if private.outcomes[number] == shared.outcomes[number] == "right"
         and not all(map(torch.equal, private.parts(number), shared.parts(number)))
     ])  # fmt: skip
 
@@ -243,14 +243,14 @@ def test_does_the_same_over_hosts(sides, over_hosts):
     fail_if([
         f"{case['name']}: {theirs} over hosts, {ours} on one: {[error[:300] for error in over_hosts.errors(number) if error]}"
         for number, case in each_case(sides)
-        if (theirs := over_hosts.verdicts[number]) != (ours := sides["private"].verdicts[number])
+        if (theirs := over_hosts.outcomes[number]) != (ours := sides["private"].outcomes[number])
     ])  # fmt: skip
 
 
 def test_refuses_on_every_rank_that_calls(sides):
     problems = []
     for number, case in each_case(sides):
-        if case["op"] == "p2p" or sides["private"].verdicts[number] != "refused":
+        if case["op"] == "p2p" or sides["private"].outcomes[number] != "refused":
             continue
         for rank, error in enumerate(sides["private"].errors(number)):
             if not error and not case["ranks"][rank].get("absent"):
@@ -263,7 +263,7 @@ def test_refuses_before_it_writes(sides):
     problems = []
     for number, case in each_case(sides):
         before = [blob[begin:end] for blob, begin, end in zip(private.jobs["blobs"], case["begin"], case["end"])]
-        if case["op"] != "p2p" and private.verdicts[number] == "refused":
+        if case["op"] != "p2p" and private.outcomes[number] == "refused":
             if not all(map(torch.equal, before, private.parts(number))):
                 problems.append(case["name"])
     fail_if(problems)
@@ -273,7 +273,7 @@ def test_returns_the_same_sources(sides):
     problems = []
     for number, case in each_case(sides):
         theirs, ours = ([rank["returned"][number] for rank in sides[side].results] for side in ("gloo", "private"))
-        if sides["gloo"].verdicts[number] == sides["private"].verdicts[number] == "right" and theirs != ours:
+        if sides["gloo"].outcomes[number] == sides["private"].outcomes[number] == "right" and theirs != ours:
             problems.append(f"{case['name']}: {theirs}, {ours}")
     fail_if(problems)
 
