@@ -12,7 +12,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/collectives/backend/arena_allocator.h>
+#include <lockstep/collectives/backend/arena_allocation.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/host_compression.h>

@@ -12,7 +12,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/text/json_value.h>
-#include <lockstep/collectives/algorithms/hosts/leaders.h>
+#include <lockstep/collectives/algorithms/hosts/leaders_gather.h>
 #include <lockstep/collectives/algorithms/staging.h>
 #include <lockstep/collectives/hosts/cost_model.h>
 #include <lockstep/collectives/kernels/wire_codec.h>

@@ -28,7 +28,7 @@
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/base/try_again.h>
 #include <lockstep/base/unique_fd.h>
-#include <lockstep/launch/agent/orphans.h>
+#include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/remote_hosts.h>
 #include <lockstep/launch/agent/shell_words.h>

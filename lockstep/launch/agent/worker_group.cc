@@ -22,7 +22,7 @@
 #include <lockstep/base/try_again.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
-#include <lockstep/launch/agent/orphans.h>
+#include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/agent/worker_watch.h>

@@ -24,7 +24,7 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/text/hex.h>
-#include <lockstep/launch/agent/orphans.h>
+#include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/control_plane/control_plane.h>
 #include <lockstep/launch/control_plane/hosts_agent.h>

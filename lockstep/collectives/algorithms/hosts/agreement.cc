@@ -5,7 +5,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <lockstep/collectives/algorithms/hosts/agreement.h>
-#include <lockstep/collectives/algorithms/hosts/leaders.h>
+#include <lockstep/collectives/algorithms/hosts/leaders_gather.h>
 #include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
 

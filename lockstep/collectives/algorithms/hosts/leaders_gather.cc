@@ -3,7 +3,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/collectives/algorithms/hosts/leaders.h>
+#include <lockstep/collectives/algorithms/hosts/leaders_gather.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
 namespace lockstep::algorithms::hosts {

@@ -6,11 +6,11 @@
 
 #include <gtest/gtest.h>
 
-#include <lockstep/launch/agent/orphans.h>
+#include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/guardian.h>
 #include <lockstep/launch/worker_process.h>
 
-namespace lockstep::launch::orphans_test {
+namespace lockstep::launch::orphan_watch_test {
 namespace {
 
 TEST(ReapOrphans, LeavesWorkersAlone) {
@@ -38,4 +38,4 @@ TEST(ReapOrphans, LeavesWorkersAlone) {
 }
 
 }  // namespace
-}  // namespace lockstep::launch::orphans_test
+}  // namespace lockstep::launch::orphan_watch_test

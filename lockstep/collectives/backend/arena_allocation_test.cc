@@ -7,9 +7,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/collectives/backend/arena_allocator.h>
+#include <lockstep/collectives/backend/arena_allocation.h>
 
-namespace lockstep::arena_allocator_test {
+namespace lockstep::arena_allocation_test {
 namespace {
 
 std::shared_ptr<transport::Arena> make_arena() {
@@ -118,4 +118,4 @@ TEST(ArenaAllocator, AForkedChildLeavesTheParentsMemoryAlone) {
 }
 
 }  // namespace
-}  // namespace lockstep::arena_allocator_test
+}  // namespace lockstep::arena_allocation_test

@@ -5,7 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <lockstep/launch/agent/orphans.h>
+#include <lockstep/launch/agent/orphan_watch.h>
 
 namespace lockstep::launch {
 namespace {

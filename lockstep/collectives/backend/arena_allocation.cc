@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/collectives/backend/arena_allocator.h>
+#include <lockstep/collectives/backend/arena_allocation.h>
 
 namespace lockstep {
 namespace {
