@@ -57,10 +57,14 @@ Deadline earlier(Deadline a, Deadline b) {
   return a.remaining() <= b.remaining() ? a : b;
 }
 
-void prepare_descriptors(int nprocs, int log_files) {
+void open_standard_streams() {
   for (int fd = 0; fd < 3; ++fd) {
     if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);  // takes the lowest free number, which is fd
   }
+}
+
+void prepare_descriptors(int nprocs, int log_files) {
+  open_standard_streams();
   // The store's server, the guardian and what is open for a moment only; then for each worker its output, its
   // end and its connection to the store. c10d's store ends the process, or waits for minutes, where it gets
   // none.

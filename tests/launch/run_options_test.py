@@ -90,6 +90,16 @@ def test_workers_that_start_again_meet_at_the_same_port(programs):
     assert done.status == 0 and done.stdout == f"{port} 0\n{port} 1\n", done.text
 
 
+@pytest.mark.parametrize("options", ["", "--max-restarts 1"], ids=["alone", "agent"])
+def test_standard_streams_that_are_closed_are_nothing_of_the_launchers_own(programs, options):
+    """What the launcher opens first would get their numbers, and workers would read and write it."""
+    script = "readlink /proc/$PPID/fd/0 /proc/$PPID/fd/1 /proc/$PPID/fd/2 > streams; echo out; echo err >&2"
+    run = f"{programs.find('lockstep')} run {options} sh -c '{script}' <&- >&- 2>&-"
+    programs.run("lockstep", "run", *options.split(), "true").skip_without_openssl()
+    assert programs.run("sh", "-c", run).status == 0
+    assert (programs.folder / "streams").read_text() == "/dev/null\n" * 3
+
+
 def test_a_run_has_a_name_of_its_own_or_the_given_one(one_host):
     first, second = (one_host([], "echo $TORCHELASTIC_RUN_ID") for _ in range(2))
     assert len({first, second, "none", ""}) == 4

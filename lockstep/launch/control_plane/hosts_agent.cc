@@ -247,6 +247,7 @@ int run_on_hosts(HostsOptions options) {
   options.run = checked_options(std::move(options.run));
   const auto objection = objection_to(options.membership);
   TORCH_CHECK_VALUE(!objection, *objection);
+  open_standard_streams();
   LineWriter lines;
   if (options.secret.empty()) {
     lines.say(
