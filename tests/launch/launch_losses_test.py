@@ -119,6 +119,21 @@ def test_a_signal_ends_a_coordinator_that_waits_for_hosts(programs):
     assert agent.finish().status == 130
 
 
+def test_a_second_signal_ends_an_agent_whose_workers_have_ended_by_the_first(programs):
+    """Otherwise it waits for the coordinator to know, which says nothing here until the lease is over."""
+    job = Job(programs, "1:2", conf=FAST.replace("lease=3,lost_after=4.5", "lease=300,lost_after=400"))
+    first = job.start_coordinator(1, STAY)
+    second = job.start(1, STAY)
+    second.wait_for("rank 1 of 2")
+    first.kill(signal.SIGSTOP)
+    second.kill(signal.SIGTERM)
+    second.wait_for("ended by SIGTERM", "stderr")
+    second.kill(signal.SIGTERM)
+    assert second.finish().status == 143
+    first.kill()
+    programs.wait_until_gone()
+
+
 def test_the_others_go_on_when_an_agent_is_killed(programs):
     job = Job(programs, "1:2")
     first = job.start_coordinator(1, STAY)

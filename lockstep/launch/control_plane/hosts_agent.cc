@@ -128,6 +128,7 @@ class HostControl : public WorkerControl {
   void serve(Supervisor& supervisor) override {
     while (const auto signal = take_ending(signals_)) {
       plane_.leave(*signal);
+      if (leaving_ == 0) leaving_ = *signal;
       // One that came before the supervisor began to take signals.
       if (!supervisor.interrupted()) supervisor.stop(grace_period_);
     }
@@ -143,6 +144,8 @@ class HostControl : public WorkerControl {
   }
   /// The thread has failed, and the job ends with these workers.
   const std::optional<ControlPlane::Task>& end() const { return end_; }
+  /// The first signal that has come while workers ran; 0: none.
+  int leaving() const { return leaving_; }
 
  private:
   ControlPlane& plane_;
@@ -150,6 +153,7 @@ class HostControl : public WorkerControl {
   std::chrono::nanoseconds grace_period_;
   std::shared_ptr<ExitStatusTable> table_;
   std::optional<ControlPlane::Task> end_;
+  int leaving_ = 0;
 };
 
 /// --local-addr as workers take it: the address of a name, or an interface.
@@ -299,6 +303,7 @@ int run_on_hosts(HostsOptions options) {
     HostControl control(plane, signals, options.run.grace_period, table);
     run_generation(options, local_address, *task, plane, control, lines);
     if (control.end()) return control.end()->exit_status;
+    leaving = control.leaving();
   }
 }
 
