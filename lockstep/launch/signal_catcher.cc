@@ -63,7 +63,7 @@ SignalCatcher::SignalCatcher() {
   slot.taken = true;
   while (take()) {  // left over from the former user
   }
-  ended_ = false;
+  ended_by_ = 0;
   slot.write_end.store(slot.pipe[1], std::memory_order_release);
   if (living++ > 0) return;
   owner = ::getpid();
@@ -110,8 +110,12 @@ std::optional<int> SignalCatcher::take() const {
     const ssize_t got = ::read(fd(), &byte, 1);
     if (got < 0 && errno == EINTR) continue;
     if (got != 1) return std::nullopt;
-    if (ended_ && byte == SIGHUP) continue;
-    ended_ = ended_ || byte != SIGUSR2;
+    const auto now = std::chrono::steady_clock::now();
+    if (ended_by_ != 0 && (byte == SIGHUP || (byte == ended_by_ && now - ended_at_ < kTwice))) continue;
+    if (ended_by_ == 0 && byte != SIGUSR2) {
+      ended_by_ = byte;
+      ended_at_ = now;
+    }
     return byte;
   }
 }

@@ -128,8 +128,8 @@ def test_a_second_signal_ends_an_agent_whose_workers_have_ended_by_the_first(pro
     first.kill(signal.SIGSTOP)
     second.kill(signal.SIGTERM)
     second.wait_for("ended by SIGTERM", "stderr")
-    second.kill(signal.SIGTERM)
-    assert second.finish().status == 143
+    second.kill(signal.SIGINT)  # another SIGTERM might come so soon that it counts for the same
+    assert second.finish().status == 130
     first.kill()
     programs.wait_until_gone()
 
