@@ -172,6 +172,15 @@ def test_a_short_secret_is_refused_and_none_gets_a_warning(programs):
         assert done.status == 0 and "WARNING: there is no secret" in done.stderr, done.text
 
 
+@pytest.mark.parametrize("file, error", [("folder", "Is a directory"), ("large", "has more than 16384 bytes"), ("none", "No such file")])
+def test_a_file_that_is_no_secret_is_refused_with_the_reason(programs, file, error):
+    (programs.folder / "folder").mkdir()
+    (programs.folder / "large").write_text("x" * 16385)
+    done = programs.run("lockstep", "run", "--nnodes", 2, "--secret-file", file, "true")
+    done.skip_without_openssl()
+    assert done.status == 2 and error in done.stderr, done.text
+
+
 def test_all_hosts_start_again_after_a_failure_and_count_alike(programs):
     job = Job(programs, 2)
     os.mkfifo(programs.folder / "told")  # rank 1 fails once rank 0 has told

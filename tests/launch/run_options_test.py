@@ -319,6 +319,14 @@ def test_variables_set_the_same(programs):
     assert written(programs.folder / log_folder(done)) == {"attempt_0/0/stdout.log": "-u -m train\n"}
 
 
+@pytest.mark.parametrize("make", ["mkdir $FILE", "mkfifo $FILE", "cp large $FILE"], ids=["folder", "pipe", "too large"])
+def test_an_error_file_that_is_none_changes_no_report(programs, make):
+    (programs.folder / "large").write_text('{"message": "' + "x" * (1 << 20) + '"}')
+    script = f"FILE=$TORCHELASTIC_ERROR_FILE; {make}; exit 3"
+    done = programs.run("lockstep", "run", "sh", "-c", script)
+    assert done.status == 1 and "failed first: exited with status 3\n  it wrote nothing" in done.stderr, done.text[:2000]
+
+
 def test_an_error_file_is_kept(programs):
     error = json.dumps({"message": "too warm"})
     script = f"echo '{error}' > $TORCHELASTIC_ERROR_FILE; exit 1"

@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <signal.h>
 #include <stdlib.h>
 #include <string_view>
@@ -89,10 +88,16 @@ class IgnoredBrokenPipe {
   void (*former_)(int);
 };
 
+/// Anything may be there, for the worker has made it: what is no file, or too large to be a message, says nothing.
 std::optional<std::string> read_error(const std::string& path) {
+  constexpr size_t kMostBytes = 1 << 20;
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(path, ignored)) return std::nullopt;
   std::ifstream file(path);
-  if (!file) return std::nullopt;
-  return error_file_message(std::string(std::istreambuf_iterator<char>(file), {}));
+  std::string text(kMostBytes, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  return error_file_message(text);
 }
 
 /// Whether a rank has written a flight record in this folder since then.

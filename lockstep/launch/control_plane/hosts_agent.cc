@@ -7,7 +7,6 @@
 #include <cstring>
 #include <deque>
 #include <fstream>
-#include <iterator>
 #include <mutex>
 #include <net/if.h>
 #include <poll.h>
@@ -38,6 +37,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr size_t kLeastSecretBytes = 32;
+constexpr size_t kMostSecretBytes = 16384;
 
 /// Writes the agent's own lines on a thread of its own: a terminal that is stopped, or a pipe without room, must keep
 /// neither the coordinator's answers from the other hosts, which would end their workers, nor signals from this one.
@@ -230,9 +230,14 @@ std::string read_secret(const std::string& file) {
     secret = environment::text("LOCKSTEP_JOB_SECRET").value_or("");
   } else {
     std::ifstream stream(file);
-    TORCH_CHECK_VALUE(stream.good(), "can't read the secret in ", file, ": ", std::strerror(errno));
-    secret.assign(std::istreambuf_iterator<char>(stream), {});
+    secret.resize(kMostSecretBytes + 1);
+    stream.read(secret.data(), static_cast<std::streamsize>(secret.size()));
+    TORCH_CHECK_VALUE(stream.is_open() && !stream.bad(), "can't read the secret in ", file, ": ",
+                      std::strerror(errno));
+    secret.resize(static_cast<size_t>(stream.gcount()));
     TORCH_CHECK_VALUE(!secret.empty(), "the file of the secret, ", file, ", is empty");
+    TORCH_CHECK_VALUE(secret.size() <= kMostSecretBytes, "the file of the secret, ", file, ", has more than ",
+                      kMostSecretBytes, " bytes; make one: lockstep secret > FILE");
   }
   const auto is_space = [](char letter) { return std::isspace(static_cast<unsigned char>(letter)) != 0; };
   while (!secret.empty() && is_space(secret.back())) secret.pop_back();
