@@ -274,6 +274,11 @@ def test_one_host_that_is_stopped_keeps_its_workers(programs):
     assert done.status == 0 and re.fullmatch(r"start 0 in process \d+\ndone\n", done.stdout), done.text
 
 
+def test_heartbeats_that_come_too_fast_are_refused(programs):
+    done = Job(programs, 2, conf="keep_alive_interval=0.005").start(1, STAY).finish()
+    assert done.status == 2 and "the heartbeat interval must be 0.01 s or more" in done.stderr, done.text
+
+
 def test_a_local_address_that_this_host_can_not_have_is_refused_before_any_start(programs):
     done = Job(programs, 2).start(1, STAY, "--local-addr", "nowhere.invalid").finish()
     assert done.status == 2 and "--local-addr is 'nowhere.invalid', which is no address" in done.stderr, done.text

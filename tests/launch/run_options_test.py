@@ -300,6 +300,7 @@ def test_a_full_disk_harms_no_process(programs, tmp_path):
         (["--local-ranks-filter", "x"], ["--local-ranks-filter has 'x'", "from 0"]),
         (["--nnodes", "many"], ["--nnodes has 'many'", "number from 1"]),
         (["--master-port", "65536"], ["--master-port: ", "65535"]),
+        (["--grace-period", "nan"], ["--grace-period is nan, and takes seconds"]),
         (["--signals-to-handle", "SIGUSR2"], ["error: --signals-to-handle: ", "not SIGUSR2"]),
         (["--logs-specs", "mine"], ["error: --logs-specs names a class"]),
         (["--numa-binding", "node"], ["error: --numa-binding is not there"]),

@@ -370,7 +370,9 @@ std::optional<std::string> objection_to(const MembershipOptions& options) {
            std::to_string(options.min_hosts);
   }
   if (options.max_restarts < 0) return "the number of restarts is negative";
-  if (options.heartbeat_interval <= nanoseconds(0)) return "the heartbeat interval must be above 0";
+  // The coordinator cuts off an agent that sends 200 messages a second.
+  if (options.heartbeat_interval < std::chrono::milliseconds(10))
+    return "the heartbeat interval must be 0.01 s or more";
   if (options.lease < options.heartbeat_interval * 3) {
     return "the lease must be three heartbeat intervals or more, for one may be late";
   }

@@ -290,6 +290,8 @@ TEST(MembershipOptions, AreCheckedAgainstEachOther) {
   MembershipOptions restless = options(1, 1);
   restless.heartbeat_interval = seconds(3);
   EXPECT_THAT(objection_to(restless).value_or(""), HasSubstr("three heartbeat intervals"));
+  restless.heartbeat_interval = std::chrono::milliseconds(9);
+  EXPECT_THAT(objection_to(restless).value_or(""), HasSubstr("0.01 s or more"));
 }
 
 }  // namespace
