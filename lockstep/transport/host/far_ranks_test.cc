@@ -223,6 +223,30 @@ TEST(FarRanks, WhatItsNeighbourSaysIsTold) {
   });
 }
 
+TEST(FarRanks, AnEndThatAnotherHostHasOnlySupposedIsNotToldOnByTheRanksNeighbours) {
+  CutHosts hosts({0, 1, 1}, 60s);
+  std::barrier met(3);
+  hosts.run([&](GroupChannel& channel) {
+    HostTransport& transport = channel.transport();
+    met.arrive_and_wait();
+    if (channel.rank() == 0) {
+      hosts.hub->disconnect(0, 2);
+      EXPECT_THAT(failure_of([&] { receive(channel, 2); }, FailureKind::kPeerEnded),
+                  StartsWith(name(2, 1) + " is lost: "));
+    }
+    if (channel.rank() == 1) {
+      while (!channel.failed()) std::this_thread::yield();
+      EXPECT_THAT(failure_of([&] { begin(channel); }, FailureKind::kPeerEnded),
+                  StartsWith(name(2, 1) + " is lost: "));
+    }
+    met.arrive_and_wait();
+    if (channel.rank() != 0) return;
+    transport.wire().before_sleep();  // moves all that rank 1 has said
+    transport.await_heard();
+    EXPECT_FALSE(transport.end_is_certain(2));
+  });
+}
+
 TEST(FarRanks, ACutThatHealsInTimeIsNoError) {
   CutHosts hosts({0, 1}, 6s);
   std::barrier met(2);

@@ -281,11 +281,12 @@ ChannelError GroupMembers::describe_failure(const std::vector<int>& late, std::c
   const bool has_culprit = kind == FailureKind::kPeerEnded || kind == FailureKind::kPeerLeft ||
                            kind == FailureKind::kTimeout || kind == FailureKind::kAborted;
   if (has_culprit && !left_behind) transport_->note_culprit(culprit);
-  if (kind == FailureKind::kPeerEnded) transport_->tell_end_of(culprit);
+  // What another host takes for an end may be a lost connection, of a rank that lives here: that is not told on.
   if (const char* told = outside_text()) return {kind, told};
   std::ostringstream text;
   switch (kind) {
     case FailureKind::kPeerEnded:
+      transport_->tell_end_of(culprit);
       text << transport_->describe_end(culprit);
       break;
     case FailureKind::kPeerLeft:
