@@ -12,8 +12,14 @@
 
 // Of HostTransport: how ranks end, and what they are called.
 namespace lockstep::transport {
+namespace {
 
-std::string HostTransport::describe_end(int rank) const {
+/// Between two questions to a rank's host how that rank has ended.
+constexpr auto kEndQuestionInterval = std::chrono::milliseconds(300);
+
+}  // namespace
+
+std::string HostTransport::describe_end(int rank) {
   Peer& peer = *peers_[rank];
   if (!is_here(rank)) {
     // The rank's neighbours notice its end as soon as this one, and know more of it. They tell this one, or one of its
@@ -23,6 +29,7 @@ std::string HostTransport::describe_end(int rank) const {
     if (peer.patience_for_end.is_never()) {
       peer.least_patience_for_end = Deadline::after(std::chrono::milliseconds(is_alone(rank) ? 0 : 300));
       peer.patience_for_end = Deadline::after(std::chrono::seconds(2));
+      peer.question_for_end = peer.least_patience_for_end;
     }
     while (true) {
       const EndOfFarRank* heard = peer.end.empty() ? end_of_far_rank(rank) : nullptr;
@@ -31,6 +38,14 @@ std::string HostTransport::describe_end(int rank) const {
       if (peer.least_patience_for_end.expired() &&
           (peer.patience_for_end.expired() || witnesses_of(rank).empty())) {
         break;
+      }
+      if (peer.question_for_end.expired()) {
+        // They have told their counterparts, which may have ended before they heard it. Again, for they may not know it yet.
+        peer.question_for_end = Deadline::after(kEndQuestionInterval);
+        lock.unlock();  // hear_loss() takes it
+        ask_host_of(rank);
+        lock.lock();
+        continue;
       }
       segments_changed_.wait_for(lock, std::chrono::milliseconds(10));
     }
@@ -167,7 +182,7 @@ std::chrono::nanoseconds HostTransport::patience_with_neighbours_of(int rank) co
   return std::chrono::seconds(layout_.hosts[layout_.host_of[rank]].size() > 1 ? 2 : 0);
 }
 
-ControlMessage HostTransport::end_message(int neighbour) const {
+ControlMessage HostTransport::end_message(int neighbour) {
   ControlMessage message;
   message.kind = ControlMessage::Kind::kEndOfFellow;
   message.rank = neighbour;

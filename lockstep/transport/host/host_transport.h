@@ -104,9 +104,9 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Counts the peers that have ended or left so far: changes whenever has_ended() of any peer does.
   uint32_t endings() const { return endings_.load(std::memory_order_acquire); }
   bool has_ended(int rank) const { return peers_[rank]->ended.load(std::memory_order_acquire); }
-  /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended, and 300 ms
-  /// on another host.
-  std::string describe_end(int rank) const;
+  /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended. Of one on
+  /// another host its neighbours' word is awaited for 300 ms; then those that live are asked, for up to 2 s in all.
+  std::string describe_end(int rank);
   /// " in 2B3": what a rank of this host does of a plan, or did when it ended; "" where it has none, and of other hosts'.
   std::string in_action(int rank) const;
   /// Of a rank that has ended: whether its own host, or the rank itself, has said so. Otherwise its connection is lost, and
@@ -185,6 +185,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     // How long describe_end() waits to hear of it, from the first call on; under segments_mutex_.
     Deadline least_patience_for_end = Deadline::never();
     Deadline patience_for_end = Deadline::never();
+    Deadline question_for_end = Deadline::never();  // when its host is asked (again)
     std::string end;  // how a rank on another host has ended, if that is known; under segments_mutex_
     bool end_is_certain = false;  // its host, or the rank itself, has said so; under segments_mutex_
     std::string own_fault;        // of this process, by which the connection was lost; under segments_mutex_
@@ -235,7 +236,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::optional<int> ask_for_cause(int rank);
   void tell_cause(int rank);
   void hear_cause(int from, const ControlMessage& message);
-  ControlMessage end_message(int neighbour) const;
+  ControlMessage end_message(int neighbour);
   void look_at_far_ranks();
   std::vector<int> witnesses_of(int rank) const;
   void ask_host_of(int rank);

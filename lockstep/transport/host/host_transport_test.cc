@@ -225,6 +225,18 @@ TEST(HostTransport, OtherHostsHearHowARankHasEnded) {
   }
 }
 
+TEST(HostTransport, ARankWhoseNeighboursAreNotToldAsksHowAnotherHostsRankHasEnded) {
+  const auto hub = wire::ThreadHub::make(4);
+  Job job({0, 0, 1, 1}, hub);
+  hub->cut(2, 0);  // by this way rank 2 tells host 0
+  hub->disconnect(1, 3);
+  await_end(*job.transports[1], 3);
+  await_end(*job.transports[3], 1);
+  job.transports[3].reset();
+  EXPECT_THAT(job.transports[1]->describe_end(3),
+              StartsWith("rank 3 " + own_pid() + " on node-b) left the job in good order"));
+}
+
 TEST(HostTransport, AllThreadsThatAskHearHowARankHasEnded) {
   Job job({0, 0, 1, 1}, wire::ThreadHub::make(4));
   std::array<std::string, 3> answers;
