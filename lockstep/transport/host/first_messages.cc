@@ -55,7 +55,9 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
   } cancel{wire, requests};
   const auto fail = [&](const Meeting& meeting, const std::string& what) {
     std::string text = with.own + ", and " + with.describe(meeting.rank) + ", can't pass messages: " + what;
-    if (meeting.small->status() == wire::RequestStatus::kSucceeded && !meeting.full->done()) {
+    // Where TCP gets no answer to the larger one for long enough, the connection is lost.
+    if (meeting.small->status() == wire::RequestStatus::kSucceeded &&
+        meeting.full->status() != wire::RequestStatus::kSucceeded) {
       text += "; small messages pass, but not " + std::to_string(kFull >> 10) +
               " KiB: do all interfaces between the two hosts have the same MTU?";
     }
@@ -97,6 +99,11 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
                        describe_difference(with.own, with.generation, with.describe(meeting.rank), theirs));
     }
     if (all_over()) return;
+    // What has failed since then is the next round's, which says more of it than with.look().
+    const bool has_failed = std::any_of(requests.begin(), requests.end(), [&](const auto& request) {
+      return request->status() != wire::RequestStatus::kSucceeded && wire.lost(request->peer());
+    });
+    if (has_failed) continue;
     with.look();
     // Time in which this process did not run is no silence.
     const auto now = std::chrono::steady_clock::now();

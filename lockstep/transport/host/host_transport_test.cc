@@ -1,8 +1,10 @@
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
 #include <string>
@@ -317,7 +319,8 @@ TEST(FirstMessages, TellWhoIsOfAnotherGenerationAtAPeersAddress) {
 /// An engine that drops all messages of more than 1 KiB, as a path does whose MTU is smaller than its ends believe.
 class NarrowEngine final : public wire::Engine {
  public:
-  explicit NarrowEngine(std::unique_ptr<wire::Engine> engine) : engine_(std::move(engine)) {
+  NarrowEngine(std::unique_ptr<wire::Engine> engine, std::function<void()> on_drop)
+      : engine_(std::move(engine)), on_drop_(std::move(on_drop)) {
     engine_->on_done = [this](wire::Operation& operation) { on_done(operation); };
     engine_->on_peer_lost = [this](int rank, const std::string& reason) { on_peer_lost(rank, reason); };
   }
@@ -325,7 +328,8 @@ class NarrowEngine final : public wire::Engine {
   std::string address() const override { return engine_->address(); }
   void connect(int rank, const std::string& address) override { engine_->connect(rank, address); }
   void send(wire::Operation& operation, wire::Tag tag, const void* data, size_t bytes) override {
-    if (bytes <= 1024) engine_->send(operation, tag, data, bytes);
+    if (bytes <= 1024) return engine_->send(operation, tag, data, bytes);
+    on_drop_();
   }
   void receive(wire::Operation& operation, wire::Tag tag, void* data, size_t bytes) override {
     engine_->receive(operation, tag, data, bytes);
@@ -338,29 +342,42 @@ class NarrowEngine final : public wire::Engine {
 
  private:
   std::unique_ptr<wire::Engine> engine_;
+  const std::function<void()> on_drop_;
 };
 
-TEST(HostTransport, APathWithASmallerMtuIsNamedAtTheTimeout) {
-  class NarrowHub final : public wire::ThreadHub {
-   public:
-    std::unique_ptr<wire::Engine> make_engine(int rank) override {
-      return std::make_unique<NarrowEngine>(hub_->make_engine(rank));
-    }
-    void disconnect(int rank, int other) override { hub_->disconnect(rank, other); }
-    void cut(int from, int to) override { hub_->cut(from, to); }
-    void heal(int from, int to) override { hub_->heal(from, to); }
-    void let_sleep(int rank) override { hub_->let_sleep(rank); }
+/// Of two ranks.
+class NarrowHub final : public wire::ThreadHub {
+ public:
+  /// `gives_up`: the connection is lost once each rank has sent what does not pass, as TCP loses it after a while.
+  explicit NarrowHub(bool gives_up) : gives_up_(gives_up) {}
 
-   private:
-    std::shared_ptr<wire::ThreadHub> hub_ = wire::ThreadHub::make(2);
-  };
-  const Job job({0, 1}, std::make_shared<NarrowHub>(), std::chrono::milliseconds(500));
-  for (const std::string& error : job.errors) {
-    EXPECT_THAT(
-        error,
-        HasSubstr("small messages pass, but not 64 KiB: do all interfaces between the two hosts have the "
-                  "same MTU?"));
+  std::unique_ptr<wire::Engine> make_engine(int rank) override {
+    return std::make_unique<NarrowEngine>(hub_->make_engine(rank), [this] {
+      if (++dropped_ == 2 && gives_up_) hub_->disconnect(0, 1);
+    });
   }
+  void disconnect(int rank, int other) override { hub_->disconnect(rank, other); }
+  void cut(int from, int to) override { hub_->cut(from, to); }
+  void heal(int from, int to) override { hub_->heal(from, to); }
+  void let_sleep(int rank) override { hub_->let_sleep(rank); }
+
+ private:
+  const bool gives_up_;
+  std::atomic<int> dropped_{0};
+  std::shared_ptr<wire::ThreadHub> hub_ = wire::ThreadHub::make(2);
+};
+
+constexpr const char* kMtuHint =
+    "small messages pass, but not 64 KiB: do all interfaces between the two hosts have the same MTU?";
+
+TEST(HostTransport, APathWithASmallerMtuIsNamedAtTheTimeout) {
+  const Job job({0, 1}, std::make_shared<NarrowHub>(/*gives_up=*/false), std::chrono::milliseconds(500));
+  EXPECT_THAT(job.errors, Each(HasSubstr(kMtuHint)));
+}
+
+TEST(HostTransport, APathWithASmallerMtuIsNamedWhenTheConnectionIsLostByIt) {
+  const Job job({0, 1}, std::make_shared<NarrowHub>(/*gives_up=*/true));
+  EXPECT_THAT(job.errors, Each(AllOf(HasSubstr("can't pass messages: disconnected; "), HasSubstr(kMtuHint))));
 }
 
 }  // namespace
