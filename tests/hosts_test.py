@@ -17,15 +17,13 @@ def is_loopback(address: str) -> bool:
 
 
 def start_in(programs, net, host, rank, *options):
-    method = f"tcp://{net.addresses[0]}:{PORT}"
+    address = net.addresses[0]
+    method = f"tcp://[{address}]:{PORT}" if ":" in address else f"tcp://{address}:{PORT}"
     driver = ["meeting_driver", "--init-method", method, "--rank", rank, "--world-size", 2, *options]
     return programs.start(*net.inside(host, *driver))
 
 
-def test_two_network_namespaces_are_two_hosts(programs, make_hosts):
-    """The ranks share no memory, and reduce over the cable."""
-    net = make_hosts(2)
-    children = [start_in(programs, net, rank, rank, "--hold") for rank in range(2)]
+def wait_for_the_sum(children):
     for child in children:
         try:
             child.wait_for("has the sum 1")
@@ -33,10 +31,32 @@ def test_two_network_namespaces_are_two_hosts(programs, make_hosts):
             if "needs UCX" not in str(error):
                 raise
             pytest.skip("ranks on several hosts need UCX")
+
+
+@pytest.mark.parametrize("ipv6", [False, True])
+def test_two_network_namespaces_are_two_hosts(programs, make_hosts, ipv6):
+    """The ranks share no memory, and reduce over the cable."""
+    net = make_hosts(2, ipv6=ipv6)
+    children = [start_in(programs, net, rank, rank, "--hold") for rank in range(2)]
+    wait_for_the_sum(children)
     assert {address for address, _ in programs.listening()} <= set(net.addresses)
     for child in children:
         result = child.finish()
         assert result.status == 0, result.text
+
+
+def test_two_containers_of_one_host_are_two_hosts(programs):
+    """Each has process and user namespaces of its own, in which it is process 1, and the host's network."""
+    options = ["--init-method", f"tcp://127.0.0.1:{support.free_port()}", "--world-size", 2, "--hold"]
+    driver = programs.find("meeting_driver")
+    container = support.unshare("--kill-child")
+    children = [
+        programs.start(*container, driver, *options, "--rank", rank, LOCKSTEP_LOG="info") for rank in range(2)
+    ]
+    wait_for_the_sum(children)
+    for child in children:
+        result = child.finish()
+        assert result.status == 0 and "all 2 ranks are there" in result.text and ", on 2 hosts: " in result.text, result.text
 
 
 def test_on_an_address_of_its_own_the_store_listens_at_that_address_only(programs, make_hosts):
