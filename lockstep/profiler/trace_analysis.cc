@@ -208,7 +208,8 @@ constexpr std::array<NamedPhase, 6> kOwnPhases = {
      {"backward", [](const TracePhaseTimes& times) { return times.backward; }},
      {"the optimizer", [](const TracePhaseTimes& times) { return times.optimizer; }},
      {"nothing that is recorded", [](const TracePhaseTimes& times) { return times.idle; }},
-     {"exposed communication", [](const TracePhaseTimes& times) { return times.communication - times.waiting; }}}};
+     {"exposed communication",
+      [](const TracePhaseTimes& times) { return times.communication - times.waiting; }}}};
 
 /// The rank that takes longest without what it waits for others; in a synchronous job the steps of all take equally long.
 /// Where waiting is not known, communication counts as that.

@@ -12,7 +12,7 @@
 
 #include <lockstep/base/files/nonblocking.h>
 #include <lockstep/base/log.h>
-#include <lockstep/launch/agent/orphans.h>
+#include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/agent/output_router.h>
 
 namespace lockstep::launch {

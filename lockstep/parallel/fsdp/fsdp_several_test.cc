@@ -58,8 +58,8 @@ void expect_trains_as_one_process(int ranks, const Options& options, const LossO
     optim::SGD reference(parameters, optim::SGDOptions(0.1));
     FullyShardedDataParallel first(std::make_shared<Tower>(1), options);
     FullyShardedDataParallel second(std::make_shared<Tower>(2), options);
-    const auto of_first = first.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
-    const auto of_second = second.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    const auto of_first = first.template make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
+    const auto of_second = second.template make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
     for (int step = 0; step < kSteps; ++step) {
       const auto all = random({ranks, 3, 5}, static_cast<uint64_t>(step));
       of_first->zero_grad();
