@@ -36,6 +36,20 @@ def name(children, rank, host):
     return rf"rank {rank} \(pid {children[rank].pid} on {host}\)"
 
 
+# The second time UCX gives the connection up before.
+@pytest.mark.parametrize("timeout", [10, pytest.param(60, marks=pytest.mark.long)])
+def test_a_switch_with_a_smaller_mtu_than_the_hosts_is_named_at_the_start(programs, make_hosts, timeout):
+    net = make_hosts(2, mtu=9000, switch_mtu=1500)
+    driver = [programs.find("meeting_driver"), "--timeout", timeout]
+    for child in programs.start_on(net, [1, 1], *driver):
+        done = child.finish()
+        if "needs UCX" in done.text:
+            pytest.skip("ranks on several hosts need UCX")
+        where = r"rank \d \(pid \d+ on host-[ab]\), by UCX .*, at [\d.]+:\d+\)"
+        said = rf"{where}, and {where}, can't pass messages: .*small messages pass, but not 64 KiB: .* the same MTU\?"
+        assert done.status == 1 and re.search(said, done.stderr), done.text
+
+
 @pytest.mark.parametrize("layout", [[2, 2], [1, 3], [1, 1]], ids=lambda layout: "+".join(map(str, layout)))
 def test_a_killed_rank_is_named_on_all_hosts(programs, make_hosts, layout):
     net = make_hosts(2)

@@ -14,8 +14,11 @@
 namespace lockstep::transport {
 namespace {
 
-/// On the control channel; control messages count from 0.
+/// On the control channel; control messages count from 0. A small message, a full-size one, and the answer to the small one,
+/// before which the full-size one is not sent: TCP may put both into one packet, and where that does not pass, neither does.
 constexpr uint32_t kFirstMeeting = uint32_t{1} << 31;
+constexpr uint32_t kFullMeeting = kFirstMeeting + 1;
+constexpr uint32_t kAnswer = kFirstMeeting + 2;
 
 }  // namespace
 
@@ -28,23 +31,26 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
   struct Meeting {
     int rank;
     std::vector<std::byte> incoming;
-    wire::Handle small, full;
+    wire::Handle small, answer, full;
+    std::byte answered{};
+    bool answers = false, sends_full = false;
   };
   std::vector<std::byte> outgoing(kSmall + kFull);
   static_assert(sizeof with.generation <= kSmall);
   std::memcpy(outgoing.data(), &with.generation, sizeof with.generation);
   Doorbell bell;
-  std::vector<Meeting> meetings;
+  std::vector<Meeting> meetings(ranks.size());
   std::vector<wire::Handle> requests;
-  for (const int rank : ranks) {
-    meetings.push_back({rank, std::vector<std::byte>(kSmall + kFull), nullptr, nullptr});
-    std::byte* incoming = meetings.back().incoming.data();
-    meetings.back().small = wire.receive(rank, {0, kFirstMeeting}, incoming, kSmall, &bell);
-    meetings.back().full = wire.receive(rank, {0, kFirstMeeting + 1}, incoming + kSmall, kFull, &bell);
-    requests.push_back(wire.send(rank, {0, kFirstMeeting}, outgoing.data(), kSmall, &bell));
-    requests.push_back(wire.send(rank, {0, kFirstMeeting + 1}, outgoing.data() + kSmall, kFull, &bell));
-    requests.push_back(meetings.back().small);
-    requests.push_back(meetings.back().full);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    Meeting& meeting = meetings[i];
+    meeting.rank = ranks[i];
+    meeting.incoming.resize(kSmall + kFull);
+    std::byte* incoming = meeting.incoming.data();
+    meeting.small = wire.receive(ranks[i], {0, kFirstMeeting}, incoming, kSmall, &bell);
+    meeting.answer = wire.receive(ranks[i], {0, kAnswer}, &meeting.answered, 1, &bell);
+    meeting.full = wire.receive(ranks[i], {0, kFullMeeting}, incoming + kSmall, kFull, &bell);
+    requests.insert(requests.end(), {meeting.small, meeting.answer, meeting.full});
+    requests.push_back(wire.send(ranks[i], {0, kFirstMeeting}, outgoing.data(), kSmall, &bell));
   }
   struct Cancel {
     ~Cancel() {
@@ -53,11 +59,13 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
     wire::Wire& wire;
     const std::vector<wire::Handle>& requests;
   } cancel{wire, requests};
+  const auto has_come = [](const wire::Handle& request) {
+    return request->status() == wire::RequestStatus::kSucceeded;
+  };
   const auto fail = [&](const Meeting& meeting, const std::string& what) {
     std::string text = with.own + ", and " + with.describe(meeting.rank) + ", can't pass messages: " + what;
     // Where TCP gets no answer to the larger one for long enough, the connection is lost.
-    if (meeting.small->status() == wire::RequestStatus::kSucceeded &&
-        meeting.full->status() != wire::RequestStatus::kSucceeded) {
+    if (has_come(meeting.small) && !has_come(meeting.full)) {
       text += "; small messages pass, but not " + std::to_string(kFull >> 10) +
               " KiB: do all interfaces between the two hosts have the same MTU?";
     }
@@ -67,19 +75,43 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
   const auto patience_ends = Deadline::after(
       deadline.remaining() - std::min<std::chrono::nanoseconds>(deadline.remaining() / 10, kLongestHead));
   const auto is_over = [](const wire::Handle& request) { return request->done(); };
+  /// Whether all is sent.
+  const auto go_on = [&](Meeting& meeting) {
+    if (!meeting.answers && has_come(meeting.small)) {
+      meeting.answers = true;
+      requests.push_back(wire.send(meeting.rank, {0, kAnswer}, outgoing.data(), 1, &bell));
+    }
+    if (!meeting.sends_full && has_come(meeting.answer)) {
+      meeting.sends_full = true;
+      requests.push_back(wire.send(meeting.rank, {0, kFullMeeting}, outgoing.data() + kSmall, kFull, &bell));
+    }
+    return meeting.sends_full;
+  };
   std::chrono::nanoseconds silent{0};
   auto looked = std::chrono::steady_clock::now();
   const WaitPolicy policy{.spins = 0, .yields = 20};
   while (true) {
-    const auto all_over = [&] { return std::all_of(requests.begin(), requests.end(), is_over); };
+    const auto all_over = [&] {
+      bool sent = true;
+      for (Meeting& meeting : meetings) sent &= go_on(meeting);
+      return sent && std::all_of(requests.begin(), requests.end(), is_over);
+    };
     const auto drive = [&] {
       wire.progress();
       return all_over();
     };
     wait_until(bell, policy, Deadline::after(patience_ends.remaining(kLookInterval)), drive,
                [&] { wire.before_sleep(); });
+    // First this, for one of another generation gives the connection up.
+    for (const Meeting& meeting : meetings) {
+      if (!has_come(meeting.small)) continue;
+      Generation theirs;
+      std::memcpy(&theirs, meeting.incoming.data(), sizeof theirs);
+      TORCH_CHECK_WITH(DistBackendError, !with.generation.differs_from(theirs),
+                       describe_difference(with.own, with.generation, with.describe(meeting.rank), theirs));
+    }
     for (const auto& request : requests) {
-      if (!request->done() || request->status() == wire::RequestStatus::kSucceeded) continue;
+      if (!request->done() || has_come(request)) continue;
       const auto meeting = std::find_if(meetings.begin(), meetings.end(),
                                         [&](const Meeting& one) { return one.rank == request->peer(); });
       const auto patience = Deadline::after(with.patience(request->peer()));
@@ -91,17 +123,10 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
           DistBackendError,
           fail(*meeting, wire.lost(request->peer()).value_or("the wire has failed on this rank")));
     }
-    for (const Meeting& meeting : meetings) {
-      if (meeting.small->status() != wire::RequestStatus::kSucceeded) continue;
-      Generation theirs;
-      std::memcpy(&theirs, meeting.incoming.data(), sizeof theirs);
-      TORCH_CHECK_WITH(DistBackendError, !with.generation.differs_from(theirs),
-                       describe_difference(with.own, with.generation, with.describe(meeting.rank), theirs));
-    }
     if (all_over()) return;
     // What has failed since then is the next round's, which says more of it than with.look().
     const bool has_failed = std::any_of(requests.begin(), requests.end(), [&](const auto& request) {
-      return request->status() != wire::RequestStatus::kSucceeded && wire.lost(request->peer());
+      return !has_come(request) && wire.lost(request->peer());
     });
     if (has_failed) continue;
     with.look();
