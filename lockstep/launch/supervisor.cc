@@ -68,7 +68,7 @@ void prepare_descriptors(int nprocs, int log_files) {
   // The store's server, the guardian and what is open for a moment only; then for each worker its output, its
   // end and its connection to the store. c10d's store ends the process, or waits for minutes, where it gets
   // none.
-  constexpr size_t kOwn = 24;
+  constexpr size_t kOwn = 28;
   const size_t per_worker = 4 + static_cast<size_t>(log_files);
   const size_t needed = open_descriptors() + kOwn + per_worker * static_cast<size_t>(checked_count(nprocs));
   rlimit limit = {};
