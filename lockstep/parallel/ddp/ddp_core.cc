@@ -5,12 +5,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/device/streams.h>
+#include <lockstep/nn/is_in_backward.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
 #include <lockstep/parallel/ddp/hooks/default_hooks.h>
@@ -57,10 +57,6 @@ void check_options(const DistributedDataParallelOptions& options) {
                         " is no floating-point type");
     }
   }
-}
-
-bool is_in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
 }
 
 std::string names_of(const std::vector<NamedTensor>& tensors) {

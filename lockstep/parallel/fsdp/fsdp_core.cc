@@ -8,7 +8,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/base/failpoint.h>
@@ -18,6 +17,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
+#include <lockstep/nn/is_in_backward.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/internal/class_name.h>
 #include <lockstep/parallel/fsdp/internal/gather/gathered_units.h>
@@ -54,7 +54,7 @@ void FsdpCore::check_usable() const {
 void FsdpCore::run_forward(const std::function<void()>& forward) {
   check_usable();
   // Within backward it is computed again (activation checkpoints), which is no forward of its own.
-  if (at::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() == -1) {
+  if (at::GradMode::is_enabled() && !is_in_backward()) {
     const int64_t reduced = reduction_->reduced();
     if (marked_.exchange(reduced) != reduced) {
       mark_step(StepMark::kForward, this);
@@ -75,7 +75,7 @@ void FsdpCore::run_forward(const std::function<void()>& forward) {
 
 void FsdpCore::run_forward_of_part(const std::function<void()>& forward) {
   // Within backward too: what is computed again there (activation checkpoints) is no forward of its own.
-  const bool is_within = in_forward == this || torch::autograd::get_current_graph_task_id() != -1;
+  const bool is_within = in_forward == this || is_in_backward();
   is_within ? forward() : run_forward(forward);
 }
 

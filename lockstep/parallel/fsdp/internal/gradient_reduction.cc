@@ -18,6 +18,7 @@
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/is_in_backward.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
 namespace lockstep::fsdp::internal {
@@ -153,8 +154,7 @@ void GradientReduction::check_ended() const {
   const std::thread::id thread = backward_.load();
   const bool concerns_this_thread = !weights_.device().is_cpu() || thread == std::this_thread::get_id();
   // Within a backward forward is computed again (activation checkpoints).
-  const bool did_not_end = thread != std::thread::id() && concerns_this_thread &&
-                           torch::autograd::get_current_graph_task_id() == -1;
+  const bool did_not_end = thread != std::thread::id() && concerns_this_thread && !is_in_backward();
   TORCH_CHECK(!did_not_end,
               "FullyShardedDataParallel: the last backward did not end, for it or a reduction has failed; "
               "what was averaged of its gradients is lost, and the ranks may be at different places: make "
