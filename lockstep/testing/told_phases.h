@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <ATen/record_function.h>
+#include <torch/torch.h>
 
 #include <lockstep/base/training/training_phases.h>
 
@@ -41,6 +42,18 @@ class ToldPhases {
 
  private:
   const std::shared_ptr<PhaseAudience> audience_ = std::make_shared<PhaseAudience>();
+};
+
+/// A module that notes in which phase its forward runs. `told` lives longer.
+struct PhaseNoting : torch::nn::Module {
+  explicit PhaseNoting(const ToldPhases& told) : told(told) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    phases.push_back(told.phase());
+    return layer(x).tanh();
+  }
+  const ToldPhases& told;
+  std::vector<TrainingPhase> phases;
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(4, 3));
 };
 
 }  // namespace lockstep::testing

@@ -1,6 +1,5 @@
 // What DistributedDataParallel tells of its phases, and forwards that backward computes again.
 #include <cstdint>
-#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
 #include <utility>
@@ -49,23 +48,11 @@ TEST(DistributedDataParallel, TheRoundsEndBelongsToBackward) {
   });
 }
 
-/// Notes in which phase its forward runs.
-struct Noting : nn::Module {
-  explicit Noting(std::function<TrainingPhase()> phase) : phase(std::move(phase)) {}
-  torch::Tensor forward(const torch::Tensor& x) {
-    phases.push_back(phase());
-    return layer(x).tanh();
-  }
-  std::function<TrainingPhase()> phase;
-  std::vector<TrainingPhase> phases;
-  nn::Linear layer = register_module("layer", nn::Linear(4, 3));
-};
-
 TEST(DistributedDataParallel, AForwardThatIsComputedAgainBelongsToBackward) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
     const testing::ToldPhases told;
-    const auto noting = std::make_shared<Noting>([&] { return told.phase(); });
+    const auto noting = std::make_shared<testing::PhaseNoting>(told);
     DistributedDataParallel model(noting);
     DistributedDataParallel head(nn::Linear(3, 1));
     const auto body = [&](const torch::Tensor& x) { return model(x); };

@@ -1,6 +1,5 @@
 // What FullyShardedDataParallel tells of its steps and phases.
 #include <cstdint>
-#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
@@ -54,23 +53,11 @@ TEST(FullyShardedDataParallel, TellsOfItsStepsAndPhases) {
   });
 }
 
-/// Notes in which phase its forward runs.
-struct Noting : nn::Module {
-  explicit Noting(std::function<TrainingPhase()> phase) : phase(std::move(phase)) {}
-  torch::Tensor forward(const torch::Tensor& x) {
-    phases.push_back(phase());
-    return layer(x).tanh();
-  }
-  std::function<TrainingPhase()> phase;
-  std::vector<TrainingPhase> phases;
-  nn::Linear layer = register_module("layer", nn::Linear(4, 3));
-};
-
 TEST(FullyShardedDataParallel, AForwardThatIsComputedAgainBelongsToBackward) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
     const testing::ToldPhases told;
-    const auto noting = std::make_shared<Noting>([&] { return told.phase(); });
+    const auto noting = std::make_shared<testing::PhaseNoting>(told);
     FullyShardedDataParallel model(noting);
     FullyShardedDataParallel head(nn::Linear(3, 1));
     const auto body = [&](const torch::Tensor& x) { return model(x); };
