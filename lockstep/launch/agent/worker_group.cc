@@ -5,7 +5,6 @@
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
-#include <fstream>
 #include <signal.h>
 #include <stdlib.h>
 #include <string_view>
@@ -17,6 +16,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/files/read_at_most.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/try_again.h>
 #include <lockstep/launch/agent/failure_report.h>
@@ -93,11 +93,8 @@ std::optional<std::string> read_error(const std::string& path) {
   constexpr size_t kMostBytes = 1 << 20;
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(path, ignored)) return std::nullopt;
-  std::ifstream file(path);
-  std::string text(kMostBytes, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<size_t>(file.gcount()));
-  return error_file_message(text);
+  const auto text = read_at_most(path, kMostBytes);
+  return text ? error_file_message(*text) : std::nullopt;
 }
 
 /// Whether a rank has written a flight record in this folder since then.

@@ -6,7 +6,6 @@
 #include <csignal>
 #include <cstring>
 #include <deque>
-#include <fstream>
 #include <mutex>
 #include <net/if.h>
 #include <poll.h>
@@ -19,6 +18,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/files/nonblocking.h>
+#include <lockstep/base/files/read_at_most.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/random_bytes.h>
@@ -229,12 +229,9 @@ std::string read_secret(const std::string& file) {
   if (file.empty()) {
     secret = environment::text("LOCKSTEP_JOB_SECRET").value_or("");
   } else {
-    std::ifstream stream(file);
-    secret.resize(kMostSecretBytes + 1);
-    stream.read(secret.data(), static_cast<std::streamsize>(secret.size()));
-    TORCH_CHECK_VALUE(stream.is_open() && !stream.bad(), "can't read the secret in ", file, ": ",
-                      std::strerror(errno));
-    secret.resize(static_cast<size_t>(stream.gcount()));
+    const auto text = read_at_most(file, kMostSecretBytes + 1);
+    TORCH_CHECK_VALUE(text, "can't read the secret in ", file, ": ", std::strerror(errno));
+    secret = *text;
     TORCH_CHECK_VALUE(!secret.empty(), "the file of the secret, ", file, ", is empty");
     TORCH_CHECK_VALUE(secret.size() <= kMostSecretBytes, "the file of the secret, ", file, ", has more than ",
                       kMostSecretBytes, " bytes; make one: lockstep secret > FILE");
