@@ -34,6 +34,16 @@ using ToldStage =
 /// Its fault, or ""; what must agree; its stages; the kind of device that all of them are on, one device, or "".
 using Told = std::tuple<std::string, std::string, std::vector<ToldStage>, std::string>;
 
+/// What each rank of the group gives.
+template <class T>
+std::vector<T> gather(const T& own, const ProcessGroup& group) {
+  std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(group)));
+  all_gather_object(objects, to_object(own), group);
+  std::vector<T> all;
+  for (const c10::IValue& object : objects) all.push_back(from_object<T>(object));
+  return all;
+}
+
 /// The device of all the stages; none where they are on several, or on the CPU.
 std::optional<c10::Device> device_of(const std::vector<PipelineStage>& stages) {
   const c10::Device first = stages.front().device();
@@ -145,21 +155,14 @@ std::optional<c10::Device> PipelineCore::agree() {
   const auto device = device_of(stages);
   const Told own{own_fault(), describe(options, num_stages), std::move(told_stages),
                  device ? c10::DeviceTypeName(device->type()) : ""};
-  std::vector<c10::IValue> all(static_cast<size_t>(ranks));
-  all_gather_object(all, to_object(own), group);
-  std::vector<Told> told;
-  for (const c10::IValue& one : all) told.push_back(from_object<Told>(one));
+  const std::vector<Told> told = gather(own, group);
   for (size_t other = 0; other < told.size(); ++other) {
     const std::string& settings = std::get<1>(told[other]);
     TORCH_CHECK_VALUE(settings == std::get<1>(told[0]), "the ranks were given different pipelines: rank ",
                       get_global_rank(group, 0), " ", std::get<1>(told[0]), "; rank ",
                       get_global_rank(group, static_cast<int>(other)), " ", settings);
   }
-  for (size_t other = 0; other < told.size(); ++other) {
-    const std::string& fault = std::get<0>(told[other]);
-    TORCH_CHECK_VALUE(fault.empty(), "the pipeline can't be made: on rank ",
-                      get_global_rank(group, static_cast<int>(other)), ", ", fault);
-  }
+  for (size_t other = 0; other < told.size(); ++other) throw_if(std::get<0>(told[other]), other);
 
   const auto count = static_cast<size_t>(num_stages);
   outputs_to.resize(count);
@@ -215,13 +218,6 @@ std::optional<c10::Device> PipelineCore::agree() {
 /// The ranks of a data_parallel_group have the same stages. When those of some rank do not, it throws on all ranks of its pipeline.
 void PipelineCore::check_replicas() const {
   const ProcessGroup& replicas = *options.data_parallel_group;
-  const auto gather = []<class T>(const T& own, const ProcessGroup& among) {
-    std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(among)));
-    all_gather_object(objects, to_object(own), among);
-    std::vector<T> all;
-    for (const c10::IValue& object : objects) all.push_back(from_object<T>(object));
-    return all;
-  };
   std::string fault;
   const std::tuple<int64_t, int64_t> own{rank, num_stages};
   const auto places = gather(own, replicas);
@@ -233,10 +229,13 @@ void PipelineCore::check_replicas() const {
                      num_stages, "; give the ranks that have the same stages of other pipelines");
   }
   const std::vector<std::string> faults = gather(fault, group);
-  for (size_t other = 0; other < faults.size(); ++other) {
-    TORCH_CHECK_VALUE(faults[other].empty(), "the pipeline can't be made: on rank ",
-                      get_global_rank(group, static_cast<int>(other)), ", ", faults[other]);
-  }
+  for (size_t other = 0; other < faults.size(); ++other) throw_if(faults[other], other);
+}
+
+/// What a rank of the pipeline has told, where that is a fault.
+void PipelineCore::throw_if(const std::string& fault, size_t of_rank) const {
+  TORCH_CHECK_VALUE(fault.empty(), "the pipeline can't be made: on rank ",
+                    get_global_rank(group, static_cast<int>(of_rank)), ", ", fault);
 }
 
 int PipelineCore::tag_of(int64_t from, int64_t to, int64_t micro_batch) const {
